@@ -1,0 +1,95 @@
+"""The active mesh and its logical axis rules, and `shard()`.
+
+Models and losses name the axes of their arrays logically ('batch', 'mlp');
+what those names mean on a mesh is decided by whoever traces the program,
+with `use`. Nothing here knows which rules exist (`encdec_adapt.sharding`
+does). Constraints are active on every platform, CPU included.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import contextvars
+import dataclasses
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+  """A mesh and the meaning of logical axis names on it."""
+
+  mesh: Mesh
+  rules: Mapping[str, MeshAxes]
+
+  def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+    """Mesh axes of one logical axis; () where it is not sharded.
+
+    Raises:
+      ValueError: no rule speaks of `name`.
+    """
+    if name is None:
+      return ()
+    if name not in self.rules:
+      known = ', '.join(sorted(self.rules))
+      raise ValueError(
+        f'no sharding rule for logical axis {name!r}; known axes: {known}'
+      )
+    axes = self.rules[name]
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+  def spec(self, *names: str | None) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions have these names."""
+    axes = [self.mesh_axes(name) for name in names]
+    return PartitionSpec(
+      *(a if len(a) > 1 else a[0] if a else None for a in axes)
+    )
+
+  def size(self, name: str | None) -> int:
+    """Number of shards along one logical axis."""
+    size = 1
+    for axis in self.mesh_axes(name):
+      size *= self.mesh.shape[axis]
+    return size
+
+
+_ACTIVE: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
+  'encdec_adapt_partition', default=None
+)
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> Iterator[Partition]:
+  """Makes `mesh` and `rules` active for what is traced inside.
+
+  Enter it inside the function that is jitted: jit caches by arguments and
+  does not know about this context.
+  """
+  partition = Partition(mesh, rules)
+  token = _ACTIVE.set(partition)
+  try:
+    yield partition
+  finally:
+    _ACTIVE.reset(token)
+
+
+def active() -> Partition | None:
+  """The active partition, or None (one device, no constraints)."""
+  return _ACTIVE.get()
+
+
+def shard(x: jax.Array, *names: str | None) -> jax.Array:
+  """Constrains `x`, one logical name (or None) per dimension."""
+  partition = active()
+  if partition is None:
+    return x
+  if len(names) != x.ndim:
+    raise ValueError(
+      f'shard() got {len(names)} axis names {names} for an array of shape'
+      f' {x.shape}'
+    )
+  return jax.lax.with_sharding_constraint(
+    x, NamedSharding(partition.mesh, partition.spec(*names))
+  )

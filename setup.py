@@ -1,0 +1,46 @@
+"""Installation of encdec_adapt: `pip install -e .[test]`."""
+
+import setuptools
+
+# What a process that trains from materialised records needs. No TensorFlow.
+CORE = [
+  'absl-py>=2.1',
+  'array-record>=0.8',
+  'etils[epath]>=1.9',
+  'flax>=0.12.8',
+  'grain>=0.2.18',
+  'jax>=0.10.2,<0.13',
+  'jaxtyping>=0.3',
+  'ml-collections>=1.0',
+  'numpy>=2.0',
+  'optax>=0.2.8',
+  'orbax-checkpoint>=0.12.8,<0.13',
+  'sentencepiece>=0.2.1',
+  'tensorboard>=2.19',
+]
+# What materialising records needs besides (SeqIO brings TensorFlow), and
+# what the reports are drawn with.
+DATA = ['seqio>=0.0.20', 'tensorflow-datasets>=4.9.9']
+REPORT = ['matplotlib>=3.9']
+# Parity and the benchmark against Hugging Face; a CPU build is enough.
+PEER = ['torch>=2.6', 'transformers>=5.0']
+TEST = [
+  'beartype>=0.20',
+  'hypothesis>=6.100',
+  'pytest>=8.0',
+  'ruff==0.17.5',
+]
+
+setuptools.setup(
+  name='encdec_adapt',
+  version='0.1.0',
+  description=(
+    'Turn pretrained decoder-only language models into encoder-decoder'
+    ' models, in JAX and Flax.'
+  ),
+  license='Apache-2.0',
+  python_requires='>=3.11,<3.14',
+  packages=setuptools.find_packages(include=['encdec_adapt*']),
+  install_requires=CORE + DATA + REPORT,
+  extras_require={'test': TEST, 'peer': PEER, 'tpu': ['jax[tpu]']},
+)

@@ -1,0 +1,16 @@
+"""Every test process: CPU, eight fake devices, shapes checked at calls."""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+)
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+import jaxtyping  # noqa: E402
+
+jaxtyping.install_import_hook(
+  ['encdec_adapt.ops', 'encdec_adapt.models', 'encdec_adapt.training'],
+  'beartype.beartype',
+)
