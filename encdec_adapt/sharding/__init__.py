@@ -1,0 +1,1 @@
+"""Meshes, what logical axes mean on them, and where every array lives."""

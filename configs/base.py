@@ -1,0 +1,199 @@
+"""Every key there is, with its default: experiments start from it.
+
+    python -m encdec_adapt.train --config=configs/base.py --print_config
+
+Any leaf is overridden on the command line, for example
+`--config.optimizer.learning_rate=1e-3`. Keys that are not here do not exist:
+a mistyped one is an error that names the nearest right one.
+"""
+
+import ml_collections
+
+from encdec_adapt.runtime import errors
+
+
+def stack():
+  """One transformer stack; the defaults are a small Gemma 2."""
+  c = ml_collections.ConfigDict()
+  c.layers = 4
+  c.width = 128  # Residual width D.
+  c.mlp_width = 512  # One branch of the gated feed-forward, F.
+  c.heads = 4
+  c.kv_heads = 2
+  c.head_dim = 32
+  c.vocab_size = 4096
+  # The embedding table is padded to a multiple of this, so that it divides
+  # over the mesh; padding rows never get probability.
+  c.vocab_multiple = 128
+  c.pattern = ('local', 'global')  # Repeated from layer 0.
+  c.window = 4096  # Tokens that a local layer sees.
+  # Encoder's local window: 'exclusive' |q-k| < W, as the authors' code, or
+  # 'inclusive' |q-k| <= W, as transformers 5.23 with eager attention.
+  c.window_rule = 'exclusive'
+  c.query_scale = 32.0  # query_pre_attn_scalar.
+  c.attention_softcap = 50.0  # 0 for none.
+  c.final_softcap = 30.0  # 0 for none.
+  c.rope_theta = 10000.0
+  c.norm_eps = 1e-6
+  c.tied_head = True  # Logits use the embedding table.
+  return c
+
+
+def get_config():
+  """The defaults."""
+  config = ml_collections.ConfigDict()
+  config.seed = 0  # Of initialisation, data order and sampling.
+
+  # The model that is trained.
+  config.model = ml_collections.ConfigDict()
+  config.model.kind = 'decoder_only'  # Or 'encoder_decoder'.
+  config.model.encoder = stack()  # Unused by a decoder-only model.
+  config.model.decoder = stack()
+  config.model.causal_encoder = False  # The paper's ablation.
+
+  # How it is computed.
+  config.compute = ml_collections.ConfigDict()
+  config.compute.dtype = 'float32'  # Of products; 'bfloat16' on TPU and GPU.
+  # What the backward pass recomputes: 'none', 'attention' (all but the
+  # attention outputs), 'dots' (all but matrix products), 'full'.
+  config.compute.remat = 'none'
+  config.compute.attention = 'chunked'  # Or 'reference'.
+  config.compute.attention_chunk = 256  # Queries whose scores exist at once.
+  config.compute.scan_unroll = 1  # Layers of the scan unrolled at a time.
+
+  # Where the parameters come from.
+  config.init = ml_collections.ConfigDict()
+  # 'random'; 'checkpoint' (the same model, continued); 'adapt' (an
+  # encoder-decoder from decoder-only checkpoints); 'embeddings' (as 'adapt',
+  # but only the embedding tables are kept: a control).
+  config.init.mode = 'random'
+  config.init.encoder = ''  # Work directory of the encoder's source.
+  config.init.decoder = ''  # Of the decoder's; '' for the encoder's.
+  # 'auto' copies cross-attention from self-attention where shapes allow
+  # (balanced pairs) and draws it otherwise; or 'copy', 'fresh'.
+  config.init.cross_attention = 'auto'
+  # Gain of a fresh cross-attention's post-norm: 'one', or 'zero' (the
+  # decoder computes what it did before, at step 0).
+  config.init.post_norm_gain = 'one'
+
+  # Text, vocabulary and records. Records are made from the text when they
+  # are not there yet, by `python -m encdec_adapt.materialize`.
+  config.data = ml_collections.ConfigDict()
+  # 'python' (what every Python carries), 'text:GLOB', 'jsonl:GLOB' or
+  # 'tfds:NAME:SPLIT'.
+  config.data.source = 'python'
+  config.data.max_bytes = 0  # Of text; 0 for all of it.
+  config.data.folder = ''  # Of the records; '' for WORKDIR/records.
+  config.data.vocabulary = ''  # File; '' for FOLDER/vocabulary.model.
+  config.data.train_vocabulary = True  # Train the file if it is not there.
+  # 'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);
+  # 'prefix_lm_uniform' (Wang et al. 2022); 'ul2' (seven denoisers).
+  config.data.objective = 'causal_lm'
+  config.data.encoder_length = 0  # S in tokens; 0 for a causal_lm.
+  config.data.decoder_length = 256  # T in tokens.
+  # When a window needs more spans than there are sentinels: 'unique' is an
+  # error that says so, 'recycle' uses the ids again in order.
+  config.data.sentinels = 'recycle'
+  config.data.passes = 1  # Masks, splits and packing are drawn anew in each.
+  config.data.repeat = False  # Go on after the last pass, or stop.
+  config.data.pack = True  # Several examples in a row.
+  config.data.shards = 4  # Files a pass; also the most workers of use.
+  config.data.workers = 2  # Processes that make records.
+  config.data.seed = 0  # Of the records and of the order they are read in.
+  config.data.eval_fraction = 0.02  # Of documents, held out by their id.
+  config.data.eval_rows = 64  # Held-out rows; 0 for all.
+  config.data.eval_pack = False  # One example in a row of held-out records.
+
+  # A decoder-only model whose distribution is learnt.
+  config.teacher = ml_collections.ConfigDict()
+  config.teacher.checkpoint = ''  # Its work directory; '' for none.
+
+  config.loss = ml_collections.ConfigDict()
+  # Share of the loss that is cross-entropy to the teacher; the rest is to
+  # the data. The Gemma 2 report distills with 1.
+  config.loss.distillation = 0.0
+  config.loss.temperature = 1.0
+  config.loss.z_loss = 0.0
+  config.loss.label_smoothing = 0.0
+  config.loss.chunk = 1024  # Tokens whose logits exist at a time.
+
+  config.optimizer = ml_collections.ConfigDict()
+  config.optimizer.kind = 'adamw'  # Or 'adafactor'.
+  config.optimizer.learning_rate = 1e-3  # The peak.
+  config.optimizer.schedule = 'cosine'  # 'linear', 'rsqrt' or 'constant'.
+  config.optimizer.warmup_steps = 20  # By each group's own count.
+  config.optimizer.end_fraction = 0.1  # Of the peak, at the last step.
+  config.optimizer.rsqrt_steps = 10_000  # Flat steps of 'rsqrt'.
+  config.optimizer.b1 = 0.9
+  config.optimizer.b2 = 0.95
+  config.optimizer.eps = 1e-8
+  config.optimizer.weight_decay = 0.0  # Times the learning rate.
+  config.optimizer.clip_norm = 1.0  # Global norm; 0 for no clipping.
+  config.optimizer.decay_rate = 0.8  # Adafactor's second moment.
+  config.optimizer.factored = True  # Adafactor's rows and columns.
+
+  config.train = ml_collections.ConfigDict()
+  config.train.steps = 100
+  config.train.batch_size = 16  # Rows a step, over all devices and hosts.
+  config.train.microbatches = 1  # Parts whose gradients are accumulated.
+  # First steps in which only cross-attention moves; the paper takes 1000
+  # for unbalanced pairs and 0 for balanced ones.
+  config.train.cross_attention_warmup = 0
+  config.train.log_every = 10  # Steps between printed lines.
+  config.train.eval_every = 50  # Steps; step 0 and the last are evaluated.
+  config.train.eval_batch_size = 16
+  config.train.max_skipped = 10  # Not-finite updates in a row before it stops.
+
+  config.checkpoint = ml_collections.ConfigDict()
+  config.checkpoint.every = 100  # Steps; the last one is always saved.
+  config.checkpoint.keep = 2  # Newest checkpoints that stay.
+  config.checkpoint.keep_every = 0  # Multiples that stay for ever; 0: none.
+
+  # Sizes of the mesh axes; one may be -1, what remains of the devices.
+  config.mesh = ml_collections.ConfigDict()
+  config.mesh.replica = 1
+  config.mesh.fsdp = -1
+  config.mesh.sequence = 1
+  config.mesh.tensor = 1
+  config.mesh.rules = 'fsdp'  # Or 'data_parallel'.
+  return config
+
+
+def set_stack(section, shape):
+  """Fills a stack's section from a `models.config.StackConfig`."""
+  for key in section:
+    value = getattr(shape, key)
+    section[key] = 0.0 if value is None else value
+
+
+def parse_arg(arg, **defaults):
+  """Parses 'key=value,key=value' after the config file's colon.
+
+  Args:
+    arg: what stands after the colon, or None.
+    **defaults: the keys that exist, with default values; values keep the
+      type of the default.
+
+  Returns:
+    A dictionary.
+
+  Raises:
+    UserError: an unknown key or a value of the wrong type; names the known.
+  """
+  values = dict(defaults)
+  for item in filter(None, (arg or '').split(',')):
+    key, equals, text = item.partition('=')
+    if key not in defaults or not equals:
+      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
+      raise errors.UserError(
+        f'config argument {item!r} is not understood; after the colon stand'
+        f' key=value pairs of: {known}.'
+      )
+    try:
+      values[key] = type(defaults[key])(text)
+    except ValueError as error:
+      raise errors.UserError(
+        f'config argument {item!r}: the value must be a'
+        f' {type(defaults[key]).__name__}.'
+      ) from error
+  return values

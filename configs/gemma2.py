@@ -1,0 +1,62 @@
+"""Adapting Gemma 2 into T5Gemma: balanced and unbalanced pairs.
+
+    python -m encdec_adapt.train \
+      --config=configs/gemma2.py:size=9b_2b,objective=ul2 --workdir=... \
+      --config.init.encoder=GEMMA_9B --config.init.decoder=GEMMA_2B \
+      --config.data.source=jsonl:/data/*.jsonl \
+      --config.data.vocabulary=/data/gemma2.model
+
+What Encoder-Decoder Gemma states (arXiv 2504.06225, section 4) is set here:
+PrefixLM cut in half at 4096 + 4096 tokens with distillation from the
+decoder's source, UL2 at 8192 + 8192 without, about 4.2M tokens a batch, 1000
+steps of cross-attention warm-up for unbalanced pairs. Learning rate,
+schedule and optimizer were not published: the values here are ours.
+"""
+
+from configs import base
+from encdec_adapt.models import presets
+from encdec_adapt.runtime import errors
+
+
+def get_config(arg=None):
+  """`size` is a pair such as 2b_2b, 9b_2b, s_s; `objective` prefixlm or ul2."""
+  args = base.parse_arg(arg, size='2b_2b', objective='prefixlm')
+  if args['objective'] not in ('prefixlm', 'ul2'):
+    raise errors.UserError(
+      f'objective={args["objective"]} is not known; choose prefixlm or ul2.'
+    )
+  pair = presets.t5gemma(args['size'], vocab_multiple=128)
+  balanced = pair.encoder.width == pair.decoder.width
+
+  config = base.get_config()
+  config.model.kind = 'encoder_decoder'
+  base.set_stack(config.model.encoder, pair.encoder)
+  base.set_stack(config.model.decoder, pair.decoder)
+  config.init.mode = 'adapt'
+
+  config.data.train_vocabulary = False
+  if args['objective'] == 'prefixlm':
+    config.data.objective = 'prefix_lm'
+    length = 4096
+    config.loss.distillation = 1.0
+  else:
+    config.data.objective = 'ul2'
+    length = 8192
+  config.data.encoder_length = config.data.decoder_length = length
+  # Gemma has 99 unused ids and a window of 8192 needs up to 2048 spans.
+  config.data.sentinels = 'recycle'
+  config.data.shards = 256
+
+  config.compute.dtype = 'bfloat16'
+  config.compute.remat = 'full'
+  config.compute.attention_chunk = 512
+  config.loss.chunk = 4096
+  config.train.batch_size = 4_194_304 // (2 * length)
+  config.train.steps = 10_000
+  config.train.cross_attention_warmup = 0 if balanced else 1000
+  config.train.eval_every = 1000
+  config.train.eval_batch_size = 64
+  config.optimizer.learning_rate = 1e-4
+  config.optimizer.warmup_steps = 100
+  config.checkpoint.every = 1000
+  return config

@@ -1,0 +1,241 @@
+"""The main job on text that every Python carries, small enough for two cores.
+
+    bash launch/quickstart.sh [--size=full]
+
+runs the study below; each of its stages is a command of its own, for example
+
+    python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
+      --workdir=runs/quickstart/adapted
+
+`size=default` takes under 10 minutes on two cores; `size=full` under 2 hours
+and holds what the README shows: three learning rates and three seeds of
+`adapted` and `scratch`, and the controls.
+"""
+
+import dataclasses
+
+from configs import base
+from encdec_adapt import study
+from encdec_adapt.models import config as model_config
+from encdec_adapt.runtime import errors
+
+RUNS = {
+  'decoder_only': 'the causal decoder that is adapted',
+  'decoder_only_small': 'the smaller decoder of the unbalanced pair',
+  'adapted': 'balanced encoder-decoder from decoder_only',
+  'scratch': 'the same encoder-decoder from random initialisation',
+  'unbalanced': 'encoder from decoder_only, decoder from the small one',
+  'decoder_only_continued': 'control: decoder_only for as many tokens more',
+  'adapted_embeddings': 'control: adapted, all fresh but the embeddings',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """One size of the study. Steps are counts of optimizer updates."""
+
+  root: str
+  max_bytes: int
+  vocab_size: int
+  base: dict
+  small: dict
+  pretrain_steps: int
+  small_steps: int
+  adapt_steps: int
+  passes: int
+  eval_rows: int
+
+
+def _shape(layers, width, mlp_width, heads, kv_heads):
+  return dict(
+    layers=layers,
+    width=width,
+    mlp_width=mlp_width,
+    heads=heads,
+    kv_heads=kv_heads,
+  )
+
+
+SIZES = {
+  'default': Size(
+    root='runs/quickstart',
+    max_bytes=6_000_000,
+    vocab_size=4096,
+    base=_shape(4, 128, 512, 4, 2),
+    small=_shape(3, 96, 384, 4, 2),
+    pretrain_steps=160,
+    small_steps=80,
+    adapt_steps=80,
+    passes=1,
+    eval_rows=64,
+  ),
+  'full': Size(
+    root='runs/quickstart_full',
+    max_bytes=0,
+    vocab_size=4096,
+    base=_shape(4, 128, 512, 4, 2),
+    small=_shape(3, 96, 384, 4, 2),
+    pretrain_steps=1200,
+    small_steps=600,
+    adapt_steps=300,
+    passes=3,
+    eval_rows=128,
+  ),
+}
+LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+
+
+def _size(name):
+  if name not in SIZES:
+    raise errors.UserError(
+      f'size={name} is not known; choose one of {", ".join(SIZES)}.'
+    )
+  return SIZES[name]
+
+
+def _stack(size, shape):
+  return model_config.StackConfig(
+    **shape,
+    head_dim=32,
+    query_scale=32.0,
+    vocab_size=size.vocab_size,
+    vocab_multiple=128,
+    window=64,
+  )
+
+
+def get_config(arg=None):
+  """`run` is one of RUNS, `size` one of SIZES."""
+  args = base.parse_arg(arg, size='default', run='decoder_only')
+  size, run = _size(args['size']), args['run']
+  if run not in RUNS:
+    raise errors.UserError(
+      f'run={run} is not known; choose one of {", ".join(RUNS)}.'
+    )
+  config = base.get_config()
+  small = _stack(size, size.small)
+  large = _stack(size, size.base)
+  base.set_stack(config.model.encoder, large)
+  base.set_stack(
+    config.model.decoder,
+    small if run in ('decoder_only_small', 'unbalanced') else large,
+  )
+  config.compute.scan_unroll = 4
+  config.data.max_bytes = size.max_bytes
+  config.data.vocabulary = f'{size.root}/records/vocabulary.model'
+  config.data.passes = size.passes
+  config.data.eval_rows = size.eval_rows
+  config.optimizer.learning_rate = 2e-3
+  config.train.batch_size = 16
+  config.train.log_every = 20
+  if run.startswith('decoder_only'):
+    _causal(config, size, run)
+  else:
+    _pairs(config, size, run)
+  config.train.eval_every = max(config.train.steps // 8, 1)
+  config.checkpoint.every = max(config.train.steps // 2, 1)
+  config.checkpoint.keep = 1
+  return config
+
+
+def _causal(config, size, run):
+  """Pretraining: causal language model on rows of 256 tokens."""
+  config.model.kind = 'decoder_only'
+  config.data.folder = f'{size.root}/records/causal_lm'
+  config.data.objective = 'causal_lm'
+  config.data.decoder_length = 256
+  config.optimizer.weight_decay = 0.01
+  if run == 'decoder_only_small':
+    config.train.steps = size.small_steps
+  elif run == 'decoder_only':
+    config.train.steps = size.pretrain_steps
+  else:
+    config.train.steps = size.adapt_steps
+    config.init.mode = 'checkpoint'
+    config.init.encoder = f'{size.root}/decoder_only'
+    config.optimizer.learning_rate = 1e-3
+    config.data.seed = 1  # Other rows first than those it has just seen.
+
+
+def _pairs(config, size, run):
+  """Adaptation: PrefixLM cut in half, distilled from decoder_only."""
+  config.model.kind = 'encoder_decoder'
+  config.data.folder = f'{size.root}/records/prefix_lm'
+  config.data.objective = 'prefix_lm'
+  config.data.encoder_length = config.data.decoder_length = 128
+  config.teacher.checkpoint = f'{size.root}/decoder_only'
+  config.loss.distillation = 0.5
+  config.train.steps = size.adapt_steps
+  source = f'{size.root}/decoder_only'
+  if run == 'adapted':
+    config.init.mode = 'adapt'
+  elif run == 'adapted_embeddings':
+    config.init.mode = 'embeddings'
+  elif run == 'unbalanced':
+    config.init.mode = 'adapt'
+    config.init.decoder = f'{size.root}/decoder_only_small'
+    # About 5 % of the steps, as K = 1000 is of the paper's.
+    config.train.cross_attention_warmup = max(size.adapt_steps // 20, 1)
+  if config.init.mode != 'random':
+    config.init.encoder = source
+
+
+def get_study(arg=None):
+  """The stages of a size, in order; see `encdec_adapt.study`."""
+  args = base.parse_arg(arg, size='default')
+  name, size = args['size'], _size(args['size'])
+  full = name == 'full'
+
+  def config(run):
+    return f'--config=configs/quickstart.py:size={name},run={run}'
+
+  def train(run, budget, *flags, folder=None, rate_of=()):
+    return study.Stage(
+      name=folder or run,
+      module='train',
+      flags=(config(run), f'--workdir={size.root}/{folder or run}', *flags),
+      budget_seconds=budget,
+      rate_of=rate_of,
+    )
+
+  long = size.adapt_steps * 0.6
+  stages = [
+    study.Stage(
+      f'records_{kind}', 'materialize', (config(run),), budget_seconds=60
+    )
+    for kind, run in (('causal_lm', 'decoder_only'), ('prefix_lm', 'adapted'))
+  ]
+  stages.append(train('decoder_only', size.pretrain_steps * 0.6))
+  stages.append(train('decoder_only_small', size.small_steps * 0.4))
+  names = ['decoder_only', 'decoder_only_small']
+  for run in ('adapted', 'scratch'):
+    if not full:
+      stages.append(train(run, long))
+      names.append(run)
+      continue
+    sweep = [f'{run}_lr_{rate:g}' for rate in LEARNING_RATES]
+    for folder, rate in zip(sweep, LEARNING_RATES, strict=True):
+      flag = f'--config.optimizer.learning_rate={rate:g}'
+      stages.append(train(run, long, flag, folder=folder))
+    for seed in (1, 2):
+      folder = f'{run}_seed{seed}'
+      flag = f'--config.seed={seed}'
+      stages.append(
+        train(run, long, flag, folder=folder, rate_of=tuple(sweep))
+      )
+      sweep_names = (*sweep, folder)
+      names.extend(n for n in sweep_names if n not in names)
+  stages.append(train('unbalanced', long))
+  names.append('unbalanced')
+  if full:
+    for run in ('decoder_only_continued', 'adapted_embeddings'):
+      stages.append(train(run, long))
+      names.append(run)
+  return study.Study(
+    root=size.root,
+    title='Adapting a decoder-only model on the text that Python carries',
+    stages=tuple(stages),
+    runs=tuple(names),
+    records=f'{size.root}/records/prefix_lm/eval',
+    size=name,
+  )

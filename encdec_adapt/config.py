@@ -1,0 +1,349 @@
+"""The one boundary between a ConfigDict and the code.
+
+`load` turns each section into a frozen dataclass and validates it; nothing
+behind it sees a ConfigDict. Every error names the key, its value and what
+would be right.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import difflib
+import json
+from typing import Any
+
+from etils import epath
+import ml_collections
+
+from encdec_adapt.data import records
+from encdec_adapt.models import config as model_config
+from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import objectives, optimizers, schedules
+
+RUN_CONFIG = 'config.json'
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+  """How the model is computed; see `models.build.build`."""
+
+  dtype: str
+  remat: str
+  attention: str
+  attention_chunk: int
+  scan_unroll: int
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+  """Where the parameters come from; fields as in configs/base.py."""
+
+  mode: str
+  encoder: str
+  decoder: str
+  cross_attention: str
+  post_norm_gain: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Text, vocabulary and records.
+
+  Attributes:
+    folder: where the record sets are.
+    vocabulary: SentencePiece file.
+    train_vocabulary: train that file where it is missing.
+    vocabulary_size: its size.
+    workers: processes that make records.
+    repeat: go on after the last pass.
+    train: what the training records must be.
+    evaluation: what the held-out records must be.
+  """
+
+  folder: str
+  vocabulary: str
+  train_vocabulary: bool
+  vocabulary_size: int
+  workers: int
+  repeat: bool
+  train: records.RecordSpec
+  evaluation: records.RecordSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """The loop; fields as in configs/base.py."""
+
+  steps: int
+  batch_size: int
+  microbatches: int
+  cross_attention_warmup: int
+  log_every: int
+  eval_every: int
+  eval_batch_size: int
+  max_skipped: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When checkpoints are written and which stay."""
+
+  every: int
+  keep: int
+  keep_every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """A whole validated configuration."""
+
+  seed: int
+  model: model_config.ModelConfig
+  compute: ComputeConfig
+  init: InitConfig
+  data: DataConfig
+  teacher: str
+  loss: objectives.LossConfig
+  optimizer: optimizers.OptimizerConfig
+  train: TrainConfig
+  checkpoint: CheckpointConfig
+  mesh: mesh_lib.MeshConfig
+  rules: rules_lib.Rules
+
+
+def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
+  """Validates a configuration.
+
+  Args:
+    config: `configs/base.py` with changes.
+    workdir: the job's folder; records go below it unless the configuration
+      names a folder.
+
+  Raises:
+    UserError: names the key, its value and what would be right.
+  """
+  model = _model(config.model)
+  settings = Settings(
+    seed=config.seed,
+    model=model,
+    compute=_plain(ComputeConfig, config.compute),
+    init=_plain(InitConfig, config.init),
+    data=_data(config, model, workdir),
+    teacher=config.teacher.checkpoint,
+    loss=_plain(objectives.LossConfig, config.loss),
+    optimizer=_optimizer(config),
+    train=_plain(TrainConfig, config.train),
+    checkpoint=_plain(CheckpointConfig, config.checkpoint),
+    mesh=mesh_lib.MeshConfig(
+      **{axis: config.mesh[axis] for axis in mesh_lib.AXES}
+    ),
+    rules=_value_error(rules_lib.named, config.mesh.rules),
+  )
+  _check(settings)
+  return settings
+
+
+def save(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Writes the resolved configuration into a run's folder."""
+  path = epath.Path(workdir) / RUN_CONFIG
+  path.write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+
+
+def load_run(workdir: str) -> Settings:
+  """The settings with which the run in a folder was made.
+
+  Raises:
+    UserError: the folder holds no run.
+  """
+  path = epath.Path(workdir) / RUN_CONFIG
+  if not path.exists():
+    raise errors.UserError(
+      f'{workdir} is not the work directory of a training job: it has no'
+      f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
+    )
+  saved = ml_collections.ConfigDict(json.loads(path.read_text()))
+  return load(saved, str(workdir))
+
+
+def nearest_key(config: ml_collections.ConfigDict, key: str) -> str | None:
+  """The existing dotted key that most resembles `key`."""
+  known = list(_leaves(config.to_dict()))
+  last = key.rsplit('.', 1)[-1]
+  matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+  if not matches:
+    by_name = {name.rsplit('.', 1)[-1]: name for name in known}
+    close = difflib.get_close_matches(last, list(by_name), n=1, cutoff=0.6)
+    matches = [by_name[name] for name in close]
+  return matches[0] if matches else None
+
+
+def _leaves(tree: dict[str, Any], prefix: str = ''):
+  for key, value in tree.items():
+    if isinstance(value, dict):
+      yield from _leaves(value, f'{prefix}{key}.')
+    else:
+      yield f'{prefix}{key}'
+
+
+def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
+  """A dataclass whose fields are exactly the section's keys."""
+  return make(**section.to_dict())
+
+
+def _value_error(function: Callable[..., Any], *args):
+  """Calls a leaf package, whose ValueErrors are the user's to mend."""
+  try:
+    return function(*args)
+  except ValueError as error:
+    raise errors.UserError(str(error)) from error
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+  if value not in known:
+    raise errors.UserError(
+      f'config.{key} is {value!r}; it must be one of {", ".join(known)}.'
+    )
+
+
+def _at_least(key: str, value: float, least: float) -> None:
+  if value < least:
+    raise errors.UserError(
+      f'config.{key} is {value}; it must be at least {least}.'
+    )
+
+
+def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
+  _one_of('model.kind', section.kind, ('decoder_only', 'encoder_decoder'))
+  decoder = _stack('decoder', section.decoder)
+  if section.kind == 'decoder_only':
+    return model_config.DecoderOnlyConfig(decoder)
+  return model_config.encoder_decoder(
+    _stack('encoder', section.encoder),
+    decoder,
+    causal_encoder=section.causal_encoder,
+  )
+
+
+def _stack(name: str, section: ml_collections.ConfigDict):
+  values = section.to_dict()
+  values['pattern'] = tuple(values['pattern'])
+  for cap in ('attention_softcap', 'final_softcap'):
+    values[cap] = values[cap] or None
+  try:
+    return model_config.StackConfig(**values)
+  except errors.UserError as error:
+    raise errors.UserError(f'config.model.{name}: {error}') from error
+
+
+def _data(config, model, workdir: str) -> DataConfig:
+  data = config.data
+  folder = data.folder or str(epath.Path(workdir) / 'records')
+  vocabulary = data.vocabulary or str(epath.Path(folder) / 'vocabulary.model')
+  pairs = data.objective != 'causal_lm'
+  if pairs != (data.encoder_length > 0):
+    raise errors.UserError(
+      f'config.data.encoder_length is {data.encoder_length} with objective'
+      f' {data.objective!r}; causal_lm has no inputs (0), every other'
+      ' objective needs a length.'
+    )
+  if isinstance(model, model_config.EncoderDecoderConfig) and not pairs:
+    raise errors.UserError(
+      'config.data.objective is causal_lm, which has no inputs for the'
+      ' encoder; choose prefix_lm, prefix_lm_uniform or ul2, or set'
+      ' config.model.kind to decoder_only.'
+    )
+  common = dict(
+    source=data.source,
+    max_bytes=data.max_bytes,
+    objective=data.objective,
+    encoder_length=data.encoder_length,
+    decoder_length=data.decoder_length,
+    sentinels=data.sentinels,
+    seed=data.seed,
+    eval_fraction=data.eval_fraction,
+    shards=data.shards,
+  )
+  return DataConfig(
+    folder=folder,
+    vocabulary=vocabulary,
+    train_vocabulary=data.train_vocabulary,
+    vocabulary_size=model.decoder.vocab_size,
+    workers=data.workers,
+    repeat=data.repeat,
+    train=records.RecordSpec(
+      split='train', passes=data.passes, pack=data.pack, max_rows=0, **common
+    ),
+    evaluation=records.RecordSpec(
+      split='eval',
+      passes=1,
+      pack=data.eval_pack,
+      max_rows=data.eval_rows,
+      **common,
+    ),
+  )
+
+
+def _optimizer(config) -> optimizers.OptimizerConfig:
+  values = config.optimizer.to_dict()
+  schedule = schedules.ScheduleConfig(
+    kind=values.pop('schedule'),
+    peak=values.pop('learning_rate'),
+    warmup_steps=values.pop('warmup_steps'),
+    end_fraction=values.pop('end_fraction'),
+    rsqrt_steps=values.pop('rsqrt_steps'),
+    total_steps=config.train.steps,
+  )
+  return optimizers.OptimizerConfig(schedule=schedule, **values)
+
+
+def _check(settings: Settings) -> None:
+  """Rules that span sections."""
+  train, init = settings.train, settings.init
+  _one_of('compute.dtype', settings.compute.dtype, ('float32', 'bfloat16'))
+  _one_of(
+    'init.mode', init.mode, ('random', 'checkpoint', 'adapt', 'embeddings')
+  )
+  _one_of(
+    'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
+  )
+  _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
+  for name in ('steps', 'batch_size', 'microbatches', 'log_every'):
+    _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+    _at_least(f'train.{name}', getattr(train, name), 1)
+  _at_least('checkpoint.every', settings.checkpoint.every, 1)
+  _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
+  _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
+  if train.batch_size % train.microbatches:
+    raise errors.UserError(
+      f'config.train.batch_size ({train.batch_size}) does not divide into'
+      f' config.train.microbatches ({train.microbatches}); change one of'
+      ' them.'
+    )
+  if init.mode != 'random' and not init.encoder:
+    raise errors.UserError(
+      f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
+      ' give the work directory of the source run.'
+    )
+  adapting = init.mode in ('adapt', 'embeddings')
+  is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)
+  if adapting and not is_pair:
+    raise errors.UserError(
+      f'config.init.mode is {init.mode!r} but config.model.kind is'
+      ' decoder_only; adaptation makes an encoder_decoder.'
+    )
+  if settings.loss.distillation > 0 and not settings.teacher:
+    raise errors.UserError(
+      f'config.loss.distillation is {settings.loss.distillation} but'
+      ' config.teacher.checkpoint is empty; give the work directory of a'
+      ' decoder-only run, or set the distillation to 0.'
+    )
+  if settings.loss.distillation > 0 and not (
+    settings.data.train.objective.startswith('prefix_lm')
+  ):
+    raise errors.UserError(
+      f'config.loss.distillation is {settings.loss.distillation} with'
+      f' config.data.objective {settings.data.train.objective!r}; a teacher'
+      ' predicts the targets of prefix_lm only.'
+    )

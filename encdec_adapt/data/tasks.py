@@ -1,0 +1,353 @@
+"""SeqIO tasks: what an example is.
+
+A task reads a source's documents of one split, encodes them, and makes pairs
+of them by an objective. Its data source has as many virtual shards as one
+asks for: shard i of n has the documents whose index is i modulo n. An
+example depends on the seed, the pass, the source and its own id alone, so
+the examples of a shard are the same whoever reads it and whenever.
+
+This module imports SeqIO and TensorFlow (some ten seconds, 800 MB). Only
+what makes records imports it, never a process that trains from them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+import re
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from encdec_adapt.data import (
+  batch,
+  objectives,
+  randomness,
+  sources,
+  vocabularies,
+)
+
+# What an example has besides its tokens.
+_ABOUT = ('source', 'id', 'spans', 'shared_spans')
+_ROWS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One example.
+
+  Attributes:
+    pair: inputs and targets, unframed.
+    source: name of the source.
+    id: the document's id, '#' and the window's number in the document.
+    spans: sentinels in the targets.
+    shared_spans: how many of them share their id with another.
+  """
+
+  pair: batch.Pair
+  source: str
+  id: str
+  spans: int
+  shared_spans: int
+
+
+class SeqioVocabulary(seqio.Vocabulary):
+  """Our vocabulary as SeqIO wants it; same ids, no extra ones.
+
+  `seqio.SentencePieceVocabulary` would not do: it encodes in TensorFlow,
+  where a U+2581 in a text comes back as a space and the names of special
+  pieces in Gemma's own files match text.
+  """
+
+  def __init__(self, vocabulary: vocabularies.Vocabulary):
+    super().__init__(extra_ids=0)
+    self._vocabulary = vocabulary
+
+  @property
+  def bos_id(self) -> int:
+    return self._vocabulary.bos
+
+  @property
+  def eos_id(self) -> int:
+    return self._vocabulary.eos
+
+  @property
+  def unk_id(self) -> int:
+    return self._vocabulary.unk
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._vocabulary.size
+
+  def _encode(self, s: str) -> list[int]:
+    return self._vocabulary.encode(s).tolist()
+
+  def _decode(self, ids: Sequence[int]) -> str:
+    return self._vocabulary.decode(ids)
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
+    def encode(text: bytes) -> np.ndarray:
+      return self._vocabulary.encode(text.decode('utf-8'))
+
+    ids = tf.numpy_function(encode, [s], tf.int32, stateful=False)
+    return tf.ensure_shape(ids, [None])
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    def decode(row: np.ndarray) -> bytes:
+      return self._vocabulary.decode(row).encode('utf-8')
+
+    text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
+    return tf.ensure_shape(text, [])
+
+  def __eq__(self, other) -> bool:
+    return (
+      isinstance(other, SeqioVocabulary)
+      and self._vocabulary.fingerprint == other._vocabulary.fingerprint
+    )
+
+  def __hash__(self) -> int:
+    return hash(self._vocabulary.fingerprint)
+
+
+class DocumentSource(seqio.DataSource):
+  """A source's documents of one split: 'id' and 'text', as scalars.
+
+  Attributes:
+    source: the documents' source.
+    failure: what reading raised, which TensorFlow would tell as a string.
+  """
+
+  def __init__(
+    self,
+    source: sources.Source,
+    split: str,
+    eval_fraction: float,
+    seed: int,
+  ):
+    super().__init__(splits=(split,), caching_permitted=False)
+    self.source = source
+    self.failure: Exception | None = None
+    self._in_split = functools.partial(
+      sources.in_split, split=split, eval_fraction=eval_fraction, seed=seed
+    )
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return True
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return [self.source.name]
+
+  def get_dataset(
+    self,
+    split: str = 'train',
+    shuffle: bool = False,
+    seed: int | None = None,
+    shard_info: seqio.ShardInfo | None = None,
+    **unused,
+  ) -> tf.data.Dataset:
+    """The documents of a shard, always in the source's order.
+
+    Raises:
+      ValueError: they are to be shuffled. Rows are, when they are read.
+    """
+    if shuffle:
+      raise ValueError(f'{self.source.name!r} is read in order: shuffle=False')
+    index, count = (
+      (shard_info.index, shard_info.num_shards) if (shard_info) else (0, 1)
+    )
+
+    def read():
+      def keep(i: int, document_id: str) -> bool:
+        return i % count == index and self._in_split(document_id)
+
+      try:
+        for document in self.source.documents(keep):
+          yield {'id': document.id, 'text': document.text}
+      except Exception as error:
+        self.failure = error
+        raise
+
+    scalar = tf.TensorSpec([], tf.string)
+    return tf.data.Dataset.from_generator(
+      read, output_signature={'id': scalar, 'text': scalar}
+    )
+
+
+def make_task(
+  source: sources.Source,
+  split: str,
+  vocabulary: vocabularies.Vocabulary,
+  objective: objectives.Objective,
+  *,
+  seed: int,
+  pass_index: int = 0,
+  eval_fraction: float = 0.0,
+) -> seqio.Task:
+  """Makes the task of a source, a split, an objective and a pass.
+
+  It is not entered in SeqIO's registry: what it is made of says all of it.
+
+  Args:
+    source: of the documents.
+    split: 'train' or 'eval'; the task has this one only.
+    vocabulary: encodes the documents.
+    objective: made for the lengths of the rows.
+    seed: of the split and of everything drawn.
+    pass_index: 0, 1, ..: draws anew, for the same split.
+    eval_fraction: share of the documents in 'eval'.
+
+  Raises:
+    UserError: there is no such split or the fraction is outside [0, 1].
+  """
+  sources.in_split('', split, eval_fraction, seed)  # Checks the arguments.
+  feature = seqio.Feature(SeqioVocabulary(vocabulary), add_eos=False)
+  key = functools.partial(randomness.generator, seed, pass_index, source.name)
+  return seqio.Task(
+    # SeqIO allows no other characters.
+    re.sub(r'[^\w.:#]', '_', f'{objective.name}:{source.name}'),
+    source=DocumentSource(source, split, eval_fraction, seed),
+    preprocessors=[
+      tokenise,
+      functools.partial(
+        apply_objective, objective=objective, key=key, source=source.name
+      ),
+    ],
+    output_features={'inputs': feature, 'targets': feature},
+    metric_fns=[],
+  )
+
+
+def make_mixture(
+  name: str, tasks: Sequence[tuple[seqio.Task, float]]
+) -> seqio.Mixture:
+  """Mixes tasks of one split in proportion to their rates, by examples.
+
+  A shard of the mixture mixes the tasks' shards and ends where the first of
+  them ends, so that the rates hold throughout.
+  """
+  sample = functools.partial(
+    tf.data.Dataset.sample_from_datasets, stop_on_empty_dataset=True
+  )
+  return seqio.Mixture(name, list(tasks), sample_fn=sample)
+
+
+def tokenise(
+  dataset: tf.data.Dataset, output_features: dict[str, seqio.Feature]
+) -> tf.data.Dataset:
+  """SeqIO preprocessor: 'text' becomes 'tokens', int32 [n]."""
+  vocabulary = output_features['targets'].vocabulary
+
+  def encode(row):
+    return {'id': row['id'], 'tokens': vocabulary.encode_tf(row['text'])}
+
+  return dataset.map(encode)
+
+
+def apply_objective(
+  dataset: tf.data.Dataset,
+  objective: objectives.Objective,
+  key: Callable[[str], np.random.Generator],
+  source: str,
+) -> tf.data.Dataset:
+  """SeqIO preprocessor: 'tokens' of documents become examples.
+
+  Args:
+    dataset: of 'id' and 'tokens'.
+    objective: makes the pairs.
+    key: gives an example's id its generator.
+    source: name of the source, repeated in each example.
+
+  Returns:
+    A dataset of 'inputs' and 'targets', int32, and what `Example` has
+    besides.
+  """
+
+  def make(document_id: bytes, tokens: np.ndarray):
+    pairs, ids, counts = [], [], []
+    for i, (window, ends) in enumerate(objective.segments(tokens)):
+      ids.append(f'{document_id.decode()}#{i}')
+      rng = key(ids[-1]) if objective.draws else None
+      pairs.append(objective(window, ends, rng))
+      counts.append(objective.span_counts(pairs[-1]))
+    parts = []
+    for side in zip(*pairs, strict=True):
+      parts += [np.concatenate(side), np.array([len(row) for row in side])]
+    return (*parts, np.array(ids, np.bytes_), np.array(counts, np.int32))
+
+  # [inputs, their lengths, targets, their lengths, ids, span counts]
+  types = (tf.int32, tf.int64) * 2 + (tf.string, tf.int32)
+  shapes = ([None],) * 5 + ([None, 2],)
+
+  def examples(row):
+    made = tf.numpy_function(
+      make, [row['id'], row['tokens']], types, stateful=False
+    )
+    made = [tf.ensure_shape(m, s) for m, s in zip(made, shapes, strict=True)]
+    inputs, inputs_lengths, targets, targets_lengths, ids, counts = made
+    ragged = functools.partial(tf.RaggedTensor.from_row_lengths, validate=False)
+    return {
+      'inputs': ragged(inputs, inputs_lengths),
+      'targets': ragged(targets, targets_lengths),
+      'source': tf.fill(tf.shape(ids), source),
+      'id': ids,
+      'spans': counts[:, 0],
+      'shared_spans': counts[:, 1],
+    }
+
+  return dataset.map(examples).unbatch()
+
+
+def examples(
+  task: seqio.Task | seqio.Mixture, shard_index: int, num_shards: int
+) -> Iterator[Example]:
+  """The examples of one virtual shard, in an order that is always the same.
+
+  Args:
+    task: from `make_task` or `make_mixture`.
+    shard_index: in [0, num_shards).
+    num_shards: how many shards the documents are divided into.
+
+  Raises:
+    UserError: the source is missing or has no text.
+  """
+  # Text needs no accelerator, and TensorFlow takes all of its memory.
+  if tf.config.get_visible_devices('GPU'):
+    tf.config.set_visible_devices([], 'GPU')
+  tasks = [task] if isinstance(task, seqio.Task) else task.tasks
+  options = (
+    {}
+    if isinstance(task, seqio.Task)
+    else {
+      'passthrough_features': _ABOUT,
+      # Another interleaving for each shard; SeqIO's own would be the same.
+      'seed': shard_index,
+    }
+  )
+  dataset = task.get_dataset(
+    split=tasks[0].splits[0],
+    shuffle=False,
+    shard_info=seqio.ShardInfo(shard_index, num_shards),
+    num_epochs=1,
+    **options,
+  )
+  # One element at a time costs five times as much.
+  rows = dataset.ragged_batch(_ROWS_AT_ONCE)
+  try:
+    for some in rows:
+      about = (some[name].numpy().tolist() for name in _ABOUT)
+      for inputs, targets, name, example_id, *counts in zip(
+        _parts(some['inputs']), _parts(some['targets']), *about, strict=True
+      ):
+        pair = batch.Pair(inputs, targets)
+        yield Example(pair, name.decode(), example_id.decode(), *counts)
+  except tf.errors.OpError:
+    for failure in (one.source.failure for one in tasks):
+      if failure is not None:
+        raise failure from None
+    raise
+
+
+def _parts(ragged: tf.RaggedTensor) -> list[np.ndarray]:
+  """The rows of a ragged batch."""
+  return np.split(ragged.values.numpy(), ragged.row_splits.numpy()[1:-1])

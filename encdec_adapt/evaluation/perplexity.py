@@ -1,0 +1,115 @@
+"""Loss per target token on held-out batches.
+
+An encoder-decoder and a decoder-only model are measured on the same target
+tokens of the same batches of pairs (`training.objectives.predict` says how
+each reads them); a decoder-only model also on causal batches.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from encdec_adapt.models import decoder_only
+from encdec_adapt.ops import partition, vocabulary_loss
+from encdec_adapt.runtime import errors
+from encdec_adapt.training import objectives
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
+
+_SUMS = ('cross_entropy', 'correct', 'weight')
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """An evaluation.
+
+  Attributes:
+    loss: cross-entropy to the data in nats per target token.
+    accuracy: share of target tokens that were the likeliest.
+    target_tokens: their number (the sum of the weights).
+  """
+
+  loss: float
+  accuracy: float
+  target_tokens: float
+
+  @property
+  def perplexity(self) -> float:
+    """exp(loss), infinite where it overflows."""
+    try:
+      return math.exp(self.loss)
+    except OverflowError:
+      return math.inf
+
+
+class Evaluator:
+  """Evaluates one model; compiles once per shape of batch."""
+
+  def __init__(self, where: state_lib.Placement, chunk: int = 1024):
+    """Defines the evaluation.
+
+    Args:
+      where: the model, the mesh and the rules of its parameters.
+      chunk: tokens whose logits exist at a time.
+    """
+    self._where = where
+    stack = where.model.config.decoder
+
+    def sums(params, batch) -> dict[str, jax.Array]:
+      with partition.use(where.mesh, where.rules.as_dict()):
+        loss = vocabulary_loss.cross_entropy(
+          objectives.predict(where.model, params, batch),
+          where.model.head(params),
+          batch['targets'],
+          batch['weights'],
+          vocab_size=stack.vocab_size,
+          softcap=stack.final_softcap,
+          chunk=chunk,
+        )
+      return {name: getattr(loss, name) for name in _SUMS}
+
+    self._sums = jax.jit(sums)
+
+  def __call__(
+    self,
+    params: decoder_only.Params,
+    batches: Iterable[Mapping[str, np.ndarray]],
+  ) -> Result:
+    """Evaluates parameters on a stream of batches.
+
+    The result does not depend, but for rounding, on how the rows are cut
+    into batches.
+
+    Args:
+      params: parameters of the model.
+      batches: this process's rows of every batch, filler rows with weight 0.
+
+    Raises:
+      UserError: there is not one target token.
+    """
+    totals = np.zeros(len(_SUMS), np.float64)
+    running = None
+    for batch in batches:
+      fields = {name: x for name, x in batch.items() if name != 'row'}
+      fields = step_lib.place_batch(fields, self._where)
+      previous, running = running, self._sums(params, fields)
+      # Read one batch late, so that the next is prepared meanwhile.
+      totals += _read(previous)
+    totals += _read(running)
+    cross_entropy, correct, weight = (float(total) for total in totals)
+    if weight == 0:
+      raise errors.UserError(
+        'the evaluation has no target tokens: there are no held-out rows, or'
+        ' all weights are 0. Materialise an evaluation split with text in it.'
+      )
+    return Result(cross_entropy / weight, correct / weight, weight)
+
+
+def _read(sums: Mapping[str, jax.Array] | None) -> np.ndarray:
+  """Sums of one batch as float64, zeros for none."""
+  if sums is None:
+    return np.zeros(len(_SUMS), np.float64)
+  return np.array([float(sums[name]) for name in _SUMS], np.float64)

@@ -1,0 +1,80 @@
+"""A study's report: `report.json`, `curves.png` and `report.html`.
+
+A report is a dictionary:
+
+  size          name of the study's size
+  text          facts about the text
+  runs          by name: `parameters`, `steps`, `target_tokens`,
+                `total_tokens`, `flops`, `seconds`, `learning_rate`, `seed`,
+                `eval_loss`, `eval_loss_at_step_0`,
+                `eval_loss_shuffled_prefix` (None for a decoder-only model),
+                `curve` (lists `step`, `target_tokens`, `eval_loss`,
+                `train_step`, `train_loss`) and `inclusive` (`target_tokens`,
+                `total_tokens`, `flops`, `seconds`, those of the sources that
+                it was made from included)
+  stages        `name`, `command`, `budget_seconds` (or None), `seconds`
+  samples       `run`, `prompt`, `continuation`
+  environment   versions and hardware
+
+Losses are nats per target token. Runs named `<model>_seed<n>` repeat
+`<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep.
+"""
+
+from collections.abc import Mapping
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+from encdec_adapt.evaluation import (
+  report_figures,
+  report_findings,
+  report_page,
+)
+
+Report = Mapping[str, Any]
+
+
+def findings(report: Report) -> list[str]:
+  """What was found, in plain sentences; see `report_findings.findings`."""
+  return report_findings.findings(report)
+
+
+def write(report: Report, folder: str | os.PathLike) -> pathlib.Path:
+  """Writes the report.
+
+  Args:
+    report: see the module's docstring.
+    folder: made if it is missing; files of an earlier report are replaced.
+
+  Returns:
+    Path of `report.html`, which embeds `curves.png` and needs nothing beside
+    it. `report.json` is the dictionary with `findings` added; a number that
+    is not finite is null there.
+  """
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  found = findings(report)
+  content = json.dumps(
+    _finite({**report, 'findings': found}), indent=1, allow_nan=False
+  )
+  (folder / 'report.json').write_text(content + '\n', encoding='utf-8')
+  picture = folder / 'curves.png'
+  report_figures.draw_curves(report, picture)
+  page = folder / 'report.html'
+  page.write_text(
+    report_page.render(report, found, [picture]), encoding='utf-8'
+  )
+  return page
+
+
+def _finite(value: Any) -> Any:
+  """The value with every number that JSON does not have made None."""
+  if isinstance(value, Mapping):
+    return {key: _finite(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_finite(item) for item in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value

@@ -1,0 +1,131 @@
+"""Pictures of a report, drawn with matplotlib (imported when drawing)."""
+
+from collections.abc import Mapping
+import itertools
+import pathlib
+from typing import Any
+
+from encdec_adapt.evaluation import report_numbers as numbers
+
+# Okabe and Ito's palette, which colour-blind readers tell apart.
+_COLOURS = {
+  'adapted': '#0072b2',
+  'scratch': '#d55e00',
+  'unbalanced': '#009e73',
+  'adapted_embeddings_only': '#cc79a7',
+  'decoder_only': '#333333',
+  'decoder_only_continued': '#888888',
+}
+_OTHER_COLOURS = ('#e69f00', '#56b4e9', '#8c6d31', '#6a51a3')
+
+
+def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Writes the learning curves as a PNG.
+
+  Left: held-out loss of the encoder-decoders, one thin line per seed and
+  their mean, with the decoders' last loss on the same targets as horizontal
+  lines. Right: the decoders' own training.
+
+  Args:
+    report: see `evaluation.report`.
+    path: of the PNG.
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  runs = report['runs']
+  pairs, decoders = [], []
+  for model in numbers.models(runs):
+    first = runs[numbers.seeds(runs, model)[0]]
+    (pairs if numbers.reads_prefix(first) else decoders).append(model)
+  others = itertools.cycle(_OTHER_COLOURS)
+  colours = {
+    model: _COLOURS.get(model) or next(others) for model in pairs + decoders
+  }
+  style = {
+    'font.size': 10,
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'axes.grid': True,
+    'grid.color': '#e6e6e6',
+    'axes.axisbelow': True,
+    'axes.titlesize': 11,
+    'axes.titlelocation': 'left',
+    'legend.frameon': False,
+  }
+  with pyplot.rc_context(style):
+    figure, (left, right) = pyplot.subplots(
+      1, 2, figsize=(11, 4.4), width_ratios=(3, 2), layout='constrained'
+    )
+    for model in pairs:
+      _draw_model(left, runs, model, colours[model])
+    for model in decoders:
+      final = numbers.mean(
+        [runs[name]['eval_loss'] for name in numbers.seeds(runs, model)]
+      )
+      if pairs and model in ('decoder_only', 'decoder_only_continued'):
+        left.axhline(
+          final,
+          color=colours[model],
+          linestyle='--' if model == 'decoder_only' else ':',
+          linewidth=1.3,
+          label=f'{model} at its end  {final:.3f}',
+        )
+      _draw_model(right, runs, model, colours[model], sources=True)
+    left.set_title('Adaptation: held-out loss')
+    right.set_title('Decoders: held-out loss in their own training')
+    for axes in (left, right):
+      _finish(axes)
+    figure.savefig(path, dpi=150, metadata={'Software': None})
+    pyplot.close(figure)
+
+
+def _draw_model(axes, runs, model, colour, sources=False) -> None:
+  """Draws every seed of a model, and their mean where there are several."""
+  names = numbers.seeds(runs, model)
+  curves = []
+  for name in names:
+    run = runs[name]
+    # What its sources have seen, so that a continued run goes on from there.
+    before = 0
+    if sources:
+      before = run['inclusive']['target_tokens'] - run['target_tokens']
+    x = [before + tokens for tokens in run['curve']['target_tokens']]
+    curves.append((x, run['curve']['eval_loss']))
+  # The right panel's losses are those of pretraining, on other targets than
+  # the evaluation that compares the models.
+  finals = [
+    runs[name]['curve']['eval_loss'][-1] if sources else runs[name]['eval_loss']
+    for name in names
+  ]
+  label = f'{model}  {numbers.mean(finals):.3f}'
+  if len(names) == 1:
+    axes.plot(*curves[0], color=colour, linewidth=2, label=label)
+    return
+  label += f'  ({len(names)} seeds)'
+  for x, y in curves:
+    axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
+  if all(x == curves[0][0] for x, _ in curves):
+    losses = zip(*(y for _, y in curves), strict=True)
+    middle = [numbers.mean(at) for at in losses]
+    axes.plot(curves[0][0], middle, color=colour, linewidth=2, label=label)
+  else:
+    axes.plot([], [], color=colour, linewidth=2, label=label)
+
+
+def _finish(axes) -> None:
+  """Labels, ticks and a legend where there is something to explain."""
+  axes.set_xlabel('target tokens')
+  axes.set_ylabel('nats per target token')
+  axes.xaxis.set_major_formatter(lambda x, _: _tick(x))
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(fontsize=9)
+
+
+def _tick(x: float) -> str:
+  for size, unit in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+    if abs(x) >= size:
+      return f'{x / size:g}{unit}'
+  return f'{x:g}'

@@ -1,0 +1,319 @@
+"""What the commands build from settings: mesh, models, data, parameters."""
+
+import functools
+import math
+import multiprocessing
+
+import jax
+from jax.sharding import Mesh
+import jax.numpy as jnp
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import materialize
+from encdec_adapt.adaptation import coverage, initialise
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import records, vocabularies
+from encdec_adapt.models import build, decoder_only, parameters
+from encdec_adapt.models import config as model_config
+from encdec_adapt.runtime import disk, errors, flops
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import checkpoint, optimizers, phases
+from encdec_adapt.training import state as state_lib
+
+
+def make_mesh(settings: config_lib.Settings) -> Mesh:
+  """The mesh of the settings over all devices.
+
+  Raises:
+    UserError: the axes do not multiply to the devices.
+  """
+  try:
+    return mesh_lib.make_mesh(settings.mesh)
+  except ValueError as error:
+    raise errors.UserError(str(error)) from error
+
+
+def place_model(
+  settings: config_lib.Settings,
+  model: model_config.ModelConfig,
+  mesh: Mesh,
+) -> state_lib.Placement:
+  """Builds a model as the settings compute, and says where it lives.
+
+  Raises:
+    UserError: a parameter does not divide over the mesh.
+  """
+  compute = settings.compute
+  where = state_lib.Placement(
+    build.build(
+      model,
+      dtype=jnp.dtype(compute.dtype),
+      remat=compute.remat,
+      attention_backend=compute.attention,
+      attention_chunk=compute.attention_chunk,
+      scan_unroll=compute.scan_unroll,
+    ),
+    mesh,
+    settings.rules,
+  )
+  try:
+    where.parameters
+  except ValueError as error:
+    raise errors.UserError(str(error)) from error
+  return where
+
+
+def place_teacher(
+  settings: config_lib.Settings, mesh: Mesh
+) -> state_lib.Placement | None:
+  """The teacher's model, or None where nothing is distilled.
+
+  Raises:
+    UserError: the teacher is no decoder-only model, or speaks another
+      vocabulary.
+  """
+  if not settings.loss.distillation:
+    return None
+  source = config_lib.load_run(settings.teacher)
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'config.teacher.checkpoint {settings.teacher} is an encoder-decoder;'
+      ' a teacher is a decoder-only model.'
+    )
+  sizes = source.model.decoder.vocab_size, settings.model.decoder.vocab_size
+  if sizes[0] != sizes[1]:
+    raise errors.UserError(
+      f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
+      f' {sizes[1]}; a distribution is learnt over one vocabulary.'
+    )
+  return place_model(settings, source.model, mesh)
+
+
+def open_data(
+  settings: config_lib.Settings,
+) -> tuple[vocabularies.Vocabulary, records.RecordSet, records.RecordSet]:
+  """Opens vocabulary and records, making them first where they are missing.
+
+  They are made in a process of its own, so that TensorFlow never enters this
+  one.
+
+  Returns:
+    The vocabulary, the training and the held-out records.
+
+  Raises:
+    UserError: the records or the vocabulary are not the configuration's.
+  """
+  if materialize.missing(settings.data):
+    print('records are missing; making them (encdec_adapt.materialize)')
+    run_apart(materialize.run, settings.data)
+  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
+  if vocabulary.size > settings.model.decoder.vocab_size:
+    raise errors.UserError(
+      f'the vocabulary {settings.data.vocabulary} has {vocabulary.size}'
+      f' tokens, config.model.decoder.vocab_size is'
+      f' {settings.model.decoder.vocab_size}; make them equal.'
+    )
+  train_set, eval_set = materialize.open_sets(settings.data)
+  return vocabulary, train_set, eval_set
+
+
+def run_apart(function, *args) -> None:
+  """Calls `function(*args)` in a fresh process and waits for it.
+
+  Raises:
+    UserError: the process failed; its own message was printed.
+  """
+  context = multiprocessing.get_context('spawn')
+  process = context.Process(target=function, args=args)
+  process.start()
+  try:
+    process.join()
+  except BaseException:
+    process.terminate()
+    process.join()
+    raise
+  if process.exitcode:
+    raise errors.UserError(
+      f'{function.__module__} ended with status {process.exitcode}; its'
+      ' message stands above.'
+    )
+
+
+def initial_params(
+  settings: config_lib.Settings, where: state_lib.Placement
+) -> tuple[decoder_only.Params, coverage.Coverage | None]:
+  """Parameters at step 0, born sharded.
+
+  Returns:
+    The parameters, and for an adaptation where each came from.
+
+  Raises:
+    UserError: a source is missing or does not fit.
+  """
+  init = settings.init
+  rng = jax.random.key(settings.seed)
+  if init.mode == 'random':
+    return where.place(where.model.init, rng), None
+  if init.mode == 'checkpoint':
+    return (
+      checkpoint.restore_params(init.encoder, where.abstract_params()),
+      None,
+    )
+  folders = [init.encoder]
+  if init.decoder:
+    folders.append(init.decoder)
+  sources = [_read_source(folder, settings, where.mesh) for folder in folders]
+  configs = [config for config, _ in sources]
+  record = []
+
+  def adapt(rng, *params):
+    made = list(zip(configs, params, strict=True))
+    function = (
+      initialise.fresh_except_embeddings
+      if init.mode == 'embeddings'
+      else functools.partial(
+        initialise.initialise,
+        cross_attention=init.cross_attention,
+        post_norm_gain=init.post_norm_gain,
+      )
+    )
+    result, report = function(where.model.config, *made, rng=rng)
+    record.append(report)
+    return result
+
+  params = where.place(adapt, rng, *(params for _, params in sources))
+  return params, record[-1]
+
+
+def _read_source(folder, settings, mesh):
+  """Config and parameters of a decoder-only run."""
+  source = config_lib.load_run(folder)
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
+      ' models.'
+    )
+  where = place_model(settings, source.model, mesh)
+  return source.model, checkpoint.restore_params(
+    folder, where.abstract_params()
+  )
+
+
+def reads_teacher_row(settings: config_lib.Settings) -> bool:
+  """Whether batches need the teacher's fields.
+
+  A teacher reads them, and so does a decoder-only model on pairs.
+  """
+  pairs = settings.data.train.encoder_length > 0
+  alone = isinstance(settings.model, model_config.DecoderOnlyConfig)
+  return bool(settings.loss.distillation) or (pairs and alone)
+
+
+def step_flops(
+  settings: config_lib.Settings, teacher: state_lib.Placement | None
+) -> float:
+  """Model FLOPs of one step, teacher's forward pass included."""
+  lengths = settings.data.train.lengths
+  total = flops.TRAINING * _forward_flops(settings.model, lengths)
+  if teacher:
+    total += _forward_flops(teacher.model.config, lengths)
+  return float(total * settings.train.batch_size)
+
+
+def _forward_flops(
+  model: model_config.ModelConfig, lengths: batch_lib.Lengths
+) -> int:
+  """FLOPs of one row, forward."""
+  total = flops.vocabulary(
+    model.decoder.width, model.decoder.vocab_size, lengths.decoder
+  )
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    total += flops.forward(_shape(model.encoder), lengths.encoder)
+    return total + flops.forward(
+      _shape(model.decoder), lengths.decoder, source_length=lengths.encoder
+    )
+  # A decoder-only model reads pairs as one row; see `data.batch`.
+  length = lengths.teacher if lengths.encoder else lengths.decoder
+  return total + flops.forward(_shape(model.decoder), length)
+
+
+def _shape(stack: model_config.StackConfig) -> flops.StackShape:
+  return flops.StackShape(
+    width=stack.width,
+    mlp=stack.mlp_width,
+    query_heads=stack.heads,
+    kv_heads=stack.kv_heads,
+    head_dim=stack.head_dim,
+    windows=tuple(
+      stack.window if stack.layer_kind(i) == 'local' else None
+      for i in range(stack.layers)
+    ),
+    causal=stack.role == 'causal',
+    window_inclusive=stack.window_rule == 'inclusive',
+    cross_width=stack.cross_width,
+  )
+
+
+def describe_batch(
+  rows: batch_lib.Batch, vocabulary: vocabularies.Vocabulary
+) -> str:
+  """The first example of a batch, decoded, field by field."""
+  lines = ['the first example of the first batch:']
+  for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
+    if field in rows:
+      side = 'encoder' if field.startswith('encoder') else 'decoder'
+      tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
+      text = vocabulary.decode(tokens, show_special=True)
+      shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
+      lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
+  return '\n'.join(lines)
+
+
+def describe(settings: config_lib.Settings) -> str:
+  """What a job would hold in memory, without making any of it.
+
+  Activations are not estimated here; they depend on what XLA makes of the
+  program.
+  """
+  mesh = make_mesh(settings)
+  where = place_model(settings, settings.model, mesh)
+  optimizer = optimizers.Optimizer(settings.optimizer)
+  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
+  assignment = phases.assign(where.model.table, groups)
+  names = [group.name for group in groups]
+  state = state_lib.abstract(optimizer, assignment, names, where)
+  lines = [
+    f'{path:<60} {str(info.shape):<28} {info.axes}'
+    for path, info in where.model.table.items()
+  ]
+  for name, part in parameters.count_by_stack(settings.model).items():
+    lines.append(
+      f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
+      f' {part.cross:,} cross-attention)'
+    )
+  sizes = {
+    'parameters': _device_bytes(state.params),
+    'gradients': _device_bytes(state.params),
+    'optimizer state': _device_bytes(state.groups),
+  }
+  if settings.loss.distillation:
+    teacher = place_teacher(settings, mesh)
+    sizes['teacher'] = _device_bytes(teacher.abstract_params())
+  lines.append(f'mesh {dict(mesh.shape)}; bytes per device, fp32:')
+  for name, size in {**sizes, 'together': sum(sizes.values())}.items():
+    lines.append(f'  {name:<16} {disk.format_bytes(size)}')
+  lines.append(
+    f'a step: {settings.train.batch_size} rows of'
+    f' {settings.data.train.encoder_length} +'
+    f' {settings.data.train.decoder_length} tokens,'
+    f' {step_flops(settings, None):.3g} model FLOPs without a teacher'
+  )
+  return '\n'.join(lines)
+
+
+def _device_bytes(tree) -> int:
+  """Bytes of a sharded tree on one device."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )

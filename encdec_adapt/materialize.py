@@ -1,0 +1,490 @@
+"""Makes vocabulary and records from text, ahead of training.
+
+    python -m encdec_adapt.materialize --config=configs/quickstart.py \
+      --workdir=runs/quickstart [--only=train] [--config.data.workers=4]
+
+A record set (`data/records.py`) is made shard by shard. A shard holds the
+documents whose index is its own modulo the number of shards, and everything
+drawn for it is keyed by what it is, so its bytes do not depend on the number
+of workers or on restarts: what is finished is kept, the rest is made again.
+
+Tokenising, objectives and SeqIO (so TensorFlow) are imported where a shard is
+made, not by a process that imports this module to open records.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import dataclasses
+import heapq
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+import numpy as np
+
+from encdec_adapt.data import (
+  batch,
+  packing,
+  randomness,
+  records,
+  sources,
+  vocabularies,
+  workers,
+)
+from encdec_adapt.runtime import command, errors, lock, progress
+
+PARTS = ('all', 'vocabulary', 'train', 'eval')
+_LINE_SECONDS = 10.0  # between progress lines
+
+
+class Example(NamedTuple):
+  """One example: a pair, and its sentinel spans that share an id."""
+
+  pair: batch.Pair
+  shared_spans: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardJob:
+  """One shard to make.
+
+  Attributes:
+    folder: of its record set.
+    spec: of its record set, fingerprints filled in.
+    vocabulary: path of the SentencePiece model.
+    pass_index: 0 to spec.passes - 1.
+    shard: 0 to spec.shards - 1.
+    read: gives the shard's examples; importable by name.
+  """
+
+  folder: str
+  spec: records.RecordSpec
+  vocabulary: str
+  pass_index: int
+  shard: int
+  read: Callable[['ShardJob'], Iterable[Example]]
+
+  def __str__(self) -> str:
+    return (
+      f'shard {self.shard} of {self.spec.shards}, pass {self.pass_index},'
+      f' {self.spec.split} records in {self.folder}'
+    )
+
+
+# -- One shard ---------------------------------------------------------------
+
+
+def read_examples(job: ShardJob) -> Iterable[Example]:
+  """The examples of a shard, by SeqIO. Imports TensorFlow."""
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Only real warnings.
+  from encdec_adapt.data import objectives, tasks  # Ten seconds; see above.
+
+  spec = job.spec
+  vocabulary = vocabularies.Vocabulary(job.vocabulary)
+  task = tasks.make_task(
+    open_source(spec),
+    spec.split,
+    vocabulary,
+    objectives.make_objective(
+      spec.objective, spec.lengths, vocabulary, sentinel_policy=spec.sentinels
+    ),
+    seed=spec.seed,
+    pass_index=job.pass_index,
+    eval_fraction=spec.eval_fraction,
+  )
+  for example in tasks.examples(task, job.shard, spec.shards):
+    yield Example(example.pair, example.shared_spans)
+
+
+def write_shard(job: ShardJob, report: workers.Report) -> dict[str, Any]:
+  """Makes one shard.
+
+  Args:
+    job: what to make.
+    report: told of rows and tokens as they are made.
+
+  Returns:
+    Its entry in the manifest.
+  """
+  spec = job.spec
+  examples = shared_spans = 0
+
+  def pairs():
+    nonlocal examples, shared_spans
+    for example in job.read(job):
+      examples += 1
+      shared_spans += example.shared_spans
+      yield example.pair
+
+  rows = (
+    packing.pack_pairs(pairs(), spec.lengths, _generator(job, 'packing'))
+    if spec.pack
+    else packing.single_pairs(pairs(), spec.lengths)
+  )
+  if spec.max_rows:
+    # The shards' shares differ by at most one row and sum to max_rows.
+    first, stop = (
+      spec.max_rows * i // spec.shards for i in (job.shard, job.shard + 1)
+    )
+    rows = keep_rows(rows, stop - first, _generator(job, 'rows'))
+  with records.ShardWriter(
+    job.folder, spec, job.pass_index, job.shard
+  ) as writer:
+    for row in rows:
+      writer.write(row)
+      tokens = sum(len(part) for pair in row for part in pair)
+      report({'rows': 1, 'tokens': tokens})
+    return writer.finish(examples=examples, shared_sentinel_spans=shared_spans)
+
+
+def _generator(job: ShardJob, purpose: str) -> np.random.Generator:
+  """What a shard draws for itself, rather than for an example."""
+  spec = job.spec
+  return randomness.generator(
+    spec.seed,
+    job.pass_index,
+    spec.source,
+    f'{purpose} of {spec.split} shard {job.shard} of {spec.shards}',
+  )
+
+
+def keep_rows(
+  rows: Iterable[Sequence[batch.Pair]],
+  count: int,
+  rng: np.random.Generator,
+) -> list[Sequence[batch.Pair]]:
+  """A random `count` of the rows, in their order; all if they are fewer."""
+  keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
+  # Indices differ, so rows themselves are never compared.
+  kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
+  return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
+
+
+# -- Record sets -------------------------------------------------------------
+
+
+def open_source(spec: records.RecordSpec) -> sources.Source:
+  """The source that a spec names."""
+  return sources.open_source(
+    spec.source,
+    max_documents=spec.max_documents,
+    max_bytes=spec.max_bytes,
+  )
+
+
+def materialize(
+  spec: records.RecordSpec,
+  folder: str | os.PathLike,
+  vocabulary: str | os.PathLike,
+  *,
+  workers: int = 1,
+  say: Callable[[str], None] = print,
+  read: Callable[[ShardJob], Iterable[Example]] = read_examples,
+) -> dict[str, Any]:
+  """Makes one record set; see `materialize_sets`.
+
+  Returns:
+    Its manifest.
+  """
+  (manifest,) = materialize_sets(
+    [(spec, folder)], vocabulary, count=workers, say=say, read=read
+  )
+  return manifest
+
+
+def materialize_sets(
+  sets: Sequence[tuple[records.RecordSpec, str | os.PathLike]],
+  vocabulary: str | os.PathLike,
+  *,
+  count: int = 1,
+  say: Callable[[str], None] = print,
+  read: Callable[[ShardJob], Iterable[Example]] = read_examples,
+) -> list[dict[str, Any]]:
+  """Makes record sets, or what is missing of them.
+
+  Args:
+    sets: specs and folders. Fingerprints in a spec are filled in, or, where
+      they are given, have to be right.
+    vocabulary: path of the SentencePiece model.
+    count: worker processes; 1 works in this process.
+    say: takes lines of progress.
+    read: gives a shard's examples; importable by name.
+
+  Returns:
+    The manifests.
+
+  Raises:
+    UserError: the source is missing or gives no rows, a folder has records
+      of another spec, or is being written by another job.
+  """
+  if count < 1:
+    raise errors.UserError(f'data: workers={count} must be at least 1')
+  sets = [
+    (fill_in(spec, vocabulary), pathlib.Path(folder)) for spec, folder in sets
+  ]
+  with contextlib.ExitStack() as stack:
+    for _, folder in sets:
+      stack.enter_context(lock.WorkdirLock(folder))
+    entries = {}
+    jobs = []
+    for spec, folder in sets:
+      _check_other_records(folder, spec)
+      for leftover in folder.glob('pass-*/*.tmp'):  # Of killed workers.
+        leftover.unlink()
+      for pass_index in range(spec.passes):
+        for shard in range(spec.shards):
+          done = records.finished_shard(folder, spec, pass_index, shard)
+          entries[folder, pass_index, shard] = done
+          if done is None:
+            jobs.append(
+              ShardJob(
+                str(folder),
+                spec,
+                os.fspath(vocabulary),
+                pass_index,
+                shard,
+                read,
+              )
+            )
+    for job, entry in _make_shards(jobs, len(entries), count, say):
+      key = pathlib.Path(job.folder), job.pass_index, job.shard
+      entries[key] = entry
+    return [_finish(spec, folder, entries, say) for spec, folder in sets]
+
+
+def fill_in(
+  spec: records.RecordSpec, vocabulary: str | os.PathLike
+) -> records.RecordSpec:
+  """The spec with its fingerprints.
+
+  Raises:
+    UserError: it has others already.
+  """
+  found = {
+    'source_fingerprint': open_source(spec).fingerprint(),
+    'vocabulary': vocabularies.Vocabulary(vocabulary).fingerprint,
+  }
+  for field, value in found.items():
+    wanted = getattr(spec, field)
+    if wanted not in ('', value):
+      raise errors.UserError(
+        f'data: {field} is to be {wanted!r} but is {value!r} (source'
+        f' {spec.source!r}, vocabulary {os.fspath(vocabulary)!r})'
+      )
+  return dataclasses.replace(spec, **found)
+
+
+def _check_other_records(folder, spec: records.RecordSpec) -> None:
+  """Refuses to write over a finished set of another spec."""
+  manifest = records.read_manifest(folder)
+  if manifest is not None:
+    # More or fewer passes leave every shard as it is.
+    passes = manifest['spec'].get('passes')
+    records.check_spec(
+      folder, manifest, dataclasses.replace(spec, passes=passes)
+    )
+
+
+def _make_shards(
+  jobs: Sequence[ShardJob],
+  total: int,
+  count: int,
+  say: Callable[[str], None],
+) -> list[tuple[ShardJob, dict[str, Any]]]:
+  """Makes shards, telling how far it is."""
+  if not jobs:
+    return []
+  say(
+    f'records: {len(jobs)} of {total} shards to make, {min(count, len(jobs))}'
+    ' at a time'
+  )
+  results = []
+  start = shown = time.monotonic()
+  totals = {'rows': 0, 'tokens': 0}
+
+  def show():
+    nonlocal shown
+    shown = time.monotonic()
+    seconds = max(shown - start, 1e-3)
+    line = (
+      f'records: {len(results)}/{len(jobs)} shards, {totals["rows"]:,} rows,'
+      f' {totals["tokens"] / seconds:,.0f} tokens/s'
+    )
+    if results:
+      left = seconds / len(results) * (len(jobs) - len(results))
+      line += f', {progress.format_seconds(left)} left'
+    say(line)
+
+  def on_report(counts: Mapping[str, int]):
+    for key, value in counts.items():
+      totals[key] += value
+    if time.monotonic() - shown >= _LINE_SECONDS:
+      show()
+
+  def on_result(job, entry):
+    results.append((job, entry))
+
+  workers.run_jobs(
+    write_shard, jobs, count, on_report=on_report, on_result=on_result
+  )
+  show()
+  return results
+
+
+def _finish(spec, folder, entries, say) -> dict[str, Any]:
+  """Writes the manifest and sums up."""
+  own = {key[1:]: value for key, value in entries.items() if key[0] == folder}
+  if not any(entry['rows'] for entry in own.values()):
+    raise errors.UserError(
+      f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
+      f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
+      ' use more text, or another fraction'
+    )
+  manifest = records.write_manifest(folder, spec, own)
+  say(f'{folder}: {summary(manifest)}')
+  return manifest
+
+
+def summary(manifest: Mapping[str, Any]) -> str:
+  """One line on a record set: counts and how full its rows are."""
+  spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
+  sides = f'decoder {fill["decoder"]:.1%} full'
+  if spec['encoder_length']:
+    sides = f'encoder {fill["encoder"]:.1%}, {sides}'
+  line = (
+    f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
+    f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
+    f' tokens, {sides}'
+  )
+  if totals['shared_sentinel_spans']:
+    line += (
+      f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
+      f' another (sentinels={spec["sentinels"]})'
+    )
+  return line
+
+
+# -- What a config names -----------------------------------------------------
+
+
+def set_folders(
+  data: Any,
+) -> dict[str, tuple[records.RecordSpec, pathlib.Path]]:
+  """Specs and folders of a `config.DataConfig`, by part."""
+  folder = pathlib.Path(data.folder)
+  return {
+    'train': (data.train, folder / 'train'),
+    'eval': (data.evaluation, folder / 'eval'),
+  }
+
+
+def missing(data: Any) -> bool:
+  """Whether something of a `config.DataConfig` has yet to be made.
+
+  Records of another spec are not missing; `open_sets` says what is wrong with
+  them. But passes can be added to a set.
+  """
+  for spec, folder in set_folders(data).values():
+    manifest = records.read_manifest(folder)
+    if manifest is None or manifest['spec']['passes'] != spec.passes:
+      return True
+  return False
+
+
+def open_sets(data: Any) -> tuple[records.RecordSet, records.RecordSet]:
+  """Opens training and held-out records of a `config.DataConfig`.
+
+  Raises:
+    UserError: they are missing, damaged, or not what the config says; their
+      vocabulary included.
+  """
+  fingerprint = vocabularies.Vocabulary(data.vocabulary).fingerprint
+  train, evaluation = (
+    records.RecordSet.open(
+      folder, dataclasses.replace(spec, vocabulary=fingerprint)
+    )
+    for spec, folder in set_folders(data).values()
+  )
+  return train, evaluation
+
+
+def train_vocabulary_if_missing(
+  data: Any, say: Callable[[str], None] = print
+) -> vocabularies.Vocabulary:
+  """Opens the vocabulary of a `config.DataConfig`, training it if need be.
+
+  It is trained on the documents of the training split.
+
+  Raises:
+    UserError: it is missing and not to be trained, or of another size.
+  """
+  path, size = pathlib.Path(data.vocabulary), data.vocabulary_size
+  if not path.exists() and data.train_vocabulary:
+    say(f'vocabulary: training {path} with {size:,} pieces')
+    spec = data.train
+    documents = open_source(spec).documents(
+      lambda _, name: sources.in_split(
+        name, 'train', spec.eval_fraction, spec.seed
+      )
+    )
+    vocabularies.train_vocabulary(
+      (document.text for document in documents), path, size
+    )
+  vocabulary = vocabularies.Vocabulary(path)
+  if vocabulary.size > size:
+    raise errors.UserError(
+      f'the vocabulary {path} has {vocabulary.size} pieces, the model'
+      f' {size}; set config.model.decoder.vocab_size={vocabulary.size}'
+    )
+  return vocabulary
+
+
+def run(
+  data: Any, only: str = 'all', say: Callable[[str], None] = print
+) -> None:
+  """Makes what a `config.DataConfig` names and is not there yet.
+
+  Args:
+    data: the data section of the settings.
+    only: one of `PARTS`.
+    say: takes lines of progress.
+
+  Raises:
+    UserError: bad input, see `materialize_sets`.
+  """
+  train_vocabulary_if_missing(data, say)
+  sets = set_folders(data)
+  if only != 'all':
+    sets = {part: value for part, value in sets.items() if part == only}
+  materialize_sets(
+    list(sets.values()), data.vocabulary, count=data.workers, say=say
+  )
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """The flags of this command."""
+  command.define_config(values)
+  define = dict(flag_values=values)
+  flags.DEFINE_string(
+    'workdir', '', 'Records go below it if config.data.folder is empty.',
+    **define,
+  )  # fmt: skip
+  flags.DEFINE_enum('only', 'all', PARTS, 'What to make.', **define)
+
+
+def main(values: flags.FlagValues) -> int:
+  """Runs the command."""
+  from encdec_adapt import config as config_lib  # It imports much else.
+
+  command.require(values, 'config')
+  if not values.config.data.folder:
+    command.require(values, 'workdir')
+  data = config_lib.load(values.config, values.workdir).data
+  run(data, values.only)
+  return 0
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -1,0 +1,82 @@
+"""One transformer layer."""
+
+from typing import Any
+
+from flax import linen as nn
+import flax.struct
+from jaxtyping import Array, Float
+
+from encdec_adapt.models import attention, layers
+from encdec_adapt.models import cache as caches
+from encdec_adapt.models import execution as executions
+from encdec_adapt.models.config import LayerKind, StackConfig
+from encdec_adapt.ops import partition
+
+
+@flax.struct.dataclass
+class Context:
+  """What every layer of a stack sees alike.
+
+  Attributes:
+    rotation: cosines and sines of the positions (`rope.angles`).
+    masks: MaskSpec of self-attention by kind of layer.
+    index: where the cache is written, int32 scalar; None without a cache.
+    encoded: the encoder's output [B, S, E]; None without cross-attention, and
+      where its keys and values are cached.
+    cross_mask: MaskSpec of cross-attention, or None.
+  """
+
+  rotation: Any
+  masks: dict[str, Any]
+  index: Any = None
+  encoded: Any = None
+  cross_mask: Any = None
+
+
+class Block(nn.Module):
+  """Self-attention, cross-attention in a decoder that has it, and the MLP.
+
+  Each is added to the residual stream as post_norm(f(pre_norm(x))).
+  """
+
+  config: StackConfig
+  execution: executions.Execution
+  kind: LayerKind
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, 'B L D'],
+    context: Context,
+    cached: caches.KeyValues | None,
+    cross_cached: caches.KeyValues | None,
+  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
+    cfg, execution = self.config, self.execution
+
+    def norm(name: str, x):
+      return layers.RMSNorm(cfg, name=name)(x)
+
+    def add(x, update):
+      return partition.shard(x + update, 'batch', 'length', 'act_embed')
+
+    y, cached = attention.SelfAttention(cfg, execution, name='attention')(
+      norm('pre_attention_norm', x),
+      context.rotation,
+      context.masks[self.kind],
+      cached,
+      context.index,
+    )
+    x = add(x, norm('post_attention_norm', y))
+
+    if cfg.cross_width is not None:
+      cross = attention.CrossAttention(cfg, execution, name='cross_attention')
+      y = cross(
+        norm('pre_cross_norm', x),
+        context.encoded,
+        context.cross_mask,
+        cross_cached,
+      )
+      x = add(x, norm('post_cross_norm', y))
+
+    y = layers.MLP(cfg, execution.dtype, name='mlp')(norm('pre_mlp_norm', x))
+    return add(x, norm('post_mlp_norm', y)), cached

@@ -1,0 +1,84 @@
+"""Key/value caches of incremental decoding.
+
+A cache mirrors the parameter tree of its stack ('blocks/layer_j' with a
+leading R, 'tail/layer_j' without), so that it is scanned along with it. Which
+entries are visible is decided by their segments and positions alone: an entry
+never written has segment 0.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.models import layers_index
+from encdec_adapt.models.config import StackConfig
+
+
+@flax.struct.dataclass
+class KeyValues:
+  """Keys and values of one layer, [B, S, K, H]; [R, B, S, K, H] if scanned."""
+
+  key: Any
+  value: Any
+
+
+@flax.struct.dataclass
+class Cache:
+  """Keys and values of self-attention.
+
+  Attributes:
+    layers: KeyValues by layer.
+    segments: segment of every entry, int32 [B, length].
+    positions: position of every entry, int32 [B, length].
+    index: entries written so far, int32 scalar.
+  """
+
+  layers: dict[str, Any]
+  segments: Any
+  positions: Any
+  index: Any
+
+
+@flax.struct.dataclass
+class CrossCache:
+  """Keys and values of cross-attention, made once from an encoding.
+
+  Attributes:
+    layers: KeyValues by layer.
+    segments: segments of the encoder's tokens, int32 [B, S].
+  """
+
+  layers: dict[str, Any]
+  segments: Any
+
+
+def empty(
+  config: StackConfig, batch: int, length: int, dtype: jnp.dtype
+) -> Cache:
+  """A cache of `length` entries per row, none of them visible."""
+  shape = (batch, length, config.kv_heads, config.head_dim)
+
+  def zeros(prefix: str, repeats: int | None) -> KeyValues:
+    del prefix
+    full = shape if repeats is None else (repeats, *shape)
+    return KeyValues(key=jnp.zeros(full, dtype), value=jnp.zeros(full, dtype))
+
+  return Cache(
+    layers=layers_index.map_blocks(config, zeros),
+    segments=jnp.zeros((batch, length), jnp.int32),
+    positions=jnp.zeros((batch, length), jnp.int32),
+    index=jnp.zeros((), jnp.int32),
+  )
+
+
+def write(entries: Any, new: Any, index: jax.Array) -> Any:
+  """Writes `new` at `index` along axis 1 of every leaf of `entries`."""
+  return jax.tree.map(
+    lambda old, x: jax.lax.dynamic_update_slice_in_dim(
+      old, x.astype(old.dtype), index, axis=1
+    ),
+    entries,
+    new,
+  )

@@ -1,0 +1,108 @@
+"""A causal decoder: one stack and its head."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.models import cache as caches
+from encdec_adapt.models import execution as executions
+from encdec_adapt.models import layers, parameters, stack
+from encdec_adapt.models.config import DecoderOnlyConfig, ModelConfig
+
+Params = Mapping[str, Any]
+Tokens = Int[Array, 'B L']
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+  """What every model with a decoder has; hashable, holds no arrays.
+
+  Attributes:
+    config: shape of the model.
+    execution: how it is run.
+  """
+
+  config: ModelConfig
+  execution: executions.Execution
+
+  @property
+  def table(self) -> Mapping[str, parameters.ParamInfo]:
+    """Path of every parameter to its shape, dtype and logical axes."""
+    return parameters.parameter_table(self.config)
+
+  def init(self, rng: jax.Array) -> dict[str, Any]:
+    """Fresh float32 parameters; jit with `out_shardings` to shard them."""
+    return parameters.init(self.config, rng)
+
+  def head(self, params: Params) -> Float[Array, 'V D']:
+    """The table that logits are products with, padding rows included."""
+    tied = self.config.decoder.tied_head
+    return params['decoder']['embedder' if tied else 'head']['table']
+
+  def logits(
+    self, params: Params, hidden: Float[Array, 'B T D']
+  ) -> Float[Array, 'B T vocab']:
+    """Soft-capped float32 logits of the decoder's states.
+
+    For small uses and generation; training has `ops.vocabulary_loss`.
+    """
+    cfg = self.config.decoder
+    return layers.logits(
+      self.head(params), hidden, cfg.vocab_size, cfg.final_softcap
+    )
+
+  def init_cache(self, batch: int, length: int) -> caches.Cache:
+    """An empty cache of `length` tokens per row for `decode_step`."""
+    return caches.empty(
+      self.config.decoder, batch, length, self.execution.dtype
+    )
+
+  def run_stack(self, params: Params, name: str, *args: Any, **kwargs: Any):
+    """Applies the stack of that name (see `stack.Stack.__call__`)."""
+    module = stack.Stack(self.config.stacks[name], self.execution)
+    return module.apply({'params': params[name]}, *args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOnly(Decoder):
+  """A causal decoder."""
+
+  config: DecoderOnlyConfig
+
+  def decode(
+    self, params: Params, tokens: Tokens, segments: Tokens, positions: Tokens
+  ) -> Float[Array, 'B L D']:
+    """States after the final norm.
+
+    Args:
+      params: the model's parameters.
+      tokens: token ids.
+      segments: segment of each token, from 1; 0 is padding.
+      positions: position of each token within its segment.
+    """
+    hidden, _ = self.run_stack(params, 'decoder', tokens, segments, positions)
+    return hidden
+
+  def decode_step(
+    self,
+    params: Params,
+    tokens: Tokens,
+    *,
+    segments: Tokens,
+    positions: Tokens,
+    cache: caches.Cache,
+  ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
+    """Continues rows by the next tokens, one or many.
+
+    The caller sees to it that no more tokens are written than the cache has
+    entries; which of them are visible is decided by segments and positions.
+
+    Returns:
+      States of the new tokens, and the cache with them added.
+    """
+    return self.run_stack(
+      params, 'decoder', tokens, segments, positions, cached=cache
+    )

@@ -1,0 +1,68 @@
+"""How a model is run: nothing here changes its parameters or its function."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.ops import attention
+from encdec_adapt.runtime import errors
+
+# The name that attention outputs carry for the 'attention' policy.
+ATTENTION_OUTPUT = 'attention_output'
+
+# What the backward pass finds saved of each block, besides its input.
+#   none: everything; no rematerialisation.
+#   full: nothing.
+#   dots: results of products with weights.
+#   attention: attention outputs, so that attention itself runs once more
+#     only inside its own backward pass.
+REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
+  'none': None,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """Choices of speed and memory.
+
+  Attributes:
+    dtype: dtype of activations and of the products; parameters are cast.
+    remat: a name in `REMAT_POLICIES`, applied to every block.
+    attention_backend: a backend of `ops.attention`.
+    attention_chunk: queries per chunk of the chunked backend.
+    scan_unroll: repeats of the layer pattern unrolled per scan iteration.
+  """
+
+  dtype: jnp.dtype = jnp.dtype('float32')
+  remat: str = 'none'
+  attention_backend: str = 'chunked'
+  attention_chunk: int = attention.DEFAULT_CHUNK
+  scan_unroll: int = 1
+
+  def __post_init__(self):
+    object.__setattr__(self, 'dtype', jnp.dtype(self.dtype))
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+      raise errors.UserError(
+        f'dtype is {self.dtype}; compute in a floating type, such as'
+        ' bfloat16 or float32.'
+      )
+    if self.remat not in REMAT_POLICIES:
+      raise errors.UserError(
+        f'remat is {self.remat!r}; it must be one of'
+        f' {", ".join(REMAT_POLICIES)}.'
+      )
+    if self.attention_backend not in attention.BACKENDS:
+      raise errors.UserError(
+        f'attention_backend is {self.attention_backend!r}; it must be one of'
+        f' {", ".join(attention.BACKENDS)}.'
+      )
+    for name in ('attention_chunk', 'scan_unroll'):
+      if getattr(self, name) < 1:
+        raise errors.UserError(
+          f'{name} is {getattr(self, name)}; it must be at least 1.'
+        )

@@ -1,0 +1,104 @@
+"""Where a layer's parameters are: the only code that knows.
+
+A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
+leaf along a leading axis under 'blocks', and a tail of layers with leaves of
+their own under 'tail'.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.models.config import StackConfig
+from encdec_adapt.runtime import errors
+
+Tree = Mapping[str, Any]
+
+
+def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
+  """Location of layer `i`'s leaves inside the stack's parameters.
+
+  Args:
+    stack: the stack's shape.
+    i: layer number, from 0.
+
+  Returns:
+    The prefix of its leaves' paths ('blocks/layer_j' or 'tail/layer_j'), and
+    the index along their leading axis, None where they have none.
+
+  Raises:
+    UserError: the stack has no such layer.
+  """
+  if not 0 <= i < stack.layers:
+    raise errors.UserError(
+      f'layer {i} does not exist; the stack has layers 0 to {stack.layers - 1}.'
+    )
+  repeat, j = divmod(i, len(stack.pattern))
+  if repeat < stack.repeats:
+    return f'blocks/layer_{j}', repeat
+  return f'tail/layer_{j}', None
+
+
+def map_blocks(
+  stack: StackConfig, fn: Callable[[str, int | None], Any]
+) -> dict[str, dict[str, Any]]:
+  """A tree with one value per block of leaves, 'blocks' and 'tail'.
+
+  Args:
+    stack: the stack's shape.
+    fn: called with the prefix of the leaves and the length of their leading
+      axis, None where they have none.
+  """
+  sizes: dict[str, int | None] = {}
+  for i in range(stack.layers):
+    prefix, index = layer_location(stack, i)
+    sizes[prefix] = None if index is None else index + 1
+  tree: dict[str, dict[str, Any]] = {}
+  for prefix, size in sizes.items():
+    group, name = prefix.split('/')
+    tree.setdefault(group, {})[name] = fn(prefix, size)
+  return tree
+
+
+def get_block(params: Tree, prefix: str) -> Tree:
+  """The subtree at a prefix that `layer_location` or `map_blocks` gave."""
+  group, name = prefix.split('/')
+  return params[group][name]
+
+
+def get_layer(stack: StackConfig, params: Tree, i: int) -> Tree:
+  """Parameters of layer `i`, without the leading axis.
+
+  Args:
+    stack: the stack's shape.
+    params: its parameters, or any tree with the same 'blocks' and 'tail'.
+    i: layer number, from 0.
+  """
+  prefix, index = layer_location(stack, i)
+  block = get_block(params, prefix)
+  return block if index is None else jax.tree.map(lambda x: x[index], block)
+
+
+def join_layers(stack: StackConfig, blocks: Sequence[Tree]) -> dict[str, Any]:
+  """The 'blocks' and 'tail' of a stack from one tree per layer.
+
+  Args:
+    stack: the stack's shape.
+    blocks: `stack.layers` trees of equal structure, in order.
+
+  Returns:
+    A dict with 'blocks' where the stack has repeats and 'tail' where it has
+    a tail.
+  """
+  members: dict[str, list[Tree]] = {}
+  for i, block in enumerate(blocks):
+    members.setdefault(layer_location(stack, i)[0], []).append(block)
+
+  def join(prefix: str, repeats: int | None) -> Tree:
+    if repeats is None:
+      return members[prefix][0]
+    return jax.tree.map(lambda *x: jnp.stack(x), *members[prefix])
+
+  return map_blocks(stack, join)

@@ -1,0 +1,154 @@
+"""Initialisation, and the table of every parameter's shape and axes.
+
+The table comes from one abstract initialisation, without allocating, and is
+what sharding, checkpoints, adaptation and exchange formats are derived from.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.models import execution as executions
+from encdec_adapt.models import stack
+from encdec_adapt.models.config import ModelConfig, StackConfig
+from encdec_adapt.ops import partition
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+  """Shape, dtype and logical axes of one parameter."""
+
+  shape: tuple[int, ...]
+  dtype: jnp.dtype
+  axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackCount:
+  """Parameters of one stack; padding rows of tables are not counted.
+
+  Attributes:
+    embedding: of the embedding table.
+    head: of the head, 0 where it is tied.
+    cross: of cross-attention and its norms.
+    other: everything else.
+  """
+
+  embedding: int
+  head: int
+  cross: int
+  other: int
+
+  @property
+  def non_embedding(self) -> int:
+    """All but the tables."""
+    return self.cross + self.other
+
+  @property
+  def total(self) -> int:
+    """All parameters."""
+    return self.embedding + self.head + self.cross + self.other
+
+
+def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
+  """Fresh parameters (see `layers` for the distributions).
+
+  Jit it with `out_shardings` to make them sharded where they live.
+
+  Raises:
+    ValueError: called where a partition is active; it says nothing about
+      parameters, and the one-token batch used here cannot be sharded.
+  """
+  if partition.active() is not None:
+    raise ValueError(
+      'initialise outside of partition.use(); shard parameters by jitting'
+      ' init with out_shardings'
+    )
+  keys = jax.random.split(rng, len(config.stacks))
+  params = {}
+  for key, (name, stack_config) in zip(
+    keys, config.stacks.items(), strict=True
+  ):
+    boxed = _init_stack(stack_config, key)
+    params[name] = jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
+  return params
+
+
+@functools.cache
+def parameter_table(config: ModelConfig) -> Mapping[str, ParamInfo]:
+  """Path ('decoder/blocks/layer_0/mlp/up') to ParamInfo, read-only."""
+  return types.MappingProxyType(
+    {
+      f'{name}/{path}': info
+      for name, stack_config in config.stacks.items()
+      for path, info in _stack_table(stack_config).items()
+    }
+  )
+
+
+def count(config: ModelConfig) -> int:
+  """Number of parameters, padding rows of the tables left out."""
+  return sum(part.total for part in count_by_stack(config).values())
+
+
+def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
+  """Number of parameters by stack and part."""
+  return {
+    name: _count_stack(stack_config)
+    for name, stack_config in config.stacks.items()
+  }
+
+
+def _is_box(x: Any) -> bool:
+  return isinstance(x, nn.meta.AxisMetadata)
+
+
+def _init_stack(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
+  """Parameters of one stack, boxed with their logical axes."""
+  ids = jnp.zeros((1, 1), jnp.int32)
+  encoded = encoder_segments = None
+  if config.cross_width is not None:
+    encoded = jnp.zeros((1, 1, config.cross_width))
+    encoder_segments = ids
+  module = stack.Stack(config, executions.Execution())
+  return module.init(rng, ids, ids, ids, encoded, encoder_segments)['params']
+
+
+@functools.cache
+def _stack_table(config: StackConfig) -> dict[str, ParamInfo]:
+  boxed = jax.eval_shape(
+    functools.partial(_init_stack, config), jax.random.key(0)
+  )
+  flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
+  return {
+    '/'.join(key.key for key in path): ParamInfo(
+      shape=tuple(box.value.shape),
+      dtype=jnp.dtype(box.value.dtype),
+      axes=tuple(box.names),
+    )
+    for path, box in flat
+  }
+
+
+def _count_stack(config: StackConfig) -> StackCount:
+  counts = dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
+  for path, info in _stack_table(config).items():
+    size = math.prod(info.shape)
+    if path in ('embedder/table', 'head/table'):
+      part = 'head' if path == 'head/table' else 'embedding'
+      size = config.vocab_size * config.width
+    elif {'cross_attention', 'pre_cross_norm', 'post_cross_norm'} & set(
+      path.split('/')
+    ):
+      part = 'cross'
+    else:
+      part = 'other'
+    counts[part] += size
+  return StackCount(**counts)

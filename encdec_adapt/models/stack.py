@@ -1,0 +1,177 @@
+"""A stack: embedding, `repeats` times the pattern scanned, a tail, a norm."""
+
+from typing import Any
+
+from flax import linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.models import block, layers
+from encdec_adapt.models import cache as caches
+from encdec_adapt.models import execution as executions
+from encdec_adapt.models.config import LayerKind, StackConfig
+from encdec_adapt.ops import masks, rope
+
+Tokens = Int[Array, 'B L']
+
+
+class _Group(nn.Module):
+  """Consecutive layers of these kinds, each rematerialised by itself."""
+
+  config: StackConfig
+  execution: executions.Execution
+  kinds: tuple[LayerKind, ...]
+  prevent_cse: bool
+
+  @nn.compact
+  def __call__(self, x, context, cached, cross_cached):
+    make_block = block.Block
+    if self.execution.remat != 'none':
+      policy = executions.REMAT_POLICIES[self.execution.remat]
+      make_block = nn.remat(
+        block.Block, policy=policy, prevent_cse=self.prevent_cse
+      )
+    updated = None if cached is None else {}
+    for j, kind in enumerate(self.kinds):
+      name = f'layer_{j}'
+      layer = make_block(self.config, self.execution, kind, name=name)
+      x, entries = layer(
+        x, context, _entry(cached, name), _entry(cross_cached, name)
+      )
+      if updated is not None:
+        updated[name] = entries
+    return x, updated
+
+
+class Stack(nn.Module):
+  """Token ids to states after the final norm."""
+
+  config: StackConfig
+  execution: executions.Execution
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: Tokens,
+    segments: Tokens,
+    positions: Tokens,
+    encoded: Float[Array, 'B S E'] | None = None,
+    encoder_segments: Int[Array, 'B S'] | None = None,
+    cached: caches.Cache | None = None,
+    cross_cached: caches.CrossCache | None = None,
+  ) -> tuple[Float[Array, 'B L D'], caches.Cache | None]:
+    """Runs the stack.
+
+    Args:
+      tokens: token ids.
+      segments: segment of each token, from 1; 0 is padding.
+      positions: position of each token within its segment.
+      encoded: for a stack with cross-attention, the encoder's output.
+      encoder_segments: and its segments.
+      cached: entries of tokens seen before; this call's are added.
+      cross_cached: instead of `encoded` and `encoder_segments`.
+
+    Returns:
+      The states after the final norm and the cache, None without one.
+    """
+    cfg = self.config
+    if cached is not None:
+      cached = _write_tokens(cached, segments, positions)
+    if cross_cached is not None:
+      encoder_segments = cross_cached.segments
+    context = block.Context(
+      rotation=rope.angles(
+        positions, cfg.head_dim, cfg.rope_theta, self.execution.dtype
+      ),
+      masks=_self_masks(cfg, segments, positions, cached),
+      index=None if cached is None else cached.index,
+      encoded=encoded,
+      cross_mask=None
+      if cfg.cross_width is None
+      else masks.cross(segments, encoder_segments),
+    )
+
+    table = layers.Table(cfg, name='embedder')()
+    x = layers.embed(table, tokens, self.execution.dtype)
+    if not cfg.tied_head:
+      layers.Table(cfg, name='head')()
+
+    entries = None if cached is None else cached.layers
+    cross_entries = None if cross_cached is None else cross_cached.layers
+    updated = {}
+    for name, make_group in self._groups().items():
+      x, updated[name] = make_group(
+        x, context, _entry(entries, name), _entry(cross_entries, name)
+      )
+    x = layers.RMSNorm(cfg, name='final_norm')(x)
+    if cached is not None:
+      index = cached.index + tokens.shape[1]
+      cached = cached.replace(layers=updated, index=index)
+    return x, cached
+
+  def _groups(self) -> dict[str, nn.Module]:
+    """Modules of the scanned pattern and of the tail, where there are any."""
+    cfg, execution = self.config, self.execution
+    groups = {}
+    if cfg.repeats:
+      unroll = min(execution.scan_unroll, cfg.repeats)
+      scanned = nn.scan(
+        _Group,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=cfg.repeats,
+        in_axes=(nn.broadcast, 0, 0),
+        unroll=unroll,
+        metadata_params={nn.PARTITION_NAME: 'layers'},
+        check_constancy_invariants=False,
+      )
+      # The loop keeps forward and backward pass apart, unless all of it is
+      # unrolled: then XLA would merge what remat asks it to compute twice.
+      groups['blocks'] = scanned(
+        cfg, execution, cfg.pattern, unroll == cfg.repeats, name='blocks'
+      )
+    if cfg.tail:
+      groups['tail'] = _Group(cfg, execution, cfg.tail, True, name='tail')
+    return groups
+
+
+def _entry(tree: dict[str, Any] | None, name: str) -> Any:
+  return None if tree is None else tree[name]
+
+
+def _write_tokens(
+  cached: caches.Cache, segments: jax.Array, positions: jax.Array
+) -> caches.Cache:
+  if segments.shape[1] > cached.segments.shape[1]:
+    raise ValueError(
+      f'{segments.shape[1]} tokens do not fit in a cache of length'
+      f' {cached.segments.shape[1]}; make it longer (init_cache).'
+    )
+  return cached.replace(
+    segments=caches.write(cached.segments, segments, cached.index),
+    positions=caches.write(cached.positions, positions, cached.index),
+  )
+
+
+def _self_masks(
+  config: StackConfig,
+  segments: jax.Array,
+  positions: jax.Array,
+  cached: caches.Cache | None,
+) -> dict[str, masks.MaskSpec]:
+  """Mask of self-attention for each kind of layer in the pattern."""
+  keys = (segments, positions)
+  if cached is not None:
+    keys = (cached.segments, cached.positions)
+  return {
+    kind: masks.MaskSpec(
+      kind='causal' if config.role == 'causal' else 'full',
+      window=config.window if kind == 'local' else None,
+      window_rule=config.window_rule,
+      q_segments=segments,
+      kv_segments=keys[0],
+      q_positions=positions,
+      kv_positions=keys[1],
+    )
+    for kind in sorted(set(config.pattern))
+  }

@@ -1,0 +1,109 @@
+"""The same losses with all logits at once and plain differentiation.
+
+The reference of the tests and of the benchmark: short, obvious, one device,
+and as large in memory as tokens x vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.ops import distillation_loss, vocabulary_loss
+
+
+def logits(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+) -> Float[Array, 'B T vocab']:
+  """Soft-capped float32 logits of the real vocabulary."""
+  raw = jnp.einsum(
+    'BTD,VD->BTV',
+    hidden,
+    table[:vocab_size].astype(hidden.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  return raw if softcap is None else softcap * jnp.tanh(raw / softcap)
+
+
+def cross_entropy(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  weights: Float[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
+) -> vocabulary_loss.LossSums:
+  """`vocabulary_loss.cross_entropy`, densely."""
+  scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
+  log_normaliser = jax.nn.logsumexp(scores, axis=-1)
+  log_probs = scores - log_normaliser[..., None]  # [B, T, V]
+  onehot = jax.nn.one_hot(targets, vocab_size)
+  wanted = (1 - label_smoothing) * onehot + label_smoothing / vocab_size
+  z_term = z_loss * jnp.square(log_normaliser)
+  smoothed = -jnp.sum(wanted * log_probs, axis=-1)
+  return vocabulary_loss.LossSums(
+    total=jnp.sum(weights * (smoothed + z_term)),
+    cross_entropy=jnp.sum(weights * -jnp.sum(onehot * log_probs, axis=-1)),
+    z_loss=jnp.sum(weights * z_term),
+    correct=jnp.sum(weights * (jnp.argmax(scores, axis=-1) == targets)),
+    weight=jnp.sum(weights),
+  )
+
+
+def token_log_probs(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+) -> Float[Array, 'B T']:
+  """`vocabulary_loss.token_log_probs`, densely."""
+  scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
+  log_probs = jax.nn.log_softmax(scores)
+  return jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+
+
+def distillation(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  teacher_hidden: Float[Array, 'B T E'],
+  teacher_table: Float[Array, 'W E'],
+  weights: Float[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  teacher_softcap: float | None = None,
+  temperature: float = 1.0,
+  z_loss: float = 0.0,
+) -> distillation_loss.DistillationSums:
+  """`distillation_loss.distillation`, densely."""
+  student = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
+  teacher = jax.lax.stop_gradient(
+    logits(
+      teacher_hidden,
+      teacher_table,
+      vocab_size=vocab_size,
+      softcap=teacher_softcap,
+    )
+  )
+  student, teacher = student / temperature, teacher / temperature
+  log_normaliser = jax.nn.logsumexp(student, axis=-1)
+  student_log_probs = jax.nn.log_softmax(student)
+  teacher_log_probs = jax.nn.log_softmax(teacher)
+  teacher_probs = jnp.exp(teacher_log_probs)
+  cross_entropy = -jnp.sum(teacher_probs * student_log_probs, axis=-1)
+  entropy = -jnp.sum(teacher_probs * teacher_log_probs, axis=-1)
+  z_term = z_loss * jnp.square(log_normaliser)
+  return distillation_loss.DistillationSums(
+    total=jnp.sum(weights * (temperature**2 * cross_entropy + z_term)),
+    kl=jnp.sum(weights * (cross_entropy - entropy)),
+    z_loss=jnp.sum(weights * z_term),
+    weight=jnp.sum(weights),
+  )

@@ -1,0 +1,172 @@
+"""Attention masks as data.
+
+A `MaskSpec` says which keys a query may see; it is a few vectors per row, so
+it travels through the model where a dense [T, S] array would not fit. A
+backend of `ops.attention` honours a spec or refuses it. `dense_mask` is the
+definition, and what the XLA backends apply to a block of queries.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+KINDS = ('causal', 'full')
+WINDOW_RULES = ('exclusive', 'inclusive')
+
+
+@flax.struct.dataclass(kw_only=True)
+class MaskSpec:
+  """Which keys each query sees.
+
+  Key k is visible to query q iff all of these hold:
+    - q_segments[q] == kv_segments[k] and neither is 0 (padding);
+    - kind 'causal': kv_positions[k] <= q_positions[q];
+    - a window W: for 'causal', kv position > q position - W (W keys, the
+      query's own included); for 'full', |q - k| < W ('exclusive', the rule of
+      the T5Gemma authors' code) or |q - k| <= W ('inclusive', transformers
+      5.23 eager).
+  Positions, not indices, are compared, so packed rows whose positions restart
+  and caches in any order need nothing special.
+
+  Attributes:
+    kind: 'causal' or 'full'.
+    window: W in positions, at least 1, or None for no window.
+    window_rule: 'exclusive' or 'inclusive'; matters for kind 'full' only.
+    q_segments: [B, T] int32, 0 for padding.
+    kv_segments: [B, S] int32, 0 for padding.
+    q_positions: [B, T] int32; may be None where positions do not matter
+      (kind 'full' without a window).
+    kv_positions: [B, S] int32; None as `q_positions`.
+
+  Raises:
+    ValueError: a static field has a value that it cannot have.
+  """
+
+  kind: str = flax.struct.field(pytree_node=False)
+  window: int | None = flax.struct.field(pytree_node=False, default=None)
+  window_rule: str = flax.struct.field(pytree_node=False, default='exclusive')
+  # Any: tree maps put specs, shapes and shardings in the place of arrays.
+  q_segments: Any
+  kv_segments: Any
+  q_positions: Any = None
+  kv_positions: Any = None
+
+  def __post_init__(self):
+    if self.kind not in KINDS:
+      raise ValueError(f'mask kind is {self.kind!r}; choose one of {KINDS}')
+    if self.window_rule not in WINDOW_RULES:
+      raise ValueError(
+        f'window_rule is {self.window_rule!r}; choose one of {WINDOW_RULES}'
+      )
+    if self.window is not None and self.window < 1:
+      raise ValueError(
+        f'window is {self.window}; it is at least 1, or None for no window'
+      )
+
+  @property
+  def needs_positions(self) -> bool:
+    """Whether visibility depends on positions."""
+    return self.kind == 'causal' or self.window is not None
+
+
+def causal(
+  segments: Int[Array, 'B L'],
+  positions: Int[Array, 'B L'],
+  *,
+  window: int | None = None,
+) -> MaskSpec:
+  """Causal self-attention within segments; a window is `window` keys wide."""
+  return MaskSpec(
+    kind='causal',
+    window=window,
+    q_segments=segments,
+    kv_segments=segments,
+    q_positions=positions,
+    kv_positions=positions,
+  )
+
+
+def bidirectional(
+  segments: Int[Array, 'B L'],
+  positions: Int[Array, 'B L'],
+  *,
+  window: int | None = None,
+  window_rule: str = 'exclusive',
+) -> MaskSpec:
+  """Bidirectional self-attention within segments."""
+  return MaskSpec(
+    kind='full',
+    window=window,
+    window_rule=window_rule,
+    q_segments=segments,
+    kv_segments=segments,
+    q_positions=positions,
+    kv_positions=positions,
+  )
+
+
+def cross(
+  q_segments: Int[Array, 'B T'], kv_segments: Int[Array, 'B S']
+) -> MaskSpec:
+  """Cross-attention: every key of the query's segment, no positions."""
+  return MaskSpec(kind='full', q_segments=q_segments, kv_segments=kv_segments)
+
+
+def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
+  """Checks the arrays of a spec against the shapes of an attention.
+
+  Raises:
+    ValueError: an array is missing or has another shape.
+  """
+  expected = {
+    'q_segments': (batch, queries),
+    'kv_segments': (batch, keys),
+  }
+  if spec.needs_positions:
+    expected |= {'q_positions': (batch, queries), 'kv_positions': (batch, keys)}
+  for name, shape in expected.items():
+    array = getattr(spec, name)
+    if array is None:
+      raise ValueError(
+        f'a {spec.kind!r} mask with window {spec.window} needs {name}; it is'
+        ' None'
+      )
+    if tuple(array.shape) != shape:
+      raise ValueError(
+        f'{name} of the mask has shape {tuple(array.shape)}; the attention'
+        f' needs {shape}'
+      )
+
+
+def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
+  """The definition of a spec as a dense array.
+
+  Args:
+    spec: a mask whose arrays are [B, T] and [B, S].
+
+  Returns:
+    [B, T, S] bool, True where the key is visible to the query.
+
+  Raises:
+    ValueError: positions are needed and missing, or shapes do not agree.
+  """
+  batch, queries = spec.q_segments.shape
+  check(spec, batch, queries, spec.kv_segments.shape[1])
+  q_segments = spec.q_segments[:, :, None]  # [B, T, 1]
+  kv_segments = spec.kv_segments[:, None, :]  # [B, 1, S]
+  visible = (q_segments == kv_segments) & (q_segments != 0)  # [B, T, S]
+  if not spec.needs_positions:
+    return visible
+  # How far behind the query the key is; negative for the future.
+  behind = spec.q_positions[:, :, None] - spec.kv_positions[:, None, :]
+  if spec.kind == 'causal':
+    visible &= behind >= 0
+    if spec.window is not None:
+      visible &= behind < spec.window
+  elif spec.window_rule == 'exclusive':
+    visible &= jnp.abs(behind) < spec.window
+  else:
+    visible &= jnp.abs(behind) <= spec.window
+  return visible

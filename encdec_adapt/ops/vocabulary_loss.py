@@ -1,0 +1,216 @@
+"""Cross-entropy over a large vocabulary, in one pass and without its logits.
+
+All results are sums over weights: the caller divides by the weight of the
+whole global step, so that microbatches and hosts of unequal weight add up to
+one large batch.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.ops import vocabulary_parallel
+
+
+@flax.struct.dataclass
+class LossSums:
+  """Float32 sums over the tokens of a batch; only `total` has a gradient.
+
+  Attributes:
+    total: the objective: weights * (cross-entropy with label smoothing, plus
+      z_loss * log(normaliser)^2).
+    cross_entropy: weights * -log p(target), without smoothing.
+    z_loss: the z-loss part of `total`.
+    correct: weight of the tokens whose target has the largest logit (ties
+      count as correct).
+    weight: sum of the weights.
+  """
+
+  total: vocabulary_parallel.Sum
+  cross_entropy: vocabulary_parallel.Sum
+  z_loss: vocabulary_parallel.Sum
+  correct: vocabulary_parallel.Sum
+  weight: vocabulary_parallel.Sum
+
+
+def cross_entropy(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  weights: Float[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
+  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+) -> LossSums:
+  """Sums of the cross-entropy of `targets` under softmax(hidden @ table.T).
+
+  Products run in the dtype of `hidden` and accumulate in float32. When it is
+  differentiated, the gradients are computed together with the loss; otherwise
+  they are not computed. Runs on the active partition (`ops.partition`), on
+  one device without one.
+
+  Args:
+    hidden: final hidden states.
+    table: output table; its rows from `vocab_size` on are padding: their
+      probability and gradient are exactly 0.
+    targets: ids in [0, vocab_size). An id outside gives NaN where its weight
+      is not 0.
+    weights: any finite values; 0 hides a token.
+    vocab_size: number of real tokens.
+    softcap: logits become softcap * tanh(logits / softcap) (Gemma 2: 30).
+    z_loss: coefficient of log(normaliser)^2 (PaLM, section 5: 1e-4).
+    label_smoothing: share of the target distribution that is uniform over the
+      real vocabulary.
+    chunk: most tokens of one device whose logits exist at a time.
+
+  Returns:
+    The sums; `total` is differentiable in hidden, table and weights.
+
+  Raises:
+    ValueError: an argument out of range, or a partition that does not divide
+      the arrays.
+  """
+  vocabulary_parallel.check_arguments(
+    hidden, table, vocab_size=vocab_size, softcap=softcap, chunk=chunk
+  )
+  if not 0 <= label_smoothing < 1:
+    raise ValueError(f'label_smoothing={label_smoothing} must be in [0, 1)')
+
+  def run(hidden, table, weights, targets, *, with_gradients):
+    def step(columns, tokens, tables):
+      x, y, w = tokens
+      logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
+      return _chunk(
+        columns,
+        logits,
+        y,
+        w if with_gradients else None,
+        softcap=softcap,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+      )
+
+    values, dhidden, dtable = vocabulary_parallel.sweep(
+      step,
+      (hidden, targets, weights),
+      (table.astype(hidden.dtype),),
+      vocab_size=vocab_size,
+      chunk=chunk,
+      with_gradients=with_gradients,
+    )
+    sums = {
+      name: vocabulary_parallel.weighted_sum(weights, value)
+      for name, value in values.items()
+    }
+    sums['weight'] = jnp.sum(weights)
+    return LossSums(**sums), values['total'], dhidden, dtable
+
+  return vocabulary_parallel.stored_gradients(
+    run, hidden, table, weights, targets
+  )
+
+
+def token_log_probs(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+) -> Float[Array, 'B T']:
+  """Log-probability of each target in float32, for scoring: no gradient.
+
+  Arguments and errors as for `cross_entropy`; a target outside the vocabulary
+  gives NaN.
+  """
+  vocabulary_parallel.check_arguments(
+    hidden, table, vocab_size=vocab_size, softcap=softcap, chunk=chunk
+  )
+
+  def step(columns, tokens, tables):
+    x, y = tokens
+    logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
+    values, _ = _chunk(columns, logits, y, None, softcap=softcap)
+    return values['cross_entropy'], None
+
+  hidden, table = jax.lax.stop_gradient((hidden, table))
+  cross_entropies, _, _ = vocabulary_parallel.sweep(
+    step,
+    (hidden, targets),
+    (table.astype(hidden.dtype),),
+    vocab_size=vocab_size,
+    chunk=chunk,
+    with_gradients=False,
+  )
+  return -cross_entropies
+
+
+def _chunk(
+  columns: vocabulary_parallel.Columns,
+  logits: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array | None,
+  *,
+  softcap: float | None,
+  z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+  """Values per row, and the gradient of the raw logits if given weights.
+
+  Args:
+    columns: the local columns.
+    logits: [rows, v] float32, before the soft-cap.
+    targets: [rows] int32.
+    weights: [rows], or None for no gradient.
+    softcap: see `cross_entropy`, as the rest.
+    z_loss: same.
+    label_smoothing: same.
+
+  Returns:
+    'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
+    weights; the gradient [rows, v] of weights * total, or None.
+  """
+  capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
+  scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
+  is_target = columns.ids == targets[:, None]  # [rows, v]
+  # The soft-cap is increasing: the largest logit gives the largest score.
+  largest = columns.max(
+    columns.only_tokens(logits, vocabulary_parallel.EXCLUDED)
+  )[0]
+  shift, _ = vocabulary_parallel.soft_cap(largest, softcap)
+  terms = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
+  if label_smoothing:
+    terms.append(columns.only_tokens(capped, 0.0))
+  sums = columns.sum(*terms)  # [terms, rows]
+  log_normaliser = shift + jnp.log(sums[0])
+  target_score, _ = vocabulary_parallel.soft_cap(sums[1], softcap)
+  in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
+  nll = jnp.where(in_vocabulary, log_normaliser - target_score, jnp.nan)
+  smoothed = nll
+  if label_smoothing:
+    uniform = log_normaliser - sums[2] / columns.vocab_size
+    smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform
+  z_term = z_loss * jnp.square(log_normaliser)
+  values = {
+    'total': smoothed + z_term,
+    'cross_entropy': nll,
+    'z_loss': z_term,
+    'correct': (sums[1] >= largest).astype(jnp.float32),
+  }
+  if weights is None:
+    return values, None
+  weights = weights.astype(jnp.float32)
+  scale = weights * (1 + 2 * z_loss * log_normaliser)  # [rows]
+  probabilities = jnp.exp(scores - log_normaliser[:, None])
+  wanted = jnp.where(is_target, 1 - label_smoothing, 0.0)
+  if label_smoothing:
+    wanted += columns.only_tokens(
+      jnp.full_like(wanted, label_smoothing / columns.vocab_size), 0.0
+    )
+  dlogits = scale[:, None] * probabilities - weights[:, None] * wanted
+  return values, dlogits if slope is None else dlogits * slope

@@ -1,0 +1,361 @@
+"""One pass over token chunks against a table sharded over the vocabulary.
+
+What the losses over the vocabulary share. Each device holds some rows of the
+output table [V, D] and some of the tokens. For a chunk of its tokens it
+gathers the hidden states of the devices whose tokens it shares a table with,
+forms the logits of its own columns once, and from them both the terms of the
+loss and the gradients: `dhidden` goes back to the tokens' owners, `dtable`
+stays where the rows are. No device ever holds the logits of all its tokens,
+and no automatic differentiation passes through a collective, because the
+custom derivative (`stored_gradients`) is around `shard_map`.
+
+Which mesh axes split tokens ('batch', 'length') and table rows ('vocab') is
+read from the active partition; without one, the same code runs on one device.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from encdec_adapt.ops import partition
+
+# A logit that no sum notices; finite, so that zero times it is zero.
+EXCLUDED = -1e30
+
+DEFAULT_CHUNK = 512
+
+# A float32 scalar; not a checked type, because tree maps put shardings,
+# numpy scalars or nothing in its place.
+Sum = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """The columns of the logits one device holds, and sums over all columns.
+
+  Attributes:
+    ids: [v] int32, the token id of each local column.
+    is_token: [v] bool, False for columns that only pad the table, or None
+      where the table has no such columns at all.
+    vocab_size: number of columns that are tokens, over all devices.
+    axes: mesh axes over which the columns are split.
+  """
+
+  ids: jax.Array
+  is_token: jax.Array | None
+  vocab_size: int
+  axes: tuple[str, ...]
+
+  def sum(self, *terms: jax.Array) -> jax.Array:
+    """Sums each [rows, v] term over the whole vocabulary: [terms, rows]."""
+    local = jnp.stack([jnp.sum(term, axis=-1) for term in terms])
+    return jax.lax.psum(local, self.axes) if self.axes else local
+
+  def max(self, *terms: jax.Array) -> jax.Array:
+    """Largest value of each [rows, v] term: [terms, rows]."""
+    local = jnp.stack([jnp.max(term, axis=-1) for term in terms])
+    return jax.lax.pmax(local, self.axes) if self.axes else local
+
+  def only_tokens(self, values: jax.Array, otherwise: float) -> jax.Array:
+    """[rows, v] with `otherwise` in the columns that pad the table."""
+    if self.is_token is None:
+      return values
+    return jnp.where(self.is_token, values, otherwise)
+
+
+# (columns, token inputs [rows, ...], tables [v, ...]) -> values per row
+# (a tree of [rows]) and the gradient [rows, v] of the loss with respect to
+# the raw logits `token_inputs[0] @ tables[0].T` (None where not wanted).
+ChunkStep = Callable[
+  [Columns, Sequence[jax.Array], Sequence[jax.Array]],
+  tuple[Any, jax.Array | None],
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+  """Mesh axes that split the tokens and the rows of the table."""
+
+  mesh: Mesh | None
+  batch: tuple[str, ...]
+  length: tuple[str, ...]
+  vocab: tuple[str, ...]
+
+  @property
+  def tokens(self) -> tuple[str, ...]:
+    return self.batch + self.length
+
+  @property
+  def shared(self) -> tuple[str, ...]:
+    """Axes that split both, over which hidden states are exchanged."""
+    return tuple(a for a in self.tokens if a in self.vocab)
+
+  @property
+  def vocab_only(self) -> tuple[str, ...]:
+    return tuple(a for a in self.vocab if a not in self.tokens)
+
+  @property
+  def tokens_only(self) -> tuple[str, ...]:
+    return tuple(a for a in self.tokens if a not in self.vocab)
+
+  def size(self, axes: tuple[str, ...]) -> int:
+    return math.prod(self.mesh.shape[a] for a in axes) if axes else 1
+
+  def token_spec(self) -> PartitionSpec:
+    return PartitionSpec(self.batch or None, self.length or None)
+
+  def table_spec(self) -> PartitionSpec:
+    return PartitionSpec(self.vocab or None)
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    """[c, ...] of this device -> [rows, ...] of all that share a table."""
+    if not self.shared:
+      return x
+    return jax.lax.all_gather(x, self.shared, axis=0, tiled=True)
+
+  def own(self, x: jax.Array) -> jax.Array:
+    """[rows, ...] known to every device -> [c, ...] of this device."""
+    if not self.shared:
+      return x
+    count = x.shape[0] // self.size(self.shared)
+    start = jax.lax.axis_index(self.shared) * count
+    return jax.lax.dynamic_slice_in_dim(x, start, count)
+
+  def return_to_owners(self, x: jax.Array) -> jax.Array:
+    """Partial sums [rows, D] on each device -> sums [c, D] of its tokens."""
+    if self.shared:
+      x = jax.lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
+
+
+def product(x: jax.Array, table: jax.Array) -> jax.Array:
+  """Logits [rows, v] in float32 of x [rows, D] and table [v, D]."""
+  return jnp.einsum('nd,vd->nv', x, table, preferred_element_type=jnp.float32)
+
+
+def soft_cap(
+  logits: jax.Array, cap: float | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """`cap * tanh(logits / cap)` and its slope (None: no cap, slope 1)."""
+  if cap is None:
+    return logits, None
+  tanh = jnp.tanh(logits / cap)
+  return cap * tanh, 1.0 - jnp.square(tanh)
+
+
+def sweep(
+  step: ChunkStep,
+  tokens: Sequence[jax.Array],
+  tables: Sequence[jax.Array],
+  *,
+  vocab_size: int,
+  chunk: int,
+  with_gradients: bool,
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
+  """Runs `step` over all tokens, a chunk at a time.
+
+  Args:
+    step: what to do with one chunk of tokens and the local columns.
+    tokens: arrays [B, T, ...]; the first holds the hidden states [B, T, D].
+    tables: arrays [V, ...]; the first is the output table [V, D] in the dtype
+      of the products.
+    vocab_size: rows of the tables that are tokens; later rows are padding.
+    chunk: most tokens of one device in one step.
+    with_gradients: whether `step` returns the gradient of the logits.
+
+  Returns:
+    `step`'s values per token, a tree of [B, T]; the gradients of the first
+    token array, in its dtype, and of the first table, in float32, or None.
+
+  Raises:
+    ValueError: shapes the active partition cannot split.
+  """
+  layout = _layout(tokens[0].shape, tables[0].shape)
+
+  def on_device(tokens, tables):
+    return _sweep_device(
+      step, tokens, tables, layout, vocab_size, chunk, with_gradients
+    )
+
+  if layout.mesh is None:
+    return on_device(tokens, tables)
+  token_spec, table_spec = layout.token_spec(), layout.table_spec()
+  gradient_specs = (token_spec, table_spec) if with_gradients else (None, None)
+  return jax.shard_map(
+    on_device,
+    mesh=layout.mesh,
+    in_specs=(token_spec, table_spec),
+    out_specs=(token_spec, *gradient_specs),
+  )(tokens, tables)
+
+
+def stored_gradients(
+  run: Callable[..., tuple[Any, jax.Array, Any, Any]],
+  hidden: jax.Array,
+  table: jax.Array,
+  weights: jax.Array,
+  *others: jax.Array,
+) -> Any:
+  """Sums whose gradients are computed in the forward pass.
+
+  Args:
+    run: `run(hidden, table, weights, *others, with_gradients=...)` ->
+      (sums, objective per token [B, T], gradient of `sums.total` with respect
+      to hidden, and to table; both None without gradients).
+    hidden: [B, T, D], differentiable.
+    table: [V, D], differentiable.
+    weights: [B, T], differentiable: `sums.total` is linear in them.
+    *others: arrays without a gradient.
+
+  Returns:
+    `sums`, of which only `total` carries a gradient.
+  """
+
+  @jax.custom_vjp
+  def differentiable(hidden, table, weights, *others):
+    return run(hidden, table, weights, *others, with_gradients=False)[0]
+
+  def forward(hidden, table, weights, *others):
+    sums, objective, dhidden, dtable = run(
+      hidden, table, weights, *others, with_gradients=True
+    )
+    return sums, (objective, dhidden, dtable)
+
+  def backward(residuals, cotangents):
+    objective, dhidden, dtable = residuals
+    scale = cotangents.total
+    return (
+      (scale * dhidden).astype(hidden.dtype),
+      (scale * dtable).astype(table.dtype),
+      (scale * objective).astype(weights.dtype),
+      *(None for _ in others),
+    )
+
+  differentiable.defvjp(forward, backward)
+  return differentiable(hidden, table, weights, *others)
+
+
+def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+  """Sum of weights * values where a weight of zero hides any value."""
+  return jnp.sum(jnp.where(weights == 0, 0.0, weights * values))
+
+
+def check_arguments(
+  hidden: jax.Array,
+  table: jax.Array,
+  *,
+  vocab_size: int,
+  softcap: float | None,
+  chunk: int,
+) -> None:
+  """Raises ValueError for arguments no loss over the vocabulary accepts."""
+  if hidden.shape[-1] != table.shape[-1]:
+    raise ValueError(
+      f'hidden has width {hidden.shape[-1]} and the table {table.shape[-1]};'
+      ' they must be the same'
+    )
+  if not 1 <= vocab_size <= table.shape[0]:
+    raise ValueError(
+      f'vocab_size={vocab_size} must be between 1 and the'
+      f' {table.shape[0]} rows of the table'
+    )
+  if softcap is not None and softcap <= 0:
+    raise ValueError(
+      f'softcap={softcap} must be positive; None means no soft-cap'
+    )
+  if chunk < 1:
+    raise ValueError(f'chunk={chunk} must be at least 1 token')
+
+
+def _layout(tokens_shape: Sequence[int], table_shape: Sequence[int]) -> _Layout:
+  """Reads the active partition and checks that it divides the arrays."""
+  active = partition.active()
+  if active is None:
+    return _Layout(None, (), (), ())
+  sizes = (tokens_shape[0], tokens_shape[1], table_shape[0])
+  for name, size in zip(('batch', 'length', 'vocab'), sizes, strict=True):
+    if size % active.size(name):
+      raise ValueError(
+        f'{name} of size {size} does not divide over mesh axes'
+        f' {active.mesh_axes(name)} of {active.size(name)} devices'
+      )
+  return _Layout(
+    active.mesh,
+    active.mesh_axes('batch'),
+    active.mesh_axes('length'),
+    active.mesh_axes('vocab'),
+  )
+
+
+def _sweep_device(
+  step: ChunkStep,
+  tokens: Sequence[jax.Array],
+  tables: Sequence[jax.Array],
+  layout: _Layout,
+  vocab_size: int,
+  chunk: int,
+  with_gradients: bool,
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
+  """`sweep` as seen by one device."""
+  batch, length = tokens[0].shape[:2]
+  columns = _local_columns(tables[0].shape[0], vocab_size, layout)
+
+  def chunk_step(dtable, piece):
+    gathered = [layout.gather(x) for x in piece]
+    rows, dlogits = step(columns, gathered, tables)
+    rows = jax.tree.map(layout.own, rows)
+    if dlogits is None:
+      return dtable, (rows, None)
+    x, table = gathered[0], tables[0]
+    dlogits = dlogits.astype(x.dtype)
+    dx = jnp.einsum(
+      'nv,vd->nd', dlogits, table, preferred_element_type=jnp.float32
+    )
+    dtable += jnp.einsum(
+      'nv,nd->vd', dlogits, x, preferred_element_type=jnp.float32
+    )
+    return dtable, (rows, layout.return_to_owners(dx).astype(x.dtype))
+
+  dtable = None
+  if with_gradients:
+    dtable = jnp.zeros(tables[0].shape, jnp.float32)
+    if varying := layout.vocab + layout.tokens_only:
+      dtable = jax.lax.pcast(dtable, varying, to='varying')
+  pieces = [_split(x, chunk) for x in tokens]
+  dtable, outputs = jax.lax.scan(chunk_step, dtable, pieces)
+  if with_gradients and layout.tokens_only:
+    dtable = jax.lax.psum(dtable, layout.tokens_only)
+  rows, dhidden = jax.tree.map(lambda x: _join(x, batch, length), outputs)
+  return rows, dhidden, dtable
+
+
+def _local_columns(count: int, vocab_size: int, layout: _Layout) -> Columns:
+  """The `count` columns this device holds."""
+  ids = jnp.arange(count, dtype=jnp.int32)
+  if layout.vocab:
+    ids += jax.lax.axis_index(layout.vocab) * count
+  has_padding = count * layout.size(layout.vocab) > vocab_size
+  is_token = ids < vocab_size if has_padding else None
+  return Columns(ids, is_token, vocab_size, layout.vocab)
+
+
+def _split(x: jax.Array, chunk: int) -> jax.Array:
+  """[B, T, ...] -> [chunks, at most `chunk`, ...], zeros at the end."""
+  count = x.shape[0] * x.shape[1]
+  chunks = -(-count // chunk)
+  # Chunks of equal size pad fewer tokens than full chunks and a rest.
+  size = -(-count // chunks)
+  x = x.reshape(count, *x.shape[2:])
+  padding = [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1)
+  return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
+
+
+def _join(x: jax.Array, batch: int, length: int) -> jax.Array:
+  """Inverse of `_split`."""
+  x = x.reshape(-1, *x.shape[2:])[: batch * length]
+  return x.reshape(batch, length, *x.shape[1:])

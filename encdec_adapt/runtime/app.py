@@ -1,0 +1,45 @@
+"""The frame of every main: bad input ends in one paragraph and a status."""
+
+from collections.abc import Callable, Sequence
+import sys
+from typing import Any, NoReturn
+
+from absl import app, flags
+
+from encdec_adapt.runtime import errors
+
+# Statuses of a process besides 0 and Python's 1 for an unexpected exception.
+USER_ERROR = 2
+# EX_TEMPFAIL: told to stop, saved; the same command continues. Launchers
+# restart on it.
+RESTART = 75
+
+
+def run(
+  main: Callable[[Sequence[str]], int | None],
+  *,
+  parse_flags: Callable[[Sequence[str]], Any] = flags.FLAGS,
+) -> NoReturn:
+  """Parses flags, runs `main` and exits with its status.
+
+  A `UserError` from either, or a bad flag, is printed to standard error as
+  one paragraph without a traceback, and the status is `USER_ERROR`.
+
+  Args:
+    main: takes the arguments left over by the flags, program name first;
+      returns a status or None for 0.
+    parse_flags: takes `sys.argv`, returns the arguments left over.
+  """
+  app.run(
+    lambda arguments: _guard(main, arguments),
+    flags_parser=lambda argv: _guard(parse_flags, argv),
+  )
+
+
+def _guard(function: Callable[[Any], Any], argument: Any) -> Any:
+  try:
+    return function(argument)
+  except (errors.UserError, flags.Error) as error:
+    sys.stdout.flush()
+    print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    sys.exit(USER_ERROR)

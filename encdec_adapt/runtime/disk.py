@@ -1,0 +1,97 @@
+"""Folders a job writes to: can they be written, have they room.
+
+Owns the questions asked of a disk before a job starts. Imports nothing else
+of ours but the errors.
+"""
+
+import errno
+import os
+import pathlib
+import shutil
+
+from encdec_adapt.runtime import errors
+
+# Written, synced and removed to find out whether a folder can be written.
+_PROBE_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def require_writable(folder: str | os.PathLike[str]) -> pathlib.Path:
+  """Makes the folder if need be and writes a probe file into it.
+
+  Args:
+    folder: a path on a local or mounted file system.
+
+  Returns:
+    The folder.
+
+  Raises:
+    UserError: it is a bucket address, or it cannot be made or written.
+  """
+  if '://' in str(folder):
+    raise errors.UserError(
+      f'The folder {folder} is a bucket address; give a path on a local or'
+      ' mounted file system.'
+    )
+  folder = pathlib.Path(folder)
+  probe = folder / f'.probe-{os.getpid()}'
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+      with open(probe, 'wb') as file:
+        file.write(bytes(_PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    finally:
+      probe.unlink(missing_ok=True)
+  except OSError as error:
+    raise cannot_write(folder, error) from error
+  return folder
+
+
+def cannot_write(
+  path: str | os.PathLike[str], error: OSError
+) -> errors.UserError:
+  """The error to raise where writing `path` failed with `error`."""
+  if error.errno in _FULL:
+    what, remedy = 'is full', 'Free space there, or choose another folder'
+  else:
+    what = 'cannot be written'
+    remedy = 'Choose a folder that this user may write'
+  return errors.UserError(
+    f'{path} {what} ({error.strerror or error}). {remedy} (--workdir).'
+  )
+
+
+def require_space(
+  folder: str | os.PathLike[str], nbytes: int, *, what: str = 'the checkpoints'
+) -> None:
+  """Refuses a disk with less free space than a job is going to need.
+
+  Args:
+    folder: where the bytes will go; need not exist yet.
+    nbytes: how many are going to be written.
+    what: what they are, for the message.
+
+  Raises:
+    UserError: fewer than `nbytes` are free for this user.
+  """
+  existing = pathlib.Path(folder).absolute()
+  while not existing.exists():
+    existing = existing.parent
+  free = shutil.disk_usage(existing).free
+  if free < nbytes:
+    raise errors.UserError(
+      f'{folder} has {format_bytes(free)} free, but {what} need'
+      f' {format_bytes(nbytes)}. Free space there, choose another folder'
+      ' (--workdir), or keep fewer checkpoints.'
+    )
+
+
+def format_bytes(nbytes: int) -> str:
+  """Writes a number of bytes for people: `1.5 GiB`."""
+  value, units = float(nbytes), ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']
+  while value >= 1024 and len(units) > 1:
+    value /= 1024
+    units.pop(0)
+  return f'{value:.0f} bytes' if nbytes < 1024 else f'{value:.1f} {units[0]}'

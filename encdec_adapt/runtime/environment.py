@@ -1,0 +1,138 @@
+"""What a run depends on outside of its config: versions, hardware, source."""
+
+from collections.abc import Mapping
+import hashlib
+from importlib import metadata
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+# Change compiled programs or random numbers.
+_JAX_OPTIONS = (
+  'jax_default_matmul_precision',
+  'jax_default_prng_impl',
+  'jax_enable_x64',
+  'jax_numpy_dtype_promotion',
+  'jax_threefry_partitionable',
+)
+# Part of `report` that bit-equal continuation does not depend on.
+_NOT_IN_FINGERPRINT = ('python', 'orbax-checkpoint', 'numpy', 'git', 'host')
+_GIT_SECONDS = 10
+
+
+def report() -> dict[str, Any]:
+  """Everything that could explain why two runs differ; JSON can hold it."""
+  devices = jax.devices()
+  return {
+    'python': platform.python_version(),
+    **{package: _version(package) for package in _PACKAGES},
+    'platform': devices[0].platform,
+    'platform_version': devices[0].client.platform_version,
+    'device_kind': devices[0].device_kind,
+    'devices': len(devices),
+    'processes': jax.process_count(),
+    'cores': _cores(),
+    'cpu': _cpu(),
+    'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
+    **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
+    'host': platform.node(),
+    'git': git_revision(),
+  }
+
+
+def fingerprint() -> dict[str, Any]:
+  """The part of `report` on which bit-equal continuation depends.
+
+  The mesh and the config are the caller's to add.
+  """
+  return {
+    key: value
+    for key, value in report().items()
+    if key not in _NOT_IN_FINGERPRINT
+  }
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """Names what differs between two fingerprints, one line per key."""
+  missing = object()
+  lines = []
+  for key in sorted(before.keys() | now.keys()):
+    old, new = before.get(key, missing), now.get(key, missing)
+    if old != new:
+      old_text, new_text = (
+        'not recorded' if value is missing else repr(value)
+        for value in (old, new)
+      )
+      lines.append(f'{key}: {old_text} before, {new_text} now')
+  return lines
+
+
+def git_revision() -> dict[str, Any] | None:
+  """Commit of the checkout that this code runs from, and local changes.
+
+  Returns:
+    `{'revision': hash, 'dirty': bool}`; None where this file is not tracked
+    in a git checkout (an installed package), or git is not there.
+  """
+  here = pathlib.Path(__file__).resolve()
+  # An installed copy inside somebody's checkout is not that checkout's.
+  if _git(here.parent, 'ls-files', '--error-unmatch', here.name) is None:
+    return None
+  revision = _git(here.parent, 'rev-parse', 'HEAD')
+  status = _git(here.parent, 'status', '--porcelain')
+  if revision is None or status is None:
+    return None
+  return {'revision': revision, 'dirty': bool(status)}
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> str | None:
+  try:
+    done = subprocess.run(
+      ['git', '-C', str(folder), *arguments],
+      capture_output=True,
+      text=True,
+      timeout=_GIT_SECONDS,
+      check=True,
+    )
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return None
+
+
+def _cores() -> int | None:
+  if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
+
+
+def _cpu() -> str:
+  """Model of the host's processor with a digest of its features.
+
+  XLA compiles for the features, so hosts that differ in them may differ in
+  rounding.
+  """
+  try:
+    text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
+  except OSError:
+    return platform.processor()
+  fields = dict(
+    [part.strip() for part in line.split(':', 1)]
+    for line in text.split('\n\n')[0].splitlines()
+    if ':' in line
+  )
+  model = fields.get('model name', platform.machine())
+  features = fields.get('flags', fields.get('Features', ''))
+  digest = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
+  return f'{model} ({digest})'

@@ -1,0 +1,175 @@
+"""Model FLOPs by a stated formula, and what the hardware could do.
+
+A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
+positions, in one forward pass:
+
+- projections of self-attention: 2 D H (2N + 2K) per token;
+- gated feed-forward: 2 * 3 D F per token;
+- cross-attention: 2 D H * 2N per target token (query, output), 2 E H * 2K per
+  source token (key, value);
+- scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
+  bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
+  one those inside its window, and cross-attention T * S;
+- the vocabulary product: 2 D V per target token.
+
+A training step is 3 forward passes (a backward pass costs two). Norms,
+activations, soft-caps, the embedding lookup and rematerialisation are not
+counted, and rows count as full: packing and padding do not change the number.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+
+TRAINING = 3  # Forward passes that a training step costs.
+
+# Dense bf16 FLOP/s per chip by the vendors' data sheets; the first name that
+# `device_kind` contains, in this order.
+_PEAKS = (
+  ('TPU v6', 918e12),
+  ('TPU v5 lite', 197e12),
+  ('TPU v5e', 197e12),
+  ('TPU v5', 459e12),
+  ('TPU v4', 275e12),
+  ('H100 PCIe', 756e12),
+  ('H100', 989e12),
+  ('H200', 989e12),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackShape:
+  """The numbers of a transformer stack that FLOPs depend on.
+
+  Attributes:
+    width: D.
+    mlp: F.
+    query_heads: N.
+    kv_heads: K.
+    head_dim: H.
+    windows: per layer, the window in positions or None; its length is the
+      number of layers. A causal layer sees k > q - window, a bidirectional
+      one |q - k| < window (<= if `window_inclusive`).
+    causal: whether self-attention is causal.
+    window_inclusive: see `windows`.
+    cross_width: E, the source's width; None without cross-attention.
+  """
+
+  width: int
+  mlp: int
+  query_heads: int
+  kv_heads: int
+  head_dim: int
+  windows: tuple[int | None, ...]
+  causal: bool
+  window_inclusive: bool = False
+  cross_width: int | None = None
+
+
+def visible_pairs(
+  length: int,
+  *,
+  causal: bool,
+  window: int | None = None,
+  window_inclusive: bool = False,
+) -> int:
+  """Pairs (query, key) of one row that self-attention looks at.
+
+  Args:
+    length: L.
+    causal: keys at or before the query only.
+    window: see `StackShape.windows`.
+    window_inclusive: see `StackShape.windows`.
+  """
+  reach = length if window is None else window
+  if not causal and window_inclusive:
+    reach += 1
+  reach = min(reach, length)
+  # Distances 0 .. reach - 1 are seen, and length - d pairs have distance d.
+  one_side = reach * length - reach * (reach - 1) // 2
+  return one_side if causal else 2 * one_side - length
+
+
+def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
+  """FLOPs of a stack on one row, without the vocabulary product.
+
+  Args:
+    stack: its shape.
+    length: positions of the row.
+    source_length: positions of the source, with cross-attention.
+  """
+  heads = stack.query_heads * stack.head_dim
+  kv_heads = stack.kv_heads * stack.head_dim
+  projections = 2 * stack.width * (2 * heads + 2 * kv_heads)
+  total = (
+    len(stack.windows)
+    * length
+    * (projections + 2 * 3 * stack.width * stack.mlp)
+  )
+  for window in stack.windows:
+    total += (
+      4
+      * heads
+      * visible_pairs(
+        length,
+        causal=stack.causal,
+        window=window,
+        window_inclusive=stack.window_inclusive,
+      )
+    )
+  if stack.cross_width is not None:
+    total += len(stack.windows) * (
+      2 * stack.width * 2 * heads * length
+      + 2 * stack.cross_width * 2 * kv_heads * source_length
+      + 4 * heads * length * source_length
+    )
+  return total
+
+
+def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
+  """FLOPs of the logits of `tokens` target tokens, forward."""
+  return 2 * width * vocabulary_size * tokens
+
+
+def by_parameters(parameters: int, tokens: int) -> int:
+  """The usual estimate of training: 6 per parameter and token."""
+  return 6 * parameters * tokens
+
+
+def peak(devices: Sequence[jax.Device]) -> float | None:
+  """FLOP/s of the devices together: data sheet, or measured for the CPU.
+
+  Args:
+    devices: all of one kind. CPU devices share the host's cores, so they
+      count once however many there are.
+
+  Returns:
+    None for a device that the table does not know.
+  """
+  if devices[0].platform == 'cpu':
+    return measured_peak()
+  for name, value in _PEAKS:
+    if name in devices[0].device_kind:
+      return value * len(devices)
+  return None
+
+
+def measured_peak(size: int = 1024, repeats: int = 5) -> float:
+  """FLOP/s of a square fp32 product on the first local device; best of some.
+
+  Args:
+    size: rows and columns.
+    repeats: how often it is timed.
+  """
+  device = jax.local_devices()[0]
+  matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
+  product = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+  best = float('inf')
+  for _ in range(repeats + 1):  # The first one warms up.
+    start = time.perf_counter()
+    product(matrix, matrix).block_until_ready()
+    best = min(best, time.perf_counter() - start)
+  return 2 * size**3 / best

@@ -1,0 +1,66 @@
+"""Device meshes with the axes `replica, fsdp, sequence, tensor`."""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ('replica', 'fsdp', 'sequence', 'tensor')
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Sizes of the mesh axes; one of them may be -1, "what remains".
+
+  Attributes:
+    replica: copies of the parameters; their gradients are all-reduced.
+    fsdp: shards of parameters, optimizer state and batch.
+    sequence: shards of the length of activations.
+    tensor: shards of heads, mlp and vocabulary.
+  """
+
+  replica: int = 1
+  fsdp: int = -1
+  sequence: int = 1
+  tensor: int = 1
+
+  def sizes(self, devices: int) -> tuple[int, ...]:
+    """Sizes of the four axes on this many devices.
+
+    Raises:
+      ValueError: the axes do not multiply to `devices`.
+    """
+    sizes = [getattr(self, axis) for axis in AXES]
+    described = ', '.join(
+      f'{axis}={size}' for axis, size in zip(AXES, sizes, strict=True)
+    )
+    if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
+      raise ValueError(
+        f'mesh ({described}): sizes are at least 1, and at most one axis is'
+        ' -1 (what remains).'
+      )
+    known = math.prod(size for size in sizes if size != -1)
+    if devices % known or (-1 not in sizes and known != devices):
+      raise ValueError(
+        f'mesh ({described}) does not multiply to the {devices} devices'
+        ' present; change config.mesh so that it does, or set one axis to'
+        ' -1.'
+      )
+    return tuple(devices // known if size == -1 else size for size in sizes)
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+  """Builds the mesh over `devices` (default: all).
+
+  Axis types are Auto: Linen's constraints and ours need it, and
+  `jax.make_mesh` defaults to Explicit.
+
+  Raises:
+    ValueError: see `MeshConfig.sizes`.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = config.sizes(len(devices))
+  return jax.make_mesh(
+    sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+  )

@@ -1,0 +1,332 @@
+"""Trains a model: configuration, mesh, data, state, loop.
+
+    python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
+      --workdir=runs/adapted [--config.train.steps=500]
+
+A job that ended early continues when the same command is given again.
+"""
+
+import json
+import time
+
+from absl import flags
+from etils import epath
+import jax
+import ml_collections
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import job
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import loader
+from encdec_adapt.evaluation import perplexity
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import (
+  app,
+  command,
+  distributed,
+  environment,
+  errors,
+  flops,
+  lock,
+  metrics,
+  preemption,
+  progress,
+)
+from encdec_adapt.training import (
+  accounting,
+  checkpoint,
+  guards,
+  optimizers,
+  phases,
+)
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """The flags of this command."""
+  command.define_config(values)
+  define = dict(flag_values=values)
+  flags.DEFINE_string('workdir', None, 'Folder of this job.', **define)
+  flags.DEFINE_bool('print_config', False, 'Print it and stop.', **define)
+  flags.DEFINE_bool(
+    'dry_run', False, 'Print shapes, parameters, memory; stop.', **define
+  )
+  flags.DEFINE_string(
+    'coordinator', None, 'host:port of process 0, of several.', **define
+  )
+  flags.DEFINE_integer('processes', None, 'How many there are.', **define)
+  flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+
+
+def main(values: flags.FlagValues) -> int:
+  """Runs the command."""
+  command.require(values, 'config')
+  if values.print_config:
+    print(values.config)
+    return 0
+  distributed.initialize(values.coordinator, values.processes, values.process)
+  if values.dry_run:
+    print(job.describe(config_lib.load(values.config, values.workdir or '')))
+    return 0
+  command.require(values, 'workdir')
+  return run(values.config, values.workdir)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> int:
+  """Trains to the last step, or until told to stop.
+
+  Args:
+    config: `configs/base.py` with changes.
+    workdir: folder of the job; what it holds is continued.
+
+  Returns:
+    Exit status: 0, or `app.RESTART` after a saved preemption.
+
+  Raises:
+    UserError: bad input, found before the first step; or updates that are
+      not finite.
+  """
+  settings = config_lib.load(config, workdir)
+  if not distributed.is_lead():
+    return _run(config, settings, workdir)
+  with lock.WorkdirLock(workdir):
+    return _run(config, settings, workdir)
+
+
+def _run(config, settings: config_lib.Settings, workdir: str) -> int:
+  train = settings.train
+  lead = distributed.is_lead()
+  say = print if lead else lambda *_, **__: None
+
+  # -- mesh, models, data ----------------------------------------------------
+  mesh = job.make_mesh(settings)
+  where = job.place_model(settings, settings.model, mesh)
+  teacher = job.place_teacher(settings, mesh)
+  vocabulary, train_set, eval_set = job.open_data(settings)
+  optimizer = optimizers.Optimizer(settings.optimizer)
+  groups = phases.cross_attention_warmup(train.cross_attention_warmup)
+  assignment = phases.assign(where.model.table, groups)
+  count = parameters.count(settings.model)
+  say(
+    f'{type(settings.model).__name__}: {count:,} parameters on'
+    f' {dict(mesh.shape)}; {len(train_set):,} training rows'
+  )
+
+  # -- restore or initialise -------------------------------------------------
+  checkpoints = checkpoint.Checkpoints(
+    epath.Path(workdir) / checkpoint.FOLDER,
+    keep=settings.checkpoint.keep,
+    keep_every=settings.checkpoint.keep_every or None,
+  )
+  meta = {
+    'config': config.to_dict(),
+    'environment': environment.report(),
+    'fingerprint': {**environment.fingerprint(), 'mesh': dict(mesh.shape)},
+  }
+  start = checkpoints.latest()
+  if start is None:
+    params, report = job.initial_params(settings, where)
+    cost = accounting.Cost()
+    active = phases.active(groups, 0)
+    state = state_lib.create(params, optimizer, assignment, active, where)
+    del params
+    if report and lead:
+      say(report.table())
+      path = epath.Path(workdir) / 'coverage.json'
+      path.write_text(json.dumps(report.to_json(), indent=2) + '\n')
+  else:
+    saved = checkpoints.read_meta(start)
+    _report_differences(saved['fingerprint'], meta['fingerprint'], say)
+    # A group that thaws at this very step was not in what was saved.
+    active = phases.active(groups, max(start - 1, 0))
+    abstract = state_lib.abstract(optimizer, assignment, active, where)
+    state = checkpoints.restore(start, abstract)
+    cost = accounting.Cost(**checkpoints.read_data(start))
+    say(f'continuing at step {start}')
+  checkpoints.require_space(state)
+  if lead:
+    config_lib.save(config, workdir)
+  teacher_params = {}
+  if teacher:
+    teacher_params = checkpoint.restore_params(
+      settings.teacher, teacher.abstract_params()
+    )
+
+  # -- loop ------------------------------------------------------------------
+  wants_teacher = job.reads_teacher_row(settings)
+  batches = loader.Loader(
+    train_set,
+    train_set.spec.lengths,
+    train.batch_size,
+    position=cost.rows,
+    seed=settings.data.train.seed,
+    repeat=settings.data.repeat,
+    teacher=wants_teacher,
+    host_index=jax.process_index(),
+    host_count=jax.process_count(),
+  )
+  evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+  flops_per_step = job.step_flops(settings, teacher)
+  writer = None
+  if lead:
+    # Records of step 0 are written anew where nothing was restored.
+    writer = metrics.MetricWriter(workdir, -1 if start is None else start)
+  guard = guards.NonFiniteGuard(workdir, train.max_skipped)
+  meter = progress.Progress(
+    train.steps,
+    first_step=start or 0,
+    flops_per_step=flops_per_step,
+    peak=flops.peak(jax.devices()),
+  )
+
+  def evaluate(step):
+    result = evaluator(
+      state.params,
+      loader.evaluation_batches(
+        eval_set,
+        eval_set.spec.lengths,
+        train.eval_batch_size,
+        teacher=wants_teacher,
+        host_index=jax.process_index(),
+        host_count=jax.process_count(),
+      ),
+    )
+    say(f'step {step}: held-out loss {result.loss:.4f} per target token')
+    if lead:
+      writer.write(
+        'eval',
+        step,
+        {
+          'loss': result.loss,
+          'accuracy': result.accuracy,
+          'target_tokens': cost.target_tokens,
+        },
+      )
+    return result.loss
+
+  def save(step):
+    checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
+
+  step = start or 0
+  train_step, active = None, None
+  status = 0
+  with preemption.StopSignal() as stop:
+    if start is None:
+      evaluate(0)
+    while step < train.steps:
+      if phases.active(groups, step) != active:
+        active = phases.active(groups, step)
+        state = state_lib.thaw(state, optimizer, assignment, active, where)
+        train_step = step_lib.make_train_step(
+          where,
+          settings.loss,
+          optimizer,
+          assignment,
+          active,
+          step_lib.StepConfig(
+            train.microbatches, settings.optimizer.clip_norm
+          ),
+          teacher.model if teacher else None,
+        )
+      began = time.perf_counter()
+      rows = next(batches, None)
+      if rows is None:
+        say(
+          f'the records end after {cost.rows:,} rows, at step {step} of'
+          f' {train.steps}: the last pass is over (config.data.passes,'
+          ' config.data.repeat)'
+        )
+        break
+      if step == (start or 0):
+        batch_lib.check_framing(rows)
+        say(job.describe_batch(rows, vocabulary))
+      batch = step_lib.place_batch(
+        {k: v for k, v in rows.items() if k != 'row'}, where
+      )
+      state, values = train_step(state, batch, teacher_params)
+      values = {name: np.asarray(v).item() for name, v in values.items()}
+      step += 1
+
+      cost.rows = batches.position
+      cost.target_tokens += values['weight']
+      cost.total_tokens += values['tokens']
+      cost.flops += flops_per_step
+      cost.seconds += time.perf_counter() - began
+      meter.update(step, values['tokens'])
+      if lead:
+        writer.write('train', step, values)
+      guard.check(step, values['skipped_in_row'], rows['row'])
+      if step % train.log_every == 0 or step == train.steps:
+        say(meter.line(values['loss'], grad=values['gradient_norm']))
+      if step % train.eval_every == 0 or step == train.steps:
+        evaluate(step)
+        meter.pause()
+      stopping = _told_to_stop(stop, checkpoints, step)
+      due = step % settings.checkpoint.every == 0 or step == train.steps
+      if due or stopping:
+        save(step)
+        meter.pause()
+      if stopping and step < train.steps:
+        status = app.RESTART
+        say(f'told to stop: saved step {step}, exiting with {status}')
+        break
+
+  # -- end -------------------------------------------------------------------
+  if status == 0 and step not in checkpoints.all_steps():
+    evaluate(step)
+    save(step)
+  checkpoints.close()
+  batches.close()
+  if lead:
+    writer.close()
+    if status == 0:
+      _summarise(settings, workdir, count, step, cost)
+  return status
+
+
+def _told_to_stop(stop, checkpoints, step: int) -> bool:
+  """Whether to save and exit; several processes agree on the step."""
+  if jax.process_count() > 1:
+    return checkpoints.reached_preemption(step)
+  return stop.requested()
+
+
+def _report_differences(before, now, say) -> None:
+  different = environment.difference(before, now)
+  if different:
+    say(
+      'this is not where the checkpoint was written, so that it continues to'
+      ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
+    )
+
+
+def _summarise(settings, workdir, count, step, cost) -> None:
+  """Writes summary.json and says where."""
+  records = metrics.read_metrics(workdir)
+  losses = [r for r in records if r['kind'] == 'eval']
+  init = settings.init
+  sources = [init.encoder, init.decoder] if init.mode != 'random' else []
+  summary = accounting.write_summary(
+    workdir,
+    {
+      'parameters': count,
+      'steps': step,
+      'learning_rate': settings.optimizer.schedule.peak,
+      'seed': settings.seed,
+      'eval_loss_at_step_0': losses[0]['loss'],
+      'eval_loss': losses[-1]['loss'],
+    },
+    cost,
+    [path for path in (*sources, settings.teacher) if path],
+  )
+  print(
+    f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
+    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
+    f' {summary["eval_loss"]:.4f}'
+  )
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -1,0 +1,69 @@
+"""What a run has cost so far, and its summary with its sources' costs."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+from typing import Any
+
+from etils import epath
+
+SUMMARY = 'summary.json'
+
+
+@dataclasses.dataclass
+class Cost:
+  """Running totals of a job over all its starts.
+
+  Attributes:
+    rows: record rows consumed: the position in the data.
+    target_tokens: tokens with weight.
+    total_tokens: tokens that are not padding, encoder's and decoder's.
+    flops: model FLOPs by the formula of `runtime.flops`, teacher's too.
+    seconds: in training steps, evaluation and saving left out.
+  """
+
+  rows: int = 0
+  target_tokens: float = 0.0
+  total_tokens: float = 0.0
+  flops: float = 0.0
+  seconds: float = 0.0
+
+  def as_dict(self) -> dict[str, float]:
+    """The totals by name."""
+    return dataclasses.asdict(self)
+
+
+def write_summary(
+  workdir: str, own: dict[str, Any], cost: Cost, sources: Sequence[str]
+) -> dict[str, Any]:
+  """Writes a finished run's summary.
+
+  Args:
+    workdir: of the run.
+    own: parameters, steps, losses: kept as they are.
+    cost: the run's own.
+    sources: work directories it started from or learnt from; each counts
+      once, with its sources.
+
+  Returns:
+    The summary; `inclusive` holds the totals with all sources.
+  """
+  ledger = {str(epath.Path(workdir)): cost.as_dict()}
+  for source in sources:
+    path = epath.Path(source) / SUMMARY
+    if path.exists():
+      ledger |= json.loads(path.read_text())['ledger']
+  totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
+  summary = {
+    **own,
+    **cost.as_dict(),
+    'inclusive': {
+      name: sum(entry[name] for entry in ledger.values()) for name in totals
+    },
+    'ledger': ledger,
+  }
+  path = epath.Path(workdir) / SUMMARY
+  draft = path.with_suffix('.tmp')
+  draft.write_text(json.dumps(summary, indent=2) + '\n')
+  draft.rename(path)
+  return summary

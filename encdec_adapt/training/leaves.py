@@ -1,0 +1,82 @@
+"""Leaves of a state by path, and whether a stored state fits a wanted one.
+
+Knows nothing of how states are stored.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Shape and dtype by path.
+Stored = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def path_string(path: Sequence[Any]) -> str:
+  """`a/0/b` for a path of any kinds of keys."""
+  parts = []
+  for key in path:
+    for attribute in ('key', 'name', 'idx'):
+      if hasattr(key, attribute):
+        parts.append(str(getattr(key, attribute)))
+        break
+  return '/'.join(parts)
+
+
+def total_bytes(abstract_state: Any) -> int:
+  """Bytes of all arrays of a state, uncompressed."""
+  leaves = jax.tree.leaves(jax.tree.map(stored_form, abstract_state))
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def differences(
+  stored: Stored,
+  abstract: Any,
+  *,
+  partial: bool,
+) -> list[str]:
+  """Names the leaves of a stored state that do not fit a wanted one.
+
+  Args:
+    stored: shapes and dtypes of the stored arrays.
+    abstract: the wanted tree; leaves have a shape and a dtype.
+    partial: leaves that are only stored, and floating dtypes that differ,
+      are no difference.
+
+  Returns:
+    One line per leaf that does not fit, sorted by path.
+  """
+  wanted = {
+    path_string(path): stored_form(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+  }
+  lines = []
+  for path, leaf in wanted.items():
+    if path not in stored:
+      lines.append(f'{path} is not in the checkpoint')
+      continue
+    shape, dtype = stored[path]
+    both_float = all(
+      jnp.issubdtype(d, np.floating) for d in (dtype, leaf.dtype)
+    )
+    if shape != leaf.shape or (
+      dtype != leaf.dtype and not (partial and both_float)
+    ):
+      lines.append(
+        f'{path} is {dtype}{list(shape)} in the checkpoint and'
+        f' {leaf.dtype}{list(leaf.shape)} here'
+      )
+  if not partial:
+    lines += [
+      f'{path} is only in the checkpoint' for path in stored.keys() - wanted
+    ]
+  return sorted(lines)
+
+
+def stored_form(leaf: Any) -> Any:
+  """The array that is stored for a leaf: random keys as integers."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.eval_shape(jax.random.key_data, leaf)
+  return leaf

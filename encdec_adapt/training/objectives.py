@@ -1,0 +1,192 @@
+"""What the loss of a batch is.
+
+Losses are sums over weights; whoever calls divides by the weight of the
+whole global step. The hidden states that predict a batch's targets come
+from `predict`, which is the only place that knows how each architecture
+reads a batch; evaluation uses it too.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import config as model_config
+from encdec_adapt.ops import distillation_loss, vocabulary_loss
+from encdec_adapt.runtime import errors
+
+Batch = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """Weights of the parts of the loss.
+
+  Attributes:
+    distillation: share of the loss that is cross-entropy to the teacher's
+      full distribution (Gemma 2 report, section 3); the rest is
+      cross-entropy to the data.
+    temperature: of both distributions in the distillation.
+    z_loss: weight of the squared log-normaliser.
+    label_smoothing: share of the target spread over the vocabulary.
+    chunk: tokens whose logits exist at a time.
+  """
+
+  distillation: float = 0.0
+  temperature: float = 1.0
+  z_loss: float = 0.0
+  label_smoothing: float = 0.0
+  chunk: int = 1024
+
+  def __post_init__(self):
+    for name in ('distillation', 'label_smoothing'):
+      if not 0 <= getattr(self, name) <= 1:
+        raise errors.UserError(
+          f'config.loss.{name} is {getattr(self, name)}; it is a share, in'
+          ' [0, 1].'
+        )
+    if self.temperature <= 0 or self.z_loss < 0 or self.chunk < 1:
+      raise errors.UserError(
+        f'config.loss: temperature {self.temperature} must be above 0,'
+        f' z_loss {self.z_loss} at least 0 and chunk {self.chunk} at least 1.'
+      )
+
+
+@flax.struct.dataclass
+class StepSums:
+  """Sums over the weights of a batch, fp32 scalars (or their shapes).
+
+  Attributes:
+    total: what is differentiated.
+    cross_entropy: -log p(target).
+    distillation: Kullback-Leibler divergence from the teacher; 0 without.
+    z_loss: the z-loss part of `total`.
+    correct: targets that are the most likely token.
+    weight: weights.
+  """
+
+  total: Any
+  cross_entropy: Any
+  distillation: Any
+  z_loss: Any
+  correct: Any
+  weight: Any
+
+
+def predict(
+  model: build.Model, params: decoder_only.Params, batch: Batch
+) -> Float[Array, 'B T D']:
+  """Hidden states that predict `batch['targets']`.
+
+  An encoder-decoder reads the pair. A decoder-only model reads the decoder
+  fields of a causal batch, and the teacher's row of a batch of pairs, from
+  which the positions that predict the targets are gathered.
+  """
+  if isinstance(model.config, model_config.EncoderDecoderConfig):
+    encoded = model.encode(
+      params,
+      batch['encoder_tokens'],
+      batch['encoder_segments'],
+      batch['encoder_positions'],
+    )
+    return model.decode(
+      params,
+      batch['decoder_tokens'],
+      batch['decoder_segments'],
+      batch['decoder_positions'],
+      encoded,
+      batch['encoder_segments'],
+    )
+  if 'encoder_tokens' not in batch:
+    return model.decode(
+      params,
+      batch['decoder_tokens'],
+      batch['decoder_segments'],
+      batch['decoder_positions'],
+    )
+  hidden = model.decode(
+    params,
+    batch['teacher_tokens'],
+    batch['teacher_segments'],
+    batch['teacher_positions'],
+  )
+  return jnp.take_along_axis(
+    hidden, batch['teacher_index'][..., None], axis=1
+  )  # [B, T, D]
+
+
+def loss_sums(
+  model: build.Model,
+  params: decoder_only.Params,
+  batch: Batch,
+  config: LossConfig,
+  teacher: tuple[build.Model, decoder_only.Params] | None = None,
+) -> StepSums:
+  """Loss of a batch as sums over its weights.
+
+  Args:
+    model: the model that is trained.
+    params: its parameters.
+    batch: fields of `data.batch`.
+    config: weights of the parts.
+    teacher: decoder-only model and parameters; needed where
+      `config.distillation` is above 0. No gradient reaches it.
+
+  Returns:
+    Sums; `total` carries the gradient.
+  """
+  hidden = predict(model, params, batch)
+  table = model.head(params)
+  stack = model.config.decoder
+  zero = jnp.zeros((), jnp.float32)
+  total, divergence, z_loss = zero, zero, zero
+  hard = 1.0 - config.distillation
+  # Where the data's share is 0 its cross-entropy is only reported, and the
+  # one-pass loss must not compute gradients for it.
+  keep = jax.lax.stop_gradient if not hard else lambda x: x
+  data = vocabulary_loss.cross_entropy(
+    keep(hidden),
+    keep(table),
+    batch['targets'],
+    batch['weights'],
+    vocab_size=stack.vocab_size,
+    softcap=stack.final_softcap,
+    # The z-loss is not shared out: it is config.z_loss in full.
+    z_loss=config.z_loss / hard if hard else 0.0,
+    label_smoothing=config.label_smoothing,
+    chunk=config.chunk,
+  )
+  if hard:
+    total = hard * data.total
+    z_loss = hard * data.z_loss
+  if config.distillation:
+    teacher_model, teacher_params = teacher
+    soft = distillation_loss.distillation(
+      hidden,
+      table,
+      predict(teacher_model, teacher_params, batch),
+      teacher_model.head(teacher_params),
+      batch['weights'],
+      vocab_size=stack.vocab_size,
+      softcap=stack.final_softcap,
+      teacher_softcap=teacher_model.config.decoder.final_softcap,
+      temperature=config.temperature,
+      z_loss=0.0 if hard else config.z_loss,
+      chunk=config.chunk,
+    )
+    total = total + config.distillation * soft.total
+    divergence = soft.kl
+    z_loss = z_loss + soft.z_loss
+  return StepSums(
+    total=total,
+    cross_entropy=data.cross_entropy,
+    distillation=divergence,
+    z_loss=z_loss,
+    correct=data.correct,
+    weight=data.weight,
+  )

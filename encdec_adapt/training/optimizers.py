@@ -1,0 +1,145 @@
+"""AdamW and Adafactor as Optax transformations of one parameter group.
+
+A transformation here turns gradients into a direction; the learning rate
+and the weight decay are applied by `update`, so that every group uses the
+same schedule with a count of its own.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+import optax
+
+from encdec_adapt.runtime import errors
+from encdec_adapt.training import schedules
+
+Parameters = dict[str, Array]
+
+KINDS = ('adamw', 'adafactor')
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """An optimizer and its learning rate.
+
+  Attributes:
+    kind: 'adamw' or 'adafactor'.
+    schedule: the learning rate.
+    b1, b2, eps: AdamW's moments and epsilon.
+    weight_decay: decoupled, times the learning rate; norm scales (vectors)
+      have none.
+    clip_norm: largest global norm of the gradients of the parameters that
+      move; 0 for no clipping.
+    decay_rate: Adafactor's exponent of the second moment (T5X: 0.8).
+    factored: Adafactor keeps row and column moments instead of full ones
+      for matrices of at least 128 x 128.
+  """
+
+  kind: str
+  schedule: schedules.ScheduleConfig
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+  decay_rate: float = 0.8
+  factored: bool = True
+
+  def __post_init__(self):
+    if self.kind not in KINDS:
+      raise errors.UserError(
+        f'config.optimizer.kind is {self.kind!r}; known optimizers:'
+        f' {", ".join(KINDS)}.'
+      )
+    for name in ('b1', 'b2'):
+      if not 0 <= getattr(self, name) < 1:
+        raise errors.UserError(
+          f'config.optimizer.{name} is {getattr(self, name)}; it must be in'
+          ' [0, 1).'
+        )
+    for name in ('weight_decay', 'clip_norm'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'config.optimizer.{name} is {getattr(self, name)}; it must be at'
+          ' least 0.'
+        )
+
+
+@flax.struct.dataclass
+class GroupState:
+  """Optimizer state of one parameter group.
+
+  Attributes:
+    count: updates that the group has had, int32 (an array, or its shape).
+    inner: Optax state; parameter paths as flat dictionary keys.
+  """
+
+  count: Any
+  inner: Any
+
+
+class Optimizer:
+  """`init` and `update` of one group of parameters."""
+
+  def __init__(self, config: OptimizerConfig):
+    self.config = config
+    self._schedule = schedules.make_schedule(config.schedule)
+    if config.kind == 'adamw':
+      self._transform = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    else:
+      # T5X's Adafactor: factored second moments, updates clipped to root
+      # mean square 1 and scaled by the parameter's own.
+      self._transform = optax.chain(
+        optax.scale_by_factored_rms(
+          factored=config.factored, decay_rate=config.decay_rate
+        ),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(1e-3),
+      )
+
+  def init(self, parameters: Parameters) -> GroupState:
+    """A fresh state for these parameters (path to array)."""
+    return GroupState(
+      count=jnp.zeros((), jnp.int32), inner=self._transform.init(parameters)
+    )
+
+  def update(
+    self,
+    gradients: Parameters,
+    state: GroupState,
+    parameters: Parameters,
+    step: Int[Array, ''],
+  ) -> tuple[Parameters, GroupState]:
+    """One update.
+
+    Args:
+      gradients: path to gradient, already clipped.
+      state: the group's state.
+      parameters: path to array.
+      step: the job's step from 0; decides the decay of the learning rate.
+
+    Returns:
+      New parameters and new state.
+    """
+    rate = self._schedule(step, state.count)
+    directions, inner = self._transform.update(
+      gradients, state.inner, parameters
+    )
+
+    new = {}
+    for path, parameter in parameters.items():
+      # Norm scales are the only leaves without decay.
+      decay = 0.0 if path.endswith('/scale') else self.config.weight_decay
+      move = rate * (directions[path] + decay * parameter)
+      new[path] = (parameter - move).astype(parameter.dtype)
+    return new, GroupState(count=state.count + 1, inner=inner)
+
+  def learning_rate(
+    self, state: GroupState, step: Int[Array, '']
+  ) -> Array:
+    """Learning rate of the group's next update."""
+    return self._schedule(step, state.count)
+

@@ -1,0 +1,177 @@
+"""Training state: a plain pytree, placed explicitly, thawed by groups."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from flax import traverse_util
+import flax.struct
+import jax
+from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+import numpy as np
+
+from encdec_adapt.models import build
+from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import optimizers, phases
+
+Flat = dict[str, Any]
+
+
+@flax.struct.dataclass
+class TrainState:
+  """Everything that a step changes; leaves are arrays or their shapes.
+
+  Attributes:
+    step: steps done, int32; a skipped update counts.
+    params: nested dictionary of parameters, fp32.
+    groups: optimizer state of every group that has thawed.
+    skipped: updates skipped so far because they were not finite, int32.
+    skipped_in_row: how many of the last ones in a row, int32.
+  """
+
+  step: Any
+  params: Any
+  groups: dict[str, optimizers.GroupState]
+  skipped: Any
+  skipped_in_row: Any
+
+
+def flatten(params: Any) -> Flat:
+  """Nested dictionary to path -> leaf."""
+  return traverse_util.flatten_dict(params, sep='/')
+
+
+def unflatten(flat: Mapping[str, Any]) -> Any:
+  """Path -> leaf to nested dictionary."""
+  return traverse_util.unflatten_dict(dict(flat), sep='/')
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where the state of one model lives.
+
+  Attributes:
+    model: the model.
+    mesh: the device mesh.
+    rules: meaning of logical axes on it.
+  """
+
+  model: build.Model
+  mesh: Mesh
+  rules: rules_lib.Rules
+
+  @property
+  def parameters(self) -> dict[str, NamedSharding]:
+    """Path to sharding."""
+    return placement.parameter_shardings(
+      self.model.table, self.mesh, self.rules
+    )
+
+  def abstract_params(self) -> Any:
+    """Parameters as shapes with shardings, nested."""
+    shardings = self.parameters
+    return unflatten(
+      {
+        path: jax.ShapeDtypeStruct(
+          info.shape, info.dtype, sharding=shardings[path]
+        )
+        for path, info in self.model.table.items()
+      }
+    )
+
+  def shardings(self, tree: Any) -> Any:
+    """Shardings of a tree made from parameters (nested or flat paths)."""
+    return placement.like_parameters(
+      tree, self.model.table, self.parameters, self.mesh
+    )
+
+  def place(self, make: Callable[..., Any], *args) -> Any:
+    """Runs `make(*args)` so that its result is born sharded.
+
+    `make` returns parameters or a tree that holds them under flat paths.
+    No replicated copy of a parameter is ever made.
+    """
+    abstract = jax.eval_shape(make, *args)
+    if _is_params(abstract, self.model.table):
+      shardings = unflatten(self.parameters)
+    else:
+      shardings = self.shardings(abstract)
+    return jax.jit(make, out_shardings=shardings)(*args)
+
+
+def _is_params(tree: Any, table: Mapping[str, Any]) -> bool:
+  """Whether a tree is exactly the nested parameters."""
+  return isinstance(tree, dict) and flatten(tree).keys() == table.keys()
+
+
+def create(
+  params: Any,
+  optimizer: optimizers.Optimizer,
+  assignment: Mapping[str, str],
+  active: Sequence[str],
+  where: Placement,
+) -> TrainState:
+  """State before the first step; only `active` groups have optimizer state."""
+  # Three arrays, not one: the step donates each of them.
+  step, skipped, in_row = (
+    jax.device_put(
+      np.zeros((), np.int32), placement.replicated(where.mesh)
+    )
+    for _ in range(3)
+  )
+  state = TrainState(
+    step=step,
+    params=params,
+    groups={},
+    skipped=skipped,
+    skipped_in_row=in_row,
+  )
+  return thaw(state, optimizer, assignment, active, where)
+
+
+def thaw(
+  state: TrainState,
+  optimizer: optimizers.Optimizer,
+  assignment: Mapping[str, str],
+  active: Sequence[str],
+  where: Placement,
+) -> TrainState:
+  """Adds a fresh optimizer for every active group that has none."""
+  groups = dict(state.groups)
+  flat = flatten(state.params)
+  for name in active:
+    if name not in groups:
+      part = {path: flat[path] for path in phases.paths_of(assignment, name)}
+      groups[name] = where.place(optimizer.init, part)
+  return state.replace(groups=groups)
+
+
+def abstract(
+  optimizer: optimizers.Optimizer,
+  assignment: Mapping[str, str],
+  active: Sequence[str],
+  where: Placement,
+) -> TrainState:
+  """The state as shapes with shardings: what a checkpoint is restored to."""
+  params = where.abstract_params()
+  flat = flatten(params)
+  scalar = jax.ShapeDtypeStruct(
+    (), jnp.int32, sharding=placement.replicated(where.mesh)
+  )
+  groups = {}
+  for name in active:
+    part = {path: flat[path] for path in phases.paths_of(assignment, name)}
+    shape = jax.eval_shape(optimizer.init, part)
+    groups[name] = jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding
+      ),
+      shape,
+      where.shardings(shape),
+    )
+  return TrainState(
+    step=scalar, params=params, groups=groups, skipped=scalar,
+    skipped_in_row=scalar,
+  )

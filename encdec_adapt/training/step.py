@@ -1,0 +1,210 @@
+"""The jitted training step: microbatches, clipping, guarded update."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+import optax
+
+from encdec_adapt.models import build
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import placement
+from encdec_adapt.training import objectives, optimizers, phases
+from encdec_adapt.training import state as state_lib
+
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+  """What a step does besides the loss.
+
+  Attributes:
+    microbatches: parts in which the batch's gradient is accumulated.
+    clip_norm: largest global norm of the moving parameters' gradients, 0
+      for no clipping.
+  """
+
+  microbatches: int = 1
+  clip_norm: float = 1.0
+
+
+def make_train_step(
+  where: state_lib.Placement,
+  loss: objectives.LossConfig,
+  optimizer: optimizers.Optimizer,
+  assignment: Mapping[str, str],
+  active: Sequence[str],
+  config: StepConfig,
+  teacher: build.Model | None = None,
+) -> StepFunction:
+  """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
+
+  The step is jitted for the groups that move: gradients are computed for
+  their parameters only. The state is donated. The divisor of the loss is
+  the weight of the whole global batch, over microbatches and hosts.
+
+  Args:
+    where: model, mesh and rules of the trained model.
+    loss: what is minimised.
+    optimizer: of every group.
+    assignment: group of every parameter path.
+    active: groups that move.
+    config: accumulation and clipping.
+    teacher: decoder-only model to distill from.
+
+  Returns:
+    The jitted function. Metrics are fp32 scalars: `loss` (minimised, per
+    target token), `cross_entropy`, `distillation`, `z_loss`, `accuracy`,
+    `weight` (target tokens), `tokens` (encoder's and decoder's that are not
+    padding), `gradient_norm` (before clipping),
+    `learning_rate/<group>`, `skipped` and `skipped_in_row`.
+  """
+  moving = {
+    name: phases.paths_of(assignment, name) for name in active
+  }
+
+  def step(state, batch, teacher_params):
+    with partition.use(where.mesh, where.rules.as_dict()):
+      flat = state_lib.flatten(state.params)
+      trained = {p: flat[p] for paths in moving.values() for p in paths}
+      frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
+      # A batch of weight zero moves nothing and divides by one.
+      weight = jnp.sum(batch['weights'])
+      divisor = jnp.where(weight > 0, weight, 1.0)
+
+      def objective(trained, part):
+        params = state_lib.unflatten({**frozen, **trained})
+        sums = objectives.loss_sums(
+          where.model, params, part, loss,
+          (teacher, teacher_params) if teacher else None,
+        )
+        return sums.total / divisor, sums
+
+      gradients, sums = _accumulate(
+        objective, trained, batch, config.microbatches
+      )
+      norm = optax.global_norm(gradients)
+      if config.clip_norm:
+        scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
+        gradients = jax.tree.map(lambda g: g * scale, gradients)
+      new_state, rates = _apply(
+        state, flat, gradients, norm, moving, optimizer
+      )
+    metrics = {
+      'loss': sums.total / divisor,
+      'cross_entropy': sums.cross_entropy / divisor,
+      'distillation': sums.distillation / divisor,
+      'z_loss': sums.z_loss / divisor,
+      'accuracy': sums.correct / divisor,
+      'weight': sums.weight,
+      'tokens': _tokens(batch),
+      'gradient_norm': norm,
+      'skipped': new_state.skipped,
+      'skipped_in_row': new_state.skipped_in_row,
+      **rates,
+    }
+    return new_state, metrics
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def _tokens(batch):
+  """Positions of encoder and decoder that hold a token."""
+  sides = ('encoder_segments', 'decoder_segments')
+  return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
+
+
+def _accumulate(objective, trained, batch, microbatches):
+  """Gradients and sums over microbatches; fp32, memory of one microbatch."""
+  grad = jax.grad(objective, has_aux=True)
+  if microbatches == 1:
+    return grad(trained, batch)
+
+  def split(x):
+    # Row i goes to microbatch i % microbatches, so that every device splits
+    # the rows it holds and nothing moves between devices.
+    x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
+    return x.swapaxes(0, 1)
+
+  def body(carry, part):
+    names = ('batch', 'length')
+    part = {
+      k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()
+    }
+    result = grad(trained, part)
+    return jax.tree.map(jnp.add, carry, result), None
+
+  parts = {name: split(value) for name, value in batch.items()}
+  first = {name: value[0] for name, value in parts.items()}
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype),
+    jax.eval_shape(grad, trained, first),
+  )
+  (gradients, sums), _ = jax.lax.scan(body, zeros, parts)
+  return gradients, sums
+
+
+def _apply(state, flat, gradients, norm, moving, optimizer):
+  """Updates every moving group, or nothing if the gradient is not finite."""
+  finite = jnp.isfinite(norm)
+  rates, groups, params = {}, {}, dict(flat)
+  for name, paths in moving.items():
+    old = {path: flat[path] for path in paths}
+    rates[f'learning_rate/{name}'] = optimizer.learning_rate(
+      state.groups[name], state.step
+    )
+    new, group = optimizer.update(
+      {path: gradients[path] for path in paths},
+      state.groups[name],
+      old,
+      state.step,
+    )
+    new, groups[name] = jax.tree.map(
+      lambda a, b: jnp.where(finite, a, b),
+      (new, group),
+      (old, state.groups[name]),
+    )
+    params.update(new)
+  bad = jnp.where(finite, 0, 1).astype(jnp.int32)
+  new_state = state.replace(
+    step=state.step + 1,
+    params=state_lib.unflatten(params),
+    groups={**state.groups, **groups},
+    skipped=state.skipped + bad,
+    skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+  )
+  return new_state, rates
+
+
+def place_batch(
+  batch: Mapping[str, Any], where: state_lib.Placement
+) -> dict[str, Array]:
+  """Makes global arrays of a host's rows, sharded over the mesh.
+
+  Args:
+    batch: this process's rows of every field.
+    where: mesh and rules.
+
+  Raises:
+    ValueError: rows or length do not divide over the mesh.
+  """
+  count = jax.process_count()
+  shapes = {
+    name: jax.ShapeDtypeStruct(
+      (value.shape[0] * count, *value.shape[1:]), value.dtype
+    )
+    for name, value in batch.items()
+  }
+  shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
+  return {
+    name: jax.make_array_from_process_local_data(
+      shardings[name], value, shapes[name].shape
+    )
+    for name, value in batch.items()
+  }

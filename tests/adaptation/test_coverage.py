@@ -1,0 +1,121 @@
+"""The account of an adaptation, on a literal example."""
+
+import dataclasses
+import json
+
+import pytest
+
+from encdec_adapt.adaptation import coverage
+
+COPIED = coverage.Fill('copied', source='source', leaf='decoder/layers/0/w')
+EXAMPLE = coverage.Coverage(
+  target={
+    'decoder/table': (5, 2),
+    'decoder/layers/0/w': (2, 2),
+    'decoder/layers/1/w': (2, 2),
+    'decoder/layers/0/gain': (2,),
+    'decoder/layers/1/gain': (2,),
+  },
+  filled={
+    'decoder/table': coverage.Fill('fresh'),
+    'decoder/layers/0/w': COPIED,
+    'decoder/layers/1/w': dataclasses.replace(
+      COPIED, leaf='decoder/layers/1/w'
+    ),
+    'decoder/layers/0/gain': coverage.Fill('constant', value=-1.0, note='zero'),
+    'decoder/layers/1/gain': coverage.Fill('constant', value=-1.0, note='zero'),
+  },
+  sources={
+    'source': {
+      'decoder/layers/0/w': (2, 2),
+      'decoder/layers/1/w': (2, 2),
+      'decoder/table': (5, 2),
+    }
+  },
+  unused={'source': {'decoder/table': 'drawn fresh'}},
+  changes=('decoder.window is 8, in source 4',),
+)
+
+
+def test_table_joins_layers_with_the_same_fate():
+  EXAMPLE.check()
+  assert EXAMPLE.table() == (
+    'adaptation: 22 parameters, of which 8 copied, 10 fresh, 4 constant\n'
+    '  target                   shape   filled\n'
+    '  decoder/table            [5, 2]  fresh\n'
+    '  decoder/layers/0-1/w     [2, 2]  copied from source'
+    ' decoder/layers/*/w\n'
+    '  decoder/layers/0-1/gain  [2]     constant -1.0 (zero)\n'
+    'source: 2 leaves used, 1 unused\n'
+    '  unused         shape   reason\n'
+    '  decoder/table  [5, 2]  drawn fresh\n'
+    'differs from its source: decoder.window is 8, in source 4'
+  )
+
+
+def test_json_has_every_leaf_once():
+  account = json.loads(json.dumps(EXAMPLE.to_json()))
+  assert account['parameters'] == {'copied': 8, 'fresh': 10, 'constant': 4}
+  assert list(account['target']) == list(EXAMPLE.target)
+  assert account['target']['decoder/layers/1/w'] == {
+    'shape': [2, 2],
+    'how': 'copied',
+    'source': 'source',
+    'leaf': 'decoder/layers/1/w',
+    'value': None,
+    'note': '',
+  }
+  assert account['sources']['source'] == {
+    'decoder/layers/0/w': {
+      'shape': [2, 2],
+      'used': ['decoder/layers/0/w'],
+      'unused': None,
+    },
+    'decoder/layers/1/w': {
+      'shape': [2, 2],
+      'used': ['decoder/layers/1/w'],
+      'unused': None,
+    },
+    'decoder/table': {'shape': [5, 2], 'used': [], 'unused': 'drawn fresh'},
+  }
+
+
+def _without(mapping, key):
+  return {k: v for k, v in mapping.items() if k != key}
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (
+      {'filled': _without(EXAMPLE.filled, 'decoder/layers/0/gain')},
+      'target leaves not filled: decoder/layers/0/gain',
+    ),
+    (
+      {'target': _without(EXAMPLE.target, 'decoder/table')},
+      'fills of no target leaf: decoder/table',
+    ),
+    ({'unused': {}}, 'neither used nor named unused: decoder/table'),
+    (
+      {'unused': {'source': {'decoder/table': '', 'decoder/layers/0/w': ''}}},
+      'source both used and unused: decoder/layers/0/w',
+    ),
+    (
+      {'unused': {'source': {'decoder/table': '', 'x': ''}}},
+      'unused leaves not in source: x',
+    ),
+    ({'sources': {}, 'unused': {}}, 'copies from unknown sources: source'),
+    (
+      {
+        'filled': {
+          **EXAMPLE.filled,
+          'decoder/table': dataclasses.replace(COPIED, leaf='y'),
+        }
+      },
+      'fills from no leaf of source: y',
+    ),
+  ],
+)
+def test_check_names_what_is_lost(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(EXAMPLE, **change).check()

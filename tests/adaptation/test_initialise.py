@@ -1,0 +1,395 @@
+"""Copy maps between toy models of differing layouts."""
+
+import dataclasses
+import functools
+
+from flax import traverse_util
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.adaptation import initialise
+from encdec_adapt.adaptation import leaves
+from encdec_adapt.models import build
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import errors
+
+STACK = config_lib.StackConfig(
+  layers=3,
+  width=8,
+  mlp_width=12,
+  heads=4,
+  kv_heads=2,
+  head_dim=4,
+  vocab_size=11,
+  window=4,
+  query_scale=4.0,
+)
+WIDE = dataclasses.replace(STACK, width=12, layers=2, heads=2)
+RNG = jax.random.key(7)
+
+
+def _source(stack, seed=0):
+  """A decoder-only model in which no two arrays are alike, norms too."""
+  config = config_lib.DecoderOnlyConfig(stack)
+  rng = np.random.default_rng(seed)
+  flat = {
+    path: jnp.asarray(0.3 * rng.normal(size=info.shape), info.dtype)
+    for path, info in parameters.parameter_table(config).items()
+  }
+  return config, traverse_util.unflatten_dict(flat, sep='/')
+
+
+@pytest.fixture(autouse=True)
+def _quick_init(monkeypatch):
+  """Real initialisation takes 15 s to compile; these maps do not need it."""
+
+  def init(config, rng):
+    first = jnp.sum(jax.random.key_data(rng)).astype(jnp.float32)
+    flat = {}
+    for i, (path, info) in enumerate(parameters.parameter_table(config).items()):
+      count = jnp.arange(np.prod(info.shape), dtype=info.dtype)
+      flat[path] = jnp.sin(count + 10 * i + first).reshape(info.shape)
+    return traverse_util.unflatten_dict(flat, sep='/')
+
+  monkeypatch.setattr(parameters, 'init', init)
+
+
+def _fresh(target):
+  return jax.jit(functools.partial(parameters.init, target))(RNG)
+
+
+def _initialise(target, *sources, **options):
+  """`initialise` under jit (many small programs are slow to compile)."""
+  configs = [config for config, _ in sources]
+  coverage = initialise.plan(target, *configs, **options)
+
+  @jax.jit
+  def traced(trees, rng):
+    pairs = zip(configs, trees, strict=True)
+    return initialise.initialise(target, *pairs, rng=rng, **options)[0]
+
+  return traced([params for _, params in sources], RNG), coverage
+
+
+def _by_name(config, params):
+  """Leaf name to array, cut out of the stored parameters."""
+  flat = traverse_util.flatten_dict(params, sep='/')
+  return {
+    name: np.asarray(
+      flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
+    )
+    for name, leaf in leaves.leaves_of(config).items()
+  }
+
+
+def _check_shapes(config, params):
+  flat = traverse_util.flatten_dict(params, sep='/')
+  table = parameters.parameter_table(config)
+  assert {p: (a.shape, a.dtype) for p, a in flat.items()} == {
+    p: (info.shape, info.dtype) for p, info in table.items()
+  }
+
+
+def test_names_do_not_depend_on_the_layout():
+  config = config_lib.DecoderOnlyConfig(STACK)
+  names = leaves.leaves_of(config)
+  assert names['decoder/layers/0/mlp/gate'] == leaves.Leaf(
+    (8, 12), 'decoder/blocks/layer_0/mlp/gate', 0
+  )
+  assert names['decoder/layers/1/mlp/gate'] == leaves.Leaf(
+    (8, 12), 'decoder/blocks/layer_1/mlp/gate', 0
+  )
+  assert names['decoder/layers/2/mlp/gate'] == leaves.Leaf(
+    (8, 12), 'decoder/tail/layer_0/mlp/gate', None
+  )
+  assert names['decoder/embedder/table'] == leaves.Leaf(
+    (11, 8), 'decoder/embedder/table', None
+  )
+  other = dataclasses.replace(STACK, pattern=('global',))
+  assert set(leaves.leaves_of(config_lib.DecoderOnlyConfig(other))) == set(
+    names
+  )
+  # 11 leaves per layer (4 norms, 4 + 3 kernels), a table and a norm.
+  assert len(names) == 3 * 11 + 2
+
+
+@pytest.mark.parametrize(
+  'pattern', [('local', 'global'), ('global',), ('local',) * 4]
+)
+def test_balanced_copies_everything(pattern):
+  config, params = _source(STACK)
+  stack = dataclasses.replace(STACK, pattern=pattern)
+  target = config_lib.encoder_decoder(stack, stack)
+  got, coverage = _initialise(target, (config, params))
+  _check_shapes(target, got)
+  source = _by_name(config, params)
+  filled = _by_name(target, got)
+  # Each norm and kernel of self-attention serves the decoder twice.
+  cross = {
+    'pre_attention_norm': 'pre_cross_norm',
+    'attention': 'cross_attention',
+    'post_attention_norm': 'post_cross_norm',
+  }
+  expected = {}
+  for name, array in source.items():
+    expected[name] = array
+    expected['encoder' + name.removeprefix('decoder')] = array
+    for part in set(name.split('/')) & set(cross):
+      renamed = [cross.get(p, p) for p in name.split('/')]
+      expected['/'.join(renamed)] = array
+  assert set(filled) == set(expected)
+  for name, array in expected.items():
+    np.testing.assert_array_equal(filled[name], array, err_msg=name)
+  coverage.check()
+  assert coverage.parameters()['fresh'] == 0
+  assert not coverage.unused['encoder_source']
+  assert not coverage.unused['decoder_source']
+  assert coverage.filled['decoder/layers/2/cross_attention/key'].describe() == (
+    'copied from decoder_source decoder/layers/2/attention/key'
+  )
+  assert (
+    "encoder.role is 'bidirectional', in encoder_source 'causal'"
+    in coverage.changes
+  )
+
+
+def test_two_sources():
+  encoder, decoder = _source(WIDE, 1), _source(STACK, 2)
+  target = config_lib.encoder_decoder(WIDE, STACK)
+  got, coverage = _initialise(target, encoder, decoder)
+  _check_shapes(target, got)
+  filled = _by_name(target, got)
+  for name, array in _by_name(*encoder).items():
+    name = 'encoder' + name.removeprefix('decoder')
+    np.testing.assert_array_equal(filled[name], array, err_msg=name)
+  decoder = _by_name(*decoder)
+  for name, array in decoder.items():
+    np.testing.assert_array_equal(filled[name], array, err_msg=name)
+  fresh = _by_name(target, _fresh(target))
+  for layer in range(3):
+    block = f'decoder/layers/{layer}'
+    for part in ('query', 'key', 'value', 'output'):
+      name = f'{block}/cross_attention/{part}'
+      np.testing.assert_array_equal(filled[name], fresh[name])
+      assert coverage.filled[name].how == 'fresh'
+    np.testing.assert_array_equal(
+      filled[f'{block}/pre_cross_norm/scale'],
+      decoder[f'{block}/pre_attention_norm/scale'],
+    )
+    np.testing.assert_array_equal(
+      filled[f'{block}/post_cross_norm/scale'], np.zeros(8)
+    )
+  # 3 layers of query, output (8 x 4 x 4) and key, value (12 x 2 x 4).
+  assert coverage.parameters()['fresh'] == 3 * 2 * (128 + 96)
+  assert coverage.parameters()['constant'] == 3 * 8
+
+
+@pytest.mark.parametrize('encoder', [WIDE, STACK])
+def test_zero_gain_leaves_the_decoders_function_unchanged(encoder):
+  config, params = _source(STACK, 2)
+  target = config_lib.encoder_decoder(encoder, STACK)
+  tokens = jax.random.randint(jax.random.key(3), (2, 7), 0, 11)
+  ones = jnp.ones_like(tokens)
+  positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
+  source = build.build(config)
+  model = build.build(target)
+
+  @jax.jit
+  def of_source(params):
+    return source.logits(params, source.decode(params, tokens, ones, positions))
+
+  @jax.jit
+  def of_target(params):
+    encoded = model.encode(params, tokens, ones, positions)
+    hidden = model.decode(params, tokens, ones, positions, encoded, ones)
+    return model.logits(params, hidden)
+
+  def logits(gain):
+    adapted, _ = _initialise(
+      target,
+      _source(encoder, 1),
+      (config, params),
+      cross_attention='fresh',
+      post_norm_gain=gain,
+    )
+    return of_target(adapted)
+
+  want = of_source(params)
+  np.testing.assert_allclose(logits('zero'), want, rtol=1e-6, atol=1e-6)
+  assert np.abs(logits('one') - want).max() > 1e-2
+
+
+def test_traces_and_plans_without_arrays():
+  encoder, decoder = _source(WIDE, 1), _source(STACK, 2)
+  target = config_lib.encoder_decoder(WIDE, STACK)
+  eager, coverage = initialise.initialise(target, encoder, decoder, rng=RNG)
+  jitted, planned = _initialise(target, encoder, decoder)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6), eager, jitted
+  )
+  shapes = [
+    (config, jax.eval_shape(lambda params=params: params))
+    for config, params in (encoder, decoder)
+  ]
+  abstract, same = initialise.initialise(target, *shapes, rng=RNG)
+  assert all(
+    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract)
+  )
+  _check_shapes(target, abstract)
+  assert same == coverage
+  assert planned == coverage
+
+
+def test_padding_rows_are_added_and_dropped():
+  padded = dataclasses.replace(STACK, vocab_multiple=8)  # 16 rows
+  config, params = _source(padded)
+  target = config_lib.encoder_decoder(STACK, padded)
+  got, coverage = _initialise(target, (config, params))
+  table = params['decoder']['embedder']['table']
+  assert got['encoder']['embedder']['table'].shape == (11, 8)
+  np.testing.assert_array_equal(got['encoder']['embedder']['table'], table[:11])
+  np.testing.assert_array_equal(got['decoder']['embedder']['table'], table)
+  assert coverage.filled['encoder/embedder/table'].note == (
+    '5 padding rows dropped'
+  )
+
+  config, params = _source(STACK)
+  target = config_lib.encoder_decoder(padded, padded)
+  got, coverage = _initialise(target, (config, params))
+  table = params['decoder']['embedder']['table']
+  np.testing.assert_array_equal(
+    got['encoder']['embedder']['table'],
+    np.concatenate([table, np.zeros((5, 8))]),
+  )
+  assert coverage.filled['decoder/embedder/table'].note == (
+    '5 padding rows added'
+  )
+
+
+def test_heads():
+  untied = dataclasses.replace(STACK, tied_head=False)
+  config, params = _source(untied)
+  target = config_lib.encoder_decoder(untied, untied)
+  got, coverage = _initialise(target, (config, params))
+  np.testing.assert_array_equal(
+    got['decoder']['head']['table'], params['decoder']['head']['table']
+  )
+  assert coverage.unused['encoder_source'] == {
+    'decoder/head/table': 'an encoder has no head'
+  }
+  assert not coverage.unused['decoder_source']
+
+  # A tied source fills an untied head, which keeps the function.
+  tied = _source(STACK)
+  got, coverage = _initialise(target, tied)
+  np.testing.assert_array_equal(
+    got['decoder']['head']['table'], tied[1]['decoder']['embedder']['table']
+  )
+  assert 'ties' in coverage.filled['decoder/head/table'].note
+
+  # An untied head has no place in a tied target, and is named.
+  target = config_lib.encoder_decoder(STACK, STACK)
+  _, coverage = _initialise(target, (config, params))
+  assert 'tied' in coverage.unused['decoder_source']['decoder/head/table']
+
+
+def test_fresh_patterns():
+  source = _source(STACK)
+  target = config_lib.encoder_decoder(STACK, STACK)
+  got, coverage = _initialise(
+    target, source, fresh=('encoder/*', 'decoder/layers/1/mlp/up')
+  )
+  fresh = _by_name(target, _fresh(target))
+  copied = _by_name(*source)
+  for name, array in _by_name(target, got).items():
+    if name.startswith('encoder/') or name == 'decoder/layers/1/mlp/up':
+      np.testing.assert_array_equal(array, fresh[name], err_msg=name)
+    elif 'cross' not in name:
+      np.testing.assert_array_equal(array, copied[name], err_msg=name)
+  assert coverage.unused['decoder_source'] == {
+    'decoder/layers/1/mlp/up': 'decoder/layers/1/mlp/up is drawn fresh'
+  }
+  assert len(coverage.unused['encoder_source']) == len(copied)
+
+
+def test_controls():
+  source = _source(STACK)
+  target = config_lib.encoder_decoder(STACK, STACK)
+  fresh = _fresh(target)
+  scratch, coverage = initialise.from_scratch(target, RNG)
+  jax.tree.map(np.testing.assert_array_equal, scratch, fresh)
+  assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
+
+  got, coverage = initialise.fresh_except_embeddings(target, source, rng=RNG)
+  for stack in ('encoder', 'decoder'):
+    np.testing.assert_array_equal(
+      got[stack]['embedder']['table'], source[1]['decoder']['embedder']['table']
+    )
+    got[stack]['embedder'] = fresh[stack]['embedder']
+  jax.tree.map(np.testing.assert_array_equal, got, fresh)
+  copied = [n for n, f in coverage.filled.items() if f.how == 'copied']
+  assert copied == ['encoder/embedder/table', 'decoder/embedder/table']
+
+
+@pytest.mark.parametrize(
+  'encoder, decoder, options, message',
+  [
+    (WIDE, STACK, {'cross_attention': 'copy'}, r'widths are 12 and 8.*key is'),
+    (STACK, STACK, {'cross_attention': 'no'}, "cross_attention is 'no'"),
+    (STACK, STACK, {'post_norm_gain': 'two'}, "post_norm_gain is 'two'"),
+    (STACK, STACK, {'post_norm_gain': 'zero'}, "cross_attention='fresh'"),
+    (STACK, STACK, {'fresh': ('enc/*',)}, "'enc/.' matches no parameter"),
+    (STACK, STACK, {'fresh': 'encoder/*'}, 'sequence of patterns'),
+    (
+      dataclasses.replace(STACK, layers=4),
+      STACK,
+      {},
+      'encoder has 4 layers and encoder_source has 3',
+    ),
+    (
+      STACK,
+      dataclasses.replace(STACK, mlp_width=16),
+      {},
+      r'decoder/layers/0/mlp/\w+ has shape \[',
+    ),
+    (
+      STACK,
+      dataclasses.replace(STACK, vocab_size=13),
+      {},
+      'vocabularies of 13 and 11 tokens',
+    ),
+  ],
+)
+def test_what_does_not_fit_is_named(encoder, decoder, options, message):
+  target = config_lib.encoder_decoder(encoder, decoder)
+  sources = [_source(STACK)]
+  if encoder is WIDE:
+    sources.insert(0, _source(WIDE))
+  with pytest.raises(errors.UserError, match=message):
+    initialise.initialise(target, *sources, rng=RNG, **options)
+
+
+def test_padding_cannot_hide_another_vocabulary():
+  # Both tables have 16 rows.
+  of_11 = dataclasses.replace(STACK, vocab_multiple=8)
+  of_13 = dataclasses.replace(of_11, vocab_size=13)
+  with pytest.raises(errors.UserError, match='vocabularies of 13 and 11'):
+    initialise.plan(
+      config_lib.encoder_decoder(of_13, of_13),
+      config_lib.DecoderOnlyConfig(of_11),
+    )
+
+
+def test_parameters_of_another_model_are_named():
+  target = config_lib.encoder_decoder(STACK, STACK)
+  config, params = _source(STACK)
+  other = _source(dataclasses.replace(STACK, mlp_width=16))[1]
+  with pytest.raises(errors.UserError, match='encoder_source has shape'):
+    initialise.initialise(target, (config, other), rng=RNG)
+  without = {'decoder': {**params['decoder']}}
+  del without['decoder']['final_norm']
+  with pytest.raises(errors.UserError, match="no 'decoder/final_norm/scale'"):
+    initialise.initialise(target, (config, without), rng=RNG)

@@ -1,0 +1,130 @@
+"""The framing table, as literal matrices, and the check that guards it."""
+
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch
+
+EOS, BOS = batch.EOS, batch.BOS
+LENGTHS = batch.Lengths(encoder=8, decoder=6)
+
+
+def pair(inputs, targets):
+  return batch.Pair(np.array(inputs, np.int32), np.array(targets, np.int32))
+
+
+# The first document goes on after its targets, the second ends.
+ROW = [pair([11, 12, 13], [14, 15, 16]), pair([21, 22], [23, EOS])]
+
+
+def make_batch():
+  """A batch of the row above and a filler row."""
+  return batch.stack_rows(
+    [
+      batch.frame_row(ROW, LENGTHS, teacher=True),
+      batch.frame_row([], LENGTHS, teacher=True),
+    ]
+  )
+
+
+def test_a_row_of_two_pairs_is_framed_as_the_table_says():
+  row = batch.frame_row(ROW, LENGTHS, teacher=True)
+  expected = {
+    'encoder_tokens': [BOS, 11, 12, 13, BOS, 21, 22, 0],
+    'encoder_segments': [1, 1, 1, 1, 2, 2, 2, 0],
+    'encoder_positions': [0, 1, 2, 3, 0, 1, 2, 0],
+    'decoder_tokens': [BOS, 14, 15, BOS, 23, 0],
+    'decoder_segments': [1, 1, 1, 2, 2, 0],
+    'decoder_positions': [0, 1, 2, 0, 1, 0],
+    'targets': [14, 15, 16, 23, EOS, 0],
+    'weights': [1, 1, 1, 1, 1, 0],
+    'teacher_tokens': [BOS, 11, 12, 13, 14, 15, 16]
+    + [BOS, 21, 22, 23, EOS, 0, 0],
+    'teacher_segments': [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0],
+    'teacher_positions': [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 0],
+    # 14 is predicted at 13 (index 3); 23 at 22 (index 9).
+    'teacher_index': [3, 4, 5, 9, 10, 0],
+  }
+  assert set(row) == set(expected)
+  for name, values in expected.items():
+    np.testing.assert_array_equal(row[name], values, err_msg=name)
+    dtype = np.float32 if name == 'weights' else np.int32
+    assert row[name].dtype == dtype, name
+
+
+def test_a_causal_row_has_no_encoder():
+  row = batch.frame_row(
+    [pair([], [11, 12]), pair([], [21, EOS])], batch.Lengths(0, 6)
+  )
+  assert set(row) == {
+    'decoder_tokens',
+    'decoder_segments',
+    'decoder_positions',
+    'targets',
+    'weights',
+  }
+  np.testing.assert_array_equal(row['decoder_tokens'], [2, 11, 2, 21, 0, 0])
+  np.testing.assert_array_equal(row['targets'], [11, 12, 21, EOS, 0, 0])
+  np.testing.assert_array_equal(row['decoder_segments'], [1, 1, 2, 2, 0, 0])
+
+
+def test_empty_inputs_give_an_encoder_of_bos_and_predict_from_it():
+  row = batch.frame_row([pair([], [11, 12])], LENGTHS, teacher=True)
+  np.testing.assert_array_equal(row['encoder_tokens'], [BOS] + [0] * 7)
+  np.testing.assert_array_equal(row['encoder_segments'], [1] + [0] * 7)
+  np.testing.assert_array_equal(row['teacher_tokens'][:4], [BOS, 11, 12, 0])
+  np.testing.assert_array_equal(row['teacher_index'], [0, 1, 0, 0, 0, 0])
+
+
+def test_a_row_may_be_full_to_the_last_position():
+  full = [pair(range(10, 17), range(20, 26))]
+  row = batch.frame_row(full, LENGTHS, teacher=True)
+  assert row['encoder_tokens'][-1] == 16
+  assert row['targets'][-1] == 25
+  assert row['teacher_tokens'][-1] == 25
+
+
+@pytest.mark.parametrize(
+  'pairs, message',
+  [
+    ([pair(range(10, 18), [1])], 'encoder position 9 of 8'),
+    ([pair([3], range(10, 17))], 'decoder position 7 of 6'),
+    ([pair([3], [4]), pair([5], [])], 'pair 2 of the row has no targets'),
+  ],
+)
+def test_pairs_that_do_not_fit_are_refused(pairs, message):
+  with pytest.raises(ValueError, match=message):
+    batch.frame_row(pairs, LENGTHS)
+
+
+def test_encoder_cost_counts_bos():
+  assert batch.encoder_cost(ROW[0], LENGTHS) == 4
+  assert batch.encoder_cost(ROW[0], batch.Lengths(0, 6)) == 0
+
+
+def test_framed_rows_and_filler_rows_pass_the_check():
+  batch.check_framing(make_batch())
+
+
+@pytest.mark.parametrize(
+  'field, index, value, rule',
+  [
+    ('decoder_tokens', (0, 0), 14, 'a decoder segment starts with BOS'),
+    ('decoder_tokens', (0, 2), 99, 'targets shifted right'),
+    ('targets', (0, 1), 99, 'targets shifted right'),
+    ('weights', (1, 3), 1.0, 'padding has weight 0'),
+    ('targets', (0, 2), batch.PAD, 'padding is never a target'),
+    ('encoder_tokens', (0, 0), 11, 'starts with its only BOS'),
+    ('encoder_tokens', (0, 2), BOS, 'starts with its only BOS'),
+    ('encoder_tokens', (0, 3), EOS, 'the encoder reads no EOS'),
+    ('teacher_index', (0, 0), 4, 'the teacher predicts the targets'),
+    ('teacher_tokens', (0, 4), 99, 'the teacher predicts the targets'),
+    ('teacher_segments', (0, 3), 2, 'the teacher predicts the targets'),
+  ],
+)
+def test_each_broken_rule_is_found_and_named(field, index, value, rule):
+  fields = make_batch()
+  assert fields[field][index] != value
+  fields[field][index] = value
+  with pytest.raises(ValueError, match=f'{rule}.*row {index[0]}, position'):
+    batch.check_framing(fields)

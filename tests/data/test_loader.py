@@ -1,0 +1,274 @@
+"""Loaders: a stream is a function of its position, and nothing is repeated."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch, loader, records
+from encdec_adapt.runtime import errors
+
+LENGTHS = batch.Lengths(4, 3)
+SHARDS = (3, 0, 4)  # rows per shard
+
+
+def make_pair(number):
+  """A pair that tells its row number in inputs and targets."""
+  return batch.Pair(
+    np.array([100 + number, 50], np.int32), np.array([200 + number], np.int32)
+  )
+
+
+def write_set(folder, *, passes=2, pack=True):
+  spec = records.RecordSpec(
+    source='python',
+    split='train',
+    objective='prefixlm_half',
+    encoder_length=LENGTHS.encoder,
+    decoder_length=LENGTHS.decoder,
+    passes=passes,
+    shards=len(SHARDS),
+    pack=pack,
+  )
+  entries, number = {}, 0
+  for pass_index, shard in itertools.product(range(passes), range(len(SHARDS))):
+    with records.ShardWriter(folder, spec, pass_index, shard) as writer:
+      for _ in range(SHARDS[shard]):
+        writer.write([make_pair(number)])
+        number += 1
+      entries[pass_index, shard] = writer.finish()
+  records.write_manifest(folder, spec, entries)
+  return records.RecordSet.open(folder, spec)
+
+
+@pytest.fixture(scope='module')
+def record_set(tmp_path_factory):
+  """14 rows in two passes."""
+  return write_set(tmp_path_factory.mktemp('packed'))
+
+
+@pytest.fixture(scope='module')
+def single_set(tmp_path_factory):
+  """7 rows of one pair."""
+  return write_set(tmp_path_factory.mktemp('single'), passes=1, pack=False)
+
+
+def rows_of(batches):
+  """Row numbers, filler left out, checked against the content."""
+  numbers = []
+  for fields in batches:
+    batch.check_framing(fields)
+    for i, number in enumerate(fields['row']):
+      if number == loader.FILLER:
+        assert fields['weights'][i].sum() == 0
+        continue
+      assert fields['encoder_tokens'][i, 1] == 100 + number
+      assert fields['targets'][i, 0] == 200 + number
+      numbers.append(int(number))
+  return numbers
+
+
+def test_without_shuffling_rows_come_in_order(record_set):
+  stream = loader.Loader(record_set, LENGTHS, 4, shuffle=False)
+  first = next(stream)
+  np.testing.assert_array_equal(first['row'], [0, 1, 2, 3])
+  np.testing.assert_array_equal(
+    first['encoder_tokens'][1], [batch.BOS, 101, 50, 0]
+  )
+  assert first['row'].dtype == np.int32
+  assert rows_of(stream) == list(range(4, 14))
+
+
+def test_each_pass_is_a_permutation_and_passes_do_not_mix(record_set):
+  rows = rows_of(loader.Loader(record_set, LENGTHS, 4, seed=1))
+  assert sorted(rows[:7]) == list(range(7))
+  assert sorted(rows[7:]) == list(range(7, 14))
+  assert rows[:7] != list(range(7))
+  assert [row - 7 for row in rows[7:]] != rows[:7]
+  assert rows == rows_of(loader.Loader(record_set, LENGTHS, 4, seed=1))
+  assert rows != rows_of(loader.Loader(record_set, LENGTHS, 4, seed=2))
+
+
+def test_a_long_permutation_has_no_fixed_structure():
+  order = loader.Order([0, 1000], seed=3)
+  rows = np.array([order.row(i) for i in range(1000)])
+  assert sorted(rows) == list(range(1000))
+  # Of a random permutation: correlation 0 +- 0.03, one fixed point expected.
+  assert abs(np.corrcoef(rows, np.arange(1000))[0, 1]) < 0.15
+  assert (rows == np.arange(1000)).sum() < 10
+  assert abs(np.diff(rows)).mean() > 250
+
+
+def test_the_stream_ends_after_the_last_pass(record_set):
+  stream = loader.Loader(record_set, LENGTHS, 4)
+  assert stream.total == 14
+  batches = list(stream)
+  assert [fields['row'].size for fields in batches] == [4, 4, 4, 4]
+  assert (batches[-1]['row'] == loader.FILLER).tolist() == [0, 0, 1, 1]
+  assert stream.position == 14
+  with pytest.raises(StopIteration):
+    next(stream)
+  again = loader.Loader(record_set, LENGTHS, 4, position=14)
+  with pytest.raises(StopIteration):
+    next(again)
+
+
+def test_repeating_draws_another_order_of_the_same_rows(record_set):
+  stream = loader.Loader(record_set, LENGTHS, 7, repeat=True)
+  assert stream.total is None
+  rows = [rows_of([fields]) for fields in itertools.islice(stream, 4)]
+  assert stream.position == 28
+  assert sorted(rows[2]) == sorted(rows[0]) == list(range(7))
+  assert sorted(rows[3]) == sorted(rows[1])
+  assert rows[2] != rows[0]
+
+
+@pytest.mark.parametrize('prefetch', [0, 1, 3])
+def test_a_saved_position_goes_on_with_another_batch_size(record_set, prefetch):
+  def open_at(position, batch_size):
+    return loader.Loader(
+      record_set,
+      LENGTHS,
+      batch_size,
+      position=position,
+      seed=5,
+      prefetch=prefetch,
+    )
+
+  whole = rows_of(open_at(0, 4))
+  for first_size, then_size in ((2, 4), (4, 3), (3, 14), (1, 5)):
+    stream = open_at(0, first_size)
+    parts = rows_of(itertools.islice(stream, 2))
+    assert stream.position == 2 * first_size  # not what was read ahead
+    parts += rows_of(open_at(stream.position, then_size))
+    assert parts == whole
+    stream.close()
+
+
+@pytest.mark.parametrize('hosts', [1, 2, 4])
+def test_hosts_share_each_batch(record_set, hosts):
+  streams = [
+    loader.Loader(
+      record_set, LENGTHS, 4, seed=5, host_index=h, host_count=hosts
+    )
+    for h in range(hosts)
+  ]
+  whole = list(loader.Loader(record_set, LENGTHS, 4, seed=5))
+  for fields, *parts in zip(whole, *streams, strict=True):
+    for name, value in fields.items():
+      shared = np.concatenate([part[name] for part in parts])
+      np.testing.assert_array_equal(shared, value, err_msg=name)
+  assert [stream.position for stream in streams] == [14] * hosts
+
+
+def test_teacher_fields_are_made_on_request(record_set):
+  fields = next(loader.Loader(record_set, LENGTHS, 2, teacher=True))
+  assert fields['teacher_tokens'].shape == (2, 7)
+  batch.check_framing(fields)
+  assert 'teacher_tokens' not in next(loader.Loader(record_set, LENGTHS, 2))
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 7, 20])
+def test_evaluation_sees_every_row_once(single_set, batch_size):
+  batches = list(loader.evaluation_batches(single_set, LENGTHS, batch_size))
+  assert all(fields['row'].size == batch_size for fields in batches)
+  assert rows_of(batches) == list(range(7))
+  assert sum(fields['weights'].sum() for fields in batches) == 7
+
+
+def test_hosts_share_an_evaluation(single_set):
+  whole = list(loader.evaluation_batches(single_set, LENGTHS, 12))
+  parts = [
+    list(
+      loader.evaluation_batches(
+        single_set, LENGTHS, 12, host_index=h, host_count=3
+      )
+    )
+    for h in range(3)
+  ]
+  # The third host has nothing but filler rows, and its batch all the same.
+  assert (parts[2][0]['row'] == loader.FILLER).all()
+  for name, value in whole[0].items():
+    np.testing.assert_array_equal(
+      np.concatenate([part[0][name] for part in parts]), value
+    )
+
+
+def test_prefixes_of_other_examples(single_set):
+  (fields,) = loader.evaluation_batches(
+    single_set, LENGTHS, 8, teacher=True, prefix_offset=3
+  )
+  batch.check_framing(fields)
+  own = np.arange(7)
+  np.testing.assert_array_equal(fields['row'][:7], own)
+  np.testing.assert_array_equal(fields['targets'][:7, 0], 200 + own)
+  prefixes = 100 + (own + 3) % 7
+  np.testing.assert_array_equal(fields['encoder_tokens'][:7, 1], prefixes)
+  np.testing.assert_array_equal(fields['teacher_tokens'][:7, 1], prefixes)
+  assert fields['weights'].sum() == 7
+
+
+@pytest.mark.parametrize('offset', [3, 14])
+def test_prefixes_are_exchanged_only_where_that_means_something(
+  record_set, single_set, offset
+):
+  packed_or_identity = record_set if offset == 3 else single_set
+  with pytest.raises(errors.UserError, match=f'prefix_offset={offset}'):
+    loader.evaluation_batches(
+      packed_or_identity, LENGTHS, 4, prefix_offset=offset
+    )
+
+
+def test_wrong_settings_are_refused(record_set):
+  with pytest.raises(errors.UserError, match='encoder=8.*encoder=4'):
+    loader.Loader(record_set, batch.Lengths(8, 3), 4)
+  with pytest.raises(errors.UserError, match='decoder=6.*decoder=3'):
+    loader.evaluation_batches(record_set, batch.Lengths(4, 6), 4)
+  with pytest.raises(errors.UserError, match='batch_size=3.*2 hosts'):
+    loader.Loader(record_set, LENGTHS, 3, host_count=2)
+  with pytest.raises(errors.UserError, match='position 15.*14 rows'):
+    loader.Loader(record_set, LENGTHS, 4, position=15)
+
+
+def test_errors_of_the_reading_thread_reach_the_caller(tmp_path):
+  record_set = write_set(tmp_path)
+
+  def fail(indices):
+    raise OSError('disk gone')
+
+  record_set.read = fail
+  with pytest.raises(OSError, match='disk gone'):
+    next(loader.Loader(record_set, LENGTHS, 4))
+
+
+def test_closing_ends_the_reading_thread(record_set):
+  before = threading.enumerate()
+  stream = loader.Loader(record_set, LENGTHS, 2)
+  next(stream)
+  mine = [thread for thread in threading.enumerate() if thread not in before]
+  stream.close()
+  for thread in mine:
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+  assert mine
+
+
+def test_reading_imports_no_tensorflow(record_set):
+  program = f"""
+import sys
+from encdec_adapt.data import batch, loader, records
+found = records.RecordSet.open({str(record_set.folder)!r})
+stream = loader.Loader(found, batch.Lengths(4, 3), 4, teacher=True)
+print(sum(fields['weights'].sum() for fields in stream))
+print(sum(1 for _ in loader.evaluation_batches(found, batch.Lengths(4, 3), 5)))
+for module in ('tensorflow', 'seqio', 'tensorflow_datasets', 't5'):
+  assert module not in sys.modules, module
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', program], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ['14.0', '3']

@@ -1,0 +1,370 @@
+"""Materialising: the same bytes whoever makes them, kept across restarts."""
+
+import dataclasses
+import json
+import os
+import pydoc_data.topics
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+from encdec_adapt import materialize
+from encdec_adapt.data import batch, loader, randomness, records, vocabularies
+from encdec_adapt.runtime import errors, lock
+
+DOCUMENTS = 40
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+  """A folder of small documents, and a vocabulary trained on them."""
+  folder = tmp_path_factory.mktemp('text')
+  topics = sorted(pydoc_data.topics.topics.items())[:DOCUMENTS]
+  for i, (_, topic) in enumerate(topics):
+    (folder / f'{i:02d}.txt').write_text(topic[:2000], encoding='utf-8')
+  vocabularies.train_vocabulary(
+    (topic for _, topic in topics), folder / 'vocabulary.model', 600
+  )
+  return folder
+
+
+def make_spec(text, **changes):
+  fields = dict(
+    source=f'text:{text}/*.txt',
+    split='train',
+    objective='prefix_lm_uniform',
+    encoder_length=24,
+    decoder_length=16,
+    passes=2,
+    shards=3,
+    seed=1,
+    eval_fraction=0.2,
+  )
+  return records.RecordSpec(**{**fields, **changes})
+
+
+def fake_examples(job):
+  """Examples without SeqIO, which takes ten seconds to import.
+
+  Document i of 40 is in shard i modulo the shards and gives four pairs; it
+  kills its process where DIE_AT names its shard.
+  """
+  spec = job.spec
+  for document in range(job.shard, DOCUMENTS, spec.shards):
+    if os.environ.get('DIE_AT') == f'{job.pass_index}/{job.shard}':
+      time.sleep(0.5)
+      os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get('FAIL_AT') == f'{job.pass_index}/{job.shard}':
+      raise ZeroDivisionError('no reason')
+    rng = randomness.generator(
+      spec.seed, job.pass_index, spec.source, str(document)
+    )
+    for _ in range(4):
+      m, n = rng.integers(0, 12), rng.integers(1, 12)
+      tokens = rng.integers(5, 600, m + n).astype(np.int32)
+      tokens[0] = 10 + document
+      yield materialize.Example(batch.Pair(tokens[:m], tokens[m:]), 1)
+
+
+def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
+  return materialize.materialize(
+    spec or make_spec(text, **changes),
+    folder,
+    text / 'vocabulary.model',
+    workers=workers,
+    say=lambda line: None,
+    read=read,
+  )
+
+
+def contents(folder):
+  """Bytes of everything but the lock, which names its last owner."""
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file() and path.name != lock.FILE
+  }
+
+
+@pytest.fixture(scope='module')
+def reference(text, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('reference')
+  make(text, folder)
+  return contents(folder)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize('workers', [2, 3])
+def test_any_number_of_workers_makes_the_same_bytes(
+  text, reference, tmp_path, workers
+):
+  make(text, tmp_path, workers)
+  assert contents(tmp_path) == reference
+  assert len(reference) == 2 * 3 * 2 + 1  # shards and their .json, manifest
+
+
+@pytest.mark.multiproc
+def test_a_killed_worker_is_named_and_what_is_finished_is_kept(
+  text, reference, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('DIE_AT', '1/0')
+  with pytest.raises(errors.UserError) as caught:
+    make(text, tmp_path, workers=2)
+  message = str(caught.value)
+  assert 'shard 0 of 3, pass 1, train records' in message
+  assert 'signal 9' in message
+  assert not (tmp_path / 'manifest.json').exists()
+  kept = sorted(tmp_path.glob('pass-00000/*.array_record'))
+  assert len(kept) == 3
+  times = [path.stat().st_mtime_ns for path in kept]
+  monkeypatch.delenv('DIE_AT')
+  make(text, tmp_path)
+  assert contents(tmp_path) == reference
+  assert [path.stat().st_mtime_ns for path in kept] == times
+
+
+@pytest.mark.multiproc
+def test_an_error_in_a_worker_comes_with_its_traceback(
+  text, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('FAIL_AT', '0/1')
+  with pytest.raises(RuntimeError, match='shard 1 of 3(.|\n)*no reason'):
+    make(text, tmp_path, workers=2)
+
+
+def bad_pair(job):
+  yield materialize.Example(batch.Pair(np.arange(30), np.arange(3)), 0)
+
+
+def test_a_pair_too_long_for_the_rows_is_an_error(text, tmp_path):
+  with pytest.raises(ValueError, match='31 encoder'):
+    make(text, tmp_path, read=bad_pair)
+
+
+def test_finished_records_are_left_alone(text, tmp_path):
+  first = make(text, tmp_path)
+  before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.array_record')}
+  said = []
+  again = materialize.materialize(
+    make_spec(text),
+    tmp_path,
+    text / 'vocabulary.model',
+    say=said.append,
+    read=None,  # not called
+  )
+  assert again == first
+  assert before == {p: p.stat().st_mtime_ns for p in before}
+  assert len(said) == 1 and 'examples' in said[0]
+
+
+def test_passes_can_be_added_and_draw_anew(text, reference, tmp_path):
+  make(text, tmp_path, passes=1)
+  one = contents(tmp_path)
+  make(text, tmp_path, passes=2)
+  both = contents(tmp_path)
+  assert both == reference
+  assert all(both[name] == one[name] for name in one if 'shard' in name)
+  name = 'shard-00000-of-00003.array_record'
+  assert both[f'pass-00000/{name}'] != both[f'pass-00001/{name}']
+
+
+def test_a_damaged_shard_alone_is_made_again(text, reference, tmp_path):
+  make(text, tmp_path)
+  path = tmp_path / 'pass-00001' / 'shard-00002-of-00003.array_record'
+  path.write_bytes(path.read_bytes()[:1000])
+  with pytest.raises(errors.UserError, match='materialise again'):
+    records.RecordSet.open(tmp_path)
+  (tmp_path / 'manifest.json').unlink()
+  make(text, tmp_path)
+  assert contents(tmp_path) == reference
+
+
+def test_leftovers_of_killed_workers_go(text, reference, tmp_path):
+  (tmp_path / 'pass-00000').mkdir()
+  (tmp_path / 'pass-00000' / 'shard-00000-of-00003.999.tmp').write_bytes(b'x')
+  make(text, tmp_path)
+  assert contents(tmp_path) == reference
+
+
+def test_the_manifest_says_what_was_made(text, tmp_path):
+  manifest = make(text, tmp_path)
+  vocabulary = vocabularies.Vocabulary(text / 'vocabulary.model')
+  assert manifest['spec']['vocabulary'] == vocabulary.fingerprint
+  assert len(manifest['spec']['source_fingerprint']) == 32
+  assert manifest['totals']['examples'] == 2 * 4 * DOCUMENTS
+  assert manifest['totals']['pairs'] == 2 * 4 * DOCUMENTS
+  assert manifest['totals']['shared_sentinel_spans'] == 2 * 4 * DOCUMENTS
+  assert '320 spans share' in materialize.summary(manifest)
+  found = records.RecordSet.open(tmp_path)
+  rows = found.read(range(len(found)))
+  targets = sum(len(pair.targets) for row in rows for pair in row)
+  assert manifest['totals']['target_tokens'] == targets
+  assert manifest['fill']['decoder'] == targets / (16 * len(found))
+
+
+def test_max_rows_keeps_rows_from_all_over(text, tmp_path):
+  make(text, tmp_path, spec=make_spec(text, pack=False, max_rows=20, passes=1))
+  found = records.RecordSet.open(tmp_path)
+  assert len(found) == 20
+  rows = found.read(range(20))
+  assert all(len(row) == 1 for row in rows)
+  first = [np.concatenate(row[0])[0] - 10 for row in rows]
+  # 13 or 14 documents a shard, 6 or 7 rows: more than a shard's beginning.
+  assert [entry['rows'] for entry in found.manifest['passes'][0]['shards']] == [
+    6,
+    7,
+    7,
+  ]
+  assert len(set(first)) > 12
+  assert max(first) > 30
+  assert first[:6] == sorted(first[:6])
+
+
+def test_keep_rows_keeps_order_and_all_of_a_few():
+  rows = [[i] for i in range(50)]
+  rng = np.random.default_rng(0)
+  kept = materialize.keep_rows(rows, 10, rng)
+  assert len(kept) == 10
+  assert kept == sorted(kept)
+  assert kept != rows[:10]
+  assert materialize.keep_rows(rows[:3], 10, rng) == rows[:3]
+  assert materialize.keep_rows(rows, 0, rng) == []
+
+
+def no_examples(job):
+  return iter(())
+
+
+def test_a_source_without_rows_is_an_error(text, tmp_path):
+  with pytest.raises(errors.UserError, match="no rows for split 'train'"):
+    make(text, tmp_path, read=no_examples)
+  assert not (tmp_path / 'manifest.json').exists()
+
+
+def test_other_records_are_not_written_over(text, tmp_path):
+  make(text, tmp_path)
+  before = contents(tmp_path)
+  with pytest.raises(errors.UserError, match='seed is 1 in the records and 2'):
+    make(text, tmp_path, seed=2)
+  with pytest.raises(errors.UserError, match='workers=0'):
+    make(text, tmp_path, workers=0)
+  assert contents(tmp_path) == before
+
+
+def test_a_second_job_on_the_same_folder_is_refused(text, tmp_path):
+  with lock.WorkdirLock(tmp_path):
+    with pytest.raises(errors.UserError, match='another job'):
+      make(text, tmp_path)
+
+
+def test_missing_text_is_an_error_before_anything_is_written(text, tmp_path):
+  with pytest.raises(errors.UserError, match='no file matches'):
+    make(text, tmp_path / 'new', source='text:/nowhere/*.txt')
+  assert not (tmp_path / 'new').exists()
+
+
+def data_config(text, folder, **changes):
+  """What config.DataConfig gives."""
+  fields = dict(
+    folder=str(folder),
+    vocabulary=str(text / 'vocabulary.model'),
+    vocabulary_size=600,
+    train_vocabulary=False,
+    workers=1,
+    train=make_spec(text, passes=1),
+    evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
+  )
+  return types.SimpleNamespace(**{**fields, **changes})
+
+
+def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
+  """The real thing, with SeqIO."""
+  data = data_config(
+    text,
+    tmp_path,
+    vocabulary=str(tmp_path / 'own.model'),
+    train_vocabulary=True,
+  )
+  assert materialize.missing(data)
+  said = []
+  materialize.run(data, 'train', said.append)
+  assert materialize.missing(data)
+  assert not (tmp_path / 'eval').exists()
+  materialize.run(data, 'all', said.append)
+  assert not materialize.missing(data)
+  assert any('training' in line for line in said)
+  assert any('tokens/s' in line for line in said)
+  train_set, eval_set = materialize.open_sets(data)
+  assert 1 <= len(eval_set) <= 8
+  assert min(train_set.manifest['fill'].values()) > 0.85
+  vocabulary = vocabularies.Vocabulary(data.vocabulary)
+  words = ''
+  for fields in loader.Loader(
+    train_set, batch.Lengths(24, 16), 4, teacher=True
+  ):
+    batch.check_framing(fields)
+    words += vocabulary.decode(fields['encoder_tokens'].ravel())
+  assert ' the ' in words
+
+
+def test_records_of_another_vocabulary_are_refused(text, tmp_path):
+  data = data_config(text, tmp_path)
+  for part, (spec, folder) in materialize.set_folders(data).items():
+    assert folder == tmp_path / part
+    make(text, folder, spec=spec)
+  materialize.open_sets(data)
+  topics = pydoc_data.topics.topics.values()
+  other = tmp_path / 'other.model'
+  vocabularies.train_vocabulary(topics, other, 500)
+  data.vocabulary = str(other)
+  with pytest.raises(errors.UserError, match='vocabulary is .* in the records'):
+    materialize.open_sets(data)
+  data.vocabulary_size = 400
+  with pytest.raises(errors.UserError, match='has 500 pieces, the model 400'):
+    materialize.train_vocabulary_if_missing(data)
+  data.vocabulary = str(tmp_path / 'none.model')
+  with pytest.raises(errors.UserError, match='none.model'):
+    materialize.train_vocabulary_if_missing(data)
+
+
+def test_importing_and_opening_needs_no_tensorflow(text, tmp_path):
+  make(text, tmp_path)
+  program = f"""
+import sys
+from encdec_adapt import materialize
+from encdec_adapt.data import records
+records.RecordSet.open({str(tmp_path)!r})
+for module in ('tensorflow', 'seqio', 'tensorflow_datasets'):
+  assert module not in sys.modules, module
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', program], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
+  spec = make_spec(text, objective='ul2', sentinels='recycle')
+  found = []
+  for workers in (1, 2, 3):
+    folder = tmp_path / str(workers)
+    read = materialize.read_examples
+    make(text, folder, workers, spec=spec, read=read)
+    found.append(contents(folder))
+  assert found[0] == found[1] == found[2]
+  manifest = json.loads(found[0]['manifest.json'])
+  assert (
+    dataclasses.replace(
+      records.RecordSpec(**manifest['spec']),
+      source_fingerprint='',
+      vocabulary='',
+    )
+    == spec
+  )

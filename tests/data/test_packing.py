@@ -1,0 +1,161 @@
+"""The pair packer: literal rows, properties, and how full rows get."""
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch, packing
+
+
+def make_pair(m, n, start=10):
+  """A pair of m inputs and n targets, told apart by `start`."""
+  tokens = np.arange(start, start + m + n, dtype=np.int32)
+  return batch.Pair(tokens[:m], tokens[m:])
+
+
+def pack(costs, lengths, seed=0, **kwargs):
+  """Packs pairs given by (m, n); returns rows of indices into `costs`."""
+  pairs = [make_pair(m, n, 1000 * (i + 1)) for i, (m, n) in enumerate(costs)]
+  number = {id(pair.targets): i for i, pair in enumerate(pairs)}
+  rng = np.random.default_rng(seed)
+  rows = list(packing.pack_pairs(pairs, lengths, rng, **kwargs))
+  return [[number[id(pair.targets)] for pair in row] for row in rows]
+
+
+def as_sets(rows):
+  return sorted(tuple(sorted(row)) for row in rows)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_complementary_pairs_share_a_row(seed):
+  # Costs (m + 1, n): (6, 2) with (2, 6), (5, 3) with (3, 5), rows of (8, 8).
+  rows = pack([(5, 2), (4, 3), (1, 6), (2, 5)], batch.Lengths(8, 8), seed)
+  assert as_sets(rows) == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_either_side_can_bind(seed):
+  # Encoder costs 5 + 5 > 8 keep these apart though the targets would fit.
+  assert as_sets(pack([(4, 1), (4, 1)], batch.Lengths(8, 8), seed)) == [
+    (0,),
+    (1,),
+  ]
+  # And here the targets do.
+  assert as_sets(pack([(1, 5), (1, 5)], batch.Lengths(8, 8), seed)) == [
+    (0,),
+    (1,),
+  ]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_causal_pairs_use_the_decoder_side_only(seed):
+  rows = pack([(0, 6), (0, 5), (0, 3), (0, 2)], batch.Lengths(0, 8), seed)
+  assert as_sets(rows) == [(0, 3), (1, 2)]
+
+
+def test_no_packing_keeps_order_and_one_pair_per_row():
+  pairs = [make_pair(1, 2), make_pair(0, 1), make_pair(3, 3)]
+  rows = list(packing.single_pairs(pairs, batch.Lengths(4, 3)))
+  assert [len(row) for row in rows] == [1, 1, 1]
+  assert [row[0] for row in rows] == pairs
+
+
+def test_the_generator_decides_and_only_it():
+  costs = [(i % 7, 1 + i % 5) for i in range(60)]
+  lengths = batch.Lengths(16, 12)
+  first = pack(costs, lengths, seed=1, pool_size=16)
+  assert first == pack(costs, lengths, seed=1, pool_size=16)
+  assert first != pack(costs, lengths, seed=2, pool_size=16)
+
+
+@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.given(
+  costs=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=40),
+  pool_size=st.integers(1, 12),
+  seed=st.integers(0, 3),
+  causal=st.booleans(),
+)
+def test_nothing_lost_split_or_over_length(costs, pool_size, seed, causal):
+  lengths = batch.Lengths(0 if causal else 10, 8)
+  rows = pack(costs, lengths, seed, pool_size=pool_size)
+  assert sorted(i for row in rows for i in row) == list(range(len(costs)))
+  for row in rows:
+    assert row
+    assert sum(costs[i][1] for i in row) <= 8
+    if not causal:
+      assert sum(costs[i][0] + 1 for i in row) <= 10
+
+
+def test_pairs_are_read_only_as_the_pool_empties():
+  seen = []
+
+  def stream():
+    for i in range(100):
+      seen.append(i)
+      yield make_pair(1, 4)
+
+  rows = packing.pack_pairs(
+    stream(), batch.Lengths(8, 4), np.random.default_rng(0), pool_size=10
+  )
+  next(rows)
+  assert len(seen) == 10
+
+
+def mixed_lengths(count, rng, split):
+  """(m, n) of documents of log-normal lengths cut for rows of 256 + 256."""
+  costs = []
+  while len(costs) < count:
+    left = int(rng.lognormal(np.log(300), 1.0))
+    while left > 1 and len(costs) < count:
+      chunk = min(left, 255 + 256)
+      left -= chunk
+      if chunk < 2:
+        continue
+      low, high = max(1, chunk - 256), min(chunk - 1, 255)
+      m = chunk // 2 if split == 'half' else int(rng.integers(low, high + 1))
+      costs.append((min(max(m, low), high), chunk - min(max(m, low), high)))
+  return costs
+
+
+@pytest.mark.parametrize('split', ['half', 'uniform'])
+def test_documents_of_mixed_lengths_fill_both_sides(split):
+  rng = np.random.default_rng(0)
+  lengths = batch.Lengths(256, 256)
+  pairs = [make_pair(m, n) for m, n in mixed_lengths(4000, rng, split)]
+  rows = list(packing.pack_pairs(pairs, lengths, rng))
+  encoder, decoder = packing.fill(rows, lengths)
+  assert min(encoder, decoder) >= 0.97
+
+
+def test_the_binding_side_is_filled_where_the_ratio_forbids_both():
+  rng = np.random.default_rng(0)
+  lengths = batch.Lengths(256, 64)
+  costs = [(m, n) for m, n in mixed_lengths(6000, rng, 'half') if n <= 40]
+  pairs = [make_pair(m, n) for m, n in costs]
+  encoder, decoder = packing.fill(
+    list(packing.pack_pairs(pairs, lengths, rng)), lengths
+  )
+  assert decoder >= 0.97
+  assert encoder < 0.3
+
+
+def test_fill_counts_framed_positions():
+  rows = [[make_pair(3, 2), make_pair(1, 1)], [make_pair(5, 4)]]
+  # Encoder 4 + 2 + 6 of 2 x 8; decoder 2 + 1 + 4 of 2 x 4.
+  assert packing.fill(rows, batch.Lengths(8, 4)) == (12 / 16, 7 / 8)
+  causal = [[make_pair(0, 3)]]
+  assert packing.fill(causal, batch.Lengths(0, 4)) == (0.0, 3 / 4)
+
+
+@pytest.mark.parametrize(
+  'm, n, message',
+  [(8, 1, '9 encoder'), (1, 5, '5 decoder'), (3, 0, 'no targets')],
+)
+def test_pairs_that_cannot_be_framed_are_refused(m, n, message):
+  lengths = batch.Lengths(8, 4)
+  rng = np.random.default_rng(0)
+  with pytest.raises(ValueError, match=message):
+    list(packing.pack_pairs([make_pair(m, n)], lengths, rng))
+  with pytest.raises(ValueError, match=message):
+    list(packing.single_pairs([make_pair(m, n)], lengths))

@@ -1,0 +1,223 @@
+"""Record sets: rows on disk, shards, manifests, and what is refused."""
+
+import dataclasses
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch, records
+from encdec_adapt.runtime import errors
+
+SPEC = records.RecordSpec(
+  source='python',
+  split='train',
+  objective='prefixlm_half',
+  encoder_length=8,
+  decoder_length=4,
+  passes=2,
+  shards=3,
+  seed=7,
+  vocabulary='abc',
+)
+
+
+def make_row(number):
+  """A row of one or two pairs that tells its number."""
+  pairs = [
+    batch.Pair(
+      np.array([100 + number], np.int32), np.array([number, 5], np.int32)
+    ),
+    batch.Pair(np.array([], np.int32), np.array([7], np.int32)),
+  ]
+  return pairs[: 1 + number % 2]
+
+
+def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
+  """Writes rows 0, 1, .. ; returns the manifest."""
+  entries, number = {}, 0
+  for pass_index in range(spec.passes):
+    for shard in range(spec.shards):
+      with records.ShardWriter(folder, spec, pass_index, shard) as writer:
+        for _ in range(rows_per_shard[shard]):
+          writer.write(make_row(number))
+          number += 1
+        entries[pass_index, shard] = writer.finish(documents=1)
+  return records.write_manifest(folder, spec, entries)
+
+
+def assert_rows_equal(got, want):
+  assert len(got) == len(want)
+  for one, other in zip(got, want, strict=True):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+      for x, y in zip(a, b, strict=True):
+        assert x.dtype == np.int32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_rows_are_numbered_through_shards_and_passes(tmp_path):
+  write_set(tmp_path)
+  found = records.RecordSet.open(tmp_path, SPEC)
+  assert found.spec == SPEC
+  assert len(found) == 10
+  assert found.passes == 2
+  assert [found.rows(p) for p in range(2)] == [5, 5]
+  assert found.starts == (0, 5, 10)
+  order = [9, 0, 4, 2, 2]
+  assert_rows_equal(found.read(order), [make_row(i) for i in order])
+  assert found.read([]) == []
+
+
+def test_the_manifest_counts_and_measures_fill(tmp_path):
+  manifest = write_set(tmp_path)
+  # Per pass five rows; odd rows have a second pair (1 + 0 and 1 positions).
+  assert manifest['totals'] == {
+    'rows': 10,
+    'pairs': 15,
+    'encoder_positions': 25,
+    'target_tokens': 25,
+    'documents': 6,
+    'bytes': sum(p.stat().st_size for p in tmp_path.glob('*/*.array_record')),
+  }
+  assert manifest['fill'] == {'encoder': 25 / 80, 'decoder': 25 / 40}
+  assert manifest['spec']['seed'] == 7
+  assert json.loads((tmp_path / 'manifest.json').read_text()) == manifest
+  names = [entry['file'] for entry in manifest['passes'][1]['shards']]
+  assert names[2] == 'pass-00001/shard-00002-of-00003.array_record'
+
+
+def test_shards_written_twice_are_the_same_bytes(tmp_path):
+  first = write_set(tmp_path / 'a')
+  assert first == write_set(tmp_path / 'b')
+  assert list(tmp_path.rglob('*.tmp')) == []
+
+
+def test_an_unfinished_shard_leaves_nothing(tmp_path):
+  with pytest.raises(RuntimeError, match='stop'):
+    with records.ShardWriter(tmp_path, SPEC, 0, 1) as writer:
+      writer.write(make_row(0))
+      raise RuntimeError('stop')
+  assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path):
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  with records.ShardWriter(tmp_path, SPEC, 0, 1) as writer:
+    writer.write(make_row(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+    try:
+      with pytest.raises(errors.UserError, match='shard-00001.*too large'):
+        writer.finish()
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
+
+
+def test_finished_shards_are_known_by_their_spec_and_content(tmp_path):
+  manifest = write_set(tmp_path)
+  entry = dict(manifest['passes'][1]['shards'][2])
+  del entry['file']
+  assert records.finished_shard(tmp_path, SPEC, 1, 2) == entry
+  # Another number of passes changes no shard, anything else does.
+  more = dataclasses.replace(SPEC, passes=5)
+  assert records.finished_shard(tmp_path, more, 1, 2) == entry
+  assert records.finished_shard(tmp_path, more, 2, 2) is None
+  for field, value in (('seed', 8), ('vocabulary', 'x'), ('pack', False)):
+    other = dataclasses.replace(SPEC, **{field: value})
+    assert records.finished_shard(tmp_path, other, 1, 2) is None
+  flip_byte(records.shard_path(tmp_path, SPEC, 1, 2))
+  assert records.finished_shard(tmp_path, SPEC, 1, 2) is None
+  sidecar = records.shard_path(tmp_path, SPEC, 0, 0).with_suffix('.json')
+  sidecar.write_text(sidecar.read_text()[:20])
+  assert records.finished_shard(tmp_path, SPEC, 0, 0) is None
+
+
+def flip_byte(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def test_no_records_is_an_error_that_says_what_to_run(tmp_path):
+  with pytest.raises(errors.UserError, match='encdec_adapt.materialize'):
+    records.RecordSet.open(tmp_path / 'nothing')
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('vocabulary', 'another'),
+    ('source', 'text:*.txt'),
+    ('encoder_length', 16),
+    ('decoder_length', 16),
+    ('objective', 'causal_lm'),
+    ('passes', 3),
+    ('seed', 8),
+    ('source_fingerprint', 'known'),
+  ],
+)
+def test_records_of_another_spec_are_refused_by_field(tmp_path, field, value):
+  write_set(tmp_path)
+  expect = dataclasses.replace(SPEC, **{field: value})
+  with pytest.raises(errors.UserError) as caught:
+    records.RecordSet.open(tmp_path, expect)
+  message = str(caught.value)
+  assert f'{field} is {getattr(SPEC, field)!r} in the records' in message
+  assert f'{value!r} in the config' in message
+  assert 'materialise' in message
+
+
+def test_a_fingerprint_that_is_not_known_is_not_compared(tmp_path):
+  write_set(tmp_path)
+  expect = dataclasses.replace(SPEC, vocabulary='')
+  assert records.RecordSet.open(tmp_path, expect).spec.vocabulary == 'abc'
+
+
+def test_damaged_shards_are_refused(tmp_path):
+  write_set(tmp_path)
+  path = records.shard_path(tmp_path, SPEC, 1, 2)
+  flip_byte(path)
+  with pytest.raises(errors.UserError, match='another SHA-256'):
+    records.RecordSet.open(tmp_path)
+  os.truncate(path, 1000)
+  with pytest.raises(errors.UserError, match='has 1000 bytes'):
+    records.RecordSet.open(tmp_path, verify=False)
+  path.unlink()
+  with pytest.raises(errors.UserError, match='00002-of-00003.*is missing'):
+    records.RecordSet.open(tmp_path)
+
+
+def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
+  manifest = write_set(tmp_path)
+  path = tmp_path / 'manifest.json'
+  path.write_text(path.read_text()[:-20])
+  with pytest.raises(errors.UserError, match='is not a manifest'):
+    records.RecordSet.open(tmp_path)
+  path.write_text(json.dumps({**manifest, 'format': 99}))
+  with pytest.raises(errors.UserError, match='format 99'):
+    records.RecordSet.open(tmp_path)
+
+
+def test_records_without_rows_are_refused(tmp_path):
+  write_set(tmp_path, rows_per_shard=(0, 0, 0))
+  with pytest.raises(errors.UserError, match='no rows'):
+    records.RecordSet.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('encoder_length', -1),
+    ('decoder_length', 0),
+    ('passes', 0),
+    ('shards', 0),
+    ('eval_fraction', 1.5),
+    ('max_rows', -2),
+  ],
+)
+def test_impossible_specs_are_refused(field, value):
+  with pytest.raises(errors.UserError, match=f'{field}={value}'):
+    dataclasses.replace(SPEC, **{field: value})

@@ -1,0 +1,220 @@
+"""Documents, their order, ids, splits, caps and what is refused."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt.data import sources
+from encdec_adapt.runtime import errors
+
+
+@pytest.fixture(scope='module')
+def python_documents():
+  return list(sources.open_source('python', max_documents=120).documents())
+
+
+def _write(folder, **files):
+  for name, text in files.items():
+    path = folder / name.replace('__', '/')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_python_has_topics_docstrings_and_sources(python_documents):
+  ids = [document.id for document in python_documents]
+  assert len(set(ids)) == len(ids) > 100
+  for kind in ('topic/', '::docstrings', '::source'):
+    assert any(kind in i for i in ids)
+  for excluded in ('site-packages', 'test/', 'encodings', 'pydoc_data'):
+    assert not any(excluded in i for i in ids)
+  assert all(document.text for document in python_documents)
+
+
+def test_python_is_the_same_again(python_documents):
+  again = sources.open_source('python', max_documents=120)
+  assert list(again.documents()) == python_documents
+  assert again.fingerprint() == again.fingerprint()
+  assert again.fingerprint() != sources.open_source('python').fingerprint()
+
+
+def test_docstrings_are_read_without_importing():
+  source = '''"""Module."""
+raise SystemExit('imported')
+class A:
+  """Class."""
+  def f(self, x=1):
+    """Method.
+
+      Indented.
+    """
+async def g(): """Coroutine \\ud800."""
+def silent(): pass
+'''
+  assert sources._docstrings(source) == (
+    'Module.\n\n\nA\n\nClass.\n\n\nA.f(self, x=1)\n\nMethod.\n\n  Indented.'
+    '\n\n\ng()\n\nCoroutine \ufffd.\n'
+  )
+  assert sources._docstrings('print "Python 2"') == ''
+
+
+def test_text_files_are_documents(tmp_path):
+  _write(tmp_path, b__x='second\n', a='first \u00e9', empty='', c__d__e='3')
+  source = sources.open_source(f'text:{tmp_path}/**')
+  assert list(source.documents()) == [
+    sources.Document('a', 'first \u00e9'),
+    sources.Document('b/x', 'second\n'),
+    sources.Document('c/d/e', '3'),
+  ]
+
+
+def test_jsonl_lines_are_documents(tmp_path):
+  lines = '{"text": "one", "n": 1}\n\n{"text": "tw\\ud800o"}\n{"text": ""}\n'
+  _write(tmp_path, **{'a::b.jsonl': lines})
+  source = sources.open_source(f'jsonl:{tmp_path}/*.jsonl')
+  assert list(source.documents()) == [
+    sources.Document('a:_:b.jsonl:1', 'one'),
+    sources.Document('a:_:b.jsonl:3', 'tw\ufffdo'),
+  ]
+  _write(tmp_path, **{'other.json': '{"body": "b", "text": "t"}'})
+  other = sources.open_source(f'jsonl:{tmp_path}/*.json#body')
+  assert [document.text for document in other.documents()] == ['b']
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+  _write(tmp_path, a='a', b=b'\xff not UTF-8', c='c')
+  source = sources.open_source(f'text:{tmp_path}/*')
+  kept = source.documents(lambda index, name: index != 1)
+  assert [document.id for document in kept] == ['a', 'c']
+  with pytest.raises(errors.UserError, match='b, is not UTF-8 .byte 0'):
+    list(source.documents())
+
+
+@pytest.mark.parametrize(
+  'caps, ids',
+  [
+    (dict(max_documents=2), ['a', 'b']),
+    (dict(max_bytes=7), ['a', 'b']),
+    (dict(max_bytes=6), ['a']),
+    (dict(max_documents=1, max_bytes=100), ['a']),
+  ],
+)
+def test_caps_take_the_first(tmp_path, caps, ids):
+  _write(tmp_path, a='\u00e9\u00e9', b='bbb', c='c')
+  source = sources.open_source(f'text:{tmp_path}/*', **caps)
+  assert [document.id for document in source.documents()] == ids
+  # A cap means the same documents to every reader of a shard.
+  shards = [
+    [
+      document.id
+      for document in source.documents(lambda i, _, shard=shard: i % 2 == shard)
+    ]
+    for shard in (0, 1)
+  ]
+  assert sorted(sum(shards, [])) == ids
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+  big = b'x' * 200_000
+  _write(tmp_path, a=big, b='b')
+  name = f'text:{tmp_path}/*'
+  first = sources.open_source(name).fingerprint()
+  assert sources.open_source(name).fingerprint() == first
+  os.utime(tmp_path / 'a', (1, 1))
+  assert sources.open_source(name).fingerprint() == first
+  assert sources.open_source(name, max_bytes=9).fingerprint() != first
+  for changed in (b'y' + big[1:], big[:-1] + b'y', big + b'x'):
+    _write(tmp_path, a=changed)
+    assert sources.open_source(name).fingerprint() != first
+
+
+def test_split_is_by_id_and_by_group():
+  ids = [f'document {i}' for i in range(2000)]
+  held_out = {i for i in ids if sources.in_split(i, 'eval', 0.1, 0)}
+  trained = {i for i in ids if sources.in_split(i, 'train', 0.1, 0)}
+  assert held_out | trained == set(ids) and not held_out & trained
+  assert 150 < len(held_out) < 250
+  assert held_out != {i for i in ids if sources.in_split(i, 'eval', 0.1, 1)}
+  for i in ids[:100]:
+    sides = {
+      sources.in_split(f'{i}::{kind}', 'eval', 0.5, 0)
+      for kind in ('docstrings', 'source')
+    }
+    assert sides == {sources.in_split(i, 'eval', 0.5, 0)}
+  assert not any(sources.in_split(i, 'eval', 0.0, 0) for i in ids)
+  assert all(sources.in_split(i, 'eval', 1.0, 0) for i in ids)
+
+
+@pytest.mark.parametrize(
+  'split, fraction, message',
+  [
+    ('test', 0.1, "split 'test'"),
+    ('train', 1.5, 'eval_fraction 1.5'),
+    ('train', -0.1, 'eval_fraction -0.1'),
+  ],
+)
+def test_split_refuses(split, fraction, message):
+  with pytest.raises(errors.UserError, match=message):
+    sources.in_split('a', split, fraction, 0)
+
+
+@pytest.mark.parametrize('name', ['pyhton', 'python:x', 'text:', 'http://x'])
+def test_unknown_names_are_refused(name):
+  with pytest.raises(errors.UserError, match='the forms are python, text:GLOB'):
+    sources.open_source(name)
+
+
+def test_missing_and_empty_text_is_refused(tmp_path):
+  with pytest.raises(errors.UserError, match='no file matches .*absent'):
+    sources.open_source(f'text:{tmp_path}/absent*')
+  _write(tmp_path, a='', b='')
+  with pytest.raises(errors.UserError, match='has no text'):
+    list(sources.open_source(f'text:{tmp_path}/*').documents())
+  with pytest.raises(errors.UserError, match='max_documents is -1'):
+    sources.open_source('python', max_documents=-1)
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    ('{"text": ', 'line 2, is not JSON'),
+    ('{"body": "x", "id": 3}', r"no text in 'text' but \['body', 'id'\]"),
+    ('{"text": 3}', "no text in 'text'"),
+    ('["x"]', "no text in 'text' but list"),
+  ],
+)
+def test_jsonl_refuses(tmp_path, line, message):
+  _write(tmp_path, **{'a.jsonl': '{"text": "fine"}\n' + line})
+  with pytest.raises(errors.UserError, match=message):
+    list(sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
+
+
+def test_compressed_files_are_refused(tmp_path):
+  _write(tmp_path, a=gzip.compress(json.dumps({'text': 'x'}).encode()))
+  with pytest.raises(errors.UserError, match='is not UTF-8'):
+    list(sources.open_source(f'jsonl:{tmp_path}/a').documents())
+
+
+@pytest.mark.parametrize(
+  'name, parts',
+  [
+    ('tfds:c4/en:3.0.1:train:text', ('c4/en:3.0.1', 'train', 'text')),
+    ('tfds:wiki40b/de:validation', ('wiki40b/de', 'validation', None)),
+    ('tfds:pg19:train[:10%]:book', ('pg19', 'train[:10%]', 'book')),
+  ],
+)
+def test_tfds_names(name, parts):
+  assert sources.re.fullmatch(sources._TFDS, name).groups() == parts
+
+
+def test_needs_no_tensorflow():
+  code = (
+    'import sys\n'
+    'from encdec_adapt.data import sources, vocabularies, objectives\n'
+    'next(sources.open_source("python").documents())\n'
+    'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)\n'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)

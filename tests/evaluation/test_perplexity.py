@@ -1,0 +1,183 @@
+"""Loss per target token against a dense sum over the targets."""
+
+import dataclasses
+import functools
+
+from flax import traverse_util
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.evaluation import perplexity
+from encdec_adapt.models import build
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import state as state_lib
+
+STACK = config_lib.StackConfig(
+  layers=1,
+  width=8,
+  mlp_width=12,
+  heads=2,
+  kv_heads=1,
+  head_dim=4,
+  vocab_size=19,
+  vocab_multiple=8,
+  query_scale=4.0,
+)
+CONFIGS = {
+  'encoder_decoder': config_lib.encoder_decoder(STACK, STACK),
+  'decoder_only': config_lib.DecoderOnlyConfig(STACK),
+}
+LENGTHS = batch_lib.Lengths(encoder=8, decoder=6)
+
+
+def _pair(inputs, targets):
+  return batch_lib.Pair(np.array(inputs, np.int32), np.array(targets, np.int32))
+
+
+ROWS = [
+  [_pair([5, 6, 7], [8, 9, 1])],
+  [_pair([10], [11, 12]), _pair([13, 14], [15, 16, 17])],
+  [_pair([18, 5, 9, 9, 4], [3, 3, 7, 8, 9, 10])],
+]
+
+
+@functools.cache
+def _model(kind):
+  config = CONFIGS[kind]
+  rng = np.random.default_rng(3)
+  flat = {
+    path: jnp.asarray(0.5 * rng.normal(size=info.shape), info.dtype)
+    for path, info in parameters.parameter_table(config).items()
+  }
+  return build.build(config), traverse_util.unflatten_dict(flat, sep='/')
+
+
+@functools.cache
+def _evaluator(kind, devices=1):
+  mesh = mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(), devices=jax.devices()[:devices]
+  )
+  where = state_lib.Placement(_model(kind)[0], mesh, rules_lib.named('fsdp'))
+  return perplexity.Evaluator(where, chunk=8), where
+
+
+def _batches(size, rows=ROWS, lengths=LENGTHS):
+  framed = [
+    batch_lib.frame_row(pairs, lengths, teacher=lengths.encoder > 0)
+    for pairs in rows
+  ]
+  while len(framed) % size:
+    framed.append(
+      batch_lib.frame_row([], lengths, teacher=lengths.encoder > 0)
+    )
+  for start in range(0, len(framed), size):
+    batch = batch_lib.stack_rows(framed[start : start + size])
+    yield {**batch, 'row': np.arange(start, start + size, dtype=np.int32)}
+
+
+@functools.cache
+def _logits(kind):
+  """Jitted logits of one unpacked, unpadded-by-segment pair."""
+  model, params = _model(kind)
+
+  @jax.jit
+  def encoder_decoder(batch):
+    encoder = [batch[f'encoder_{f}'] for f in ('tokens', 'segments', 'positions')]
+    decoder = [batch[f'decoder_{f}'] for f in ('tokens', 'segments', 'positions')]
+    encoded = model.encode(params, *encoder)
+    hidden = model.decode(params, *decoder, encoded, encoder[1])
+    return model.logits(params, hidden)
+
+  @jax.jit
+  def decoder_only(batch):
+    row = [batch[f'teacher_{f}'] for f in ('tokens', 'segments', 'positions')]
+    return model.logits(params, model.decode(params, *row))
+
+  return locals()[kind]
+
+
+def _by_hand(kind):
+  """Loss and accuracy, one pair and one target at a time."""
+  losses, right = [], []
+  for pairs in ROWS:
+    for pair in pairs:
+      batch = batch_lib.stack_rows(
+        [batch_lib.frame_row([pair], LENGTHS, teacher=True)]
+      )
+      logits = np.asarray(_logits(kind)(batch)[0])
+      # A decoder-only model predicts from BOS and the whole prefix on.
+      first = len(pair.inputs) if kind == 'decoder_only' else 0
+      for place, target in enumerate(pair.targets, start=first):
+        scores = logits[place]
+        losses.append(np.log(np.exp(scores).sum()) - scores[target])
+        right.append(scores.argmax() == target)
+  return np.mean(losses), np.mean(right), len(losses)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_equals_a_sum_by_hand_for_any_batch_size(kind, size):
+  got = _evaluator(kind)[0](_model(kind)[1], _batches(size))
+  loss, accuracy, count = _by_hand(kind)
+  assert got.target_tokens == count == 14
+  np.testing.assert_allclose(got.loss, loss, rtol=2e-6)
+  np.testing.assert_allclose(got.accuracy, accuracy, rtol=1e-6)
+  np.testing.assert_allclose(got.perplexity, np.exp(got.loss))
+
+
+def test_a_causal_batch():
+  rows = [[_pair([], [4, 5, 6, 1])], [_pair([], [7, 8])]]
+  lengths = batch_lib.Lengths(encoder=0, decoder=6)
+  evaluator, _ = _evaluator('decoder_only')
+  params = _model('decoder_only')[1]
+  got = evaluator(params, _batches(2, rows, lengths))
+  # The same texts as pairs whose prefix is BOS alone.
+  want = evaluator(params, _batches(2, rows))
+  assert got.target_tokens == want.target_tokens == 6
+  np.testing.assert_allclose(got.loss, want.loss, rtol=2e-6)
+
+
+def test_weights_count():
+  (batch,) = _batches(3)
+  batch['weights'] = batch['weights'] * np.array([[0.0], [1.0], [0.5]])
+  evaluator, _ = _evaluator('encoder_decoder')
+  params = _model('encoder_decoder')[1]
+  one = evaluator(params, _batches(3, ROWS[1:2]))
+  other = evaluator(params, _batches(3, ROWS[2:]))
+  got = evaluator(params, [batch])
+  assert got.target_tokens == 5 + 3
+  np.testing.assert_allclose(
+    got.loss, (5 * one.loss + 3 * other.loss) / 8, rtol=2e-6
+  )
+
+
+@pytest.mark.sharded
+def test_a_mesh_gives_the_same():
+  evaluator, where = _evaluator('encoder_decoder', devices=4)
+  params = _model('encoder_decoder')[1]
+  want = _evaluator('encoder_decoder')[0](params, _batches(3))
+  sharded = jax.device_put(params, where.shardings(params))
+  got = evaluator(sharded, _batches(4))
+  np.testing.assert_allclose(
+    dataclasses.astuple(got), dataclasses.astuple(want), rtol=2e-6
+  )
+
+
+def test_nothing_to_evaluate_is_refused():
+  evaluator, _ = _evaluator('encoder_decoder')
+  params = _model('encoder_decoder')[1]
+  with pytest.raises(errors.UserError, match='no target tokens'):
+    evaluator(params, [])
+  with pytest.raises(errors.UserError, match='no target tokens'):
+    evaluator(params, _batches(3, [[], [], []]))
+
+
+def test_perplexity_may_overflow():
+  assert perplexity.Result(1e4, 0.0, 1.0).perplexity == np.inf

@@ -1,0 +1,112 @@
+"""Sampling on literal logits."""
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.inference import sampling
+from encdec_adapt.runtime import errors
+
+INF = np.inf
+
+
+def _log(*probabilities):
+  return jnp.log(jnp.asarray(probabilities, jnp.float32))
+
+
+def _kept(logits):
+  return np.flatnonzero(np.isfinite(np.asarray(logits))).tolist()
+
+
+def test_top_k_keeps_exactly_k_and_lower_ids_win_ties():
+  logits = jnp.array([1.0, 3.0, 2.0, 3.0, 2.0])
+  assert _kept(sampling.keep_top_k(logits, 1)) == [1]
+  assert _kept(sampling.keep_top_k(logits, 2)) == [1, 3]
+  assert _kept(sampling.keep_top_k(logits, 3)) == [1, 2, 3]
+  assert _kept(sampling.keep_top_k(logits, 9)) == [0, 1, 2, 3, 4]
+  np.testing.assert_array_equal(
+    sampling.keep_top_k(logits, 3), [-INF, 3.0, 2.0, 3.0, -INF]
+  )
+
+
+@pytest.mark.parametrize(
+  'p, kept',
+  [
+    (0.01, [2]),  # never empty
+    (0.50, [2]),  # reached exactly: nothing more
+    (0.51, [1, 2]),
+    (0.75, [1, 2]),
+    (0.80, [0, 1, 2]),  # the tie of 0 and 3 goes to the lower id
+    (0.90, [0, 1, 2, 3]),
+    (1.00, [0, 1, 2, 3]),
+  ],
+)
+def test_top_p_keeps_the_smallest_set(p, kept):
+  logits = _log(0.125, 0.25, 0.5, 0.125)
+  assert _kept(sampling.keep_top_p(logits, p)) == kept
+
+
+def test_top_p_leaves_out_what_is_out():
+  logits = jnp.array([0.0, -INF, 0.0, -INF])
+  assert _kept(sampling.keep_top_p(logits, 1.0)) == [0, 2]
+  assert _kept(sampling.keep_top_p(logits, 0.5)) == [0]
+
+
+def test_rows_are_filtered_independently():
+  logits = jnp.stack([_log(0.7, 0.2, 0.1), _log(0.1, 0.2, 0.7)])
+  kept = np.isfinite(np.asarray(sampling.keep_top_p(logits, 0.6)))
+  np.testing.assert_array_equal(kept, [[1, 0, 0], [0, 0, 1]])
+
+
+def test_temperature_then_top_k_then_top_p():
+  logits = _log(0.4, 0.3, 0.2, 0.1)
+  # At temperature 1/2 probabilities are squared: 16 : 9 : 4 : 1. Top-k
+  # leaves 16 : 9 : 4, of which 16 / 29 > 0.55; without the renormalisation
+  # 16 / 30 would be below it.
+  config = sampling.SamplingConfig(temperature=0.5, top_k=3, top_p=0.55)
+  assert _kept(sampling.filter_logits(logits, config)) == [0]
+  config = sampling.SamplingConfig(temperature=0.5, top_k=3, top_p=0.56)
+  assert _kept(sampling.filter_logits(logits, config)) == [0, 1]
+  plain = sampling.SamplingConfig(temperature=0.5, top_k=3)
+  np.testing.assert_allclose(
+    jax.nn.softmax(sampling.filter_logits(logits, plain)),
+    [16 / 29, 9 / 29, 4 / 29, 0],
+    rtol=1e-5,
+  )
+
+
+def test_greedy_is_argmax_lower_id_first():
+  logits = jnp.array([[0.0, 2.0, 2.0], [5.0, 1.0, 2.0]])
+  keys = jax.random.split(jax.random.key(0), 2)
+  greedy = sampling.choose(logits, keys, sampling.SamplingConfig())
+  np.testing.assert_array_equal(greedy, [1, 0])
+
+
+def test_draws_follow_the_distribution_and_the_keys():
+  logits = jnp.tile(_log(0.6, 0.3, 0.1), (4000, 1))
+  keys = jax.random.split(jax.random.key(1), 4000)
+  config = sampling.SamplingConfig(temperature=1.0, top_k=2)
+  tokens = sampling.choose(logits, keys, config)
+  counts = np.bincount(tokens, minlength=3) / 4000
+  # Four standard deviations of a proportion of 4000 draws are 0.03.
+  np.testing.assert_allclose(counts, [2 / 3, 1 / 3, 0], atol=0.03)
+  again = sampling.choose(logits[:7], keys[:7], config)
+  np.testing.assert_array_equal(again, tokens[:7])
+
+
+@pytest.mark.parametrize(
+  'bad',
+  [
+    {'temperature': -1.0},
+    {'temperature': float('nan')},
+    {'temperature': 1.0, 'top_k': 0},
+    {'temperature': 1.0, 'top_p': 0.0},
+    {'temperature': 1.0, 'top_p': 1.5},
+    {'top_k': 5},
+    {'top_p': 0.5},
+  ],
+)
+def test_bad_settings_are_named(bad):
+  with pytest.raises(errors.UserError, match=list(bad)[-1]):
+    sampling.SamplingConfig(**bad)

@@ -1,0 +1,102 @@
+"""Cached logits equal uncached ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.models import build, config
+
+
+def decode_cached(model, params, triple, length, sizes, **cross):
+  """States of successive `decode_step`s of these sizes, joined."""
+  step = jax.jit(model.decode_step)
+  cache = model.init_cache(triple[0].shape[0], length)
+  states, start = [], 0
+  for size in sizes:
+    tokens, segments, positions = (x[:, start : start + size] for x in triple)
+    hidden, cache = step(
+      params,
+      tokens,
+      segments=segments,
+      positions=positions,
+      cache=cache,
+      **cross,
+    )
+    states.append(hidden)
+    start += size
+  assert int(cache.index) == start
+  return jnp.concatenate(states, axis=1)
+
+
+@pytest.mark.parametrize('sizes', [(12,), (7, 1, 1, 1, 1, 1), (4, 5, 3)])
+def test_decoder_only(small_stack, redraw, pack, sizes):
+  model = build.build(config.DecoderOnlyConfig(small_stack(layers=5)))
+  params, rows = redraw(model), pack([[12], [9]], 12)
+  expected = model.decode(params, *rows)
+  got = decode_cached(model, params, rows, 15, sizes)
+  real = np.asarray(rows[1]) > 0
+  np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
+
+
+@pytest.mark.parametrize('sizes', [(8,), (1,) * 8])
+def test_encoder_decoder(small_pair, redraw, pack, sizes):
+  model = build.build(small_pair)
+  params = redraw(model)
+  encoder, decoder = pack([[9], [5]], 10), pack([[8], [8]], 8, seed=1)
+  encoded = jax.jit(model.encode)(params, *encoder)
+  expected = jax.jit(model.decode)(params, *decoder, encoded, encoder[1])
+  cross = jax.jit(model.prefill_cross)(params, encoded, encoder[1])
+  got = decode_cached(model, params, decoder, 9, sizes, cross=cross)
+  np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_rows_of_unequal_length_continue_at_their_own_positions(
+  small_stack, redraw, pack
+):
+  """A right-padded prompt, then tokens in slots after the padding."""
+  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  params = redraw(model)
+  whole = pack([[10], [7]], 10)
+  prompt = np.asarray([6, 3])
+  expected = np.asarray(model.decode(params, *whole))
+
+  def rows(columns, valid):
+    tokens = np.take_along_axis(np.asarray(whole[0]), columns, 1)
+    segments = np.where(valid, 1, 0)
+    return [
+      jnp.asarray(x, jnp.int32)
+      for x in (tokens, segments, np.where(valid, columns, 0))
+    ]
+
+  columns = np.tile(np.arange(6), (2, 1))
+  later = prompt[:, None] + np.arange(4)[None]
+  first, second = rows(columns, columns < prompt[:, None]), rows(later, True)
+  joined = tuple(
+    jnp.concatenate([a, jnp.broadcast_to(b, (2, 4))], axis=1)
+    for a, b in zip(first, second, strict=True)
+  )
+  got = np.asarray(decode_cached(model, params, joined, 10, (6, 1, 1, 1, 1)))
+  for row in range(2):
+    np.testing.assert_allclose(
+      got[row, 6:], expected[row, prompt[row] : prompt[row] + 4], atol=2e-5
+    )
+
+
+def test_the_cache_mirrors_the_parameters(small_stack):
+  model = build.build(
+    config.DecoderOnlyConfig(small_stack(layers=5)), dtype=jnp.bfloat16
+  )
+  layers = model.init_cache(2, 7).layers
+  assert sorted(layers) == ['blocks', 'tail']
+  assert layers['blocks']['layer_1'].key.shape == (2, 2, 7, 2, 8)
+  assert layers['tail']['layer_0'].value.shape == (2, 7, 2, 8)
+  assert layers['tail']['layer_0'].value.dtype == jnp.bfloat16
+
+
+def test_more_tokens_than_the_cache_holds_are_refused(
+  small_stack, redraw, pack
+):
+  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  with pytest.raises(ValueError, match='12 tokens.*length 8'):
+    decode_cached(model, redraw(model), pack([[12]], 12), 8, (12,))

@@ -1,0 +1,95 @@
+"""layer_location is a bijection onto the leaves of the tree."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from encdec_adapt.models import config, layers_index, parameters
+from encdec_adapt.runtime import errors
+
+FIVE_TO_ONE = ('local',) * 5 + ('global',)
+STACKS = {
+  '26 layers, 5:1': {'layers': 26, 'pattern': FIVE_TO_ONE},
+  '34 layers, 5:1': {'layers': 34, 'pattern': FIVE_TO_ONE},
+  'one layer': {'layers': 1},
+  'one layer, one kind': {'layers': 1, 'pattern': ('global',)},
+  'no tail': {'layers': 4},
+  'tail': {'layers': 5},
+}
+
+
+@pytest.fixture(params=STACKS.values(), ids=STACKS.keys())
+def stack(request, small_stack):
+  return small_stack(**request.param)
+
+
+def test_location_is_a_bijection_onto_the_leaves(stack):
+  slots = {}  # (prefix, index) -> paths of leaves
+  table = parameters.parameter_table(config.DecoderOnlyConfig(stack))
+  for path, info in table.items():
+    parts = path.split('/')[1:]
+    if parts[0] not in ('blocks', 'tail'):
+      continue
+    assert (info.axes[0] == 'layers') == (parts[0] == 'blocks')
+    indices = range(info.shape[0]) if parts[0] == 'blocks' else [None]
+    for index in indices:
+      slots.setdefault(('/'.join(parts[:2]), index), set()).add(
+        '/'.join(parts[2:])
+      )
+  locations = [
+    layers_index.layer_location(stack, i) for i in range(stack.layers)
+  ]
+  assert len(set(locations)) == stack.layers
+  assert set(locations) == set(slots)
+  assert len(set(map(frozenset, slots.values()))) == 1
+
+
+def test_location_agrees_with_the_kind_of_layer(stack):
+  for i in range(stack.layers):
+    prefix, _ = layers_index.layer_location(stack, i)
+    assert stack.pattern[int(prefix[-1])] == stack.layer_kind(i)
+
+
+def test_join_layers_and_get_layer_are_inverse(stack):
+  blocks = [
+    {'a': jnp.full((2,), i), 'b': {'c': i}} for i in range(stack.layers)
+  ]
+  tree = layers_index.join_layers(stack, blocks)
+  assert set(tree) == {
+    name
+    for name, there in (('blocks', stack.repeats), ('tail', stack.tail))
+    if there
+  }
+  for i, block in enumerate(blocks):
+    got = layers_index.get_layer(stack, tree, i)
+    assert jax.tree.all(
+      jax.tree.map(lambda x, y: bool((x == y).all()), got, block)
+    )
+
+
+def test_pairs_with_different_patterns(small_stack):
+  pair = config.encoder_decoder(
+    small_stack(layers=8, pattern=FIVE_TO_ONE), small_stack(layers=3)
+  )
+  paths = parameters.parameter_table(pair)
+  assert paths['encoder/blocks/layer_5/mlp/up'].shape == (1, 16, 24)
+  assert paths['encoder/tail/layer_1/mlp/up'].shape == (16, 24)
+  assert paths['decoder/blocks/layer_1/mlp/up'].shape == (1, 16, 24)
+  assert paths['decoder/tail/layer_0/mlp/up'].shape == (16, 24)
+  per_stack = {'encoder': 8, 'decoder': 3}
+  for name, layers in per_stack.items():
+    found = sum(
+      info.shape[0] if 'layers' in info.axes else 1
+      for path, info in paths.items()
+      if path.startswith(f'{name}/') and path.endswith('mlp/up')
+    )
+    assert found == layers
+  assert all(math.prod(info.shape) > 0 for info in paths.values())
+
+
+@pytest.mark.parametrize('i', [-1, 3])
+def test_no_such_layer(small_stack, i):
+  with pytest.raises(errors.UserError, match='layers 0 to 2'):
+    layers_index.layer_location(small_stack(), i)

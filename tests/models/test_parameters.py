@@ -1,0 +1,133 @@
+"""The tree, its logical axes and the distributions it starts from."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from encdec_adapt.models import build, config, parameters
+from encdec_adapt.ops import partition
+
+
+def flatten(params):
+  flat, _ = jax.tree_util.tree_flatten_with_path(params)
+  return {'/'.join(key.key for key in path): leaf for path, leaf in flat}
+
+
+def test_init_agrees_with_the_table(small_pair):
+  model = build.build(small_pair)
+  params = flatten(jax.eval_shape(model.init, jax.random.key(0)))
+  assert set(params) == set(model.table)
+  for path, info in model.table.items():
+    assert (params[path].shape, params[path].dtype) == (info.shape, info.dtype)
+    assert len(info.axes) == len(info.shape)
+    assert info.dtype == jnp.float32
+
+
+def test_axes_and_shapes_of_a_decoder_block(small_pair):
+  table = parameters.parameter_table(small_pair)
+  expected = {
+    'attention/query': ((1, 16, 4, 8), 'layers embed heads head_dim'),
+    'attention/key': ((1, 16, 2, 8), 'layers embed kv_heads head_dim'),
+    'attention/value': ((1, 16, 2, 8), 'layers embed kv_heads head_dim'),
+    'attention/output': ((1, 4, 8, 16), 'layers heads head_dim embed'),
+    'cross_attention/query': ((1, 16, 4, 8), 'layers embed heads head_dim'),
+    'cross_attention/key': ((1, 24, 2, 8), 'layers embed kv_heads head_dim'),
+    'cross_attention/value': ((1, 24, 2, 8), 'layers embed kv_heads head_dim'),
+    'cross_attention/output': ((1, 4, 8, 16), 'layers heads head_dim embed'),
+    'mlp/gate': ((1, 16, 24), 'layers embed mlp'),
+    'mlp/up': ((1, 16, 24), 'layers embed mlp'),
+    'mlp/down': ((1, 24, 16), 'layers mlp embed'),
+  } | {
+    f'{side}_{part}_norm/scale': ((1, 16), 'layers embed')
+    for side in ('pre', 'post')
+    for part in ('attention', 'cross', 'mlp')
+  }
+  prefix = 'decoder/blocks/layer_0/'
+  found = {
+    path.removeprefix(prefix): (info.shape, ' '.join(info.axes))
+    for path, info in table.items()
+    if path.startswith(prefix)
+  }
+  assert found == expected
+  rest = {
+    path
+    for path in table
+    if path.startswith('decoder/') and '/layer_' not in path
+  }
+  assert rest == {'decoder/embedder/table', 'decoder/final_norm/scale'}
+  assert table['decoder/embedder/table'].axes == ('vocab', 'table_embed')
+
+
+def test_an_untied_head_is_a_table_of_its_own(small_stack, redraw, pack, run):
+  model = build.build(config.DecoderOnlyConfig(small_stack(tied_head=False)))
+  assert model.table['decoder/head/table'].shape == (53, 16)
+  params = redraw(model)
+  assert model.head(params) is params['decoder']['head']['table']
+  part = parameters.count_by_stack(model.config)['decoder']
+  assert part.head == part.embedding == 53 * 16
+  rows = pack([[6]], 6)
+  before = run(model)(params, None, rows)
+  params['decoder']['head']['table'] *= 2
+  assert not np.allclose(run(model)(params, None, rows), before)
+
+
+def test_distributions(small_stack):
+  stack = small_stack(width=64, mlp_width=256, vocab_size=1024, layers=5)
+  model = build.build(config.DecoderOnlyConfig(stack))
+  params = flatten(jax.jit(model.init)(jax.random.key(1)))
+  table = params['decoder/embedder/table']
+  assert np.std(table * 64**0.5) == pytest.approx(1, rel=0.02)
+  block = 'decoder/blocks/layer_1'
+  fan_in = {'attention/query': 64, 'attention/output': 32, 'mlp/down': 256}
+  for name, size in fan_in.items():
+    kernel = np.asarray(params[f'{block}/{name}'])
+    assert np.std(kernel) == pytest.approx(size**-0.5, rel=0.08), name
+    assert np.abs(kernel[0] - kernel[1]).min() > 0  # layers differ
+  norms = [leaf for path, leaf in params.items() if path.endswith('scale')]
+  assert norms and all((leaf == 0).all() for leaf in norms)
+
+
+@pytest.mark.sharded
+def test_sharded_init_is_the_same_and_never_replicated(small_stack):
+  stack = small_stack(width=64, vocab_size=512, layers=4)
+  model = build.build(config.DecoderOnlyConfig(stack))
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+  flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+  shardings = [
+    NamedSharding(
+      mesh,
+      PartitionSpec(
+        *('fsdp' if n in (64, 512) else None for n in x.shape[:-1])
+      ),
+    )
+    for x in flat
+  ]
+  init = jax.jit(model.init, out_shardings=jax.tree.unflatten(tree, shardings))
+  compiled = init.lower(jax.random.key(0)).compile()
+  table_bytes = 512 * 64 * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < table_bytes
+  sharded = compiled(jax.random.key(0))
+  alone = jax.jit(model.init)(jax.random.key(0))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7),
+    sharded,
+    alone,
+  )
+
+
+def test_init_under_an_active_partition_is_refused(small_stack):
+  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+  with partition.use(mesh, {}), pytest.raises(ValueError, match='outside'):
+    model.init(jax.random.key(0))
+
+
+def test_init_ignores_an_ambient_mesh(small_stack):
+  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  alone = jax.jit(model.init)(jax.random.key(0))
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+  with jax.set_mesh(mesh):
+    ambient = jax.jit(model.init)(jax.random.key(0))
+  jax.tree.map(np.testing.assert_array_equal, ambient, alone)

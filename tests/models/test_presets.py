@@ -1,0 +1,95 @@
+"""Parameter counts of released shapes, computed without allocating."""
+
+import pytest
+
+from encdec_adapt.models import parameters, presets
+from encdec_adapt.runtime import errors
+
+
+@pytest.mark.parametrize(
+  'size, embedding, non_embedding, total',
+  [
+    ('2b', 589_824_000, 2_024_517_888, 2_614_341_888),
+    ('9b', 917_504_000, 8_324_201_984, 9_241_705_984),
+    ('27b', 1_179_648_000, 26_047_480_320, 27_227_128_320),
+  ],
+)
+def test_gemma2_counts(size, embedding, non_embedding, total):
+  config = presets.decoder_only(size)
+  part = parameters.count_by_stack(config)['decoder']
+  assert part.embedding == embedding
+  assert part.non_embedding == non_embedding
+  assert parameters.count(config) == total
+
+
+@pytest.mark.parametrize(
+  'size, total',
+  [('s', 152.1), ('b', 281.6), ('l', 570.5), ('ml', 1038.8), ('xl', 1682.1)],
+)
+def test_decoder_only_counts_in_millions(size, total):
+  count = parameters.count(presets.decoder_only(size))
+  assert round(count / 1e6, 1) == total
+
+
+@pytest.mark.parametrize(
+  'pair, encoder, decoder, cross, embedding, total',
+  [
+    ('s_s', 20988416, 29385216, 8396800, 262144000, 312517632),
+    ('b_b', 84972288, 113302272, 28329984, 393216000, 591490560),
+    ('l_l', 308380672, 409093120, 100712448, 524288000, 1241761792),
+    ('ml_ml', 743889024, 866632320, 122743296, 589824000, 2200345344),
+    ('xl_xl', 1157826560, 1560578048, 402751488, 1048576000, 3766980608),
+    ('2b_2b', 2024517888, 2392687872, 368169984, 1179648000, 5596853760),
+    ('9b_2b', 8324201984, 2460845312, 436327424, 1507328000, 12292375296),
+    ('9b_9b', 8324201984, 10174191104, 1849989120, 1835008000, 20333401088),
+  ],
+)
+def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
+  config = presets.t5gemma(pair)
+  parts = parameters.count_by_stack(config)
+  assert parts['encoder'].non_embedding == encoder
+  assert parts['encoder'].cross == 0
+  assert parts['decoder'].non_embedding == decoder
+  assert parts['decoder'].cross == cross
+  assert parts['encoder'].embedding + parts['decoder'].embedding == embedding
+  assert parameters.count(config) == total
+
+
+def test_27b_pair_is_two_27b_and_its_cross_attention():
+  config = presets.t5gemma('27b_27b')
+  alone = parameters.count(presets.gemma2_27b())
+  cross = 46 * (2 * 4608 * 128 * (32 + 16) + 2 * 4608)
+  assert parameters.count(config) == 2 * alone + cross
+
+
+def test_padding_rows_are_not_counted():
+  config = presets.decoder_only('toy', vocab_size=100, vocab_multiple=64)
+  padded = parameters.parameter_table(config)['decoder/embedder/table']
+  assert padded.shape == (128, 128)
+  assert parameters.count_by_stack(config)['decoder'].embedding == 100 * 128
+
+
+def test_query_scales():
+  assert presets.gemma2_2b().decoder.query_scale == 256
+  assert presets.gemma2_9b().decoder.query_scale == 256
+  assert presets.gemma2_27b().decoder.query_scale == 144
+  assert presets.stack('xl').query_scale == 64
+
+
+def test_pairs_of_sizes_with_underscores():
+  config = presets.t5gemma('toy_large_toy_small', vocab_size=64)
+  assert (config.encoder.layers, config.decoder.layers) == (6, 2)
+  assert config.decoder.cross_width == config.encoder.width == 256
+  assert config.encoder.role == 'bidirectional'
+  assert config.encoder.vocab_size == config.decoder.vocab_size == 64
+
+
+@pytest.mark.parametrize('pair', ['2b', '2b_3b', '_2b', '2b_2b_2b'])
+def test_unknown_pairs(pair):
+  with pytest.raises(errors.UserError, match='not a pair'):
+    presets.t5gemma(pair)
+
+
+def test_unknown_size():
+  with pytest.raises(errors.UserError, match="no model size '3b'.*2b"):
+    presets.decoder_only('3b')

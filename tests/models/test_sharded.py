@@ -1,0 +1,83 @@
+"""Logits and gradients on meshes equal those of one device."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+import numpy as np
+import pytest
+
+from encdec_adapt.models import build, config
+from encdec_adapt.ops import partition
+
+pytestmark = pytest.mark.sharded
+
+AXES = ('replica', 'fsdp', 'sequence', 'tensor')
+RULES = {
+  'embed': 'fsdp',
+  'table_embed': None,
+  'vocab': ('fsdp', 'tensor'),
+  'heads': 'tensor',
+  'kv_heads': 'tensor',
+  'head_dim': None,
+  'mlp': 'tensor',
+  'layers': None,
+  'batch': ('replica', 'fsdp'),
+  'length': 'sequence',
+  'kv_length': None,
+  'act_embed': None,
+  'act_heads': 'tensor',
+  'act_mlp': 'tensor',
+  'act_vocab': 'tensor',
+}
+
+
+@pytest.fixture
+def case(small_stack, redraw, pack):
+  """A pair, its parameters, rows, and the loss with logits."""
+  stack = small_stack(vocab_multiple=8)
+  pair = config.encoder_decoder(small_stack(width=24, vocab_multiple=8), stack)
+  model = build.build(pair, remat='full', attention_chunk=4)
+  encoder = pack([[5, 7], [16], [3, 3, 9], [1]], 16)
+  decoder = pack([[4, 4], [8], [2, 2, 3], [1]], 8, seed=1)
+
+  def loss(params, encoder, decoder):
+    encoded = model.encode(params, *encoder)
+    hidden = model.decode(params, *decoder, encoded, encoder[1])
+    logits = model.logits(params, hidden)
+    return jnp.sum(jnp.sin(logits) * (decoder[1] > 0)[..., None]), logits
+
+  return model, redraw(model), encoder, decoder, loss
+
+
+@pytest.mark.parametrize(
+  'shape', [(1, 4, 1, 2), (2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1)], ids=str
+)
+def test_meshes_equal_one_device(case, shape):
+  model, params, encoder, decoder, loss = case
+  expected, expected_logits = jax.jit(jax.grad(loss, has_aux=True))(
+    params, encoder, decoder
+  )
+  mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
+
+  def place(path, x):
+    axes = model.table['/'.join(key.key for key in path)].axes
+    spec = partition.Partition(mesh, RULES).spec(*axes)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  placed = jax.tree_util.tree_map_with_path(place, params)
+  query = placed['decoder']['blocks']['layer_0']['attention']['query']
+  shards = shape[1] * shape[3]
+  assert query.addressable_shards[0].data.size * shards == query.size
+
+  @jax.jit
+  def sharded(params, encoder, decoder):
+    with partition.use(mesh, RULES):
+      return jax.grad(loss, has_aux=True)(params, encoder, decoder)
+
+  got, logits = sharded(placed, encoder, decoder)
+  np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4),
+    got,
+    expected,
+  )

@@ -1,0 +1,203 @@
+"""Scan, tail, rematerialisation and dtypes do not change the function."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.models import build, config, execution, layers_index
+from encdec_adapt.runtime import errors
+
+FIVE_TO_ONE = ('local',) * 5 + ('global',)
+
+
+def unrolled(stack, params):
+  """The stack with every layer in the tail, and its parameters."""
+  kinds = tuple(stack.layer_kind(i) for i in range(stack.layers))
+  flat = dataclasses.replace(stack, pattern=(*kinds, 'global'))
+  assert flat.repeats == 0 and flat.tail == kinds
+  rest = {k: v for k, v in params.items() if k not in ('blocks', 'tail')}
+  blocks = [
+    layers_index.get_layer(stack, params, i) for i in range(stack.layers)
+  ]
+  return flat, rest | layers_index.join_layers(flat, blocks)
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'layers': 5},
+    {'layers': 8, 'pattern': FIVE_TO_ONE},
+    {'layers': 1},
+    {'layers': 3, 'pattern': ('global',)},
+  ],
+  ids=str,
+)
+def test_a_scanned_stack_equals_its_layers_unrolled(
+  changes, small_stack, redraw, pack, run
+):
+  stack = small_stack(**changes)
+  model = build.build(config.DecoderOnlyConfig(stack))
+  params = redraw(model)
+  flat, flat_params = unrolled(stack, params['decoder'])
+  flat_model = build.build(config.DecoderOnlyConfig(flat))
+  rows = pack([[9, 3], [12]], 12)
+  np.testing.assert_allclose(
+    run(model)(params, None, rows),
+    run(flat_model)({'decoder': flat_params}, None, rows),
+    atol=2e-5,
+  )
+
+
+def test_an_unequal_pair_equals_its_layers_unrolled(
+  small_pair, redraw, pack, run
+):
+  model = build.build(small_pair)
+  params = redraw(model)
+  flat = {k: unrolled(s, params[k]) for k, s in small_pair.stacks.items()}
+  flat_model = build.build(
+    config.EncoderDecoderConfig(**{k: stack for k, (stack, _) in flat.items()})
+  )
+  encoder, decoder = pack([[5, 4], [9]], 10), pack([[2, 6], [7]], 8, seed=1)
+  np.testing.assert_allclose(
+    run(model)(params, encoder, decoder),
+    run(flat_model)({k: p for k, (_, p) in flat.items()}, encoder, decoder),
+    atol=2e-5,
+  )
+
+
+def test_the_order_of_layers_matters(small_stack, redraw, pack, run):
+  stack = small_stack(layers=4)
+  model = build.build(config.DecoderOnlyConfig(stack))
+  params = redraw(model)
+  order = [
+    layers_index.get_layer(stack, params['decoder'], i) for i in (2, 1, 0, 3)
+  ]
+  swapped = params['decoder'] | layers_index.join_layers(stack, order)
+  rows = pack([[12]], 12)
+  assert not np.allclose(
+    run(model)(params, None, rows),
+    run(model)({'decoder': swapped}, None, rows),
+    atol=1e-2,
+  )
+
+
+@pytest.fixture
+def gradients(small_pair, redraw, pack):
+  """A function (**options) -> logits and gradients of a small pair."""
+  params = redraw(build.build(small_pair))
+  encoder, decoder = pack([[5, 4]], 10), pack([[2, 5]], 8, seed=1)
+
+  def make(**options):
+    model = build.build(small_pair, **options)
+
+    def loss(params):
+      encoded = model.encode(params, *encoder)
+      hidden = model.decode(params, *decoder, encoded, encoder[1])
+      logits = model.logits(params, hidden)
+      return jnp.sum(jnp.sin(logits) * (decoder[1] > 0)[..., None]), logits
+
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+  return make
+
+
+def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
+  expected, expected_logits = gradients(remat='none')
+  assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(expected))
+  variants = [{'remat': name} for name in execution.REMAT_POLICIES]
+  variants += [
+    {'remat': 'full', 'scan_unroll': 4},
+    {'attention_chunk': 3},
+    {'attention_backend': 'reference'},
+  ]
+  for options in variants[1:]:
+    got, logits = gradients(**options)
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-5)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4),
+      got,
+      expected,
+    )
+
+
+@pytest.mark.parametrize(
+  'remat, products, kept',
+  [('full', False, False), ('dots', True, False), ('attention', False, True)],
+)
+def test_policies_save_what_they_say(
+  remat, products, kept, small_stack, capsys
+):
+  stack = small_stack(layers=1)  # in the tail, so that nothing is in a loop
+  model = build.build(config.DecoderOnlyConfig(stack), remat=remat)
+  params = jax.jit(model.init)(jax.random.key(0))
+  ids = jnp.ones((2, 4), jnp.int32)
+  jax.ad_checkpoint.print_saved_residuals(
+    lambda p: model.decode(p, ids, ids, ids).sum(), params
+  )
+  saved = capsys.readouterr().out
+  # [B, L, F] is made by products only, [B, L, N, H] is named.
+  assert ('f32[2,4,24]' in saved) == products
+  assert (execution.ATTENTION_OUTPUT in saved) == kept
+
+
+def test_bfloat16_is_near_float32(gradients):
+  expected, expected_logits = gradients()
+  got, logits = gradients(dtype=jnp.bfloat16)
+  assert logits.dtype == jnp.float32
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(got))
+  error = jnp.abs(logits - expected_logits).max()
+  assert 0 < error < 0.05 * jnp.abs(expected_logits).max()
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert jnp.linalg.norm(a - b) < 0.2 * jnp.linalg.norm(b)
+
+
+def test_states_are_in_the_compute_dtype(small_stack, pack, redraw):
+  decoder = config.DecoderOnlyConfig(small_stack())
+  model = build.build(decoder, dtype=jnp.bfloat16)
+  states = model.decode(redraw(model), *pack([[4]], 4))
+  assert states.dtype == jnp.bfloat16
+
+
+def test_embedding_scale_is_rounded_to_the_compute_dtype(small_stack):
+  from encdec_adapt.models import layers
+
+  table = jnp.ones((4, 3072))
+  x = layers.embed(table, jnp.zeros((1, 1), jnp.int32), jnp.dtype('bfloat16'))
+  assert float(x[0, 0, 0]) == 55.5
+  x = layers.embed(table, jnp.zeros((1, 1), jnp.int32), jnp.dtype('float32'))
+  assert float(x[0, 0, 0]) == pytest.approx(3072**0.5, rel=1e-6)
+
+
+def test_logits_are_capped_and_without_padding_rows(small_stack, pack, redraw):
+  stack = small_stack(vocab_multiple=64, final_softcap=2.0)
+  model = build.build(config.DecoderOnlyConfig(stack))
+  params = redraw(model)
+  assert model.head(params).shape == (64, 16)
+  logits = model.logits(params, 9 * model.decode(params, *pack([[4]], 4)))
+  assert logits.shape == (1, 4, 53)
+  assert 1.9 < jnp.abs(logits).max() <= 2.0
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'remat': 'some'}, "remat is 'some'.*attention"),
+    ({'dtype': jnp.int32}, 'dtype is int32'),
+    ({'attention_backend': 'flash'}, "'flash'.*chunked"),
+    ({'attention_chunk': 0}, 'attention_chunk is 0'),
+    ({'scan_unroll': 0}, 'scan_unroll is 0'),
+  ],
+)
+def test_bad_options(small_stack, options, message):
+  with pytest.raises(errors.UserError, match=message):
+    build.build(config.DecoderOnlyConfig(small_stack()), **options)
+
+
+def test_models_are_values(small_pair):
+  model = build.build(small_pair, dtype='bfloat16')
+  assert model == build.build(small_pair, dtype=jnp.bfloat16)
+  assert hash(model) == hash(build.build(small_pair, dtype=jnp.bfloat16))
+  assert model != build.build(small_pair)

@@ -1,0 +1,258 @@
+"""The one-pass distillation against the dense one, alone and on meshes."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+import pytest
+
+from encdec_adapt.ops import dense_loss, distillation_loss, partition
+
+AXES = ('replica', 'fsdp', 'sequence', 'tensor')
+MESHES = [
+  shape for shape in itertools.product((1, 2, 4, 8), repeat=4)
+  if np.prod(shape) == 8
+]  # fmt: skip
+
+
+def make_case(
+  B=2, T=7, D=8, E=5, V=24, W=24, vocab_size=21, dtype=jnp.float32, seed=0
+):
+  """Student and teacher of unequal widths, and unequal weights with zeros."""
+  keys = jax.random.split(jax.random.key(seed), 5)
+  hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
+  table = 2 * jax.random.normal(keys[1], (V, D))
+  teacher_hidden = jax.random.normal(keys[2], (B, T, E)).astype(dtype)
+  teacher_table = 2 * jax.random.normal(keys[3], (W, E))
+  weights = jnp.maximum(jax.random.normal(keys[4], (B, T)) + 0.5, 0.0)
+  return hidden, table, teacher_hidden, teacher_table, weights
+
+
+def with_gradients(loss, **options):
+  """(sums, gradients of total in all five arrays)."""
+
+  def total(*arrays):
+    sums = loss(*arrays, **options)
+    return 3.0 * sums.total, sums
+
+  def run(*arrays):
+    gradients, sums = jax.grad(total, argnums=range(5), has_aux=True)(*arrays)
+    return sums, gradients
+
+  return run
+
+
+def assert_same(actual, expected, *, rtol=2e-5, atol=3e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.asarray(a, np.float32), np.asarray(b, np.float32), rtol, atol
+    ),
+    actual,
+    expected,
+  )
+
+
+def test_literal_value():
+  # The teacher says (1/4, 3/4), the student (1/2, 1/2).
+  one = jnp.ones((1, 1, 1))
+  sums = distillation_loss.distillation(
+    one,
+    jnp.zeros((2, 1)),
+    one,
+    jnp.log(jnp.array([[1.0], [3.0]])),
+    jnp.array([[2.0]]),
+    vocab_size=2,
+  )
+  np.testing.assert_allclose(sums.total, 2 * np.log(2), rtol=1e-6)
+  kl = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
+  np.testing.assert_allclose(sums.kl, 2 * kl, rtol=1e-5)
+  assert float(sums.weight) == 2.0
+
+
+@pytest.mark.parametrize('chunk', [1, 5, 64])
+@pytest.mark.parametrize('softcap,teacher_softcap', [(None, 4.0), (3.0, None)])
+@pytest.mark.parametrize('temperature', [1.0, 2.5])
+@pytest.mark.parametrize('z_loss', [0.0, 1e-2])
+def test_equals_dense(chunk, softcap, teacher_softcap, temperature, z_loss):
+  case = make_case()
+  options = dict(
+    vocab_size=21,
+    softcap=softcap,
+    teacher_softcap=teacher_softcap,
+    temperature=temperature,
+    z_loss=z_loss,
+  )
+  actual = with_gradients(
+    distillation_loss.distillation, chunk=chunk, **options
+  )(*case)
+  expected = with_gradients(dense_loss.distillation, **options)(*case)
+  assert_same(actual, expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+  B=st.integers(1, 3),
+  T=st.integers(1, 6),
+  D=st.integers(1, 5),
+  E=st.integers(1, 5),
+  vocab_size=st.integers(1, 9),
+  padding=st.integers(0, 4),
+  teacher_padding=st.integers(0, 4),
+  chunk=st.integers(1, 20),
+  seed=st.integers(0, 2**30),
+)
+def test_equals_dense_for_any_shape(
+  B, T, D, E, vocab_size, padding, teacher_padding, chunk, seed
+):
+  rows = (vocab_size + padding, vocab_size + teacher_padding)
+  case = make_case(B, T, D, E, *rows, vocab_size, seed=seed)
+  options = dict(vocab_size=vocab_size, softcap=5.0, temperature=1.5)
+  actual = with_gradients(
+    distillation_loss.distillation, chunk=chunk, **options
+  )(*case)
+  expected = with_gradients(dense_loss.distillation, **options)(*case)
+  assert_same(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_products_keep_float32_sums_and_table_gradient():
+  case = make_case(dtype=jnp.bfloat16)
+  options = dict(vocab_size=21, softcap=30.0, teacher_softcap=30.0)
+  sums, gradients = with_gradients(
+    distillation_loss.distillation, chunk=4, **options
+  )(*case)
+  expected_sums, expected = with_gradients(dense_loss.distillation, **options)(
+    *case
+  )
+  assert gradients[0].dtype == jnp.bfloat16
+  assert gradients[1].dtype == jnp.float32
+  assert_same(sums, expected_sums)
+  assert_same(gradients, expected, rtol=2e-2, atol=6e-2)
+
+
+def test_a_student_equal_to_its_teacher_has_no_gradient():
+  hidden, table, _, _, weights = make_case()
+  sums, gradients = with_gradients(
+    distillation_loss.distillation,
+    vocab_size=21,
+    softcap=5.0,
+    teacher_softcap=5.0,
+    temperature=2.0,
+  )(hidden, table, hidden, table, weights)
+  np.testing.assert_allclose(sums.kl, 0.0, atol=1e-5)
+  for gradient in gradients[:4]:
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-5)
+
+
+def test_padding_rows_change_nothing():
+  hidden, table, teacher_hidden, teacher_table, weights = make_case()
+  run = with_gradients(distillation_loss.distillation, vocab_size=21)
+  expected = run(hidden, table, teacher_hidden, teacher_table, weights)
+  actual = run(
+    hidden,
+    table.at[21:].set(1e4),
+    teacher_hidden,
+    teacher_table.at[21:].set(1e4),
+    weights,
+  )
+  assert_same(actual, expected, rtol=0, atol=0)
+  dtable = expected[1][1]
+  assert not np.any(dtable[21:])
+  assert np.all(np.any(dtable[:21], axis=-1))
+
+
+def test_microbatch_of_weight_zero_is_exactly_zero():
+  *arrays, weights = make_case()
+  sums, gradients = with_gradients(
+    distillation_loss.distillation, vocab_size=21, z_loss=1e-2
+  )(*arrays, jnp.zeros_like(weights))
+  for leaf in jax.tree.leaves((sums, gradients[:4])):
+    assert not np.any(leaf)
+
+
+def test_bad_arguments():
+  case = make_case(W=22)
+  for options, message in (
+    (dict(vocab_size=23), 'vocab_size=23'),
+    (dict(vocab_size=21, temperature=0.0), 'temperature=0.0'),
+    (dict(vocab_size=21, teacher_softcap=-1.0), 'softcap=-1.0'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      distillation_loss.distillation(*case, **options)
+
+
+def test_memory_does_not_hold_all_logits():
+  N, V, D = 256, 4096, 16
+  shapes = (
+    jax.ShapeDtypeStruct((1, N, D), jnp.float32),
+    jax.ShapeDtypeStruct((V, D), jnp.float32),
+    jax.ShapeDtypeStruct((1, N, D), jnp.float32),
+    jax.ShapeDtypeStruct((V, D), jnp.float32),
+    jax.ShapeDtypeStruct((1, N), jnp.float32),
+  )
+
+  def temporary(loss, **options):
+    run = with_gradients(loss, vocab_size=V, softcap=30.0, **options)
+    program = jax.jit(run).lower(*shapes).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+  logits_bytes = N * V * 4
+  assert temporary(dense_loss.distillation) >= logits_bytes
+  one_pass = temporary(distillation_loss.distillation, chunk=16)
+  assert one_pass < logits_bytes / 2
+
+
+# On meshes.
+
+
+def on_mesh(shape, vocab, function):
+  """Jits `function` with a partition of this mesh active."""
+  mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
+  rules = {
+    'batch': ('replica', 'fsdp'),
+    'length': 'sequence',
+    'vocab': vocab,
+  }
+
+  @jax.jit
+  def run(*arguments):
+    with partition.use(mesh, rules):
+      return function(*arguments)
+
+  return run
+
+
+def mesh_case():
+  return make_case(B=8, T=8, D=4, E=3, V=16, W=14, vocab_size=13)
+
+
+@pytest.fixture(scope='module')
+def one_device():
+  run = with_gradients(
+    distillation_loss.distillation,
+    chunk=3,
+    vocab_size=13,
+    softcap=5.0,
+    temperature=2.0,
+    z_loss=1e-2,
+  )
+  return run, jax.jit(run)(*mesh_case())
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('shape', MESHES, ids=str)
+def test_mesh_equals_one_device(shape, one_device):
+  run, expected = one_device
+  actual = on_mesh(shape, ('fsdp', 'tensor'), run)(*mesh_case())
+  assert_same(actual, expected)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('vocab', ['fsdp', 'tensor', None], ids=str)
+def test_rules_of_the_vocabulary(vocab, one_device):
+  run, expected = one_device
+  actual = on_mesh((1, 2, 2, 2), vocab, run)(*mesh_case())
+  assert_same(actual, expected)

@@ -1,0 +1,147 @@
+"""Norms, activations and rotary embedding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.ops import activations, norms, rope
+
+
+def random(seed, *shape):
+  return jnp.asarray(
+    np.random.default_rng(seed).normal(size=shape), jnp.float32
+  )
+
+
+def test_rms_norm_equals_its_formula():
+  x, scale = random(0, 2, 3, 8), random(1, 8)
+  x64, scale64 = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+  mean_square = (x64**2).mean(-1, keepdims=True)
+  expected = x64 / np.sqrt(mean_square + 1e-6) * (1 + scale64)
+  np.testing.assert_allclose(
+    norms.rms_norm(x, scale, 1e-6), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_rms_norm_adds_epsilon_inside_the_root():
+  x = jnp.zeros((1, 4)).at[0, 0].set(2.0)  # mean square 1
+  out = norms.rms_norm(x, jnp.zeros(4), 3.0)
+  np.testing.assert_allclose(out, [[1.0, 0.0, 0.0, 0.0]])
+
+
+def test_rms_norm_casts_once():
+  x = random(0, 4, 64).astype(jnp.bfloat16)
+  # 1 + scale is 1 in bfloat16: the gain shows only if it is fp32.
+  scale = jnp.full((64,), 2.0**-9)
+  out = norms.rms_norm(x, scale, 1e-6)
+  exact = norms.rms_norm(x.astype(jnp.float32), scale, 1e-6)
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+  without = norms.rms_norm(x, jnp.zeros(64), 1e-6)
+  assert (out != without).any()
+
+
+def test_rms_norm_of_zeros_has_finite_gradients():
+  gradient = jax.grad(lambda x: norms.rms_norm(x, jnp.ones(8), 1e-6).sum())
+  assert np.isfinite(gradient(jnp.zeros((2, 8)))).all()
+
+
+X = jnp.concatenate([jnp.linspace(-12, 12, 97), jnp.array([-1e4, 0.0, 1e4])])
+
+
+def test_gelu_equals_jax():
+  np.testing.assert_allclose(
+    activations.gelu_tanh(X), jax.nn.gelu(X, approximate=True), atol=1e-6
+  )
+  np.testing.assert_allclose(activations.gelu_tanh(jnp.ones(())), 0.841192)
+
+
+def test_gelu_gradient_equals_jax():
+  got, expected = (
+    jax.vmap(jax.grad(f))(X)
+    for f in (activations.gelu_tanh, lambda x: jax.nn.gelu(x, approximate=True))
+  )
+  np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_gelu_rounds_once_in_bfloat16():
+  x = X.astype(jnp.bfloat16)
+  exact = activations.gelu_tanh(x.astype(jnp.float32))
+  np.testing.assert_array_equal(
+    activations.gelu_tanh(x), exact.astype(jnp.bfloat16)
+  )
+  gradient = jax.vmap(jax.grad(activations.gelu_tanh))
+  assert gradient(x).dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    np.asarray(gradient(x), np.float32),
+    gradient(x.astype(jnp.float32)),
+    atol=5e-3,
+  )
+
+
+def test_gelu_keeps_one_array_for_the_backward_pass():
+  _, backward = jax.vjp(activations.gelu_tanh, random(0, 4, 8))
+  kept = [x for x in jax.tree.leaves(backward) if jnp.size(x) > 1]
+  assert [x.shape for x in kept] == [(4, 8)]
+
+
+def test_softcap():
+  x = jnp.array([-1e6, -1.0, 0.0, 1.0, 1e6])
+  np.testing.assert_allclose(
+    activations.softcap(x, 30.0),
+    [-30.0, -0.99963, 0.0, 0.99963, 30.0],
+    rtol=1e-5,
+  )
+  gradient = jax.vmap(jax.grad(lambda x: activations.softcap(x, 30.0)))(x)
+  np.testing.assert_allclose(gradient, [0, 0.99889, 1, 0.99889, 0], rtol=1e-5)
+
+
+def test_rope_is_half_split_with_falling_frequencies():
+  # H = 4, theta = 100: pairs (0, 2) at frequency 1 and (1, 3) at 1/10.
+  x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+  out = rope.apply_rope(x, jnp.array([[2]]), 100.0)[0, 0, 0]
+  fast, slow = np.array([np.cos(2), np.sin(2)]), np.array([0.980067, 0.198669])
+  expected = [
+    1 * fast[0] - 3 * fast[1],
+    2 * slow[0] - 4 * slow[1],
+    3 * fast[0] + 1 * fast[1],
+    4 * slow[0] + 2 * slow[1],
+  ]
+  np.testing.assert_allclose(out, expected, rtol=1e-5)
+
+
+def test_rope_leaves_position_zero_alone():
+  x = random(0, 2, 3, 2, 8)
+  np.testing.assert_array_equal(
+    rope.apply_rope(x, jnp.zeros((2, 3), jnp.int32), 1e4), x
+  )
+
+
+def test_rope_products_depend_on_the_distance_only():
+  q, k = random(0, 1, 1, 1, 8), random(1, 1, 1, 1, 8)
+
+  def product(q_position, k_position):
+    at = lambda x, p: rope.apply_rope(x, jnp.array([[p]]), 1e4)
+    return jnp.sum(at(q, q_position) * at(k, k_position))
+
+  near, far = product(7, 3), product(1007, 1003)
+  np.testing.assert_allclose(near, far, atol=1e-3)
+  assert abs(near - product(3, 7)) > 1e-2
+
+
+def test_rope_casts_angles_to_bfloat16_but_computes_them_in_fp32():
+  x = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
+  # 4095 is no bfloat16 number.
+  positions = jnp.array([[4095]])
+  out = rope.apply_rope(x, positions, 1e4)
+  assert out.dtype == jnp.bfloat16
+  exact = rope.apply_rope(x.astype(jnp.float32), positions, 1e4)
+  np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=1e-2)
+  cos, sin = rope.angles(positions, 8, 1e4, jnp.bfloat16)
+  assert cos.dtype == sin.dtype == jnp.bfloat16
+
+
+def test_rope_refuses_odd_head_dimensions():
+  with pytest.raises(ValueError, match='head_dim is 5'):
+    rope.angles(jnp.array([[0]]), 5, 1e4, jnp.float32)

@@ -1,0 +1,62 @@
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt.runtime import app
+
+_MAIN = """
+from absl import flags
+from encdec_adapt.runtime import app, errors
+_DO = flags.DEFINE_enum('do', 'none', ['none', 'refuse', 'break', 'stop'], '')
+
+def main(argv):
+  print('doing', argv[1:])
+  if _DO.value == 'refuse':
+    raise errors.UserError('config.train.steps is -1;\\n  give at least 1.')
+  if _DO.value == 'break':
+    raise RuntimeError('a defect')
+  return app.RESTART if _DO.value == 'stop' else None
+
+app.run(main)
+"""
+
+
+def _run(*arguments):
+  return subprocess.run(
+    [sys.executable, '-c', _MAIN, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+
+
+def test_success_and_leftover_arguments():
+  done = _run('more')
+  assert (done.returncode, done.stdout) == (0, "doing ['more']\n")
+
+
+def test_a_user_error_is_one_paragraph():
+  done = _run('--do=refuse')
+  assert done.returncode == app.USER_ERROR == 2
+  assert done.stderr == ('Error: config.train.steps is -1; give at least 1.\n')
+
+
+@pytest.mark.parametrize('flag', ['--do=dance', '--unknown'])
+def test_a_bad_flag_is_a_user_error(flag):
+  done = _run(flag)
+  assert done.returncode == app.USER_ERROR
+  assert done.stderr.startswith('Error: ')
+  assert done.stderr.count('\n') == 1
+  assert done.stdout == ''
+
+
+def test_a_defect_keeps_its_traceback():
+  done = _run('--do=break')
+  assert done.returncode == 1
+  assert 'Traceback' in done.stderr
+  assert 'a defect' in done.stderr
+
+
+def test_a_status_is_passed_on():
+  assert _run('--do=stop').returncode == app.RESTART == 75

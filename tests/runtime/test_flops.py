@@ -1,0 +1,111 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.runtime import flops
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('inclusive', [True, False])
+@pytest.mark.parametrize('window', [None, 1, 2, 5, 6, 7, 20])
+def test_visible_pairs_are_those_of_the_mask(causal, inclusive, window):
+  length = 6
+  distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+  mask = distance >= 0 if causal else np.full((length, length), True)
+  if window is not None:
+    # The inclusive rule is about bidirectional layers only.
+    limit = window if causal or not inclusive else window + 1
+    mask &= abs(distance) < limit
+  assert mask.sum() == flops.visible_pairs(
+    length, causal=causal, window=window, window_inclusive=inclusive
+  )
+
+
+def _stack(**changes):
+  values = dict(
+    width=16,
+    mlp=32,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    windows=(None,),
+    causal=False,
+  )
+  return flops.StackShape(**(values | changes))
+
+
+def test_one_layer_equals_what_xla_counts():
+  stack, length, source = _stack(cross_width=24), 10, 6
+
+  def layer(x, y):
+    d, f, n, k, h, e = 16, 32, 4, 2, 8, 24
+    ones = jnp.ones
+    for memory, width in ((x, d), (y, e)):
+      q = (x @ ones((d, n * h))).reshape(-1, k, n // k, h)
+      key = (memory @ ones((width, k * h))).reshape(-1, k, h)
+      value = (memory @ ones((width, k * h))).reshape(-1, k, h)
+      scores = jnp.einsum('tkgh,skh->kgts', q, key)
+      out = jnp.einsum('kgts,skh->tkgh', scores, value)
+      x = out.reshape(-1, n * h) @ ones((n * h, d))
+    return (x @ ones((d, f)), x @ ones((d, f))), ones((length, f)) @ ones(
+      (f, d)
+    )
+
+  x, y = jnp.ones((length, 16)), jnp.ones((source, 24))
+  products = 0
+  for equation in jax.make_jaxpr(layer)(x, y).eqns:
+    if equation.primitive.name == 'dot_general':
+      contracted = equation.params['dimension_numbers'][0][0]
+      left = equation.invars[0].aval.shape
+      products += (
+        2
+        * equation.outvars[0].aval.size
+        * int(np.prod([left[axis] for axis in contracted]))
+      )
+  assert flops.forward(stack, length, source_length=source) == products
+
+
+def test_layers_add_up_and_windows_limit():
+  one = flops.forward(_stack(causal=True), 64)
+  local = flops.forward(_stack(causal=True, windows=(8,)), 64)
+  both = flops.forward(_stack(causal=True, windows=(8, None)), 64)
+  assert both == one + local
+  assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
+
+
+def test_vocabulary_and_estimate():
+  assert flops.vocabulary(16, 100, 3) == 2 * 16 * 100 * 3
+  assert flops.by_parameters(1000, 7) == 42_000
+
+
+@pytest.mark.parametrize(
+  'kind, tera',
+  [
+    ('TPU v4', 275),
+    ('TPU v5 lite', 197),
+    ('TPU v5e', 197),
+    ('TPU v5', 459),
+    ('TPU v5p', 459),
+    ('TPU v6 lite', 918),
+    ('NVIDIA H100 80GB HBM3', 989),
+    ('NVIDIA H100 PCIe', 756),
+    ('NVIDIA H200', 989),
+  ],
+)
+def test_peak_of_known_devices(kind, tera):
+  device = types.SimpleNamespace(platform='some', device_kind=kind)
+  assert flops.peak([device] * 4) == 4 * tera * 1e12
+
+
+def test_peak_of_an_unknown_device_is_not_guessed():
+  device = types.SimpleNamespace(platform='some', device_kind='TPU v9')
+  assert flops.peak([device]) is None
+
+
+def test_cpu_peak_is_measured_once_for_all_fake_devices(monkeypatch):
+  assert 1e8 < flops.measured_peak(size=256, repeats=2) < 1e15
+  monkeypatch.setattr(flops, 'measured_peak', lambda: 5.0)
+  assert flops.peak(jax.devices()) == 5.0

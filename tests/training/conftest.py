@@ -1,0 +1,126 @@
+"""A toy encoder-decoder, batches for it, and how to train it."""
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.models import build
+from encdec_adapt.models import config as model_config
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import objectives, optimizers, phases, schedules
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
+
+VOCAB = 60
+LENGTHS = batch_lib.Lengths(encoder=12, decoder=8)
+
+STACK = model_config.StackConfig(
+  layers=2,
+  width=16,
+  mlp_width=32,
+  heads=4,
+  kv_heads=2,
+  head_dim=8,
+  vocab_size=VOCAB,
+  vocab_multiple=8,
+  pattern=('local',),
+  window=4,
+  query_scale=8.0,
+)
+PAIR = model_config.encoder_decoder(STACK, STACK)
+SOURCE = model_config.DecoderOnlyConfig(STACK)
+
+
+def make_batch(rows: int, seed: int = 0, teacher: bool = False):
+  """Packed rows of random pairs with unequal weights."""
+  rng = np.random.default_rng(seed)
+  framed = []
+  for _ in range(rows):
+    pairs = [
+      batch_lib.Pair(
+        rng.integers(5, VOCAB, rng.integers(1, 5), dtype=np.int32),
+        rng.integers(5, VOCAB, rng.integers(1, 4), dtype=np.int32),
+      )
+      for _ in range(2)
+    ]
+    framed.append(batch_lib.frame_row(pairs, LENGTHS, teacher=teacher))
+  batch = batch_lib.stack_rows(framed)
+  batch['weights'] *= rng.random(batch['weights'].shape, dtype=np.float32)
+  return batch
+
+
+class Trainer:
+  """State and step of the toy model on a mesh."""
+
+  def __init__(
+    self,
+    mesh=None,
+    *,
+    microbatches=1,
+    warmup=0,
+    loss=None,
+    rate=1e-2,
+    optimizer=None,
+    teacher=None,
+    rules='fsdp',
+  ):
+    mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
+    count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
+    self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
+    self.where = state_lib.Placement(
+      build.build(PAIR), self.mesh, rules_lib.named(rules)
+    )
+    self.optimizer = optimizers.Optimizer(
+      optimizer
+      or optimizers.OptimizerConfig(
+        'adamw',
+        schedules.ScheduleConfig('constant', rate, 2, 100),
+        weight_decay=0.1,
+      )
+    )
+    self.groups = phases.cross_attention_warmup(warmup)
+    self.assignment = phases.assign(self.where.model.table, self.groups)
+    self.loss = loss or objectives.LossConfig(z_loss=1e-3, chunk=16)
+    self.config = step_lib.StepConfig(microbatches, 1.0)
+    self.teacher = teacher
+    self.functions = {}
+
+  def init(self, params=None):
+    """State at step 0."""
+    if params is None:
+      params = self.where.place(self.where.model.init, jax.random.key(0))
+    return state_lib.create(
+      params, self.optimizer, self.assignment,
+      phases.active(self.groups, 0), self.where,
+    )
+
+  def step(self, state, batch, teacher_params=None):
+    """One step, thawing what is due."""
+    active = phases.active(self.groups, int(state.step))
+    state = state_lib.thaw(
+      state, self.optimizer, self.assignment, active, self.where
+    )
+    if active not in self.functions:
+      self.functions[active] = step_lib.make_train_step(
+        self.where, self.loss, self.optimizer, self.assignment, active,
+        self.config, self.teacher,
+      )
+    return self.functions[active](
+      state, step_lib.place_batch(batch, self.where), teacher_params or {}
+    )
+
+
+@pytest.fixture
+def trainer():
+  """The class, so that a test chooses the mesh."""
+  return Trainer
+
+
+def host(tree):
+  """Flat path -> numpy array."""
+  return {
+    path: np.asarray(leaf)
+    for path, leaf in state_lib.flatten(tree).items()
+  }

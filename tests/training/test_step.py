@@ -1,0 +1,228 @@
+"""The training step: divisor, accumulation, guards, phases, meshes."""
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.models import build
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import objectives, optimizers, schedules
+from tests.training.conftest import (
+  PAIR,
+  SOURCE,
+  Trainer,
+  host,
+  make_batch,
+)
+
+
+def _updates(trainer, batches, teacher_params=None):
+  """Losses of some steps and the parameters after them."""
+  state = trainer.init()
+  losses = []
+  for batch in batches:
+    state, metrics = trainer.step(state, batch, teacher_params)
+    losses.append(float(metrics['loss']))
+  return losses, host(state.params)
+
+
+def _assert_close(one, other, tolerance=2e-5):
+  assert one[0] == pytest.approx(other[0], abs=tolerance)
+  for path, value in one[1].items():
+    np.testing.assert_allclose(
+      value, other[1][path], atol=tolerance, err_msg=path
+    )
+
+
+@pytest.fixture(scope='module')
+def reference():
+  """Two steps on one device, one batch of 16 rows each."""
+  return _updates(Trainer(), [make_batch(16, 0), make_batch(16, 1)])
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('microbatches', [1, 4])
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    mesh_lib.MeshConfig(fsdp=1),
+    mesh_lib.MeshConfig(fsdp=4),
+    mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2),
+    mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2),
+  ],
+  ids=['one', 'fsdp', 'replica-fsdp-tensor', 'fsdp-sequence-tensor'],
+)
+def test_meshes_and_microbatches_equal_one_large_batch(
+  mesh, microbatches, reference
+):
+  trainer = Trainer(mesh, microbatches=microbatches)
+  _assert_close(
+    _updates(trainer, [make_batch(16, 0), make_batch(16, 1)]), reference
+  )
+
+
+@pytest.mark.sharded
+def test_eight_devices_of_replicated_parameters_equal_one(reference):
+  trainer = Trainer(
+    mesh_lib.MeshConfig(replica=2, fsdp=4), rules='data_parallel'
+  )
+  _assert_close(
+    _updates(trainer, [make_batch(16, 0), make_batch(16, 1)]), reference
+  )
+
+
+def test_divisor_is_the_weight_of_the_whole_batch():
+  # Rows 0, 4, 8, .. form the first microbatch; all other weights are 0, so
+  # a divisor per microbatch would give another loss, or NaN.
+  batch = make_batch(16)
+  batch['weights'][np.arange(16) % 4 != 0] = 0.0
+  whole = _updates(Trainer(), [batch])
+  parts = _updates(Trainer(microbatches=4), [batch])
+  assert np.isfinite(whole[0][0])
+  _assert_close(parts, whole)
+
+
+def test_batch_of_weight_zero_moves_nothing_but_decay():
+  batch = make_batch(4)
+  batch['weights'][:] = 0.0
+  trainer = Trainer(
+    optimizer=optimizers.OptimizerConfig(
+      'adamw', schedules.ScheduleConfig('constant', 1e-2, 0, 10)
+    )
+  )
+  before = host(trainer.init().params)
+  losses, after = _updates(trainer, [batch])
+  assert losses == [0.0]
+  for path, value in before.items():
+    np.testing.assert_array_equal(after[path], value, err_msg=path)
+
+
+def test_non_finite_update_is_skipped_and_counted():
+  trainer = Trainer()
+  state, _ = trainer.step(trainer.init(), make_batch(4, 0))
+  before = host(state.params)
+  count = int(state.groups['all'].count)
+  bad = make_batch(4, 1)
+  bad['weights'][0, 0] = np.inf
+  state, metrics = trainer.step(state, bad)
+  assert (int(metrics['skipped']), int(metrics['skipped_in_row'])) == (1, 1)
+  assert int(state.groups['all'].count) == count
+  for path, value in host(state.params).items():
+    np.testing.assert_array_equal(value, before[path], err_msg=path)
+  state, metrics = trainer.step(state, make_batch(4, 2))
+  assert (int(metrics['skipped']), int(metrics['skipped_in_row'])) == (1, 0)
+  assert int(state.step) == 3
+
+
+def _is_cross(path):
+  return 'cross' in path
+
+
+def test_frozen_leaves_are_bit_equal_and_have_no_optimizer_state():
+  trainer = Trainer(warmup=3)
+  state = trainer.init()
+  before = host(state.params)
+  for seed in range(3):
+    state, metrics = trainer.step(state, make_batch(4, seed))
+  assert set(state.groups) == {'cross_attention'}
+  moments = jax.tree.leaves(state.groups['cross_attention'].inner)
+  cross = sum(v.size for p, v in before.items() if _is_cross(p))
+  assert sum(leaf.size for leaf in moments) == 2 * cross + 1  # and a count.
+  for path, value in host(state.params).items():
+    if _is_cross(path):
+      assert not np.array_equal(value, before[path]), path
+    else:
+      np.testing.assert_array_equal(value, before[path], err_msg=path)
+
+
+def test_clip_norm_is_that_of_the_moving_parameters():
+  batch = make_batch(4)
+  frozen, full = Trainer(warmup=3), Trainer()
+  _, some = frozen.step(frozen.init(), batch)
+  _, every = full.step(full.init(), batch)
+
+  model, params = frozen.where.model, host(full.init().params)
+  from encdec_adapt.training import state as state_lib
+
+  def loss(flat):
+    sums = objectives.loss_sums(
+      model, state_lib.unflatten(flat), batch, frozen.loss
+    )
+    return sums.total / sums.weight
+
+  gradients = jax.grad(loss)(params)
+  squares = {p: float((g**2).sum()) for p, g in gradients.items()}
+  cross = sum(v for p, v in squares.items() if _is_cross(p)) ** 0.5
+  assert float(some['gradient_norm']) == pytest.approx(cross, rel=1e-5)
+  total = sum(squares.values()) ** 0.5
+  assert float(every['gradient_norm']) == pytest.approx(total, rel=1e-5)
+
+
+def test_first_update_after_thawing_is_a_fresh_optimizers():
+  thawing = Trainer(warmup=2, rate=1e-2)
+  state = thawing.init()
+  for seed in range(2):
+    state, _ = thawing.step(state, make_batch(4, seed))
+  params = jax.tree.map(np.asarray, state.params)
+  state, metrics = thawing.step(state, make_batch(4, 9))
+  fresh = Trainer(rate=1e-2)
+  other, _ = fresh.step(
+    fresh.init(jax.tree.map(jax.numpy.array, params)), make_batch(4, 9)
+  )
+  mine, theirs = host(state.params), host(other.params)
+  for path in mine:
+    if not _is_cross(path):
+      np.testing.assert_allclose(
+        mine[path], theirs[path], atol=1e-7, err_msg=path
+      )
+  # Half of the peak: the first of two warm-up steps, by its own count.
+  assert float(metrics['learning_rate/rest']) == pytest.approx(5e-3)
+  assert float(metrics['learning_rate/cross_attention']) == pytest.approx(1e-2)
+
+
+def test_distillation_alone_has_no_gradient_of_the_data():
+  teacher = build.build(SOURCE)
+  teacher_params = teacher.init(jax.random.key(1))
+  batch = make_batch(4, teacher=True)
+  model = build.build(PAIR)
+  params = model.init(jax.random.key(0))
+  config = objectives.LossConfig(distillation=1.0, chunk=16)
+
+  def loss(params, batch):
+    return objectives.loss_sums(
+      model, params, batch, config, (teacher, teacher_params)
+    ).total
+
+  other = {**batch, 'targets': np.where(batch['targets'] > 0, 7, 0)}
+  one, two = jax.grad(loss)(params, batch), jax.grad(loss)(params, other)
+  jax.tree.map(np.testing.assert_array_equal, one, two)
+  sums = objectives.loss_sums(
+    model, params, batch, config, (teacher, teacher_params)
+  )
+  assert float(sums.distillation) > 0
+  assert float(sums.cross_entropy) > 0
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('share', [0.5, 1.0])
+def test_distillation_on_a_mesh_equals_one_device(share):
+  teacher = build.build(SOURCE)
+  params = teacher.init(jax.random.key(1))
+  loss = objectives.LossConfig(distillation=share, z_loss=1e-3, chunk=16)
+  batch = make_batch(16, teacher=True)
+  one = _updates(Trainer(loss=loss, teacher=teacher), [batch], params)
+  mesh = mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2)
+  many = _updates(
+    Trainer(mesh, loss=loss, teacher=teacher, microbatches=2), [batch], params
+  )
+  _assert_close(many, one)
+
+
+def test_adafactor_learns():
+  trainer = Trainer(
+    optimizer=optimizers.OptimizerConfig(
+      'adafactor', schedules.ScheduleConfig('rsqrt', 0.1, 0, 50, rsqrt_steps=5)
+    )
+  )
+  losses, _ = _updates(trainer, [make_batch(8)] * 8)
+  assert losses[-1] < losses[0] - 0.3
