@@ -20,7 +20,12 @@ CORE = [
 ]
 # What materialising records needs besides (SeqIO brings TensorFlow), and
 # what the reports are drawn with.
-DATA = ['seqio>=0.0.20', 'tensorflow-datasets>=4.9.9']
+# TFDS imports importlib_resources without requiring it.
+DATA = [
+  'importlib_resources>=6.0',
+  'seqio>=0.0.20',
+  'tensorflow-datasets>=4.9.9',
+]
 REPORT = ['matplotlib>=3.9']
 # Parity and the benchmark against Hugging Face; a CPU build is enough.
 PEER = ['torch>=2.6', 'transformers>=5.0']

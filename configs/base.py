@@ -60,6 +60,7 @@ def get_config():
   config.compute.attention = 'chunked'  # Or 'reference'.
   config.compute.attention_chunk = 256  # Queries whose scores exist at once.
   config.compute.scan_unroll = 1  # Layers of the scan unrolled at a time.
+  config.compute.compile_cache = ''  # Folder of compiled programs; '': none.
 
   # Where the parameters come from.
   config.init = ml_collections.ConfigDict()
@@ -100,7 +101,7 @@ def get_config():
   config.data.shards = 4  # Files a pass; also the most workers of use.
   config.data.workers = 2  # Processes that make records.
   config.data.seed = 0  # Of the records and of the order they are read in.
-  config.data.eval_fraction = 0.02  # Of documents, held out by their id.
+  config.data.eval_fraction = 0.04  # Of documents, held out by their id.
   config.data.eval_rows = 64  # Held-out rows; 0 for all.
   config.data.eval_pack = False  # One example in a row of held-out records.
 

@@ -82,6 +82,12 @@ SIZES = {
     eval_rows=128,
   ),
 }
+PROMPTS = (
+  'The "with" statement is used to wrap the execution of a block with',
+  'def __init__(self, name, value=None):\n    self.name = name\n',
+  'Return the number of',
+  'import os\nimport sys\n\n\nclass Test',
+)
 LEARNING_RATES = (1e-3, 2e-3, 4e-3)
 
 
@@ -121,6 +127,7 @@ def get_config(arg=None):
     small if run in ('decoder_only_small', 'unbalanced') else large,
   )
   config.compute.scan_unroll = 4
+  config.compute.compile_cache = f'{size.root}/compiled'
   config.data.max_bytes = size.max_bytes
   config.data.vocabulary = f'{size.root}/records/vocabulary.model'
   config.data.passes = size.passes
@@ -231,11 +238,44 @@ def get_study(arg=None):
     for run in ('decoder_only_continued', 'adapted_embeddings'):
       stages.append(train(run, long))
       names.append(run)
+  records = f'{size.root}/records/prefix_lm/eval'
+  stages.append(
+    study.Stage(
+      'evaluate',
+      'evaluate',
+      (
+        f'--records={records}',
+        *(f'--checkpoint={size.root}/{name}' for name in names),
+      ),
+      budget_seconds=10 * len(names),
+    )
+  )
+  best_of = {}
+  if full:
+    best_of = {
+      run: tuple(f'{run}_lr_{rate:g}' for rate in LEARNING_RATES)
+      for run in ('adapted', 'scratch')
+    }
+  samples = f'{size.root}/samples.json'
+  stages.append(
+    study.Stage(
+      'generate',
+      'generate',
+      (
+        f'--checkpoint={size.root}/{"adapted_seed1" if full else "adapted"}',
+        *(f'--prompt={prompt}' for prompt in PROMPTS),
+        '--max_tokens=48',
+        f'--output={samples}',
+      ),
+      budget_seconds=30,
+    )
+  )
   return study.Study(
     root=size.root,
     title='Adapting a decoder-only model on the text that Python carries',
+    size=name,
     stages=tuple(stages),
     runs=tuple(names),
-    records=f'{size.root}/records/prefix_lm/eval',
-    size=name,
+    best_of=best_of,
+    samples=samples,
   )

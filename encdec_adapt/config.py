@@ -26,13 +26,17 @@ RUN_CONFIG = 'config.json'
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """How the model is computed; see `models.build.build`."""
+  """How the model is computed; see `models.build.build`.
+
+  `compile_cache` is a folder of compiled programs, '' for none.
+  """
 
   dtype: str
   remat: str
   attention: str
   attention_chunk: int
   scan_unroll: int
+  compile_cache: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
   Raises:
     UserError: names the key, its value and what would be right.
   """
+  _at_least('train.steps', config.train.steps, 1)
   model = _model(config.model)
   settings = Settings(
     seed=config.seed,
@@ -308,7 +313,7 @@ def _check(settings: Settings) -> None:
     'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
   )
   _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
-  for name in ('steps', 'batch_size', 'microbatches', 'log_every'):
+  for name in ('batch_size', 'microbatches', 'log_every'):
     _at_least(f'train.{name}', getattr(train, name), 1)
   for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
     _at_least(f'train.{name}', getattr(train, name), 1)

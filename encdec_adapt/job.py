@@ -3,6 +3,7 @@
 import functools
 import math
 import multiprocessing
+import os
 
 import jax
 from jax.sharding import Mesh
@@ -15,18 +16,22 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import build, decoder_only, parameters
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import disk, errors, flops
+from encdec_adapt.runtime import compile_cache, disk, errors, flops
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint, optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 
 def make_mesh(settings: config_lib.Settings) -> Mesh:
-  """The mesh of the settings over all devices.
+  """The mesh of the settings over all devices; the start of every job.
+
+  Also says where compiled programs are kept.
 
   Raises:
     UserError: the axes do not multiply to the devices.
   """
+  if settings.compute.compile_cache:
+    compile_cache.enable(settings.compute.compile_cache)
   try:
     return mesh_lib.make_mesh(settings.mesh)
   except ValueError as error:
@@ -117,12 +122,32 @@ def open_data(
   return vocabulary, train_set, eval_set
 
 
+def check_vocabulary(
+  settings: config_lib.Settings, record_set: records.RecordSet
+) -> None:
+  """Refuses records that were made with another vocabulary than the model's.
+
+  Raises:
+    UserError: names both.
+  """
+  own = vocabularies.Vocabulary(settings.data.vocabulary).fingerprint
+  if own != record_set.spec.vocabulary:
+    raise errors.UserError(
+      f'the records {record_set.folder} were made with the vocabulary'
+      f' {record_set.spec.vocabulary[:12]}, the model with'
+      f' {settings.data.vocabulary} ({own[:12]}); make records with the'
+      " model's vocabulary."
+    )
+
+
 def run_apart(function, *args) -> None:
   """Calls `function(*args)` in a fresh process and waits for it.
 
   Raises:
     UserError: the process failed; its own message was printed.
   """
+  # TensorFlow reads it when it is loaded, before any code of ours runs.
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   context = multiprocessing.get_context('spawn')
   process = context.Process(target=function, args=args)
   process.start()

@@ -39,6 +39,11 @@ PARTS = ('all', 'vocabulary', 'train', 'eval')
 _LINE_SECONDS = 10.0  # between progress lines
 
 
+def say_line(line: str) -> None:
+  """Prints at once, also into a pipe."""
+  print(line, flush=True)
+
+
 class Example(NamedTuple):
   """One example: a pair, and its sentinel spans that share an id."""
 
@@ -180,7 +185,7 @@ def materialize(
   vocabulary: str | os.PathLike,
   *,
   workers: int = 1,
-  say: Callable[[str], None] = print,
+  say: Callable[[str], None] = say_line,
   read: Callable[[ShardJob], Iterable[Example]] = read_examples,
 ) -> dict[str, Any]:
   """Makes one record set; see `materialize_sets`.
@@ -199,7 +204,7 @@ def materialize_sets(
   vocabulary: str | os.PathLike,
   *,
   count: int = 1,
-  say: Callable[[str], None] = print,
+  say: Callable[[str], None] = say_line,
   read: Callable[[ShardJob], Iterable[Example]] = read_examples,
 ) -> list[dict[str, Any]]:
   """Makes record sets, or what is missing of them.
@@ -411,7 +416,7 @@ def open_sets(data: Any) -> tuple[records.RecordSet, records.RecordSet]:
 
 
 def train_vocabulary_if_missing(
-  data: Any, say: Callable[[str], None] = print
+  data: Any, say: Callable[[str], None] = say_line
 ) -> vocabularies.Vocabulary:
   """Opens the vocabulary of a `config.DataConfig`, training it if need be.
 
@@ -442,7 +447,7 @@ def train_vocabulary_if_missing(
 
 
 def run(
-  data: Any, only: str = 'all', say: Callable[[str], None] = print
+  data: Any, only: str = 'all', say: Callable[[str], None] = say_line
 ) -> None:
   """Makes what a `config.DataConfig` names and is not there yet.
 

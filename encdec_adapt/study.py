@@ -57,7 +57,7 @@ class Study:
     runs: folders below the root, in the order of the report.
     best_of: name in the report to run folders; the one with the lowest
       held-out loss bears that name.
-    samples: file of generated continuations, as `generate` writes it.
+    samples: path of the continuations, as `generate` writes them.
   """
 
   root: str
@@ -225,7 +225,7 @@ def _report(study: Study) -> None:
     'size': study.size,
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
-    'samples': json.loads((root / study.samples).read_text()),
+    'samples': json.loads(pathlib.Path(study.samples).read_text()),
     'environment': environment.report(),
   }
   report.write(collected, root)

@@ -274,8 +274,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         break
 
   # -- end -------------------------------------------------------------------
+  checkpoints.wait()
   if status == 0 and step not in checkpoints.all_steps():
-    evaluate(step)
+    evaluate(step)  # The records ended early, between evaluations.
     save(step)
   checkpoints.close()
   batches.close()

@@ -8,8 +8,7 @@ decoder ("balanced"), and drawn fresh otherwise.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import fnmatch
-from typing import Any, Literal
+from typing import Any
 
 from flax import traverse_util
 import jax
@@ -17,24 +16,12 @@ from jax import numpy as jnp
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import leaves as leaves_lib
+from encdec_adapt.adaptation import plan
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
 
 Params = dict[str, Any]
 Source = tuple[config_lib.DecoderOnlyConfig, Params]
-CrossAttention = Literal['auto', 'copy', 'fresh']
-PostNormGain = Literal['one', 'zero']
-
-# Where the parts of a decoder's cross-attention block come from, when they
-# are copied from its self-attention block.
-_CROSS = {
-  'pre_cross_norm': 'pre_attention_norm',
-  'cross_attention': 'attention',
-  'post_cross_norm': 'post_attention_norm',
-}
-# Stored norm scales w stand for a gain 1 + w.
-_GAINS = {'one': 0.0, 'zero': -1.0}
 
 
 def initialise(
@@ -43,8 +30,8 @@ def initialise(
   decoder_source: Source | None = None,
   *,
   rng: jax.Array,
-  cross_attention: CrossAttention = 'auto',
-  post_norm_gain: PostNormGain = 'one',
+  cross_attention: plan.CrossAttention = 'auto',
+  post_norm_gain: plan.PostNormGain = 'one',
   fresh: Sequence[str] = (),
 ) -> tuple[Params, coverage_lib.Coverage]:
   """Parameters of `target` from one or two decoder-only models.
@@ -81,10 +68,9 @@ def initialise(
     for name, source in sources.items()
   }
   configs = {name: source[0] for name, source in sources.items()}
-  coverage = plan(
+  coverage = plan.make_plan(
     target,
-    configs['encoder_source'],
-    configs['decoder_source'],
+    *configs.values(),
     cross_attention=cross_attention,
     post_norm_gain=post_norm_gain,
     fresh=fresh,
@@ -135,257 +121,6 @@ def from_scratch(
   )
   account.check()
   return parameters.init(target, rng), account
-
-
-def plan(
-  target: config_lib.EncoderDecoderConfig,
-  encoder_source: config_lib.DecoderOnlyConfig,
-  decoder_source: config_lib.DecoderOnlyConfig | None = None,
-  *,
-  cross_attention: CrossAttention = 'auto',
-  post_norm_gain: PostNormGain = 'one',
-  fresh: Sequence[str] = (),
-) -> coverage_lib.Coverage:
-  """What `initialise` would do, from configs alone.
-
-  Args, Returns and Raises as `initialise`.
-  """
-  decoder_source = decoder_source or encoder_source
-  copies = _copies_cross(target, cross_attention, post_norm_gain)
-  targets = leaves_lib.leaves_of(target)
-  redrawn = _matching(fresh, targets)
-  sources = {
-    'encoder_source': leaves_lib.leaves_of(encoder_source),
-    'decoder_source': leaves_lib.leaves_of(decoder_source),
-  }
-  of_stack = {
-    'encoder': ('encoder_source', encoder_source.decoder),
-    'decoder': ('decoder_source', decoder_source.decoder),
-  }
-  for stack, (name, source) in of_stack.items():
-    _check_layers(stack, target.stacks[stack], name, source)
-  filled = {}
-  for name, leaf in targets.items():
-    source, stack = of_stack[name.split('/')[0]]
-    if name in redrawn:
-      filled[name] = coverage_lib.Fill('fresh')
-      continue
-    fill = _fill_of(name, source, sources[source], copies, post_norm_gain)
-    if fill is not None:
-      if fill.how == 'copied':
-        found = sources[source][fill.leaf]
-        note = _fit(name, leaf, target, fill, found, stack)
-        fill = dataclasses.replace(fill, note=note or fill.note)
-      filled[name] = fill
-  unused = {
-    source: _unused(source, names, filled, target)
-    for source, names in sources.items()
-  }
-  account = coverage_lib.Coverage(
-    target={name: leaf.shape for name, leaf in targets.items()},
-    filled=filled,
-    sources={
-      source: {name: leaf.shape for name, leaf in names.items()}
-      for source, names in sources.items()
-    },
-    unused=unused,
-    changes=tuple(
-      change
-      for stack, (name, source) in of_stack.items()
-      for change in _changes(stack, target.stacks[stack], name, source)
-    ),
-  )
-  account.check()
-  return account
-
-
-# --- Rules -----------------------------------------------------------------
-
-
-def _copies_cross(
-  target: config_lib.EncoderDecoderConfig,
-  cross_attention: CrossAttention,
-  post_norm_gain: PostNormGain,
-) -> bool:
-  """Whether cross-attention is copied from self-attention."""
-  if cross_attention not in ('auto', 'copy', 'fresh'):
-    raise errors.UserError(
-      f"cross_attention is {cross_attention!r}; it is 'auto', 'copy' or"
-      " 'fresh'."
-    )
-  if post_norm_gain not in _GAINS:
-    raise errors.UserError(
-      f"post_norm_gain is {post_norm_gain!r}; it is 'one' or 'zero'."
-    )
-  names = leaves_lib.leaves_of(target)
-  block = 'decoder/layers/0'
-  differing = [
-    f'{part} is {list(names[f"{block}/attention/{part}"].shape)} in'
-    f' self-attention and {list(names[f"{block}/cross_attention/{part}"].shape)}'
-    ' in cross-attention'
-    for part in ('query', 'key', 'value', 'output')
-    if names[f'{block}/attention/{part}'].shape
-    != names[f'{block}/cross_attention/{part}'].shape
-  ]
-  if cross_attention == 'copy' and differing:
-    raise errors.UserError(
-      "cross_attention='copy' needs an encoder as wide as the decoder, and"
-      f' the widths are {target.encoder.width} and {target.decoder.width}:'
-      f" {', '.join(differing)}. Use cross_attention='fresh' (or 'auto') with"
-      ' a warm-up in which only cross-attention moves.'
-    )
-  copies = cross_attention != 'fresh' and not differing
-  if copies and post_norm_gain != 'one':
-    raise errors.UserError(
-      f'post_norm_gain={post_norm_gain!r} is for fresh cross-attention, and'
-      f' cross_attention={cross_attention!r} copies it (its post-norm too).'
-      " Set cross_attention='fresh', or leave post_norm_gain at 'one'."
-    )
-  return copies
-
-
-def _fill_of(
-  name: str,
-  source: str,
-  leaves: Mapping[str, leaves_lib.Leaf],
-  copies_cross: bool,
-  post_norm_gain: PostNormGain,
-) -> coverage_lib.Fill | None:
-  """The rule of one target leaf, None where no rule speaks of it."""
-  parts = name.split('/')
-  note = ''
-  cross = [part for part in parts if part in _CROSS]
-  if cross and not copies_cross:
-    if cross[0] == 'cross_attention':
-      return coverage_lib.Fill('fresh')
-    if cross[0] == 'post_cross_norm':
-      return coverage_lib.Fill(
-        'constant', value=_GAINS[post_norm_gain], note=f'gain {post_norm_gain}'
-      )
-  leaf = '/'.join(['decoder', *(_CROSS.get(part, part) for part in parts[1:])])
-  if leaf == 'decoder/head/table' and leaf not in leaves:
-    leaf, note = 'decoder/embedder/table', 'the source ties its head to it'
-  if leaf not in leaves:
-    return None
-  return coverage_lib.Fill('copied', source=source, leaf=leaf, note=note)
-
-
-def _fit(
-  name: str,
-  leaf: leaves_lib.Leaf,
-  target: config_lib.EncoderDecoderConfig,
-  fill: coverage_lib.Fill,
-  found: leaves_lib.Leaf,
-  source: config_lib.StackConfig,
-) -> str:
-  """Checks shapes; returns the note on padding rows, '' if none.
-
-  Raises:
-    UserError: the shapes differ in more than a table's padding rows.
-  """
-  shape, have = leaf.shape, found.shape
-  if shape == have and not _is_table(name):
-    return ''
-  stack = target.stacks[name.split('/')[0]]
-  same_vocabulary = stack.vocab_size == source.vocab_size
-  if _is_table(name) and shape[1:] == have[1:] and same_vocabulary:
-    more = shape[0] - have[0]
-    if not more:
-      return ''
-    return f'{abs(more)} padding rows {"added" if more > 0 else "dropped"}'
-  vocabulary = (
-    f' (vocabularies of {stack.vocab_size} and {source.vocab_size} tokens)'
-    if _is_table(name) and not same_vocabulary
-    else ''
-  )
-  raise errors.UserError(
-    f'{name} has shape {list(shape)}, and {fill.leaf} of {fill.source} has'
-    f' {list(have)}{vocabulary}. Build the target from the sources with'
-    ' models.config.encoder_decoder, choose a source of its shape, or draw'
-    f' the leaf fresh with fresh=({name!r},).'
-  )
-
-
-def _check_layers(
-  stack: str,
-  target: config_lib.StackConfig,
-  name: str,
-  source: config_lib.StackConfig,
-) -> None:
-  if target.layers != source.layers:
-    raise errors.UserError(
-      f"the target's {stack} has {target.layers} layers and {name} has"
-      f' {source.layers}; build the target from its sources with'
-      ' models.config.encoder_decoder, or choose a source with'
-      f' {target.layers} layers.'
-    )
-
-
-def _matching(
-  patterns: Sequence[str], names: Mapping[str, leaves_lib.Leaf]
-) -> set[str]:
-  """Leaves that any pattern matches; each pattern must match one."""
-  if isinstance(patterns, str):
-    raise errors.UserError(
-      f'fresh is the text {patterns!r}; it is a sequence of patterns:'
-      f' ({patterns!r},).'
-    )
-  matched = set()
-  for pattern in patterns:
-    found = fnmatch.filter(names, pattern)
-    if not found:
-      raise errors.UserError(
-        f'fresh pattern {pattern!r} matches no parameter; they are named like'
-        f' {next(iter(names))!r} and'
-        f' {next(n for n in names if "/layers/" in n)!r}.'
-      )
-    matched.update(found)
-  return matched
-
-
-def _unused(
-  source: str,
-  names: Mapping[str, leaves_lib.Leaf],
-  filled: Mapping[str, coverage_lib.Fill],
-  target: config_lib.EncoderDecoderConfig,
-) -> dict[str, str]:
-  """Reasons for the leaves of a source that fill nothing."""
-  stack = source.removesuffix('_source')
-  used = {fill.leaf for fill in filled.values() if fill.source == source}
-  reasons = {}
-  for name in names:
-    if name in used:
-      continue
-    own = stack + name.removeprefix('decoder')
-    if own in filled and filled[own].how == 'fresh':
-      reasons[name] = f'{own} is drawn fresh'
-    elif name == 'decoder/head/table' and stack == 'encoder':
-      reasons[name] = 'an encoder has no head'
-    elif name == 'decoder/head/table' and target.decoder.tied_head:
-      reasons[name] = "the target's head is tied to its embedding table"
-  return reasons
-
-
-def _changes(
-  stack: str,
-  target: config_lib.StackConfig,
-  name: str,
-  source: config_lib.StackConfig,
-) -> list[str]:
-  """Settings that differ though the weights are the source's."""
-  return [
-    f'{stack}.{field.name} is {getattr(target, field.name)!r}, in {name}'
-    f' {getattr(source, field.name)!r}'
-    for field in dataclasses.fields(target)
-    if getattr(target, field.name) != getattr(source, field.name)
-  ]
-
-
-def _is_table(name: str) -> bool:
-  return name.endswith('/table')
-
-
-# --- Carrying a plan out ---------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 from flax import traverse_util
 
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import layers_index
-from encdec_adapt.models import parameters
+from encdec_adapt.models import layers_index, parameters
 from encdec_adapt.runtime import errors
 
 _LAYER = re.compile(r'/layers/(\d+)/')
@@ -56,7 +55,9 @@ def leaves_of(config: config_lib.ModelConfig) -> dict[str, Leaf]:
         if path.startswith(prefix):
           shape = tuple(info.shape)
           leaf = f'{name}/layers/{layer}/{path.removeprefix(prefix)}'
-          leaves[leaf] = Leaf(shape if index is None else shape[1:], path, index)
+          leaves[leaf] = Leaf(
+            shape if index is None else shape[1:], path, index
+          )
           stored.add(path)
   if stored != set(table):
     raise ValueError(f'parameters of no layer: {sorted(set(table) - stored)}')

@@ -48,7 +48,7 @@ class RecordSpec:
   Attributes:
     source: a source's name as `data/sources.py` understands it.
     split: 'train' or 'eval'.
-    objective: an objective's name, e.g. 'prefixlm_half'.
+    objective: an objective's name, e.g. 'prefix_lm'.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
     decoder_length: T of the rows in tokens.
     passes: how many times the source is drawn, at least 1.

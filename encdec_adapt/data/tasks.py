@@ -87,6 +87,8 @@ class SeqioVocabulary(seqio.Vocabulary):
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: bytes) -> np.ndarray:
+      # Run eagerly, TensorFlow gives an array of rank 0.
+      text = np.asarray(text, object).item()
       return self._vocabulary.encode(text.decode('utf-8'))
 
     ids = tf.numpy_function(encode, [s], tf.int32, stateful=False)
@@ -163,7 +165,11 @@ class DocumentSource(seqio.DataSource):
 
       try:
         for document in self.source.documents(keep):
-          yield {'id': document.id, 'text': document.text}
+          # Bytes, as TensorFlow drops NUL from the end of a str.
+          yield {
+            'id': document.id.encode('utf-8'),
+            'text': document.text.encode('utf-8'),
+          }
       except Exception as error:
         self.failure = error
         raise
@@ -266,14 +272,15 @@ def apply_objective(
   def make(document_id: bytes, tokens: np.ndarray):
     pairs, ids, counts = [], [], []
     for i, (window, ends) in enumerate(objective.segments(tokens)):
-      ids.append(f'{document_id.decode()}#{i}')
-      rng = key(ids[-1]) if objective.draws else None
+      name = f'{document_id.decode("utf-8")}#{i}'
+      ids.append(name.encode('utf-8'))
+      rng = key(name) if objective.draws else None
       pairs.append(objective(window, ends, rng))
       counts.append(objective.span_counts(pairs[-1]))
     parts = []
     for side in zip(*pairs, strict=True):
       parts += [np.concatenate(side), np.array([len(row) for row in side])]
-    return (*parts, np.array(ids, np.bytes_), np.array(counts, np.int32))
+    return (*parts, np.array(ids, object), np.array(counts, np.int32))
 
   # [inputs, their lengths, targets, their lengths, ids, span counts]
   types = (tf.int32, tf.int64) * 2 + (tf.string, tf.int32)

@@ -190,10 +190,30 @@ def train_vocabulary(
     raise errors.UserError(
       f'vocabulary model_type {model_type!r}: it is "unigram" or "bpe"'
     )
+  path = pathlib.Path(path)
+  data = _train(texts, path, size, model_type, max_bytes)
+  try:
+    _write(path, data)
+  except OSError as error:
+    raise errors.UserError(
+      f'vocabulary {str(path)!r}: cannot be written ({error.strerror}); free'
+      ' some space or choose another path'
+    ) from None
+  return Vocabulary(path)
+
+
+def _train(
+  texts: Iterable[str],
+  path: pathlib.Path,
+  size: int,
+  model_type: str,
+  max_bytes: int,
+) -> bytes:
+  """The trained model; `path` is for messages."""
   lines = list(_training_lines(texts, max_bytes))
   if not lines:
     raise errors.UserError(
-      f'vocabulary {os.fspath(path)!r}: there is no text to train it on'
+      f'vocabulary {str(path)!r}: there is no text to train it on'
     )
   model = io.BytesIO()
   names = {f'{name[1:-1]}_piece': name for name in list(_LAYOUT)[:4]}
@@ -225,8 +245,7 @@ def train_vocabulary(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
       f' {reason}. Choose another size, of at least 512, or give more text'
     ) from None
-  _write(pathlib.Path(path), model.getvalue())
-  return Vocabulary(path)
+  return model.getvalue()
 
 
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
@@ -248,28 +267,24 @@ def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
 
 
 def _write(path: pathlib.Path, data: bytes) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open(temporary, 'wb') as file:
       file.write(data)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
-  except OSError as error:
+  finally:
     temporary.unlink(missing_ok=True)
-    raise errors.UserError(
-      f'vocabulary {os.fspath(path)!r}: cannot be written ({error.strerror});'
-      ' free some space or choose another path'
-    ) from None
 
 
 def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
   try:
-    model = sentencepiece.SentencePieceProcessor(model_proto=data)
-    model.get_piece_size()
-    return model
-  except Exception as error:
+    if not data:
+      raise ValueError('an empty file')
+    return sentencepiece.SentencePieceProcessor(model_proto=data)
+  except (RuntimeError, ValueError) as error:
     raise errors.UserError(
       f'vocabulary {path!r}: not a SentencePiece model, or a damaged one'
       f' ({len(data)} bytes); copy it again, or train one'
@@ -309,11 +324,12 @@ def _check_layout(model, path: str) -> None:
   # A ligature, a run of spaces at both ends, a character that is surely no
   # piece: lost by normalisation, trimming and a missing byte fallback.
   probe = '  \ufb01  x\n\U0010fffe  '
-  if model.decode(model.encode(probe)) != probe:
+  # Twice, which shows a prefix that is put before every text.
+  if model.decode(2 * model.encode(probe)) != 2 * probe:
     raise errors.UserError(
       f'vocabulary {path!r}: it does not give back the text it encodes (it'
-      ' normalises, trims or lacks byte fallback); use a Gemma vocabulary or'
-      ' train one'
+      ' normalises, trims, adds a prefix or lacks byte fallback); use a Gemma'
+      ' vocabulary or train one'
     )
 
 

@@ -2,8 +2,9 @@
 
 A report is a dictionary:
 
+  title         of the page
   size          name of the study's size
-  text          facts about the text
+  text          facts about the text, or absent
   runs          by name: `parameters`, `steps`, `target_tokens`,
                 `total_tokens`, `flops`, `seconds`, `learning_rate`, `seed`,
                 `eval_loss`, `eval_loss_at_step_0`,

@@ -12,7 +12,7 @@ _COLOURS = {
   'adapted': '#0072b2',
   'scratch': '#d55e00',
   'unbalanced': '#009e73',
-  'adapted_embeddings_only': '#cc79a7',
+  'adapted_embeddings': '#cc79a7',
   'decoder_only': '#333333',
   'decoder_only_continued': '#888888',
 }

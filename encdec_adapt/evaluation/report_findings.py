@@ -16,6 +16,9 @@ ENCODER_USED = 0.1
 # Smaller differences between two losses are called none.
 NO_DIFFERENCE = 0.01
 
+# Run that keeps nothing of its source but the embeddings.
+EMBEDDINGS_CONTROL = 'adapted_embeddings'
+
 Report = Mapping[str, Any]
 
 
@@ -120,8 +123,8 @@ def _end(runs: numbers.Runs) -> list[str]:
     f' at {numbers.values(adapted)}, scratch at {numbers.values(scratch)};'
     f' {_lower("adapted", difference)}.{_overlap(adapted, scratch)}',
     'This compares equal training after initialisation. With what their'
-    f' sources cost included, adapted took {tokens[0]} tokens and {flops[0]}'
-    f' FLOPs, scratch {tokens[1]} and {flops[1]}.',
+    f' sources and teachers cost, adapted took {tokens[0]} tokens and'
+    f' {flops[0]} FLOPs, scratch {tokens[1]} and {flops[1]}.',
   ]
 
 
@@ -159,8 +162,7 @@ def _course(runs: numbers.Runs) -> list[str]:
 
 
 def _embeddings(runs: numbers.Runs) -> list[str]:
-  control = 'adapted_embeddings_only'
-  pair = _both(runs, 'adapted', control, 'eval_loss')
+  pair = _both(runs, 'adapted', EMBEDDINGS_CONTROL, 'eval_loss')
   if pair is None:
     return []
   adapted, fresh = pair
@@ -260,7 +262,8 @@ def _learning_rates(runs: numbers.Runs) -> list[str]:
     best = min(finite, key=finite.get)
     text = (
       f'Learning rate of {model}: the best of'
-      f' {", ".join(f"{rate:g}" for rate in rates)} is {best:g}'
+      f' {", ".join(f"{rate:g}" for rate in rates)} on the same held-out text'
+      f' is {best:g}'
     )
     if len(rates) > 1 and best in (min(rates), max(rates)):
       text += ', at the edge of what was tried'

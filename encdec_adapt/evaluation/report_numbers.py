@@ -77,16 +77,3 @@ def scientific(value: float) -> str:
     return '0'
   mantissa, exponent = f'{value:.2e}'.split('e')
   return f'{mantissa}e{int(exponent)}'
-
-
-def duration(seconds: float) -> str:
-  """Seconds as a person says them."""
-  if seconds < 9.95:
-    return f'{seconds:.1f} s'
-  whole = round(seconds)
-  if whole < 60:
-    return f'{whole} s'
-  if whole < 3600:
-    return f'{whole // 60} min {whole % 60:02d} s'
-  minutes = round(seconds / 60)
-  return f'{minutes // 60} h {minutes % 60:02d} min'

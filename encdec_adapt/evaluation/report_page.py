@@ -8,6 +8,7 @@ from typing import Any
 
 from encdec_adapt.evaluation import report_findings
 from encdec_adapt.evaluation import report_numbers as numbers
+from encdec_adapt.runtime import progress
 
 _CSS = """
 :root { color-scheme: light; }
@@ -67,7 +68,7 @@ def render(
   size = report['size']
   items = ''.join(f'<li>{html.escape(text)}</li>' for text in findings)
   parts = [
-    '<h1>From a decoder to an encoder-decoder</h1>',
+    f'<h1>{html.escape(report["title"])}</h1>',
     f'<p class="lead">Size: {html.escape(size)}. Losses are nats per target'
     ' token on held-out text; every model is evaluated on the same target'
     ' tokens.</p>',
@@ -82,14 +83,13 @@ def render(
   runs = report['runs']
   parts += [_models(runs), _cost(runs), _learning_rates(runs)]
   parts += [_samples(report['samples']), _stages(report['stages'])]
-  parts += [
-    '<h2>Text</h2>' + _facts(report['text']),
-    '<h2>Environment</h2>' + _facts(report['environment']),
-  ]
+  if 'text' in report:
+    parts.append('<h2>Text</h2>' + _facts(report['text']))
+  parts.append('<h2>Environment</h2>' + _facts(report['environment']))
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
     '<meta name="viewport" content="width=device-width">\n'
-    f'<title>encdec_adapt: {html.escape(size)}</title>\n'
+    f'<title>{html.escape(report["title"])}</title>\n'
     f'<style>{_CSS}</style></head>\n<body><main>\n'
     + '\n'.join(parts)
     + '\n</main></body></html>\n'
@@ -179,7 +179,7 @@ def _cost(runs: numbers.Runs) -> str:
       row += [
         _Number(numbers.count(part['total_tokens'])),
         _Number(numbers.scientific(part['flops'])),
-        _Number(numbers.duration(part['seconds'])),
+        _Number(progress.format_seconds(part['seconds'])),
       ]
     rows.append(row)
   header = ['run', 'tokens', 'FLOPs', 'time']
@@ -220,20 +220,20 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
   rows = []
   for stage in stages:
     budget, seconds = stage['budget_seconds'], stage['seconds']
-    taken = numbers.duration(seconds)
+    taken = progress.format_seconds(seconds)
     if budget is not None and seconds > budget:
       taken += ' (over)'
     rows.append(
       [
         stage['name'],
         _Number(taken),
-        _Number('-' if budget is None else numbers.duration(budget)),
+        _Number('-' if budget is None else progress.format_seconds(budget)),
         _Raw(f'<code>{html.escape(stage["command"])}</code>'),
       ]
     )
   total = sum(stage['seconds'] for stage in stages)
   note = (
-    f'<p class="note">Together {numbers.duration(total)}, installation'
+    f'<p class="note">Together {progress.format_seconds(total)}, installation'
     ' apart.</p>'
   )
   header = ['stage', 'took', 'budget', 'command']

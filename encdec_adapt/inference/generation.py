@@ -5,17 +5,17 @@ are made once, and its decoder starts from BOS. A decoder-only model reads
 the prompt into its cache and continues it. From there both run one loop.
 """
 
+from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import decoder_only
 from encdec_adapt.runtime import errors
 
 
@@ -37,13 +37,12 @@ class Generated(NamedTuple):
 class _Loop(NamedTuple):
   """What the decoding loop carries."""
 
-  step: jax.Array
+  step: jax.Array  # tokens of every row so far
   last: jax.Array  # [B] the newest token
-  positions: jax.Array  # [B] of the newest token
+  position: jax.Array  # [B] of the newest token
   done: jax.Array  # [B]
-  cache: object
-  tokens: jax.Array  # [B, n]
-  log_probs: jax.Array  # [B, n]
+  cache: Any
+  generated: Generated
 
 
 def generate_tokens(
@@ -89,83 +88,126 @@ def generate_tokens(
     raise errors.UserError(
       f'max_tokens is {max_tokens}; at least 1 token is generated.'
     )
-  batch = tokens.shape[0]
-  empty = ~jnp.any(segments > 0, axis=1)  # [B]
   if rows is None:
-    rows = jnp.arange(batch)
+    rows = jnp.arange(len(tokens))
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, rng))(rows)
-  step_model = model.decode_step
-  if isinstance(model.config, config_lib.EncoderDecoderConfig):
-    encoded = model.encode(params, tokens, segments, positions)
-    cross = model.prefill_cross(params, encoded, segments)
-    step_model = functools.partial(step_model, cross=cross)
-    tokens = jnp.full((batch, 1), bos, jnp.int32)
-    segments = jnp.where(empty, 0, 1)[:, None]
-    positions = jnp.zeros((batch, 1), jnp.int32)
-
-  # The last generated token is never read, so it needs no entry.
-  length = tokens.shape[1] + max_tokens - 1
-  hidden, cache = step_model(
-    params,
-    tokens,
-    segments=segments,
-    positions=positions,
-    cache=model.init_cache(batch, length),
+  choose = functools.partial(
+    _choose, row_keys=row_keys, sampling=sampling, eos=eos, pad=pad
   )
-  # Index of each row's last token: after it there is padding at most.
-  last = segments.shape[1] - 1 - jnp.argmax(segments[:, ::-1] > 0, axis=1)
-  hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-  position = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0]
-
-  def choose(loop: _Loop, hidden: jax.Array) -> _Loop:
-    """Chooses the next token from states [B, 1, D] and writes it down."""
-    logits = model.logits(params, hidden)[:, 0]  # [B, vocab]
-    fold = functools.partial(jax.random.fold_in, data=loop.step)
-    chosen = sampling_lib.choose(logits, jax.vmap(fold)(row_keys), sampling)
-    log_probs = jnp.take_along_axis(
-      jax.nn.log_softmax(logits), chosen[:, None], axis=1
-    )[:, 0]
-    chosen = jnp.where(loop.done, pad, chosen)
-    log_probs = jnp.where(loop.done, 0.0, log_probs)
-    return loop._replace(
-      step=loop.step + 1,
-      last=chosen,
-      positions=loop.positions + 1,
-      done=loop.done | (chosen == eos),
-      tokens=loop.tokens.at[:, loop.step].set(chosen),
-      log_probs=loop.log_probs.at[:, loop.step].set(log_probs),
-    )
+  decode_step, start = _start(model, params, tokens, segments, positions, bos)
+  # The last generated token is never read, so it needs no entry.
+  cache = model.init_cache(len(tokens), start.tokens.shape[1] + max_tokens - 1)
+  hidden, cache = decode_step(params, **start._asdict(), cache=cache)
+  hidden, position = _last(hidden, start)
+  loop = _before(start, position, cache, max_tokens, pad)
 
   def advance(loop: _Loop) -> _Loop:
-    hidden, cache = step_model(
+    hidden, cache = decode_step(
       params,
       loop.last[:, None],
       segments=jnp.where(loop.done, 0, 1)[:, None],
-      positions=loop.positions[:, None],
+      positions=loop.position[:, None],
       cache=loop.cache,
     )
-    return choose(loop._replace(cache=cache), hidden)
+    loop = loop._replace(cache=cache)
+    return choose(loop, model.logits(params, hidden)[:, 0])
 
-  loop = _Loop(
-    step=jnp.zeros((), jnp.int32),
-    last=jnp.full(batch, pad, jnp.int32),
-    positions=position,
-    done=empty,
-    cache=cache,
-    tokens=jnp.full((batch, max_tokens), pad, jnp.int32),
-    log_probs=jnp.zeros((batch, max_tokens), jnp.float32),
-  )
-  loop = jax.lax.while_loop(
+  return jax.lax.while_loop(
     lambda loop: (loop.step < max_tokens) & ~jnp.all(loop.done),
     advance,
-    choose(loop, hidden),
-  )
-  ends = jnp.argmax(loop.tokens == eos, axis=1) + 1
-  ended = jnp.any(loop.tokens == eos, axis=1)
-  lengths = jnp.where(ended, ends, jnp.where(empty, 0, max_tokens))
-  return Generated(loop.tokens, lengths, loop.log_probs)
+    choose(loop, model.logits(params, hidden)[:, 0]),
+  ).generated
 
 
 generate = jax.jit(
   generate_tokens, static_argnames=('model', 'max_tokens', 'sampling')
 )
+
+
+class _Start(NamedTuple):
+  """What a decoder reads before it generates, each [B, n]."""
+
+  tokens: jax.Array
+  segments: jax.Array
+  positions: jax.Array
+
+
+def _start(
+  model: build.Model,
+  params: decoder_only.Params,
+  tokens: jax.Array,
+  segments: jax.Array,
+  positions: jax.Array,
+  bos: int,
+) -> tuple[Callable[..., Any], _Start]:
+  """The model's decode step, the encoder done, and what it reads first."""
+  if not isinstance(model.config, config_lib.EncoderDecoderConfig):
+    return model.decode_step, _Start(tokens, segments, positions)
+  encoded = model.encode(params, tokens, segments, positions)
+  cross = model.prefill_cross(params, encoded, segments)
+  first = jnp.any(segments > 0, axis=1, keepdims=True)  # [B, 1]
+  return functools.partial(model.decode_step, cross=cross), _Start(
+    tokens=jnp.full_like(first, bos, jnp.int32),
+    segments=first.astype(jnp.int32),
+    positions=jnp.zeros_like(first, jnp.int32),
+  )
+
+
+def _last(hidden: jax.Array, start: _Start) -> tuple[jax.Array, jax.Array]:
+  """State [B, 1, D] and position [B] of each row's last token."""
+  # Rows may be padded on either side.
+  reverse = jnp.argmax(start.segments[:, ::-1] > 0, axis=1)
+  last = start.segments.shape[1] - 1 - reverse
+  hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+  position = jnp.take_along_axis(start.positions, last[:, None], axis=1)
+  return hidden, position[:, 0]
+
+
+def _before(
+  start: _Start, position: jax.Array, cache: Any, max_tokens: int, pad: int
+) -> _Loop:
+  """The loop's state before the first token."""
+  batch = len(position)
+  return _Loop(
+    step=jnp.zeros((), jnp.int32),
+    last=jnp.full(batch, pad, jnp.int32),
+    position=position,
+    done=~jnp.any(start.segments > 0, axis=1),
+    cache=cache,
+    generated=Generated(
+      tokens=jnp.full((batch, max_tokens), pad, jnp.int32),
+      lengths=jnp.zeros(batch, jnp.int32),
+      log_probs=jnp.zeros((batch, max_tokens), jnp.float32),
+    ),
+  )
+
+
+def _choose(
+  loop: _Loop,
+  logits: jax.Array,
+  *,
+  row_keys: jax.Array,
+  sampling: sampling_lib.SamplingConfig,
+  eos: int,
+  pad: int,
+) -> _Loop:
+  """Chooses each row's next token from logits [B, V] and writes it down."""
+  fold = functools.partial(jax.random.fold_in, data=loop.step)
+  chosen = sampling_lib.choose(logits, jax.vmap(fold)(row_keys), sampling)
+  log_probs = jnp.take_along_axis(
+    jax.nn.log_softmax(logits), chosen[:, None], axis=1
+  )[:, 0]
+  chosen = jnp.where(loop.done, pad, chosen)
+  log_probs = jnp.where(loop.done, 0.0, log_probs)
+  so_far = loop.generated
+  return loop._replace(
+    step=loop.step + 1,
+    last=chosen,
+    position=loop.position + 1,
+    done=loop.done | (chosen == eos),
+    generated=Generated(
+      tokens=so_far.tokens.at[:, loop.step].set(chosen),
+      lengths=so_far.lengths + ~loop.done,
+      log_probs=so_far.log_probs.at[:, loop.step].set(log_probs),
+    ),
+  )

@@ -40,8 +40,7 @@ class SamplingConfig:
       )
     if self.top_p is not None and not 0 < self.top_p <= 1:
       raise errors.UserError(
-        f'top_p is {self.top_p}; it must be above 0 and at most 1, or left'
-        ' out.'
+        f'top_p is {self.top_p}; it must be above 0 and at most 1, or left out.'
       )
     if self.temperature == 0 and (self.top_k or self.top_p):
       raise errors.UserError(

@@ -9,7 +9,7 @@ import contextlib
 import re
 import sys
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_flags
 
 from encdec_adapt.runtime import app, errors
@@ -78,6 +78,7 @@ def main(
     return argv[:1]
 
   def start(_: Sequence[str]) -> int:
+    logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
     (values,) = parsed
     if values.help:
       print(f'{description}\n\nflags:\n{values.get_help()}')

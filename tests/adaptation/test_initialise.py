@@ -9,11 +9,9 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import initialise
-from encdec_adapt.adaptation import leaves
-from encdec_adapt.models import build
+from encdec_adapt.adaptation import initialise, leaves, plan
+from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
 
 STACK = config_lib.StackConfig(
@@ -49,7 +47,9 @@ def _quick_init(monkeypatch):
   def init(config, rng):
     first = jnp.sum(jax.random.key_data(rng)).astype(jnp.float32)
     flat = {}
-    for i, (path, info) in enumerate(parameters.parameter_table(config).items()):
+    for i, (path, info) in enumerate(
+      parameters.parameter_table(config).items()
+    ):
       count = jnp.arange(np.prod(info.shape), dtype=info.dtype)
       flat[path] = jnp.sin(count + 10 * i + first).reshape(info.shape)
     return traverse_util.unflatten_dict(flat, sep='/')
@@ -64,7 +64,7 @@ def _fresh(target):
 def _initialise(target, *sources, **options):
   """`initialise` under jit (many small programs are slow to compile)."""
   configs = [config for config, _ in sources]
-  coverage = initialise.plan(target, *configs, **options)
+  coverage = plan.make_plan(target, *configs, **options)
 
   @jax.jit
   def traced(trees, rng):
@@ -137,7 +137,7 @@ def test_balanced_copies_everything(pattern):
   for name, array in source.items():
     expected[name] = array
     expected['encoder' + name.removeprefix('decoder')] = array
-    for part in set(name.split('/')) & set(cross):
+    for _ in set(name.split('/')) & set(cross):
       renamed = [cross.get(p, p) for p in name.split('/')]
       expected['/'.join(renamed)] = array
   assert set(filled) == set(expected)
@@ -377,7 +377,7 @@ def test_padding_cannot_hide_another_vocabulary():
   of_11 = dataclasses.replace(STACK, vocab_multiple=8)
   of_13 = dataclasses.replace(of_11, vocab_size=13)
   with pytest.raises(errors.UserError, match='vocabularies of 13 and 11'):
-    initialise.plan(
+    plan.make_plan(
       config_lib.encoder_decoder(of_13, of_13),
       config_lib.DecoderOnlyConfig(of_11),
     )

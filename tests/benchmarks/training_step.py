@@ -4,7 +4,8 @@ A step is forward pass, backward pass, clipping by the global norm and AdamW,
 on the same batch without padding, for the same shapes of model (the numbers
 of parameters are compared). The two run in processes of their own, so that
 peak memory is each one's, and take turns step by step, so that whatever else
-the machine does disturbs both. Needs `pip install -e .[peer]`.
+the machine does disturbs both; it should do nothing else all the same. Ratios
+are ours over the peer's. Needs `pip install -e .[peer]`.
 """
 
 import argparse
@@ -184,10 +185,10 @@ def make_transformers(
     if name in ('encoder_tokens', 'decoder_tokens', 'targets')
   }
 
+  mixed = arguments.dtypes == ['bfloat16']
+
   def run() -> float:
-    with torch.autocast(
-      'cpu', torch.bfloat16, arguments.dtypes == ['bfloat16']
-    ):
+    with torch.autocast('cpu', torch.bfloat16, enabled=mixed):
       loss = model(
         input_ids=batch['encoder_tokens'],
         decoder_input_ids=batch['decoder_tokens'],
@@ -211,10 +212,11 @@ def _work(arguments: argparse.Namespace) -> None:
     run, parameters = make_transformers(arguments)
   print(json.dumps({'parameters': parameters}), flush=True)
   for _ in sys.stdin:
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     loss = run()
     answer = {
       'seconds': time.perf_counter() - start,
+      'processor_seconds': time.process_time() - processor,
       'loss': loss,
       'peak_mib': _peak_mib(),
     }
@@ -282,6 +284,9 @@ def _compare(dtype: str, arguments, flags) -> list[dict[str, Any]]:
         'peak MiB': rest[-1]['peak_mib'],
         'first step s': first['seconds'],
         'step s': seconds,
+        'step processor s': statistics.median(
+          answer['processor_seconds'] for answer in rest
+        ),
         'loss, first': first['loss'],
         'loss, last': rest[-1]['loss'],
       }

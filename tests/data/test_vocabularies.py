@@ -145,7 +145,7 @@ def test_training_refuses(documents, tmp_path):
   with pytest.raises(errors.UserError, match="model_type 'word'"):
     vocabularies.train_vocabulary(documents, path, SIZE, model_type='word')
   assert not list(tmp_path.iterdir())
-  (tmp_path / 'file').write_text('')
+  (tmp_path / 'file').touch()
   with pytest.raises(errors.UserError, match='cannot be written'):
     vocabularies.train_vocabulary(
       documents, tmp_path / 'file' / 'a', SIZE, max_bytes=50_000
@@ -173,21 +173,22 @@ def _changed(vocabulary, path, change):
 
 def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
   def as_gemma(proto):
-    # Gemma's specials are ordinary symbols, and <unused0> has another id.
-    for piece in proto.pieces[4:104]:
+    # Gemma 2's specials are ordinary symbols, with <unused0> at 7.
+    names = ['<2mass>', '[@BOS@]', *(f'<unused{i}>' for i in range(99))]
+    for piece, name in zip(proto.pieces[5:106], names, strict=True):
+      piece.piece = name
+    for piece in proto.pieces[4:106]:
       piece.type = piece.USER_DEFINED
-    proto.pieces[5].piece, proto.pieces[103].piece = '<2mass>', '<unused0>'
-    proto.pieces[6].piece, proto.pieces[102].piece = '[@BOS@]', '<unused1>'
-    proto.pieces[7].piece, proto.pieces[101].piece = '<x>', '<unused98>'
 
   path = _changed(vocabulary, tmp_path / 'gemma.model', as_gemma)
   raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
-  assert raw.encode('<mask><unused3>') == [4, 8]
+  assert raw.encode('<mask><unused3>') == [4, 10]
   gemma = vocabularies.Vocabulary(path)
   ids = gemma.encode(SPELLED_OUT)
   assert gemma.decode(ids) == SPELLED_OUT
-  assert not set(ids) & {4, *gemma.sentinels, *gemma.mode_ids.values()}
-  assert gemma.sentinels[:3] == [103, 102, 7]
+  assert ids.min() > 105
+  assert gemma.sentinels == list(range(7, 103))
+  assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
 
 
 def test_vocabularies_without_sentinels_say_so(vocabulary, tmp_path):

@@ -11,9 +11,8 @@ import pytest
 
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.models import build
+from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -74,9 +73,7 @@ def _batches(size, rows=ROWS, lengths=LENGTHS):
     for pairs in rows
   ]
   while len(framed) % size:
-    framed.append(
-      batch_lib.frame_row([], lengths, teacher=lengths.encoder > 0)
-    )
+    framed.append(batch_lib.frame_row([], lengths, teacher=lengths.encoder > 0))
   for start in range(0, len(framed), size):
     batch = batch_lib.stack_rows(framed[start : start + size])
     yield {**batch, 'row': np.arange(start, start + size, dtype=np.int32)}
@@ -89,8 +86,12 @@ def _logits(kind):
 
   @jax.jit
   def encoder_decoder(batch):
-    encoder = [batch[f'encoder_{f}'] for f in ('tokens', 'segments', 'positions')]
-    decoder = [batch[f'decoder_{f}'] for f in ('tokens', 'segments', 'positions')]
+    encoder = [
+      batch[f'encoder_{f}'] for f in ('tokens', 'segments', 'positions')
+    ]
+    decoder = [
+      batch[f'decoder_{f}'] for f in ('tokens', 'segments', 'positions')
+    ]
     encoded = model.encode(params, *encoder)
     hidden = model.decode(params, *decoder, encoded, encoder[1])
     return model.logits(params, hidden)

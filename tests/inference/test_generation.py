@@ -8,11 +8,9 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.inference import generation
-from encdec_adapt.inference import sampling
-from encdec_adapt.models import build
+from encdec_adapt.inference import generation, sampling
+from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
 
 # A scanned block and a tail; windows shorter than what is generated.
@@ -137,9 +135,7 @@ def test_rows_do_not_depend_on_their_batch(kind):
   other = _generate(kind, sampling=SAMPLED, rng=jax.random.key(12))
   assert (together.tokens != other.tokens).any()
   # Alone, and in a row with less padding.
-  alone = _generate(
-    kind, [PROMPTS[2]], 3, rows=np.array([2]), sampling=SAMPLED
-  )
+  alone = _generate(kind, [PROMPTS[2]], 3, rows=np.array([2]), sampling=SAMPLED)
   np.testing.assert_array_equal(alone.tokens[0], together.tokens[2])
   np.testing.assert_allclose(
     alone.log_probs[0], together.log_probs[2], atol=2e-5
@@ -171,6 +167,4 @@ def test_ended_rows_emit_pad_and_fillers_nothing(kind):
 def test_no_tokens_is_refused():
   model, params = _model('decoder_only')
   with pytest.raises(errors.UserError, match='max_tokens is 0'):
-    generation.generate(
-      model, params, *_padded(PROMPTS), rng=RNG, max_tokens=0
-    )
+    generation.generate(model, params, *_padded(PROMPTS), rng=RNG, max_tokens=0)

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from encdec_adapt.models import config, layers_index, parameters
@@ -64,9 +65,7 @@ def test_join_layers_and_get_layer_are_inverse(stack):
   }
   for i, block in enumerate(blocks):
     got = layers_index.get_layer(stack, tree, i)
-    assert jax.tree.all(
-      jax.tree.map(lambda x, y: bool((x == y).all()), got, block)
-    )
+    jax.tree.map(np.testing.assert_array_equal, got, block)
 
 
 def test_pairs_with_different_patterns(small_stack):

@@ -32,7 +32,7 @@ def make_case(
   return hidden, table, teacher_hidden, teacher_table, weights
 
 
-def with_gradients(loss, **options):
+def with_gradients(loss, jit=True, **options):
   """(sums, gradients of total in all five arrays)."""
 
   def total(*arrays):
@@ -43,7 +43,7 @@ def with_gradients(loss, **options):
     gradients, sums = jax.grad(total, argnums=range(5), has_aux=True)(*arrays)
     return sums, gradients
 
-  return run
+  return run if not jit else jax.jit(run)
 
 
 def assert_same(actual, expected, *, rtol=2e-5, atol=3e-5):
@@ -93,7 +93,7 @@ def test_equals_dense(chunk, softcap, teacher_softcap, temperature, z_loss):
   assert_same(actual, expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
   B=st.integers(1, 3),
   T=st.integers(1, 6),
@@ -233,6 +233,7 @@ def mesh_case():
 def one_device():
   run = with_gradients(
     distillation_loss.distillation,
+    jit=False,
     chunk=3,
     vocab_size=13,
     softcap=5.0,

@@ -1,0 +1,355 @@
+"""Continues prompts with a trained model: text in, text out.
+
+    python -m encdec_adapt.generate --checkpoint=runs/adapted \
+      --prompt='The quick' [--temperature=0.8 --top_p=0.95]
+
+An encoder-decoder reads the prompt with its encoder, as in PrefixLM training;
+a decoder-only model continues it.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import json
+import pathlib
+import time
+
+from absl import flags
+import jax
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import job
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import vocabularies
+from encdec_adapt.inference import generation
+from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.runtime import command, errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import checkpoint
+
+_SHORTEST = 16  # tokens; rows are padded to this times a power of two
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What is asked of a model.
+
+  Attributes:
+    max_tokens: most tokens of a continuation.
+    batch_size: prompts that are continued at a time.
+    seed: of all draws; the n-th prompt draws alike for any batch size.
+    sampling: how tokens are chosen.
+  """
+
+  max_tokens: int = 64
+  batch_size: int = 8
+  seed: int = 0
+  sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
+
+  def __post_init__(self):
+    for name in ('max_tokens', 'batch_size'):
+      if getattr(self, name) < 1:
+        raise errors.UserError(
+          f'--{name} is {getattr(self, name)}; it must be at least 1.'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """One prompt continued.
+
+  Attributes:
+    prompt: the text given.
+    text: the text generated, without special tokens.
+    tokens: how many were generated, EOS included.
+    ended: whether the model ended it; otherwise max_tokens did.
+  """
+
+  prompt: str
+  text: str
+  tokens: int
+  ended: bool
+
+
+@dataclasses.dataclass
+class Timing:
+  """Seconds spent so far: compiling apart from generating."""
+
+  compiling: float = 0.0
+  generating: float = 0.0
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """The flags of this command."""
+  define = dict(flag_values=values)
+  flags.DEFINE_string(
+    'checkpoint', None, 'Work directory of a training job.', **define
+  )
+  flags.DEFINE_string('prompt', None, 'Text to continue.', **define)
+  flags.DEFINE_string(
+    'prompts',
+    None,
+    'File with a prompt per line; with a JSON string per line if it ends in'
+    ' .jsonl.',
+    **define,
+  )
+  flags.DEFINE_integer('max_tokens', 64, 'Most tokens generated.', **define)
+  flags.DEFINE_float('temperature', 0.0, '0 is greedy.', **define)
+  flags.DEFINE_integer('top_k', None, 'Only the k likeliest.', **define)
+  flags.DEFINE_float(
+    'top_p', None, 'Only the likeliest that reach this probability.', **define
+  )
+  flags.DEFINE_integer('seed', 0, 'Of all draws.', **define)
+  flags.DEFINE_integer('batch_size', 8, 'Prompts at a time.', **define)
+  flags.DEFINE_string(
+    'output', None, 'JSON file that also gets the continuations.', **define
+  )
+
+
+def main(values: flags.FlagValues) -> int:
+  """Runs the command."""
+  command.require(values, 'checkpoint')
+  prompts = read_prompts(values.prompt, values.prompts)
+  options = Options(
+    values.max_tokens,
+    values.batch_size,
+    values.seed,
+    sampling_lib.SamplingConfig(values.temperature, values.top_k, values.top_p),
+  )
+  if values.output:
+    _check_writable(values.output)
+  model, params, vocabulary = load(values.checkpoint)
+
+  timing = Timing()
+  done = []
+  for result in continue_prompts(
+    model, params, vocabulary, prompts, options, timing
+  ):
+    done.append(result)
+    end = 'ended' if result.ended else 'cut'
+    print(f'--- prompt {len(done)} of {len(prompts)}\n{result.prompt}')
+    print(f'--- continuation ({result.tokens} tokens, {end})\n{result.text}')
+  tokens = sum(result.tokens for result in done)
+  print(
+    f'--- {len(done)} prompts, {min(options.batch_size, len(done))} at a time:'
+    f' {tokens} tokens in {timing.generating:.2f} s,'
+    f' {tokens / timing.generating:.1f} tokens/s'
+    f' (compiling took {timing.compiling:.1f} s)'
+  )
+  if values.output:
+    _write(values.output, pathlib.Path(values.checkpoint).name, done)
+  return 0
+
+
+def read_prompts(prompt: str | None, file: str | None) -> list[str]:
+  """Prompts of the flags, in order.
+
+  Raises:
+    UserError: both or neither are given, the file cannot be read, or a
+      prompt is empty.
+  """
+  if (prompt is None) == (file is None):
+    raise errors.UserError(
+      'give either --prompt=TEXT or --prompts=FILE, and not both.'
+    )
+  if file is None:
+    prompts, where = [prompt], '--prompt'
+  else:
+    where = f'--prompts={file}, line {{}}'
+    try:
+      # Not splitlines(), which also splits at form feeds and the like.
+      lines = pathlib.Path(file).read_text(encoding='utf-8').split('\n')
+    except (OSError, UnicodeDecodeError) as error:
+      raise errors.UserError(
+        f'--prompts={file} cannot be read as UTF-8 text ({error}).'
+      ) from error
+    # The last line ends in a newline, too.
+    lines = lines[:-1] if lines[-1] == '' else lines
+    if not lines:
+      raise errors.UserError(
+        f'--prompts={file} is empty; write one prompt per line.'
+      )
+    prompts = lines
+    if file.endswith('.jsonl'):
+      prompts = [_json_prompt(line, where, i) for i, line in enumerate(lines)]
+  for i, text in enumerate(prompts):
+    if not text.strip():
+      raise errors.UserError(
+        f'{where.format(i + 1)}: the prompt is empty; there is nothing to'
+        ' continue.'
+      )
+  return prompts
+
+
+def load(workdir: str):
+  """Opens the newest checkpoint of a training job, on one device.
+
+  Returns:
+    The model, its parameters and its vocabulary.
+
+  Raises:
+    UserError: there is no job, no sound checkpoint or no vocabulary.
+  """
+  settings = config_lib.load_run(workdir)
+  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
+  mesh = mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
+  )
+  where = job.place_model(settings, settings.model, mesh)
+  params = checkpoint.restore_params(workdir, where.abstract_params())
+  return where.model, params, vocabulary
+
+
+def continue_prompts(
+  model,
+  params,
+  vocabulary: vocabularies.Vocabulary,
+  prompts: Sequence[str],
+  options: Options,
+  timing: Timing,
+) -> Iterator[Continuation]:
+  """Yields the continuation of each prompt, in order.
+
+  Args:
+    model: from `models.build`.
+    params: its parameters.
+    vocabulary: the model's.
+    prompts: texts.
+    options: what is asked.
+    timing: is added to.
+  """
+  size = min(options.batch_size, len(prompts))
+  compiled = {}
+  for start in range(0, len(prompts), size):
+    texts = prompts[start : start + size]
+    ids = [vocabulary.encode(text) for text in texts]
+    ids += [None] * (size - len(texts))
+    rows = frame_prompts(ids)
+    dynamic = {
+      'rng': jax.random.key(options.seed),
+      'rows': np.arange(start, start + size, dtype=np.int32),
+    }
+    shape = rows[0].shape
+    if shape not in compiled:
+      began = time.perf_counter()
+      compiled[shape] = generation.generate.lower(
+        model,
+        params,
+        *rows,
+        **dynamic,
+        max_tokens=options.max_tokens,
+        sampling=options.sampling,
+        bos=batch_lib.BOS,
+        eos=batch_lib.EOS,
+        pad=batch_lib.PAD,
+      ).compile()
+      timing.compiling += time.perf_counter() - began
+    began = time.perf_counter()
+    result = jax.device_get(
+      compiled[shape](
+        params,
+        *rows,
+        **dynamic,
+        bos=batch_lib.BOS,
+        eos=batch_lib.EOS,
+        pad=batch_lib.PAD,
+      )
+    )
+    timing.generating += time.perf_counter() - began
+    for text, tokens, length in zip(
+      texts, result.tokens, result.lengths, strict=False
+    ):
+      yield _continuation(vocabulary, text, tokens[:length])
+
+
+def frame_prompts(
+  prompts: Sequence[np.ndarray | None],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Tokens, segments and positions [B, S]: BOS and the prompt, then padding.
+
+  Args:
+    prompts: token ids [n] of each row, None for a row that only fills up.
+
+  Returns:
+    int32 arrays; S is a power of two, so that few lengths are compiled.
+  """
+  longest = max(len(ids) + 1 for ids in prompts if ids is not None)
+  length = _SHORTEST
+  while length < longest:
+    length *= 2
+  tokens = np.full((len(prompts), length), batch_lib.PAD, np.int32)
+  segments, positions = np.zeros((2, *tokens.shape), np.int32)
+  for row, ids in enumerate(prompts):
+    if ids is not None:
+      used = len(ids) + 1
+      tokens[row, :used] = [batch_lib.BOS, *ids]
+      segments[row, :used] = 1
+      positions[row, :used] = np.arange(used)
+  return tokens, segments, positions
+
+
+def _continuation(
+  vocabulary: vocabularies.Vocabulary, prompt: str, tokens: np.ndarray
+) -> Continuation:
+  # A model's table may have more rows than the vocabulary has pieces; no
+  # text has those ids.
+  known = np.where(tokens < vocabulary.size, tokens, vocabulary.unk)
+  return Continuation(
+    prompt=prompt,
+    text=vocabulary.decode(known),
+    tokens=len(tokens),
+    ended=bool(tokens[-1] == batch_lib.EOS),
+  )
+
+
+def _json_prompt(line: str, where: str, index: int) -> str:
+  try:
+    text = json.loads(line)
+  except json.JSONDecodeError as error:
+    raise errors.UserError(
+      f'{where.format(index + 1)} is not JSON ({error}); write one JSON'
+      ' string per line.'
+    ) from error
+  if not isinstance(text, str):
+    raise errors.UserError(
+      f'{where.format(index + 1)} is JSON of another kind than a string:'
+      f' {line[:60]}'
+    )
+  return text
+
+
+def _check_writable(output: str) -> None:
+  """Refuses an output that cannot be written, before the long work."""
+  path = pathlib.Path(output)
+  existed = path.exists()
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open('a').close()
+    if not existed:
+      path.unlink()  # What follows may fail; it leaves nothing half written.
+  except OSError as error:
+    raise errors.UserError(
+      f'--output={output} cannot be written ({error.strerror}); name a file'
+      ' in a folder of yours.'
+    ) from error
+
+
+def _write(output: str, run: str, results: Sequence[Continuation]) -> None:
+  """Writes a JSON list of what was generated."""
+  samples = [
+    {
+      'run': run,
+      'prompt': result.prompt,
+      'continuation': result.text,
+      'tokens': result.tokens,
+      'ended': result.ended,
+    }
+    for result in results
+  ]
+  pathlib.Path(output).write_text(
+    json.dumps(samples, indent=2, ensure_ascii=False) + '\n', encoding='utf-8'
+  )
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -1,0 +1,131 @@
+# shellcheck shell=bash
+# Makes the virtual environment that the other scripts run in. Sourced, from
+# the repository's root; needs bash 3.2 or newer.
+#
+#   PYTHON   interpreter to make .venv from (default: python3, or a
+#            python3.13, python3.12, python3.11 if that has another version)
+
+VENV=.venv
+
+# Ends the script with a message.
+fail() {
+  printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+  exit 1
+}
+
+# Prints a command, then runs it.
+run() {
+  show "$@"
+  "$@"
+}
+
+# Prints a command as one could type it.
+show() {
+  printf '$'
+  printf ' %q' "$@"
+  printf '\n'
+}
+
+# Whether an interpreter runs and is a version that we support.
+is_supported() {
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+    2>/dev/null
+}
+
+# Prints the interpreter to make .venv from.
+choose_python() {
+  local candidate
+  for candidate in "${PYTHON:-python3}" \
+    ${PYTHON:+--} python3.13 python3.12 python3.11; do
+    # An interpreter that was asked for is used or refused, never replaced.
+    if [ "$candidate" = -- ]; then
+      break
+    fi
+    if is_supported "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  fail "${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 ||
+    true); Python 3.11, 3.12 or 3.13 is needed. Install one, and name it if" \
+    "it is not found: PYTHON=/path/to/python3.12 bash launch/$(basename "$0")"
+}
+
+# Prints major.minor of an interpreter.
+version_of() {
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+}
+
+# Makes .venv where it is missing, broken, or of another version than PYTHON.
+make_venv() {
+  local python
+  if is_supported "$VENV/bin/python" && "$VENV/bin/python" -m pip --version \
+    >/dev/null 2>&1; then
+    if [ -z "${PYTHON:-}" ]; then
+      return
+    fi
+    python=$(choose_python) || exit 1
+    if [ "$(version_of "$python")" = "$(version_of "$VENV/bin/python")" ]; then
+      return
+    fi
+  else
+    python=$(choose_python) || exit 1
+  fi
+  run "$python" -m venv --clear "$VENV" ||
+    fail "could not make $VENV. On Debian and Ubuntu the module is a package" \
+      "of its own: apt install python$(version_of "$python")-venv"
+}
+
+# What an installation depends on, as a hash.
+installation_key() {
+  "$VENV/bin/python" - "$PWD" <<'PYTHON_CODE'
+import hashlib, pathlib, sys
+key = hashlib.sha256(repr((sys.version, sys.argv[1])).encode())
+for name in ('setup.py', 'pyproject.toml'):
+  key.update(pathlib.Path(name).read_bytes())
+print(key.hexdigest())
+PYTHON_CODE
+}
+
+# Prints a line per package of pip's output, which is silent for long otherwise.
+progress_lines() {
+  local line rest
+  while IFS= read -r line; do
+    case "$line" in
+      Collecting\ *)
+        rest=${line#Collecting }
+        printf '  %s\n' "${rest%% *}"
+        ;;
+      Installing\ collected\ packages:*)
+        printf '  installing (a few minutes)\n'
+        ;;
+    esac
+  done
+}
+
+# Makes the environment ready.
+#   $1: extra to install, such as 'test'; empty for none.
+prepare_environment() {
+  local extra=$1 key stamp target=.
+  make_venv
+  key=$(installation_key)
+  # Whoever has an extra has what comes without it.
+  for stamp in "$VENV/installed" "$VENV/installed-test"; do
+    if [ -n "$extra" ] && [ "$stamp" != "$VENV/installed-$extra" ]; then
+      continue
+    fi
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
+      return
+    fi
+  done
+  if [ -n "$extra" ]; then
+    target=".[$extra]"
+  fi
+  # The line buffer of pip's output is Python's.
+  show "$VENV/bin/python" -m pip install --editable "$target"
+  PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install \
+    --disable-pip-version-check --no-input --progress-bar off \
+    --editable "$target" | progress_lines ||
+    fail "installing failed, see above; run the same command again"
+  printf '%s\n' "$key" >"$VENV/installed${extra:+-$extra}"
+}

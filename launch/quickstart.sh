@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs the main job on text that every Python carries, and writes a report:
+#
+#   bash launch/quickstart.sh [--size=default|full] [flags of the study]
+#
+# The default takes up to 10 minutes on two cores after installing, full up to
+# 2 hours. Run again, it continues where it was. PYTHON names an interpreter.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+size=default
+flags=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help)
+      sed -n '2,8s/^# \{0,1\}//p' launch/quickstart.sh
+      exit
+      ;;
+    --size=*) size=${1#*=} ;;
+    --size)
+      [ $# -gt 1 ] || fail '--size needs a value: default or full'
+      size=$2
+      shift
+      ;;
+    *) flags+=("$1") ;;
+  esac
+  shift
+done
+case "$size" in
+  default | full) ;;
+  *) fail "--size=$size is not known; choose default or full" ;;
+esac
+
+prepare_environment ''
+command=("$VENV/bin/python" -m encdec_adapt.study
+  "--study=configs/quickstart.py:size=$size" ${flags[@]+"${flags[@]}"})
+show "${command[@]}"
+exec "${command[@]}"

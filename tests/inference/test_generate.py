@@ -1,0 +1,150 @@
+"""The command `generate` on a run of a toy model."""
+
+import json
+
+from flax import traverse_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from encdec_adapt import config as config_lib
+from encdec_adapt import generate
+from encdec_adapt.data import vocabularies
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import command, errors
+from encdec_adapt.training import checkpoint
+
+TEXT = 'The quick brown fox jumps over the lazy dog, again and again.\n'
+PROMPTS = ['The quick', 'over\nthe lazy dog', 'fox ' * 20, 'dog', 'again']
+
+
+@pytest.fixture(scope='module', params=['encoder_decoder', 'decoder_only'])
+def run_folder(request, tmp_path_factory):
+  """A work directory as training leaves it, of random parameters."""
+  workdir = tmp_path_factory.mktemp(request.param)
+  config = base.get_config()
+  config.data.vocabulary = str(workdir / 'vocabulary.model')
+  texts = [
+    f'{TEXT} {i} {chr(97 + i % 26) * (1 + i % 7)} {i * i:x}' for i in range(900)
+  ]
+  size = vocabularies.train_vocabulary(
+    texts, config.data.vocabulary, 512, max_bytes=100_000
+  ).size
+  config.model.kind = request.param
+  config.data.objective = 'prefix_lm'
+  config.data.encoder_length = config.data.decoder_length = 32
+  for stack in (config.model.encoder, config.model.decoder):
+    stack.update(
+      layers=1,
+      width=16,
+      mlp_width=16,
+      heads=2,
+      kv_heads=1,
+      head_dim=8,
+      vocab_size=size + 5,  # more ids than pieces
+      tied_head=False,
+    )
+  settings = config_lib.load(config, str(workdir))
+  config_lib.save(config, str(workdir))
+  rng = np.random.default_rng(5)
+  params = traverse_util.unflatten_dict(
+    {
+      path: jnp.asarray(0.5 * rng.normal(size=info.shape), info.dtype)
+      for path, info in parameters.parameter_table(settings.model).items()
+    },
+    sep='/',
+  )
+  with checkpoint.Checkpoints(workdir / checkpoint.FOLDER) as checkpoints:
+    checkpoints.save(3, {'params': params}, data={}, meta={})
+  return workdir
+
+
+def _run(*arguments):
+  return generate.main(command.parse(generate.define_flags, arguments))
+
+
+def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
+  prompts = tmp_path / 'prompts.jsonl'
+  prompts.write_text(''.join(json.dumps(p) + '\n' for p in PROMPTS))
+  output = tmp_path / 'new' / 'samples.json'
+  arguments = [
+    f'--checkpoint={run_folder}',
+    f'--prompts={prompts}',
+    f'--output={output}',
+    '--max_tokens=6',
+    '--temperature=1',
+  ]
+  assert _run(*arguments, '--batch_size=3') == 0
+  samples = json.loads(output.read_text())
+  assert [sample['prompt'] for sample in samples] == PROMPTS
+  assert all(sample['run'] == run_folder.name for sample in samples)
+  assert all(1 <= sample['tokens'] <= 6 for sample in samples)
+  assert len({sample['continuation'] for sample in samples}) > 1
+  printed = capsys.readouterr().out
+  for number, sample in enumerate(samples, start=1):
+    assert f'prompt {number} of 5\n{sample["prompt"]}\n' in printed
+    assert f'\n{sample["continuation"]}\n' in printed
+  total = sum(sample['tokens'] for sample in samples)
+  assert f'5 prompts, 3 at a time: {total} tokens in ' in printed
+  assert 'tokens/s' in printed
+
+  # A prompt draws alike in any batch, and otherwise with another seed.
+  assert _run(*arguments, '--batch_size=8') == 0
+  assert json.loads(output.read_text()) == samples
+  assert _run(*arguments, '--batch_size=8', '--seed=1') == 0
+  assert json.loads(output.read_text()) != samples
+
+
+def test_frame_prompts():
+  tokens, segments, positions = generate.frame_prompts(
+    [np.array([7, 8]), None, np.arange(15)]
+  )
+  assert tokens.shape == (3, 16)
+  assert tokens[0, :4].tolist() == [2, 7, 8, 0]
+  assert segments[0, :4].tolist() == [1, 1, 1, 0]
+  assert positions[0, :4].tolist() == [0, 1, 2, 0]
+  assert not tokens[1].any() and not segments[1].any()
+  assert segments[2].all() and positions[2].tolist() == list(range(16))
+  assert generate.frame_prompts([np.arange(16)])[0].shape == (1, 32)
+
+
+@pytest.mark.parametrize(
+  'arguments, message',
+  [
+    (['--prompt=x'], '--checkpoint is missing'),
+    (['--checkpoint=c'], 'give either --prompt=TEXT or --prompts=FILE'),
+    (['--checkpoint=c', '--prompt=x', '--prompts=y'], 'not both'),
+    (['--checkpoint=c', '--prompt='], '--prompt: the prompt is empty'),
+    (['--checkpoint=c', '--prompts=nowhere.txt'], 'nowhere.txt cannot be read'),
+    (['--checkpoint=c', '--prompts=EMPTY'], 'is empty; write one'),
+    (['--checkpoint=c', '--prompts=GAP'], 'line 2: the prompt is empty'),
+    (['--checkpoint=c', '--prompts=BAD.jsonl'], 'line 2 is not JSON'),
+    (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'than a string: 3'),
+    (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], '--max_tokens is 0'),
+    (['--checkpoint=c', '--prompt=x', '--top_k=5'], 'do nothing at'),
+    (['--checkpoint=c', '--prompt=x'], 'c is not the work directory'),
+    (
+      ['--checkpoint=c', '--prompt=x', '--output=EMPTY/out.json'],
+      'cannot be written',
+    ),
+  ],
+)
+def test_bad_input_is_named(arguments, message, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'EMPTY').write_text('')
+  (tmp_path / 'GAP').write_text('a\n\nb\n')
+  (tmp_path / 'BAD.jsonl').write_text('"a"\nb\n')
+  (tmp_path / 'NUMBER.jsonl').write_text('3\n')
+  with pytest.raises(errors.UserError, match=message):
+    _run(*arguments)
+
+
+def test_a_run_without_a_checkpoint_is_named(run_folder, tmp_path):
+  (tmp_path / config_lib.RUN_CONFIG).write_bytes(
+    (run_folder / config_lib.RUN_CONFIG).read_bytes()
+  )
+  output = tmp_path / 'out.json'
+  with pytest.raises(errors.UserError, match='no sound checkpoint'):
+    _run(f'--checkpoint={tmp_path}', '--prompt=x', f'--output={output}')
+  assert not output.exists()

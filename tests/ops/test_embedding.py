@@ -1,0 +1,185 @@
+"""The lookup on one device and sharded over vocabulary, batch and width."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+import pytest
+
+from encdec_adapt.ops import embedding, partition
+
+V, D, B, L = 16, 8, 4, 6
+SHAPE = {'replica': 2, 'fsdp': 2, 'sequence': 1, 'tensor': 2}
+RULES = {'vocab': None, 'table_embed': None, 'batch': None, 'length': None}
+# Every way in which the axes of the table and of the tokens can meet.
+SHARDINGS = {
+  'vocabulary and batch share fsdp': (
+    SHAPE,
+    {'vocab': 'fsdp', 'batch': ('replica', 'fsdp')},
+  ),
+  'vocabulary over two axes, one of them shared': (
+    SHAPE,
+    {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')},
+  ),
+  'both axes shared, in another order': (
+    SHAPE,
+    {'vocab': ('fsdp', 'replica'), 'batch': ('replica', 'fsdp')},
+  ),
+  'vocabulary over axes of its own': (
+    SHAPE,
+    {'vocab': 'tensor', 'batch': ('replica', 'fsdp')},
+  ),
+  'length shares an axis too': (
+    SHAPE,
+    {
+      'vocab': ('tensor', 'fsdp'),
+      'batch': ('replica', 'fsdp'),
+      'length': 'tensor',
+    },
+  ),
+  'length over an axis of its own': (
+    {'replica': 1, 'fsdp': 4, 'sequence': 2, 'tensor': 1},
+    {'vocab': 'fsdp', 'batch': ('replica', 'fsdp'), 'length': 'sequence'},
+  ),
+  'width sharded': (
+    SHAPE,
+    {'vocab': 'fsdp', 'table_embed': 'tensor', 'batch': ('replica', 'fsdp')},
+  ),
+  'width alone sharded': (
+    SHAPE,
+    {'table_embed': 'tensor', 'batch': ('replica', 'fsdp')},
+  ),
+  'batch not sharded': (SHAPE, {'vocab': ('fsdp', 'tensor')}),
+  'nothing sharded': (SHAPE, {}),
+}
+
+
+def make_mesh(shape):
+  return jax.make_mesh(
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
+  )
+
+
+def table(rows=V, width=D):
+  values = np.random.default_rng(0).normal(size=(rows, width))
+  return jnp.asarray(values, jnp.float32)
+
+
+def tokens(rows=V):
+  ids = np.random.default_rng(1).integers(0, rows, (B, L))
+  # The same id often, and ids at both ends of every shard.
+  ids[0], ids[1, :4] = 3, [0, rows // 2 - 1, rows // 2, rows - 1]
+  return jnp.asarray(ids, jnp.int32)
+
+
+def value_and_gradient(ids, dtype=None, mesh=None, rules=None):
+  """A jitted function of the table: the embeddings and a loss's gradient."""
+
+  def loss(table):
+    out = embedding.lookup(table, ids, dtype)
+    weight = jnp.arange(ids.size, dtype=jnp.float32).reshape(*ids.shape, 1)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)) * weight), out
+
+  def run(table):
+    if mesh is None:
+      return jax.grad(loss, has_aux=True)(table)
+    with partition.use(mesh, RULES | rules):
+      return jax.grad(loss, has_aux=True)(table)
+
+  return jax.jit(run)
+
+
+@pytest.mark.parametrize('dtype', [None, jnp.bfloat16])
+def test_takes_rows(dtype):
+  out = embedding.lookup(table(), tokens(), dtype)
+  expected = table()[tokens()].astype(dtype or jnp.float32)
+  assert out.dtype == expected.dtype
+  np.testing.assert_array_equal(out, expected)
+
+
+def test_gradient_counts_the_uses_of_a_row():
+  gradient = jax.grad(lambda t: embedding.lookup(t, tokens()).sum())(table())
+  counts = np.bincount(np.asarray(tokens()).ravel(), minlength=V)
+  np.testing.assert_array_equal(gradient, np.repeat(counts[:, None], D, 1))
+
+
+def test_gradients_of_bfloat16_rows_add_up_in_fp32():
+  ids = jnp.zeros((B, 300), jnp.int32)
+
+  def loss(table):
+    return embedding.lookup(table, ids, jnp.bfloat16).sum(dtype=jnp.float32)
+
+  gradient = jax.grad(loss)(table())
+  assert gradient.dtype == jnp.float32
+  np.testing.assert_array_equal(gradient[0], B * 300.0)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('dtype', [None, jnp.bfloat16])
+@pytest.mark.parametrize('name', SHARDINGS)
+def test_sharded_equals_one_device(name, dtype):
+  shape, rules = SHARDINGS[name]
+  run = value_and_gradient(tokens(), dtype, make_mesh(shape), rules)
+  gradient, out = run(table())
+  expected_gradient, expected = value_and_gradient(tokens(), dtype)(table())
+  assert out.dtype == expected.dtype
+  np.testing.assert_array_equal(out, expected)
+  np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+  assert np.abs(expected_gradient).max() > 1.0
+
+
+@pytest.mark.sharded
+def test_the_table_is_never_gathered():
+  rows, width = 1024, 56  # sizes that nothing else has
+  mesh = make_mesh(SHAPE)
+  rules = {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')}
+  with partition.use(mesh, RULES | rules) as active:
+    sharding = jax.sharding.NamedSharding(
+      mesh, active.spec('vocab', 'table_embed')
+    )
+  run = value_and_gradient(tokens(rows), None, mesh, rules)
+  array = jax.device_put(table(rows, width), sharding)
+  program = run.lower(array).compile()
+  assert f'f32[{rows // 4},{width}]' in program.as_text()
+  assert f'[{rows},{width}]' not in program.as_text()
+  gradient, _ = program(array)
+  assert gradient.sharding.is_equivalent_to(sharding, 2)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('on_mesh', [False, True])
+def test_ids_outside_the_table_give_nan(on_mesh):
+  ids = tokens().at[2, 3].set(V).at[3, 1].set(-1)
+  outside = np.zeros((B, L), bool)
+  outside[2, 3] = outside[3, 1] = True
+  shape, rules = SHARDINGS['vocabulary over two axes, one of them shared']
+  mesh = make_mesh(shape) if on_mesh else None
+  _, out = value_and_gradient(ids, None, mesh, rules)(table())
+  np.testing.assert_array_equal(np.isnan(out).all(-1), outside)
+  np.testing.assert_array_equal(np.isnan(out).any(-1), outside)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(
+  'rules, message',
+  [
+    ({'vocab': ('replica', 'fsdp', 'tensor')}, "'vocab' has size 12.* 8 "),
+    ({'table_embed': 'tensor'}, "'table_embed' has size 7.* 2 shards"),
+    ({'vocab': 'fsdp', 'batch': ('replica', 'fsdp')}, "'batch' has size 3"),
+    ({'vocab': 'fsdp', 'length': 'tensor'}, "'length' has size 5"),
+  ],
+)
+def test_sizes_that_do_not_divide_are_refused(rules, message):
+  with partition.use(make_mesh(SHAPE), RULES | rules):
+    with pytest.raises(ValueError, match=message):
+      embedding.lookup(table(12, 7), jnp.zeros((3, 5), jnp.int32))
+
+
+@pytest.mark.sharded
+def test_width_and_batch_on_one_axis_are_refused():
+  rules = RULES | {'table_embed': 'fsdp', 'batch': ('replica', 'fsdp')}
+  with partition.use(make_mesh(SHAPE), rules):
+    with pytest.raises(ValueError, match="'batch' share mesh axes.*'fsdp'"):
+      embedding.lookup(table(), tokens())

@@ -1,0 +1,165 @@
+"""A job killed at any moment ends as the uninterrupted one, bit for bit."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.runtime import app, metrics
+from encdec_adapt.training import checkpoint
+from tests import tiny
+
+pytestmark = pytest.mark.resume
+
+STEPS = 12
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('resume')
+
+
+@pytest.fixture(scope='module')
+def flags(folder):
+  return tiny.make_records(folder) + [
+    # Cross-attention alone first, so that a phase begins on the way.
+    '--config.train.cross_attention_warmup=4',
+    f'--config.compute.compile_cache={folder}/compiled',
+  ]
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(folder, flags):
+  workdir = folder / 'uninterrupted'
+  done = tiny.run('train', *flags, f'--workdir={workdir}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  return workdir
+
+
+def _last_step(workdir: pathlib.Path) -> int:
+  path = workdir / metrics.FILE
+  if not path.exists():
+    return 0
+  return max([r['step'] for r in metrics.read_metrics(path)], default=0)
+
+
+def _params(workdir: pathlib.Path):
+  found = checkpoint.open_latest(workdir)
+  leaves = found.stored_leaves()
+  state = found.restore(
+    {
+      'params': _tree(
+        {
+          path.removeprefix('params/'): jax.ShapeDtypeStruct(*info)
+          for path, info in leaves.items()
+          if path.startswith('params/')
+        }
+      )
+    },
+    partial=True,
+  )
+  return jax.tree.map(np.asarray, state['params'])
+
+
+def _tree(flat):
+  from flax import traverse_util
+
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def _assert_same(workdir: pathlib.Path, reference: pathlib.Path):
+  mine, wanted = (metrics.read_metrics(w) for w in (workdir, reference))
+  key = lambda r: (r['kind'], r['step'])  # noqa: E731
+  assert sorted(map(key, mine)) == sorted(map(key, wanted))
+  assert {key(r): r for r in mine} == {key(r): r for r in wanted}
+  jax.tree.map(
+    np.testing.assert_array_equal, _params(workdir), _params(reference)
+  )
+  for name in ('target_tokens', 'total_tokens', 'rows', 'eval_loss'):
+    one, other = (
+      json.loads((w / 'summary.json').read_text())[name]
+      for w in (workdir, reference)
+    )
+    assert one == other, name
+
+
+def _wait(process: subprocess.Popen, due) -> bool:
+  """Waits until `due()`; False where the process ended before."""
+  deadline = time.monotonic() + 240
+  while process.poll() is None:
+    assert time.monotonic() < deadline, 'the job does not get on'
+    if due():
+      return True
+    time.sleep(0.002)
+  return False
+
+
+def test_killed_at_random_steps_and_during_a_save(
+  folder, flags, uninterrupted
+):
+  workdir = folder / 'killed'
+  saves = workdir / checkpoint.FOLDER
+  seed = random.randrange(2**32)
+  print(f'seed {seed}')
+  rng = random.Random(seed)
+  first = rng.randrange(1, STEPS - 2)
+  kills = [
+    lambda: _last_step(workdir) >= first,
+    lambda: any(saves.glob('*.orbax-checkpoint-tmp*')),
+    lambda: _last_step(workdir) >= rng.randrange(first + 1, STEPS),
+  ]
+  for due in kills:
+    process = tiny.start(
+      'train', *flags, f'--workdir={workdir}', log=folder / 'killed.log'
+    )
+    killed = _wait(process, due)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not killed:
+      break
+  done = tiny.run('train', *flags, f'--workdir={workdir}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  _assert_same(workdir, uninterrupted)
+
+
+def test_sigterm_saves_and_exits_with_its_own_status(
+  folder, flags, uninterrupted
+):
+  workdir = folder / 'terminated'
+  process = tiny.start(
+    'train', *flags, f'--workdir={workdir}', log=folder / 'terminated.log'
+  )
+  assert _wait(process, lambda: _last_step(workdir) >= 2)
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(120) == app.RESTART
+  saved = checkpoint.open_latest(workdir).step
+  assert saved == _last_step(workdir) < STEPS
+  done = tiny.run('train', *flags, f'--workdir={workdir}')
+  assert f'continuing at step {saved}' in done.stdout
+  _assert_same(workdir, uninterrupted)
+
+
+def test_a_second_job_on_the_directory_is_refused(folder, flags):
+  workdir = folder / 'shared'
+  first = tiny.start(
+    'train',
+    *flags,
+    '--config.train.steps=100000',
+    '--config.data.repeat=True',
+    f'--workdir={workdir}',
+    log=folder / 'shared.log',
+  )
+  try:
+    assert _wait(first, lambda: _last_step(workdir) >= 1)
+    second = tiny.run('train', *flags, f'--workdir={workdir}')
+    assert second.returncode == app.USER_ERROR
+    assert f'process {first.pid}' in second.stderr
+  finally:
+    first.kill()
+    first.wait()

@@ -1,0 +1,126 @@
+"""Configurations: every file loads, and bad values are named."""
+
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import study, train
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import presets
+from encdec_adapt.runtime import command, errors
+
+BASE = '--config=configs/base.py'
+TEACHER = ('--config.init.encoder=a', '--config.teacher.checkpoint=b')
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch, request):
+  monkeypatch.chdir(request.config.rootpath)
+
+
+def _load(*flags):
+  values = command.parse(train.define_flags, flags)
+  return config_lib.load(values.config, 'runs/x')
+
+
+@pytest.mark.parametrize('size', ['s_s', '2b_2b', '9b_2b', '9b_9b', '27b_27b'])
+@pytest.mark.parametrize('objective', ['prefixlm', 'ul2'])
+def test_gemma2_configs_are_the_presets(size, objective):
+  settings = _load(
+    f'--config=configs/gemma2.py:size={size},objective={objective}', *TEACHER
+  )
+  assert settings.model == presets.t5gemma(size, vocab_multiple=128)
+  length = 4096 if objective == 'prefixlm' else 8192
+  assert settings.data.train.encoder_length == length
+  assert settings.train.batch_size * 2 * length == 4_194_304
+  balanced = settings.model.encoder.width == settings.model.decoder.width
+  assert settings.train.cross_attention_warmup == (0 if balanced else 1000)
+
+
+@pytest.mark.parametrize('size', ['default', 'full'])
+def test_quickstart_commands_parse(size):
+  plan = study.load(f'configs/quickstart.py:size={size}')
+  for stage in plan.stages:
+    if stage.module == 'train':
+      values = command.parse(train.define_flags, stage.flags)
+      config_lib.load(values.config, values.workdir)
+  names = {stage.name for stage in plan.stages}
+  assert {'decoder_only', 'unbalanced', 'evaluate', 'generate'} <= names
+
+
+def test_an_override_of_any_leaf():
+  settings = _load(
+    BASE,
+    '--config.model.decoder.final_softcap=0',
+    "--config.model.decoder.pattern=('global',)",
+    '--config.optimizer.learning_rate=3',
+  )
+  assert isinstance(settings.model, model_config.DecoderOnlyConfig)
+  assert settings.model.decoder.final_softcap is None
+  assert settings.model.decoder.pattern == ('global',)
+  assert settings.optimizer.schedule.peak == 3.0
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--config.train.stepz=3'], "'stepz'.*'steps'"),
+    (['--config.trian.steps=3'], "'trian'.*'train'"),
+    (['--config.train.steps=many'], 'train.steps.*many'),
+    (['--config.train.steps=1.5'], 'train.steps.*1.5'),
+    (['--config.train.steps=0'], 'train.steps is 0'),
+    (['--wrokdir=x'], 'wrokdir'),
+    (['stray'], "'stray'"),
+    (['--config.optimizer.kind=adam'], "'adam'.*adamw"),
+    (['--config.optimizer.schedule=cos'], "'cos'.*cosine"),
+    (['--config.loss.label_smoothing=2'], 'label_smoothing is 2'),
+    (['--config.train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),
+    (['--config.model.kind=encdec'], "'encdec'.*encoder_decoder"),
+    (['--config.model.kind=encoder_decoder'], 'causal_lm, which has no'),
+    (['--config.model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),
+    (['--config.data.objective=prefix_lm'], 'encoder_length is 0'),
+    (['--config.init.mode=checkpoint'], 'init.encoder is empty'),
+    (['--config.init.mode=adapt', '--config.init.encoder=a'], 'decoder_only'),
+    (['--config.loss.distillation=1'], 'teacher.checkpoint is empty'),
+    (['--config.mesh.rules=fdsp'], "'fdsp'.*data_parallel"),
+    (['--config.compute.dtype=int8'], "'int8'.*bfloat16"),
+  ],
+)
+def test_bad_input_is_named(flags, words):
+  with pytest.raises(errors.UserError, match=words):
+    _load(BASE, *flags)
+
+
+@pytest.mark.parametrize(
+  'config, words',
+  [
+    ('configs/nothing.py', 'nothing.py'),
+    ('configs/gemma2.py:size=3b', "'3b'.*9b"),
+    ('configs/gemma2.py:sizes=2b_2b', "'sizes=2b_2b'.*size"),
+    ('configs/gemma2.py:objective=t5', 'prefixlm or ul2'),
+    ('configs/quickstart.py:run=x', 'run=x.*adapted'),
+  ],
+)
+def test_bad_config_files_are_named(config, words):
+  with pytest.raises(errors.UserError, match=words):
+    _load(f'--config={config}')
+
+
+def test_teacher_of_a_corrupting_objective_is_refused():
+  with pytest.raises(errors.UserError, match="'ul2'.*prefix_lm only"):
+    _load(
+      '--config=configs/gemma2.py:objective=ul2',
+      *TEACHER,
+      '--config.loss.distillation=1',
+    )
+
+
+def test_a_saved_run_is_read_back(tmp_path):
+  values = command.parse(
+    train.define_flags, ['--config=configs/quickstart.py:run=unbalanced']
+  )
+  config_lib.save(values.config, str(tmp_path))
+  assert config_lib.load_run(str(tmp_path)) == config_lib.load(
+    values.config, str(tmp_path)
+  )
+  with pytest.raises(errors.UserError, match='config.json'):
+    config_lib.load_run(str(tmp_path / 'nothing'))

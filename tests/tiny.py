@@ -1,0 +1,160 @@
+"""A tiny job for tests of whole commands: text, vocabulary, records, flags.
+
+Records are written directly, without SeqIO, so that a test needs neither
+TensorFlow nor the ten seconds that importing it takes.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+
+from encdec_adapt.data import batch, records, vocabularies
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
+VOCAB = 448
+
+
+def text(documents: int, seed: int = 0) -> list[str]:
+  """Documents of random words, some of them long."""
+  rng = np.random.default_rng(seed)
+  return [
+    ' '.join(rng.choice(WORDS, rng.integers(20, 80))) + '.\n'
+    for _ in range(documents)
+  ]
+
+
+def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
+  """Writes a vocabulary and prefix_lm and causal_lm records of 16 + 16.
+
+  Returns:
+    The flags of a job that reads the prefix_lm records.
+  """
+  documents = text(rows + 8)
+  vocabulary = vocabularies.train_vocabulary(
+    documents, folder / 'vocabulary.model', VOCAB
+  )
+  for objective, lengths in (
+    ('prefix_lm', batch.Lengths(16, 16)),
+    ('causal_lm', batch.Lengths(0, 32)),
+  ):
+    for split, some in (('train', documents[:rows]), ('eval', documents[rows:])):
+      _write_set(
+        folder / objective / split, objective, split, lengths, vocabulary, some
+      )
+  return flags(folder, 'prefix_lm')
+
+
+def _write_set(folder, objective, split, lengths, vocabulary, documents):
+  spec = records.RecordSpec(
+    source='text:none',
+    split=split,
+    objective=objective,
+    encoder_length=lengths.encoder,
+    decoder_length=lengths.decoder,
+    shards=1,
+    pack=split == 'train',
+    sentinels='recycle',
+    eval_fraction=0.04,
+    max_rows=0 if split == 'train' else 8,
+    vocabulary=vocabulary.fingerprint,
+  )
+  with records.ShardWriter(folder, spec, 0, 0) as writer:
+    for document in documents:
+      tokens = vocabulary.encode(document)
+      half = 15 if lengths.encoder else 0
+      targets = np.append(tokens[half : half + 15], batch.EOS)
+      writer.write(
+        [batch.Pair(tokens[:half], targets.astype(np.int32))]
+      )
+    entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
+  records.write_manifest(folder, spec, {(0, 0): entry})
+
+
+def flags(folder: pathlib.Path, objective: str) -> list[str]:
+  """Flags of a job on these records with a model of a few thousand weights."""
+  values = {
+    'data.folder': folder / objective,
+    'data.vocabulary': folder / 'vocabulary.model',
+    'data.source': 'text:none',
+    'data.objective': objective,
+    'data.encoder_length': 16 if objective == 'prefix_lm' else 0,
+    'data.decoder_length': 16 if objective == 'prefix_lm' else 32,
+    'data.shards': 1,
+    'data.eval_rows': 8,
+    'model.kind': (
+      'encoder_decoder' if objective == 'prefix_lm' else 'decoder_only'
+    ),
+    'train.batch_size': 4,
+    'train.steps': 12,
+    'train.log_every': 1,
+    'train.eval_every': 4,
+    'train.eval_batch_size': 8,
+    'optimizer.warmup_steps': 2,
+    'checkpoint.every': 3,
+    'mesh.fsdp': 1,
+  }
+  for side in ('encoder', 'decoder'):
+    values |= {
+      f'model.{side}.{key}': value
+      for key, value in dict(
+        layers=2,
+        width=16,
+        mlp_width=32,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        vocab_size=VOCAB,
+        vocab_multiple=8,
+        window=8,
+        pattern="('local',)",
+      ).items()
+    }
+  return ['--config=configs/base.py'] + [
+    f'--config.{key}={value}' for key, value in values.items()
+  ]
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+  """What a command started by a test runs under."""
+  return {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': (
+      f'--xla_force_host_platform_device_count={devices}'
+      ' --xla_backend_optimization_level=0'
+      ' --xla_llvm_disable_expensive_passes=true'
+    ),
+    'PYTHONUNBUFFERED': '1',
+  }
+
+
+def start(
+  module: str, *arguments: str, devices: int = 1, log: pathlib.Path
+) -> subprocess.Popen:
+  """Starts a command of the package in the repository's root."""
+  with open(log, 'ab') as output:
+    return subprocess.Popen(
+      [sys.executable, '-m', f'encdec_adapt.{module}', *map(str, arguments)],
+      cwd=ROOT,
+      env=environment(devices),
+      stdout=output,
+      stderr=subprocess.STDOUT,
+    )
+
+
+def run(
+  module: str, *arguments: str, devices: int = 1, timeout: float = 300
+) -> subprocess.CompletedProcess:
+  """Runs a command to its end; its output is text."""
+  return subprocess.run(
+    [sys.executable, '-m', f'encdec_adapt.{module}', *map(str, arguments)],
+    cwd=ROOT,
+    env=environment(devices),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
