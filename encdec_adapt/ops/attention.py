@@ -11,7 +11,6 @@ from collections.abc import Callable
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from encdec_adapt.ops import (
@@ -196,8 +195,6 @@ def _check(q, k, v, spec, softcap, chunk) -> None:
     raise ValueError(f'softcap is {softcap}; it is positive, or None for none')
   if chunk < 1:
     raise ValueError(f'chunk is {chunk}; it is at least 1 query')
-  if not jnp.issubdtype(q.dtype, jnp.floating):
-    raise ValueError(f'q has dtype {q.dtype}; attention needs a float dtype')
 
 
 def _platform() -> str:

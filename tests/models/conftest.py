@@ -51,14 +51,15 @@ def redraw():
   """A function (model, seed=0) -> parameters in which every leaf matters."""
 
   def make(model: build.Model, seed: int = 0):
-    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(seed)))
     rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(
-      tree,
-      [
-        x + 0.2 * jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves
-      ],
-    )
+    params = {}
+    for path, info in model.table.items():
+      *parents, name = path.split('/')
+      node = params
+      for parent in parents:
+        node = node.setdefault(parent, {})
+      node[name] = jnp.asarray(0.3 * rng.normal(size=info.shape), info.dtype)
+    return params
 
   return make
 

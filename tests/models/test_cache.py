@@ -29,11 +29,11 @@ def decode_cached(model, params, triple, length, sizes, **cross):
   return jnp.concatenate(states, axis=1)
 
 
-@pytest.mark.parametrize('sizes', [(12,), (7, 1, 1, 1, 1, 1), (4, 5, 3)])
+@pytest.mark.parametrize('sizes', [(12,), (7, 1, 1, 1, 1, 1)])
 def test_decoder_only(small_stack, redraw, pack, sizes):
   model = build.build(config.DecoderOnlyConfig(small_stack(layers=5)))
   params, rows = redraw(model), pack([[12], [9]], 12)
-  expected = model.decode(params, *rows)
+  expected = jax.jit(model.decode)(params, *rows)
   got = decode_cached(model, params, rows, 15, sizes)
   real = np.asarray(rows[1]) > 0
   np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
@@ -59,7 +59,7 @@ def test_rows_of_unequal_length_continue_at_their_own_positions(
   params = redraw(model)
   whole = pack([[10], [7]], 10)
   prompt = np.asarray([6, 3])
-  expected = np.asarray(model.decode(params, *whole))
+  expected = np.asarray(jax.jit(model.decode)(params, *whole))
 
   def rows(columns, valid):
     tokens = np.take_along_axis(np.asarray(whole[0]), columns, 1)

@@ -23,12 +23,14 @@ def make_case(
   B=2, T=7, D=8, E=5, V=24, W=24, vocab_size=21, dtype=jnp.float32, seed=0
 ):
   """Student and teacher of unequal widths, and unequal weights with zeros."""
-  keys = jax.random.split(jax.random.key(seed), 5)
-  hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
-  table = 2 * jax.random.normal(keys[1], (V, D))
-  teacher_hidden = jax.random.normal(keys[2], (B, T, E)).astype(dtype)
-  teacher_table = 2 * jax.random.normal(keys[3], (W, E))
-  weights = jnp.maximum(jax.random.normal(keys[4], (B, T)) + 0.5, 0.0)
+  # Drawn by numpy: jax would compile a program per shape.
+  rng = np.random.default_rng(seed)
+  hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
+  table = jnp.asarray(2 * rng.normal(size=(V, D)), jnp.float32)
+  teacher_hidden = jnp.asarray(rng.normal(size=(B, T, E)), dtype)
+  teacher_table = jnp.asarray(2 * rng.normal(size=(W, E)), jnp.float32)
+  weights = np.maximum(rng.normal(size=(B, T)) + 0.5, 0.0)
+  weights = jnp.asarray(weights, jnp.float32)
   return hidden, table, teacher_hidden, teacher_table, weights
 
 
@@ -73,10 +75,9 @@ def test_literal_value():
   assert float(sums.weight) == 2.0
 
 
-@pytest.mark.parametrize('chunk', [1, 5, 64])
+@pytest.mark.parametrize('chunk', [5, 64])
 @pytest.mark.parametrize('softcap,teacher_softcap', [(None, 4.0), (3.0, None)])
-@pytest.mark.parametrize('temperature', [1.0, 2.5])
-@pytest.mark.parametrize('z_loss', [0.0, 1e-2])
+@pytest.mark.parametrize('temperature,z_loss', [(1.0, 0.0), (2.5, 1e-2)])
 def test_equals_dense(chunk, softcap, teacher_softcap, temperature, z_loss):
   case = make_case()
   options = dict(

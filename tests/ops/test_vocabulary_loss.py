@@ -21,11 +21,13 @@ MESHES = [
 
 def make_case(B=2, T=7, D=8, V=24, vocab_size=21, dtype=jnp.float32, seed=0):
   """Hidden states, table, targets and unequal weights with zeros."""
-  keys = jax.random.split(jax.random.key(seed), 4)
-  hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
-  table = 2 * jax.random.normal(keys[1], (V, D))
-  targets = jax.random.randint(keys[2], (B, T), 0, vocab_size)
-  weights = jnp.maximum(jax.random.normal(keys[3], (B, T)) + 0.5, 0.0)
+  # Drawn by numpy: jax would compile a program per shape.
+  rng = np.random.default_rng(seed)
+  hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
+  table = jnp.asarray(2 * rng.normal(size=(V, D)), jnp.float32)
+  targets = jnp.asarray(rng.integers(vocab_size, size=(B, T)), jnp.int32)
+  weights = np.maximum(rng.normal(size=(B, T)) + 0.5, 0.0)
+  weights = jnp.asarray(weights, jnp.float32)
   return hidden, table, targets, weights
 
 
@@ -77,10 +79,10 @@ def test_literal_value():
   assert float(sums.weight) == 3.0
 
 
-@pytest.mark.parametrize('chunk', [1, 4, 5, 64])
+@pytest.mark.parametrize('chunk', [5, 64])
 @pytest.mark.parametrize('softcap', [None, 3.0])
 @pytest.mark.parametrize(
-  'z_loss,label_smoothing', [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.2), (1e-2, 0.2)]
+  'z_loss,label_smoothing', [(0.0, 0.0), (1e-2, 0.0), (1e-2, 0.2)]
 )
 def test_equals_dense(chunk, softcap, z_loss, label_smoothing):
   case = make_case()
