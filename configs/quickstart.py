@@ -9,7 +9,7 @@ runs the study below; each of its stages is a command of its own, for example
 
 `size=default` takes under 10 minutes on two cores; `size=full` under 2 hours
 and holds what the README shows: three learning rates and three seeds of
-`adapted` and `scratch`, and the controls.
+`adapted` and `scratch`, and the controls. `size=smoke` is for tests.
 """
 
 import dataclasses
@@ -57,6 +57,19 @@ def _shape(layers, width, mlp_width, heads, kv_heads):
 
 
 SIZES = {
+  # For a test that every stage runs; its numbers mean nothing.
+  'smoke': Size(
+    root='runs/quickstart_smoke',
+    max_bytes=400_000,
+    vocab_size=512,
+    base=_shape(2, 32, 64, 2, 1),
+    small=_shape(1, 16, 32, 2, 1),
+    pretrain_steps=8,
+    small_steps=8,
+    adapt_steps=8,
+    passes=1,
+    eval_rows=16,
+  ),
   'default': Size(
     root='runs/quickstart',
     max_bytes=6_000_000,
@@ -129,6 +142,8 @@ def get_config(arg=None):
   config.compute.scan_unroll = 4
   config.compute.compile_cache = f'{size.root}/compiled'
   config.data.max_bytes = size.max_bytes
+  # Importing TensorFlow costs a worker more than it saves on so little text.
+  config.data.workers = 1
   config.data.vocabulary = f'{size.root}/records/vocabulary.model'
   config.data.passes = size.passes
   config.data.eval_rows = size.eval_rows
@@ -139,6 +154,7 @@ def get_config(arg=None):
     _causal(config, size, run)
   else:
     _pairs(config, size, run)
+  config.optimizer.warmup_steps = min(20, config.train.steps // 4)
   config.train.eval_every = max(config.train.steps // 8, 1)
   config.checkpoint.every = max(config.train.steps // 2, 1)
   config.checkpoint.keep = 1
@@ -227,9 +243,7 @@ def get_study(arg=None):
     for seed in (1, 2):
       folder = f'{run}_seed{seed}'
       flag = f'--config.seed={seed}'
-      stages.append(
-        train(run, long, flag, folder=folder, rate_of=tuple(sweep))
-      )
+      stages.append(train(run, long, flag, folder=folder, rate_of=tuple(sweep)))
       sweep_names = (*sweep, folder)
       names.extend(n for n in sweep_names if n not in names)
   stages.append(train('unbalanced', long))

@@ -51,9 +51,7 @@ def main(values: flags.FlagValues) -> int:
   evaluators: dict[Any, perplexity.Evaluator] = {}
   print(f'{len(record_set):,} rows of {values.records}')
   for path, settings in runs.items():
-    result = evaluate(
-      path, settings, record_set, values.batch_size, evaluators
-    )
+    result = evaluate(path, settings, record_set, values.batch_size, evaluators)
     target = epath.Path(path) / FILE
     target.write_text(json.dumps(result, indent=2) + '\n')
     shuffled = result['eval_loss_shuffled_prefix']

@@ -85,7 +85,9 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_string(
     'checkpoint', None, 'Work directory of a training job.', **define
   )
-  flags.DEFINE_string('prompt', None, 'Text to continue.', **define)
+  flags.DEFINE_multi_string(
+    'prompt', [], 'Text to continue; may be repeated.', **define
+  )
   flags.DEFINE_string(
     'prompts',
     None,
@@ -141,19 +143,23 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
-def read_prompts(prompt: str | None, file: str | None) -> list[str]:
+def read_prompts(texts: Sequence[str], file: str | None) -> list[str]:
   """Prompts of the flags, in order.
+
+  Args:
+    texts: prompts given one by one.
+    file: path of a file of prompts, or None.
 
   Raises:
     UserError: both or neither are given, the file cannot be read, or a
       prompt is empty.
   """
-  if (prompt is None) == (file is None):
+  if bool(texts) == (file is not None):
     raise errors.UserError(
       'give either --prompt=TEXT or --prompts=FILE, and not both.'
     )
   if file is None:
-    prompts, where = [prompt], '--prompt'
+    prompts, where = list(texts), '--prompt number {}'
   else:
     where = f'--prompts={file}, line {{}}'
     try:

@@ -4,6 +4,7 @@ import functools
 import math
 import multiprocessing
 import os
+import sys
 
 import jax
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import build, decoder_only, parameters
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import compile_cache, disk, errors, flops
+from encdec_adapt.runtime import app, compile_cache, disk, errors, flops
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint, optimizers, phases
 from encdec_adapt.training import state as state_lib
@@ -144,12 +145,13 @@ def run_apart(function, *args) -> None:
   """Calls `function(*args)` in a fresh process and waits for it.
 
   Raises:
-    UserError: the process failed; its own message was printed.
+    UserError: the process died.
+    SystemExit: it was given bad input; its message was printed.
   """
   # TensorFlow reads it when it is loaded, before any code of ours runs.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   context = multiprocessing.get_context('spawn')
-  process = context.Process(target=function, args=args)
+  process = context.Process(target=_guarded, args=(function, *args))
   process.start()
   try:
     process.join()
@@ -157,11 +159,18 @@ def run_apart(function, *args) -> None:
     process.terminate()
     process.join()
     raise
+  if process.exitcode == app.USER_ERROR:
+    sys.exit(app.USER_ERROR)  # It has said why.
   if process.exitcode:
     raise errors.UserError(
-      f'{function.__module__} ended with status {process.exitcode}; its'
-      ' message stands above.'
+      f'the process of {function.__module__}.{function.__name__} ended with'
+      f' status {process.exitcode}; what it printed stands above.'
     )
+
+
+def _guarded(function, *args) -> None:
+  """What the process of `run_apart` runs: bad input ends in one paragraph."""
+  app.guard(lambda _: function(*args), None)
 
 
 def initial_params(

@@ -233,8 +233,7 @@ def _report(study: Study) -> None:
   for stage in stages:
     budget, took = stage['budget_seconds'], stage['seconds']
     print(
-      f'{stage["name"]:<28}{format_seconds(budget):>9}'
-      f'{format_seconds(took):>9}'
+      f'{stage["name"]:<28}{format_seconds(budget):>9}{format_seconds(took):>9}'
     )
   together = sum(stage['seconds'] for stage in stages)
   print(f'{"together":<28}{"":>9}{format_seconds(together):>9}\n')

@@ -225,9 +225,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           optimizer,
           assignment,
           active,
-          step_lib.StepConfig(
-            train.microbatches, settings.optimizer.clip_norm
-          ),
+          step_lib.StepConfig(train.microbatches, settings.optimizer.clip_norm),
           teacher.model if teacher else None,
         )
       began = time.perf_counter()

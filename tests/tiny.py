@@ -41,7 +41,10 @@ def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
     ('prefix_lm', batch.Lengths(16, 16)),
     ('causal_lm', batch.Lengths(0, 32)),
   ):
-    for split, some in (('train', documents[:rows]), ('eval', documents[rows:])):
+    for split, some in (
+      ('train', documents[:rows]),
+      ('eval', documents[rows:]),
+    ):
       _write_set(
         folder / objective / split, objective, split, lengths, vocabulary, some
       )
@@ -67,9 +70,7 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
       tokens = vocabulary.encode(document)
       half = 15 if lengths.encoder else 0
       targets = np.append(tokens[half : half + 15], batch.EOS)
-      writer.write(
-        [batch.Pair(tokens[:half], targets.astype(np.int32))]
-      )
+      writer.write([batch.Pair(tokens[:half], targets.astype(np.int32))])
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
   records.write_manifest(folder, spec, {(0, 0): entry})
 

@@ -5,6 +5,7 @@ what sharding, checkpoints, adaptation and exchange formats are derived from.
 """
 
 from collections.abc import Mapping
+import contextvars
 import dataclasses
 import functools
 import math
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models import stack
 from encdec_adapt.models.config import ModelConfig, StackConfig
-from encdec_adapt.ops import partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,7 @@ def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
   """Fresh parameters (see `layers` for the distributions).
 
   Jit it with `out_shardings` to make them sharded where they live.
-
-  Raises:
-    ValueError: called where a partition is active; it says nothing about
-      parameters, and the one-token batch used here cannot be sharded.
   """
-  if partition.active() is not None:
-    raise ValueError(
-      'initialise outside of partition.use(); shard parameters by jitting'
-      ' init with out_shardings'
-    )
   keys = jax.random.split(rng, len(config.stacks))
   params = {}
   for key, (name, stack_config) in zip(
@@ -118,14 +109,16 @@ def _init_stack(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
     encoded = jnp.zeros((1, 1, config.cross_width))
     encoder_segments = ids
   module = stack.Stack(config, executions.Execution())
-  return module.init(rng, ids, ids, ids, encoded, encoder_segments)['params']
+  # In an empty context no partition is active (`ops.partition`): the one
+  # token that shapes are inferred with cannot be sharded.
+  return contextvars.Context().run(
+    module.init, rng, ids, ids, ids, encoded, encoder_segments
+  )['params']
 
 
 @functools.cache
 def _stack_table(config: StackConfig) -> dict[str, ParamInfo]:
-  boxed = jax.eval_shape(
-    functools.partial(_init_stack, config), jax.random.key(0)
-  )
+  boxed = jax.eval_shape(lambda: _init_stack(config, jax.random.key(0)))
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
   return {
     '/'.join(key.key for key in path): ParamInfo(

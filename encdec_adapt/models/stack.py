@@ -99,8 +99,8 @@ class Stack(nn.Module):
     entries = None if cached is None else cached.layers
     cross_entries = None if cross_cached is None else cross_cached.layers
     updated = {}
-    for name, make_group in self._groups().items():
-      x, updated[name] = make_group(
+    for name, group in self._groups().items():
+      x, updated[name] = group(
         x, context, _entry(entries, name), _entry(cross_entries, name)
       )
     x = layers.RMSNorm(cfg, name='final_norm')(x)

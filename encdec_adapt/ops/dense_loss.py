@@ -41,15 +41,15 @@ def cross_entropy(
 ) -> vocabulary_loss.LossSums:
   """`vocabulary_loss.cross_entropy`, densely."""
   scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
-  log_normaliser = jax.nn.logsumexp(scores, axis=-1)
-  log_probs = scores - log_normaliser[..., None]  # [B, T, V]
-  onehot = jax.nn.one_hot(targets, vocab_size)
-  wanted = (1 - label_smoothing) * onehot + label_smoothing / vocab_size
+  log_normaliser = jax.nn.logsumexp(scores, axis=-1)  # [B, T]
+  wanted = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+  nll = log_normaliser - wanted
+  uniform = log_normaliser - jnp.mean(scores, axis=-1)
+  smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform
   z_term = z_loss * jnp.square(log_normaliser)
-  smoothed = -jnp.sum(wanted * log_probs, axis=-1)
   return vocabulary_loss.LossSums(
     total=jnp.sum(weights * (smoothed + z_term)),
-    cross_entropy=jnp.sum(weights * -jnp.sum(onehot * log_probs, axis=-1)),
+    cross_entropy=jnp.sum(weights * nll),
     z_loss=jnp.sum(weights * z_term),
     correct=jnp.sum(weights * (jnp.argmax(scores, axis=-1) == targets)),
     weight=jnp.sum(weights),

@@ -31,12 +31,13 @@ def run(
     parse_flags: takes `sys.argv`, returns the arguments left over.
   """
   app.run(
-    lambda arguments: _guard(main, arguments),
-    flags_parser=lambda argv: _guard(parse_flags, argv),
+    lambda arguments: guard(main, arguments),
+    flags_parser=lambda argv: guard(parse_flags, argv),
   )
 
 
-def _guard(function: Callable[[Any], Any], argument: Any) -> Any:
+def guard(function: Callable[[Any], Any], argument: Any) -> Any:
+  """Calls `function(argument)`; exits with `USER_ERROR` on bad input."""
   try:
     return function(argument)
   except (errors.UserError, flags.Error) as error:

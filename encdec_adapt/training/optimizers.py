@@ -137,9 +137,6 @@ class Optimizer:
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
 
-  def learning_rate(
-    self, state: GroupState, step: Int[Array, '']
-  ) -> Array:
+  def learning_rate(self, state: GroupState, step: Int[Array, '']) -> Array:
     """Learning rate of the group's next update."""
     return self._schedule(step, state.count)
-

@@ -35,8 +35,7 @@ def cross_attention_warmup(steps: int) -> tuple[Group, ...]:
   """Only cross-attention and its norms move for the first `steps` steps."""
   if steps < 0:
     raise errors.UserError(
-      f'config.train.cross_attention_warmup is {steps}; it must be at least'
-      ' 0.'
+      f'config.train.cross_attention_warmup is {steps}; it must be at least 0.'
     )
   if steps == 0:
     return (Group('all', '.*', 0),)

@@ -116,9 +116,7 @@ def create(
   """State before the first step; only `active` groups have optimizer state."""
   # Three arrays, not one: the step donates each of them.
   step, skipped, in_row = (
-    jax.device_put(
-      np.zeros((), np.int32), placement.replicated(where.mesh)
-    )
+    jax.device_put(np.zeros((), np.int32), placement.replicated(where.mesh))
     for _ in range(3)
   )
   state = TrainState(
@@ -172,6 +170,9 @@ def abstract(
       where.shardings(shape),
     )
   return TrainState(
-    step=scalar, params=params, groups=groups, skipped=scalar,
+    step=scalar,
+    params=params,
+    groups=groups,
+    skipped=scalar,
     skipped_in_row=scalar,
   )

@@ -65,9 +65,7 @@ def make_train_step(
     padding), `gradient_norm` (before clipping),
     `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
-  moving = {
-    name: phases.paths_of(assignment, name) for name in active
-  }
+  moving = {name: phases.paths_of(assignment, name) for name in active}
 
   def step(state, batch, teacher_params):
     with partition.use(where.mesh, where.rules.as_dict()):
@@ -81,7 +79,10 @@ def make_train_step(
       def objective(trained, part):
         params = state_lib.unflatten({**frozen, **trained})
         sums = objectives.loss_sums(
-          where.model, params, part, loss,
+          where.model,
+          params,
+          part,
+          loss,
           (teacher, teacher_params) if teacher else None,
         )
         return sums.total / divisor, sums
@@ -93,9 +94,7 @@ def make_train_step(
       if config.clip_norm:
         scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * scale, gradients)
-      new_state, rates = _apply(
-        state, flat, gradients, norm, moving, optimizer
-      )
+      new_state, rates = _apply(state, flat, gradients, norm, moving, optimizer)
     metrics = {
       'loss': sums.total / divisor,
       'cross_entropy': sums.cross_entropy / divisor,
@@ -111,7 +110,18 @@ def make_train_step(
     }
     return new_state, metrics
 
-  return jax.jit(step, donate_argnums=0)
+  # Shardings of the state are stated, not left to the compiler: what comes
+  # out goes in again, and must not compile anew or move.
+  shardings = jax.tree.map(
+    lambda leaf: leaf.sharding,
+    state_lib.abstract(optimizer, assignment, active, where),
+  )
+  return jax.jit(
+    step,
+    in_shardings=(shardings, None, None),
+    out_shardings=(shardings, placement.replicated(where.mesh)),
+    donate_argnums=0,
+  )
 
 
 def _tokens(batch):
@@ -134,9 +144,7 @@ def _accumulate(objective, trained, batch, microbatches):
 
   def body(carry, part):
     names = ('batch', 'length')
-    part = {
-      k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()
-    }
+    part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
     result = grad(trained, part)
     return jax.tree.map(jnp.add, carry, result), None
 

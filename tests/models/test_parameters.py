@@ -117,11 +117,14 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   )
 
 
-def test_init_under_an_active_partition_is_refused(small_stack):
-  model = build.build(config.DecoderOnlyConfig(small_stack()))
+def test_init_and_table_under_an_active_partition(small_stack):
+  model = build.build(config.DecoderOnlyConfig(small_stack(window=5)))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  with partition.use(mesh, {}), pytest.raises(ValueError, match='outside'):
-    model.init(jax.random.key(0))
+  with partition.use(mesh, dict.fromkeys(RULES, 'fsdp')):
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert len(model.table) == len(jax.tree.leaves(shapes))
+    with pytest.raises(ValueError):  # the rules are active, and not followed
+      model.decode(shapes, *[jnp.zeros((1, 1), jnp.int32)] * 3)
 
 
 def test_init_ignores_an_ambient_mesh(small_stack):

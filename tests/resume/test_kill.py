@@ -100,9 +100,7 @@ def _wait(process: subprocess.Popen, due) -> bool:
   return False
 
 
-def test_killed_at_random_steps_and_during_a_save(
-  folder, flags, uninterrupted
-):
+def test_killed_at_random_steps_and_during_a_save(folder, flags, uninterrupted):
   workdir = folder / 'killed'
   saves = workdir / checkpoint.FOLDER
   seed = random.randrange(2**32)

@@ -92,8 +92,11 @@ class Trainer:
     if params is None:
       params = self.where.place(self.where.model.init, jax.random.key(0))
     return state_lib.create(
-      params, self.optimizer, self.assignment,
-      phases.active(self.groups, 0), self.where,
+      params,
+      self.optimizer,
+      self.assignment,
+      phases.active(self.groups, 0),
+      self.where,
     )
 
   def step(self, state, batch, teacher_params=None):
@@ -104,8 +107,13 @@ class Trainer:
     )
     if active not in self.functions:
       self.functions[active] = step_lib.make_train_step(
-        self.where, self.loss, self.optimizer, self.assignment, active,
-        self.config, self.teacher,
+        self.where,
+        self.loss,
+        self.optimizer,
+        self.assignment,
+        active,
+        self.config,
+        self.teacher,
       )
     return self.functions[active](
       state, step_lib.place_batch(batch, self.where), teacher_params or {}
@@ -121,6 +129,5 @@ def trainer():
 def host(tree):
   """Flat path -> numpy array."""
   return {
-    path: np.asarray(leaf)
-    for path, leaf in state_lib.flatten(tree).items()
+    path: np.asarray(leaf) for path, leaf in state_lib.flatten(tree).items()
   }
