@@ -17,6 +17,7 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import build, decoder_only, parameters
 from encdec_adapt.models import config as model_config
+from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.runtime import app, compile_cache, disk, errors, flops
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint, optimizers, phases
@@ -37,6 +38,31 @@ def make_mesh(settings: config_lib.Settings) -> Mesh:
     return mesh_lib.make_mesh(settings.mesh)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
+
+
+def check_batches(settings: config_lib.Settings, mesh: Mesh) -> None:
+  """Refuses batches and lengths that do not divide over the mesh.
+
+  Raises:
+    UserError: names the key, its value and the number of shards.
+  """
+  partition = partition_lib.Partition(mesh, settings.rules.as_dict())
+  train, lengths = settings.train, settings.data.train.lengths
+  rows = f'over {train.microbatches} microbatches and ' * (
+    train.microbatches > 1
+  )
+  batch, length = partition.size('batch'), partition.size('length')
+  for key, size, shards, split in (
+    ('train.batch_size', train.batch_size, batch * train.microbatches, rows),
+    ('train.eval_batch_size', train.eval_batch_size, batch, ''),
+    ('data.encoder_length', lengths.encoder, length, ''),
+    ('data.decoder_length', lengths.decoder, length, ''),
+  ):
+    if size % shards:
+      raise errors.UserError(
+        f'config.{key} is {size}; it must divide {split}over the mesh'
+        f' {dict(mesh.shape)}, so by {shards}. Change it or config.mesh.'
+      )
 
 
 def place_model(

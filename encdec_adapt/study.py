@@ -188,7 +188,7 @@ def _marker(root: pathlib.Path, stage: Stage) -> pathlib.Path:
 def _write(path: pathlib.Path, content: Any) -> None:
   draft = path.with_suffix('.tmp')
   draft.write_text(json.dumps(content, indent=2) + '\n')
-  draft.rename(path)
+  draft.replace(path)
 
 
 def _summary(root: pathlib.Path, name: str) -> dict[str, Any]:

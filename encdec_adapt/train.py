@@ -102,6 +102,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
 
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
+  job.check_batches(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
   vocabulary, train_set, eval_set = job.open_data(settings)

@@ -15,7 +15,7 @@ from encdec_adapt.data import batch, records, vocabularies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
-VOCAB = 448
+VOCAB = 400
 
 
 def text(documents: int, seed: int = 0) -> list[str]:
@@ -89,14 +89,13 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'model.kind': (
       'encoder_decoder' if objective == 'prefix_lm' else 'decoder_only'
     ),
-    'train.batch_size': 4,
+    'train.batch_size': 8,
     'train.steps': 12,
     'train.log_every': 1,
     'train.eval_every': 4,
     'train.eval_batch_size': 8,
     'optimizer.warmup_steps': 2,
     'checkpoint.every': 3,
-    'mesh.fsdp': 1,
   }
   for side in ('encoder', 'decoder'):
     values |= {

@@ -4,6 +4,8 @@ Student and teacher may differ in width; they share the vocabulary. Their
 logits exist for one chunk of tokens at a time, as in `vocabulary_loss`.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -86,37 +88,15 @@ def distillation(
   if temperature <= 0:
     raise ValueError(f'temperature={temperature} must be positive')
 
-  def run(
-    hidden, table, weights, teacher_hidden, teacher_table, *, with_gradients
-  ):
-    def step(columns, tokens, tables):
-      x, x_teacher, w = tokens
-      return _chunk(
-        columns,
-        vocabulary_parallel.product(x, tables[0]),  # [rows, v]
-        vocabulary_parallel.product(x_teacher, tables[1]),  # [rows, v]
-        w if with_gradients else None,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        temperature=temperature,
-        z_loss=z_loss,
-      )
-
-    values, dhidden, dtable = vocabulary_parallel.sweep(
-      step,
-      (hidden, teacher_hidden, weights),
-      (table.astype(hidden.dtype), teacher_table),
-      vocab_size=vocab_size,
-      chunk=chunk,
-      with_gradients=with_gradients,
-    )
-    sums = {
-      name: vocabulary_parallel.weighted_sum(weights, value)
-      for name, value in values.items()
-    }
-    sums['weight'] = jnp.sum(weights)
-    return DistillationSums(**sums), values['total'], dhidden, dtable
-
+  run = functools.partial(
+    _run,
+    vocab_size=vocab_size,
+    chunk=chunk,
+    softcap=softcap,
+    teacher_softcap=teacher_softcap,
+    temperature=temperature,
+    z_loss=z_loss,
+  )
   return vocabulary_parallel.stored_gradients(
     run,
     hidden,
@@ -128,6 +108,49 @@ def distillation(
       table.shape[0],
     ),
   )
+
+
+def _run(
+  hidden: jax.Array,
+  table: jax.Array,
+  weights: jax.Array,
+  teacher_hidden: jax.Array,
+  teacher_table: jax.Array,
+  *,
+  with_gradients: bool,
+  vocab_size: int,
+  chunk: int,
+  **options: float | None,
+) -> tuple[DistillationSums, jax.Array, jax.Array | None, jax.Array | None]:
+  """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
+
+  `options` are those of `_chunk`.
+  """
+
+  def step(columns, tokens, tables):
+    x, x_teacher, w = tokens
+    return _chunk(
+      columns,
+      vocabulary_parallel.product(x, tables[0]),  # [rows, v]
+      vocabulary_parallel.product(x_teacher, tables[1]),  # [rows, v]
+      w if with_gradients else None,
+      **options,
+    )
+
+  values, dhidden, dtable = vocabulary_parallel.sweep(
+    step,
+    (hidden, teacher_hidden, weights),
+    (table.astype(hidden.dtype), teacher_table),
+    vocab_size=vocab_size,
+    chunk=chunk,
+    with_gradients=with_gradients,
+  )
+  sums = {
+    name: vocabulary_parallel.weighted_sum(weights, value)
+    for name, value in values.items()
+  }
+  sums['weight'] = jnp.sum(weights)
+  return DistillationSums(**sums), values['total'], dhidden, dtable
 
 
 def _with_rows(table: jax.Array, rows: int) -> jax.Array:
@@ -150,15 +173,11 @@ def _chunk(
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
   """Values per row, and the gradient of the raw logits if given weights.
 
-  Args:
+  Args (the rest as for `distillation`):
     columns: the local columns.
     logits: the student's, [rows, v] float32, before the soft-cap.
     teacher_logits: the teacher's, likewise.
     weights: [rows], or None for no gradient.
-    softcap: see `distillation`, as the rest.
-    teacher_softcap: same.
-    temperature: same.
-    z_loss: same.
 
   Returns:
     'total', 'kl' and 'z_loss', each [rows], without weights; the gradient
@@ -171,7 +190,7 @@ def _chunk(
   wanted = columns.only_tokens(wanted / temperature, excluded)
   shift, wanted_shift = columns.max(scores, wanted)  # [rows] each
   unnormalised = jnp.exp(wanted - wanted_shift[:, None])
-  normaliser, wanted_normaliser, mixed, own = columns.sum(
+  normaliser, wanted_normaliser, cross, self_term = columns.sum(
     jnp.exp(scores - shift[:, None]),
     unnormalised,
     unnormalised * scores,
@@ -179,8 +198,8 @@ def _chunk(
   )
   log_normaliser = shift + jnp.log(normaliser)
   wanted_log_normaliser = wanted_shift + jnp.log(wanted_normaliser)
-  cross_entropy = log_normaliser - mixed / wanted_normaliser
-  entropy = wanted_log_normaliser - own / wanted_normaliser
+  cross_entropy = log_normaliser - cross / wanted_normaliser
+  entropy = wanted_log_normaliser - self_term / wanted_normaliser
   z_term = z_loss * jnp.square(log_normaliser)
   values = {
     'total': temperature**2 * cross_entropy + z_term,

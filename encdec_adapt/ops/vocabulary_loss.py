@@ -5,6 +5,8 @@ whole global step, so that microbatches and hosts of unequal weight add up to
 one large batch.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -80,35 +82,14 @@ def cross_entropy(
   if not 0 <= label_smoothing < 1:
     raise ValueError(f'label_smoothing={label_smoothing} must be in [0, 1)')
 
-  def run(hidden, table, weights, targets, *, with_gradients):
-    def step(columns, tokens, tables):
-      x, y, w = tokens
-      logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
-      return _chunk(
-        columns,
-        logits,
-        y,
-        w if with_gradients else None,
-        softcap=softcap,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-      )
-
-    values, dhidden, dtable = vocabulary_parallel.sweep(
-      step,
-      (hidden, targets, weights),
-      (table.astype(hidden.dtype),),
-      vocab_size=vocab_size,
-      chunk=chunk,
-      with_gradients=with_gradients,
-    )
-    sums = {
-      name: vocabulary_parallel.weighted_sum(weights, value)
-      for name, value in values.items()
-    }
-    sums['weight'] = jnp.sum(weights)
-    return LossSums(**sums), values['total'], dhidden, dtable
-
+  run = functools.partial(
+    _run,
+    vocab_size=vocab_size,
+    chunk=chunk,
+    softcap=softcap,
+    z_loss=z_loss,
+    label_smoothing=label_smoothing,
+  )
   return vocabulary_parallel.stored_gradients(
     run, hidden, table, weights, targets
   )
@@ -150,6 +131,43 @@ def token_log_probs(
   return -cross_entropies
 
 
+def _run(
+  hidden: jax.Array,
+  table: jax.Array,
+  weights: jax.Array,
+  targets: jax.Array,
+  *,
+  with_gradients: bool,
+  vocab_size: int,
+  chunk: int,
+  **options: float | None,
+) -> tuple[LossSums, jax.Array, jax.Array | None, jax.Array | None]:
+  """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
+
+  `options` are those of `_chunk`.
+  """
+
+  def step(columns, tokens, tables):
+    x, y, w = tokens
+    logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
+    return _chunk(columns, logits, y, w if with_gradients else None, **options)
+
+  values, dhidden, dtable = vocabulary_parallel.sweep(
+    step,
+    (hidden, targets, weights),
+    (table.astype(hidden.dtype),),
+    vocab_size=vocab_size,
+    chunk=chunk,
+    with_gradients=with_gradients,
+  )
+  sums = {
+    name: vocabulary_parallel.weighted_sum(weights, value)
+    for name, value in values.items()
+  }
+  sums['weight'] = jnp.sum(weights)
+  return LossSums(**sums), values['total'], dhidden, dtable
+
+
 def _chunk(
   columns: vocabulary_parallel.Columns,
   logits: jax.Array,
@@ -162,14 +180,11 @@ def _chunk(
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
   """Values per row, and the gradient of the raw logits if given weights.
 
-  Args:
+  Args (the rest as for `cross_entropy`):
     columns: the local columns.
     logits: [rows, v] float32, before the soft-cap.
     targets: [rows] int32.
     weights: [rows], or None for no gradient.
-    softcap: see `cross_entropy`, as the rest.
-    z_loss: same.
-    label_smoothing: same.
 
   Returns:
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without

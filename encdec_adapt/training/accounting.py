@@ -28,7 +28,7 @@ class Cost:
   flops: float = 0.0
   seconds: float = 0.0
 
-  def as_dict(self) -> dict[str, float]:
+  def as_dict(self) -> dict[str, int | float]:
     """The totals by name."""
     return dataclasses.asdict(self)
 
@@ -65,5 +65,5 @@ def write_summary(
   path = epath.Path(workdir) / SUMMARY
   draft = path.with_suffix('.tmp')
   draft.write_text(json.dumps(summary, indent=2) + '\n')
-  draft.rename(path)
+  draft.replace(path)
   return summary

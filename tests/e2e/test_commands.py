@@ -63,9 +63,9 @@ def test_adaptation_leaves_what_a_reader_needs(adapted):
   assert coverage
   summary = json.loads((adapted / 'summary.json').read_text())
   assert summary['steps'] == 4
-  assert summary['target_tokens'] == 4 * 4 * 16
+  assert summary['target_tokens'] == 4 * 8 * 16
   inclusive = summary['inclusive']['target_tokens']
-  assert inclusive == summary['target_tokens'] + 4 * 4 * 16
+  assert inclusive == summary['target_tokens'] + 4 * 8 * 16
   assert list((adapted / 'tensorboard').iterdir())
   assert (adapted / 'config.json').exists()
 
@@ -119,7 +119,8 @@ def test_generate_continues_every_prompt(folder, adapted, decoder):
 @pytest.mark.parametrize(
   'flags, words',
   [
-    (['--config.train.batch_size=6', '--config.mesh.fsdp=4'], 'batch'),
+    (['--config.train.batch_size=12'], 'train.batch_size is 12'),
+    (['--config.train.eval_batch_size=4'], 'train.eval_batch_size is 4'),
     (['--config.mesh.fsdp=3'], 'fsdp=3'),
     (['--config.data.decoder_length=32'], 'decoder_length'),
     (['--config.model.decoder.vocab_size=64'], 'vocab'),

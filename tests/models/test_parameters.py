@@ -8,6 +8,7 @@ import pytest
 
 from encdec_adapt.models import build, config, parameters
 from encdec_adapt.ops import partition
+from tests.models.test_sharded import RULES
 
 
 def flatten(params):
@@ -91,7 +92,7 @@ def test_distributions(small_stack):
 
 @pytest.mark.sharded
 def test_sharded_init_is_the_same_and_never_replicated(small_stack):
-  stack = small_stack(width=64, vocab_size=512, layers=4)
+  stack = small_stack(width=64, vocab_size=4096, layers=2)
   model = build.build(config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
   flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
@@ -99,14 +100,14 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
     NamedSharding(
       mesh,
       PartitionSpec(
-        *('fsdp' if n in (64, 512) else None for n in x.shape[:-1])
+        *('fsdp' if n in (64, 4096) else None for n in x.shape[:-1])
       ),
     )
     for x in flat
   ]
   init = jax.jit(model.init, out_shardings=jax.tree.unflatten(tree, shardings))
   compiled = init.lower(jax.random.key(0)).compile()
-  table_bytes = 512 * 64 * 4
+  table_bytes = 4096 * 64 * 4
   assert compiled.memory_analysis().temp_size_in_bytes < table_bytes
   sharded = compiled(jax.random.key(0))
   alone = jax.jit(model.init)(jax.random.key(0))

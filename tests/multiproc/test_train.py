@@ -25,9 +25,7 @@ def _losses(workdir):
 def test_two_processes_equal_one(tmp_path):
   flags = tiny.make_records(tmp_path) + [
     '--config.train.steps=4',
-    '--config.train.batch_size=8',
     '--config.train.microbatches=2',
-    '--config.mesh.fsdp=4',
     f'--config.compute.compile_cache={tmp_path}/compiled',
   ]
   one = tiny.run('train', *flags, f'--workdir={tmp_path}/one', devices=4)
