@@ -42,7 +42,7 @@ def stack():
 def get_config():
   """The defaults."""
   config = ml_collections.ConfigDict()
-  config.seed = 0  # Of initialisation, data order and sampling.
+  config.seed = 0  # Of initialisation and of the order of rows.
 
   # The model that is trained.
   config.model = ml_collections.ConfigDict()
@@ -100,7 +100,7 @@ def get_config():
   config.data.pack = True  # Several examples in a row.
   config.data.shards = 4  # Files a pass; also the most workers of use.
   config.data.workers = 2  # Processes that make records.
-  config.data.seed = 0  # Of the records and of the order they are read in.
+  config.data.seed = 0  # Of the records: split, masks, packing.
   config.data.eval_fraction = 0.04  # Of documents, held out by their id.
   config.data.eval_rows = 64  # Held-out rows; 0 for all.
   config.data.eval_pack = False  # One example in a row of held-out records.

@@ -162,7 +162,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     train_set.spec.lengths,
     train.batch_size,
     position=cost.rows,
-    seed=settings.data.train.seed,
+    seed=settings.seed,
     repeat=settings.data.repeat,
     teacher=wants_teacher,
     host_index=jax.process_index(),

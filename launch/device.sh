@@ -4,8 +4,8 @@
 # (TensorFlow and SeqIO are not needed to train from records):
 #
 #   bash launch/device.sh pack --records=runs/quickstart/records \
-#     [--folder=device] [--python_version=3.12]
-#     [--platform=manylinux_2_28_x86_64] [--dry_run]
+#     [--folder=device] [--python_version=3.12] [--machine=x86_64]
+#     [--glibc=2.28] [--dry_run]
 #
 # Then, in the folder's copy over there:
 #
@@ -20,12 +20,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
-# What a machine with jax may lack. Installed without their dependencies, so
-# that nothing pulls in another jax.
-PACKAGES='absl-py aiofiles array-record cloudpickle etils flax grain humanize
-  jaxtyping ml-collections msgpack optax orbax-checkpoint portpicker
-  prometheus-client psutil pyyaml sentencepiece simplejson tensorboard
-  tensorstore treescope uvloop wadler-lindig'
+# What comes with jax: not carried, so that nothing replaces it there.
+WITH_JAX='jax jaxlib ml_dtypes numpy opt_einsum scipy'
 
 dry_run=0
 attempt() {
@@ -36,15 +32,16 @@ attempt() {
 }
 
 pack() {
-  local flag folder=device python_version platforms='' package path
-  local records=() downloads=()
+  local flag folder=device python_version machine=x86_64 glibc=28 minor package path
+  local records=() downloads=() requirements=()
   python_version=$(version_of "${PYTHON:-python3}")
   for flag in "$@"; do
     case "$flag" in
       --records=*) records+=("${flag#*=}") ;;
       --folder=*) folder=${flag#*=} ;;
       --python_version=*) python_version=${flag#*=} ;;
-      --platform=*) platforms=${flag#*=} ;;
+      --machine=*) machine=${flag#*=} ;;
+      --glibc=2.*) glibc=${flag#*=2.} ;;
       --dry_run) dry_run=1 ;;
       *) fail "pack: $flag is not known; see the head of this file" ;;
     esac
@@ -57,11 +54,10 @@ pack() {
     [ -d "$path" ] || [ "$dry_run" = 1 ] ||
       fail "pack: --records=$path is not a folder; run materialize first"
   done
-  # Wheels are tagged with the oldest system they run on.
-  : "${platforms:=manylinux_2_28_x86_64 manylinux_2_17_x86_64
-    manylinux2014_x86_64}"
-  for flag in $platforms; do
-    downloads+=(--platform "$flag")
+  downloads+=(--platform "manylinux2014_$machine")
+  # A wheel is tagged with the oldest C library that it runs with.
+  for minor in $(seq 17 "$glibc"); do
+    downloads+=(--platform "manylinux_2_${minor}_$machine")
   done
   attempt mkdir -p "$folder/wheels"
   for path in setup.py pyproject.toml encdec_adapt configs launch \
@@ -69,24 +65,38 @@ pack() {
     attempt mkdir -p "$folder/$(dirname "$path")"
     attempt cp -R "$path" "$folder/$(dirname "$path")"
   done
-  for package in $PACKAGES; do
-    attempt "${PYTHON:-python3}" -m pip download --quiet --no-deps \
-      --only-binary=:all: --implementation cp \
-      --python-version "$python_version" "${downloads[@]}" \
-      --dest "$folder/wheels" "$package"
+  while IFS= read -r package; do
+    requirements+=("$package")
+  done < <(core_requirements)
+  attempt "${PYTHON:-python3}" -m pip download --quiet --only-binary=:all: \
+    --implementation cp --python-version "$python_version" \
+    "${downloads[@]}" --dest "$folder/wheels" "${requirements[@]}"
+  for package in $WITH_JAX; do
+    attempt rm -f "$folder/wheels/$package"-*.whl
   done
   printf 'Copy %s to the machine; there, in it, run\n' "$folder"
   printf '  bash launch/device.sh train --config=... --workdir=...\n'
 }
 
-# Prints those of PACKAGES that this interpreter lacks.
-missing_packages() {
-  # shellcheck disable=SC2086  # One argument per package.
-  "$1" - $PACKAGES <<'PYTHON_CODE'
-from importlib import metadata
-import sys
+# Prints what setup.py says that training from records needs.
+core_requirements() {
+  "${PYTHON:-python3}" - <<'PYTHON_CODE'
+import ast
 
-for name in sys.argv[1:]:
+for node in ast.parse(open('setup.py').read()).body:
+  if isinstance(node, ast.Assign) and node.targets[0].id == 'CORE':
+    print('\n'.join(ast.literal_eval(node.value)))
+PYTHON_CODE
+}
+
+# Prints the packages in wheels/ that an interpreter lacks.
+missing_packages() {
+  "$1" - <<'PYTHON_CODE'
+from importlib import metadata
+import pathlib
+
+for wheel in sorted(pathlib.Path('wheels').glob('*.whl')):
+  name = wheel.name.split('-')[0]
   try:
     metadata.distribution(name)
   except metadata.PackageNotFoundError:
@@ -95,14 +105,17 @@ PYTHON_CODE
 }
 
 train() {
-  local python=${PYTHON:-python3} name
+  local python=${PYTHON:-python3} name missing=()
   is_supported "$python" || fail "$python must be Python 3.11, 3.12 or 3.13"
   "$python" -c 'import jax' || fail "$python has no jax; it is not carried"
   export PYTHONPATH=$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   for name in $(missing_packages "$python"); do
-    run "$python" -m pip install --quiet --no-index --no-deps \
-      --find-links wheels --target site "$name"
+    missing+=("$name")
   done
+  if [ ${#missing[@]} -gt 0 ]; then
+    run "$python" -m pip install --quiet --no-index --no-deps \
+      --find-links wheels --target site "${missing[@]}"
+  fi
   show env "PYTHONPATH=$PYTHONPATH" "$python" -m encdec_adapt.train "$@"
   exec "$python" -m encdec_adapt.train "$@"
 }

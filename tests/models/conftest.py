@@ -23,13 +23,13 @@ SMALL = presets.stack(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def small_stack():
   """A function (**changes) -> a small StackConfig, three layers."""
   return lambda **changes: dataclasses.replace(SMALL, **changes)
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def small_pair():
   """A small encoder-decoder whose stacks differ in every field."""
   encoder = dataclasses.replace(
@@ -46,7 +46,7 @@ def small_pair():
   return config.encoder_decoder(encoder, SMALL)
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def redraw():
   """A function (model, seed=0) -> parameters in which every leaf matters."""
 
@@ -64,7 +64,7 @@ def redraw():
   return make
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def pack():
   """A function (rows of segment lengths, length, seed) -> tokens, segments,
   positions, each [B, length]."""
@@ -87,7 +87,7 @@ def pack():
   return make
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def run():
   """A function (model) -> jitted fn(params, encoder triple or None, decoder
   triple) -> logits."""

@@ -1,14 +1,10 @@
 """What a token may not see does not change its logits by one bit."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.models import build, config
-
-_COMPILED = {}  # by backend; all tests here share one shape of rows
 
 
 def change(triple, where):
@@ -17,14 +13,14 @@ def change(triple, where):
   return jnp.where(where, tokens % 50 + 1, tokens), segments, positions
 
 
-@pytest.fixture(params=['chunked', 'reference'])
+@pytest.fixture(scope='module', params=['chunked', 'reference'])
 def pair(request, small_pair, redraw, run):
   """A function (encoder rows, decoder rows) -> logits."""
-  key = request.param
-  if key not in _COMPILED:
-    model = build.build(small_pair, attention_backend=key, attention_chunk=4)
-    _COMPILED[key] = functools.partial(run(model), redraw(model))
-  return lambda *rows: np.asarray(_COMPILED[key](*rows))
+  model = build.build(
+    small_pair, attention_backend=request.param, attention_chunk=4
+  )
+  logits, params = run(model), redraw(model)
+  return lambda *rows: np.asarray(logits(params, *rows))
 
 
 def test_another_segment_is_not_seen(pair, pack):

@@ -118,20 +118,15 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   )
 
 
-def test_init_and_table_under_an_active_partition(small_stack):
-  model = build.build(config.DecoderOnlyConfig(small_stack(window=5)))
+def test_init_and_table_ignore_mesh_and_partition(small_stack):
+  stack = small_stack(layers=1, window=5)  # a table that is not cached yet
+  model = build.build(config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  with partition.use(mesh, dict.fromkeys(RULES, 'fsdp')):
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    assert len(model.table) == len(jax.tree.leaves(shapes))
-    with pytest.raises(ValueError):  # the rules are active, and not followed
-      model.decode(shapes, *[jnp.zeros((1, 1), jnp.int32)] * 3)
-
-
-def test_init_ignores_an_ambient_mesh(small_stack):
-  model = build.build(config.DecoderOnlyConfig(small_stack()))
-  alone = jax.jit(model.init)(jax.random.key(0))
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  with jax.set_mesh(mesh):
-    ambient = jax.jit(model.init)(jax.random.key(0))
-  jax.tree.map(np.testing.assert_array_equal, ambient, alone)
+  rules = dict.fromkeys(RULES, 'fsdp')
+  with jax.set_mesh(mesh), partition.use(mesh, rules):
+    inside = jax.jit(model.init)(jax.random.key(0))
+    assert len(model.table) == len(jax.tree.leaves(inside))
+    with pytest.raises(ValueError, match='divide'):  # the rules are active
+      model.decode(inside, *[jnp.zeros((1, 1), jnp.int32)] * 3)
+  alone = jax.jit(lambda rng: model.init(rng))(jax.random.key(0))
+  jax.tree.map(np.testing.assert_array_equal, inside, alone)

@@ -31,11 +31,13 @@ RULES = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def case(small_stack, redraw, pack):
-  """A pair, its parameters, rows, and the loss with logits."""
-  stack = small_stack(vocab_multiple=8)
-  pair = config.encoder_decoder(small_stack(width=24, vocab_multiple=8), stack)
+  """A pair, its arguments, the loss, and what one device makes of them."""
+  pair = config.encoder_decoder(
+    small_stack(layers=2, width=24, vocab_multiple=8),
+    small_stack(layers=3, vocab_multiple=8),
+  )
   model = build.build(pair, remat='full', attention_chunk=4)
   encoder = pack([[5, 7], [16], [3, 3, 9], [1]], 16)
   decoder = pack([[4, 4], [8], [2, 2, 3], [1]], 8, seed=1)
@@ -46,17 +48,15 @@ def case(small_stack, redraw, pack):
     logits = model.logits(params, hidden)
     return jnp.sum(jnp.sin(logits) * (decoder[1] > 0)[..., None]), logits
 
-  return model, redraw(model), encoder, decoder, loss
+  args = redraw(model), encoder, decoder
+  return model, args, loss, jax.jit(jax.grad(loss, has_aux=True))(*args)
 
 
 @pytest.mark.parametrize(
   'shape', [(2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1)], ids=str
 )
 def test_meshes_equal_one_device(case, shape):
-  model, params, encoder, decoder, loss = case
-  expected, expected_logits = jax.jit(jax.grad(loss, has_aux=True))(
-    params, encoder, decoder
-  )
+  model, (params, encoder, decoder), loss, expected = case
   mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
 
   def place(path, x):
@@ -75,10 +75,11 @@ def test_meshes_equal_one_device(case, shape):
       return jax.grad(loss, has_aux=True)(params, encoder, decoder)
 
   got, logits = sharded(placed, encoder, decoder)
-  np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
+  np.testing.assert_allclose(logits, expected[1], atol=2e-5)
   errors = jax.tree.map(
     lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)),
     got,
-    expected,
+    expected[0],
   )
-  assert max(jax.tree.leaves(errors)) < 1e-4, errors
+  # Parameters changed by one unit in the last place make 7e-6.
+  assert max(jax.tree.leaves(errors)) < 3e-5, errors

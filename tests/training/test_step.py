@@ -1,12 +1,14 @@
 """The training step: divisor, accumulation, guards, phases, meshes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.models import build
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import objectives, optimizers, schedules
+from encdec_adapt.training import state as state_lib
 from tests.training.conftest import (
   PAIR,
   SOURCE,
@@ -142,7 +144,7 @@ def test_clip_norm_is_that_of_the_moving_parameters():
   _, every = full.step(full.init(), batch)
 
   model, params = frozen.where.model, host(full.init().params)
-  from encdec_adapt.training import state as state_lib
+  batch = jax.tree.map(jnp.asarray, batch)
 
   def loss(flat):
     sums = objectives.loss_sums(
@@ -183,7 +185,7 @@ def test_first_update_after_thawing_is_a_fresh_optimizers():
 def test_distillation_alone_has_no_gradient_of_the_data():
   teacher = build.build(SOURCE)
   teacher_params = teacher.init(jax.random.key(1))
-  batch = make_batch(4, teacher=True)
+  batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))
   model = build.build(PAIR)
   params = model.init(jax.random.key(0))
   config = objectives.LossConfig(distillation=1.0, chunk=16)
@@ -193,7 +195,7 @@ def test_distillation_alone_has_no_gradient_of_the_data():
       model, params, batch, config, (teacher, teacher_params)
     ).total
 
-  other = {**batch, 'targets': np.where(batch['targets'] > 0, 7, 0)}
+  other = {**batch, 'targets': jnp.where(batch['targets'] > 0, 7, 0)}
   one, two = jax.grad(loss)(params, batch), jax.grad(loss)(params, other)
   jax.tree.map(np.testing.assert_array_equal, one, two)
   sums = objectives.loss_sums(

@@ -1,0 +1,40 @@
+"""The benchmarks run at small sizes, and what they claim of fill holds."""
+
+import json
+
+import pytest
+
+from tests.benchmarks import packing, records, vocabulary_loss
+
+
+def test_packing(tmp_path, capsys):
+  output = tmp_path / 'packing.json'
+  content = packing.main(['--documents=1500', f'--output={output}'])
+  assert json.loads(output.read_text()) == content
+  assert 'encoder fill' in capsys.readouterr().out
+  ours = [row for row in content['rows'] if row['packer'] == 'ours']
+  assert len(ours) == len(packing.LENGTHS) * len(packing.OBJECTIVES)
+  assert all(row['ratio'] > 1.05 for row in ours)
+  halves = [row for row in ours if row['objective'] == 'prefix_lm']
+  for row in halves:
+    assert row[f'{row["binding"]} fill'] >= 0.97
+
+
+def test_vocabulary_loss():
+  content = vocabulary_loss.main(
+    ['--tokens=64', '--width=8', '--vocab_size=4096', '--chunk=8']
+    + ['--steps=1', '--dtypes', 'float32']
+  )
+  ours, dense = content['rows']
+  assert ours['value'] == pytest.approx(dense['value'], rel=1e-5)
+  assert ours['memory ratio'] < 0.5
+
+
+def test_records():
+  content = records.main(['--rows=40', '--batch_size=8', '--text_bytes=0'])
+  assert [row['task'] for row in content['rows']] == [
+    'rows',
+    'batches',
+    'batches, teacher',
+  ]
+  assert all(row['tokens/s per core'] > 0 for row in content['rows'])
