@@ -28,7 +28,7 @@ DATA = [
 ]
 REPORT = ['matplotlib>=3.9']
 # Parity and the benchmark against Hugging Face; a CPU build is enough.
-PEER = ['torch>=2.6', 'transformers>=5.0']
+PEER = ['torch==2.13.0', 'transformers>=5.0,<6']
 TEST = [
   'beartype>=0.20',
   'hypothesis>=6.100',

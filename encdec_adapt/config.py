@@ -7,16 +7,15 @@ would be right.
 
 from collections.abc import Callable
 import dataclasses
-import difflib
 import json
+import pathlib
 from typing import Any
 
-from etils import epath
 import ml_collections
 
 from encdec_adapt.data import records
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, schedules
@@ -151,8 +150,7 @@ def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Writes the resolved configuration into a run's folder."""
-  path = epath.Path(workdir) / RUN_CONFIG
-  path.write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+  files.write_json(pathlib.Path(workdir) / RUN_CONFIG, config.to_dict())
 
 
 def load_run(workdir: str) -> Settings:
@@ -161,7 +159,7 @@ def load_run(workdir: str) -> Settings:
   Raises:
     UserError: the folder holds no run.
   """
-  path = epath.Path(workdir) / RUN_CONFIG
+  path = pathlib.Path(workdir) / RUN_CONFIG
   if not path.exists():
     raise errors.UserError(
       f'{workdir} is not the work directory of a training job: it has no'
@@ -171,29 +169,20 @@ def load_run(workdir: str) -> Settings:
   return load(saved, str(workdir))
 
 
-def nearest_key(config: ml_collections.ConfigDict, key: str) -> str | None:
-  """The existing dotted key that most resembles `key`."""
-  known = list(_leaves(config.to_dict()))
-  last = key.rsplit('.', 1)[-1]
-  matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-  if not matches:
-    by_name = {name.rsplit('.', 1)[-1]: name for name in known}
-    close = difflib.get_close_matches(last, list(by_name), n=1, cutoff=0.6)
-    matches = [by_name[name] for name in close]
-  return matches[0] if matches else None
-
-
-def _leaves(tree: dict[str, Any], prefix: str = ''):
-  for key, value in tree.items():
-    if isinstance(value, dict):
-      yield from _leaves(value, f'{prefix}{key}.')
-    else:
-      yield f'{prefix}{key}'
-
-
 def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
-  """A dataclass whose fields are exactly the section's keys."""
-  return make(**section.to_dict())
+  """A dataclass whose fields are exactly the section's keys.
+
+  Raises:
+    UserError: they are not, in a configuration saved by another version.
+  """
+  values = section.to_dict()
+  fields = {field.name for field in dataclasses.fields(make)}
+  if fields != values.keys():
+    raise errors.UserError(
+      f'the configuration was saved by another version: {make.__name__} has'
+      f' {", ".join(sorted(fields ^ values.keys()))} on one side only.'
+    )
+  return make(**values)
 
 
 def _value_error(function: Callable[..., Any], *args):
@@ -232,6 +221,14 @@ def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
 
 def _stack(name: str, section: ml_collections.ConfigDict):
   values = section.to_dict()
+  fields = {
+    field.name for field in dataclasses.fields(model_config.StackConfig)
+  }
+  if not values.keys() <= fields:
+    raise errors.UserError(
+      f'the configuration was saved by another version: a stack has no'
+      f' {", ".join(sorted(values.keys() - fields))}.'
+    )
   values['pattern'] = tuple(values['pattern'])
   for cap in ('attention_softcap', 'final_softcap'):
     values[cap] = values[cap] or None
@@ -330,6 +327,28 @@ def _check(settings: Settings) -> None:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory of the source run.'
+    )
+  unused = {
+    'random': ('encoder', 'decoder'),
+    'checkpoint': ('decoder',),
+  }
+  for name in unused.get(init.mode, ()):
+    if getattr(init, name):
+      raise errors.UserError(
+        f'config.init.{name} is {getattr(init, name)!r}, which init.mode'
+        f' {init.mode!r} does not read; empty it, or set config.init.mode.'
+      )
+  if settings.teacher and not settings.loss.distillation:
+    raise errors.UserError(
+      f'config.teacher.checkpoint is {settings.teacher!r} but'
+      ' config.loss.distillation is 0, so that nothing is learnt from it;'
+      ' empty the one or raise the other.'
+    )
+  if train.cross_attention_warmup >= train.steps:
+    raise errors.UserError(
+      f'config.train.cross_attention_warmup ({train.cross_attention_warmup})'
+      f' leaves none of the {train.steps} steps to the other parameters;'
+      ' lower it or raise config.train.steps.'
     )
   adapting = init.mode in ('adapt', 'embeddings')
   is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)

@@ -9,11 +9,10 @@ its encoder is not used. Writes evaluation.json into each run's folder.
 """
 
 import dataclasses
-import json
+import pathlib
 from typing import Any
 
 from absl import flags
-from etils import epath
 import jax
 
 from encdec_adapt import config as config_lib
@@ -21,7 +20,8 @@ from encdec_adapt import job
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
 
 FILE = 'evaluation.json'
@@ -42,9 +42,11 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint', 'records')
-  if values.batch_size < 1:
+  devices = jax.device_count()
+  if values.batch_size < 1 or values.batch_size % devices:
     raise errors.UserError(
-      f'--batch_size is {values.batch_size}; it must be at least 1.'
+      f'--batch_size is {values.batch_size}; it must be a multiple of the'
+      f' {devices} devices, at least 1.'
     )
   record_set = records.RecordSet.open(values.records)
   runs = {path: config_lib.load_run(path) for path in values.checkpoint}
@@ -52,8 +54,7 @@ def main(values: flags.FlagValues) -> int:
   print(f'{len(record_set):,} rows of {values.records}')
   for path, settings in runs.items():
     result = evaluate(path, settings, record_set, values.batch_size, evaluators)
-    target = epath.Path(path) / FILE
-    target.write_text(json.dumps(result, indent=2) + '\n')
+    files.write_json(pathlib.Path(path) / FILE, result)
     shuffled = result['eval_loss_shuffled_prefix']
     print(
       f'{path}: {result["eval_loss"]:.4f} nats per target token'
@@ -94,11 +95,13 @@ def evaluate(
       ' without inputs; give records of prefix_lm or ul2.'
     )
   job.check_vocabulary(settings, record_set)
-  where = job.place_model(settings, settings.model, job.make_mesh(settings))
-  evaluator = evaluators.setdefault(
-    (where.model, settings.rules),
-    perplexity.Evaluator(where, settings.loss.chunk),
-  )
+  # Over the devices there are, which need not be those it was trained on.
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
+  where = job.place_model(settings, settings.model, mesh)
+  key = (where, settings.loss.chunk)
+  if key not in evaluators:
+    evaluators[key] = perplexity.Evaluator(*key)
+  evaluator = evaluators[key]
   found = checkpoint.open_latest(path)
   params = found.restore_params(where.abstract_params())
 

@@ -7,8 +7,8 @@ import os
 import sys
 
 import jax
-from jax.sharding import Mesh
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize
@@ -18,7 +18,14 @@ from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import build, decoder_only, parameters
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition as partition_lib
-from encdec_adapt.runtime import app, compile_cache, disk, errors, flops
+from encdec_adapt.runtime import (
+  app,
+  compile_cache,
+  disk,
+  distributed,
+  errors,
+  flops,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint, optimizers, phases
 from encdec_adapt.training import state as state_lib
@@ -52,6 +59,12 @@ def check_batches(settings: config_lib.Settings, mesh: Mesh) -> None:
     train.microbatches > 1
   )
   batch, length = partition.size('batch'), partition.size('length')
+  if batch % jax.process_count():
+    raise errors.UserError(
+      f'the batch has {batch} shards on {jax.process_count()} processes;'
+      ' each process reads rows of its own, so give the mesh more replica or'
+      ' fsdp and less sequence or tensor.'
+    )
   for key, size, shards, split in (
     ('train.batch_size', train.batch_size, batch * train.microbatches, rows),
     ('train.eval_batch_size', train.eval_batch_size, batch, ''),
@@ -89,7 +102,7 @@ def place_model(
     settings.rules,
   )
   try:
-    where.parameters
+    where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
     raise errors.UserError(str(error)) from error
   return where
@@ -118,6 +131,7 @@ def place_teacher(
       f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
+  _check_same_vocabulary(settings, settings.teacher, source)
   return place_model(settings, source.model, mesh)
 
 
@@ -135,16 +149,18 @@ def open_data(
   Raises:
     UserError: the records or the vocabulary are not the configuration's.
   """
-  if materialize.missing(settings.data):
+  if distributed.is_lead() and materialize.missing(settings.data):
     print('records are missing; making them (encdec_adapt.materialize)')
     run_apart(materialize.run, settings.data)
+  distributed.barrier('records')
   vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
-  if vocabulary.size > settings.model.decoder.vocab_size:
-    raise errors.UserError(
-      f'the vocabulary {settings.data.vocabulary} has {vocabulary.size}'
-      f' tokens, config.model.decoder.vocab_size is'
-      f' {settings.model.decoder.vocab_size}; make them equal.'
-    )
+  for name, stack in settings.model.stacks.items():
+    if vocabulary.size > stack.vocab_size:
+      raise errors.UserError(
+        f'the vocabulary {settings.data.vocabulary} has {vocabulary.size}'
+        f' tokens, config.model.{name}.vocab_size is {stack.vocab_size}; make'
+        ' them equal.'
+      )
   train_set, eval_set = materialize.open_sets(settings.data)
   return vocabulary, train_set, eval_set
 
@@ -164,6 +180,22 @@ def check_vocabulary(
       f' {record_set.spec.vocabulary[:12]}, the model with'
       f' {settings.data.vocabulary} ({own[:12]}); make records with the'
       " model's vocabulary."
+    )
+
+
+def _check_same_vocabulary(
+  settings: config_lib.Settings, folder: str, source: config_lib.Settings
+) -> None:
+  """Refuses a source or teacher that was trained with another vocabulary."""
+  paths = settings.data.vocabulary, source.data.vocabulary
+  if paths[0] == paths[1]:
+    return
+  own, other = (vocabularies.Vocabulary(path).fingerprint for path in paths)
+  if own != other:
+    raise errors.UserError(
+      f'{folder} was trained with the vocabulary {paths[1]}, this job has'
+      f' {paths[0]}, and they differ: ids would mean other text. Set'
+      ' config.data.vocabulary to that of the source.'
     )
 
 
@@ -196,7 +228,19 @@ def run_apart(function, *args) -> None:
 
 def _guarded(function, *args) -> None:
   """What the process of `run_apart` runs: bad input ends in one paragraph."""
-  app.guard(lambda _: function(*args), None)
+  sys.exit(app.guard(lambda _: function(*args), None))
+
+
+def check_sources(settings: config_lib.Settings) -> None:
+  """Refuses sources that are not there, before any long work.
+
+  Raises:
+    UserError: a source holds no run or no sound checkpoint.
+  """
+  init = settings.init
+  for folder in filter(None, (init.encoder, init.decoder, settings.teacher)):
+    config_lib.load_run(folder)
+    checkpoint.open_latest(folder)
 
 
 def initial_params(
@@ -215,6 +259,9 @@ def initial_params(
   if init.mode == 'random':
     return where.place(where.model.init, rng), None
   if init.mode == 'checkpoint':
+    _check_same_vocabulary(
+      settings, init.encoder, config_lib.load_run(init.encoder)
+    )
     return (
       checkpoint.restore_params(init.encoder, where.abstract_params()),
       None,
@@ -253,6 +300,7 @@ def _read_source(folder, settings, mesh):
       f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
       ' models.'
     )
+  _check_same_vocabulary(settings, folder, source)
   where = place_model(settings, source.model, mesh)
   return source.model, checkpoint.restore_params(
     folder, where.abstract_params()

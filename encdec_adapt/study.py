@@ -9,18 +9,23 @@ is finished is not run again, and what was interrupted continues.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import json
+import math
+import os
 import pathlib
 import shlex
+import sys
 import time
 from typing import Any
 
 from absl import flags
 
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import command, errors, files
 from encdec_adapt.runtime.progress import format_seconds
 from encdec_adapt.training import accounting
 
@@ -58,6 +63,7 @@ class Study:
     best_of: name in the report to run folders; the one with the lowest
       held-out loss bears that name.
     samples: path of the continuations, as `generate` writes them.
+    digest: of the file that says all this; see `load`.
   """
 
   root: str
@@ -67,6 +73,7 @@ class Study:
   runs: tuple[str, ...]
   best_of: Mapping[str, tuple[str, ...]]
   samples: str
+  digest: str = ''
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -107,7 +114,10 @@ def load(spec: str) -> Study:
   found.loader.exec_module(module)
   if not hasattr(module, 'get_study'):
     raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
-  return module.get_study(arg or None)
+  text = pathlib.Path(path).read_bytes() + arg.encode()
+  return dataclasses.replace(
+    module.get_study(arg or None), digest=hashlib.sha256(text).hexdigest()
+  )
 
 
 def run(study: Study) -> int:
@@ -117,6 +127,7 @@ def run(study: Study) -> int:
 
   root = pathlib.Path(study.root)
   (root / 'stages').mkdir(parents=True, exist_ok=True)
+  _check_same_study(root, study)
   print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
   waiting = list(study.stages)
   while waiting:
@@ -152,10 +163,10 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
       flush=True,
     )
     module = importlib.import_module(f'encdec_adapt.{stage.module}')
-    began = time.perf_counter()
     values = command.parse(module.define_flags, (*stage.flags, *extra))
-    status = module.main(values)
-    seconds = time.perf_counter() - began
+    with _timed(pathlib.Path(root), stage) as clock:
+      status = module.main(values)
+    seconds = clock()
     if status:
       return status
     print(
@@ -163,7 +174,7 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
       f' {format_seconds(stage.budget_seconds)}',
       flush=True,
     )
-    _write(
+    files.write_json(
       _marker(pathlib.Path(root), stage),
       {
         'name': stage.name,
@@ -176,8 +187,11 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
 
 
 def _command(stage: Stage, extra: Sequence[str]) -> str:
+  """The command as it can be typed, with this interpreter."""
+  python = os.path.relpath(sys.executable)
+  python = sys.executable if python.startswith('..') else python
   return shlex.join(
-    ['python', '-m', f'encdec_adapt.{stage.module}', *stage.flags, *extra]
+    [python, '-m', f'encdec_adapt.{stage.module}', *stage.flags, *extra]
   )
 
 
@@ -185,10 +199,32 @@ def _marker(root: pathlib.Path, stage: Stage) -> pathlib.Path:
   return root / 'stages' / f'{stage.name}.json'
 
 
-def _write(path: pathlib.Path, content: Any) -> None:
-  draft = path.with_suffix('.tmp')
-  draft.write_text(json.dumps(content, indent=2) + '\n')
-  draft.replace(path)
+@contextlib.contextmanager
+def _timed(root: pathlib.Path, stage: Stage):
+  """Seconds that a stage has taken, over all its starts but killed ones."""
+  path = root / 'stages' / f'{stage.name}.seconds'
+  before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
+  began = time.perf_counter()
+
+  def clock() -> float:
+    return before + time.perf_counter() - began
+
+  try:
+    yield clock
+  finally:
+    files.write_json(path, {'seconds': clock()})
+
+
+def _check_same_study(root: pathlib.Path, study: Study) -> None:
+  """Refuses a folder with stages of another version of the study."""
+  path = root / 'study.json'
+  if path.exists() and json.loads(path.read_text())['digest'] != study.digest:
+    raise errors.UserError(
+      f'{root} holds stages of another version of this study (its'
+      ' configuration file has changed). Remove the folder, or give the study'
+      ' another root.'
+    )
+  files.write_json(path, {'digest': study.digest})
 
 
 def _summary(root: pathlib.Path, name: str) -> dict[str, Any]:
@@ -196,7 +232,12 @@ def _summary(root: pathlib.Path, name: str) -> dict[str, Any]:
 
 
 def _best(root: pathlib.Path, names: Sequence[str]) -> str:
-  return min(names, key=lambda name: _summary(root, name)['eval_loss'])
+  """The run with the lowest held-out loss; one that diverged never is."""
+  losses = {name: _summary(root, name)['eval_loss'] for name in names}
+  finite = {name: x for name, x in losses.items() if math.isfinite(x)}
+  if not finite:
+    raise errors.UserError(f'none of the runs {losses} has a finite loss.')
+  return min(finite, key=finite.get)
 
 
 def _best_rate(root: pathlib.Path, names: Sequence[str]) -> tuple[str, ...]:

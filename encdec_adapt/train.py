@@ -6,11 +6,12 @@
 A job that ended early continues when the same command is given again.
 """
 
+import contextlib
 import json
+import pathlib
 import time
 
 from absl import flags
-from etils import epath
 import jax
 import ml_collections
 import numpy as np
@@ -27,6 +28,7 @@ from encdec_adapt.runtime import (
   distributed,
   environment,
   errors,
+  files,
   flops,
   lock,
   metrics,
@@ -103,12 +105,22 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
   job.check_batches(settings, mesh)
+  job.check_sources(settings)
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
-  vocabulary, train_set, eval_set = job.open_data(settings)
   optimizer = optimizers.Optimizer(settings.optimizer)
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
   assignment = phases.assign(where.model.table, groups)
+  checkpoints = checkpoint.Checkpoints(
+    pathlib.Path(workdir) / checkpoint.FOLDER,
+    keep=settings.checkpoint.keep,
+    keep_every=settings.checkpoint.keep_every or None,
+  )
+  every_group = [group.name for group in groups]
+  checkpoints.require_space(
+    state_lib.abstract(optimizer, assignment, every_group, where)
+  )
+  vocabulary, train_set, eval_set = job.open_data(settings)
   count = parameters.count(settings.model)
   say(
     f'{type(settings.model).__name__}: {count:,} parameters on'
@@ -116,15 +128,11 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   )
 
   # -- restore or initialise -------------------------------------------------
-  checkpoints = checkpoint.Checkpoints(
-    epath.Path(workdir) / checkpoint.FOLDER,
-    keep=settings.checkpoint.keep,
-    keep_every=settings.checkpoint.keep_every or None,
-  )
   meta = {
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': {**environment.fingerprint(), 'mesh': dict(mesh.shape)},
+    'order': {'records': train_set.digests, 'seed': settings.seed},
   }
   start = checkpoints.latest()
   if start is None:
@@ -135,20 +143,24 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     del params
     if report and lead:
       say(report.table())
-      path = epath.Path(workdir) / 'coverage.json'
-      path.write_text(json.dumps(report.to_json(), indent=2) + '\n')
+      files.write_json(
+        pathlib.Path(workdir) / 'coverage.json', report.to_json()
+      )
   else:
     saved = checkpoints.read_meta(start)
-    _report_differences(saved['fingerprint'], meta['fingerprint'], say)
+    _check_same_rows(saved['order'], meta['order'])
+    _report_differences(saved, meta, say)
     # A group that thaws at this very step was not in what was saved.
     active = phases.active(groups, max(start - 1, 0))
     abstract = state_lib.abstract(optimizer, assignment, active, where)
     state = checkpoints.restore(start, abstract)
     cost = accounting.Cost(**checkpoints.read_data(start))
     say(f'continuing at step {start}')
-  checkpoints.require_space(state)
   if lead:
     config_lib.save(config, workdir)
+    files.write_json(
+      pathlib.Path(workdir) / 'environment.json', meta['environment']
+    )
   teacher_params = {}
   if teacher:
     teacher_params = checkpoint.restore_params(
@@ -157,6 +169,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
 
   # -- loop ------------------------------------------------------------------
   wants_teacher = job.reads_teacher_row(settings)
+  hosts = dict(host_index=jax.process_index(), host_count=jax.process_count())
   batches = loader.Loader(
     train_set,
     train_set.spec.lengths,
@@ -165,14 +178,13 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     seed=settings.seed,
     repeat=settings.data.repeat,
     teacher=wants_teacher,
-    host_index=jax.process_index(),
-    host_count=jax.process_count(),
+    **hosts,
   )
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   flops_per_step = job.step_flops(settings, teacher)
+  # Records of step 0 are written anew where nothing was restored.
   writer = None
   if lead:
-    # Records of step 0 are written anew where nothing was restored.
     writer = metrics.MetricWriter(workdir, -1 if start is None else start)
   guard = guards.NonFiniteGuard(workdir, train.max_skipped)
   meter = progress.Progress(
@@ -181,8 +193,10 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     flops_per_step=flops_per_step,
     peak=flops.peak(jax.devices()),
   )
+  evaluated = saved_at = start
 
   def evaluate(step):
+    nonlocal evaluated
     result = evaluator(
       state.params,
       loader.evaluation_batches(
@@ -190,34 +204,52 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         eval_set.spec.lengths,
         train.eval_batch_size,
         teacher=wants_teacher,
-        host_index=jax.process_index(),
-        host_count=jax.process_count(),
+        **hosts,
       ),
     )
     say(f'step {step}: held-out loss {result.loss:.4f} per target token')
     if lead:
-      writer.write(
-        'eval',
-        step,
-        {
-          'loss': result.loss,
-          'accuracy': result.accuracy,
-          'target_tokens': cost.target_tokens,
-        },
-      )
-    return result.loss
+      values = {
+        'loss': result.loss,
+        'accuracy': result.accuracy,
+        'target_tokens': cost.target_tokens,
+      }
+      writer.write('eval', step, values)
+    evaluated = step
+    meter.pause()
 
   def save(step):
+    nonlocal saved_at
     checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
+    saved_at = step
+    meter.pause()
+
+  def finish(step, values, rows, position):
+    """Accounts for a step whose metrics are there, or waits for them."""
+    values = {name: np.asarray(v).item() for name, v in values.items()}
+    cost.rows = position
+    cost.target_tokens += values['weight']
+    cost.total_tokens += values['tokens']
+    cost.flops += flops_per_step
+    meter.update(step, values['tokens'])
+    if lead:
+      writer.write('train', step, values)
+    guard.check(step, values['skipped_in_row'], rows['row'])
+    if step % train.log_every == 0 or step == train.steps:
+      say(meter.line(values['loss'], grad=values['gradient_norm']))
 
   step = start or 0
-  train_step, active = None, None
+  train_step, active, waiting = None, None, None
   status = 0
-  with preemption.StopSignal() as stop:
+  # Several processes agree on a step through JAX's own handler.
+  alone = jax.process_count() == 1
+  with preemption.StopSignal() if alone else contextlib.nullcontext() as stop:
     if start is None:
       evaluate(0)
     while step < train.steps:
-      if phases.active(groups, step) != active:
+      began = time.perf_counter()
+      compiling = phases.active(groups, step) != active
+      if compiling:
         active = phases.active(groups, step)
         state = state_lib.thaw(state, optimizer, assignment, active, where)
         train_step = step_lib.make_train_step(
@@ -229,8 +261,19 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           step_lib.StepConfig(train.microbatches, settings.optimizer.clip_norm),
           teacher.model if teacher else None,
         )
-      began = time.perf_counter()
       rows = next(batches, None)
+      if rows is not None:
+        if step == (start or 0):
+          batch_lib.check_framing(rows)
+          say(job.describe_batch(rows, vocabulary))
+        batch = step_lib.place_batch(
+          {k: v for k, v in rows.items() if k != 'row'}, where
+        )
+        state, values = train_step(state, batch, teacher_params)
+      # The metrics of the step before are read while this one runs.
+      if waiting:
+        finish(*waiting)
+        waiting = None
       if rows is None:
         say(
           f'the records end after {cost.rows:,} rows, at step {step} of'
@@ -238,44 +281,34 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           ' config.data.repeat)'
         )
         break
-      if step == (start or 0):
-        batch_lib.check_framing(rows)
-        say(job.describe_batch(rows, vocabulary))
-      batch = step_lib.place_batch(
-        {k: v for k, v in rows.items() if k != 'row'}, where
-      )
-      state, values = train_step(state, batch, teacher_params)
-      values = {name: np.asarray(v).item() for name, v in values.items()}
       step += 1
-
-      cost.rows = batches.position
-      cost.target_tokens += values['weight']
-      cost.total_tokens += values['tokens']
-      cost.flops += flops_per_step
+      waiting = (step, values, rows, batches.position)
+      stopping = (
+        stop.requested() if alone else checkpoints.reached_preemption(step)
+      )
+      last = step == train.steps
+      due = step % settings.checkpoint.every == 0 or last or stopping
+      look = step % train.eval_every == 0 or last
+      if due or look or compiling:
+        # Its records are written before the checkpoint that counts on them.
+        finish(*waiting)
+        waiting = None
       cost.seconds += time.perf_counter() - began
-      meter.update(step, values['tokens'])
-      if lead:
-        writer.write('train', step, values)
-      guard.check(step, values['skipped_in_row'], rows['row'])
-      if step % train.log_every == 0 or step == train.steps:
-        say(meter.line(values['loss'], grad=values['gradient_norm']))
-      if step % train.eval_every == 0 or step == train.steps:
+      if compiling:
+        meter.pause()
+      if look:
         evaluate(step)
-        meter.pause()
-      stopping = _told_to_stop(stop, checkpoints, step)
-      due = step % settings.checkpoint.every == 0 or step == train.steps
-      if due or stopping:
+      if due:
         save(step)
-        meter.pause()
-      if stopping and step < train.steps:
+      if stopping and not last:
         status = app.RESTART
         say(f'told to stop: saved step {step}, exiting with {status}')
         break
 
   # -- end -------------------------------------------------------------------
-  checkpoints.wait()
-  if status == 0 and step not in checkpoints.all_steps():
+  if status == 0 and evaluated != step:
     evaluate(step)  # The records ended early, between evaluations.
+  if status == 0 and saved_at != step:
     save(step)
   checkpoints.close()
   batches.close()
@@ -286,20 +319,41 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   return status
 
 
-def _told_to_stop(stop, checkpoints, step: int) -> bool:
-  """Whether to save and exit; several processes agree on the step."""
-  if jax.process_count() > 1:
-    return checkpoints.reached_preemption(step)
-  return stop.requested()
+def _check_same_rows(before, now) -> None:
+  """Refuses to continue at a position in other rows than it was saved in."""
+  # Passes may have been added since.
+  now = {**now, 'records': now['records'][: len(before['records'])]}
+  for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
+    if before[key] != now[key]:
+      raise errors.UserError(
+        f'the checkpoint was written at a position in other rows: {key} was'
+        f' {before[key]}, now {now[key]}. Set {name} back, or start in'
+        ' another --workdir.'
+      )
 
 
 def _report_differences(before, now, say) -> None:
-  different = environment.difference(before, now)
+  """Says what may make the continuation differ from the uninterrupted job."""
+  changed = environment.difference(
+    dict(_flat(before['config'])), dict(_flat(now['config']))
+  )
+  if changed:
+    say('the configuration has changed:\n  ' + '\n  '.join(changed))
+  different = environment.difference(before['fingerprint'], now['fingerprint'])
   if different:
     say(
       'this is not where the checkpoint was written, so that it continues to'
       ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
     )
+
+
+def _flat(tree, prefix='config'):
+  """Leaves of a nested configuration by dotted key, as JSON has them."""
+  for key, value in json.loads(json.dumps(tree)).items():
+    if isinstance(value, dict):
+      yield from _flat(value, f'{prefix}.{key}')
+    else:
+      yield f'{prefix}.{key}', value
 
 
 def _summarise(settings, workdir, count, step, cost) -> None:

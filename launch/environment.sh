@@ -110,10 +110,12 @@ prepare_environment() {
   make_venv
   key=$(installation_key)
   # Whoever has an extra has what comes without it.
-  for stamp in "$VENV/installed" "$VENV/installed-test"; do
-    if [ -n "$extra" ] && [ "$stamp" != "$VENV/installed-$extra" ]; then
-      continue
-    fi
+  for stamp in "$VENV/installed" "$VENV/installed-test" \
+    "$VENV/installed-test,peer"; do
+    case "$stamp" in
+      *"$extra"*) ;;
+      *) continue ;;
+    esac
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
       return
     fi

@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
 # Installs what the tests need, checks the style and runs the tests:
 #
-#   bash launch/test.sh [arguments of pytest]
+#   bash launch/test.sh [--peer] [arguments of pytest]
 #
-# PYTHON names an interpreter. Ends with pytest's own closing line.
+# --peer also installs torch and transformers; without them the tests of
+# parity are skipped. PYTHON names an interpreter. Ends with pytest's own
+# closing line.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
-prepare_environment test
+extras=test
+if [ "${1:-}" = --peer ]; then
+  extras=test,peer
+  shift
+fi
+prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
 show "$VENV/bin/python" -m pytest "$@"

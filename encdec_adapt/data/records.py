@@ -20,6 +20,7 @@ This module imports neither TensorFlow nor SeqIO.
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -31,7 +32,7 @@ from array_record.python import array_record_module
 from grain import sources
 
 from encdec_adapt.data import batch, rows
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
 FORMAT = 1  # of rows, file names, packing and manifest; counts up when changed
 MANIFEST = 'manifest.json'
@@ -195,7 +196,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         'sha256': file_hash(self._temporary),
       }
       os.replace(self._temporary, self._path)
-      write_json(
+      files.write_json(
         self._path.with_suffix('.json'),
         {'identity': self._spec.shard_identity(), **entry},
       )
@@ -245,15 +246,6 @@ def file_hash(path: str | os.PathLike) -> str:
   """SHA-256 of a file, hexadecimal."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON file so that it is there whole or not at all."""
-  temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-  temporary.write_text(json.dumps(content, indent=1) + '\n')
-  _sync(temporary)
-  os.replace(temporary, path)
-  _sync(path.parent)
 
 
 def _sync(path: pathlib.Path) -> None:
@@ -310,7 +302,7 @@ def write_manifest(
     },
     'passes': passes,
   }
-  write_json(pathlib.Path(folder) / MANIFEST, manifest)
+  files.write_json(pathlib.Path(folder) / MANIFEST, manifest)
   return manifest
 
 
@@ -402,6 +394,19 @@ class RecordSet:
     if not manifest['totals']['rows']:
       raise errors.UserError(f'the records in {folder} have no rows')
     return cls(folder, manifest)
+
+  @functools.cached_property
+  def digests(self) -> list[str]:
+    """Hash of each pass's content: what a position in these rows is good for.
+
+    Adding passes leaves those before them as they are.
+    """
+    return [
+      hashlib.sha256(
+        ' '.join(shard['sha256'] for shard in entry['shards']).encode()
+      ).hexdigest()
+      for entry in self.manifest['passes']
+    ]
 
   def __len__(self) -> int:
     """Rows of all passes."""

@@ -70,8 +70,10 @@ def render(
   parts = [
     f'<h1>{html.escape(report["title"])}</h1>',
     f'<p class="lead">Size: {html.escape(size)}. Losses are nats per target'
-    ' token on held-out text; every model is evaluated on the same target'
-    ' tokens.</p>',
+    ' token on held-out text. The last loss of every model is on the same'
+    ' target tokens; curves, and losses at step 0, are of the held-out rows of'
+    " a model's own training, which for decoder-only models are not cut into"
+    ' prefix and target.</p>',
     f'<h2>What was found</h2><ol class="findings">{items}</ol>',
   ]
   for path in pictures:

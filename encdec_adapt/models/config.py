@@ -81,6 +81,23 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
+    if self.role not in ('causal', 'bidirectional'):
+      raise errors.UserError(
+        f'role is {self.role!r}; it is causal or bidirectional.'
+      )
+    if self.window_rule not in ('exclusive', 'inclusive'):
+      raise errors.UserError(
+        f'window_rule is {self.window_rule!r}; it is exclusive or inclusive.'
+      )
+    for name in ('query_scale', 'rope_theta', 'norm_eps'):
+      if getattr(self, name) <= 0:
+        raise errors.UserError(
+          f'{name} is {getattr(self, name)}; it must be above 0.'
+        )
+    for name in ('attention_softcap', 'final_softcap'):
+      cap = getattr(self, name)
+      if cap is not None and cap <= 0:
+        raise errors.UserError(f'{name} is {cap}; it must be above 0.')
     if not self.pattern or set(self.pattern) - {'local', 'global'}:
       raise errors.UserError(
         f"pattern is {self.pattern}; it is a tuple of 'local' and 'global'."

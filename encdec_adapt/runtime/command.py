@@ -49,10 +49,11 @@ def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
     raise
   except (flags.Error, KeyError, AttributeError, TypeError) as error:
     raise errors.UserError(_explain(error)) from error
-  except OSError as error:
+  except (OSError, ImportError) as error:
     raise errors.UserError(
       f'the configuration file could not be read: {_last_line(error)}; give'
-      ' --config=FILE, for example --config=configs/base.py.'
+      ' --config=FILE, for example --config=configs/base.py, in the root of'
+      ' the repository.'
     ) from error
   if len(rest) > 1:
     raise errors.UserError(

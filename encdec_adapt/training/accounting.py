@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 import dataclasses
 import json
+import pathlib
 from typing import Any
 
-from etils import epath
+from encdec_adapt.runtime import errors, files
 
 SUMMARY = 'summary.json'
 
@@ -48,11 +49,15 @@ def write_summary(
   Returns:
     The summary; `inclusive` holds the totals with all sources.
   """
-  ledger = {str(epath.Path(workdir)): cost.as_dict()}
+  ledger = {str(pathlib.Path(workdir)): cost.as_dict()}
   for source in sources:
-    path = epath.Path(source) / SUMMARY
-    if path.exists():
-      ledger |= json.loads(path.read_text())['ledger']
+    path = pathlib.Path(source) / SUMMARY
+    if not path.exists():
+      raise errors.UserError(
+        f'{source} has no {SUMMARY}, so that what it cost is not known; let'
+        ' that run end (start it again).'
+      )
+    ledger |= json.loads(path.read_text())['ledger']
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
   summary = {
     **own,
@@ -62,8 +67,5 @@ def write_summary(
     },
     'ledger': ledger,
   }
-  path = epath.Path(workdir) / SUMMARY
-  draft = path.with_suffix('.tmp')
-  draft.write_text(json.dumps(summary, indent=2) + '\n')
-  draft.replace(path)
+  files.write_json(pathlib.Path(workdir) / SUMMARY, summary)
   return summary

@@ -5,14 +5,14 @@ after too many in a row and leaves behind which rows they were.
 """
 
 from collections import deque
-import json
+import pathlib
 
-from etils import epath
+import jax
 import numpy as np
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
-FILE = 'nonfinite.json'
+FILE = 'nonfinite-{process}.json'
 
 
 class NonFiniteGuard:
@@ -24,7 +24,8 @@ class NonFiniteGuard:
 
   def __init__(self, workdir: str, limit: int):
     self.limit = limit
-    self._path = epath.Path(workdir) / FILE
+    name = FILE.format(process=jax.process_index())
+    self._path = pathlib.Path(workdir) / name
     self._rows: deque[dict] = deque(maxlen=limit)
 
   def check(self, step: int, skipped_in_row: int, rows: np.ndarray) -> None:
@@ -38,7 +39,7 @@ class NonFiniteGuard:
       return
     self._rows.append({'step': step, 'rows': np.asarray(rows).tolist()})
     if skipped_in_row >= self.limit:
-      self._path.write_text(json.dumps(list(self._rows), indent=2) + '\n')
+      files.write_json(self._path, list(self._rows))
       raise errors.UserError(
         f'the last {skipped_in_row} updates were not finite, up to step'
         f' {step}; the job stops (config.train.max_skipped). The rows of'

@@ -44,12 +44,12 @@ class LossConfig:
   chunk: int = 1024
 
   def __post_init__(self):
-    for name in ('distillation', 'label_smoothing'):
-      if not 0 <= getattr(self, name) <= 1:
-        raise errors.UserError(
-          f'config.loss.{name} is {getattr(self, name)}; it is a share, in'
-          ' [0, 1].'
-        )
+    if not 0 <= self.distillation <= 1 or not 0 <= self.label_smoothing < 1:
+      raise errors.UserError(
+        f'config.loss: distillation is {self.distillation}, a share in'
+        f' [0, 1]; label_smoothing is {self.label_smoothing}, a share in'
+        ' [0, 1).'
+      )
     if self.temperature <= 0 or self.z_loss < 0 or self.chunk < 1:
       raise errors.UserError(
         f'config.loss: temperature {self.temperature} must be above 0,'

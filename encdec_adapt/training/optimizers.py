@@ -90,14 +90,8 @@ class Optimizer:
     if config.kind == 'adamw':
       self._transform = optax.scale_by_adam(config.b1, config.b2, config.eps)
     else:
-      # T5X's Adafactor: factored second moments, updates clipped to root
-      # mean square 1 and scaled by the parameter's own.
-      self._transform = optax.chain(
-        optax.scale_by_factored_rms(
-          factored=config.factored, decay_rate=config.decay_rate
-        ),
-        optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(1e-3),
+      self._transform = optax.scale_by_factored_rms(
+        factored=config.factored, decay_rate=config.decay_rate
       )
 
   def init(self, parameters: Parameters) -> GroupState:
@@ -133,10 +127,33 @@ class Optimizer:
     for path, parameter in parameters.items():
       # Norm scales are the only leaves without decay.
       decay = 0.0 if path.endswith('/scale') else self.config.weight_decay
-      move = rate * (directions[path] + decay * parameter)
+      direction = directions[path]
+      if self.config.kind == 'adafactor':
+        direction = _adafactor_scale(path, direction, parameter)
+      move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
 
   def learning_rate(self, state: GroupState, step: Int[Array, '']) -> Array:
     """Learning rate of the group's next update."""
     return self._schedule(step, state.count)
+
+
+def _adafactor_scale(path: str, direction: Array, parameter: Array) -> Array:
+  """Adafactor's clipping and relative step, layer by layer.
+
+  The direction's root mean square is clipped to 1 and multiplied by the
+  parameter's own, at least 1e-3 (Shazeer and Stern 2018, algorithm 4). Norm
+  scales are stored as gain - 1, so that theirs says nothing: a gain near 1
+  has scale 1.
+  """
+  # Layers that are stacked for the scan are parameters of their own.
+  axes = tuple(range(1 if '/blocks/' in path else 0, direction.ndim))
+
+  def rms(x):
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
+
+  direction = direction / jnp.maximum(1.0, rms(direction))
+  if path.endswith('/scale'):
+    return direction
+  return direction * jnp.maximum(1e-3, rms(parameter))

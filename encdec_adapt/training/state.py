@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 from flax import traverse_util
 import flax.struct
 import jax
-from jax.sharding import Mesh, NamedSharding
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 import numpy as np
 
 from encdec_adapt.models import build
@@ -62,9 +63,13 @@ class Placement:
   mesh: Mesh
   rules: rules_lib.Rules
 
-  @property
+  @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
-    """Path to sharding."""
+    """Path to sharding.
+
+    Raises:
+      ValueError: a parameter does not divide over the mesh.
+    """
     return placement.parameter_shardings(
       self.model.table, self.mesh, self.rules
     )

@@ -87,8 +87,9 @@ def make_train_step(
         )
         return sums.total / divisor, sums
 
+      places = {path: where.parameters[path] for path in trained}
       gradients, sums = _accumulate(
-        objective, trained, batch, config.microbatches
+        objective, trained, batch, config.microbatches, places
       )
       norm = optax.global_norm(gradients)
       if config.clip_norm:
@@ -130,8 +131,11 @@ def _tokens(batch):
   return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
 
 
-def _accumulate(objective, trained, batch, microbatches):
-  """Gradients and sums over microbatches; fp32, memory of one microbatch."""
+def _accumulate(objective, trained, batch, microbatches, places):
+  """Gradients and sums over microbatches; fp32, memory of one microbatch.
+
+  What is accumulated is placed as the parameters are.
+  """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
     return grad(trained, batch)
@@ -145,8 +149,9 @@ def _accumulate(objective, trained, batch, microbatches):
   def body(carry, part):
     names = ('batch', 'length')
     part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
-    result = grad(trained, part)
-    return jax.tree.map(jnp.add, carry, result), None
+    gradients, sums = jax.tree.map(jnp.add, carry, grad(trained, part))
+    gradients = jax.lax.with_sharding_constraint(gradients, places)
+    return (gradients, sums), None
 
   parts = {name: split(value) for name, value in batch.items()}
   first = {name: value[0] for name, value in parts.items()}

@@ -54,4 +54,4 @@ def test_study_runs_reports_and_continues(tmp_path):
   (tmp_path / 'run' / 'stages' / 'generate.json').unlink()
   again = _run(f'{path}:size=smoke')
   assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
-  assert again.stdout.count('$ python -m') == 1
+  assert again.stdout.count('\n$ ') == 1
