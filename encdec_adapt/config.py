@@ -240,8 +240,8 @@ def _stack(name: str, section: ml_collections.ConfigDict):
 
 def _data(config, model, workdir: str) -> DataConfig:
   data = config.data
-  folder = data.folder or str(epath.Path(workdir) / 'records')
-  vocabulary = data.vocabulary or str(epath.Path(folder) / 'vocabulary.model')
+  folder = data.folder or str(pathlib.Path(workdir) / 'records')
+  vocabulary = data.vocabulary or str(pathlib.Path(folder) / 'vocabulary.model')
   pairs = data.objective != 'causal_lm'
   if pairs != (data.encoder_length > 0):
     raise errors.UserError(

@@ -249,15 +249,14 @@ def initial_params(
   """Parameters at step 0, born sharded.
 
   Returns:
-    The parameters, and for an adaptation where each came from.
+    The parameters, and where each came from (None for a checkpoint of the
+    same model).
 
   Raises:
     UserError: a source is missing or does not fit.
   """
   init = settings.init
   rng = jax.random.key(settings.seed)
-  if init.mode == 'random':
-    return where.place(where.model.init, rng), None
   if init.mode == 'checkpoint':
     _check_same_vocabulary(
       settings, init.encoder, config_lib.load_run(init.encoder)
@@ -266,30 +265,27 @@ def initial_params(
       checkpoint.restore_params(init.encoder, where.abstract_params()),
       None,
     )
-  folders = [init.encoder]
-  if init.decoder:
-    folders.append(init.decoder)
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
   sources = [_read_source(folder, settings, where.mesh) for folder in folders]
-  configs = [config for config, _ in sources]
-  record = []
+  function = {
+    'random': initialise.from_scratch,
+    'embeddings': initialise.fresh_except_embeddings,
+    'adapt': functools.partial(
+      initialise.initialise,
+      cross_attention=init.cross_attention,
+      post_norm_gain=init.post_norm_gain,
+    ),
+  }[init.mode]
+  reports = []
 
-  def adapt(rng, *params):
-    made = list(zip(configs, params, strict=True))
-    function = (
-      initialise.fresh_except_embeddings
-      if init.mode == 'embeddings'
-      else functools.partial(
-        initialise.initialise,
-        cross_attention=init.cross_attention,
-        post_norm_gain=init.post_norm_gain,
-      )
-    )
-    result, report = function(where.model.config, *made, rng=rng)
-    record.append(report)
+  def make(rng, *params):
+    pairs = zip((config for config, _ in sources), params, strict=True)
+    result, report = function(where.model.config, *pairs, rng=rng)
+    reports.append(report)
     return result
 
-  params = where.place(adapt, rng, *(params for _, params in sources))
-  return params, record[-1]
+  params = where.place(make, rng, *(params for _, params in sources))
+  return params, reports[-1]
 
 
 def _read_source(folder, settings, mesh):

@@ -141,8 +141,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     active = phases.active(groups, 0)
     state = state_lib.create(params, optimizer, assignment, active, where)
     del params
-    if report and lead:
+    if report and settings.init.mode != 'random':
       say(report.table())
+    if report and lead:
       files.write_json(
         pathlib.Path(workdir) / 'coverage.json', report.to_json()
       )

@@ -11,11 +11,14 @@ import sys
 
 import numpy as np
 
-from encdec_adapt.data import batch, records, vocabularies
+from encdec_adapt.data import batch, loader, records, vocabularies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
 VOCAB = 400
+# Of a row's targets. They differ, so that what is divided by the weight of a
+# part of a batch is not what is divided by that of the whole.
+SHORTEST, LONGEST = 3, 16
 
 
 def text(documents: int, seed: int = 0) -> list[str]:
@@ -28,7 +31,9 @@ def text(documents: int, seed: int = 0) -> list[str]:
 
 
 def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
-  """Writes a vocabulary and prefix_lm and causal_lm records of 16 + 16.
+  """Writes a vocabulary and prefix_lm and causal_lm records.
+
+  Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs.
 
   Returns:
     The flags of a job that reads the prefix_lm records.
@@ -66,10 +71,13 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     vocabulary=vocabulary.fingerprint,
   )
   with records.ShardWriter(folder, spec, 0, 0) as writer:
-    for document in documents:
+    for index, document in enumerate(documents):
       tokens = vocabulary.encode(document)
       half = 15 if lengths.encoder else 0
-      targets = np.append(tokens[half : half + 15], batch.EOS)
+      # Every length comes up, neighbours' being far apart.
+      count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
+      assert len(tokens) >= half + count - 1
+      targets = np.append(tokens[half : half + count - 1], batch.EOS)
       writer.write([batch.Pair(tokens[:half], targets.astype(np.int32))])
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
   records.write_manifest(folder, spec, {(0, 0): entry})
@@ -116,6 +124,16 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
   return ['--config=configs/base.py'] + [
     f'--config.{key}={value}' for key, value in values.items()
   ]
+
+
+def target_tokens(folder: pathlib.Path, rows: int | None = None) -> int:
+  """Targets in the first rows of a training stream; in all rows for None."""
+  found = records.RecordSet.open(folder)
+  order = loader.Order(found.starts)
+  numbers = range(len(found)) if rows is None else map(order.row, range(rows))
+  return sum(
+    len(pair.targets) for row in found.read(list(numbers)) for pair in row
+  )
 
 
 def environment(devices: int = 1) -> dict[str, str]:

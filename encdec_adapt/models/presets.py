@@ -96,18 +96,3 @@ def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
     f'{pair!r} is not a pair of model sizes; write two of'
     f' {", ".join(STACKS)} joined by "_", the encoder first.'
   )
-
-
-def gemma2_2b() -> configs.DecoderOnlyConfig:
-  """Gemma 2 2B."""
-  return decoder_only('2b')
-
-
-def gemma2_9b() -> configs.DecoderOnlyConfig:
-  """Gemma 2 9B."""
-  return decoder_only('9b')
-
-
-def gemma2_27b() -> configs.DecoderOnlyConfig:
-  """Gemma 2 27B."""
-  return decoder_only('27b')

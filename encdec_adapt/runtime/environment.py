@@ -11,7 +11,16 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+# Grain's index shuffle is the order of the rows.
+_PACKAGES = (
+  'jax',
+  'jaxlib',
+  'flax',
+  'optax',
+  'grain',
+  'orbax-checkpoint',
+  'numpy',
+)
 # Change compiled programs or random numbers.
 _JAX_OPTIONS = (
   'jax_default_matmul_precision',

@@ -134,11 +134,6 @@ def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
   return 2 * width * vocabulary_size * tokens
 
 
-def by_parameters(parameters: int, tokens: int) -> int:
-  """The usual estimate of training: 6 per parameter and token."""
-  return 6 * parameters * tokens
-
-
 def peak(devices: Sequence[jax.Device]) -> float | None:
   """FLOP/s of the devices together: data sheet, or measured for the CPU.
 

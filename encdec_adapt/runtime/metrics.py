@@ -73,6 +73,7 @@ class MetricWriter:
 
     Raises:
       ValueError: this kind has a record of this step or a later one.
+      UserError: the disk is full, or gone.
     """
     if step <= self._last.get(kind, -1):
       raise ValueError(
@@ -83,16 +84,17 @@ class MetricWriter:
     record = {'kind': kind, 'step': step}
     record |= {name: _encode(value) for name, value in plain.items()}
     line = json.dumps(record, allow_nan=False).encode() + b'\n'
-    self._lines.write(line)
+    scalars = {
+      f'{kind}/{name}': float(value)
+      for name, value in plain.items()
+      if isinstance(value, int | float)
+    }
+    try:
+      self._lines.write(line)
+      self._events.write(step, scalars)
+    except OSError as error:
+      raise disk.cannot_write(self.path, error) from error
     self._last[kind] = step
-    self._events.write(
-      step,
-      {
-        f'{kind}/{name}': float(value)
-        for name, value in plain.items()
-        if isinstance(value, int | float)
-      },
-    )
 
   def close(self) -> None:
     """Closes the files."""

@@ -57,7 +57,7 @@ def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
 
 def test_27b_pair_is_two_27b_and_its_cross_attention():
   config = presets.t5gemma('27b_27b')
-  alone = parameters.count(presets.gemma2_27b())
+  alone = parameters.count(presets.decoder_only('27b'))
   cross = 46 * (2 * 4608 * 128 * (32 + 16) + 2 * 4608)
   assert parameters.count(config) == 2 * alone + cross
 
@@ -70,9 +70,9 @@ def test_padding_rows_are_not_counted():
 
 
 def test_query_scales():
-  assert presets.gemma2_2b().decoder.query_scale == 256
-  assert presets.gemma2_9b().decoder.query_scale == 256
-  assert presets.gemma2_27b().decoder.query_scale == 144
+  assert presets.decoder_only('2b').decoder.query_scale == 256
+  assert presets.decoder_only('9b').decoder.query_scale == 256
+  assert presets.decoder_only('27b').decoder.query_scale == 144
   assert presets.stack('xl').query_scale == 64
 
 

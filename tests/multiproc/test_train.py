@@ -4,10 +4,13 @@ import socket
 
 import pytest
 
+from encdec_adapt.data import loader, records
 from encdec_adapt.runtime import metrics
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
+
+STEPS = 4
 
 
 def _free_port() -> int:
@@ -22,12 +25,24 @@ def _losses(workdir):
   }
 
 
+def _weights(folder, process: int) -> list[float]:
+  """Weight of what one of two processes reads in each step."""
+  rows = records.RecordSet.open(folder)
+  batches = loader.Loader(
+    rows, rows.spec.lengths, 8, host_index=process, host_count=2, prefetch=0
+  )
+  return [float(next(batches)['weights'].sum()) for _ in range(STEPS)]
+
+
 def test_two_processes_equal_one(tmp_path):
   flags = tiny.make_records(tmp_path) + [
-    '--config.train.steps=4',
+    f'--config.train.steps={STEPS}',
     '--config.train.microbatches=2',
     f'--config.compute.compile_cache={tmp_path}/compiled',
   ]
+  # Otherwise a divisor of each process's own would go unnoticed.
+  mine, others = (_weights(tmp_path / 'prefix_lm/train', p) for p in range(2))
+  assert all(a != b for a, b in zip(mine, others, strict=True))
   one = tiny.run('train', *flags, f'--workdir={tmp_path}/one', devices=4)
   assert one.returncode == 0, one.stdout + one.stderr
   coordinator = f'127.0.0.1:{_free_port()}'

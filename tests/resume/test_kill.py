@@ -17,7 +17,9 @@ from tests import tiny
 
 pytestmark = pytest.mark.resume
 
-STEPS = 12
+STEPS = 20
+ROWS = 8 * STEPS
+DRAFTS = '*.orbax-checkpoint-tmp*'  # What a save writes before it commits.
 
 
 @pytest.fixture(scope='module')
@@ -27,7 +29,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def flags(folder):
-  return tiny.make_records(folder) + [
+  return tiny.make_records(folder, ROWS) + [
+    f'--config.train.steps={STEPS}',
     # Cross-attention alone first, so that a phase begins on the way.
     '--config.train.cross_attention_warmup=4',
     f'--config.compute.compile_cache={folder}/compiled',
@@ -100,27 +103,52 @@ def _wait(process: subprocess.Popen, due) -> bool:
   return False
 
 
-def test_killed_at_random_steps_and_during_a_save(folder, flags, uninterrupted):
-  workdir = folder / 'killed'
+def _kill(flags, workdir: pathlib.Path, due) -> bool:
+  """Starts the job and kills it once `due()`; whether it was running."""
+  process = tiny.start(
+    'train',
+    *flags,
+    f'--workdir={workdir}',
+    log=workdir.with_suffix('.log'),
+  )
+  try:
+    _wait(process, due)
+  finally:
+    process.kill()
+  # Of a job that had ended by itself, this is the status it ended with.
+  return process.wait() == -signal.SIGKILL
+
+
+def _kill_during_a_save(flags, workdir: pathlib.Path) -> None:
+  """Kills a job of which nothing is there yet; half a save is left behind."""
   saves = workdir / checkpoint.FOLDER
+  for _ in range(3):  # A save may end just before the signal arrives.
+    assert _kill(flags, workdir, lambda: any(saves.glob(DRAFTS)))
+    if any(saves.glob(DRAFTS)):
+      return
+  pytest.fail('every kill missed the save that it was meant for')
+
+
+def _kill_at(flags, workdir: pathlib.Path, step: int) -> bool:
+  """Kills a job at a step, or at the first one that it had not reached."""
+  wanted = max(step, _last_step(workdir) + 1)
+  return _kill(flags, workdir, lambda: _last_step(workdir) >= wanted)
+
+
+def test_killed_during_a_save_and_at_random_steps(folder, flags, uninterrupted):
+  workdir = folder / 'killed'
   seed = random.randrange(2**32)
   print(f'seed {seed}')
   rng = random.Random(seed)
-  first = rng.randrange(1, STEPS - 2)
-  kills = [
-    lambda: _last_step(workdir) >= first,
-    lambda: any(saves.glob('*.orbax-checkpoint-tmp*')),
-    lambda: _last_step(workdir) >= rng.randrange(first + 1, STEPS),
-  ]
-  for due in kills:
-    process = tiny.start(
-      'train', *flags, f'--workdir={workdir}', log=folder / 'killed.log'
-    )
-    killed = _wait(process, due)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    if not killed:
-      break
+  early = rng.randrange(4, STEPS // 2)
+  late = rng.randrange(STEPS // 2, STEPS - 3)
+  print(f'steps {early}, {late}')
+  # First, so that a half written save is of this kill and no earlier one.
+  _kill_during_a_save(flags, workdir)
+  assert _last_step(workdir) < STEPS
+  assert _kill_at(flags, workdir, early)
+  # The job may end before this one arrives.
+  print('late kill landed:', _kill_at(flags, workdir, late))
   done = tiny.run('train', *flags, f'--workdir={workdir}')
   assert done.returncode == 0, done.stdout + done.stderr
   _assert_same(workdir, uninterrupted)
