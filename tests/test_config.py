@@ -9,7 +9,8 @@ from encdec_adapt.models import presets
 from encdec_adapt.runtime import command, errors
 
 BASE = '--config=configs/base.py'
-TEACHER = ('--config.init.encoder=a', '--config.teacher.checkpoint=b')
+SOURCE = '--config.init.encoder=a'
+TEACHER = (SOURCE, '--config.teacher.checkpoint=b')
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,8 @@ def _load(*flags):
 @pytest.mark.parametrize('objective', ['prefixlm', 'ul2'])
 def test_gemma2_configs_are_the_presets(size, objective):
   settings = _load(
-    f'--config=configs/gemma2.py:size={size},objective={objective}', *TEACHER
+    f'--config=configs/gemma2.py:size={size},objective={objective}',
+    *(TEACHER if objective == 'prefixlm' else (SOURCE,)),
   )
   assert settings.model == presets.t5gemma(size, vocab_multiple=128)
   length = 4096 if objective == 'prefixlm' else 8192
@@ -73,6 +75,12 @@ def test_an_override_of_any_leaf():
     (['--config.optimizer.kind=adam'], "'adam'.*adamw"),
     (['--config.optimizer.schedule=cos'], "'cos'.*cosine"),
     (['--config.loss.label_smoothing=2'], 'label_smoothing is 2'),
+    (['--config.model.decoder.window_rule=x'], "window_rule is 'x'"),
+    (['--config.model.decoder.final_softcap=-1'], 'final_softcap is -1'),
+    (['--config.loss.label_smoothing=1'], 'label_smoothing is 1'),
+    (['--config.init.encoder=a'], "init.encoder is 'a'"),
+    (['--config.teacher.checkpoint=a'], "teacher.checkpoint is 'a'"),
+    (['--config.train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['--config.train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),
     (['--config.model.kind=encdec'], "'encdec'.*encoder_decoder"),
     (['--config.model.kind=encoder_decoder'], 'causal_lm, which has no'),

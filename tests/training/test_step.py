@@ -185,8 +185,10 @@ def test_first_update_after_thawing_is_a_fresh_optimizers():
   new = with_fresh_optimizers(thawing, both).replace(step=jnp.int32(2))
   new, same = thawing.step(new, make_batch(4, 9))
   assert float(same['gradient_norm']) == float(metrics['gradient_norm'])
-  assert float(same['learning_rate/rest']) == 5e-3 == float(
-    metrics['learning_rate/rest']
+  assert (
+    float(same['learning_rate/rest'])
+    == 5e-3
+    == float(metrics['learning_rate/rest'])
   )
   theirs = host(new.params)
   moved = [path for path in mine if not _is_cross(path)]
