@@ -75,7 +75,7 @@ def test_an_override_of_any_leaf():
     (['--config.optimizer.kind=adam'], "'adam'.*adamw"),
     (['--config.optimizer.schedule=cos'], "'cos'.*cosine"),
     (['--config.loss.label_smoothing=2'], 'label_smoothing is 2'),
-    (['--config.model.decoder.window_rule=x'], "window_rule is 'x'"),
+    (['--config.model.decoder.query_scale=0'], 'query_scale is 0'),
     (['--config.model.decoder.final_softcap=-1'], 'final_softcap is -1'),
     (['--config.loss.label_smoothing=1'], 'label_smoothing is 1'),
     (['--config.init.encoder=a'], "init.encoder is 'a'"),

@@ -1,11 +1,14 @@
 """Imports go one way, and TensorFlow stays out of training processes."""
 
 import ast
+import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from tests import tiny
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
 
@@ -34,7 +37,16 @@ LEAVES = ('ops', 'sharding')
 # Of data, what training and evaluation may import.
 TENSORFLOW_FREE = {'batch', 'records', 'loader'}
 # Of runtime, what is for everybody but the leaves.
-SHARED = {'errors', 'disk', 'seals', 'lock', 'progress', 'distributed', 'flops'}
+SHARED = {
+  'errors',
+  'disk',
+  'files',
+  'seals',
+  'lock',
+  'progress',
+  'distributed',
+  'flops',
+}
 
 
 def _modules():
@@ -44,33 +56,61 @@ def _modules():
       yield path, parts[0], parts[1]
 
 
-def _imports(path: pathlib.Path) -> set[str]:
-  """Our modules that a file imports, as 'part' or 'part.module'."""
+def _package(path: pathlib.Path) -> str:
+  """The package that a file's relative imports start from."""
+  return '.'.join(path.relative_to(PACKAGE.parent).parent.parts)
+
+
+def _names(source: str, package: str) -> set[str]:
+  """Everything that a source imports, by its absolute name."""
   found = set()
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.ImportFrom) and node.module:
-      if node.module == 'encdec_adapt':
-        found |= {alias.name for alias in node.names}
-      elif node.module.startswith('encdec_adapt.'):
-        base = node.module.removeprefix('encdec_adapt.')
-        found |= {
-          base if '.' in base else f'{base}.{alias.name}'
-          for alias in node.names
-        }
-    elif isinstance(node, ast.Import):
-      assert not any(
-        alias.name.startswith('encdec_adapt') for alias in node.names
-      ), f'{path}: import modules from their package'
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      parts = [node.module] if node.module else []
+      if node.level:
+        above = package.split('.')
+        parts = above[: len(above) - node.level + 1] + parts
+      found |= {'.'.join([*parts, alias.name]) for alias in node.names}
   return found
+
+
+def _imports(source: str, package: str) -> set[str]:
+  """Our modules that a source imports, as 'part.module' or 'main'."""
+  own = PACKAGE.name + '.'
+  return {
+    '.'.join(name.removeprefix(own).split('.')[:2])
+    for name in _names(source, package)
+    if name.startswith(own)
+  }
+
+
+@pytest.mark.parametrize(
+  'source, names',
+  [
+    ('from encdec_adapt import train', {'train'}),
+    ('from encdec_adapt.data import batch, rows', {'data.batch', 'data.rows'}),
+    ('from encdec_adapt.data.batch import Pair', {'data.batch'}),
+    ('from . import masks', {'ops.masks'}),
+    ('from .masks import MaskSpec', {'ops.masks'}),
+    ('from .. import train', {'train'}),
+    ('from ..models import build', {'models.build'}),
+    ('def f():\n  from ..runtime import lock', {'runtime.lock'}),
+    ('import encdec_adapt.data.batch', {'data.batch'}),
+    ('import jax\nfrom jax import numpy', set()),
+  ],
+)
+def test_imports_are_found_however_they_are_written(source, names):
+  assert _imports(source, 'encdec_adapt.ops') == names
 
 
 @pytest.mark.parametrize(
   'path, part', [(p, part) for p, part, _ in _modules()], ids=str
 )
 def test_imports_go_one_way(path, part):
-  for name in _imports(path):
+  for name in _imports(path.read_text(), _package(path)):
     other, _, module = name.partition('.')
-    module = module.split('.')[0]
     if other == part:
       continue
     if other == 'runtime' and part not in LEAVES:
@@ -81,30 +121,69 @@ def test_imports_go_one_way(path, part):
       assert module in TENSORFLOW_FREE, f'{path} imports {name}'
 
 
-def test_only_data_names_tensorflow():
+def test_modules_are_imported_from_their_package():
   for path in PACKAGE.rglob('*.py'):
-    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.Import):
-        names |= {alias.name.split('.')[0] for alias in node.names}
-      elif isinstance(node, ast.ImportFrom) and node.module:
-        names.add(node.module.split('.')[0])
-    if names & {'tensorflow', 'seqio', 'tensorflow_datasets'}:
-      assert path.parent.name == 'data', path
+        names = [alias.name.split('.')[0] for alias in node.names]
+        assert PACKAGE.name not in names, f'{path}, line {node.lineno}'
 
 
-def test_training_process_imports_neither_tensorflow_nor_seqio():
+def _users(library: str) -> set[str]:
+  """Files of the package that import a library."""
+  return {
+    path.relative_to(PACKAGE).as_posix()
+    for path in PACKAGE.rglob('*.py')
+    if any(
+      name.split('.')[0] == library
+      for name in _names(path.read_text(), _package(path))
+    )
+  }
+
+
+@pytest.mark.parametrize(
+  'library', ['tensorflow', 'seqio', 'tensorflow_datasets']
+)
+def test_only_data_imports_tensorflow(library):
+  assert all(user.startswith('data/') for user in _users(library))
+
+
+def test_only_checkpoint_imports_orbax():
+  assert _users('orbax') == {'training/checkpoint.py'}
+
+
+def test_only_ops_names_shard_map():
+  users = set()
+  for path in PACKAGE.rglob('*.py'):
+    for node in ast.walk(ast.parse(path.read_text())):
+      # Attributes, names, the module of an import, what it imports.
+      for field in ('attr', 'id', 'module', 'name'):
+        if 'shard_map' in (getattr(node, field, None) or ''):
+          users.add(path.relative_to(PACKAGE).parts[0])
+  assert users == {'ops'}
+
+
+def test_training_imports_neither_tensorflow_nor_seqio(tmp_path):
+  # In a process of its own, as the command does it, to its end.
   code = (
     'import sys\n'
     'from encdec_adapt import evaluate, generate, materialize, train\n'
+    'from encdec_adapt.runtime import command\n'
+    'status = train.main(command.parse(train.define_flags, sys.argv[1:]))\n'
     "bad = {'tensorflow', 'seqio', 'tensorflow_datasets', 'torch'}\n"
-    'print(sorted(bad & set(sys.modules)))\n'
+    'print(status, sorted(bad & set(sys.modules)))\n'
   )
+  flags = tiny.make_records(tmp_path, rows=16)
   done = subprocess.run(
-    [sys.executable, '-c', code],
+    [sys.executable, '-c', code, *flags, '--config.train.steps=2']
+    + [f'--workdir={tmp_path}/run'],
     capture_output=True,
     text=True,
-    cwd=PACKAGE.parent,
-    check=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+    timeout=300,
   )
-  assert done.stdout.strip() == '[]'
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert done.stdout.splitlines()[-1] == '0 []'
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['steps'] == 2

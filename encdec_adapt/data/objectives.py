@@ -188,7 +188,9 @@ class UniformPrefixLM(Objective):
   draws = True
 
   def sizes(self, window):
-    return max(window - 1, 0), max(window - 1, 1)
+    # An input is at most window - 1 tokens. One less than would fit, so that
+    # two windows with complementary splits fill a row, the second BOS too.
+    return window, max(window - 1, 1)
 
   def split(self, window, rng):
     middle = int(rng.integers(1, len(window))) if len(window) > 1 else 0

@@ -45,6 +45,8 @@ def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
   try:
     with _argv(arguments):
       rest = values(arguments)
+      if 'config' in values and values.config is not None:
+        values.config.to_dict()  # A file that failed to load says so here.
   except errors.UserError:
     raise
   except (flags.Error, KeyError, AttributeError, TypeError) as error:
@@ -126,4 +128,5 @@ def _explain(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
+  """The cause: what config_flags says last, or the import that failed."""
   return str(error).strip().splitlines()[-1].strip()

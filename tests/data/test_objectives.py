@@ -77,7 +77,7 @@ def test_prefix_lm_splits_exactly_in_half():
 
 
 def test_prefix_lm_uniform_draws_every_split():
-  objective = _make('prefix_lm_uniform', 4, 4)
+  objective = _make('prefix_lm_uniform', 5, 4)
   assert _windows(objective, 9) == [(4, False), (4, False), (1, True)]
   window = np.arange(50, 54, dtype=np.int32)
   rng = _rng()
@@ -88,7 +88,7 @@ def test_prefix_lm_uniform_draws_every_split():
     assert [*inputs, *targets] == [50, 51, 52, 53]
   assert counts[0] == 0 and counts[1:].min() > 150
   assert _lists(objective(window[:1], True, rng)) == [[], [50, EOS]]
-  paper = _make('prefix_lm_uniform', 626, 626)
+  paper = _make('prefix_lm_uniform', 627, 626)  # Ours has BOS inside.
   assert paper.largest == 626
 
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 
+import jax
 import pytest
 
 from encdec_adapt import evaluate, generate, train
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import command, errors, metrics
+from encdec_adapt.training import checkpoint
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -58,16 +61,21 @@ def adapted(folder, pairs, decoder):
   return workdir
 
 
-def test_adaptation_leaves_what_a_reader_needs(adapted):
+def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   coverage = json.loads((adapted / 'coverage.json').read_text())
   assert coverage
   summary = json.loads((adapted / 'summary.json').read_text())
   assert summary['steps'] == 4
-  assert summary['target_tokens'] == 4 * 8 * 16
-  inclusive = summary['inclusive']['target_tokens']
-  assert inclusive == summary['target_tokens'] + 4 * 8 * 16
+  own, source = (
+    tiny.target_tokens(folder / objective / 'train', rows=4 * 8)
+    for objective in ('prefix_lm', 'causal_lm')
+  )
+  assert summary['target_tokens'] == own
+  assert summary['inclusive']['target_tokens'] == own + source
   assert list((adapted / 'tensorboard').iterdir())
   assert (adapted / 'config.json').exists()
+  environment = json.loads((adapted / 'environment.json').read_text())
+  assert environment['jax'] == jax.__version__
 
 
 def test_finished_run_is_not_run_again(adapted, pairs, capsys):
@@ -96,7 +104,8 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
   pair, alone = (
     json.loads((run / evaluate.FILE).read_text()) for run in (adapted, decoder)
   )
-  assert pair['target_tokens'] == alone['target_tokens'] == 8 * 16
+  wanted = tiny.target_tokens(folder / 'prefix_lm' / 'eval')
+  assert pair['target_tokens'] == alone['target_tokens'] == wanted
   assert pair['eval_loss_shuffled_prefix'] is not None
   assert alone['eval_loss_shuffled_prefix'] is None
 
@@ -126,6 +135,8 @@ def test_generate_continues_every_prompt(folder, adapted, decoder):
     (['--config.model.decoder.vocab_size=64'], 'vocab'),
     (['--config.init.mode=checkpoint', '--config.init.encoder=nowhere'],
      'nowhere'),
+    (['--config.init.mode=random', '--config.init.encoder=runs/other'],
+     "init.encoder is 'runs/other'.*init.mode 'random'"),
   ],
 )  # fmt: skip
 def test_bad_input_before_any_work(tmp_path, pairs, flags, words):
@@ -167,3 +178,109 @@ def test_read_only_directory(pairs, tmp_path):
   locked.write_text('not a folder')
   with pytest.raises(errors.UserError, match='file'):
     _train(*pairs, f'--workdir={locked}/run')
+
+
+GEMMA = (
+  '--config=configs/gemma2.py:size=2b_2b,objective=ul2',
+  '--config.init.encoder=a',
+  '--config.mesh.fsdp=8',
+)
+
+
+def test_print_config_shows_what_flags_have_changed(capsys):
+  assert _train(*GEMMA, '--print_config') == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'^  objective: ul2$', shown, re.MULTILINE)
+  assert re.search(r'^  encoder: a$', shown, re.MULTILINE)
+  assert re.search(r'^  fsdp: 8$', shown, re.MULTILINE)
+
+
+def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
+  assert _train(*GEMMA, '--dry_run') == 0
+  shown = capsys.readouterr().out
+  # Those of the pair less its two tables, and the tables.
+  encoder, decoder, table = 2_024_517_888, 2_392_687_872, 589_824_000
+  assert f'encoder: {encoder + table:,} parameters' in shown
+  assert f'decoder: {decoder + table:,} parameters' in shown
+  # fp32 on each of eight devices.
+  parameters = (encoder + decoder + 2 * table) * 4 / 8 / 2**30
+  found = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
+  assert float(found.group(1)) == pytest.approx(parameters, abs=0.06)
+  assert 'decoder/blocks/layer_0/cross_attention/key' in shown
+
+
+@pytest.fixture
+def copied(decoder, tmp_path):
+  """A copy of the decoder-only run of 4 steps, to be continued."""
+  copy = tmp_path / 'copy'
+  shutil.copytree(decoder, copy)
+  return copy
+
+
+def _continue(folder, workdir, *flags) -> int:
+  """Gives the command of the decoder-only run again, with changes."""
+  return _train(
+    *tiny.flags(folder, 'causal_lm'),
+    '--config.train.steps=4',
+    *flags,
+    f'--workdir={workdir}',
+  )
+
+
+def test_another_seed_is_refused(folder, copied):
+  with pytest.raises(errors.UserError, match='config.seed'):
+    _continue(folder, copied, '--config.seed=1')
+  assert json.loads((copied / 'config.json').read_text())['seed'] == 0
+
+
+def test_another_learning_rate_is_reported(folder, copied, capsys):
+  assert _continue(folder, copied) == 0
+  assert 'the configuration has changed' not in capsys.readouterr().out
+  assert _continue(folder, copied, '--config.optimizer.learning_rate=0.5') == 0
+  shown = capsys.readouterr().out
+  assert 'the configuration has changed' in shown
+  assert 'config.optimizer.learning_rate: 0.001 before, 0.5 now' in shown
+
+
+def test_another_batch_size_continues_at_the_saved_rows(folder, copied):
+  assert checkpoint.open_latest(copied).read_data()['rows'] == 4 * 8
+  flags = ['--config.train.steps=6', '--config.train.batch_size=16']
+  assert _continue(folder, copied, *flags) == 0
+  rows = 4 * 8 + 2 * 16
+  found = checkpoint.open_latest(copied)
+  assert found.step == 6
+  assert found.read_data()['rows'] == rows
+  # No row was read twice and none was passed over.
+  wanted = tiny.target_tokens(folder / 'causal_lm' / 'train', rows)
+  summary = json.loads((copied / 'summary.json').read_text())
+  assert summary['target_tokens'] == wanted
+
+
+@pytest.mark.parametrize('eval_every, save_every', [(3, 2), (2, 3)])
+def test_records_that_end_between_evaluations_or_saves(
+  folder, pairs, tmp_path, capsys, eval_every, save_every
+):
+  workdir = tmp_path / 'run'
+  flags = [
+    # 96 rows are 3 steps.
+    *tiny.flags(folder, 'causal_lm'),
+    '--config.train.batch_size=32',
+    '--config.train.steps=10',
+    f'--config.train.eval_every={eval_every}',
+    f'--config.checkpoint.every={save_every}',
+    f'--workdir={workdir}',
+  ]
+  assert _train(*flags) == 0
+  assert 'the records end after 96 rows, at step 3' in capsys.readouterr().out
+  found = checkpoint.open_latest(workdir)
+  assert found.step == 3
+  assert found.read_data()['rows'] == 96
+  evaluations = [
+    r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval'
+  ]
+  assert [r['step'] for r in evaluations] == sorted({0, eval_every, 3})
+  summary = json.loads((workdir / 'summary.json').read_text())
+  assert summary['steps'] == 3
+  assert summary['eval_loss'] == evaluations[-1]['loss']
+  tokens = tiny.target_tokens(folder / 'causal_lm' / 'train')
+  assert summary['target_tokens'] == tokens

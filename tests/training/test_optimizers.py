@@ -1,0 +1,143 @@
+"""Updates of AdamW and Adafactor against the formulas, in numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.training import optimizers, schedules
+
+RATE, DECAY = 0.1, 0.25
+STACKED = 'decoder/blocks/layer_0/mlp/up'
+STACKED_SCALE = 'decoder/blocks/layer_0/pre_mlp_norm/scale'
+TABLE = 'decoder/embedder/table'
+SCALE = 'decoder/final_norm/scale'
+
+
+def _draw(shapes, seed):
+  rng = np.random.default_rng(seed)
+  return {
+    path: rng.normal(size=shape).astype(np.float32)
+    for path, shape in shapes.items()
+  }
+
+
+def _run(kind, parameters, steps, **changes):
+  """Parameters after every step, and the last state."""
+  optimizer = optimizers.Optimizer(
+    optimizers.OptimizerConfig(
+      kind,
+      # Of the first update, half the rate.
+      schedules.ScheduleConfig('constant', RATE, 2, 10),
+      weight_decay=DECAY,
+      **changes,
+    )
+  )
+  now = {path: jnp.asarray(value) for path, value in parameters.items()}
+  state = optimizer.init(now)
+  after = []
+  for step, gradients in enumerate(steps):
+    gradients = {path: jnp.asarray(g) for path, g in gradients.items()}
+    now, state = optimizer.update(gradients, state, now, jnp.int32(step))
+    after.append({path: np.asarray(value) for path, value in now.items()})
+  return after, state
+
+
+def _assert_equal(found, wanted):
+  assert found.keys() == wanted.keys()
+  for path, value in wanted.items():
+    np.testing.assert_allclose(found[path], value, rtol=2e-5, err_msg=path)
+
+
+def test_adamw_is_the_formula_and_decays_all_but_norm_scales():
+  shapes = {TABLE: (3, 4), STACKED: (2, 4, 3), STACKED_SCALE: (2, 4)}
+  shapes[SCALE] = (4,)
+  now = _draw(shapes, 0)
+  steps = [_draw(shapes, 1), _draw(shapes, 2)]
+  after, state = _run('adamw', now, steps, b1=0.9, b2=0.95, eps=1e-3)
+  assert int(state.count) == 2
+
+  now = {path: value.astype(np.float64) for path, value in now.items()}
+  first = second = dict.fromkeys(shapes, 0.0)
+  for count, gradients in enumerate(steps, start=1):
+    first = {p: 0.9 * first[p] + 0.1 * g for p, g in gradients.items()}
+    second = {p: 0.95 * second[p] + 0.05 * g**2 for p, g in gradients.items()}
+    for path, value in now.items():
+      mean = first[path] / (1 - 0.9**count)
+      root = np.sqrt(second[path] / (1 - 0.95**count))
+      decay = 0.0 if path in (SCALE, STACKED_SCALE) else DECAY * value
+      now[path] = value - RATE * count / 2 * (mean / (root + 1e-3) + decay)
+    _assert_equal(after[count - 1], now)
+
+
+def _rms(x):
+  return np.sqrt(np.mean(np.square(x)))
+
+
+def _adafactor_move(path, direction, value):
+  """What one layer's parameter moves by, per unit of learning rate."""
+  direction = direction / max(1.0, _rms(direction))
+  if path.endswith('/scale'):
+    return direction
+  return direction * max(1e-3, _rms(value)) + DECAY * value
+
+
+def test_adafactor_clips_and_scales_layer_by_layer():
+  shapes = {TABLE: (3, 4), STACKED: (3, 4, 3), STACKED_SCALE: (3, 4)}
+  shapes[SCALE] = (4,)
+  now = _draw(shapes, 0)
+  # Layers of unlike size, the last below the least scale of 1e-3.
+  now[STACKED] *= np.array([5.0, 0.2, 1e-5], np.float32)[:, None, None]
+  small, large = _draw(shapes, 1), _draw(shapes, 2)
+  for path in (STACKED, STACKED_SCALE):
+    # Gradients that grow are clipped, those that shrink are not.
+    growth = np.array([10.0, 0.1, 1.0], np.float32)
+    large[path] *= growth.reshape(-1, *[1] * (large[path].ndim - 1))
+  after, _ = _run('adafactor', now, [small, large], decay_rate=0.8)
+
+  now = {path: value.astype(np.float64) for path, value in now.items()}
+  second = dict.fromkeys(shapes, 0.0)
+  clipped = set()
+  for count, gradients in enumerate([small, large], start=1):
+    kept = 1 - count**-0.8
+    for path, value in now.items():
+      gradient = gradients[path].astype(np.float64)
+      second[path] = kept * second[path] + (1 - kept) * gradient**2
+      direction = gradient / np.sqrt(second[path])
+      if '/blocks/' in path:
+        clipped |= {_rms(layer) > 1.1 for layer in direction}
+        move = np.stack(
+          [
+            _adafactor_move(path, *layer)
+            for layer in zip(direction, value, strict=True)
+          ]
+        )
+      else:
+        move = _adafactor_move(path, direction, value)
+      now[path] = value - RATE * count / 2 * move
+    _assert_equal(after[count - 1], now)
+  assert clipped == {True, False}
+
+
+@pytest.mark.parametrize('path', [TABLE, STACKED])
+def test_adafactor_keeps_rows_and_columns_of_large_matrices(path):
+  layers = (2,) if path == STACKED else ()
+  shapes = {path: (*layers, 128, 130)}
+  now, gradients = _draw(shapes, 0), _draw(shapes, 1)
+  (after,), state = _run('adafactor', now, [gradients], decay_rate=0.8)
+  held = sum(leaf.size for leaf in state.inner.v_row.values())
+  held += sum(leaf.size for leaf in state.inner.v_col.values())
+  held += sum(leaf.size for leaf in state.inner.v.values())
+  assert held == (2 if layers else 1) * (128 + 130) + 1  # And a placeholder.
+
+  def layer(gradient, value):
+    squares = gradient.astype(np.float64) ** 2
+    rows = squares.mean(1, keepdims=True)
+    columns = squares.mean(0, keepdims=True)
+    direction = gradient / np.sqrt(rows * columns / squares.mean())
+    return value - RATE / 2 * _adafactor_move(path, direction, value)
+
+  values = gradients[path], now[path]
+  wanted = layer(*values)
+  if layers:
+    wanted = np.stack([layer(*pair) for pair in zip(*values, strict=True)])
+  np.testing.assert_allclose(after[path], wanted, rtol=1e-4, atol=1e-6)
