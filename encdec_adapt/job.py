@@ -395,6 +395,7 @@ def describe(settings: config_lib.Settings) -> str:
       f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
       f' {part.cross:,} cross-attention)'
     )
+  lines.append(f'together: {parameters.count(settings.model):,} parameters')
   sizes = {
     'parameters': _device_bytes(state.params),
     'gradients': _device_bytes(state.params),

@@ -261,9 +261,15 @@ def _report(study: Study) -> None:
   stages = [
     json.loads(_marker(root, stage).read_text()) for stage in study.stages
   ]
+  held_out = json.loads((root / study.runs[0] / 'evaluation.json').read_text())
   collected = {
     'title': study.title,
     'size': study.size,
+    'text': {
+      'held-out records': held_out['records'],
+      'target tokens': held_out['target_tokens'],
+      **held_out['records_spec'],
+    },
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
     'samples': json.loads(pathlib.Path(study.samples).read_text()),

@@ -194,7 +194,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     flops_per_step=flops_per_step,
     peak=flops.peak(jax.devices()),
   )
-  evaluated = saved_at = start
+  evaluated = distributed.from_lead(lambda: writer.last('eval'))
+  saved_at = start
 
   def evaluate(step):
     nonlocal evaluated

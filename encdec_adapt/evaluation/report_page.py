@@ -85,8 +85,7 @@ def render(
   runs = report['runs']
   parts += [_models(runs), _cost(runs), _learning_rates(runs)]
   parts += [_samples(report['samples']), _stages(report['stages'])]
-  if 'text' in report:
-    parts.append('<h2>Text</h2>' + _facts(report['text']))
+  parts.append('<h2>Text</h2>' + _facts(report['text']))
   parts.append('<h2>Environment</h2>' + _facts(report['environment']))
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'

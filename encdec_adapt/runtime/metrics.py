@@ -96,6 +96,10 @@ class MetricWriter:
       raise disk.cannot_write(self.path, error) from error
     self._last[kind] = step
 
+  def last(self, kind: str) -> int | None:
+    """Step of the last record of a kind, None if there is none."""
+    return self._last.get(kind)
+
   def close(self) -> None:
     """Closes the files."""
     self._lines.close()

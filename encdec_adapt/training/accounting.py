@@ -49,7 +49,8 @@ def write_summary(
   Returns:
     The summary; `inclusive` holds the totals with all sources.
   """
-  ledger = {str(pathlib.Path(workdir)): cost.as_dict()}
+  # By resolved path, so that a folder counts once however it is spelled.
+  ledger = {str(pathlib.Path(workdir).resolve()): cost.as_dict()}
   for source in sources:
     path = pathlib.Path(source) / SUMMARY
     if not path.exists():

@@ -256,31 +256,40 @@ def test_another_batch_size_continues_at_the_saved_rows(folder, copied):
   assert summary['target_tokens'] == wanted
 
 
-@pytest.mark.parametrize('eval_every, save_every', [(3, 2), (2, 3)])
+@pytest.mark.parametrize('eval_every, save_every', [(3, 4), (4, 3)])
 def test_records_that_end_between_evaluations_or_saves(
-  folder, pairs, tmp_path, capsys, eval_every, save_every
+  folder, copied, capsys, eval_every, save_every
 ):
-  workdir = tmp_path / 'run'
   flags = [
-    # 96 rows are 3 steps.
-    *tiny.flags(folder, 'causal_lm'),
+    # Of 96 rows 32 were read in 4 steps: what is left are 2 steps.
     '--config.train.batch_size=32',
     '--config.train.steps=10',
     f'--config.train.eval_every={eval_every}',
     f'--config.checkpoint.every={save_every}',
-    f'--workdir={workdir}',
   ]
-  assert _train(*flags) == 0
-  assert 'the records end after 96 rows, at step 3' in capsys.readouterr().out
-  found = checkpoint.open_latest(workdir)
-  assert found.step == 3
+  assert _continue(folder, copied, *flags) == 0
+  assert 'the records end after 96 rows, at step 6' in capsys.readouterr().out
+  found = checkpoint.open_latest(copied)
+  assert found.step == 6
   assert found.read_data()['rows'] == 96
-  evaluations = [
-    r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval'
-  ]
-  assert [r['step'] for r in evaluations] == sorted({0, eval_every, 3})
-  summary = json.loads((workdir / 'summary.json').read_text())
-  assert summary['steps'] == 3
+  evaluations = [r for r in metrics.read_metrics(copied) if r['kind'] == 'eval']
+  assert [r['step'] for r in evaluations] == [0, 4, 6]
+  summary = json.loads((copied / 'summary.json').read_text())
+  assert summary['steps'] == 6
   assert summary['eval_loss'] == evaluations[-1]['loss']
   tokens = tiny.target_tokens(folder / 'causal_lm' / 'train')
   assert summary['target_tokens'] == tokens
+
+
+def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
+  folder, copied
+):
+  path = copied / 'metrics.jsonl'
+  before = path.read_text()
+  lines = before.splitlines(keepends=True)
+  assert json.loads(lines[-1])['kind'] == 'eval'
+  path.write_text(''.join(lines[:-1]))
+  (copied / 'summary.json').unlink()
+  assert _continue(folder, copied, '--config.train.steps=4') == 0
+  assert path.read_text() == before
+  assert (copied / 'summary.json').exists()
