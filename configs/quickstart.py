@@ -198,91 +198,100 @@ def _pairs(config, size, run):
 
 def get_study(arg=None):
   """The stages of a size, in order; see `encdec_adapt.study`."""
-  args = base.parse_arg(arg, size='default')
-  name, size = args['size'], _size(args['size'])
-  full = name == 'full'
-
-  def config(run):
-    return f'--config=configs/quickstart.py:size={name},run={run}'
-
-  def train(run, budget, *flags, folder=None, rate_of=()):
-    return study.Stage(
-      name=folder or run,
-      module='train',
-      flags=(config(run), f'--workdir={size.root}/{folder or run}', *flags),
-      budget_seconds=budget,
-      rate_of=rate_of,
-    )
-
-  long = size.adapt_steps * 0.6
-  stages = [
+  name = base.parse_arg(arg, size='default')['size']
+  size = _size(name)
+  records = [
     study.Stage(
-      f'records_{kind}', 'materialize', (config(run),), budget_seconds=60
+      f'records_{run}', 'materialize', (_flag(name, run),), budget_seconds=60
     )
-    for kind, run in (('causal_lm', 'decoder_only'), ('prefix_lm', 'adapted'))
+    for run in ('decoder_only', 'adapted')
   ]
-  stages.append(train('decoder_only', size.pretrain_steps * 0.6))
-  stages.append(train('decoder_only_small', size.small_steps * 0.4))
-  names = ['decoder_only', 'decoder_only_small']
+  training = [_train(name, 'decoder_only'), _train(name, 'decoder_only_small')]
   for run in ('adapted', 'scratch'):
-    if not full:
-      stages.append(train(run, long))
-      names.append(run)
-      continue
-    sweep = [f'{run}_lr_{rate:g}' for rate in LEARNING_RATES]
-    for folder, rate in zip(sweep, LEARNING_RATES, strict=True):
-      flag = f'--config.optimizer.learning_rate={rate:g}'
-      stages.append(train(run, long, flag, folder=folder))
-    for seed in (1, 2):
-      folder = f'{run}_seed{seed}'
-      flag = f'--config.seed={seed}'
-      stages.append(train(run, long, flag, folder=folder, rate_of=tuple(sweep)))
-      sweep_names = (*sweep, folder)
-      names.extend(n for n in sweep_names if n not in names)
-  stages.append(train('unbalanced', long))
-  names.append('unbalanced')
-  if full:
-    for run in ('decoder_only_continued', 'adapted_embeddings'):
-      stages.append(train(run, long))
-      names.append(run)
-  records = f'{size.root}/records/prefix_lm/eval'
-  stages.append(
-    study.Stage(
-      'evaluate',
-      'evaluate',
-      (
-        f'--records={records}',
-        *(f'--checkpoint={size.root}/{name}' for name in names),
-      ),
-      budget_seconds=10 * len(names),
-    )
+    training += _swept(name, run) if name == 'full' else [_train(name, run)]
+  training.append(_train(name, 'unbalanced'))
+  if name == 'full':
+    training.append(_train(name, 'decoder_only_continued'))
+    training.append(_train(name, 'adapted_embeddings'))
+  runs = [stage.name for stage in training]
+  evaluate = study.Stage(
+    'evaluate',
+    'evaluate',
+    (
+      f'--records={size.root}/records/prefix_lm/eval',
+      *(f'--checkpoint={size.root}/{run}' for run in runs),
+    ),
+    budget_seconds=6 * len(runs),
   )
-  best_of = {}
-  if full:
-    best_of = {
-      run: tuple(f'{run}_lr_{rate:g}' for rate in LEARNING_RATES)
-      for run in ('adapted', 'scratch')
-    }
   samples = f'{size.root}/samples.json'
-  stages.append(
-    study.Stage(
-      'generate',
-      'generate',
-      (
-        f'--checkpoint={size.root}/{"adapted_seed1" if full else "adapted"}',
-        *(f'--prompt={prompt}' for prompt in PROMPTS),
-        '--max_tokens=48',
-        f'--output={samples}',
-      ),
-      budget_seconds=30,
-    )
+  writer = 'adapted_seed1' if name == 'full' else 'adapted'
+  generate = study.Stage(
+    'generate',
+    'generate',
+    (
+      f'--checkpoint={size.root}/{writer}',
+      *(f'--prompt={prompt}' for prompt in PROMPTS),
+      '--max_tokens=48',
+      f'--output={samples}',
+    ),
+    budget_seconds=20,
   )
+  swept = ('adapted', 'scratch') if name == 'full' else ()
   return study.Study(
     root=size.root,
     title='Adapting a decoder-only model on the text that Python carries',
     size=name,
-    stages=tuple(stages),
-    runs=tuple(names),
-    best_of=best_of,
+    stages=(*records, *training, evaluate, generate),
+    runs=tuple(runs),
+    best_of={run: _sweep(run) for run in swept},
     samples=samples,
   )
+
+
+def _flag(name, run):
+  return f'--config=configs/quickstart.py:size={name},run={run}'
+
+
+def _train(name, run, *flags, folder=None, rate_of=()):
+  """A training run; its budget is for two cores, compiling included."""
+  size = _size(name)
+  seconds = {
+    'decoder_only': 20 + 1.0 * size.pretrain_steps,
+    'decoder_only_small': 15 + 0.6 * size.small_steps,
+    'unbalanced': 50 + 1.2 * size.adapt_steps,
+  }.get(run, 30 + 1.2 * size.adapt_steps)
+  folder = folder or run
+  return study.Stage(
+    name=folder,
+    module='train',
+    flags=(_flag(name, run), f'--workdir={size.root}/{folder}', *flags),
+    budget_seconds=seconds,
+    rate_of=rate_of,
+  )
+
+
+def _sweep(run):
+  return tuple(f'{run}_lr_{rate:g}' for rate in LEARNING_RATES)
+
+
+def _swept(name, run):
+  """Every learning rate, then two more seeds of the best."""
+  stages = [
+    _train(
+      name,
+      run,
+      f'--config.optimizer.learning_rate={rate:g}',
+      folder=folder,
+    )
+    for folder, rate in zip(_sweep(run), LEARNING_RATES, strict=True)
+  ]
+  return stages + [
+    _train(
+      name,
+      run,
+      f'--config.seed={seed}',
+      folder=f'{run}_seed{seed}',
+      rate_of=_sweep(run),
+    )
+    for seed in (1, 2)
+  ]
