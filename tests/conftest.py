@@ -14,3 +14,12 @@ jaxtyping.install_import_hook(
   ['encdec_adapt.ops', 'encdec_adapt.models', 'encdec_adapt.training'],
   'beartype.beartype',
 )
+
+
+def pytest_collection_modifyitems(items):
+  """Parity first: torch must be imported before TensorFlow.
+
+  Each brings an LLVM of its own; in the other order, torch's CUDA builds
+  crash the process.
+  """
+  items.sort(key=lambda item: 'parity' not in item.keywords)
