@@ -115,7 +115,7 @@ def test_frame_prompts():
     (['--prompt=x'], '--checkpoint is missing'),
     (['--checkpoint=c'], 'give either --prompt=TEXT or --prompts=FILE'),
     (['--checkpoint=c', '--prompt=x', '--prompts=y'], 'not both'),
-    (['--checkpoint=c', '--prompt='], '--prompt: the prompt is empty'),
+    (['--checkpoint=c', '--prompt='], '--prompt number 1: the prompt is empty'),
     (['--checkpoint=c', '--prompts=nowhere.txt'], 'nowhere.txt cannot be read'),
     (['--checkpoint=c', '--prompts=EMPTY'], 'is empty; write one'),
     (['--checkpoint=c', '--prompts=GAP'], 'line 2: the prompt is empty'),
