@@ -77,6 +77,9 @@ class Trainer:
       or optimizers.OptimizerConfig(
         'adamw',
         schedules.ScheduleConfig('constant', rate, 2, 100),
+        # Updates that are smooth in the gradient: with a small epsilon the
+        # first is its sign, which rounding decides where it is nearly 0.
+        eps=1e-3,
         weight_decay=0.1,
       )
     )
