@@ -34,15 +34,17 @@ def project_keys_values(
 
 
 class _Attention(nn.Module):
-  """Parameters and the steps that self- and cross-attention share."""
+  """Parameters and the steps that self- and cross-attention share.
+
+  Attributes:
+    config: the stack's shape.
+    execution: how it is run.
+    source_width: width of what keys and values are made of.
+  """
 
   config: StackConfig
   execution: executions.Execution
-
-  @property
-  def source_width(self) -> int:
-    """Width of what keys and values are made of."""
-    raise NotImplementedError
+  source_width: int
 
   def setup(self):
     cfg = self.config
@@ -95,10 +97,6 @@ class _Attention(nn.Module):
 class SelfAttention(_Attention):
   """Attention of a sequence to itself, with rotary embedding."""
 
-  @property
-  def source_width(self) -> int:
-    return self.config.width
-
   def __call__(
     self,
     x: Float[Array, 'B L D'],
@@ -129,10 +127,6 @@ class SelfAttention(_Attention):
 
 class CrossAttention(_Attention):
   """Attention of a decoder to the encoder's output."""
-
-  @property
-  def source_width(self) -> int:
-    return self.config.cross_width
 
   def __call__(
     self,

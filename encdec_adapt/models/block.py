@@ -59,7 +59,9 @@ class Block(nn.Module):
     def add(x, update):
       return partition.shard(x + update, 'batch', 'length', 'act_embed')
 
-    y, cached = attention.SelfAttention(cfg, execution, name='attention')(
+    y, cached = attention.SelfAttention(
+      cfg, execution, cfg.width, name='attention'
+    )(
       norm('pre_attention_norm', x),
       context.rotation,
       context.masks[self.kind],
@@ -69,7 +71,9 @@ class Block(nn.Module):
     x = add(x, norm('post_attention_norm', y))
 
     if cfg.cross_width is not None:
-      cross = attention.CrossAttention(cfg, execution, name='cross_attention')
+      cross = attention.CrossAttention(
+        cfg, execution, cfg.cross_width, name='cross_attention'
+      )
       y = cross(
         norm('pre_cross_norm', x),
         context.encoded,
