@@ -32,13 +32,17 @@ RUNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """One size of the study. Steps are counts of optimizer updates."""
+  """One size of the study. Steps are counts of optimizer updates.
+
+  `passes` is of the text, for the causal decoders; pairs need only one.
+  """
 
   root: str
   max_bytes: int
   vocab_size: int
   base: dict
   small: dict
+  passes: int
   pretrain_steps: int
   small_steps: int
   adapt_steps: int
@@ -57,6 +61,7 @@ SIZES = {
     vocab_size=512,
     base=_shape(2, 32, 64),
     small=_shape(1, 16, 32),
+    passes=1,
     pretrain_steps=8,
     small_steps=8,
     adapt_steps=8,
@@ -68,6 +73,7 @@ SIZES = {
     vocab_size=2048,
     base=_shape(4, 128, 512),
     small=_shape(3, 96, 384),
+    passes=1,
     pretrain_steps=90,
     small_steps=60,
     adapt_steps=40,
@@ -79,9 +85,12 @@ SIZES = {
     vocab_size=2048,
     base=_shape(4, 128, 512),
     small=_shape(3, 96, 384),
-    pretrain_steps=500,
-    small_steps=250,
-    adapt_steps=80,
+    # The prefix is worth little to a decoder that has seen a few tokens per
+    # parameter, and then an encoder has nothing to add; this is eight.
+    passes=3,
+    pretrain_steps=2500,
+    small_steps=1000,
+    adapt_steps=160,
     eval_rows=192,
   ),
 }
@@ -91,7 +100,7 @@ PROMPTS = (
   'Return the number of',
   'import os\nimport sys\n\n\nclass Test',
 )
-LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (5e-4, 1.5e-3, 4.5e-3)
 
 
 def _size(name):
@@ -160,6 +169,7 @@ def _causal(config, size, run):
   config.data.folder = f'{size.root}/records/causal_lm'
   config.data.objective = 'causal_lm'
   config.data.decoder_length = 256
+  config.data.passes = size.passes
   config.optimizer.weight_decay = 0.01
   if run == 'decoder_only_small':
     config.train.steps = size.small_steps
