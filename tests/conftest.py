@@ -1,10 +1,16 @@
-"""Every test process: CPU, eight fake devices, shapes checked at calls."""
+"""Every test process: CPU, eight fake devices, shapes checked at calls.
+
+Programs are compiled without LLVM's optimisations: the tests run tiny models,
+and most of their time is compiling.
+"""
 
 import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
-  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+  os.environ.get('XLA_FLAGS', '')
+  + ' --xla_force_host_platform_device_count=8'
+  + ' --xla_backend_optimization_level=0'
 )
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
