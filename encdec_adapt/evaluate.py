@@ -3,9 +3,10 @@
     python -m encdec_adapt.evaluate --checkpoint=runs/adapted \
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval
 
-Every model is measured on the same target tokens. An encoder-decoder is also
-measured with the prefixes of other examples: where that is not clearly worse
-its encoder is not used. Writes evaluation.json into each run's folder.
+Every model is measured on the same target tokens, and again with the prefixes
+of other examples: where that is not clearly worse, an encoder-decoder does not
+use its encoder, and to a decoder-only model the prefix is worth little. Writes
+evaluation.json into each run's folder.
 """
 
 import dataclasses
@@ -81,8 +82,9 @@ def evaluate(
     evaluators: those made so far, so that equal models compile once.
 
   Returns:
-    What evaluation.json holds: `eval_loss` and `eval_loss_shuffled_prefix`
-    (None for a decoder-only model) in nats per target token.
+    What evaluation.json holds: `kind`, `eval_loss` and
+    `eval_loss_shuffled_prefix` (None for rows that have no inputs, or several
+    pairs) in nats per target token.
 
   Raises:
     UserError: the vocabulary of the records is not the model's.
@@ -121,10 +123,11 @@ def evaluate(
 
   own = measure()
   shuffled = None
-  if pairs and not record_set.spec.pack:
+  if lengths.encoder and not record_set.spec.pack:
     # Half of the set away, so that it is not the same document's.
     shuffled = measure(prefix_offset=max(len(record_set) // 2, 1)).loss
   return {
+    'kind': 'encoder_decoder' if pairs else 'decoder_only',
     'checkpoint_step': found.step,
     'records': str(record_set.folder),
     'records_spec': dataclasses.asdict(record_set.spec),

@@ -313,6 +313,7 @@ def _run(root: pathlib.Path, folder: str) -> dict[str, Any]:
         'inclusive',
       )
     },
+    'kind': evaluation['kind'],
     'eval_loss': evaluation['eval_loss'],
     'eval_loss_at_step_0': summary['eval_loss_at_step_0'],
     'eval_loss_shuffled_prefix': evaluation['eval_loss_shuffled_prefix'],

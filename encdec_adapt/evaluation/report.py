@@ -5,10 +5,11 @@ A report is a dictionary:
   title         of the page
   size          name of the study's size
   text          facts about the text, or absent
-  runs          by name: `parameters`, `steps`, `target_tokens`,
-                `total_tokens`, `flops`, `seconds`, `learning_rate`, `seed`,
-                `eval_loss`, `eval_loss_at_step_0`,
-                `eval_loss_shuffled_prefix` (None for a decoder-only model),
+  runs          by name: `kind` (`decoder_only` or `encoder_decoder`),
+                `parameters`, `steps`, `target_tokens`, `total_tokens`,
+                `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
+                `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (with the
+                prefixes of other examples; None where it was not measured),
                 `curve` (lists `step`, `target_tokens`, `eval_loss`,
                 `train_step`, `train_loss`) and `inclusive` (`target_tokens`,
                 `total_tokens`, `flops`, `seconds`, those of the sources that

@@ -39,7 +39,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   pairs, decoders = [], []
   for model in numbers.models(runs):
     first = runs[numbers.seeds(runs, model)[0]]
-    (pairs if numbers.reads_prefix(first) else decoders).append(model)
+    (pairs if numbers.has_encoder(first) else decoders).append(model)
   others = itertools.cycle(_OTHER_COLOURS)
   colours = {
     model: _COLOURS.get(model) or next(others) for model in pairs + decoders

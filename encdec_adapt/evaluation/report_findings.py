@@ -225,19 +225,25 @@ def _encoder_use(runs: numbers.Runs) -> list[str]:
   for model in numbers.models(runs):
     names = numbers.seeds(runs, model)
     right = _finite(runs, model, 'eval_loss')
-    if not right or not numbers.reads_prefix(runs[names[0]]):
-      continue
     wrong = [runs[name]['eval_loss_shuffled_prefix'] for name in names]
+    if not right or None in wrong:
+      continue
     rise = round(numbers.mean(wrong) - numbers.mean(right), 3)
+    moved = (
+      f'the prefixes of other examples move its loss from'
+      f' {numbers.values(right)} to {numbers.values(wrong)}, by {rise:+.3f}'
+    )
+    if not numbers.has_encoder(runs[names[0]]):
+      found.append(f'{model}, what a prefix is worth to a decoder: {moved}.')
+      continue
     verdict = (
       'the encoder is used'
       if rise > ENCODER_USED
       else 'the encoder does not count as used'
     )
     found.append(
-      f'{model}, {verdict}: the prefixes of other examples move its loss from'
-      f' {numbers.values(right)} to {numbers.values(wrong)}, by {rise:+.3f}'
-      f' (used means more than {ENCODER_USED} worse).'
+      f'{model}, {verdict}: {moved} (used means more than {ENCODER_USED}'
+      ' worse).'
     )
   return found
 

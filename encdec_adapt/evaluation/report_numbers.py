@@ -38,9 +38,9 @@ def models(runs: Runs) -> list[str]:
   return list(dict.fromkeys(model_of(n) for n in runs if not is_sweep(n)))
 
 
-def reads_prefix(run: Mapping[str, Any]) -> bool:
+def has_encoder(run: Mapping[str, Any]) -> bool:
   """Whether a run is of an encoder-decoder."""
-  return run['eval_loss_shuffled_prefix'] is not None
+  return run['kind'] == 'encoder_decoder'
 
 
 def loss(value: float | None) -> str:

@@ -106,8 +106,9 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
   )
   wanted = tiny.target_tokens(folder / 'prefix_lm' / 'eval')
   assert pair['target_tokens'] == alone['target_tokens'] == wanted
-  assert pair['eval_loss_shuffled_prefix'] is not None
-  assert alone['eval_loss_shuffled_prefix'] is None
+  assert (pair['kind'], alone['kind']) == ('encoder_decoder', 'decoder_only')
+  for result in (pair, alone):
+    assert result['eval_loss_shuffled_prefix'] != result['eval_loss']
 
 
 def test_generate_continues_every_prompt(folder, adapted, decoder):

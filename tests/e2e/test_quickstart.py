@@ -41,7 +41,8 @@ def test_study_runs_reports_and_continues(tmp_path):
     assert run['inclusive']['flops'] >= run['flops'] > 0, name
     assert len(run['curve']['step']) == len(run['curve']['eval_loss']) > 2
     alone = name.startswith('decoder_only')
-    assert (run['eval_loss_shuffled_prefix'] is None) == alone
+    assert run['kind'] == ('decoder_only' if alone else 'encoder_decoder')
+    assert run['eval_loss_shuffled_prefix'] != run['eval_loss']
   assert (
     runs['adapted']['eval_loss_at_step_0']
     < (runs['scratch']['eval_loss_at_step_0'])
