@@ -12,6 +12,7 @@ CORE = [
   'jax>=0.10.2,<0.13',
   'jaxtyping>=0.3',
   'ml-collections>=1.0',
+  'ml-dtypes>=0.5',
   'numpy>=2.0',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.12.8,<0.13',
@@ -34,6 +35,7 @@ TEST = [
   'hypothesis>=6.100',
   'pytest>=8.0',
   'ruff==0.17.5',
+  'safetensors>=0.8',
 ]
 
 setuptools.setup(

@@ -59,12 +59,12 @@ def cannot_write(
     what = 'cannot be written'
     remedy = 'Choose a folder that this user may write'
   return errors.UserError(
-    f'{path} {what} ({error.strerror or error}). {remedy} (--workdir).'
+    f'{path} {what} ({error.strerror or error}). {remedy}.'
   )
 
 
 def require_space(
-  folder: str | os.PathLike[str], nbytes: int, *, what: str = 'the checkpoints'
+  folder: str | os.PathLike[str], nbytes: int, *, what: str, remedy: str = ''
 ) -> None:
   """Refuses a disk with less free space than a job is going to need.
 
@@ -72,6 +72,7 @@ def require_space(
     folder: where the bytes will go; need not exist yet.
     nbytes: how many are going to be written.
     what: what they are, for the message.
+    remedy: what else would help, to end the message.
 
   Raises:
     UserError: fewer than `nbytes` are free for this user.
@@ -83,8 +84,8 @@ def require_space(
   if free < nbytes:
     raise errors.UserError(
       f'{folder} has {format_bytes(free)} free, but {what} need'
-      f' {format_bytes(nbytes)}. Free space there, choose another folder'
-      ' (--workdir), or keep fewer checkpoints.'
+      f' {format_bytes(nbytes)}. Free space there, or choose another'
+      f' folder{remedy}.'
     )
 
 

@@ -149,7 +149,7 @@ def test_a_file_in_the_way_and_a_bucket(tmp_path):
 
 
 def test_space(tmp_path):
-  disk.require_space(tmp_path / 'not' / 'there', 1)
+  disk.require_space(tmp_path / 'not' / 'there', 1, what='the records')
   with pytest.raises(errors.UserError, match='the records need 1.0 PiB'):
     disk.require_space(tmp_path, 2**50, what='the records')
 

@@ -1,0 +1,102 @@
+import os
+import shutil
+
+import pytest
+
+from encdec_adapt.interop import new_folder
+from encdec_adapt.runtime import errors
+
+
+def make(path):
+  with new_folder.new_folder(path) as draft:
+    (draft / 'sub').mkdir()
+    (draft / 'sub' / 'file').write_text('content')
+    assert draft.parent == path.resolve().parent
+    assert not (path / 'sub').exists()
+  return draft
+
+
+def test_a_folder_appears_with_all_that_was_written(tmp_path):
+  path = tmp_path / 'above' / 'out'
+  draft = make(path)
+  assert (path / 'sub' / 'file').read_text() == 'content'
+  assert not draft.exists()
+  assert os.listdir(path.parent) == ['out']
+  # As others would have made it: readable for whom the umask lets.
+  (tmp_path / 'plain').mkdir()
+  assert path.stat().st_mode == (tmp_path / 'plain').stat().st_mode
+
+
+def test_an_empty_folder_and_a_link_to_one_are_taken_over(tmp_path):
+  (tmp_path / 'out').mkdir()
+  (tmp_path / 'link').symlink_to(tmp_path / 'out')
+  make(tmp_path / 'link')
+  assert (tmp_path / 'out' / 'sub' / 'file').exists()
+  assert (tmp_path / 'link').is_symlink()
+  assert sorted(os.listdir(tmp_path)) == ['link', 'out']
+
+
+@pytest.mark.parametrize('taken', ['file', 'folder'])
+def test_nothing_is_overwritten(tmp_path, taken):
+  path = tmp_path / 'out'
+  if taken == 'file':
+    path.write_text('mine')
+  else:
+    path.mkdir()
+    (path / 'mine').write_text('mine')
+  with pytest.raises(errors.UserError, match=f'{path} exists already'):
+    make(path)
+  assert os.listdir(tmp_path) == ['out']
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError, SystemExit])
+def test_what_fails_leaves_nothing(tmp_path, error):
+  with pytest.raises(error):
+    with new_folder.new_folder(tmp_path / 'out') as draft:
+      (draft / 'file').write_text('half')
+      raise error
+  assert os.listdir(tmp_path) == []
+
+
+def test_what_was_put_there_meanwhile_stays(tmp_path):
+  path = tmp_path / 'out'
+  with pytest.raises(errors.UserError, match=f'{path} exists already'):
+    with new_folder.new_folder(path) as draft:
+      (draft / 'file').write_text('ours')
+      path.mkdir()
+      (path / 'file').write_text('theirs')
+  assert (path / 'file').read_text() == 'theirs'
+  assert os.listdir(tmp_path) == ['out']
+
+
+def test_a_full_disk_at_the_end_leaves_nothing(tmp_path, monkeypatch):
+  def full(*_):
+    raise OSError(28, 'No space left on device')
+
+  with pytest.raises(errors.UserError, match='out is full'):
+    with new_folder.new_folder(tmp_path / 'out') as draft:
+      (draft / 'file').write_text('content')
+      monkeypatch.setattr(os, 'fsync', full)
+  assert os.listdir(tmp_path) == []
+
+
+def test_a_bucket_a_mount_point_and_a_file_above_are_refused(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(errors.UserError, match='gs://b/x is a bucket address'):
+    make('gs://b/x')
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(errors.UserError, match='cannot be written'):
+    make(tmp_path / 'file' / 'out')
+  (tmp_path / 'disk').mkdir()
+  monkeypatch.setattr(os.path, 'ismount', lambda path: path.name == 'disk')
+  with pytest.raises(errors.UserError, match='disk is a mount point'):
+    make(tmp_path / 'disk')
+  assert sorted(os.listdir(tmp_path)) == ['disk', 'file']
+
+
+def test_a_draft_that_the_body_removed_is_an_error(tmp_path):
+  with pytest.raises(errors.UserError, match='out cannot be written'):
+    with new_folder.new_folder(tmp_path / 'out') as draft:
+      shutil.rmtree(draft)
