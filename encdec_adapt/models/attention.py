@@ -3,8 +3,11 @@
 Grouped-query attention, scores scaled by query_scale^-1/2 and soft-capped.
 Self-attention rotates queries and keys. Cross-attention has no position
 signal and no window, reads an encoding that is already normalised, of the
-encoder's width, and has the decoder's heads, scale and cap.
+encoder's width, and has the decoder's heads, scale and cap. In merged
+attention (T5Gemma 2) the decoder's self-attention reads the encoding too.
 """
+
+from collections.abc import Mapping
 
 from flax import linen as nn
 import jax
@@ -20,17 +23,36 @@ from encdec_adapt.ops import attention, masks, partition, rope
 
 
 def project_keys_values(
+  config: StackConfig,
+  params: Mapping[str, Array],
   source: Float[Array, 'B S E'],
-  key: Float[Array, 'E K H'],
-  value: Float[Array, 'E K H'],
 ) -> caches.KeyValues:
-  """Keys and values [B, S, K, H] in the source's dtype, before rotation."""
+  """Keys and values [B, S, K, H] in the source's dtype, before rotation.
 
-  def project(kernel: jax.Array) -> jax.Array:
-    x = jnp.einsum('BSE,EKH->BSKH', source, kernel.astype(source.dtype))
-    return partition.shard(x, 'batch', 'kv_length', 'kv_heads', None)
+  Args:
+    config: of the stack whose layer attends.
+    params: parameters of its attention, of which those of keys and values
+      are used: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    source: normalised states.
+  """
+  key = _project(params, 'key', 'BSE,EKH->BSKH', source)
+  if config.qk_norm:
+    key = layers.norm(config, key, params['key_norm'])
+  value = _project(params, 'value', 'BSE,EKH->BSKH', source)
+  key, value = (
+    partition.shard(x, 'batch', 'kv_length', 'kv_heads', None)
+    for x in (key, value)
+  )
+  return caches.KeyValues(key=key, value=value)
 
-  return caches.KeyValues(key=project(key), value=project(value))
+
+def _project(
+  params: Mapping[str, Array], name: str, equation: str, x: jax.Array
+) -> jax.Array:
+  """Product with the kernel of that name, and its bias where there is one."""
+  y = jnp.einsum(equation, x, params[name].astype(x.dtype))
+  bias = params.get(f'{name}_bias')
+  return y if bias is None else y + bias.astype(x.dtype)
 
 
 class _Attention(nn.Module):
@@ -48,27 +70,39 @@ class _Attention(nn.Module):
 
   def setup(self):
     cfg = self.config
-    query_axes = ('embed', 'heads', 'head_dim')
-    source_axes = ('embed', 'kv_heads', 'head_dim')
-    output_axes = ('heads', 'head_dim', 'embed')
-    source_shape = (self.source_width, cfg.kv_heads, cfg.head_dim)
-    self.query = self.param(
-      'query',
-      layers.kernel_init(query_axes, 0, (1, 2)),
-      (cfg.width, cfg.heads, cfg.head_dim),
-    )
-    source_init = layers.kernel_init(source_axes, 0, (1, 2))
-    self.key = self.param('key', source_init, source_shape)
-    self.value = self.param('value', source_init, source_shape)
-    self.output = self.param(
-      'output',
-      layers.kernel_init(output_axes, (0, 1), 2),
-      (cfg.heads, cfg.head_dim, cfg.width),
-    )
+    heads, kv_heads = (cfg.heads, 'heads'), (cfg.kv_heads, 'kv_heads')
+    width, head_dim = (cfg.width, 'embed'), (cfg.head_dim, 'head_dim')
+    source = (self.source_width, 'embed')
+    # Dimensions of every kernel, and which of them a product contracts.
+    kernels = {
+      'query': ((width, heads, head_dim), 0, (1, 2)),
+      'key': ((source, kv_heads, head_dim), 0, (1, 2)),
+      'value': ((source, kv_heads, head_dim), 0, (1, 2)),
+      'output': ((heads, head_dim, width), (0, 1), 2),
+    }
+    biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
+    weights = {}
+    for name, (dimensions, contracted, produced) in kernels.items():
+      shape, axes = zip(*dimensions, strict=True)
+      init = layers.kernel_init(axes, contracted, produced)
+      weights[name] = self.param(name, init, shape)
+      if name in biased[cfg.attention_bias]:
+        made = slice(2, None) if name == 'output' else slice(1, None)
+        weights[f'{name}_bias'] = self.param(
+          f'{name}_bias', layers.bias_init(*axes[made]), shape[made]
+        )
+    if cfg.qk_norm:
+      for name in ('query_norm', 'key_norm'):
+        init = layers.gain_init(cfg, 'head_dim')
+        weights[name] = self.param(name, init, (cfg.head_dim,))
+    self.weights = weights
 
   def queries(self, x: Float[Array, 'B T D']) -> Float[Array, 'B T N H']:
     """Queries, before rotation."""
-    return jnp.einsum('BTD,DNH->BTNH', x, self.query.astype(x.dtype))
+    q = _project(self.weights, 'query', 'BTD,DNH->BTNH', x)
+    if self.config.qk_norm:
+      q = layers.norm(self.config, q, self.weights['query_norm'])
+    return q
 
   def attend(
     self,
@@ -91,7 +125,7 @@ class _Attention(nn.Module):
     )  # [B, T, N, H]
     out = partition.shard(out, 'batch', 'length', 'act_heads', None)
     out = checkpoint_name(out, executions.ATTENTION_OUTPUT)
-    return jnp.einsum('BTNH,NHD->BTD', out, self.output.astype(out.dtype))
+    return _project(self.weights, 'output', 'BTNH,NHD->BTD', out)
 
 
 class SelfAttention(_Attention):
@@ -104,6 +138,7 @@ class SelfAttention(_Attention):
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
     index: Int[Array, ''] | None,
+    memory: caches.KeyValues | Float[Array, 'B S D'] | None = None,
   ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
     """Attends over `x`, or over a cache after writing `x` to it.
 
@@ -113,16 +148,28 @@ class SelfAttention(_Attention):
       mask: its keys are those of `x`, or with a cache the cache's entries.
       cached: entries of earlier tokens, or None.
       index: where the cache is written.
+      memory: in merged attention the encoder's output, or its keys and
+        values: keys without a rotation that follow the others in `mask`.
 
     Returns:
       The output, and the cache with `x` in it (None without one).
     """
     q = rope.rotate(self.queries(x), *rotation)
-    source = project_keys_values(x, self.key, self.value)
+    source = project_keys_values(self.config, self.weights, x)
     source = source.replace(key=rope.rotate(source.key, *rotation))
     if cached is not None:
       source = cached = caches.write(cached, source, index)
+    if memory is not None:
+      source = self._with_memory(source, memory)
     return self.attend(q, source, mask), cached
+
+  def _with_memory(
+    self, source: caches.KeyValues, memory: caches.KeyValues | jax.Array
+  ) -> caches.KeyValues:
+    """The source's entries followed by the memory's."""
+    if not isinstance(memory, caches.KeyValues):
+      memory = project_keys_values(self.config, self.weights, memory)
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), source, memory)
 
 
 class CrossAttention(_Attention):
@@ -138,5 +185,5 @@ class CrossAttention(_Attention):
     """Reads `cached` where given, `encoded` otherwise."""
     source = cached
     if source is None:
-      source = project_keys_values(encoded, self.key, self.value)
+      source = project_keys_values(self.config, self.weights, encoded)
     return self.attend(self.queries(x), source, mask)

@@ -18,15 +18,17 @@ class Context:
   """What every layer of a stack sees alike.
 
   Attributes:
-    rotation: cosines and sines of the positions (`rope.angles`).
-    masks: MaskSpec of self-attention by kind of layer.
+    rotations: cosines and sines of the positions (`rope.angles`) by kind of
+      layer.
+    masks: MaskSpec of self-attention by kind of layer; in merged attention
+      its last keys are the encoder's.
     index: where the cache is written, int32 scalar; None without a cache.
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
       where its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
   """
 
-  rotation: Any
+  rotations: dict[str, Any]
   masks: dict[str, Any]
   index: Any = None
   encoded: Any = None
@@ -36,7 +38,8 @@ class Context:
 class Block(nn.Module):
   """Self-attention, cross-attention in a decoder that has it, and the MLP.
 
-  Each is added to the residual stream as post_norm(f(pre_norm(x))).
+  Each is added to the residual stream as post_norm(f(pre_norm(x))), or as
+  f(pre_norm(x)) in a stack without post-norms.
   """
 
   config: StackConfig
@@ -56,21 +59,28 @@ class Block(nn.Module):
     def norm(name: str, x):
       return layers.RMSNorm(cfg, name=name)(x)
 
-    def add(x, update):
+    def add(x, update, post_norm):
+      if cfg.post_norms:
+        update = norm(post_norm, update)
       return partition.shard(x + update, 'batch', 'length', 'act_embed')
 
+    reads_encoder = cfg.reads_encoder(self.kind)
+    memory = None
+    if reads_encoder and cfg.cross_merged:
+      memory = context.encoded if cross_cached is None else cross_cached
     y, cached = attention.SelfAttention(
       cfg, execution, cfg.width, name='attention'
     )(
       norm('pre_attention_norm', x),
-      context.rotation,
+      context.rotations[self.kind],
       context.masks[self.kind],
       cached,
       context.index,
+      memory,
     )
-    x = add(x, norm('post_attention_norm', y))
+    x = add(x, y, 'post_attention_norm')
 
-    if cfg.cross_width is not None:
+    if reads_encoder and not cfg.cross_merged:
       cross = attention.CrossAttention(
         cfg, execution, cfg.cross_width, name='cross_attention'
       )
@@ -80,7 +90,7 @@ class Block(nn.Module):
         context.cross_mask,
         cross_cached,
       )
-      x = add(x, norm('post_cross_norm', y))
+      x = add(x, y, 'post_cross_norm')
 
     y = layers.MLP(cfg, execution.dtype, name='mlp')(norm('pre_mlp_norm', x))
-    return add(x, norm('post_mlp_norm', y)), cached
+    return add(x, y, 'post_mlp_norm'), cached

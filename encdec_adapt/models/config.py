@@ -5,16 +5,28 @@ differ in every field.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+from encdec_adapt.ops import rope
 from encdec_adapt.runtime import errors
 
 LayerKind = Literal['local', 'global']
 
+# Fields with a few values.
+_CHOICES = {
+  'role': ('causal', 'bidirectional'),
+  'window_rule': ('exclusive', 'inclusive', 'centered'),
+  'norm_gain': ('one_plus', 'direct'),
+  'activation': ('gelu_tanh', 'silu'),
+  'attention_bias': ('none', 'qkv', 'qkvo'),
+  'rope_scaling': ('none', 'linear', 'llama3'),
+  'cross_layers': ('all', 'global'),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
-  """One transformer stack (Gemma 2 blocks).
+  """One transformer stack; the defaults are Gemma 2's.
 
   Attributes:
     layers: number of layers.
@@ -30,15 +42,39 @@ class StackConfig:
     role: 'causal' or 'bidirectional' self-attention.
     cross_width: encoder width that cross-attention reads, or None for a
       stack without cross-attention.
+    cross_merged: one attention over the decoder's own keys and the encoder's,
+      made by the same projections (T5Gemma 2), in the place of two.
+    cross_layers: which layers read the encoder, 'all' or 'global'.
     pattern: kinds of layers, repeated from layer 0.
     window: W of local layers, in tokens.
     window_rule: bidirectional local window, 'exclusive' |q-k| < W (the
-      authors' code) or 'inclusive' |q-k| <= W (transformers 5.23 eager).
+      authors' code), 'inclusive' |q-k| <= W (transformers 5.23 eager) or
+      'centered', W keys with the query's in their middle (T5Gemma 2).
     query_scale: query_pre_attn_scalar; scores are scaled by its -1/2 power.
     attention_softcap: cap of attention scores, None for no cap.
     final_softcap: cap of logits, None for no cap.
     rope_theta: base of the rotary embedding.
+    rope_scaling: of its frequencies, 'none', 'linear' (all divided by
+      `rope_factor`) or 'llama3' (`ops.rope.Scaling`).
+    rope_factor: of the scaling.
+    rope_low_factor: of 'llama3': wavelengths above the original length over
+      this are divided.
+    rope_high_factor: of 'llama3': those below the original length over this
+      are kept.
+    rope_original_length: of 'llama3', in tokens.
+    local_rope_theta: base in local layers, which is then not scaled; None
+      for the same embedding in all layers.
     norm_eps: epsilon inside the square root of RMSNorm.
+    norm_gain: 'one_plus' (Gemma: 1 + scale, in float32) or 'direct' (Llama:
+      scale, in the dtype of the activations).
+    post_norms: also norm what attention and feed-forward add (Gemma 2).
+    qk_norm: RMSNorm over H of queries and keys, before rotation.
+    activation: of the gated feed-forward, 'gelu_tanh' or 'silu'.
+    attention_bias: 'none', 'qkv' (Qwen 2) or 'qkvo'.
+    mlp_bias: biases in the feed-forward.
+    scale_embeddings: multiply embeddings by sqrt(D).
+    eoi_token: token whose embedding is a vector of its own that is not
+      scaled (T5Gemma 2's end of image), or None.
     tied_head: logits use the embedding table.
   """
 
@@ -52,20 +88,36 @@ class StackConfig:
   vocab_multiple: int = 1
   role: Literal['causal', 'bidirectional'] = 'causal'
   cross_width: int | None = None
+  cross_merged: bool = False
+  cross_layers: Literal['all', 'global'] = 'all'
   pattern: tuple[LayerKind, ...] = ('local', 'global')
   window: int = 4096
-  window_rule: Literal['exclusive', 'inclusive'] = 'exclusive'
+  window_rule: Literal['exclusive', 'inclusive', 'centered'] = 'exclusive'
   query_scale: float = 256.0
   attention_softcap: float | None = 50.0
   final_softcap: float | None = 30.0
   rope_theta: float = 10000.0
+  rope_scaling: Literal['none', 'linear', 'llama3'] = 'none'
+  rope_factor: float = 1.0
+  rope_low_factor: float = 1.0
+  rope_high_factor: float = 4.0
+  rope_original_length: int = 8192
+  local_rope_theta: float | None = None
   norm_eps: float = 1e-6
+  norm_gain: Literal['one_plus', 'direct'] = 'one_plus'
+  post_norms: bool = True
+  qk_norm: bool = False
+  activation: Literal['gelu_tanh', 'silu'] = 'gelu_tanh'
+  attention_bias: Literal['none', 'qkv', 'qkvo'] = 'none'
+  mlp_bias: bool = False
+  scale_embeddings: bool = True
+  eoi_token: int | None = None
   tied_head: bool = True
 
   def __post_init__(self):
     positive = (
       'layers width mlp_width heads kv_heads head_dim vocab_size'
-      ' vocab_multiple window'
+      ' vocab_multiple window rope_original_length'
     ).split()
     for name in positive:
       if getattr(self, name) < 1:
@@ -81,26 +133,41 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    if self.role not in ('causal', 'bidirectional'):
-      raise errors.UserError(
-        f'role is {self.role!r}; it is causal or bidirectional.'
-      )
-    if self.window_rule not in ('exclusive', 'inclusive'):
-      raise errors.UserError(
-        f'window_rule is {self.window_rule!r}; it is exclusive or inclusive.'
-      )
-    for name in ('query_scale', 'rope_theta', 'norm_eps'):
-      if getattr(self, name) <= 0:
+    for name, choices in _CHOICES.items():
+      if getattr(self, name) not in choices:
         raise errors.UserError(
-          f'{name} is {getattr(self, name)}; it must be above 0.'
+          f'{name} is {getattr(self, name)!r}; choose one of'
+          f' {", ".join(choices)}.'
         )
-    for name in ('attention_softcap', 'final_softcap'):
-      cap = getattr(self, name)
-      if cap is not None and cap <= 0:
-        raise errors.UserError(f'{name} is {cap}; it must be above 0.')
+    above_zero = (
+      'query_scale rope_theta norm_eps rope_factor rope_low_factor'
+      ' rope_high_factor attention_softcap final_softcap local_rope_theta'
+    ).split()
+    for name in above_zero:
+      value = getattr(self, name)
+      if value is not None and value <= 0:
+        raise errors.UserError(f'{name} is {value}; it must be above 0.')
+    if self.rope_low_factor >= self.rope_high_factor:
+      raise errors.UserError(
+        f'rope_low_factor ({self.rope_low_factor}) must be below'
+        f' rope_high_factor ({self.rope_high_factor}).'
+      )
+    if self.eoi_token is not None and not (
+      0 <= self.eoi_token < self.vocab_size
+    ):
+      raise errors.UserError(
+        f'eoi_token is {self.eoi_token}; it is an id below vocab_size,'
+        f' {self.vocab_size}.'
+      )
     if not self.pattern or set(self.pattern) - {'local', 'global'}:
       raise errors.UserError(
         f"pattern is {self.pattern}; it is a tuple of 'local' and 'global'."
+      )
+
+    if self.cross_merged and self.cross_width not in (None, self.width):
+      raise errors.UserError(
+        'merged attention projects the states of both stacks alike;'
+        f' cross_width ({self.cross_width}) must be width ({self.width}).'
       )
 
   @property
@@ -118,9 +185,26 @@ class StackConfig:
     """Rows V of the embedding table, padding included."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+  @property
+  def rope_scaling_rule(self) -> rope.Scaling:
+    """Scaling of the rotary embedding of global layers."""
+    return rope.Scaling(
+      kind=self.rope_scaling,
+      factor=self.rope_factor,
+      low_factor=self.rope_low_factor,
+      high_factor=self.rope_high_factor,
+      original_length=self.rope_original_length,
+    )
+
   def layer_kind(self, layer: int) -> LayerKind:
     """Kind of layer number `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
+
+  def reads_encoder(self, kind: LayerKind) -> bool:
+    """Whether layers of this kind attend to the encoder."""
+    return self.cross_width is not None and (
+      self.cross_layers == 'all' or kind == 'global'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +228,18 @@ class DecoderOnlyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderConfig:
-  """A bidirectional encoder and a causal decoder with cross-attention."""
+  """A bidirectional encoder and a causal decoder with cross-attention.
+
+  Attributes:
+    encoder: the encoder's stack.
+    decoder: the decoder's.
+    shared_table: the encoder reads the decoder's embedding table and has
+      none of its own (T5Gemma 2).
+  """
 
   encoder: StackConfig
   decoder: StackConfig
+  shared_table: bool = False
 
   def __post_init__(self):
     if self.encoder.cross_width is not None:
@@ -157,6 +249,14 @@ class EncoderDecoderConfig:
         f'decoder.cross_width is {self.decoder.cross_width}; it must be the'
         f" encoder's width, {self.encoder.width}."
       )
+    if self.shared_table:
+      for name in ('width', 'vocab_size', 'vocab_multiple', 'eoi_token'):
+        ours, theirs = (getattr(s, name) for s in self.stacks.values())
+        if ours != theirs:
+          raise errors.UserError(
+            f'a shared embedding table needs equal {name}; the encoder has'
+            f' {ours}, the decoder {theirs}.'
+          )
 
   @property
   def stacks(self) -> dict[str, StackConfig]:
@@ -168,13 +268,22 @@ ModelConfig = DecoderOnlyConfig | EncoderDecoderConfig
 
 
 def encoder_decoder(
-  encoder: StackConfig, decoder: StackConfig, *, causal_encoder: bool = False
+  encoder: StackConfig,
+  decoder: StackConfig,
+  *,
+  causal_encoder: bool = False,
+  shared_table: bool = False,
+  **cross: Any,
 ) -> EncoderDecoderConfig:
   """The encoder-decoder of two decoder-only stacks.
 
-  Roles and `cross_width` are set here; everything else is theirs. The
-  encoder's table stays its own (T5Gemma ties the decoder's head only), and
-  an encoder has no head.
+  Args:
+    encoder: becomes the encoder; it has no head.
+    decoder: becomes the decoder.
+    causal_encoder: let the encoder attend causally.
+    shared_table: of `EncoderDecoderConfig`. By default the encoder's table
+      stays its own (T5Gemma ties the decoder's head only).
+    **cross: `cross_merged` and `cross_layers` of the decoder.
   """
   return EncoderDecoderConfig(
     encoder=dataclasses.replace(
@@ -183,6 +292,7 @@ def encoder_decoder(
       tied_head=True,
     ),
     decoder=dataclasses.replace(
-      decoder, role='causal', cross_width=encoder.width
+      decoder, role='causal', cross_width=encoder.width, **cross
     ),
+    shared_table=shared_table,
   )

@@ -37,6 +37,9 @@ class EncoderDecoder(decoder_only.Decoder):
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
     """
+    if self.config.shared_table:
+      embedder = params['decoder']['embedder']
+      params = {'encoder': {**params['encoder'], 'embedder': embedder}}
     encoded, _ = self.run_stack(params, 'encoder', tokens, segments, positions)
     return encoded
 
@@ -67,18 +70,26 @@ class EncoderDecoder(decoder_only.Decoder):
     encoded: Float[Array, 'B S E'],
     encoder_segments: Int[Array, 'B S'],
   ) -> caches.CrossCache:
-    """Keys and values of every layer's cross-attention, for `decode_step`."""
+    """Keys and values of every layer that attends to the encoder.
 
-    def project(prefix: str, repeats: int | None) -> caches.KeyValues:
+    For `decode_step`; None for the other layers.
+    """
+    stack = self.config.decoder
+
+    def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
+      if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
+        return None
       block = layers_index.get_block(params['decoder'], prefix)
-      kernels = block['cross_attention']
-      fn = attention.project_keys_values
-      if repeats is not None:
-        fn = jax.vmap(fn, in_axes=(None, 0, 0))
-      return fn(encoded, kernels['key'], kernels['value'])
+      name = 'attention' if stack.cross_merged else 'cross_attention'
+      kernels = block[name]
+
+      def fn(kernels):
+        return attention.project_keys_values(stack, kernels, encoded)
+
+      return (fn if repeats is None else jax.vmap(fn))(kernels)
 
     return caches.CrossCache(
-      layers=layers_index.map_blocks(self.config.decoder, project),
+      layers=layers_index.map_blocks(stack, project),
       segments=encoder_segments,
     )
 

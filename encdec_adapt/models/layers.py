@@ -36,39 +36,80 @@ def kernel_init(
   return nn.with_logical_partitioning(init, tuple(axes))
 
 
+def bias_init(*axes: str) -> nn.initializers.Initializer:
+  """Initialiser of a bias, zeros, with these logical axes."""
+  return nn.with_logical_partitioning(nn.initializers.zeros, axes)
+
+
+def gain_init(config: StackConfig, axis: str) -> nn.initializers.Initializer:
+  """Initialiser of a norm's scale that stands for a gain of one."""
+  one_plus = config.norm_gain == 'one_plus'
+  values = nn.initializers.zeros if one_plus else nn.initializers.ones
+  return nn.with_logical_partitioning(values, (axis,))
+
+
+def norm(
+  config: StackConfig, x: Float[Array, '*L D'], scale: Float[Array, 'D']
+) -> Float[Array, '*L D']:
+  """The stack's RMSNorm, over the last axis."""
+  one_plus = config.norm_gain == 'one_plus'
+  return norms.rms_norm(x, scale, config.norm_eps, one_plus=one_plus)
+
+
 class RMSNorm(nn.Module):
-  """Root-mean-square norm with gain 1 + scale."""
+  """Root-mean-square norm of the residual stream."""
 
   config: StackConfig
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
-    init = nn.with_logical_partitioning(nn.initializers.zeros, ('embed',))
+    init = gain_init(self.config, 'embed')
     scale = self.param('scale', init, (self.config.width,), jnp.float32)
-    return norms.rms_norm(x, scale, self.config.norm_eps)
+    return norm(self.config, x, scale)
 
 
-class Table(nn.Module):
-  """A token table [V, D]: an embedding, or a head that is not tied."""
+class Embedder(nn.Module):
+  """Token ids to the states that enter the first layer."""
+
+  config: StackConfig
+  dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
+    """Rows of the table, times sqrt(D) where the stack scales them.
+
+    sqrt(D) is rounded to the dtype first. The vector of `eoi_token` is not
+    scaled.
+    """
+    cfg = self.config
+    x = embedding.lookup(make_table(self, cfg), tokens, self.dtype)
+    if cfg.scale_embeddings:
+      x = x * jnp.sqrt(jnp.float32(cfg.width)).astype(self.dtype)
+    if cfg.eoi_token is not None:
+      vector = self.param(
+        'eoi', bias_init('table_embed'), (cfg.width,), jnp.float32
+      ).astype(self.dtype)
+      x = jnp.where((tokens == cfg.eoi_token)[..., None], vector, x)
+    return partition.shard(x, 'batch', 'length', 'act_embed')
+
+
+class Head(nn.Module):
+  """The table of a head that is not tied; `logits` reads it."""
 
   config: StackConfig
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
-    cfg = self.config
-    init = nn.with_logical_partitioning(
-      nn.initializers.normal(cfg.width**-0.5), ('vocab', 'table_embed')
-    )
-    return self.param('table', init, (cfg.table_rows, cfg.width), jnp.float32)
+    return make_table(self, self.config)
 
 
-def embed(
-  table: Float[Array, 'V D'], tokens: Int[Array, 'B L'], dtype: jnp.dtype
-) -> Float[Array, 'B L D']:
-  """Rows of the table times sqrt(D), which is rounded to `dtype` first."""
-  x = embedding.lookup(table, tokens, dtype)
-  x = x * jnp.sqrt(jnp.float32(table.shape[1])).astype(dtype)
-  return partition.shard(x, 'batch', 'length', 'act_embed')
+def make_table(module: nn.Module, config: StackConfig) -> jax.Array:
+  """Declares a token table [V, D] as the parameter 'table' of a module."""
+  init = nn.with_logical_partitioning(
+    nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
+  )
+  shape = (config.table_rows, config.width)
+  return module.param('table', init, shape, jnp.float32)
 
 
 def logits(
@@ -89,24 +130,27 @@ def logits(
 
 
 class MLP(nn.Module):
-  """Gated feed-forward: down(gelu(gate(x)) * up(x)), no biases."""
+  """Gated feed-forward: down(activation(gate(x)) * up(x))."""
 
   config: StackConfig
   dtype: jnp.dtype
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
-    inner = (self.config.width, self.config.mlp_width)
-    init = kernel_init(('embed', 'mlp'), 0, 1)
-    gate = self._kernel('gate', init, inner)
-    up = self._kernel('up', init, inner)
-    down = self._kernel(
-      'down', kernel_init(('mlp', 'embed'), 0, 1), inner[::-1]
-    )
-    hidden = activations.gelu_tanh(jnp.einsum('BLD,DF->BLF', x, gate))
-    hidden = hidden * jnp.einsum('BLD,DF->BLF', x, up)
+    activation = activations.ACTIVATIONS[self.config.activation]
+    hidden = activation(self._project('gate', x, 'embed', 'mlp'))
+    hidden = hidden * self._project('up', x, 'embed', 'mlp')
     hidden = partition.shard(hidden, 'batch', 'length', 'act_mlp')
-    return jnp.einsum('BLF,FD->BLD', hidden, down)
+    return self._project('down', hidden, 'mlp', 'embed')
 
-  def _kernel(self, name, init, shape) -> jax.Array:
-    return self.param(name, init, shape, jnp.float32).astype(self.dtype)
+  def _project(self, name: str, x: jax.Array, *axes: str) -> jax.Array:
+    """x [B, L, I] times a kernel [I, J], and its bias [J] if there is one."""
+    sizes = {'embed': self.config.width, 'mlp': self.config.mlp_width}
+    shape = tuple(sizes[axis] for axis in axes)
+    kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
+    y = jnp.einsum('BLI,IJ->BLJ', x, kernel.astype(self.dtype))
+    if self.config.mlp_bias:
+      init = bias_init(axes[1])
+      bias = self.param(f'{name}_bias', init, shape[1:], jnp.float32)
+      y = y + bias.astype(self.dtype)
+    return y

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models.config import StackConfig
+from encdec_adapt.models.config import LayerKind, StackConfig
 from encdec_adapt.runtime import errors
 
 Tree = Mapping[str, Any]
@@ -39,6 +39,11 @@ def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
   if repeat < stack.repeats:
     return f'blocks/layer_{j}', repeat
   return f'tail/layer_{j}', None
+
+
+def block_kind(stack: StackConfig, prefix: str) -> LayerKind:
+  """Kind of the layers whose leaves are at a prefix of `layer_location`."""
+  return stack.pattern[int(prefix.rpartition('_')[2])]
 
 
 def map_blocks(

@@ -35,7 +35,7 @@ class StackCount:
   """Parameters of one stack; padding rows of tables are not counted.
 
   Attributes:
-    embedding: of the embedding table.
+    embedding: of the embedding table and vectors beside it.
     head: of the head, 0 where it is tied.
     cross: of cross-attention and its norms.
     other: everything else.
@@ -68,6 +68,8 @@ def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
     keys, config.stacks.items(), strict=True
   ):
     boxed = _init_stack(stack_config, key)
+    if not _has_table(config, name):
+      del boxed['embedder']
     params[name] = jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
   return params
 
@@ -80,6 +82,7 @@ def parameter_table(config: ModelConfig) -> Mapping[str, ParamInfo]:
       f'{name}/{path}': info
       for name, stack_config in config.stacks.items()
       for path, info in _stack_table(stack_config).items()
+      if _has_table(config, name) or not path.startswith('embedder/')
     }
   )
 
@@ -91,10 +94,29 @@ def count(config: ModelConfig) -> int:
 
 def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
   """Number of parameters by stack and part."""
-  return {
-    name: _count_stack(stack_config)
-    for name, stack_config in config.stacks.items()
+  counts = {
+    name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
+    for name in config.stacks
   }
+  for path, info in parameter_table(config).items():
+    stack_name, *parts = path.split('/')
+    size = math.prod(info.shape)
+    if parts[-1] == 'table':
+      stack_config = config.stacks[stack_name]
+      size = stack_config.vocab_size * stack_config.width
+    if parts[0] in ('embedder', 'head'):
+      part = 'head' if parts[0] == 'head' else 'embedding'
+    elif {'cross_attention', 'pre_cross_norm', 'post_cross_norm'} & set(parts):
+      part = 'cross'
+    else:
+      part = 'other'
+    counts[stack_name][part] += size
+  return {name: StackCount(**count) for name, count in counts.items()}
+
+
+def _has_table(config: ModelConfig, stack_name: str) -> bool:
+  """Whether a stack has an embedding table of its own."""
+  return stack_name == 'decoder' or not config.shared_table
 
 
 def _is_box(x: Any) -> bool:
@@ -128,20 +150,3 @@ def _stack_table(config: StackConfig) -> dict[str, ParamInfo]:
     )
     for path, box in flat
   }
-
-
-def _count_stack(config: StackConfig) -> StackCount:
-  counts = dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
-  for path, info in _stack_table(config).items():
-    size = math.prod(info.shape)
-    if path in ('embedder/table', 'head/table'):
-      part = 'head' if path == 'head/table' else 'embedding'
-      size = config.vocab_size * config.width
-    elif {'cross_attention', 'pre_cross_norm', 'post_cross_norm'} & set(
-      path.split('/')
-    ):
-      part = 'cross'
-    else:
-      part = 'other'
-    counts[part] += size
-  return StackCount(**counts)

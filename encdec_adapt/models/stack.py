@@ -80,10 +80,11 @@ class Stack(nn.Module):
     if cross_cached is not None:
       encoder_segments = cross_cached.segments
     context = block.Context(
-      rotation=rope.angles(
-        positions, cfg.head_dim, cfg.rope_theta, self.execution.dtype
-      ),
-      masks=_self_masks(cfg, segments, positions, cached),
+      rotations={
+        kind: _rotation(cfg, kind, positions, self.execution.dtype)
+        for kind in sorted(set(cfg.pattern))
+      },
+      masks=_self_masks(cfg, segments, positions, cached, encoder_segments),
       index=None if cached is None else cached.index,
       encoded=encoded,
       cross_mask=None
@@ -91,10 +92,10 @@ class Stack(nn.Module):
       else masks.cross(segments, encoder_segments),
     )
 
-    table = layers.Table(cfg, name='embedder')()
-    x = layers.embed(table, tokens, self.execution.dtype)
+    embedder = layers.Embedder(cfg, self.execution.dtype, name='embedder')
+    x = embedder(tokens)
     if not cfg.tied_head:
-      layers.Table(cfg, name='head')()
+      layers.Head(cfg, name='head')()
 
     entries = None if cached is None else cached.layers
     cross_entries = None if cross_cached is None else cross_cached.layers
@@ -153,18 +154,30 @@ def _write_tokens(
   )
 
 
+def _rotation(
+  config: StackConfig, kind: LayerKind, positions: jax.Array, dtype
+) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines of the positions in layers of this kind."""
+  theta, scaling = config.rope_theta, config.rope_scaling_rule
+  if kind == 'local' and config.local_rope_theta is not None:
+    theta, scaling = config.local_rope_theta, rope.Scaling()
+  return rope.angles(positions, config.head_dim, theta, dtype, scaling)
+
+
 def _self_masks(
   config: StackConfig,
   segments: jax.Array,
   positions: jax.Array,
   cached: caches.Cache | None,
+  encoder_segments: jax.Array | None,
 ) -> dict[str, masks.MaskSpec]:
   """Mask of self-attention for each kind of layer in the pattern."""
   keys = (segments, positions)
   if cached is not None:
     keys = (cached.segments, cached.positions)
-  return {
-    kind: masks.MaskSpec(
+
+  def make(kind: LayerKind) -> masks.MaskSpec:
+    spec = masks.MaskSpec(
       kind='causal' if config.role == 'causal' else 'full',
       window=config.window if kind == 'local' else None,
       window_rule=config.window_rule,
@@ -173,5 +186,8 @@ def _self_masks(
       q_positions=positions,
       kv_positions=keys[1],
     )
-    for kind in sorted(set(config.pattern))
-  }
+    if config.cross_merged and config.reads_encoder(kind):
+      spec = masks.with_memory(spec, encoder_segments)
+    return spec
+
+  return {kind: make(kind) for kind in sorted(set(config.pattern))}

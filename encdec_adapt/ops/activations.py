@@ -1,5 +1,7 @@
 """Elementwise functions with a tanh: gated feed-forward, soft-caps."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -41,6 +43,12 @@ def _gelu_backward(derivative: jax.Array, cotangent: jax.Array):
 
 
 gelu_tanh.defvjp(_gelu_and_derivative, _gelu_backward)
+
+
+# Of the gated feed-forward, by name.
+ACTIVATIONS = types.MappingProxyType(
+  {'gelu_tanh': gelu_tanh, 'silu': jax.nn.silu}
+)
 
 
 def softcap(x: Float[Array, '*shape'], cap: float) -> Float[Array, '*shape']:

@@ -32,6 +32,7 @@ class Capabilities:
     softcap: soft-capped scores.
     grouped_heads: fewer key/value heads than query heads.
     cross_lengths: T different from S.
+    memory: keys that have no position (`MaskSpec.memory`).
     dtypes: dtypes of q, k and v by name.
     head_multiple: the head dimension must be a multiple of it.
     platforms: platforms that it runs on.
@@ -41,6 +42,7 @@ class Capabilities:
   softcap: bool
   grouped_heads: bool
   cross_lengths: bool
+  memory: bool
   dtypes: frozenset[str]
   head_multiple: int
   platforms: frozenset[str]
@@ -68,6 +70,7 @@ ALL_MASKS = frozenset(
     'full',
     'full exclusive window',
     'full inclusive window',
+    'full centered window',
   }
 )
 _XLA = Capabilities(
@@ -75,6 +78,7 @@ _XLA = Capabilities(
   softcap=True,
   grouped_heads=True,
   cross_lengths=True,
+  memory=True,
   dtypes=frozenset({'float32', 'bfloat16', 'float16'}),
   head_multiple=1,
   platforms=frozenset({'cpu', 'gpu', 'tpu'}),
@@ -112,6 +116,9 @@ def unsupported(
     ),
     f'{q.shape[1]} queries on {k.shape[1]} keys': (
       q.shape[1] == k.shape[1] or capabilities.cross_lengths
+    ),
+    f'{spec.memory} keys without a position': (
+      not spec.memory or capabilities.memory
     ),
     f'dtype {dtype}': dtype in capabilities.dtypes,
     f'a head dimension of {head_dim}': (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 KINDS = ('causal', 'full')
-WINDOW_RULES = ('exclusive', 'inclusive')
+WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -25,15 +25,19 @@ class MaskSpec:
     - kind 'causal': kv_positions[k] <= q_positions[q];
     - a window W: for 'causal', kv position > q position - W (W keys, the
       query's own included); for 'full', |q - k| < W ('exclusive', the rule of
-      the T5Gemma authors' code) or |q - k| <= W ('inclusive', transformers
-      5.23 eager).
+      the T5Gemma authors' code), |q - k| <= W ('inclusive', transformers
+      5.23 eager), or the W keys from q - ceil(W/2) + 1 to q + floor(W/2)
+      ('centered', T5Gemma 2).
+  Of the last `memory` keys only segments decide: they are seen from every
+  position (an encoder's keys beside the decoder's own).
   Positions, not indices, are compared, so packed rows whose positions restart
   and caches in any order need nothing special.
 
   Attributes:
     kind: 'causal' or 'full'.
     window: W in positions, at least 1, or None for no window.
-    window_rule: 'exclusive' or 'inclusive'; matters for kind 'full' only.
+    window_rule: one of WINDOW_RULES; matters for kind 'full' only.
+    memory: how many keys, the last ones, positions say nothing about.
     q_segments: [B, T] int32, 0 for padding.
     kv_segments: [B, S] int32, 0 for padding.
     q_positions: [B, T] int32; may be None where positions do not matter
@@ -47,6 +51,7 @@ class MaskSpec:
   kind: str = flax.struct.field(pytree_node=False)
   window: int | None = flax.struct.field(pytree_node=False, default=None)
   window_rule: str = flax.struct.field(pytree_node=False, default='exclusive')
+  memory: int = flax.struct.field(pytree_node=False, default=0)
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
   q_segments: Any
   kv_segments: Any
@@ -114,6 +119,20 @@ def cross(
   return MaskSpec(kind='full', q_segments=q_segments, kv_segments=kv_segments)
 
 
+def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
+  """The mask over a spec's keys followed by M keys that have no position."""
+  fill = jnp.zeros_like(memory_segments)
+
+  def extend(keys, memory):
+    return None if keys is None else jnp.concatenate([keys, memory], axis=1)
+
+  return spec.replace(
+    kv_segments=extend(spec.kv_segments, memory_segments),
+    kv_positions=extend(spec.kv_positions, fill),
+    memory=memory_segments.shape[1],
+  )
+
+
 def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
   """Checks the arrays of a spec against the shapes of an attention.
 
@@ -162,11 +181,16 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
   # How far behind the query the key is; negative for the future.
   behind = spec.q_positions[:, :, None] - spec.kv_positions[:, None, :]
   if spec.kind == 'causal':
-    visible &= behind >= 0
+    near = behind >= 0
     if spec.window is not None:
-      visible &= behind < spec.window
+      near &= behind < spec.window
   elif spec.window_rule == 'exclusive':
-    visible &= jnp.abs(behind) < spec.window
+    near = jnp.abs(behind) < spec.window
+  elif spec.window_rule == 'inclusive':
+    near = jnp.abs(behind) <= spec.window
   else:
-    visible &= jnp.abs(behind) <= spec.window
-  return visible
+    near = (behind < (spec.window + 1) // 2) & (-behind <= spec.window // 2)
+  if spec.memory:
+    keys = spec.kv_segments.shape[1]
+    near |= jnp.arange(keys) >= keys - spec.memory
+  return visible & near

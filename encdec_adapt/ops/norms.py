@@ -6,19 +6,27 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(
-  x: Float[Array, '*L D'], scale: Float[Array, 'D'], eps: float
+  x: Float[Array, '*L D'],
+  scale: Float[Array, 'D'],
+  eps: float,
+  *,
+  one_plus: bool = True,
 ) -> Float[Array, '*L D']:
-  """Gemma's RMSNorm: gain `1 + scale`, all in fp32, one cast at the end.
+  """RMSNorm; the mean square is of fp32.
 
   Args:
     x: activations in any float dtype.
-    scale: gain minus one, so that zero initialises to the identity gain.
+    scale: the gain; with `one_plus` the gain minus one.
     eps: added to the mean square, inside the square root.
+    one_plus: Gemma's order: gain `1 + scale`, all in fp32, one cast at the
+      end. Otherwise Llama's: cast first, then times `scale`.
 
   Returns:
     Normalised activations in the dtype of `x`.
   """
   x32 = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-  gain = 1.0 + scale.astype(jnp.float32)
-  return (x32 * jax.lax.rsqrt(mean_square + eps) * gain).astype(x.dtype)
+  normal = x32 * jax.lax.rsqrt(mean_square + eps)
+  if not one_plus:
+    return normal.astype(x.dtype) * scale.astype(x.dtype)
+  return (normal * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)

@@ -5,12 +5,63 @@ operation; where many layers share positions and theta, `angles` once and
 `rotate` in each layer computes the sines and cosines once.
 """
 
+import dataclasses
+import math
+from typing import Literal
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+  """How frequencies are changed for rows longer than those trained on.
+
+  'linear' divides all by `factor`. 'llama3' (Llama 3.1's) divides those whose
+  wavelength is above original_length / low_factor, keeps those below
+  original_length / high_factor, and blends in between.
+
+  Attributes:
+    kind: 'none', 'linear' or 'llama3'.
+    factor: what frequencies are divided by.
+    low_factor: of 'llama3'.
+    high_factor: of 'llama3', above `low_factor`.
+    original_length: of 'llama3', tokens of a row in the first training.
+  """
+
+  kind: Literal['none', 'linear', 'llama3'] = 'none'
+  factor: float = 1.0
+  low_factor: float = 1.0
+  high_factor: float = 4.0
+  original_length: int = 8192
+
+
+def frequencies(
+  head_dim: int, theta: float, scaling: Scaling
+) -> Float[Array, 'J']:
+  """The J = H/2 frequencies theta^(-2j/H), scaled, in radians per position."""
+  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim  # [J]
+  frequency = theta**-exponent
+  if scaling.kind == 'none':
+    return frequency
+  slow = frequency / scaling.factor
+  if scaling.kind == 'linear':
+    return slow
+  # Periods in the original length; 0 of the blend at the low factor.
+  periods = scaling.original_length * frequency / (2 * math.pi)
+  blend = (periods - scaling.low_factor) / (
+    scaling.high_factor - scaling.low_factor
+  )
+  blend = jnp.clip(blend, 0.0, 1.0)
+  return (1 - blend) * slow + blend * frequency
+
+
 def angles(
-  positions: Int[Array, 'B L'], head_dim: int, theta: float, dtype
+  positions: Int[Array, 'B L'],
+  head_dim: int,
+  theta: float,
+  dtype,
+  scaling: Scaling = Scaling(),
 ) -> tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']]:
   """Cosines and sines of every position, J = H/2 frequencies.
 
@@ -19,6 +70,7 @@ def angles(
     head_dim: H, even.
     theta: base; frequency j is theta^(-2j/H).
     dtype: dtype of the result; the angles themselves are fp32.
+    scaling: of the frequencies.
 
   Returns:
     (cos, sin), each [B, L, 1, H/2], to broadcast over heads.
@@ -28,8 +80,7 @@ def angles(
   """
   if head_dim % 2:
     raise ValueError(f'head_dim is {head_dim}; rotary embedding needs it even')
-  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim  # [J]
-  frequency = theta**-exponent
+  frequency = frequencies(head_dim, theta, scaling)  # [J]
   angle = positions[..., None].astype(jnp.float32) * frequency  # [B, L, J]
   angle = angle[:, :, None, :]  # [B, L, 1, J]
   return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
