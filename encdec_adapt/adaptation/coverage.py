@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from encdec_adapt.adaptation import leaves as leaves_lib
+from encdec_adapt.models import leaves as leaves_lib
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -15,9 +15,9 @@ import jax
 from jax import numpy as jnp
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import leaves as leaves_lib
 from encdec_adapt.adaptation import plan
 from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters
 
 Params = dict[str, Any]

@@ -6,8 +6,8 @@ import fnmatch
 from typing import Literal
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import leaves as leaves_lib
 from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.runtime import errors
 
 CrossAttention = Literal['auto', 'copy', 'fresh']

@@ -9,8 +9,8 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import initialise, leaves, plan
-from encdec_adapt.models import build, parameters
+from encdec_adapt.adaptation import initialise, plan
+from encdec_adapt.models import build, leaves, parameters
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 

@@ -1,0 +1,508 @@
+"""What a Hugging Face config.json says, as our configs, and back.
+
+A family is data: which of its fields is which of ours, what it fixes, and
+what its class takes where a file is silent. Both spellings of rotary and
+window fields are read, of transformers 4 and of 5; version 5's is written.
+Names, defaults and rules: transformers 5.23, `configuration_<family>.py`.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import types
+from typing import Any
+
+from encdec_adapt.interop import weights
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.runtime import errors
+
+Raw = Mapping[str, Any]
+
+_COMMON = {
+  'vocab_size': 'vocab_size',
+  'hidden_size': 'width',
+  'intermediate_size': 'mlp_width',
+  'num_hidden_layers': 'layers',
+  'num_attention_heads': 'heads',
+  'num_key_value_heads': 'kv_heads',
+  'head_dim': 'head_dim',
+  'rms_norm_eps': 'norm_eps',
+  'tie_word_embeddings': 'tied_head',
+}
+_KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
+_ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
+_ROPE = {
+  'factor': 'rope_factor',
+  'low_freq_factor': 'rope_low_factor',
+  'high_freq_factor': 'rope_high_factor',
+  'original_max_position_embeddings': 'rope_original_length',
+}
+_ROPE_FIELDS = {'linear': list(_ROPE)[:1], 'llama3': list(_ROPE)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A decoder-only family.
+
+  Attributes:
+    model_type: of its config.json.
+    architecture: class that transformers loads it with.
+    layout: names of its tensors.
+    activation: the field that names the activation.
+    bias: our `attention_bias` where its file sets `attention_bias`, or what
+      it always has, with `bias_is_fixed`.
+    fields: their field -> ours, beside the common ones.
+    fixed: fields of ours that every model of the family has.
+    defaults: their fields where a file is silent, as its class has them.
+    layer_types: kinds of the layers where a file does not list them.
+  """
+
+  model_type: str
+  architecture: str
+  layout: weights.Layout
+  activation: str = 'hidden_act'
+  bias: str = 'qkvo'
+  bias_is_fixed: bool = False
+  fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  layer_types: Callable[[Raw], list[str]] = lambda raw: ['full_attention']
+
+  @property
+  def local_theta(self) -> bool:
+    """Whether local layers have a rotary base of their own (Gemma 3)."""
+    return 'rope_local_base_freq' in self.defaults
+
+
+def _alternating(period: int) -> Callable[[Raw], list[str]]:
+  """Every `period`-th layer full, or as `sliding_window_pattern` says."""
+
+  def kinds(raw: Raw) -> list[str]:
+    every = raw.get('sliding_window_pattern') or period
+    return ['sliding_attention'] * (every - 1) + ['full_attention']
+
+  return kinds
+
+
+def _qwen_kinds(raw: Raw) -> list[str]:
+  """Sliding from `max_window_layers` on, where the window is used at all."""
+  if not raw['use_sliding_window'] or raw.get('sliding_window') is None:
+    return ['full_attention']
+  layers = raw['num_hidden_layers']
+  full = min(raw['max_window_layers'], layers)
+  return ['full_attention'] * full + ['sliding_attention'] * (layers - full)
+
+
+def _mistral_kinds(raw: Raw) -> list[str]:
+  if raw.get('sliding_window') is None:
+    return ['full_attention']
+  return ['sliding_attention']
+
+
+_GEMMA_FIELDS = {
+  'query_pre_attn_scalar': 'query_scale',
+  'final_logit_softcapping': 'final_softcap',
+}
+_GEMMA_DEFAULTS = {
+  'vocab_size': 256000,
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'query_pre_attn_scalar': 256,
+  'sliding_window': 4096,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+}
+# A pre-norm block without Gemma's extras.
+_PLAIN = {
+  'norm_gain': 'direct',
+  'post_norms': False,
+  'scale_embeddings': False,
+  'attention_softcap': None,
+  'final_softcap': None,
+}
+_PLAIN_DEFAULTS = {
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': False,
+  'hidden_act': 'silu',
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+  'mlp_bias': False,
+}
+_QWEN_DEFAULTS = {
+  'vocab_size': 151936,
+  'use_sliding_window': False,
+  'max_window_layers': 28,
+  'sliding_window': 4096,
+}
+
+FAMILIES: Mapping[str, Family] = types.MappingProxyType(
+  {
+    family.model_type: family
+    for family in (
+      Family(
+        'gemma2',
+        'Gemma2ForCausalLM',
+        weights.DECODER_ONLY_GEMMA,
+        activation='hidden_activation',
+        fields={**_GEMMA_FIELDS, 'attn_logit_softcapping': 'attention_softcap'},
+        defaults={
+          **_GEMMA_DEFAULTS,
+          'attn_logit_softcapping': 50.0,
+          'final_logit_softcapping': 30.0,
+        },
+        layer_types=_alternating(2),
+      ),
+      Family(
+        'gemma3_text',
+        'Gemma3ForCausalLM',
+        weights.DECODER_ONLY_GEMMA,
+        activation='hidden_activation',
+        fields=_GEMMA_FIELDS,
+        # Its soft-cap of scores is in the file and not in the model.
+        fixed={'qk_norm': True, 'attention_softcap': None},
+        defaults={
+          **_GEMMA_DEFAULTS,
+          'vocab_size': 262208,
+          'rope_theta': 1e6,
+          'rope_local_base_freq': 10000.0,
+          'final_logit_softcapping': None,
+        },
+        layer_types=_alternating(6),
+      ),
+      Family(
+        'llama',
+        'LlamaForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        fixed=_PLAIN,
+        defaults={**_PLAIN_DEFAULTS, 'vocab_size': 32000},
+      ),
+      Family(
+        'mistral',
+        'MistralForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        bias='none',
+        bias_is_fixed=True,
+        fixed=_PLAIN,
+        defaults={
+          **_PLAIN_DEFAULTS,
+          'vocab_size': 32000,
+          'num_key_value_heads': 8,
+        },
+        layer_types=_mistral_kinds,
+      ),
+      Family(
+        'qwen2',
+        'Qwen2ForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        bias='qkv',
+        bias_is_fixed=True,
+        fixed=_PLAIN,
+        defaults={**_PLAIN_DEFAULTS, **_QWEN_DEFAULTS},
+        layer_types=_qwen_kinds,
+      ),
+      Family(
+        'qwen3',
+        'Qwen3ForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        fixed={**_PLAIN, 'qk_norm': True},
+        defaults={**_PLAIN_DEFAULTS, **_QWEN_DEFAULTS, 'head_dim': 128},
+        layer_types=_qwen_kinds,
+      ),
+    )
+  }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """An encoder-decoder family, of two stacks of a decoder-only one.
+
+  Attributes:
+    model_type: of its config.json.
+    architecture: class that transformers loads it with.
+    family: what its stacks are.
+    layout: names of its tensors.
+    encoder_path: where the encoder's fields are in its config.json.
+    merged: one attention in the decoder and one table for both stacks.
+  """
+
+  model_type: str
+  architecture: str
+  family: Family
+  layout: weights.Layout
+  encoder_path: tuple[str, ...]
+  merged: bool = False
+
+
+PAIRS: Mapping[str, Pair] = types.MappingProxyType(
+  {
+    pair.model_type: pair
+    for pair in (
+      Pair(
+        't5gemma',
+        'T5GemmaForConditionalGeneration',
+        FAMILIES['gemma2'],
+        weights.PAIR_T5GEMMA,
+        ('encoder',),
+      ),
+      Pair(
+        't5gemma2',
+        'T5Gemma2ForConditionalGeneration',
+        FAMILIES['gemma3_text'],
+        weights.PAIR_T5GEMMA2,
+        ('encoder', 'text_config'),
+        merged=True,
+      ),
+    )
+  }
+)
+
+
+def model_from_raw(
+  raw: Raw,
+  file: str = 'config.json',
+  *,
+  encoder_window: str = 'exclusive',
+) -> tuple[config_lib.ModelConfig, weights.Layout]:
+  """The model that a config.json describes, and the names of its tensors.
+
+  Args:
+    raw: the parsed file.
+    file: what errors call it.
+    encoder_window: T5Gemma's `window_rule`: 'exclusive' as its authors, or
+      'inclusive' as transformers 5.23 with eager attention.
+
+  Raises:
+    UserError: a family that is not supported, or as `stack_from_raw`.
+  """
+  kind = raw.get('model_type')
+  if kind == 'gemma3' and 'text_config' in raw:
+    tied = raw.get('tie_word_embeddings', True)
+    raw = {'tie_word_embeddings': tied, **raw['text_config']}
+    kind = 'gemma3_text'
+  if kind in FAMILIES:
+    family = FAMILIES[kind]
+    stack = stack_from_raw(raw, family, file)
+    return config_lib.DecoderOnlyConfig(stack), family.layout
+  if kind not in PAIRS:
+    raise errors.UserError(
+      f'{file} has model_type {kind!r}; supported are'
+      f' {", ".join([*FAMILIES, "gemma3", *PAIRS])}.'
+    )
+  pair = PAIRS[kind]
+  part = raw
+  for key in pair.encoder_path:
+    part = part[key]
+  parts = {'encoder': part, 'decoder': raw['decoder']}
+  shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
+  if pair.merged:
+    eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
+    shared['eoi_token_index'] = 256000 if eoi is None else eoi
+  stacks = {}
+  for name, fields in parts.items():
+    where = f'{name} of {file}'
+    stacks[name] = stack_from_raw({**fields, **shared}, pair.family, where)
+  rule = 'centered' if pair.merged else encoder_window
+  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
+  if pair.merged:
+    stacks = {
+      name: dataclasses.replace(stack, eoi_token=shared['eoi_token_index'])
+      for name, stack in stacks.items()
+    }
+  model = config_lib.encoder_decoder(
+    **stacks, shared_table=pair.merged, cross_merged=pair.merged
+  )
+  return model, pair.layout
+
+
+def stack_from_raw(
+  raw: Raw, family: Family, file: str
+) -> config_lib.StackConfig:
+  """The stack that a config.json (or a part of one) describes.
+
+  Args:
+    raw: the parsed object.
+    family: whose fields they are.
+    file: what errors call it.
+
+  Raises:
+    UserError: a missing field, or a value that we have no model for.
+  """
+  raw = {**family.defaults, **raw}
+  fields = dict(family.fixed)
+  for theirs, ours in {**_COMMON, **family.fields}.items():
+    if raw.get(theirs) is not None:
+      fields[ours] = raw[theirs]
+    elif theirs in family.fields:
+      fields[ours] = None  # A cap that is off.
+  for theirs, ours in _COMMON.items():
+    if ours not in fields and theirs not in (
+      'head_dim',
+      'num_key_value_heads',
+    ):
+      raise errors.UserError(
+        f'{file} has no {theirs!r}; the folder is damaged.'
+      )
+  fields.setdefault('kv_heads', fields['heads'])
+  fields.setdefault('head_dim', fields['width'] // fields['heads'])
+  fields.setdefault('query_scale', fields['head_dim'])
+  fields['query_scale'] = float(fields['query_scale'])
+  fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
+  biased = family.bias_is_fixed or raw.get('attention_bias')
+  fields['attention_bias'] = family.bias if biased else 'none'
+  fields['mlp_bias'] = bool(raw.get('mlp_bias'))
+  fields['pattern'] = _pattern(raw, family, file)
+  if raw.get('sliding_window') is not None:
+    fields['window'] = raw['sliding_window']
+  fields |= _rope(raw, family, file)
+  if raw.get('use_bidirectional_attention'):
+    raise errors.UserError(
+      f'{file} sets use_bidirectional_attention; only causal decoders are'
+      ' imported. Clear it, and set the role of the stack when adapting.'
+    )
+  return config_lib.StackConfig(**fields)
+
+
+def raw_from_stack(
+  stack: config_lib.StackConfig, family: Family
+) -> dict[str, Any]:
+  """Fields of a config.json for a stack of the family (5.x spelling).
+
+  Raises:
+    UserError: the stack is not one of the family's.
+  """
+  raw: dict[str, Any] = {
+    theirs: getattr(stack, ours)
+    for theirs, ours in {**_COMMON, **family.fields}.items()
+  }
+  raw['model_type'] = family.model_type
+  names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+  raw[family.activation] = names[stack.activation]
+  kinds = {ours: theirs for theirs, ours in _KINDS.items()}
+  raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
+  local = 'local' in stack.pattern
+  raw['sliding_window'] = stack.window if local else None
+  if 'use_sliding_window' in family.defaults:
+    raw['use_sliding_window'] = local
+    # Read by older versions, which do not know layer_types.
+    raw['max_window_layers'] = raw['layer_types'].count('full_attention')
+  if not family.bias_is_fixed:
+    raw['attention_bias'] = stack.attention_bias != 'none'
+  if 'mlp_bias' in family.defaults:
+    raw['mlp_bias'] = stack.mlp_bias
+  if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
+    raw['query_pre_attn_scalar'] = int(stack.query_scale)
+  raw['rope_parameters'] = _raw_rope(stack, family)
+  back = stack_from_raw(raw, family, 'the exported config')
+  same = dataclasses.replace(
+    back,
+    role=stack.role,
+    vocab_multiple=stack.vocab_multiple,
+    window=stack.window,
+    window_rule=stack.window_rule,
+    cross_width=stack.cross_width,
+    pattern=stack.pattern,
+  )
+  for field in dataclasses.fields(stack):
+    ours, theirs = getattr(stack, field.name), getattr(same, field.name)
+    if ours != theirs:
+      raise errors.UserError(
+        f'{field.name} is {ours!r}, and a {family.model_type} model can only'
+        f' have {theirs!r}; export to the layout of this project instead.'
+      )
+  return raw
+
+
+def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
+  if raw.get(field) not in choices:
+    raise errors.UserError(
+      f'{file} has {field} = {raw.get(field)!r}; we have {", ".join(choices)}.'
+    )
+  return choices[raw[field]]
+
+
+def _pattern(
+  raw: Raw, family: Family, file: str
+) -> tuple[config_lib.LayerKind, ...]:
+  """The shortest pattern that gives the kinds of all layers."""
+  layers = raw['num_hidden_layers']
+  named = raw.get('layer_types')
+  if named is None:
+    named = family.layer_types(raw)
+  elif len(named) != layers:
+    raise errors.UserError(
+      f'{file} lists {len(named)} layer_types for {layers} layers.'
+    )
+  for kind in named:
+    if kind not in _KINDS:
+      raise errors.UserError(
+        f'{file} has a layer of type {kind!r}; we have {", ".join(_KINDS)}.'
+      )
+  kinds = [_KINDS[kind] for kind in named]
+  kinds = [kinds[i % len(kinds)] for i in range(layers)]
+  if 'local' in kinds and raw.get('sliding_window') is None:
+    raise errors.UserError(
+      f'{file} has sliding_attention layers and no sliding_window.'
+    )
+  period = next(
+    p
+    for p in range(1, layers + 1)
+    if all(kinds[i] == kinds[i % p] for i in range(layers))
+  )
+  return tuple(kinds[:period])
+
+
+def _rope(raw: Raw, family: Family, file: str) -> dict[str, Any]:
+  """Our rotary fields, from either spelling."""
+  given = raw.get('rope_parameters')
+  local: Raw = {}
+  if given is None:  # transformers 4.
+    full = {'rope_theta': raw['rope_theta'], **(raw.get('rope_scaling') or {})}
+    if family.local_theta:
+      local = {'rope_theta': raw['rope_local_base_freq']}
+  elif any(isinstance(value, Mapping) for value in given.values()):
+    full = given['full_attention']
+    local = given.get('sliding_attention', full)
+  else:
+    full = given
+  kind = full.get('rope_type', full.get('type', 'default'))
+  if kind not in ('default', *_ROPE_FIELDS):
+    raise errors.UserError(
+      f'{file} scales its rotary embedding by {kind!r}; we have default,'
+      f' {", ".join(_ROPE_FIELDS)}.'
+    )
+  fields: dict[str, Any] = {
+    'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
+    'rope_scaling': 'none' if kind == 'default' else kind,
+  }
+  for name in _ROPE_FIELDS.get(kind, ()):
+    if name not in full:
+      raise errors.UserError(
+        f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
+      )
+    fields[_ROPE[name]] = full[name]
+  if local and dict(local) != dict(full):
+    if local.get('rope_type', 'default') != 'default':
+      raise errors.UserError(
+        f'{file} scales the rotary embedding of sliding layers by'
+        f' {local["rope_type"]!r}; only that of full layers can be scaled.'
+      )
+    theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
+    fields['local_rope_theta'] = float(theta)
+  return fields
+
+
+def _raw_rope(stack: config_lib.StackConfig, family: Family) -> dict[str, Any]:
+  """`rope_parameters` of a stack."""
+  kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
+  full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
+  for name in _ROPE_FIELDS.get(kind, ()):
+    full[name] = getattr(stack, _ROPE[name])
+  if not family.local_theta:
+    return full
+  local = full
+  if stack.local_rope_theta is not None:
+    local = {'rope_type': 'default', 'rope_theta': stack.local_rope_theta}
+  return {'full_attention': full, 'sliding_attention': local}

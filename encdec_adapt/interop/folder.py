@@ -1,0 +1,180 @@
+"""A Hugging Face folder as one of our models: config and lazy parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import os
+import pathlib
+
+import numpy as np
+
+from encdec_adapt.interop import (
+  families,
+  safetensors_header,
+  tensor_folder,
+  weights,
+)
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import leaves as leaves_lib
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import errors
+
+CONFIG = 'config.json'
+# Tensors that are no weights: old exports carry these buffers.
+_BUFFERS = ('.rotary_emb.inv_freq',)
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyArray:
+  """A parameter that is read when it is asked for.
+
+  Attributes:
+    path: of the parameter in our tree.
+    shape: of the whole array, `layers` axis included.
+    dtype: of the tensors that it is made of.
+    read: an index (a tuple of slices, one per dimension) -> that part.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[tuple[slice, ...]], np.ndarray]
+
+  def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    """The whole array."""
+    del copy
+    whole = self.read(tuple(slice(None) for _ in self.shape))
+    return whole if dtype is None else whole.astype(dtype)
+
+
+class ModelFolder:
+  """A folder whose every tensor has been accounted for.
+
+  Attributes:
+    config: the model.
+    raw: the parsed config.json.
+    tensors: the tensors as they lie in the folder.
+    unused: tensors that are no part of the model -> why.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.ModelConfig,
+    raw: families.Raw,
+    tensors: tensor_folder.TensorFolder,
+    found: Mapping[str, tuple[weights.Weight, str]],
+    unused: Mapping[str, str],
+  ):
+    """Use `open`, which checks what it is given."""
+    self.config = config
+    self.raw = raw
+    self.tensors = tensors
+    self.unused = unused
+    self._found = found
+
+  @classmethod
+  def open(
+    cls, folder: str | os.PathLike[str], *, encoder_window: str = 'exclusive'
+  ) -> 'ModelFolder':
+    """Reads the config and the headers, and matches every tensor.
+
+    Args:
+      folder: with config.json and safetensors.
+      encoder_window: see `families.model_from_raw`.
+
+    Raises:
+      UserError: a damaged or unsupported folder; a tensor that is missing,
+        unexpected or of another shape than the config says.
+    """
+    folder = pathlib.Path(folder)
+    raw = _read_config(folder)
+    config, layout = families.model_from_raw(
+      raw, str(folder / CONFIG), encoder_window=encoder_window
+    )
+    tensors = tensor_folder.TensorFolder.open(folder)
+    config, found, unused = _match(config, layout, tensors)
+    return cls(config, raw, tensors, found, unused)
+
+  def arrays(self) -> Iterator[LazyArray]:
+    """Every parameter of our tree, unread, in the order of the table."""
+    leaves = leaves_lib.leaves_of(self.config)
+    stored: dict[str, list[str]] = {}
+    for name in sorted(leaves, key=lambda name: leaves[name].index or 0):
+      stored.setdefault(leaves[name].path, []).append(name)
+    for path, info in parameters.parameter_table(self.config).items():
+      names = stored[path]
+      stacked = leaves[names[0]].index is not None
+      weight, tensor = self._found[names[0]]
+      dtype = self.tensors.tensors[tensor].dtype
+
+      def read(index, names=tuple(names), stacked=stacked):
+        if not stacked:
+          return self._read(names[0])[index]
+        chosen = names[index[0]]
+        return np.stack([self._read(name)[index[1:]] for name in chosen])
+
+      yield LazyArray(path, tuple(info.shape), dtype, read)
+
+  def _read(self, leaf: str) -> np.ndarray:
+    weight, name = self._found[leaf]
+    tensor = self.tensors.read(name)
+    file = str(self.tensors.tensors[name].file)
+    tensor_folder.check_finite(name, tensor, file)
+    return weight.to_ours(tensor)
+
+
+def _read_config(folder: pathlib.Path) -> families.Raw:
+  path = folder / CONFIG
+  try:
+    text = path.read_bytes()
+  except OSError as error:
+    raise safetensors_header.cannot_read(path, error) from error
+  return safetensors_header.parse_json(text, path)
+
+
+def _match(
+  config: config_lib.ModelConfig,
+  layout: weights.Layout,
+  tensors: tensor_folder.TensorFolder,
+) -> tuple[
+  config_lib.ModelConfig,
+  dict[str, tuple[weights.Weight, str]],
+  dict[str, str],
+]:
+  """Our leaf -> its weight and tensor; tensors that are none -> why."""
+  present = {layout.canonical(name): name for name in tensors.tensors}
+  wanted = weights.weights(config, layout)
+  missing = [name for name in wanted if name not in present]
+  if missing:
+    raise errors.UserError(
+      f'{tensors.folder} has no tensor {missing[0]!r}'
+      + (f' (and {len(missing) - 1} more)' if len(missing) > 1 else '')
+      + ', which its config.json asks for. The folder is incomplete, or the'
+      ' config is of another model.'
+    )
+  found, unused = {}, {}
+  for canonical, name in present.items():
+    weight = wanted.get(canonical)
+    info = tensors.tensors[name]
+    if weight is None:
+      unused[name] = _why_unused(name, layout, info.file)
+      continue
+    if tuple(info.shape) != weight.their_shape:
+      raise errors.UserError(
+        f'{name} in {info.file} has shape {list(info.shape)}; the config.json'
+        f' beside it says {list(weight.their_shape)}.'
+      )
+    found[weight.leaf] = (weight, name)
+  return config, found, unused
+
+
+def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
+  if name.endswith(_BUFFERS):
+    return 'a buffer that is computed from the config'
+  if 'vision_tower' in name or 'multi_modal_projector' in name:
+    return 'of the vision part; only text is a part of the model'
+  if layout.canonical(name) == layout.head:
+    return 'the head is tied to the embedding table'
+  raise errors.UserError(
+    f'{name} in {file} is no tensor of the model that config.json describes.'
+    ' Nothing is dropped silently: remove it, or correct the config.'
+  )

@@ -1,0 +1,245 @@
+"""Which tensor of a Hugging Face folder is which of our parameters, and how.
+
+Each family has one table, read in both directions: our leaf within a layer
+-> the name of theirs. Whether a model has a leaf (a bias, a norm) is decided
+by our table of parameters alone.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import math
+import types
+
+import numpy as np
+
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import leaves as leaves_lib
+from encdec_adapt.runtime import errors
+
+_ATTENTION = {
+  f'{ours}{suffix}': f'{theirs}_proj.{their_suffix}'
+  for ours, theirs in {
+    'query': 'q',
+    'key': 'k',
+    'value': 'v',
+    'output': 'o',
+  }.items()
+  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+} | {'query_norm': 'q_norm.weight', 'key_norm': 'k_norm.weight'}
+_MLP = {
+  f'mlp/{name}{suffix}': f'mlp.{name}_proj.{their_suffix}'
+  for name in ('gate', 'up', 'down')
+  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+}
+
+
+def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
+  """Table of a layer.
+
+  Args:
+    norms: our norm -> theirs.
+    **attentions: our attention module -> theirs.
+  """
+  table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
+  for ours, theirs in attentions.items():
+    table |= {f'{ours}/{k}': f'{theirs}.{v}' for k, v in _ATTENTION.items()}
+  return types.MappingProxyType(table | _MLP)
+
+
+# The name trap: post_attention_layernorm is before the feed-forward in Llama
+# and after attention in Gemma.
+LLAMA = _layer(
+  {
+    'pre_attention_norm': 'input_layernorm',
+    'pre_mlp_norm': 'post_attention_layernorm',
+  },
+  attention='self_attn',
+)
+GEMMA = _layer(
+  {
+    'pre_attention_norm': 'input_layernorm',
+    'post_attention_norm': 'post_attention_layernorm',
+    'pre_mlp_norm': 'pre_feedforward_layernorm',
+    'post_mlp_norm': 'post_feedforward_layernorm',
+  },
+  attention='self_attn',
+)
+T5GEMMA = _layer(
+  {
+    'pre_attention_norm': 'pre_self_attn_layernorm',
+    'post_attention_norm': 'post_self_attn_layernorm',
+    'pre_cross_norm': 'pre_cross_attn_layernorm',
+    'post_cross_norm': 'post_cross_attn_layernorm',
+    'pre_mlp_norm': 'pre_feedforward_layernorm',
+    'post_mlp_norm': 'post_feedforward_layernorm',
+  },
+  attention='self_attn',
+  cross_attention='cross_attn',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Names of a model's tensors in a folder.
+
+  Attributes:
+    layer: table of a layer, our leaf -> their name.
+    stacks: our stack -> what its names start with.
+    embedder: our stack with an embedding table -> what that table's names
+      start with.
+    head: name of an untied head.
+    aliases: other spellings of the start of a name -> the one used here.
+  """
+
+  layer: Mapping[str, str]
+  stacks: Mapping[str, str]
+  embedder: Mapping[str, str]
+  head: str
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def canonical(self, name: str) -> str:
+    """The name with its start spelled as here."""
+    for start, ours in self.aliases.items():
+      if name.startswith(start):
+        return ours + name.removeprefix(start)
+    return name
+
+
+def _decoder_only(layer: Mapping[str, str]) -> Layout:
+  return Layout(
+    layer=layer,
+    stacks={'decoder': 'model.'},
+    embedder={'decoder': 'model.embed_tokens.'},
+    head='lm_head.weight',
+    # Text of a multimodal model, as it is saved and as it is in memory.
+    aliases={
+      'language_model.model.': 'model.',
+      'language_model.lm_head.': 'lm_head.',
+      'model.language_model.': 'model.',
+    },
+  )
+
+
+DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
+DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
+_PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
+PAIR_T5GEMMA = Layout(
+  layer=T5GEMMA,
+  stacks=_PAIR,
+  embedder={k: f'{v}embed_tokens.' for k, v in _PAIR.items()},
+  head='lm_head.out_proj.weight',
+)
+# One table for both stacks, stored with the encoder.
+PAIR_T5GEMMA2 = Layout(
+  layer=T5GEMMA,
+  stacks=_PAIR,
+  embedder={'decoder': 'model.encoder.embed_tokens.'},
+  head='lm_head.out_proj.weight',
+  aliases={'model.encoder.text_model.': 'model.encoder.'},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+  """One parameter of ours and the tensor that it is.
+
+  Attributes:
+    name: name of the tensor.
+    leaf: our leaf's name (`models.leaves`).
+    shape: of our leaf.
+    rows: rows of a token table that are tokens, None for anything else; our
+      table may have more.
+  """
+
+  name: str
+  leaf: str
+  shape: tuple[int, ...]
+  rows: int | None = None
+
+  @property
+  def their_shape(self) -> tuple[int, ...]:
+    """Shape of the tensor: [out, in] of a kernel, whatever its heads."""
+    if self.rows is not None:
+      return (self.rows, self.shape[1])
+    kernel = self._inputs
+    if not kernel:
+      return (math.prod(self.shape),)
+    inner = math.prod(self.shape[:kernel])
+    return (math.prod(self.shape[kernel:]), inner)
+
+  def to_ours(self, tensor: np.ndarray) -> np.ndarray:
+    """Our leaf from their tensor, in its dtype; a view where possible."""
+    if self.rows is not None:
+      padding = self.shape[0] - self.rows
+      return np.pad(tensor, [(0, padding), (0, 0)]) if padding else tensor
+    return (tensor.T if self._inputs else tensor).reshape(self.shape)
+
+  def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
+    """Their tensor from our leaf, in its dtype; a view where possible."""
+    if self.rows is not None:
+      return leaf[: self.rows]
+    if not self._inputs:
+      return leaf.reshape(self.their_shape)
+    return leaf.reshape(self.their_shape[::-1]).T
+
+  @property
+  def _inputs(self) -> int:
+    """Leading dimensions that a product contracts; 0 of a vector."""
+    name = self.leaf.rpartition('/')[2]
+    if name == 'output':
+      return 2
+    return 1 if name in ('query', 'key', 'value', 'gate', 'up', 'down') else 0
+
+
+def weights(
+  config: config_lib.ModelConfig, layout: Layout
+) -> Mapping[str, Weight]:
+  """Every tensor of a model by name.
+
+  Args:
+    config: the model.
+    layout: of its family.
+
+  Raises:
+    UserError: the family has no tensor for one of the model's parameters.
+  """
+  return types.MappingProxyType(
+    {
+      weight.name: weight
+      for leaf, info in leaves_lib.leaves_of(config).items()
+      for weight in _weights(config, layout, leaf, info.shape)
+    }
+  )
+
+
+def _weights(
+  config: config_lib.ModelConfig,
+  layout: Layout,
+  leaf: str,
+  shape: tuple[int, ...],
+) -> Iterator[Weight]:
+  stack, part, *rest = leaf.split('/')
+  vocabulary = config.stacks[stack].vocab_size
+  if part == 'layers':
+    layer, inner = rest[0], '/'.join(rest[1:])
+    if inner in layout.layer:
+      start = f'{layout.stacks[stack]}layers.{layer}.'
+      yield Weight(start + layout.layer[inner], leaf, shape)
+      return
+  elif part == 'final_norm':
+    yield Weight(f'{layout.stacks[stack]}norm.weight', leaf, shape)
+    return
+  elif part == 'head':
+    yield Weight(layout.head, leaf, shape, vocabulary)
+    return
+  elif stack in layout.embedder:
+    start = layout.embedder[stack]
+    if rest == ['eoi']:
+      yield Weight(f'{start}eoi_embedding', leaf, shape)
+    else:
+      yield Weight(f'{start}weight', leaf, shape, vocabulary)
+    return
+  raise errors.UserError(
+    f'{leaf} has no counterpart in the layout that was asked for; export to'
+    ' the layout of this project instead.'
+  )
