@@ -215,108 +215,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-  """An encoder-decoder family, of two stacks of a decoder-only one.
-
-  Attributes:
-    model_type: of its config.json.
-    architecture: class that transformers loads it with.
-    family: what its stacks are.
-    layout: names of its tensors.
-    encoder_path: where the encoder's fields are in its config.json.
-    merged: one attention in the decoder and one table for both stacks.
-  """
-
-  model_type: str
-  architecture: str
-  family: Family
-  layout: weights.Layout
-  encoder_path: tuple[str, ...]
-  merged: bool = False
-
-
-PAIRS: Mapping[str, Pair] = types.MappingProxyType(
-  {
-    pair.model_type: pair
-    for pair in (
-      Pair(
-        't5gemma',
-        'T5GemmaForConditionalGeneration',
-        FAMILIES['gemma2'],
-        weights.PAIR_T5GEMMA,
-        ('encoder',),
-      ),
-      Pair(
-        't5gemma2',
-        'T5Gemma2ForConditionalGeneration',
-        FAMILIES['gemma3_text'],
-        weights.PAIR_T5GEMMA2,
-        ('encoder', 'text_config'),
-        merged=True,
-      ),
-    )
-  }
-)
-
-
-def model_from_raw(
-  raw: Raw,
-  file: str = 'config.json',
-  *,
-  encoder_window: str = 'exclusive',
-) -> tuple[config_lib.ModelConfig, weights.Layout]:
-  """The model that a config.json describes, and the names of its tensors.
-
-  Args:
-    raw: the parsed file.
-    file: what errors call it.
-    encoder_window: T5Gemma's `window_rule`: 'exclusive' as its authors, or
-      'inclusive' as transformers 5.23 with eager attention.
-
-  Raises:
-    UserError: a family that is not supported, or as `stack_from_raw`.
-  """
-  kind = raw.get('model_type')
-  if kind == 'gemma3' and 'text_config' in raw:
-    tied = raw.get('tie_word_embeddings', True)
-    raw = {'tie_word_embeddings': tied, **raw['text_config']}
-    kind = 'gemma3_text'
-  if kind in FAMILIES:
-    family = FAMILIES[kind]
-    stack = stack_from_raw(raw, family, file)
-    return config_lib.DecoderOnlyConfig(stack), family.layout
-  if kind not in PAIRS:
-    raise errors.UserError(
-      f'{file} has model_type {kind!r}; supported are'
-      f' {", ".join([*FAMILIES, "gemma3", *PAIRS])}.'
-    )
-  pair = PAIRS[kind]
-  part = raw
-  for key in pair.encoder_path:
-    part = part[key]
-  parts = {'encoder': part, 'decoder': raw['decoder']}
-  shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
-  if pair.merged:
-    eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
-    shared['eoi_token_index'] = 256000 if eoi is None else eoi
-  stacks = {}
-  for name, fields in parts.items():
-    where = f'{name} of {file}'
-    stacks[name] = stack_from_raw({**fields, **shared}, pair.family, where)
-  rule = 'centered' if pair.merged else encoder_window
-  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
-  if pair.merged:
-    stacks = {
-      name: dataclasses.replace(stack, eoi_token=shared['eoi_token_index'])
-      for name, stack in stacks.items()
-    }
-  model = config_lib.encoder_decoder(
-    **stacks, shared_table=pair.merged, cross_merged=pair.merged
-  )
-  return model, pair.layout
-
-
 def stack_from_raw(
   raw: Raw, family: Family, file: str
 ) -> config_lib.StackConfig:
@@ -396,21 +294,20 @@ def raw_from_stack(
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
   raw['rope_parameters'] = _raw_rope(stack, family)
   back = stack_from_raw(raw, family, 'the exported config')
-  same = dataclasses.replace(
-    back,
-    role=stack.role,
-    vocab_multiple=stack.vocab_multiple,
-    window=stack.window,
-    window_rule=stack.window_rule,
-    cross_width=stack.cross_width,
-    pattern=stack.pattern,
-  )
+  silent = {
+    'vocab_multiple': stack.vocab_multiple,
+    'window': stack.window if not local else back.window,
+    'window_rule': stack.window_rule,
+    'role': stack.role,
+    'pattern': stack.pattern,  # Compared layer by layer, in layer_types.
+  }
   for field in dataclasses.fields(stack):
-    ours, theirs = getattr(stack, field.name), getattr(same, field.name)
+    ours = getattr(stack, field.name)
+    theirs = silent.get(field.name, getattr(back, field.name))
     if ours != theirs:
       raise errors.UserError(
         f'{field.name} is {ours!r}, and a {family.model_type} model can only'
-        f' have {theirs!r}; export to the layout of this project instead.'
+        f' have {theirs!r}.'
       )
   return raw
 

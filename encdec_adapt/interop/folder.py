@@ -9,6 +9,7 @@ import numpy as np
 
 from encdec_adapt.interop import (
   families,
+  model_configs,
   safetensors_header,
   tensor_folder,
   weights,
@@ -79,7 +80,7 @@ class ModelFolder:
 
     Args:
       folder: with config.json and safetensors.
-      encoder_window: see `families.model_from_raw`.
+      encoder_window: see `model_configs.model_from_raw`.
 
     Raises:
       UserError: a damaged or unsupported folder; a tensor that is missing,
@@ -87,7 +88,7 @@ class ModelFolder:
     """
     folder = pathlib.Path(folder)
     raw = _read_config(folder)
-    config, layout = families.model_from_raw(
+    config, layout = model_configs.model_from_raw(
       raw, str(folder / CONFIG), encoder_window=encoder_window
     )
     tensors = tensor_folder.TensorFolder.open(folder)

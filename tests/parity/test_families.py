@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.interop import export, tensor_folder
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as config_lib
@@ -83,9 +84,7 @@ def load(folder, **options):
   """Our model and parameters from a folder."""
   opened = folder_lib.ModelFolder.open(folder, **options)
   model = build.build(opened.config, attention_chunk=5)
-  flat = {
-    array.path: jnp.asarray(np.asarray(array)) for array in opened.arrays()
-  }
+  flat = {array.path: jnp.asarray(array) for array in opened.arrays()}
   params = {}
   for path, array in flat.items():
     *parents, last = path.split('/')
@@ -94,6 +93,30 @@ def load(folder, **options):
       node = node.setdefault(parent, {})
     node[last] = array
   return model, params
+
+
+def assert_comes_back(hf, theirs, source, folder, logits):
+  """Exported, every tensor is bit-equal and the class loads all of them."""
+  opened = folder_lib.ModelFolder.open(source)
+  arrays = {array.path: np.asarray(array) for array in opened.arrays()}
+  export.write(folder, opened.config, arrays)
+  before, after = (tensor_folder.TensorFolder.open(x) for x in (source, folder))
+  kept = set(before.tensors) - set(opened.unused)
+  assert set(after.tensors) == kept
+  for name in kept:
+    np.testing.assert_array_equal(after.read(name), before.read(name), name)
+  again, info = type(theirs).from_pretrained(
+    folder, output_loading_info=True, attn_implementation='eager'
+  )
+  missing = {k for k in info['missing_keys'] if k not in opened.unused}
+  assert not [
+    k for k in missing if 'vision' not in k and 'multi_modal' not in k
+  ]
+  assert not info['unexpected_keys']
+  assert not info['mismatched_keys']
+  with hf.torch.no_grad():
+    one, other = (logits(model.eval()) for model in (theirs, again))
+  np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -116,6 +139,13 @@ def test_decoder_only(case, hugging_face, rows, tmp_path):
   real = np.asarray(triple[1]) > 0
   np.testing.assert_allclose(
     np.asarray(ours)[real], out.logits.numpy()[real], atol=hf.tolerance
+  )
+  assert_comes_back(
+    hf,
+    theirs,
+    tmp_path / 'model',
+    tmp_path / 'again',
+    lambda model: model(input_ids=tokens, use_cache=False).logits,
   )
 
 
@@ -185,4 +215,15 @@ def test_t5gemma2(hugging_face, rows, tmp_path):
     np.asarray(logits(params))[real],
     out.logits.numpy()[real],
     atol=hf.tolerance,
+  )
+  assert_comes_back(
+    hf,
+    theirs,
+    tmp_path / 'model',
+    tmp_path / 'again',
+    lambda model: (
+      model(
+        input_ids=ids, decoder_input_ids=decoder_ids, use_cache=False
+      ).logits
+    ),
   )

@@ -1,0 +1,235 @@
+"""Whole models: what a config.json says, as our model configs, and back."""
+
+from collections.abc import Mapping
+import dataclasses
+import types
+from typing import Any
+
+from encdec_adapt.interop import families, weights
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.runtime import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """An encoder-decoder family, of two stacks of a decoder-only one.
+
+  Attributes:
+    model_type: of its config.json.
+    architecture: class that transformers loads it with.
+    family: what its stacks are.
+    layout: names of its tensors.
+    encoder_path: where the encoder's fields are in its config.json.
+    part_types: model_type of the fields of each stack.
+    merged: one attention in the decoder and one table for both stacks.
+  """
+
+  model_type: str
+  architecture: str
+  family: families.Family
+  layout: weights.Layout
+  encoder_path: tuple[str, ...]
+  part_types: Mapping[str, str]
+  merged: bool = False
+
+
+PAIRS: Mapping[str, Pair] = types.MappingProxyType(
+  {
+    pair.model_type: pair
+    for pair in (
+      Pair(
+        't5gemma',
+        'T5GemmaForConditionalGeneration',
+        families.FAMILIES['gemma2'],
+        weights.PAIR_T5GEMMA,
+        ('encoder',),
+        dict.fromkeys(('encoder', 'decoder'), 't5_gemma_module'),
+      ),
+      Pair(
+        't5gemma2',
+        'T5Gemma2ForConditionalGeneration',
+        families.FAMILIES['gemma3_text'],
+        weights.PAIR_T5GEMMA2,
+        ('encoder', 'text_config'),
+        {'encoder': 't5gemma2_text', 'decoder': 't5gemma2_decoder'},
+        merged=True,
+      ),
+    )
+  }
+)
+
+
+def raw_from_model(
+  config: config_lib.ModelConfig,
+) -> tuple[dict[str, Any], weights.Layout]:
+  """The config.json of a model that transformers has a class for.
+
+  Args:
+    config: the model. Its family is the first that can express it.
+
+  Returns:
+    The object, in the spelling of transformers 5, and the names of the
+    model's tensors.
+
+  Raises:
+    UserError: no class of transformers can express the model; says why for
+      every family.
+  """
+  if isinstance(config, config_lib.DecoderOnlyConfig):
+    return _raw_from_decoder(config.decoder)
+  reasons = []
+  for pair in PAIRS.values():
+    try:
+      return _raw_from_pair(config, pair), pair.layout
+    except errors.UserError as error:
+      reasons.append(f'{pair.model_type}: {error}')
+  raise errors.UserError(
+    'transformers has no class for this model. ' + ' '.join(reasons)
+  )
+
+
+def _raw_from_decoder(
+  stack: config_lib.StackConfig,
+) -> tuple[dict[str, Any], weights.Layout]:
+  reasons = []
+  for family in families.FAMILIES.values():
+    try:
+      raw = families.raw_from_stack(stack, family)
+    except errors.UserError as error:
+      reasons.append(f'{family.model_type}: {error}')
+    else:
+      return {**raw, 'architectures': [family.architecture]}, family.layout
+  raise errors.UserError(
+    'transformers has no class for this model. ' + ' '.join(reasons)
+  )
+
+
+def _raw_from_pair(
+  config: config_lib.EncoderDecoderConfig, pair: Pair
+) -> dict[str, Any]:
+  if (config.shared_table, config.decoder.cross_merged) != (pair.merged,) * 2:
+    raise errors.UserError(
+      f'its table is {"" if pair.merged else "not "}shared and its attention'
+      f' {"" if pair.merged else "not "}merged.'
+    )
+  raw: dict[str, Any] = {
+    'model_type': pair.model_type,
+    'architectures': [pair.architecture],
+    'is_encoder_decoder': True,
+    'tie_word_embeddings': config.decoder.tied_head,
+    'vocab_size': config.decoder.vocab_size,
+  }
+  plain = {
+    'role': 'causal',
+    'cross_width': None,
+    'cross_merged': False,
+    'eoi_token': None,
+    'tied_head': True,
+  }
+  for name, stack in config.stacks.items():
+    if stack.width % stack.heads:
+      raise errors.UserError(
+        f'the width of its {name}, {stack.width}, is no multiple of its'
+        f' {stack.heads} heads.'
+      )
+    part = families.raw_from_stack(
+      dataclasses.replace(stack, **plain), pair.family
+    )
+    raw[name] = {**part, 'model_type': pair.part_types[name]}
+  if pair.merged:
+    raw['eoi_token_index'] = config.decoder.eoi_token
+    raw['encoder'] = {
+      'model_type': 't5gemma2_encoder',
+      'text_config': raw['encoder'],
+      'eoi_token_index': config.decoder.eoi_token,
+    }
+  else:
+    raw['encoder']['is_decoder'] = False
+    raw['decoder']['is_decoder'] = True
+    raw['decoder']['cross_attention_hidden_size'] = config.encoder.width
+  rule = config.encoder.window_rule
+  back, _ = model_from_raw(
+    raw, 'the exported config', encoder_window='exclusive'
+  )
+  same = dataclasses.replace(
+    back,
+    encoder=_comparable(back.encoder, config.encoder),
+    decoder=_comparable(back.decoder, config.decoder),
+  )
+  if same != config or (rule == 'centered') != pair.merged:
+    raise errors.UserError(
+      'its roles, windows or cross-attention are not those of the class.'
+    )
+  return raw
+
+
+def _comparable(
+  stack: config_lib.StackConfig, ours: config_lib.StackConfig
+) -> config_lib.StackConfig:
+  """The stack with what a config.json does not say as in ours."""
+  return dataclasses.replace(
+    stack,
+    vocab_multiple=ours.vocab_multiple,
+    pattern=ours.pattern,
+    window=stack.window if 'local' in stack.pattern else ours.window,
+    window_rule=ours.window_rule,
+  )
+
+
+def model_from_raw(
+  raw: families.Raw,
+  file: str = 'config.json',
+  *,
+  encoder_window: str = 'exclusive',
+) -> tuple[config_lib.ModelConfig, weights.Layout]:
+  """The model that a config.json describes, and the names of its tensors.
+
+  Args:
+    raw: the parsed file.
+    file: what errors call it.
+    encoder_window: T5Gemma's `window_rule`: 'exclusive' as its authors, or
+      'inclusive' as transformers 5.23 with eager attention.
+
+  Raises:
+    UserError: a family that is not supported, or as `families.stack_from_raw`.
+  """
+  kind = raw.get('model_type')
+  if kind == 'gemma3' and 'text_config' in raw:
+    tied = raw.get('tie_word_embeddings', True)
+    raw = {'tie_word_embeddings': tied, **raw['text_config']}
+    kind = 'gemma3_text'
+  if kind in families.FAMILIES:
+    family = families.FAMILIES[kind]
+    stack = families.stack_from_raw(raw, family, file)
+    return config_lib.DecoderOnlyConfig(stack), family.layout
+  if kind not in PAIRS:
+    raise errors.UserError(
+      f'{file} has model_type {kind!r}; supported are'
+      f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])}.'
+    )
+  pair = PAIRS[kind]
+  part = raw
+  for key in pair.encoder_path:
+    part = part[key]
+  parts = {'encoder': part, 'decoder': raw['decoder']}
+  shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
+  if pair.merged:
+    eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
+    shared['eoi_token_index'] = 256000 if eoi is None else eoi
+  stacks = {}
+  for name, fields in parts.items():
+    where = f'{name} of {file}'
+    stacks[name] = families.stack_from_raw(
+      {**fields, **shared}, pair.family, where
+    )
+  rule = 'centered' if pair.merged else encoder_window
+  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
+  if pair.merged:
+    stacks = {
+      name: dataclasses.replace(stack, eoi_token=shared['eoi_token_index'])
+      for name, stack in stacks.items()
+    }
+  model = config_lib.encoder_decoder(
+    **stacks, shared_table=pair.merged, cross_merged=pair.merged
+  )
+  return model, pair.layout
