@@ -1,0 +1,14 @@
+"""Decoder-only language models, adapted into encoder-decoder ones.
+
+    import encdec_adapt
+    model = encdec_adapt.load('runs/adapted')
+
+Importing the package imports nothing else; the commands are its modules.
+"""
+
+
+def load(path, **options):
+  """Loads a model; see `encdec_adapt.facade.load`."""
+  from encdec_adapt import facade
+
+  return facade.load(path, **options)

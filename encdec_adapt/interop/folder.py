@@ -109,18 +109,19 @@ class ModelFolder:
 
       def read(index, names=tuple(names), stacked=stacked):
         if not stacked:
-          return self._read(names[0])[index]
+          return self._read(names[0], index)
         chosen = names[index[0]]
-        return np.stack([self._read(name)[index[1:]] for name in chosen])
+        return np.stack([self._read(name, index[1:]) for name in chosen])
 
       yield LazyArray(path, tuple(info.shape), dtype, read)
 
-  def _read(self, leaf: str) -> np.ndarray:
+  def _read(self, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Part of our leaf; of the file only that part is read."""
     weight, name = self._found[leaf]
-    tensor = self.tensors.read(name)
+    part = weight.to_ours(self.tensors.read(name))[index]
     file = str(self.tensors.tensors[name].file)
-    tensor_folder.check_finite(name, tensor, file)
-    return weight.to_ours(tensor)
+    tensor_folder.check_finite(name, part, file)
+    return part
 
 
 def _read_config(folder: pathlib.Path) -> families.Raw:

@@ -1,14 +1,12 @@
 """Every family from the folder that transformers saves: logits, fp32 eager."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import encdec_adapt
 from encdec_adapt.interop import export, tensor_folder
 from encdec_adapt.interop import folder as folder_lib
-from encdec_adapt.models import build, parameters
-from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import parameters
 
 pytestmark = pytest.mark.parity
 
@@ -80,21 +78,6 @@ def save(hf, name, settings, folder):
   return model
 
 
-def load(folder, **options):
-  """Our model and parameters from a folder."""
-  opened = folder_lib.ModelFolder.open(folder, **options)
-  model = build.build(opened.config, attention_chunk=5)
-  flat = {array.path: jnp.asarray(array) for array in opened.arrays()}
-  params = {}
-  for path, array in flat.items():
-    *parents, last = path.split('/')
-    node = params
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[last] = array
-  return model, params
-
-
 def assert_comes_back(hf, theirs, source, folder, logits):
   """Exported, every tensor is bit-equal and the class loads all of them."""
   opened = folder_lib.ModelFolder.open(source)
@@ -126,13 +109,11 @@ def test_decoder_only(case, hugging_face, rows, tmp_path):
   config_name = 'Gemma3TextConfig' if name == 'Gemma3' else f'{name}Config'
   settings = getattr(hf.transformers, config_name)(**{**SHAPE, **fields})
   theirs = save(hf, f'{name}ForCausalLM', settings, tmp_path / 'model')
-  model, params = load(tmp_path / 'model')
+  model = encdec_adapt.load(tmp_path / 'model')
   assert parameters.count(model.config) == theirs.num_parameters()
 
   triple = rows((14, 9), 14, 67)
-  ours = jax.jit(
-    lambda params: model.logits(params, model.decode(params, *triple))
-  )(params)
+  ours = model.logits(triple[0], decoder_mask=triple[1] > 0)
   tokens, segments, _ = (hf.torch.tensor(np.asarray(x)).long() for x in triple)
   with hf.torch.no_grad():
     out = theirs(input_ids=tokens, attention_mask=segments, use_cache=False)
@@ -187,18 +168,11 @@ def test_t5gemma2(hugging_face, rows, tmp_path):
   theirs = save(
     hf, 'T5Gemma2ForConditionalGeneration', settings, tmp_path / 'model'
   )
-  model, params = load(tmp_path / 'model')
-  assert isinstance(model.config, config_lib.EncoderDecoderConfig)
+  model = encdec_adapt.load(tmp_path / 'model')
   encoder, decoder = rows((13, 10), 13, 60), rows((9, 12), 12, 60, seed=1)
   encoder = (encoder[0].at[0, 3].set(61), *encoder[1:])
 
-  @jax.jit
-  def logits(params):
-    encoded = model.encode(params, *encoder)
-    return model.logits(
-      params, model.decode(params, *decoder, encoded, encoder[1])
-    )
-
+  ours = model.logits(decoder[0], encoder[0], encoder[1] > 0, decoder[1] > 0)
   ids, mask, decoder_ids, decoder_mask = (
     hf.torch.tensor(np.asarray(x)).long() for x in (*encoder[:2], *decoder[:2])
   )
@@ -212,7 +186,7 @@ def test_t5gemma2(hugging_face, rows, tmp_path):
     )
   real = np.asarray(decoder[1]) > 0
   np.testing.assert_allclose(
-    np.asarray(logits(params))[real],
+    np.asarray(ours)[real],
     out.logits.numpy()[real],
     atol=hf.tolerance,
   )

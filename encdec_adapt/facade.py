@@ -1,0 +1,187 @@
+"""`encdec_adapt.load`: a model as a Python object, for notebooks."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from encdec_adapt import source as source_lib
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.inference import generation, sampling
+from encdec_adapt.models import build
+from encdec_adapt.models import config as model_config
+from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import state as state_lib
+
+Tokens = Int[Array, 'B L']
+Mask = Bool[Array, 'B L']
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+  """A model with its parameters.
+
+  Masks are True at tokens and False at padding; None is all True. Positions
+  are 0, 1, .. from the left, padding included, as in transformers' forward
+  pass.
+
+  Attributes:
+    model: functions of parameters (`models.build`).
+    params: the parameters, nested, fp32.
+    vocabulary: path of its SentencePiece file, '' where there is none.
+  """
+
+  model: build.Model
+  params: Any
+  vocabulary: str
+
+  @property
+  def config(self) -> model_config.ModelConfig:
+    """Shape of the model."""
+    return self.model.config
+
+  def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
+    """The encoder's states after its final norm, [B, S, E].
+
+    Raises:
+      UserError: a decoder-only model.
+    """
+    self._require_encoder()
+    return _encode(self.model, self.params, *_framed(tokens, mask))
+
+  def logits(
+    self,
+    decoder_tokens: Tokens,
+    encoder_tokens: Tokens | None = None,
+    encoder_mask: Mask | None = None,
+    decoder_mask: Mask | None = None,
+  ) -> Float[Array, 'B T V']:
+    """Logits of the token after each decoder token, fp32.
+
+    Args:
+      decoder_tokens: as fed to the decoder, BOS first, [B, T].
+      encoder_tokens: of an encoder-decoder, [B, S].
+      encoder_mask: their mask.
+      decoder_mask: mask of the decoder's tokens.
+
+    Raises:
+      UserError: encoder tokens are missing, or there is no encoder.
+    """
+    encoder = None
+    if isinstance(self.config, model_config.EncoderDecoderConfig):
+      if encoder_tokens is None:
+        raise errors.UserError(
+          'an encoder-decoder needs encoder_tokens beside decoder_tokens.'
+        )
+      encoder = _framed(encoder_tokens, encoder_mask)
+    elif encoder_tokens is not None:
+      self._require_encoder()
+    return _logits(
+      self.model, self.params, _framed(decoder_tokens, decoder_mask), encoder
+    )
+
+  def generate(
+    self,
+    tokens: Tokens,
+    mask: Mask | None = None,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    bos: int = batch_lib.BOS,
+    eos: int = batch_lib.EOS,
+    pad: int = batch_lib.PAD,
+  ) -> generation.Generated:
+    """Continues prompts, as `inference.generation.generate`.
+
+    Args:
+      tokens: prompts, BOS first, [B, S].
+      mask: of the prompts, padded on either side.
+      max_tokens: most tokens generated.
+      temperature: 0 is greedy.
+      top_k: only the k likeliest.
+      top_p: only the likeliest that reach this probability.
+      seed: of all draws.
+      bos: first token of an encoder-decoder's decoder.
+      eos: token that ends a row.
+      pad: token after the end.
+    """
+    return generation.generate(
+      self.model,
+      self.params,
+      *_framed(tokens, mask),
+      rng=jax.random.key(seed),
+      max_tokens=max_tokens,
+      sampling=sampling.SamplingConfig(temperature, top_k, top_p),
+      bos=bos,
+      eos=eos,
+      pad=pad,
+    )
+
+  def _require_encoder(self) -> None:
+    if not isinstance(self.config, model_config.EncoderDecoderConfig):
+      raise errors.UserError('a decoder-only model has no encoder.')
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  dtype=jnp.float32,
+  mesh: Mesh | None = None,
+  encoder_window: str = 'exclusive',
+) -> LoadedModel:
+  """Loads a Hugging Face folder or the newest checkpoint of a run.
+
+  Args:
+    path: the folder.
+    dtype: of activations and products.
+    mesh: where parameters are sharded (`sharding.mesh.make_mesh`); None for
+      this process's first device.
+    encoder_window: 'exclusive' (the authors' rule) or 'inclusive'
+      (transformers 5.23, eager) in a T5Gemma folder.
+
+  Raises:
+    UserError: there is no model, or it is damaged or unsupported.
+  """
+  source = source_lib.open_source(path, encoder_window=encoder_window)
+  if mesh is None:
+    mesh = mesh_lib.make_mesh(
+      mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
+    )
+  where = state_lib.Placement(
+    build.build(source.model, dtype=dtype), mesh, rules_lib.named('fsdp')
+  )
+  return LoadedModel(where.model, source.read(where), source.vocabulary)
+
+
+def _framed(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Tokens, segments and positions."""
+  tokens = jnp.asarray(tokens, jnp.int32)
+  if mask is None:
+    mask = jnp.ones_like(tokens, bool)
+  segments = jnp.asarray(mask).astype(jnp.int32)
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return tokens, segments, positions
+
+
+@jax.jit(static_argnames='model')
+def _encode(model, params, tokens, segments, positions):
+  return model.encode(params, tokens, segments, positions)
+
+
+@jax.jit(static_argnames='model')
+def _logits(model, params, decoder, encoder):
+  if encoder is None:
+    return model.logits(params, model.decode(params, *decoder))
+  encoded = model.encode(params, *encoder)
+  return model.logits(
+    params, model.decode(params, *decoder, encoded, encoder[1])
+  )
