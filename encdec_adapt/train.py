@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, materialize
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -59,11 +59,13 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+  materialize.define_passes(values)
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'config')
+  materialize.set_passes(values)
   if values.print_config:
     print(values.config)
     return 0
@@ -277,7 +279,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       if rows is None:
         say(
           f'the records end after {cost.rows:,} rows, at step {step} of'
-          f' {train.steps}: the last pass is over (config.data.passes,'
+          f' {train.steps}: the last pass is over (--passes,'
           ' config.data.repeat)'
         )
         break
