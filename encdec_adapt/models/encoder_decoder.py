@@ -70,6 +70,7 @@ class EncoderDecoder(decoder_only.Decoder):
     """Keys and values of every layer's cross-attention, for `decode_step`."""
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues:
+      """Keys and values of the layers whose leaves are at `prefix`."""
       block = layers_index.get_block(params['decoder'], prefix)
       kernels = block['cross_attention']
       fn = attention.project_keys_values

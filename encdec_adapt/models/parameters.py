@@ -16,8 +16,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from encdec_adapt.models import block, stack
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models import stack
 from encdec_adapt.models.config import ModelConfig, StackConfig
 
 
@@ -45,11 +45,6 @@ class StackCount:
   head: int
   cross: int
   other: int
-
-  @property
-  def non_embedding(self) -> int:
-    """All but the tables."""
-    return self.cross + self.other
 
   @property
   def total(self) -> int:
@@ -137,9 +132,7 @@ def _count_stack(config: StackConfig) -> StackCount:
     if path in ('embedder/table', 'head/table'):
       part = 'head' if path == 'head/table' else 'embedding'
       size = config.vocab_size * config.width
-    elif {'cross_attention', 'pre_cross_norm', 'post_cross_norm'} & set(
-      path.split('/')
-    ):
+    elif block.CROSS.keys() & path.split('/'):
       part = 'cross'
     else:
       part = 'other'

@@ -1,5 +1,6 @@
 """A stack: embedding, `repeats` times the pattern scanned, a tail, a norm."""
 
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -160,18 +161,17 @@ def _self_masks(
   cached: caches.Cache | None,
 ) -> dict[str, masks.MaskSpec]:
   """Mask of self-attention for each kind of layer in the pattern."""
-  keys = (segments, positions)
-  if cached is not None:
-    keys = (cached.segments, cached.positions)
+  make = masks.causal
+  if config.role == 'bidirectional':
+    make = functools.partial(
+      masks.bidirectional, window_rule=config.window_rule
+    )
   return {
-    kind: masks.MaskSpec(
-      kind='causal' if config.role == 'causal' else 'full',
+    kind: make(
+      segments,
+      positions,
       window=config.window if kind == 'local' else None,
-      window_rule=config.window_rule,
-      q_segments=segments,
-      kv_segments=keys[0],
-      q_positions=positions,
-      kv_positions=keys[1],
+      keys=None if cached is None else (cached.segments, cached.positions),
     )
     for kind in sorted(set(config.pattern))
   }
