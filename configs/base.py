@@ -81,9 +81,11 @@ def get_config():
   # are not there yet, by `python -m encdec_adapt.materialize`.
   config.data = ml_collections.ConfigDict()
   # 'python' (what every Python carries), 'text:GLOB', 'jsonl:GLOB' or
-  # 'tfds:NAME:SPLIT'.
+  # 'tfds:NAME:SPLIT'; or several with how often a pass draws each of their
+  # documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.
   config.data.source = 'python'
-  config.data.max_bytes = 0  # Of text; 0 for all of it.
+  config.data.max_documents = 0  # Of each source; 0 for all of them.
+  config.data.max_bytes = 0  # Of each source's text; 0 for all of it.
   config.data.folder = ''  # Of the records; '' for WORKDIR/records.
   config.data.vocabulary = ''  # File; '' for FOLDER/vocabulary.model.
   config.data.train_vocabulary = True  # Train the file if it is not there.
@@ -95,7 +97,8 @@ def get_config():
   # When a window needs more spans than there are sentinels: 'unique' is an
   # error that says so, 'recycle' uses the ids again in order.
   config.data.sentinels = 'recycle'
-  config.data.passes = 1  # Masks, splits and packing are drawn anew in each.
+  # Masks, splits, packing and fractions of sources are drawn anew in each.
+  config.data.passes = 1
   config.data.repeat = False  # Go on after the last pass, or stop.
   config.data.pack = True  # Several examples in a row.
   config.data.shards = 4  # Files a pass; also the most workers of use.

@@ -257,6 +257,7 @@ def _data(config, model, workdir: str) -> DataConfig:
     )
   common = dict(
     source=data.source,
+    max_documents=data.max_documents,
     max_bytes=data.max_bytes,
     objective=data.objective,
     encoder_length=data.encoder_length,
@@ -300,9 +301,36 @@ def _optimizer(config) -> optimizers.OptimizerConfig:
 
 
 def _check(settings: Settings) -> None:
-  """Rules that span sections."""
-  train, init = settings.train, settings.init
+  """Rules that ranges of one section cannot state."""
   _one_of('compute.dtype', settings.compute.dtype, ('float32', 'bfloat16'))
+  _at_least('checkpoint.every', settings.checkpoint.every, 1)
+  _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
+  _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
+  _check_train(settings.train)
+  _check_init(settings.init, settings.model)
+  _check_teacher(settings)
+
+
+def _check_train(train: TrainConfig) -> None:
+  for name in ('batch_size', 'microbatches', 'log_every'):
+    _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+    _at_least(f'train.{name}', getattr(train, name), 1)
+  if train.batch_size % train.microbatches:
+    raise errors.UserError(
+      f'config.train.batch_size ({train.batch_size}) does not divide into'
+      f' config.train.microbatches ({train.microbatches}); change one of'
+      ' them.'
+    )
+  if train.cross_attention_warmup >= train.steps:
+    raise errors.UserError(
+      f'config.train.cross_attention_warmup ({train.cross_attention_warmup})'
+      f' leaves none of the {train.steps} steps to the other parameters;'
+      ' lower it or raise config.train.steps.'
+    )
+
+
+def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
   _one_of(
     'init.mode', init.mode, ('random', 'checkpoint', 'adapt', 'embeddings')
   )
@@ -310,19 +338,6 @@ def _check(settings: Settings) -> None:
     'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
   )
   _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
-  for name in ('batch_size', 'microbatches', 'log_every'):
-    _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
-    _at_least(f'train.{name}', getattr(train, name), 1)
-  _at_least('checkpoint.every', settings.checkpoint.every, 1)
-  _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
-  _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'config.train.batch_size ({train.batch_size}) does not divide into'
-      f' config.train.microbatches ({train.microbatches}); change one of'
-      ' them.'
-    )
   if init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
@@ -338,36 +353,31 @@ def _check(settings: Settings) -> None:
         f'config.init.{name} is {getattr(init, name)!r}, which init.mode'
         f' {init.mode!r} does not read; empty it, or set config.init.mode.'
       )
-  if settings.teacher and not settings.loss.distillation:
-    raise errors.UserError(
-      f'config.teacher.checkpoint is {settings.teacher!r} but'
-      ' config.loss.distillation is 0, so that nothing is learnt from it;'
-      ' empty the one or raise the other.'
-    )
-  if train.cross_attention_warmup >= train.steps:
-    raise errors.UserError(
-      f'config.train.cross_attention_warmup ({train.cross_attention_warmup})'
-      f' leaves none of the {train.steps} steps to the other parameters;'
-      ' lower it or raise config.train.steps.'
-    )
   adapting = init.mode in ('adapt', 'embeddings')
-  is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   if adapting and not is_pair:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.model.kind is'
       ' decoder_only; adaptation makes an encoder_decoder.'
     )
-  if settings.loss.distillation > 0 and not settings.teacher:
+
+
+def _check_teacher(settings: Settings) -> None:
+  share, objective = settings.loss.distillation, settings.data.train.objective
+  if settings.teacher and not share:
     raise errors.UserError(
-      f'config.loss.distillation is {settings.loss.distillation} but'
+      f'config.teacher.checkpoint is {settings.teacher!r} but'
+      ' config.loss.distillation is 0, so that nothing is learnt from it;'
+      ' empty the one or raise the other.'
+    )
+  if share > 0 and not settings.teacher:
+    raise errors.UserError(
+      f'config.loss.distillation is {share} but'
       ' config.teacher.checkpoint is empty; give the work directory of a'
       ' decoder-only run, or set the distillation to 0.'
     )
-  if settings.loss.distillation > 0 and not (
-    settings.data.train.objective.startswith('prefix_lm')
-  ):
+  if share > 0 and not objective.startswith('prefix_lm'):
     raise errors.UserError(
-      f'config.loss.distillation is {settings.loss.distillation} with'
-      f' config.data.objective {settings.data.train.objective!r}; a teacher'
-      ' predicts the targets of prefix_lm only.'
+      f'config.loss.distillation is {share} with config.data.objective'
+      f' {objective!r}; a teacher predicts the targets of prefix_lm only.'
     )

@@ -1,7 +1,8 @@
 """Makes vocabulary and records from text, ahead of training.
 
     python -m encdec_adapt.materialize --config=configs/quickstart.py \
-      --workdir=runs/quickstart [--only=train] [--config.data.workers=4]
+      --workdir=runs/quickstart [--passes=3] [--only=train] \
+      [--config.data.workers=4]
 
 A record set (`data/records.py`) is made shard by shard. A shard holds the
 documents whose index is its own modulo the number of shards, and everything
@@ -26,10 +27,10 @@ import numpy as np
 
 from encdec_adapt.data import (
   batch,
+  mixtures,
   packing,
   randomness,
   records,
-  sources,
   vocabularies,
   workers,
 )
@@ -88,18 +89,15 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
 
   spec = job.spec
   vocabulary = vocabularies.Vocabulary(job.vocabulary)
-  task = tasks.make_task(
-    open_source(spec),
-    spec.split,
+  mixture = tasks.make_mixture(
+    open_parts(spec),
+    draw_of(spec, job.pass_index),
     vocabulary,
     objectives.make_objective(
       spec.objective, spec.lengths, vocabulary, sentinel_policy=spec.sentinels
     ),
-    seed=spec.seed,
-    pass_index=job.pass_index,
-    eval_fraction=spec.eval_fraction,
   )
-  for example in tasks.examples(task, job.shard, spec.shards):
+  for example in tasks.examples(mixture, job.shard, spec.shards):
     yield Example(example.pair, example.shared_spans)
 
 
@@ -170,40 +168,25 @@ def keep_rows(
 # -- Record sets -------------------------------------------------------------
 
 
-def open_source(spec: records.RecordSpec) -> sources.Source:
-  """The source that a spec names."""
-  return sources.open_source(
+def open_parts(spec: records.RecordSpec) -> list[mixtures.Part]:
+  """The sources that a spec names."""
+  return mixtures.open_parts(
     spec.source,
     max_documents=spec.max_documents,
     max_bytes=spec.max_bytes,
   )
 
 
-def materialize(
-  spec: records.RecordSpec,
-  folder: str | os.PathLike,
-  vocabulary: str | os.PathLike,
-  *,
-  workers: int = 1,
-  say: Callable[[str], None] = say_line,
-  read: Callable[[ShardJob], Iterable[Example]] = read_examples,
-) -> dict[str, Any]:
-  """Makes one record set; see `materialize_sets`.
-
-  Returns:
-    Its manifest.
-  """
-  (manifest,) = materialize_sets(
-    [(spec, folder)], vocabulary, count=workers, say=say, read=read
-  )
-  return manifest
+def draw_of(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
+  """Which of their documents a pass draws."""
+  return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
 
 
 def materialize_sets(
   sets: Sequence[tuple[records.RecordSpec, str | os.PathLike]],
   vocabulary: str | os.PathLike,
   *,
-  count: int = 1,
+  workers: int = 1,
   say: Callable[[str], None] = say_line,
   read: Callable[[ShardJob], Iterable[Example]] = read_examples,
 ) -> list[dict[str, Any]]:
@@ -213,7 +196,7 @@ def materialize_sets(
     sets: specs and folders. Fingerprints in a spec are filled in, or, where
       they are given, have to be right.
     vocabulary: path of the SentencePiece model.
-    count: worker processes; 1 works in this process.
+    workers: processes; 1 works in this one.
     say: takes lines of progress.
     read: gives a shard's examples; importable by name.
 
@@ -224,8 +207,8 @@ def materialize_sets(
     UserError: the source is missing or gives no rows, a folder has records
       of another spec, or is being written by another job.
   """
-  if count < 1:
-    raise errors.UserError(f'data: workers={count} must be at least 1')
+  if workers < 1:
+    raise errors.UserError(f'data: workers={workers} must be at least 1')
   sets = [
     (fill_in(spec, vocabulary), pathlib.Path(folder)) for spec, folder in sets
   ]
@@ -253,7 +236,7 @@ def materialize_sets(
                 read,
               )
             )
-    for job, entry in _make_shards(jobs, len(entries), count, say):
+    for job, entry in _make_shards(jobs, len(entries), workers, say):
       key = pathlib.Path(job.folder), job.pass_index, job.shard
       entries[key] = entry
     return [_finish(spec, folder, entries, say) for spec, folder in sets]
@@ -268,7 +251,7 @@ def fill_in(
     UserError: it has others already.
   """
   found = {
-    'source_fingerprint': open_source(spec).fingerprint(),
+    'source_fingerprint': mixtures.fingerprint(open_parts(spec)),
     'vocabulary': vocabularies.Vocabulary(vocabulary).fingerprint,
   }
   for field, value in found.items():
@@ -429,11 +412,7 @@ def train_vocabulary_if_missing(
   if not path.exists() and data.train_vocabulary:
     say(f'vocabulary: training {path} with {size:,} pieces')
     spec = data.train
-    documents = open_source(spec).documents(
-      lambda _, name: sources.in_split(
-        name, 'train', spec.eval_fraction, spec.seed
-      )
-    )
+    documents = mixtures.documents_in_turn(open_parts(spec), draw_of(spec, 0))
     vocabularies.train_vocabulary(
       (document.text for document in documents), path, size
     )
@@ -464,7 +443,7 @@ def run(
   if only != 'all':
     sets = {part: value for part, value in sets.items() if part == only}
   materialize_sets(
-    list(sets.values()), data.vocabulary, count=data.workers, say=say
+    list(sets.values()), data.vocabulary, workers=data.workers, say=say
   )
 
 
@@ -477,6 +456,19 @@ def define_flags(values: flags.FlagValues) -> None:
     **define,
   )  # fmt: skip
   flags.DEFINE_enum('only', 'all', PARTS, 'What to make.', **define)
+  define_passes(values)
+
+
+def define_passes(values: flags.FlagValues) -> None:
+  """Defines --passes, short for --config.data.passes."""
+  text = 'Draws of the text: sets config.data.passes.'
+  flags.DEFINE_integer('passes', None, text, flag_values=values)
+
+
+def set_passes(values: flags.FlagValues) -> None:
+  """Writes --passes, where given, into the configuration."""
+  if values.passes is not None:
+    values.config.data.passes = values.passes
 
 
 def main(values: flags.FlagValues) -> int:
@@ -484,6 +476,7 @@ def main(values: flags.FlagValues) -> int:
   from encdec_adapt import config as config_lib  # It imports much else.
 
   command.require(values, 'config')
+  set_passes(values)
   if not values.config.data.folder:
     command.require(values, 'workdir')
   data = config_lib.load(values.config, values.workdir).data

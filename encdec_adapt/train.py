@@ -6,7 +6,6 @@
 A job that ended early continues when the same command is given again.
 """
 
-import contextlib
 import json
 import pathlib
 import time
@@ -17,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, materialize
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -60,20 +59,23 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+  materialize.define_passes(values)
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'config')
+  materialize.set_passes(values)
   if values.print_config:
     print(values.config)
     return 0
-  distributed.initialize(values.coordinator, values.processes, values.process)
-  if values.dry_run:
-    print(job.describe(config_lib.load(values.config, values.workdir or '')))
-    return 0
-  command.require(values, 'workdir')
-  return run(values.config, values.workdir)
+  with distributed.failing_as_one():
+    distributed.initialize(values.coordinator, values.processes, values.process)
+    if values.dry_run:
+      print(job.describe(config_lib.load(values.config, values.workdir or '')))
+      return 0
+    command.require(values, 'workdir')
+    return run(values.config, values.workdir)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> int:
@@ -243,9 +245,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   step = start or 0
   train_step, active, waiting = None, None, None
   status = 0
-  # Several processes agree on a step through JAX's own handler.
-  alone = jax.process_count() == 1
-  with preemption.StopSignal() if alone else contextlib.nullcontext() as stop:
+  with preemption.StopSignal() as stop:
     if start is None:
       evaluate(0)
     while step < train.steps:
@@ -279,15 +279,13 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       if rows is None:
         say(
           f'the records end after {cost.rows:,} rows, at step {step} of'
-          f' {train.steps}: the last pass is over (config.data.passes,'
+          f' {train.steps}: the last pass is over (--passes,'
           ' config.data.repeat)'
         )
         break
       step += 1
       waiting = (step, values, rows, batches.position)
-      stopping = (
-        stop.requested() if alone else checkpoints.reached_preemption(step)
-      )
+      stopping = stop.reached(step)
       last = step == train.steps
       due = step % settings.checkpoint.every == 0 or last or stopping
       look = step % train.eval_every == 0 or last
@@ -312,6 +310,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     evaluate(step)  # The records ended early, between evaluations.
   if status == 0 and saved_at != step:
     save(step)
+  checkpoints.wait()  # Nobody leaves before process 0 has sealed the last.
   checkpoints.close()
   batches.close()
   if lead:

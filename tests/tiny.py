@@ -6,12 +6,16 @@ TensorFlow nor the ten seconds that importing it takes.
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
+from flax import traverse_util
+import jax
 import numpy as np
 
 from encdec_adapt.data import batch, loader, records, vocabularies
+from encdec_adapt.training import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
@@ -136,6 +140,26 @@ def target_tokens(folder: pathlib.Path, rows: int | None = None) -> int:
   )
 
 
+def assert_same_params(workdir: pathlib.Path, reference: pathlib.Path) -> None:
+  """The newest checkpoints of two runs hold the same parameters, to the bit."""
+  found, wanted = _params(workdir), _params(reference)
+  assert found.keys() == wanted.keys()
+  for path, value in wanted.items():
+    np.testing.assert_array_equal(found[path], value, path)
+
+
+def _params(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+  found = checkpoint.open_latest(workdir)
+  abstract = {
+    tuple(path.split('/')): jax.ShapeDtypeStruct(*info)
+    for path, info in found.stored_leaves().items()
+    if path.startswith('params/')
+  }
+  state = found.restore(traverse_util.unflatten_dict(abstract), partial=True)
+  flat = traverse_util.flatten_dict(state, sep='/')
+  return {path: np.asarray(value) for path, value in flat.items()}
+
+
 def environment(devices: int = 1) -> dict[str, str]:
   """What a command started by a test runs under."""
   return {
@@ -162,6 +186,48 @@ def start(
       stdout=output,
       stderr=subprocess.STDOUT,
     )
+
+
+def free_port() -> int:
+  """A port that nobody listens on."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return probe.getsockname()[1]
+
+
+def start_several(
+  count: int, module: str, *arguments: str, devices: int = 1, logs: pathlib.Path
+) -> list[subprocess.Popen]:
+  """Starts a command as a job of several processes.
+
+  Process i writes to `process_<i>.log` in the folder `logs`.
+  """
+  logs.mkdir(parents=True, exist_ok=True)
+  coordinator = f'127.0.0.1:{free_port()}'
+  return [
+    start(
+      module,
+      *arguments,
+      f'--coordinator={coordinator}',
+      f'--processes={count}',
+      f'--process={index}',
+      devices=devices,
+      log=logs / f'process_{index}.log',
+    )
+    for index in range(count)
+  ]
+
+
+def wait_all(
+  processes: list[subprocess.Popen], timeout: float = 300
+) -> list[int]:
+  """Statuses of processes that end by themselves; none is left running."""
+  try:
+    return [process.wait(timeout) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
 
 
 def run(

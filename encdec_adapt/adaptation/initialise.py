@@ -79,10 +79,8 @@ def initialise(
   def fill(flat, rng):
     return _fill(target, coverage, configs, flat, rng)
 
-  if any(
-    isinstance(leaf, jax.ShapeDtypeStruct)
-    for leaf in jax.tree.leaves((flat, rng))
-  ):
+  leaves = jax.tree.leaves((flat, rng))
+  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
     return jax.eval_shape(fill, flat, rng), coverage
   return fill(flat, rng), coverage
 

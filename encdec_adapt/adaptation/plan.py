@@ -6,6 +6,7 @@ import fnmatch
 from typing import Literal
 
 from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.models import block
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.runtime import errors
@@ -13,13 +14,6 @@ from encdec_adapt.runtime import errors
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
-# Where the parts of a decoder's cross-attention block come from, when they
-# are copied from its self-attention block.
-_CROSS = {
-  'pre_cross_norm': 'pre_attention_norm',
-  'cross_attention': 'attention',
-  'post_cross_norm': 'post_attention_norm',
-}
 # Stored norm scales w stand for a gain 1 + w.
 _GAINS = {'one': 0.0, 'zero': -1.0}
 
@@ -63,27 +57,24 @@ def make_plan(
   }
   for stack, (name, source) in of_stack.items():
     _check_layers(stack, target.stacks[stack], name, source)
-  filled = {name: coverage_lib.Fill('fresh') for name in redrawn}
+  filled = {}
   for name, leaf in targets.items():
     source, stack = of_stack[name.split('/')[0]]
+    fill = coverage_lib.Fill('fresh')
     if name not in redrawn:
       fill = _fill_of(name, source, sources[source], copies, post_norm_gain)
-      if fill is not None:
-        found = sources[source].get(fill.leaf)
-        filled[name] = _fitted(name, leaf, target, fill, found, stack)
+    if fill is not None:
+      found = sources[source].get(fill.leaf)
+      filled[name] = _fitted(name, leaf, target, fill, found, stack)
   account = coverage_lib.Coverage(
     target=_shapes(targets),
-    filled={name: filled[name] for name in targets if name in filled},
+    filled=filled,
     sources={source: _shapes(names) for source, names in sources.items()},
     unused={
       source: _unused(source, names, filled, target)
       for source, names in sources.items()
     },
-    changes=tuple(
-      change
-      for stack, (name, source) in of_stack.items()
-      for change in _changes(stack, target.stacks[stack], name, source)
-    ),
+    changes=_changes(target, of_stack),
   )
   account.check()
   return account
@@ -148,7 +139,7 @@ def _fill_of(
   """The rule of one target leaf, None where no rule speaks of it."""
   parts = name.split('/')
   note = ''
-  cross = [part for part in parts if part in _CROSS]
+  cross = [part for part in parts if part in block.CROSS]
   if cross and not copies_cross:
     if cross[0] == 'cross_attention':
       return coverage_lib.Fill('fresh')
@@ -156,7 +147,8 @@ def _fill_of(
       return coverage_lib.Fill(
         'constant', value=_GAINS[post_norm_gain], note=f'gain {post_norm_gain}'
       )
-  leaf = '/'.join(['decoder', *(_CROSS.get(part, part) for part in parts[1:])])
+  own = [block.CROSS.get(part, part) for part in parts[1:]]
+  leaf = '/'.join(['decoder', *own])
   if leaf == 'decoder/head/table' and leaf not in leaves:
     leaf, note = 'decoder/embedder/table', 'the source ties its head to it'
   if leaf not in leaves:
@@ -268,18 +260,16 @@ def _unused(
 
 
 def _changes(
-  stack: str,
-  target: config_lib.StackConfig,
-  name: str,
-  source: config_lib.StackConfig,
-) -> list[str]:
+  target: config_lib.EncoderDecoderConfig,
+  of_stack: Mapping[str, tuple[str, config_lib.StackConfig]],
+) -> tuple[str, ...]:
   """Settings that differ though the weights are the source's."""
-  return [
-    f'{stack}.{field.name} is {getattr(target, field.name)!r}, in {name}'
-    f' {getattr(source, field.name)!r}'
-    for field in dataclasses.fields(target)
-    if getattr(target, field.name) != getattr(source, field.name)
-  ]
+  return tuple(
+    f'{stack}.{field} is {ours!r}, in {name} {theirs!r}'
+    for stack, (name, source) in of_stack.items()
+    for field, ours in vars(target.stacks[stack]).items()
+    if ours != (theirs := getattr(source, field))
+  )
 
 
 def _is_table(name: str) -> bool:

@@ -37,7 +37,6 @@ class Order:
     starts: Sequence[int],
     *,
     seed: int = 0,
-    shuffle: bool = True,
     repeat: bool = False,
   ):
     """Defines the order.
@@ -45,12 +44,10 @@ class Order:
     Args:
       starts: first row of each pass, and the number of rows at the end.
       seed: of the permutations.
-      shuffle: permute the rows of each pass; False keeps their order.
       repeat: start over after the last pass, in another order.
     """
     self._starts = list(starts)
     self._seed = seed
-    self._shuffle = shuffle
     self._rows = self._starts[-1]
     self.total = None if repeat else self._rows
 
@@ -59,8 +56,6 @@ class Order:
     if self.total is not None and position >= self.total:
       return FILLER
     epoch, position = divmod(position, self._rows)
-    if not self._shuffle:
-      return position
     which = bisect.bisect_right(self._starts, position) - 1
     start, stop = self._starts[which : which + 2]
     key = permutation_seed(self._seed, epoch, which)
@@ -98,7 +93,6 @@ class Loader:
     *,
     position: int = 0,
     seed: int = 0,
-    shuffle: bool = True,
     repeat: bool = False,
     teacher: bool = False,
     host_index: int = 0,
@@ -113,7 +107,6 @@ class Loader:
       batch_size: rows of the global batch.
       position: rows consumed before.
       seed: of the order of rows.
-      shuffle: see `Order`.
       repeat: see `Order`; without it the stream ends after the last pass.
       teacher: also make the teacher's fields.
       host_index: this host, 0 to host_count - 1.
@@ -126,7 +119,7 @@ class Loader:
     """
     local = _local_rows(batch_size, host_index, host_count)
     _check_lengths(record_set, lengths)
-    order = Order(record_set.starts, seed=seed, shuffle=shuffle, repeat=repeat)
+    order = Order(record_set.starts, seed=seed, repeat=repeat)
     self.total = order.total
     if self.total is not None and not 0 <= position <= self.total:
       raise errors.UserError(

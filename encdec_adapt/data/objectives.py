@@ -16,17 +16,20 @@ random partitions of noise and of the rest, alternating, noise last); so the S
 denoiser, with its one span, hides exactly the last quarter. The papers say
 neither what mixture rates nor what sentinels Google used for T5Gemma.
 
-A document is cut into windows that fit whatever is drawn, with the framing of
-`data/batch.py` (m + 1 encoder and n decoder positions). Targets end in EOS
-where, and only where, the document ends.
+A document is cut into windows that fit a row, with the framing of
+`data/batch.py` (m + 1 encoder and n decoder positions). UL2's denoiser is
+drawn before its window is cut, which is then as long as this denoiser allows,
+like T5's windows of a fixed length after corruption; `UL2` says where it is
+shorter. Targets end in EOS where, and only where, the document ends.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -44,157 +47,6 @@ class SpecialIds(Protocol):
   eos: int
   sentinels: Sequence[int]
   mode_ids: Mapping[str, int]
-
-
-class Objective(abc.ABC):
-  """Cuts documents into windows and makes a pair of each.
-
-  Attributes:
-    name: as in the module's table.
-    lengths: row lengths that every pair fits.
-    largest: size in tokens of the largest window.
-    draws: whether anything is random.
-  """
-
-  name: str
-  draws = False
-
-  def __init__(self, lengths: batch.Lengths, eos: int):
-    self.lengths = lengths
-    self._eos = np.array([eos], np.int32)
-    self._check_lengths()
-    self.largest = self._capacity(False)
-    self._largest_at_end = self._capacity(True)
-    if self._largest_at_end < 1:
-      raise errors.UserError(
-        f'objective {self.name!r}: no window fits encoder length'
-        f' {lengths.encoder} and decoder length {lengths.decoder}; make them'
-        ' longer'
-      )
-
-  def _check_lengths(self) -> None:
-    if self.lengths.encoder < 1:
-      raise errors.UserError(
-        f'objective {self.name!r} has inputs, but the encoder length is'
-        f' {self.lengths.encoder}; give one, or use causal_lm'
-      )
-
-  @abc.abstractmethod
-  def sizes(self, window: int) -> tuple[int, int]:
-    """Most tokens of inputs and of targets (no EOS) for a window's size."""
-
-  def _capacity(self, ends_document: bool) -> int:
-    """The largest window that fits whatever is drawn."""
-
-    # `sizes` does not decrease with the window, so bisection finds it.
-    def exceeds(window: int) -> bool:
-      inputs, targets = self.sizes(window)
-      encoder = inputs + 1 if self.lengths.encoder else 0
-      return (
-        encoder > self.lengths.encoder
-        or targets + ends_document > self.lengths.decoder
-      )
-
-    most = 2 * (self.lengths.encoder + self.lengths.decoder) + 1
-    return bisect.bisect_left(range(1, most), True, key=exceeds)
-
-  def segments(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
-    """Cuts a document into windows, all of it, in order.
-
-    Args:
-      tokens: int32 [n], n > 0.
-
-    Yields:
-      A window of at least one token, and whether the document ends there.
-    """
-    left = tokens
-    while len(left) > self._largest_at_end:
-      # EOS needs room in the last window, so something is left for it.
-      size = min(self.largest, len(left) - 1)
-      yield left[:size], False
-      left = left[size:]
-    yield left, True
-
-  @abc.abstractmethod
-  def split(
-    self, window: np.ndarray, rng: np.random.Generator | None
-  ) -> batch.Pair:
-    """Inputs and targets of a window, without EOS."""
-
-  def __call__(
-    self,
-    window: np.ndarray,
-    ends_document: bool,
-    rng: np.random.Generator | None,
-  ) -> batch.Pair:
-    """Makes the pair of a window.
-
-    Args:
-      window: int32 [w], as `segments` gives it.
-      ends_document: whether the targets get an EOS.
-      rng: the window's own generator; all that is drawn comes from it. None
-        will do for an objective that draws nothing.
-
-    Returns:
-      Inputs and targets, int32, that fit the lengths.
-    """
-    inputs, targets = self.split(window, rng)
-    if ends_document:
-      targets = np.concatenate([targets, self._eos])
-    return batch.Pair(inputs, targets)
-
-  def span_counts(self, pair: batch.Pair) -> tuple[int, int]:
-    """Spans of a pair, and how many of them share an id with another."""
-    del pair
-    return 0, 0
-
-
-class CausalLM(Objective):
-  """All of the window is predicted."""
-
-  name = 'causal_lm'
-
-  def _check_lengths(self):
-    if self.lengths.encoder:
-      raise errors.UserError(
-        f'objective {self.name!r} has no inputs, but the encoder length is'
-        f' {self.lengths.encoder}; it has to be 0'
-      )
-
-  def sizes(self, window):
-    return 0, window
-
-  def split(self, window, rng):
-    return batch.Pair(np.zeros(0, np.int32), window)
-
-
-class PrefixLM(Objective):
-  """The second half is predicted from the first, the shorter one if odd."""
-
-  name = 'prefix_lm'
-
-  def sizes(self, window):
-    return window // 2, window - window // 2
-
-  def split(self, window, rng):
-    middle = len(window) // 2
-    return batch.Pair(window[:middle], window[middle:])
-
-
-class UniformPrefixLM(Objective):
-  """What follows a uniformly drawn split is predicted."""
-
-  name = 'prefix_lm_uniform'
-  draws = True
-
-  def sizes(self, window):
-    # An input is at most window - 1 tokens. One less than would fit, so that
-    # two windows with complementary splits fill a row, the second BOS too.
-    return window, max(window - 1, 1)
-
-  def split(self, window, rng):
-    middle = int(rng.integers(1, len(window))) if len(window) > 1 else 0
-    return batch.Pair(window[:middle], window[middle:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +71,191 @@ class Denoiser:
     spans = max(round(noise / self.mean), 1)
     return noise, min(spans, noise, max(length - noise, 1))
 
+  def sizes(self, window: int) -> tuple[int, int]:
+    """Tokens of inputs, with the mode token, and of targets."""
+    noise, spans = self.counts(window)
+    return 1 + window - noise + spans, noise + spans
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is decided of a window before it is cut.
+
+  Attributes:
+    inside: most tokens of a window that its document goes on after.
+    last: most tokens of a document's last window, whose targets get EOS.
+    denoiser: of UL2; None for other objectives.
+  """
+
+  inside: int
+  last: int
+  denoiser: Denoiser | None = None
+
+
+class Objective(abc.ABC):
+  """Cuts documents into windows and makes a pair of each.
+
+  Attributes:
+    name: as in the module's table.
+    lengths: row lengths that every pair fits.
+    plans: what may be planned for a window.
+    draws: whether anything is random.
+  """
+
+  name: str
+  draws = False
+  plans: Sequence[Plan]
+
+  def __init__(self, lengths: batch.Lengths, eos: int):
+    self.lengths = lengths
+    self._eos = np.array([eos], np.int32)
+    self._check_lengths()
+    self.plans = self._make_plans()
+    if any(plan.last < 1 for plan in self.plans):
+      raise errors.UserError(
+        f'objective {self.name!r}: no window fits encoder length'
+        f' {lengths.encoder} and decoder length {lengths.decoder}; make them'
+        ' longer'
+      )
+
+  def _check_lengths(self) -> None:
+    if self.lengths.encoder < 1:
+      raise errors.UserError(
+        f'objective {self.name!r} has inputs, but the encoder length is'
+        f' {self.lengths.encoder}; give one, or use causal_lm'
+      )
+
+  @abc.abstractmethod
+  def _make_plans(self) -> Sequence[Plan]:
+    """What `plans` is."""
+
+  def _longest(
+    self,
+    sizes: Callable[[int], tuple[int, int]],
+    denoiser: Denoiser | None = None,
+  ) -> Plan:
+    """The plan of the longest windows that fit a row.
+
+    Args:
+      sizes: most tokens of inputs and of targets (no EOS) for a window's
+        size; neither decreases with the window, so bisection finds it.
+      denoiser: of the plan.
+    """
+
+    def capacity(ends_document: bool) -> int:
+      def exceeds(window: int) -> bool:
+        inputs, targets = sizes(window)
+        encoder = inputs + 1 if self.lengths.encoder else 0
+        return (
+          encoder > self.lengths.encoder
+          or targets + ends_document > self.lengths.decoder
+        )
+
+      most = 2 * (self.lengths.encoder + self.lengths.decoder) + 1
+      return bisect.bisect_left(range(1, most), True, key=exceeds)
+
+    return Plan(capacity(False), capacity(True), denoiser)
+
+  @property
+  def largest(self) -> int:
+    """Size in tokens of the largest window."""
+    return max(plan.inside for plan in self.plans)
+
+  def draw_plan(self, rng: np.random.Generator | None) -> Plan:
+    """Decides on the next window of a document."""
+    del rng
+    (plan,) = self.plans
+    return plan
+
+  def pairs(
+    self,
+    tokens: np.ndarray,
+    generator: Callable[[int], np.random.Generator],
+  ) -> Iterator[batch.Pair]:
+    """Cuts a document into windows, all of it, in order, and pairs each.
+
+    Args:
+      tokens: int32 [n], n > 0.
+      generator: gives the generator of the document's i-th window, of which
+        all is drawn that concerns it; not called if nothing is.
+
+    Yields:
+      Inputs and targets, int32, that fit the lengths; the last targets end
+      in EOS.
+    """
+    left = tokens
+    for i in itertools.count():
+      rng = generator(i) if self.draws else None
+      plan = self.draw_plan(rng)
+      ends = len(left) <= plan.last
+      # EOS needs room in the last window, so something is left for it.
+      size = len(left) if ends else min(plan.inside, len(left) - 1)
+      inputs, targets = self.split(left[:size], plan, rng)
+      if ends:
+        yield batch.Pair(inputs, np.concatenate([targets, self._eos]))
+        return
+      yield batch.Pair(inputs, targets)
+      left = left[size:]
+
+  @abc.abstractmethod
+  def split(
+    self, window: np.ndarray, plan: Plan, rng: np.random.Generator | None
+  ) -> batch.Pair:
+    """Inputs and targets of a window [w] as planned, without EOS."""
+
+  def span_counts(self, pair: batch.Pair) -> tuple[int, int]:
+    """Spans of a pair, and how many of them share an id with another."""
+    del pair
+    return 0, 0
+
+
+class CausalLM(Objective):
+  """All of the window is predicted."""
+
+  name = 'causal_lm'
+
+  def _check_lengths(self):
+    if self.lengths.encoder:
+      raise errors.UserError(
+        f'objective {self.name!r} has no inputs, but the encoder length is'
+        f' {self.lengths.encoder}; it has to be 0'
+      )
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (0, window)),)
+
+  def split(self, window, plan, rng):
+    return batch.Pair(np.zeros(0, np.int32), window)
+
+
+class PrefixLM(Objective):
+  """The second half is predicted from the first, the shorter one if odd."""
+
+  name = 'prefix_lm'
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (window // 2, window - window // 2)),)
+
+  def split(self, window, plan, rng):
+    middle = len(window) // 2
+    return batch.Pair(window[:middle], window[middle:])
+
+
+class UniformPrefixLM(Objective):
+  """What follows a uniformly drawn split is predicted."""
+
+  name = 'prefix_lm_uniform'
+  draws = True
+
+  def _make_plans(self):
+    # An input is at most window - 1 tokens. One less than would fit, so that
+    # two windows with complementary splits fill a row, the second BOS too.
+    return (self._longest(lambda window: (window, max(window - 1, 1))),)
+
+  def split(self, window, plan, rng):
+    middle = int(rng.integers(1, len(window))) if len(window) > 1 else 0
+    return batch.Pair(window[:middle], window[middle:])
+
 
 # (mu, r) of the paper; S is (L/4, 0.25) with one span.
 UL2_DENOISERS = (
@@ -232,8 +269,21 @@ UL2_DENOISERS = (
 )
 
 
+# Where windows are shortened: to a share drawn uniformly from these.
+_SHARES = (0.25, 0.75)
+_FULL = 0.97  # What counts as a full side of a row.
+
+
 class UL2(Objective):
-  """A mixture of denoisers, one drawn uniformly per window."""
+  """A mixture of denoisers, one drawn uniformly per window.
+
+  A window is as long as its denoiser allows, where each one's then fills the
+  same side of a row by itself: the encoder's, if both are equally long. With
+  other lengths some denoisers fill the inputs and some the targets, and no
+  two such windows could share a row, each with one side half empty. There
+  the window is a share of that length, drawn from `_SHARES`, so that
+  windows of every size fill each other's gaps.
+  """
 
   name = 'ul2'
   draws = True
@@ -241,8 +291,6 @@ class UL2(Objective):
   def __init__(
     self, lengths: batch.Lengths, vocabulary: SpecialIds, policy: str
   ):
-    self.denoisers = UL2_DENOISERS
-    self.policy = policy
     self._sentinels = np.array(vocabulary.sentinels, np.int32)
     self._modes = {
       mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
@@ -260,29 +308,47 @@ class UL2(Objective):
     self._is_sentinel = np.zeros(self._sentinels.max() + 1, bool)
     self._is_sentinel[self._sentinels] = True
     super().__init__(lengths, vocabulary.eos)
-    spans = max(denoiser.counts(self.largest)[1] for denoiser in self.denoisers)
-    if policy == 'unique' and spans > len(self._sentinels):
+    self._shortened = not self._fills_one_side()
+    if policy == 'unique':
+      self._check_sentinels(vocabulary)
+
+  def _make_plans(self):
+    return tuple(
+      self._longest(denoiser.sizes, denoiser) for denoiser in UL2_DENOISERS
+    )
+
+  def _fills_one_side(self) -> bool:
+    """Whether the longest windows of all denoisers fill the same side."""
+    sizes = np.array([plan.denoiser.sizes(plan.inside) for plan in self.plans])
+    used = (sizes + [1, 0]) / [self.lengths.encoder, self.lengths.decoder]
+    return bool((used >= _FULL).all(axis=0).any())
+
+  def _check_sentinels(self, vocabulary: SpecialIds) -> None:
+    share = _SHARES[1] if self._shortened else 1.0
+    spans, window = max(
+      (plan.denoiser.counts(int(share * plan.inside))[1], plan.inside)
+      for plan in self.plans
+    )
+    if spans > len(self._sentinels):
       raise errors.UserError(
-        f'objective {self.name!r}: a window of {self.largest} tokens has up to'
-        f' {spans} spans and the vocabulary {vocabulary.path!r} only'
+        f'objective {self.name!r}: a window of {int(share * window)} tokens'
+        f' has up to {spans} spans and the vocabulary {vocabulary.path!r} only'
         f' {len(self._sentinels)} sentinels. Make the lengths shorter (they'
-        f' are {lengths.encoder} and {lengths.decoder}), set the sentinel'
-        ' policy to "recycle", which uses the ids again in order, or use a'
-        ' vocabulary with more <unused> pieces'
+        f' are {self.lengths.encoder} and {self.lengths.decoder}), set the'
+        ' sentinel policy to "recycle", which uses the ids again in order, or'
+        ' use a vocabulary with more <unused> pieces'
       )
 
-  def sizes(self, window):
-    inputs = targets = 0
-    for denoiser in self.denoisers:
-      noise, spans = denoiser.counts(window)
-      # One more input for the mode token.
-      inputs = max(inputs, 1 + window - noise + spans)
-      targets = max(targets, noise + spans)
-    return inputs, targets
+  def draw_plan(self, rng):
+    plan = self.plans[int(rng.integers(len(self.plans)))]
+    if not self._shortened:
+      return plan
+    share = rng.uniform(*_SHARES)
+    inside, last = (max(int(share * n), 1) for n in (plan.inside, plan.last))
+    return dataclasses.replace(plan, inside=inside, last=last)
 
-  def split(self, window, rng):
-    denoiser = self.denoisers[int(rng.integers(len(self.denoisers)))]
-    noise, spans = denoiser.counts(len(window))
+  def split(self, window, plan, rng):
+    noise, spans = plan.denoiser.counts(len(window))
     sentinels = self._sentinels[np.arange(spans) % len(self._sentinels)]
     pair = corrupt_spans(
       window,
@@ -290,7 +356,7 @@ class UL2(Objective):
       partition(noise, spans, rng),
       sentinels,
     )
-    inputs = np.concatenate([self._modes[denoiser.mode], pair.inputs])
+    inputs = np.concatenate([self._modes[plan.denoiser.mode], pair.inputs])
     return batch.Pair(inputs, pair.targets)
 
   def span_counts(self, pair):

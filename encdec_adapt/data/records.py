@@ -34,7 +34,8 @@ from grain import sources
 from encdec_adapt.data import batch, rows
 from encdec_adapt.runtime import errors, files
 
-FORMAT = 1  # of rows, file names, packing and manifest; counts up when changed
+# Of rows, file names, windows, packing and manifest; counts up when changed.
+FORMAT = 2
 MANIFEST = 'manifest.json'
 # Fields of a spec that a config leaves empty.
 FINGERPRINTS = ('source_fingerprint', 'vocabulary')
@@ -47,7 +48,7 @@ class RecordSpec:
   """Everything the content of a record set depends on.
 
   Attributes:
-    source: a source's name as `data/sources.py` understands it.
+    source: what `data/mixtures.py` understands: names and weights of sources.
     split: 'train' or 'eval'.
     objective: an objective's name, e.g. 'prefix_lm'.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
@@ -58,8 +59,9 @@ class RecordSpec:
     pack: several pairs per row; False writes one pair per row, in order.
     sentinels: what happens when sentinel ids run out, e.g. 'recycle'.
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    max_documents: use at most so many documents of the source; 0 uses all.
-    max_bytes: use documents up to so many bytes of text; 0 uses all.
+    max_documents: use at most so many documents of each source; 0 uses all.
+    max_bytes: use documents up to so many bytes of each source's text; 0 uses
+      all.
     max_rows: keep at most so many rows per pass, spread over the documents;
       0 keeps all.
     source_fingerprint: of the text; '' in a config, which is filled in when

@@ -1,7 +1,8 @@
 """SeqIO tasks: what an example is.
 
-A task reads a source's documents of one split, encodes them, and makes pairs
-of them by an objective. Its data source has as many virtual shards as one
+A task reads a source's documents of one split and pass, encodes them, and
+makes pairs of them by an objective; a mixture takes the examples of several
+sources' tasks in turn. A task's data source has as many virtual shards as one
 asks for: shard i of n has the documents whose index is i modulo n. An
 example depends on the seed, the pass, the source and its own id alone, so
 the examples of a shard are the same whoever reads it and whenever.
@@ -21,9 +22,9 @@ import tensorflow as tf
 
 from encdec_adapt.data import (
   batch,
+  mixtures,
   objectives,
   randomness,
-  sources,
   vocabularies,
 )
 
@@ -112,33 +113,24 @@ class SeqioVocabulary(seqio.Vocabulary):
 
 
 class DocumentSource(seqio.DataSource):
-  """A source's documents of one split: 'id' and 'text', as scalars.
+  """A source's documents of one split and pass: 'id' and 'text', as scalars.
 
   Attributes:
-    source: the documents' source.
     failure: what reading raised, which TensorFlow would tell as a string.
   """
 
-  def __init__(
-    self,
-    source: sources.Source,
-    split: str,
-    eval_fraction: float,
-    seed: int,
-  ):
-    super().__init__(splits=(split,), caching_permitted=False)
-    self.source = source
+  def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
+    super().__init__(splits=(draw.split,), caching_permitted=False)
     self.failure: Exception | None = None
-    self._in_split = functools.partial(
-      sources.in_split, split=split, eval_fraction=eval_fraction, seed=seed
-    )
+    self._part = part
+    self._draw = draw
 
   @property
   def supports_arbitrary_sharding(self) -> bool:
     return True
 
   def list_shards(self, split: str) -> Sequence[str]:
-    return [self.source.name]
+    return [self._part.source.name]
 
   def get_dataset(
     self,
@@ -154,17 +146,13 @@ class DocumentSource(seqio.DataSource):
       ValueError: they are to be shuffled. Rows are, when they are read.
     """
     if shuffle:
-      raise ValueError(f'{self.source.name!r} is read in order: shuffle=False')
-    index, count = (
-      (shard_info.index, shard_info.num_shards) if (shard_info) else (0, 1)
-    )
+      name = self._part.source.name
+      raise ValueError(f'{name!r} is read in order: shuffle=False')
+    shard = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
     def read():
-      def keep(i: int, document_id: str) -> bool:
-        return i % count == index and self._in_split(document_id)
-
       try:
-        for document in self.source.documents(keep):
+        for document in self._part.documents(self._draw, *shard):
           # Bytes, as TensorFlow drops NUL from the end of a str.
           yield {
             'id': document.id.encode('utf-8'),
@@ -181,42 +169,35 @@ class DocumentSource(seqio.DataSource):
 
 
 def make_task(
-  source: sources.Source,
-  split: str,
+  part: mixtures.Part,
+  draw: mixtures.Draw,
   vocabulary: vocabularies.Vocabulary,
   objective: objectives.Objective,
-  *,
-  seed: int,
-  pass_index: int = 0,
-  eval_fraction: float = 0.0,
 ) -> seqio.Task:
-  """Makes the task of a source, a split, an objective and a pass.
+  """Makes the task of a source and an objective, for a split and a pass.
 
   It is not entered in SeqIO's registry: what it is made of says all of it.
 
   Args:
-    source: of the documents.
-    split: 'train' or 'eval'; the task has this one only.
+    part: the source, and how often its documents are drawn.
+    draw: split, seed and pass; the task has this split only.
     vocabulary: encodes the documents.
     objective: made for the lengths of the rows.
-    seed: of the split and of everything drawn.
-    pass_index: 0, 1, ..: draws anew, for the same split.
-    eval_fraction: share of the documents in 'eval'.
-
-  Raises:
-    UserError: there is no such split or the fraction is outside [0, 1].
   """
-  sources.in_split('', split, eval_fraction, seed)  # Checks the arguments.
+  source = part.source.name
   feature = seqio.Feature(SeqioVocabulary(vocabulary), add_eos=False)
-  key = functools.partial(randomness.generator, seed, pass_index, source.name)
+  key = functools.partial(
+    randomness.generator, draw.seed, draw.pass_index, source
+  )
+  # SeqIO allows no other characters; the digest keeps names apart.
+  name = re.sub(r'[^\w.:#]', '_', f'{objective.name}:{source}')
   return seqio.Task(
-    # SeqIO allows no other characters.
-    re.sub(r'[^\w.:#]', '_', f'{objective.name}:{source.name}'),
-    source=DocumentSource(source, split, eval_fraction, seed),
+    f'{name}#{randomness.digest(source):032x}',
+    source=DocumentSource(part, draw),
     preprocessors=[
       tokenise,
       functools.partial(
-        apply_objective, objective=objective, key=key, source=source.name
+        apply_objective, objective=objective, key=key, source=source
       ),
     ],
     output_features={'inputs': feature, 'targets': feature},
@@ -225,17 +206,35 @@ def make_task(
 
 
 def make_mixture(
-  name: str, tasks: Sequence[tuple[seqio.Task, float]]
+  parts: Sequence[mixtures.Part],
+  draw: mixtures.Draw,
+  vocabulary: vocabularies.Vocabulary,
+  objective: objectives.Objective,
 ) -> seqio.Mixture:
-  """Mixes tasks of one split in proportion to their rates, by examples.
+  """Mixes the tasks of sources; arguments as for `make_task`.
 
-  A shard of the mixture mixes the tasks' shards and ends where the first of
-  them ends, so that the rates hold throughout.
+  Weights say how often a document is drawn, so a shard of the mixture has all
+  examples of the tasks' shards. They come in turn: nothing is drawn here, as
+  that would depend on the position.
   """
-  sample = functools.partial(
-    tf.data.Dataset.sample_from_datasets, stop_on_empty_dataset=True
+  tasks = [make_task(part, draw, vocabulary, objective) for part in parts]
+  rates = [part.weight for part in parts]
+  return seqio.Mixture(
+    f'{objective.name}:mixture',
+    list(zip(tasks, rates, strict=True)),
+    sample_fn=_take_turns,
   )
-  return seqio.Mixture(name, list(tasks), sample_fn=sample)
+
+
+def _take_turns(
+  datasets: Sequence[tf.data.Dataset], rates: Sequence[float], seed: int
+) -> tf.data.Dataset:
+  """One example of each dataset, then the next of each; all of them."""
+  del rates, seed
+  turns = tf.data.Dataset.range(len(datasets)).repeat()
+  return tf.data.Dataset.choose_from_datasets(
+    datasets, turns, stop_on_empty_dataset=False
+  )
 
 
 def tokenise(
@@ -270,13 +269,10 @@ def apply_objective(
   """
 
   def make(document_id: bytes, tokens: np.ndarray):
-    pairs, ids, counts = [], [], []
-    for i, (window, ends) in enumerate(objective.segments(tokens)):
-      name = f'{document_id.decode("utf-8")}#{i}'
-      ids.append(name.encode('utf-8'))
-      rng = key(name) if objective.draws else None
-      pairs.append(objective(window, ends, rng))
-      counts.append(objective.span_counts(pairs[-1]))
+    document = document_id.decode('utf-8')
+    pairs = list(objective.pairs(tokens, lambda i: key(f'{document}#{i}')))
+    ids = [f'{document}#{i}'.encode() for i in range(len(pairs))]
+    counts = [objective.span_counts(pair) for pair in pairs]
     parts = []
     for side in zip(*pairs, strict=True):
       parts += [np.concatenate(side), np.array([len(row) for row in side])]
@@ -306,37 +302,28 @@ def apply_objective(
 
 
 def examples(
-  task: seqio.Task | seqio.Mixture, shard_index: int, num_shards: int
+  mixture: seqio.Mixture, shard_index: int, num_shards: int
 ) -> Iterator[Example]:
   """The examples of one virtual shard, in an order that is always the same.
 
   Args:
-    task: from `make_task` or `make_mixture`.
+    mixture: from `make_mixture`.
     shard_index: in [0, num_shards).
     num_shards: how many shards the documents are divided into.
 
   Raises:
-    UserError: the source is missing or has no text.
+    UserError: a source is missing or has no text.
   """
   # Text needs no accelerator, and TensorFlow takes all of its memory.
   if tf.config.get_visible_devices('GPU'):
     tf.config.set_visible_devices([], 'GPU')
-  tasks = [task] if isinstance(task, seqio.Task) else task.tasks
-  options = (
-    {}
-    if isinstance(task, seqio.Task)
-    else {
-      'passthrough_features': _ABOUT,
-      # Another interleaving for each shard; SeqIO's own would be the same.
-      'seed': shard_index,
-    }
-  )
-  dataset = task.get_dataset(
-    split=tasks[0].splits[0],
+  (split,) = mixture.splits
+  dataset = mixture.get_dataset(
+    split=split,
     shuffle=False,
     shard_info=seqio.ShardInfo(shard_index, num_shards),
     num_epochs=1,
-    **options,
+    passthrough_features=_ABOUT,
   )
   # One element at a time costs five times as much.
   rows = dataset.ragged_batch(_ROWS_AT_ONCE)
@@ -349,7 +336,7 @@ def examples(
         pair = batch.Pair(inputs, targets)
         yield Example(pair, name.decode(), example_id.decode(), *counts)
   except tf.errors.OpError:
-    for failure in (one.source.failure for one in tasks):
+    for failure in (task.source.failure for task in mixture.tasks):
       if failure is not None:
         raise failure from None
     raise

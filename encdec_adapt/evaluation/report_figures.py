@@ -17,6 +17,17 @@ _COLOURS = {
   'decoder_only_continued': '#888888',
 }
 _OTHER_COLOURS = ('#e69f00', '#56b4e9', '#8c6d31', '#6a51a3')
+_STYLE = {
+  'font.size': 10,
+  'axes.spines.top': False,
+  'axes.spines.right': False,
+  'axes.grid': True,
+  'grid.color': '#e6e6e6',
+  'axes.axisbelow': True,
+  'axes.titlesize': 11,
+  'axes.titlelocation': 'left',
+  'legend.frameon': False,
+}
 
 
 def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -44,18 +55,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   colours = {
     model: _COLOURS.get(model) or next(others) for model in pairs + decoders
   }
-  style = {
-    'font.size': 10,
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.grid': True,
-    'grid.color': '#e6e6e6',
-    'axes.axisbelow': True,
-    'axes.titlesize': 11,
-    'axes.titlelocation': 'left',
-    'legend.frameon': False,
-  }
-  with pyplot.rc_context(style):
+  with pyplot.rc_context(_STYLE):
     figure, (left, right) = pyplot.subplots(
       1, 2, figsize=(11, 4.4), width_ratios=(3, 2), layout='constrained'
     )

@@ -99,9 +99,13 @@ def generate_tokens(
   cache = model.init_cache(len(tokens), start.tokens.shape[1] + max_tokens - 1)
   hidden, cache = decode_step(params, **start._asdict(), cache=cache)
   hidden, position = _last(hidden, start)
-  loop = _before(start, position, cache, max_tokens, pad)
+  loop = choose(
+    _before(start, position, cache, max_tokens, pad),
+    model.logits(params, hidden)[:, 0],
+  )
 
   def advance(loop: _Loop) -> _Loop:
+    """Reads each row's newest token and chooses the next."""
     hidden, cache = decode_step(
       params,
       loop.last[:, None],
@@ -113,9 +117,7 @@ def generate_tokens(
     return choose(loop, model.logits(params, hidden)[:, 0])
 
   return jax.lax.while_loop(
-    lambda loop: (loop.step < max_tokens) & ~jnp.all(loop.done),
-    advance,
-    choose(loop, model.logits(params, hidden)[:, 0]),
+    lambda loop: (loop.step < max_tokens) & ~jnp.all(loop.done), advance, loop
   ).generated
 
 

@@ -1,5 +1,7 @@
 """One transformer layer."""
 
+from collections.abc import Mapping
+import types
 from typing import Any
 
 from flax import linen as nn
@@ -11,6 +13,16 @@ from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models.config import LayerKind, StackConfig
 from encdec_adapt.ops import partition
+
+# Parts of a block that only a decoder of an encoder-decoder has, and the part
+# of self-attention that each is the counterpart of.
+CROSS: Mapping[str, str] = types.MappingProxyType(
+  {
+    'pre_cross_norm': 'pre_attention_norm',
+    'cross_attention': 'attention',
+    'post_cross_norm': 'post_attention_norm',
+  }
+)
 
 
 @flax.struct.dataclass

@@ -77,6 +77,7 @@ class EncoderDecoder(decoder_only.Decoder):
     stack = self.config.decoder
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
+      """Keys and values of the layers whose leaves are at `prefix`."""
       if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
         return None
       block = layers_index.get_block(params['decoder'], prefix)

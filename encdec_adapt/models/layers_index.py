@@ -5,11 +5,8 @@ leaf along a leading axis under 'blocks', and a tail of layers with leaves of
 their own under 'tail'.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from encdec_adapt.models.config import LayerKind, StackConfig
 from encdec_adapt.runtime import errors
@@ -71,39 +68,3 @@ def get_block(params: Tree, prefix: str) -> Tree:
   """The subtree at a prefix that `layer_location` or `map_blocks` gave."""
   group, name = prefix.split('/')
   return params[group][name]
-
-
-def get_layer(stack: StackConfig, params: Tree, i: int) -> Tree:
-  """Parameters of layer `i`, without the leading axis.
-
-  Args:
-    stack: the stack's shape.
-    params: its parameters, or any tree with the same 'blocks' and 'tail'.
-    i: layer number, from 0.
-  """
-  prefix, index = layer_location(stack, i)
-  block = get_block(params, prefix)
-  return block if index is None else jax.tree.map(lambda x: x[index], block)
-
-
-def join_layers(stack: StackConfig, blocks: Sequence[Tree]) -> dict[str, Any]:
-  """The 'blocks' and 'tail' of a stack from one tree per layer.
-
-  Args:
-    stack: the stack's shape.
-    blocks: `stack.layers` trees of equal structure, in order.
-
-  Returns:
-    A dict with 'blocks' where the stack has repeats and 'tail' where it has
-    a tail.
-  """
-  members: dict[str, list[Tree]] = {}
-  for i, block in enumerate(blocks):
-    members.setdefault(layer_location(stack, i)[0], []).append(block)
-
-  def join(prefix: str, repeats: int | None) -> Tree:
-    if repeats is None:
-      return members[prefix][0]
-    return jax.tree.map(lambda *x: jnp.stack(x), *members[prefix])
-
-  return map_blocks(stack, join)

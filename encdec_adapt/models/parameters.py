@@ -16,8 +16,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from encdec_adapt.models import block, stack
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models import stack
 from encdec_adapt.models.config import ModelConfig, StackConfig
 
 
@@ -45,11 +45,6 @@ class StackCount:
   head: int
   cross: int
   other: int
-
-  @property
-  def non_embedding(self) -> int:
-    """All but the tables."""
-    return self.cross + self.other
 
   @property
   def total(self) -> int:
@@ -106,7 +101,7 @@ def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
       size = stack_config.vocab_size * stack_config.width
     if parts[0] in ('embedder', 'head'):
       part = 'head' if parts[0] == 'head' else 'embedding'
-    elif {'cross_attention', 'pre_cross_norm', 'post_cross_norm'} & set(parts):
+    elif block.CROSS.keys() & set(parts):
       part = 'cross'
     else:
       part = 'other'

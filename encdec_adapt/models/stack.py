@@ -1,5 +1,6 @@
 """A stack: embedding, `repeats` times the pattern scanned, a tail, a norm."""
 
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -172,22 +173,22 @@ def _self_masks(
   encoder_segments: jax.Array | None,
 ) -> dict[str, masks.MaskSpec]:
   """Mask of self-attention for each kind of layer in the pattern."""
-  keys = (segments, positions)
-  if cached is not None:
-    keys = (cached.segments, cached.positions)
+  make = masks.causal
+  if config.role == 'bidirectional':
+    make = functools.partial(
+      masks.bidirectional, window_rule=config.window_rule
+    )
 
-  def make(kind: LayerKind) -> masks.MaskSpec:
-    spec = masks.MaskSpec(
-      kind='causal' if config.role == 'causal' else 'full',
+  def make_kind(kind: LayerKind) -> masks.MaskSpec:
+    """Its mask; in merged attention the encoder's keys follow."""
+    spec = make(
+      segments,
+      positions,
       window=config.window if kind == 'local' else None,
-      window_rule=config.window_rule,
-      q_segments=segments,
-      kv_segments=keys[0],
-      q_positions=positions,
-      kv_positions=keys[1],
+      keys=None if cached is None else (cached.segments, cached.positions),
     )
     if config.cross_merged and config.reads_encoder(kind):
       spec = masks.with_memory(spec, encoder_segments)
     return spec
 
-  return {kind: make(kind) for kind in sorted(set(config.pattern))}
+  return {kind: make_kind(kind) for kind in sorted(set(config.pattern))}

@@ -37,6 +37,7 @@ def attend(
 
   @jax.checkpoint
   def attend_chunk(chunked):
+    """Attention [B, chunk, N, H] of one chunk of queries to all keys."""
     q_chunk, q_segments, q_positions = chunked
     return attention_reference.attend(
       q_chunk,

@@ -56,20 +56,6 @@ def cross_entropy(
   )
 
 
-def token_log_probs(
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  targets: Int[Array, 'B T'],
-  *,
-  vocab_size: int,
-  softcap: float | None = None,
-) -> Float[Array, 'B T']:
-  """`vocabulary_loss.token_log_probs`, densely."""
-  scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
-  log_probs = jax.nn.log_softmax(scores)
-  return jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
-
-
 def distillation(
   hidden: Float[Array, 'B T D'],
   table: Float[Array, 'V D'],

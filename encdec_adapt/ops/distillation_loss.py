@@ -75,16 +75,13 @@ def distillation(
     ValueError: an argument out of range, or a partition that does not divide
       the arrays.
   """
-  vocabulary_parallel.check_arguments(
-    hidden, table, vocab_size=vocab_size, softcap=softcap, chunk=chunk
-  )
-  vocabulary_parallel.check_arguments(
-    teacher_hidden,
-    teacher_table,
-    vocab_size=vocab_size,
-    softcap=teacher_softcap,
-    chunk=chunk,
-  )
+  for states, rows, cap in (
+    (hidden, table, softcap),
+    (teacher_hidden, teacher_table, teacher_softcap),
+  ):
+    vocabulary_parallel.check_arguments(
+      states, rows, vocab_size=vocab_size, softcap=cap, chunk=chunk
+    )
   if temperature <= 0:
     raise ValueError(f'temperature={temperature} must be positive')
 
@@ -97,16 +94,11 @@ def distillation(
     temperature=temperature,
     z_loss=z_loss,
   )
+  teacher = jax.lax.stop_gradient(
+    (teacher_hidden, _with_rows(teacher_table, table.shape[0]))
+  )
   return vocabulary_parallel.stored_gradients(
-    run,
-    hidden,
-    table,
-    weights,
-    jax.lax.stop_gradient(teacher_hidden),
-    _with_rows(
-      jax.lax.stop_gradient(teacher_table).astype(teacher_hidden.dtype),
-      table.shape[0],
-    ),
+    run, hidden, table, weights, *teacher
   )
 
 
@@ -128,6 +120,7 @@ def _run(
   """
 
   def step(columns, tokens, tables):
+    """`_chunk` of these tokens' products with both tables."""
     x, x_teacher, w = tokens
     return _chunk(
       columns,
@@ -140,7 +133,7 @@ def _run(
   values, dhidden, dtable = vocabulary_parallel.sweep(
     step,
     (hidden, teacher_hidden, weights),
-    (table.astype(hidden.dtype), teacher_table),
+    (table.astype(hidden.dtype), teacher_table.astype(teacher_hidden.dtype)),
     vocab_size=vocab_size,
     chunk=chunk,
     with_gradients=with_gradients,

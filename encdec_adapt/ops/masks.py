@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Int
 KINDS = ('causal', 'full')
 WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
+Keys = tuple[Int[Array, 'B S'], Int[Array, 'B S']]
+
 
 @flax.struct.dataclass(kw_only=True)
 class MaskSpec:
@@ -77,39 +79,39 @@ class MaskSpec:
 
 
 def causal(
-  segments: Int[Array, 'B L'],
-  positions: Int[Array, 'B L'],
+  segments: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
   *,
   window: int | None = None,
+  keys: Keys | None = None,
 ) -> MaskSpec:
-  """Causal self-attention within segments; a window is `window` keys wide."""
+  """Causal self-attention within segments; a window is `window` keys wide.
+
+  `keys` are segments and positions of the entries of a cache, None where the
+  queries' own tokens are the keys.
+  """
+  kv_segments, kv_positions = keys or (segments, positions)
   return MaskSpec(
     kind='causal',
     window=window,
     q_segments=segments,
-    kv_segments=segments,
+    kv_segments=kv_segments,
     q_positions=positions,
-    kv_positions=positions,
+    kv_positions=kv_positions,
   )
 
 
 def bidirectional(
-  segments: Int[Array, 'B L'],
-  positions: Int[Array, 'B L'],
+  segments: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
   *,
   window: int | None = None,
   window_rule: str = 'exclusive',
+  keys: Keys | None = None,
 ) -> MaskSpec:
-  """Bidirectional self-attention within segments."""
-  return MaskSpec(
-    kind='full',
-    window=window,
-    window_rule=window_rule,
-    q_segments=segments,
-    kv_segments=segments,
-    q_positions=positions,
-    kv_positions=positions,
-  )
+  """Bidirectional self-attention within segments; `keys` as for `causal`."""
+  causal_spec = causal(segments, positions, window=window, keys=keys)
+  return causal_spec.replace(kind='full', window_rule=window_rule)
 
 
 def cross(

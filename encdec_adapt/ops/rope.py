@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al. 2021), half-split as in Gemma.
 
-Dimension j is rotated with dimension j + H/2. `apply_rope` is the whole
-operation; where many layers share positions and theta, `angles` once and
-`rotate` in each layer computes the sines and cosines once.
+Dimension j is rotated with dimension j + H/2. `angles` are computed once for
+all layers of a kind, and each layer rotates by them.
 """
 
 import dataclasses
@@ -69,7 +68,8 @@ def angles(
     positions: position of every token, from 0.
     head_dim: H, even.
     theta: base; frequency j is theta^(-2j/H).
-    dtype: dtype of the result; the angles themselves are fp32.
+    dtype: dtype of the result, cast before the products as bf16 parity with
+      transformers needs; the angles themselves are fp32.
     scaling: of the frequencies.
 
   Returns:
@@ -96,25 +96,3 @@ def rotate(
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
-
-
-def apply_rope(
-  x: Float[Array, 'B L N H'], positions: Int[Array, 'B L'], theta: float
-) -> Float[Array, 'B L N H']:
-  """Rotates queries or keys by their positions.
-
-  Cosines and sines are cast to the dtype of `x` before the products, the
-  order that bf16 parity with transformers needs.
-
-  Args:
-    x: queries or keys; H is even.
-    positions: position of every token, from 0.
-    theta: base of the frequencies.
-
-  Returns:
-    Rotated `x`, same shape and dtype.
-
-  Raises:
-    ValueError: H is odd.
-  """
-  return rotate(x, *angles(positions, x.shape[-1], theta, x.dtype))

@@ -95,42 +95,6 @@ def cross_entropy(
   )
 
 
-def token_log_probs(
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  targets: Int[Array, 'B T'],
-  *,
-  vocab_size: int,
-  softcap: float | None = None,
-  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
-) -> Float[Array, 'B T']:
-  """Log-probability of each target in float32, for scoring: no gradient.
-
-  Arguments and errors as for `cross_entropy`; a target outside the vocabulary
-  gives NaN.
-  """
-  vocabulary_parallel.check_arguments(
-    hidden, table, vocab_size=vocab_size, softcap=softcap, chunk=chunk
-  )
-
-  def step(columns, tokens, tables):
-    x, y = tokens
-    logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
-    values, _ = _chunk(columns, logits, y, None, softcap=softcap)
-    return values['cross_entropy'], None
-
-  hidden, table = jax.lax.stop_gradient((hidden, table))
-  cross_entropies, _, _ = vocabulary_parallel.sweep(
-    step,
-    (hidden, targets),
-    (table.astype(hidden.dtype),),
-    vocab_size=vocab_size,
-    chunk=chunk,
-    with_gradients=False,
-  )
-  return -cross_entropies
-
-
 def _run(
   hidden: jax.Array,
   table: jax.Array,
@@ -222,10 +186,20 @@ def _chunk(
   weights = weights.astype(jnp.float32)
   scale = weights * (1 + 2 * z_loss * log_normaliser)  # [rows]
   probabilities = jnp.exp(scores - log_normaliser[:, None])
+  wanted = _wanted(columns, is_target, label_smoothing)
+  dlogits = scale[:, None] * probabilities - weights[:, None] * wanted
+  return values, dlogits if slope is None else dlogits * slope
+
+
+def _wanted(
+  columns: vocabulary_parallel.Columns,
+  is_target: jax.Array,
+  label_smoothing: float,
+) -> jax.Array:
+  """The smoothed distribution [rows, v] that the targets stand for."""
   wanted = jnp.where(is_target, 1 - label_smoothing, 0.0)
   if label_smoothing:
     wanted += columns.only_tokens(
       jnp.full_like(wanted, label_smoothing / columns.vocab_size), 0.0
     )
-  dlogits = scale[:, None] * probabilities - weights[:, None] * wanted
-  return values, dlogits if slope is None else dlogits * slope
+  return wanted

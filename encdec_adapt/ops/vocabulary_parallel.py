@@ -227,6 +227,7 @@ def stored_gradients(
     return sums, (objective, dhidden, dtable)
 
   def backward(residuals, cotangents):
+    """The stored gradients, scaled by the cotangent of `total`."""
     objective, dhidden, dtable = residuals
     scale = cotangents.total
     return (
@@ -306,6 +307,7 @@ def _sweep_device(
   columns = _local_columns(tables[0].shape[0], vocab_size, layout)
 
   def chunk_step(dtable, piece):
+    """Values and `dhidden` of one chunk; adds its share to `dtable`."""
     gathered = [layout.gather(x) for x in piece]
     rows, dlogits = step(columns, gathered, tables)
     rows = jax.tree.map(layout.own, rows)

@@ -1,12 +1,37 @@
-"""Several processes of one job: starting them, meeting, agreeing."""
+"""Several processes of one job: starting, meeting, agreeing, failing as one.
 
-from collections.abc import Callable
+Processes meet at points that all of them come to in the same order. One that
+fails goes to the next of them as well, with its error, wherever it was: the
+others stop there with that error instead of waiting for it. Meetings are
+barriers of the coordination service that `jax.distributed` starts, so they
+need no device, and devices that wait for each other do not hold them up.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import json
+from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
+
+# jax has no public name for the client of its coordination service.
+from jax._src import distributed as jax_distributed
 
 from encdec_adapt.runtime import errors
+
+# A dead process is noticed by its missing heartbeats. This is for one that
+# hangs; process 0 may be making records, or reading all of a checkpoint.
+_PATIENCE = 24 * 3600
+# For the others to come to the next meeting when this process has failed, and
+# for all to have left at the end: they come from a meeting.
+_PARTING = 60
+_MESSAGE_LENGTH = 4000
+
+_met = 0  # How many meetings this process has been at.
+
+
+class PeerError(errors.UserError):
+  """Another process of the job failed, which this one stops with."""
 
 
 def initialize(
@@ -43,15 +68,18 @@ def initialize(
     )
   if processes == 1:
     return
-  # Only the CPU backend reads the first; the second lets every process agree
-  # on the step to stop at when one of them is told to.
+  # Only the CPU backend reads the first; runtime/preemption.py has use for
+  # the second.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', True)
   jax.distributed.initialize(
     coordinator_address=coordinator,
     num_processes=processes,
     process_id=process,
+    shutdown_timeout_seconds=_PARTING,
   )
+  # Processes wait for each other's devices; from here on, they only meet.
+  jax.devices()
 
 
 def is_lead() -> bool:
@@ -59,24 +87,104 @@ def is_lead() -> bool:
   return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-  """Waits until every process is here; at once if there is only one."""
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
+def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
+  """Waits until every process is here; at once if there is only one.
+
+  Args:
+    name: of the place, for the message.
+    seconds: how long to wait.
+
+  Raises:
+    PeerError: another process failed on its way here.
+    UserError: somebody did not come in time.
+  """
+  client = jax_distributed.global_state.client
+  if client is None:
+    return
+  global _met
+  here = _met = _met + 1
+  late = None
+  try:
+    client.wait_at_barrier(_key(here), int(seconds * 1000))
+  except jax.errors.JaxRuntimeError as error:
+    late = error
+  failed = client.key_value_dir_get(_key(here, 'failed'))
+  if failed:
+    key, message = min(failed, key=lambda item: _process(item[0]))
+    raise PeerError(
+      f'process {_process(key)} of {jax.process_count()} failed, and this one'
+      f' stops with it: {message}'
+    ) from late
+  if late:
+    raise errors.UserError(
+      f'process {jax.process_index()} waited {seconds:g} seconds at'
+      f' {name!r} for the other {jax.process_count() - 1}; see what they say.'
+    ) from late
 
 
-def from_lead(find: Callable[[], int | None]) -> int | None:
+def from_lead(find: Callable[[], Any]) -> Any:
   """Process 0 looks, every process is told.
 
   Args:
-    find: called on process 0 only; returns a number from 0 or None.
+    find: called on process 0 only; returns what JSON can hold.
 
   Returns:
     What process 0 found.
+
+  Raises:
+    PeerError: process 0 failed to find it.
   """
-  found = find() if is_lead() else None
-  if jax.process_count() == 1:
-    return found
-  number = np.int32(-1 if found is None else found)
-  agreed = int(multihost_utils.broadcast_one_to_all(number))
-  return None if agreed < 0 else agreed
+  client = jax_distributed.global_state.client
+  if client is None:
+    return find()
+  key = _key(_met + 1, 'found')
+  if is_lead():
+    client.key_value_set(key, json.dumps(find()))
+  barrier('from_lead')
+  return json.loads(client.key_value_try_get(key))
+
+
+@contextlib.contextmanager
+def failing_as_one() -> Iterator[None]:
+  """Tells the other processes of an error that leaves this context.
+
+  They raise `PeerError` where they next meet. If that is not soon, because
+  they wait for this process's devices, it leaves nevertheless; they end when
+  the coordination service tells them so.
+  """
+  try:
+    yield
+  except PeerError:
+    raise
+  except errors.UserError as error:
+    _tell(str(error))
+    raise
+  except Exception as error:
+    _tell(f'{type(error).__name__}: {error}')
+    raise
+  except SystemExit as end:
+    if end.code:
+      _tell(f'it ended with status {end.code} and has said why.')
+    raise
+
+
+def _tell(message: str) -> None:
+  """Goes to the next meeting with an error."""
+  client = jax_distributed.global_state.client
+  if client is None:
+    return
+  global _met
+  here = _met = _met + 1
+  me = str(jax_distributed.global_state.process_id)
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # Nobody is there.
+    client.key_value_set(_key(here, 'failed', me), message[:_MESSAGE_LENGTH])
+    client.wait_at_barrier(_key(here), _PARTING * 1000)
+
+
+def _key(meeting: int, *parts: str) -> str:
+  return '/'.join(['encdec_adapt', 'meeting', str(meeting), *parts])
+
+
+def _process(key: str) -> int:
+  """The process that a key of a failure ends in."""
+  return int(key.rsplit('/', 1)[1])

@@ -1,6 +1,7 @@
 """Where parameters, optimizer state and batches live on a mesh."""
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ Tree = Any
 def spec(rules: rules_lib.Rules, *names: str | None) -> PartitionSpec:
   """PartitionSpec of an array with these logical axes."""
   mapping = rules.as_dict()
-  return PartitionSpec(*(mapping[name] if name else None for name in names))
+  axes = (mapping[name] if name else () for name in names)
+  return PartitionSpec(*(a or None for a in axes))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -41,23 +43,19 @@ def parameter_shardings(
       names the parameter.
   """
   rules.check({path: info.axes for path, info in table.items()})
+  mapping = rules.as_dict()
   shardings = {}
   for path, info in table.items():
-    sharding = NamedSharding(mesh, spec(rules, *info.axes))
-    for size, logical, axes in zip(
-      info.shape, info.axes, sharding.spec, strict=True
-    ):
-      names = (axes,) if isinstance(axes, str) else axes or ()
-      shards = 1
-      for axis in names:
-        shards *= mesh.shape[axis]
+    for size, logical in zip(info.shape, info.axes, strict=True):
+      axes = mapping[logical]
+      shards = math.prod(mesh.shape[axis] for axis in axes)
       if size % shards:
         raise ValueError(
           f'{path}: dimension {logical!r} of {size} does not divide into'
-          f' {shards} shards (mesh axes {names}); change config.mesh, or'
+          f' {shards} shards (mesh axes {axes}); change config.mesh, or'
           ' config.model.*.vocab_multiple if it is the vocabulary.'
         )
-    shardings[path] = sharding
+    shardings[path] = NamedSharding(mesh, spec(rules, *info.axes))
   return shardings
 
 
@@ -85,6 +83,7 @@ def like_parameters(
   """
 
   def place(path, leaf):
+    """The sharding of the parameter that the leaf is made from, if any."""
     for key in reversed(path):
       name = getattr(key, 'key', None)
       if isinstance(name, str) and name in shardings:

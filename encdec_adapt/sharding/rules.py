@@ -8,30 +8,31 @@ same mesh axis.
 from collections.abc import Iterable, Mapping
 import dataclasses
 
-MeshAxes = str | tuple[str, ...] | None
+# Empty where an axis is not sharded.
+MeshAxes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """One mesh axis (or several, or None) per logical axis."""
+  """The mesh axes of every logical axis, the outermost first."""
 
   # Parameters.
-  embed: MeshAxes = 'fsdp'
-  table_embed: MeshAxes = None
+  embed: MeshAxes = ('fsdp',)
+  table_embed: MeshAxes = ()
   vocab: MeshAxes = ('fsdp', 'tensor')
-  heads: MeshAxes = 'tensor'
-  kv_heads: MeshAxes = 'tensor'
-  head_dim: MeshAxes = None
-  mlp: MeshAxes = 'tensor'
-  layers: MeshAxes = None
+  heads: MeshAxes = ('tensor',)
+  kv_heads: MeshAxes = ('tensor',)
+  head_dim: MeshAxes = ()
+  mlp: MeshAxes = ('tensor',)
+  layers: MeshAxes = ()
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')
-  length: MeshAxes = 'sequence'
-  kv_length: MeshAxes = None
-  act_embed: MeshAxes = None
-  act_heads: MeshAxes = 'tensor'
-  act_mlp: MeshAxes = 'tensor'
-  act_vocab: MeshAxes = 'tensor'
+  length: MeshAxes = ('sequence',)
+  kv_length: MeshAxes = ()
+  act_embed: MeshAxes = ()
+  act_heads: MeshAxes = ('tensor',)
+  act_mlp: MeshAxes = ('tensor',)
+  act_vocab: MeshAxes = ('tensor',)
 
   def as_dict(self) -> dict[str, MeshAxes]:
     """The mapping that `ops.partition.use` takes."""
@@ -50,8 +51,7 @@ class Rules:
     for name, logical_axes in arrays.items():
       owner: dict[str, str] = {}
       for logical in logical_axes:
-        axes = rules[logical] if logical else None
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for axis in rules[logical] if logical else ():
           if axis in owner:
             raise ValueError(
               f'sharding rules map both {owner[axis]!r} and {logical!r} of'
@@ -66,7 +66,7 @@ class Rules:
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
-  'data_parallel': Rules(embed=None, vocab=None),
+  'data_parallel': Rules(embed=(), vocab=()),
 }
 
 

@@ -246,7 +246,7 @@ class Checkpoints:
     Raises:
       CheckpointError: this save, or the one before it, did not happen.
     """
-    self._join()
+    self.wait()
     try:
       started = self._manager.save(
         step,
@@ -279,7 +279,7 @@ class Checkpoints:
     distributed.barrier('checkpoints-wait')
 
   def close(self) -> None:
-    """Waits for the last save and releases threads.
+    """Waits for this process's part in the last save, releases threads.
 
     Raises:
       CheckpointError: the last save did not happen.
@@ -348,11 +348,8 @@ class Checkpoints:
       self.folder,
       missing * leaves.total_bytes(abstract_state),
       what=f'{missing} checkpoints',
+      remedy=', or keep fewer (config.checkpoint.keep)',
     )
-
-  def reached_preemption(self, step: int) -> bool:
-    """Whether the processes agreed to stop at this step (several only)."""
-    return self._manager.reached_preemption(step)
 
   def _open_manager(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(

@@ -142,43 +142,15 @@ def loss_sums(
   """
   hidden = predict(model, params, batch)
   table = model.head(params)
-  stack = model.config.decoder
   zero = jnp.zeros((), jnp.float32)
   total, divergence, z_loss = zero, zero, zero
   hard = 1.0 - config.distillation
-  # Where the data's share is 0 its cross-entropy is only reported, and the
-  # one-pass loss must not compute gradients for it.
-  keep = jax.lax.stop_gradient if not hard else lambda x: x
-  data = vocabulary_loss.cross_entropy(
-    keep(hidden),
-    keep(table),
-    batch['targets'],
-    batch['weights'],
-    vocab_size=stack.vocab_size,
-    softcap=stack.final_softcap,
-    # The z-loss is not shared out: it is config.z_loss in full.
-    z_loss=config.z_loss / hard if hard else 0.0,
-    label_smoothing=config.label_smoothing,
-    chunk=config.chunk,
-  )
+  data = _from_data(model, hidden, table, batch, config)
   if hard:
     total = hard * data.total
     z_loss = hard * data.z_loss
   if config.distillation:
-    teacher_model, teacher_params = teacher
-    soft = distillation_loss.distillation(
-      hidden,
-      table,
-      predict(teacher_model, teacher_params, batch),
-      teacher_model.head(teacher_params),
-      batch['weights'],
-      vocab_size=stack.vocab_size,
-      softcap=stack.final_softcap,
-      teacher_softcap=teacher_model.config.decoder.final_softcap,
-      temperature=config.temperature,
-      z_loss=0.0 if hard else config.z_loss,
-      chunk=config.chunk,
-    )
+    soft = _from_teacher(model, hidden, table, batch, config, *teacher)
     total = total + config.distillation * soft.total
     divergence = soft.kl
     z_loss = z_loss + soft.z_loss
@@ -189,4 +161,58 @@ def loss_sums(
     z_loss=z_loss,
     correct=data.correct,
     weight=data.weight,
+  )
+
+
+def _from_data(
+  model: build.Model,
+  hidden: jax.Array,
+  table: jax.Array,
+  batch: Batch,
+  config: LossConfig,
+) -> vocabulary_loss.LossSums:
+  """Cross-entropy to the targets; the z-loss where the data has a share."""
+  stack = model.config.decoder
+  hard = 1.0 - config.distillation
+  # Where the data's share is 0 its cross-entropy is only reported, and the
+  # one-pass loss must not compute gradients for it.
+  if not hard:
+    hidden, table = jax.lax.stop_gradient((hidden, table))
+  return vocabulary_loss.cross_entropy(
+    hidden,
+    table,
+    batch['targets'],
+    batch['weights'],
+    vocab_size=stack.vocab_size,
+    softcap=stack.final_softcap,
+    # The z-loss is not shared out: it is config.z_loss in full.
+    z_loss=config.z_loss / hard if hard else 0.0,
+    label_smoothing=config.label_smoothing,
+    chunk=config.chunk,
+  )
+
+
+def _from_teacher(
+  model: build.Model,
+  hidden: jax.Array,
+  table: jax.Array,
+  batch: Batch,
+  config: LossConfig,
+  teacher: build.Model,
+  teacher_params: decoder_only.Params,
+) -> distillation_loss.DistillationSums:
+  """Cross-entropy to the teacher; the z-loss where it has all of the loss."""
+  stack = model.config.decoder
+  return distillation_loss.distillation(
+    hidden,
+    table,
+    predict(teacher, teacher_params, batch),
+    teacher.head(teacher_params),
+    batch['weights'],
+    vocab_size=stack.vocab_size,
+    softcap=stack.final_softcap,
+    teacher_softcap=teacher.config.decoder.final_softcap,
+    temperature=config.temperature,
+    z_loss=config.z_loss if config.distillation == 1 else 0.0,
+    chunk=config.chunk,
   )

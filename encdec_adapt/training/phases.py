@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
 
+from encdec_adapt.models import block
 from encdec_adapt.runtime import errors
 
-_CROSS = r'.*/(cross_attention|pre_cross_norm|post_cross_norm)/.*'
+_CROSS = rf'.*/({"|".join(block.CROSS)})/.*'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,7 @@ def make_train_step(
   moving = {name: phases.paths_of(assignment, name) for name in active}
 
   def step(state, batch, teacher_params):
+    """One update; traced once for the groups that move."""
     with partition.use(where.mesh, where.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in moving.values() for p in paths}
@@ -78,51 +79,55 @@ def make_train_step(
 
       def objective(trained, part):
         params = state_lib.unflatten({**frozen, **trained})
-        sums = objectives.loss_sums(
-          where.model,
-          params,
-          part,
-          loss,
-          (teacher, teacher_params) if teacher else None,
-        )
+        source = (teacher, teacher_params) if teacher else None
+        sums = objectives.loss_sums(where.model, params, part, loss, source)
         return sums.total / divisor, sums
 
       places = {path: where.parameters[path] for path in trained}
       gradients, sums = _accumulate(
         objective, trained, batch, config.microbatches, places
       )
-      norm = optax.global_norm(gradients)
-      if config.clip_norm:
-        scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
-        gradients = jax.tree.map(lambda g: g * scale, gradients)
+      gradients, norm = _clip(gradients, config.clip_norm)
       new_state, rates = _apply(state, flat, gradients, norm, moving, optimizer)
-    metrics = {
-      'loss': sums.total / divisor,
-      'cross_entropy': sums.cross_entropy / divisor,
-      'distillation': sums.distillation / divisor,
-      'z_loss': sums.z_loss / divisor,
-      'accuracy': sums.correct / divisor,
-      'weight': sums.weight,
+    progress = {
       'tokens': _tokens(batch),
       'gradient_norm': norm,
       'skipped': new_state.skipped,
       'skipped_in_row': new_state.skipped_in_row,
-      **rates,
     }
-    return new_state, metrics
+    return new_state, {**_averages(sums, divisor), **progress, **rates}
 
   # Shardings of the state are stated, not left to the compiler: what comes
   # out goes in again, and must not compile anew or move.
-  shardings = jax.tree.map(
-    lambda leaf: leaf.sharding,
-    state_lib.abstract(optimizer, assignment, active, where),
-  )
+  abstract = state_lib.abstract(optimizer, assignment, active, where)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,
     in_shardings=(shardings, None, None),
     out_shardings=(shardings, placement.replicated(where.mesh)),
     donate_argnums=0,
   )
+
+
+def _averages(sums: objectives.StepSums, divisor: jax.Array) -> Metrics:
+  """What was summed over the batch's targets, per target."""
+  return {
+    'loss': sums.total / divisor,
+    'cross_entropy': sums.cross_entropy / divisor,
+    'distillation': sums.distillation / divisor,
+    'z_loss': sums.z_loss / divisor,
+    'accuracy': sums.correct / divisor,
+    'weight': sums.weight,
+  }
+
+
+def _clip(gradients, largest):
+  """Gradients of a global norm of at most `largest`, and the norm before."""
+  norm = optax.global_norm(gradients)
+  if largest:
+    scale = jnp.minimum(1.0, largest / jnp.maximum(norm, 1e-12))
+    gradients = jax.tree.map(lambda g: g * scale, gradients)
+  return gradients, norm
 
 
 def _tokens(batch):
@@ -147,6 +152,7 @@ def _accumulate(objective, trained, batch, microbatches, places):
     return x.swapaxes(0, 1)
 
   def body(carry, part):
+    """Adds the gradients and sums of one microbatch."""
     names = ('batch', 'length')
     part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
     gradients, sums = jax.tree.map(jnp.add, carry, grad(trained, part))

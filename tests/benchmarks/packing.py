@@ -56,8 +56,7 @@ def make_pairs(
   )
   pairs = []
   for length in rng.lognormal(np.log(300), 1.0, documents).astype(int) + 1:
-    for window, ends in split.segments(np.full(length, 200, np.int32)):
-      pairs.append(split(window, ends, rng))
+    pairs += split.pairs(np.full(length, 200, np.int32), lambda _: rng)
   return pairs
 
 

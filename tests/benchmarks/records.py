@@ -141,9 +141,9 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
   made = []
 
   def make(name, spec):
-    made.append(
-      materialize.materialize(
-        spec, folder / name, vocabulary, say=lambda line: None
+    made.extend(
+      materialize.materialize_sets(
+        [(spec, folder / name)], vocabulary, say=lambda line: None
       )
     )
 

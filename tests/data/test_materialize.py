@@ -13,7 +13,7 @@ import pytest
 
 from encdec_adapt import materialize
 from encdec_adapt.data import batch, loader, randomness, records, vocabularies
-from encdec_adapt.runtime import errors, lock
+from encdec_adapt.runtime import command, errors, lock
 
 DOCUMENTS = 40
 
@@ -68,14 +68,14 @@ def fake_examples(job):
 
 
 def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
-  return materialize.materialize(
-    spec or make_spec(text, **changes),
-    folder,
+  (manifest,) = materialize.materialize_sets(
+    [(spec or make_spec(text, **changes), folder)],
     text / 'vocabulary.model',
     workers=workers,
     say=lambda line: None,
     read=read,
   )
+  return manifest
 
 
 def contents(folder):
@@ -137,14 +137,13 @@ def test_finished_records_are_left_alone(text, tmp_path):
   first = make(text, tmp_path)
   before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.array_record')}
   said = []
-  again = materialize.materialize(
-    make_spec(text),
-    tmp_path,
+  again = materialize.materialize_sets(
+    [(make_spec(text), tmp_path)],
     text / 'vocabulary.model',
     say=said.append,
     read=None,  # not called
   )
-  assert again == first
+  assert again == [first]
   assert before == {p: p.stat().st_mtime_ns for p in before}
   assert len(said) == 1 and 'examples' in said[0]
 
@@ -319,10 +318,59 @@ def test_records_of_another_vocabulary_are_refused(text, tmp_path):
     materialize.train_vocabulary_if_missing(data)
 
 
+def test_a_mixture_of_sources_is_a_source(text, tmp_path):
+  """The records know every source, and the vocabulary is of all of them."""
+  files = [f'text:{text}/{digit}*.txt' for digit in '01']
+  spec = make_spec(text, source=' + '.join(files))
+  filled = materialize.fill_in(spec, text / 'vocabulary.model')
+  alone, other = (
+    materialize.fill_in(
+      dataclasses.replace(spec, source=name), text / 'vocabulary.model'
+    ).source_fingerprint
+    for name in files
+  )
+  assert len({filled.source_fingerprint, alone, other}) == 3
+  data = data_config(
+    text,
+    tmp_path,
+    vocabulary=str(tmp_path / 'own.model'),
+    train_vocabulary=True,
+    train=spec,
+  )
+  said = []
+  vocabulary = materialize.train_vocabulary_if_missing(data, said.append)
+  assert vocabulary.size == 600 and len(said) == 1
+  with pytest.raises(errors.UserError, match='weight 0 after the @'):
+    make(text, tmp_path, source=f'{files[0]}@0')
+
+
+def test_passes_is_short_for_its_key(tmp_path):
+  def parse(*argv):
+    arguments = ['--config=configs/base.py', f'--workdir={tmp_path}', *argv]
+    values = command.parse(materialize.define_flags, arguments)
+    materialize.set_passes(values)
+    return values.config.data.passes
+
+  assert parse() == 1
+  assert parse('--passes=3') == 3
+  assert parse('--config.data.passes=4') == 4
+  with pytest.raises(errors.UserError, match='passes'):
+    parse('--passes=many')
+
+
+def test_no_passes_are_refused(tmp_path):
+  arguments = ['--config=configs/base.py', f'--workdir={tmp_path}']
+  values = command.parse(materialize.define_flags, [*arguments, '--passes=0'])
+  with pytest.raises(errors.UserError, match='passes=0 must be at least 1'):
+    materialize.main(values)
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
-  spec = make_spec(text, objective='ul2', sentinels='recycle')
+  # Unequal lengths, so that windows vary, and a source drawn in part.
+  source = f'text:{text}/[0-2]*.txt@1.5 + text:{text}/3*.txt'
+  spec = make_spec(text, source=source, objective='ul2', sentinels='recycle')
   found = []
   for workers in (1, 2, 3):
     folder = tmp_path / str(workers)

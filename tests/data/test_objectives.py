@@ -39,11 +39,26 @@ def _lists(pair):
   return [part.tolist() for part in pair]
 
 
+def _pairs(objective, tokens, seed=0):
+  """A document's pairs; window i has a generator of its own."""
+  tokens = np.asarray(tokens, np.int32)
+  return list(objective.pairs(tokens, lambda i: _rng([seed, i])))
+
+
 def _windows(objective, size):
-  return [
-    (len(window), ends)
-    for window, ends in objective.segments(np.arange(size, dtype=np.int32))
-  ]
+  """Sizes of the windows of a document, and which of them end it."""
+  result = []
+  for pair in _pairs(objective, np.full(size, TEXT)):
+    tokens = np.concatenate(pair)
+    result.append((int((tokens == TEXT).sum()), bool(tokens[-1] == EOS)))
+  return result
+
+
+def _plan(objective, mode, mean, density):
+  """UL2's plan for one of its denoisers."""
+  wanted = objectives.Denoiser(mode, mean, density)
+  (plan,) = (plan for plan in objective.plans if plan.denoiser == wanted)
+  return plan
 
 
 def test_causal_lm():
@@ -52,9 +67,11 @@ def test_causal_lm():
   assert _windows(objective, 9) == [(4, False), (4, False), (1, True)]
   assert _windows(objective, 8) == [(4, False), (3, False), (1, True)]
   assert _windows(objective, 3) == [(3, True)]
-  window = np.array([50, 51, 52], np.int32)
-  assert _lists(objective(window, False, None)) == [[], [50, 51, 52]]
-  assert _lists(objective(window, True, None)) == [[], [50, 51, 52, EOS]]
+  pairs = _pairs(objective, range(50, 56))
+  assert [_lists(pair) for pair in pairs] == [
+    [[], [50, 51, 52, 53]],
+    [[], [54, 55, EOS]],
+  ]
 
 
 def test_prefix_lm_splits_exactly_in_half():
@@ -62,16 +79,12 @@ def test_prefix_lm_splits_exactly_in_half():
   # BOS and 3 inputs, 4 targets; or 3 and EOS.
   assert _windows(objective, 20) == [(7, False), (7, False), (6, True)]
   assert objective.largest == 7
-  window = np.arange(50, 57, dtype=np.int32)
-  assert _lists(objective(window, False, None)) == [
-    [50, 51, 52],
-    [53, 54, 55, 56],
+  pairs = _pairs(objective, range(50, 63))
+  assert [_lists(pair) for pair in pairs] == [
+    [[50, 51, 52], [53, 54, 55, 56]],
+    [[57, 58, 59], [60, 61, 62, EOS]],
   ]
-  assert _lists(objective(window[:6], True, None)) == [
-    [50, 51, 52],
-    [53, 54, 55, EOS],
-  ]
-  assert _lists(objective(window[:1], True, None)) == [[], [50, EOS]]
+  assert [_lists(pair) for pair in _pairs(objective, [50])] == [[[], [50, EOS]]]
   paper = _make('prefix_lm', 4096, 4096)
   assert paper.largest == 8191
 
@@ -83,11 +96,11 @@ def test_prefix_lm_uniform_draws_every_split():
   rng = _rng()
   counts = np.zeros(4, int)
   for _ in range(600):
-    inputs, targets = objective(window, False, rng)
+    inputs, targets = objective.split(window, objective.draw_plan(rng), rng)
     counts[len(inputs)] += 1
     assert [*inputs, *targets] == [50, 51, 52, 53]
   assert counts[0] == 0 and counts[1:].min() > 150
-  assert _lists(objective(window[:1], True, rng)) == [[], [50, EOS]]
+  assert [_lists(pair) for pair in _pairs(objective, [50])] == [[[], [50, EOS]]]
   paper = _make('prefix_lm_uniform', 627, 626)  # Ours has BOS inside.
   assert paper.largest == 626
 
@@ -141,59 +154,100 @@ def test_denoiser_counts(mode, mean, density, length, noise, spans):
 
 
 def test_ul2_hides_the_last_quarter_for_s():
-  objective = _make('ul2', 16, 16)
-  objective.denoisers = [objectives.Denoiser('S', None, 0.25)]
+  objective = _make('ul2', 64, 64)
+  plan = _plan(objective, 'S', None, 0.25)
   window = np.arange(TEXT, TEXT + 8, dtype=np.int32)
-  assert _lists(objective(window, True, _rng())) == [
+  assert _lists(objective.split(window, plan, _rng())) == [
     [S, 100, 101, 102, 103, 104, 105, A],
-    [A, 106, 107, EOS],
+    [A, 106, 107],
   ]
 
 
 def test_ul2_draws_its_denoisers_equally():
   objective = _make('ul2', 64, 64)
-  window = np.arange(TEXT, TEXT + 64, dtype=np.int32)
   rng = _rng()
-  modes = [objective(window, False, rng).inputs[0] for _ in range(1400)]
-  assert modes.count(R) == pytest.approx(400, abs=80)
-  assert modes.count(S) == pytest.approx(200, abs=60)
-  assert modes.count(X) == pytest.approx(800, abs=80)
+  drawn = [objective.draw_plan(rng).denoiser for _ in range(1400)]
+  assert len(set(drawn)) == len(objectives.UL2_DENOISERS) == 7
+  for denoiser in objectives.UL2_DENOISERS:
+    assert drawn.count(denoiser) == pytest.approx(200, abs=60)
+  window = np.arange(TEXT, TEXT + 64, dtype=np.int32)
+  modes = {'R': R, 'S': S, 'X': X}
+  for plan in objective.plans:
+    inputs = objective.split(window, plan, rng).inputs
+    assert inputs[0] == modes[plan.denoiser.mode]
 
 
-def test_ul2_windows_are_the_longest_that_fit():
-  # (3, 0.15) keeps 0.85 of the tokens and adds 0.05 sentinels.
-  assert _make('ul2', 8192, 8192, sentinel_policy='recycle').largest == 9100
-  for encoder, decoder in ((16, 16), (40, 9), (9, 40), (100, 64)):
-    objective = _make('ul2', encoder, decoder)
+@pytest.mark.parametrize(
+  'lengths', [(64, 64), (16, 16), (40, 9), (9, 40), (100, 64)]
+)
+def test_ul2_plans_the_longest_windows_that_fit(lengths):
+  for plan in _make('ul2', *lengths).plans:
+    for ends, longest in ((0, plan.last), (1, plan.inside)):
+      fitting = []
+      for size in range(1, 400):
+        inputs, targets = plan.denoiser.sizes(size)
+        # BOS before the inputs; EOS after the last targets.
+        if inputs + 1 <= lengths[0] and targets + (1 - ends) <= lengths[1]:
+          fitting.append(size)
+      assert fitting == list(range(1, longest + 1))
 
-    def fits(size, objective=objective, encoder=encoder, decoder=decoder):
-      inputs, targets = objective.sizes(size)
-      return inputs + 1 <= encoder and targets <= decoder
 
-    sizes = [size for size in range(1, 400) if fits(size)]
-    assert sizes == list(range(1, objective.largest + 1))
+def test_ul2_fills_the_inputs_by_itself_where_sides_are_equal():
+  objective = _make('ul2', 256, 256)
+  rng = _rng()
+  sizes = {plan.denoiser: plan.inside for plan in objective.plans}
+  # (3, 0.15) keeps 0.85 of its tokens and adds 0.05 sentinels.
+  assert list(sizes.values()) == [282, 292, 337, 381, 452, 298, 500]
+  for _ in range(50):
+    plan = objective.draw_plan(rng)
+    assert plan.inside == sizes[plan.denoiser]
+    window = np.full(plan.inside, TEXT, np.int32)
+    inputs = objective.split(window, plan, rng).inputs
+    assert 254 <= len(inputs) + 1 <= 256
+
+
+def test_ul2_windows_vary_where_denoisers_fill_different_sides():
+  # With 512 + 256, (3, 0.15) fills the inputs, and (3, 0.5) the targets.
+  objective = _make('ul2', 512, 256)
+  longest = {plan.denoiser: plan.inside for plan in objective.plans}
+  rng = _rng()
+  shares = []
+  for _ in range(400):
+    plan = objective.draw_plan(rng)
+    assert 1 <= plan.last <= plan.inside
+    shares.append(plan.inside / longest[plan.denoiser])
+  assert 0.24 <= min(shares) < 0.27 and 0.73 < max(shares) <= 0.75
+  assert np.mean(shares) == pytest.approx(0.5, abs=0.03)
+  # Targets alone bind here: they fill a row with every denoiser.
+  narrow = _make('ul2', 2048, 128, sentinel_policy='recycle')
+  plans = {narrow.draw_plan(rng) for _ in range(200)}
+  assert plans == set(narrow.plans)
 
 
 def test_sentinels_run_out():
   with pytest.raises(
     errors.UserError,
-    match='a window of 9100 tokens has up to 1517 spans .* only 96 sentinels.*'
-    'shorter .they are 8192 and 8192.*"recycle"',
+    match='a window of 12285 tokens has up to 2047 spans .* only 96 sentinels'
+    '.*shorter .they are 8192 and 8192.*"recycle"',
   ):
     _make('ul2', 8192, 8192)
-  assert _make('ul2', 512, 512).largest == 567  # 94 spans
+  # (3, 0.5) hides half of its tokens in spans of 3: 96 of them in 576.
+  assert _make('ul2', 384, 384).largest == 752
+  _make('ul2', 385, 385)
+  with pytest.raises(errors.UserError, match='97 spans'):
+    _make('ul2', 392, 392)
 
 
 def test_recycled_sentinels_are_counted():
   objective = _make('ul2', 40, 40, sentinels=3, sentinel_policy='recycle')
-  objective.denoisers = [objectives.Denoiser('X', 3, 0.5)]
+  plan = _plan(objective, 'X', 3, 0.5)
   window = np.arange(TEXT, TEXT + 24, dtype=np.int32)  # 12 hidden in 4 spans
-  pair = objective(window, False, _rng())
+  pair = objective.split(window, plan, _rng())
   used = [i for i in pair.inputs.tolist() if i < TEXT]
   assert used == [X, A, B, C, A]
   assert [i for i in pair.targets.tolist() if i < TEXT] == [A, B, C, A]
   assert objective.span_counts(pair) == (4, 2)
-  three = objective(window[:18], False, _rng())
+  three = objective.split(window[:18], plan, _rng())
   assert objective.span_counts(three) == (3, 0)
   assert _make('causal_lm', 0, 8).span_counts(pair) == (0, 0)
 
@@ -230,14 +284,10 @@ def test_any_document(name, size, encoder, decoder, seed):
   lengths = batch.Lengths(0 if name == 'causal_lm' else encoder, decoder)
   objective = objectives.make_objective(name, lengths, _vocabulary())
   document = np.arange(TEXT, TEXT + size, dtype=np.int32)
-  rng = _rng(seed)
+  pairs = _pairs(objective, document, seed)
   restored = []
-  ended = False
-  for window, ends in objective.segments(document):
-    assert not ended
-    ended = ends
-    assert 1 <= len(window) <= objective.largest
-    pair = objective(window, ends, rng)
+  for i, pair in enumerate(pairs):
+    ends = i == len(pairs) - 1
     assert pair.inputs.dtype == pair.targets.dtype == np.int32
     batch.frame_row([pair], lengths)  # Raises if it does not fit.
     assert (pair.targets[-1] == EOS) == ends
@@ -246,27 +296,34 @@ def test_any_document(name, size, encoder, decoder, seed):
       whole, hidden = _restore(pair)
       mode = {R: 'R', S: 'S', X: 'X'}[int(pair.inputs[0])]
       assert hidden in {
-        denoiser.counts(len(window))[0]
+        denoiser.counts(len(whole))[0]
         for denoiser in objectives.UL2_DENOISERS
         if denoiser.mode == mode
       }
       assert objective.span_counts(pair)[1] == 0
     else:
       whole = [*pair.inputs, *pair.targets[: len(pair.targets) - ends]]
-    assert whole == window.tolist()
+    assert 1 <= len(whole) <= objective.largest
     restored += whole
-  assert ended and restored == document.tolist()
+  assert restored == document.tolist()
 
 
-def test_draws_come_from_the_generator_alone():
-  window = np.arange(TEXT, TEXT + 64, dtype=np.int32)
+def test_draws_come_from_the_generators_alone():
+  document = np.arange(TEXT, TEXT + 200)
   for name in ('prefix_lm_uniform', 'ul2'):
-    objective = _make(name, 80, 80)
+    objective = _make(name, 80, 60)
     assert objective.draws
     one, same, other = (
-      _lists(objective(window, False, _rng(seed))) for seed in (0, 0, 1)
+      [_lists(pair) for pair in _pairs(objective, document, seed)]
+      for seed in (0, 0, 1)
     )
     assert one == same != other
+    assert len(one) > 2
+
+
+def test_what_draws_nothing_needs_no_generator():
+  objective = _make('prefix_lm', 80, 60)
+  assert list(objective.pairs(np.arange(300, dtype=np.int32), None))
 
 
 @pytest.mark.parametrize(

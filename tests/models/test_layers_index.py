@@ -9,6 +9,7 @@ import pytest
 
 from encdec_adapt.models import config, layers_index, parameters
 from encdec_adapt.runtime import errors
+from tests import layer_trees
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 STACKS = {
@@ -57,14 +58,14 @@ def test_join_layers_and_get_layer_are_inverse(stack):
   blocks = [
     {'a': jnp.full((2,), i), 'b': {'c': i}} for i in range(stack.layers)
   ]
-  tree = layers_index.join_layers(stack, blocks)
+  tree = layer_trees.join_layers(stack, blocks)
   assert set(tree) == {
     name
     for name, there in (('blocks', stack.repeats), ('tail', stack.tail))
     if there
   }
   for i, block in enumerate(blocks):
-    got = layers_index.get_layer(stack, tree, i)
+    got = layer_trees.get_layer(stack, tree, i)
     jax.tree.map(np.testing.assert_array_equal, got, block)
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config, execution, layers, layers_index
+from encdec_adapt.models import build, config, execution, layers
 from encdec_adapt.runtime import errors
+from tests import layer_trees
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 
@@ -20,9 +21,9 @@ def unrolled(stack, params):
   assert flat.repeats == 0 and flat.tail == kinds
   rest = {k: v for k, v in params.items() if k not in ('blocks', 'tail')}
   blocks = [
-    layers_index.get_layer(stack, params, i) for i in range(stack.layers)
+    layer_trees.get_layer(stack, params, i) for i in range(stack.layers)
   ]
-  return flat, rest | layers_index.join_layers(flat, blocks)
+  return flat, rest | layer_trees.join_layers(flat, blocks)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,9 @@ def test_the_order_of_layers_matters(small_stack, redraw, pack, run):
   model = build.build(config.DecoderOnlyConfig(stack))
   params = redraw(model)
   order = [
-    layers_index.get_layer(stack, params['decoder'], i) for i in (2, 1, 0, 3)
+    layer_trees.get_layer(stack, params['decoder'], i) for i in (2, 1, 0, 3)
   ]
-  swapped = params['decoder'] | layers_index.join_layers(stack, order)
+  swapped = params['decoder'] | layer_trees.join_layers(stack, order)
   rows = pack([[12]], 12)
   assert not np.allclose(
     run(model)(params, None, rows),

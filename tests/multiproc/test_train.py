@@ -1,74 +1,180 @@
-"""Two real processes train as one: same batches, same losses."""
+"""Two real processes train as one, stop as one, and continue as two or one."""
 
-import socket
+import pathlib
+import shutil
+import signal
+import time
 
 import pytest
 
 from encdec_adapt.data import loader, records
-from encdec_adapt.runtime import metrics
+from encdec_adapt.runtime import app, metrics
+from encdec_adapt.training import checkpoint
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 4
+STEPS = 20
+BATCH = 8
+# How long a notice takes at most: the runtime looks for one every second.
+NOTICE = 2.5
 
 
-def _free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    return probe.getsockname()[1]
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('multiproc')
 
 
-def _losses(workdir):
-  return {
-    (r['kind'], r['step']): r['loss'] for r in metrics.read_metrics(workdir)
-  }
+@pytest.fixture(scope='module')
+def flags(folder):
+  return tiny.make_records(folder, STEPS * BATCH) + [
+    f'--config.train.steps={STEPS}',
+    '--config.train.microbatches=2',
+    f'--config.train.eval_every={STEPS // 2}',
+    f'--config.checkpoint.every={STEPS}',
+    # Divide over a tensor axis.
+    '--config.model.encoder.kv_heads=2',
+    '--config.model.decoder.kv_heads=2',
+    f'--config.compute.compile_cache={folder}/compiled',
+  ]
+
+
+@pytest.fixture(scope='module')
+def two(folder, flags):
+  """The work directory of two processes that nothing interrupted."""
+  workdir = folder / 'two'
+  processes = _start_two(flags, workdir)
+  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
+  return workdir
+
+
+def _start_two(flags, workdir: pathlib.Path):
+  return tiny.start_several(
+    2, 'train', *flags, f'--workdir={workdir}', devices=2, logs=_logs(workdir)
+  )
+
+
+def _logs(workdir: pathlib.Path) -> pathlib.Path:
+  return workdir.with_name(f'{workdir.name}_logs')
+
+
+def _said(workdir: pathlib.Path) -> str:
+  logs = sorted(_logs(workdir).iterdir())
+  return '\n'.join(f'{log.name}:\n{log.read_text()}' for log in logs)
+
+
+def _records(workdir: pathlib.Path):
+  found = metrics.read_metrics(workdir)
+  by_step = {(r['kind'], r['step']): r for r in found}
+  assert len(by_step) == len(found), 'a step appears twice'
+  return by_step
 
 
 def _weights(folder, process: int) -> list[float]:
   """Weight of what one of two processes reads in each step."""
   rows = records.RecordSet.open(folder)
   batches = loader.Loader(
-    rows, rows.spec.lengths, 8, host_index=process, host_count=2, prefetch=0
+    rows, rows.spec.lengths, BATCH, host_index=process, host_count=2, prefetch=0
   )
   return [float(next(batches)['weights'].sum()) for _ in range(STEPS)]
 
 
-def test_two_processes_equal_one(tmp_path):
-  flags = tiny.make_records(tmp_path) + [
-    f'--config.train.steps={STEPS}',
-    '--config.train.microbatches=2',
-    f'--config.compute.compile_cache={tmp_path}/compiled',
-  ]
+def test_two_processes_equal_one(folder, flags, two):
   # Equal ones would let a divisor of each process's own go unnoticed.
-  mine, others = (_weights(tmp_path / 'prefix_lm/train', p) for p in range(2))
+  mine, others = (_weights(folder / 'prefix_lm/train', p) for p in range(2))
   print(f'weights {mine}, {others}')
   assert sum(a != b for a, b in zip(mine, others, strict=True)) > STEPS // 2
-  one = tiny.run('train', *flags, f'--workdir={tmp_path}/one', devices=4)
+  one = tiny.run('train', *flags, f'--workdir={folder}/one', devices=4)
   assert one.returncode == 0, one.stdout + one.stderr
-  coordinator = f'127.0.0.1:{_free_port()}'
-  log = tmp_path / 'log'
-  processes = [
-    tiny.start(
-      'train',
-      *flags,
-      f'--workdir={tmp_path}/two',
-      f'--coordinator={coordinator}',
-      '--processes=2',
-      f'--process={index}',
-      devices=2,
-      log=log,
-    )
-    for index in range(2)
-  ]
-  try:
-    codes = [process.wait(300) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert codes == [0, 0], log.read_text()
-  wanted = _losses(tmp_path / 'one')
-  found = _losses(tmp_path / 'two')
+  _assert_equal_to_rounding(folder / 'one', two, 2e-5)
+
+
+def _assert_equal_to_rounding(workdir, reference, tolerance: float):
+  """The same rows in the same order, and losses equal to rounding."""
+  found, wanted = _records(workdir), _records(reference)
   assert found.keys() == wanted.keys()
-  for key, loss in wanted.items():
-    assert found[key] == pytest.approx(loss, abs=2e-5), key
+  for key, record in wanted.items():
+    assert found[key]['loss'] == pytest.approx(record['loss'], abs=tolerance), (
+      key
+    )
+    for name in ('weight', 'tokens', 'target_tokens'):
+      assert found[key].get(name) == record.get(name), (key, name)
+
+
+@pytest.mark.parametrize(
+  'told',
+  [
+    pytest.param((1,), id='one'),  # As a cloud does that takes one machine.
+    pytest.param((0,), id='lead', marks=pytest.mark.slow),
+    pytest.param((0, 1), id='all', marks=pytest.mark.slow),
+  ],
+)
+def test_processes_stop_at_one_step_and_continue(folder, flags, two, told):
+  workdir = folder / f'stopped_{"_".join(map(str, told))}'
+  step = _stop_two(flags, workdir, told)
+  one = folder / f'{workdir.name}_by_one'
+  shutil.copytree(workdir, one)
+  _continue_by_two(flags, workdir, step, two)
+  _continue_by_one(flags, one, step, two)
+
+
+def _stop_two(flags, workdir, told) -> int:
+  """Sends SIGTERM on the way; both must save one step and say so."""
+  processes = _start_two(flags, workdir)
+  try:
+    _wait_for_step(processes, workdir, 2)
+    # Nobody gets on without process 0: the notice is there before the end.
+    processes[0].send_signal(signal.SIGSTOP)
+    for index in told:
+      processes[index].send_signal(signal.SIGTERM)
+    time.sleep(NOTICE)
+  finally:
+    processes[0].send_signal(signal.SIGCONT)
+    codes = tiny.wait_all(processes)
+  assert codes == [app.RESTART] * 2, _said(workdir)
+  step = checkpoint.open_latest(workdir).step
+  print(f'stopped after step {step}')
+  last = max(number for _, number in _records(workdir))
+  assert step == last < STEPS, _said(workdir)
+  return step
+
+
+def _wait_for_step(processes, workdir, step: int) -> None:
+  deadline = time.monotonic() + 240
+  path = workdir / metrics.FILE
+  while not (
+    path.exists() and any(r['step'] >= step for r in metrics.read_metrics(path))
+  ):
+    assert all(p.poll() is None for p in processes), _said(workdir)
+    assert time.monotonic() < deadline, _said(workdir)
+    time.sleep(0.002)
+
+
+def _continue_by_two(flags, workdir, step, reference) -> None:
+  """As they were: bit for bit what the uninterrupted job came to."""
+  processes = _start_two(flags, workdir)
+  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
+  said = _said(workdir)
+  assert f'continuing at step {step}' in said
+  assert 'not bit for bit' not in said
+  assert _records(workdir) == _records(reference)
+  tiny.assert_same_params(workdir, reference)
+
+
+def _continue_by_one(flags, workdir, step, reference) -> None:
+  """On another mesh: the same rows, the rest to rounding, and says so."""
+  done = tiny.run(
+    'train',
+    *flags,
+    '--config.mesh.fsdp=2',
+    '--config.mesh.tensor=2',
+    f'--workdir={workdir}',
+    devices=4,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert f'continuing at step {step}' in done.stdout
+  assert 'to rounding, not bit for bit' in done.stdout
+  assert 'processes: 2 before, 1 now' in done.stdout
+  assert "'tensor': 1} before" in done.stdout
+  assert "'tensor': 2} now" in done.stdout
+  _assert_equal_to_rounding(workdir, reference, 1e-4)

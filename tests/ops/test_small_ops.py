@@ -99,10 +99,15 @@ def test_softcap():
   np.testing.assert_allclose(gradient, [0, 0.99889, 1, 0.99889, 0], rtol=1e-5)
 
 
+def rotated(x, positions, theta):
+  """Queries or keys turned by their positions, as attention does it."""
+  return rope.rotate(x, *rope.angles(positions, x.shape[-1], theta, x.dtype))
+
+
 def test_rope_is_half_split_with_falling_frequencies():
   # H = 4, theta = 100: pairs (0, 2) at frequency 1 and (1, 3) at 1/10.
   x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-  out = rope.apply_rope(x, jnp.array([[2]]), 100.0)[0, 0, 0]
+  out = rotated(x, jnp.array([[2]]), 100.0)[0, 0, 0]
   fast, slow = np.array([np.cos(2), np.sin(2)]), np.array([0.980067, 0.198669])
   expected = [
     1 * fast[0] - 3 * fast[1],
@@ -116,7 +121,7 @@ def test_rope_is_half_split_with_falling_frequencies():
 def test_rope_leaves_position_zero_alone():
   x = random(0, 2, 3, 2, 8)
   np.testing.assert_array_equal(
-    rope.apply_rope(x, jnp.zeros((2, 3), jnp.int32), 1e4), x
+    rotated(x, jnp.zeros((2, 3), jnp.int32), 1e4), x
   )
 
 
@@ -124,8 +129,8 @@ def test_rope_products_depend_on_the_distance_only():
   q, k = random(0, 1, 1, 1, 8), random(1, 1, 1, 1, 8)
 
   def product(q_position, k_position):
-    rotated_q = rope.apply_rope(q, jnp.array([[q_position]]), 1e4)
-    rotated_k = rope.apply_rope(k, jnp.array([[k_position]]), 1e4)
+    rotated_q = rotated(q, jnp.array([[q_position]]), 1e4)
+    rotated_k = rotated(k, jnp.array([[k_position]]), 1e4)
     return jnp.sum(rotated_q * rotated_k)
 
   near, far = product(7, 3), product(1007, 1003)
@@ -137,9 +142,9 @@ def test_rope_casts_angles_to_bfloat16_but_computes_them_in_fp32():
   x = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
   # 4095 is no bfloat16 number.
   positions = jnp.array([[4095]])
-  out = rope.apply_rope(x, positions, 1e4)
+  out = rotated(x, positions, 1e4)
   assert out.dtype == jnp.bfloat16
-  exact = rope.apply_rope(x.astype(jnp.float32), positions, 1e4)
+  exact = rotated(x.astype(jnp.float32), positions, 1e4)
   np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=1e-2)
   cos, sin = rope.angles(positions, 8, 1e4, jnp.bfloat16)
   assert cos.dtype == sin.dtype == jnp.bfloat16

@@ -200,16 +200,6 @@ def test_target_outside_the_vocabulary_gives_nan_only_where_it_weighs():
       assert bool(jnp.isnan(sums.total)) == expected
 
 
-def test_token_log_probs():
-  hidden, table, targets, _ = make_case()
-  options = dict(vocab_size=21, softcap=3.0)
-  actual = vocabulary_loss.token_log_probs(
-    hidden, table, targets, chunk=4, **options
-  )
-  expected = dense_loss.token_log_probs(hidden, table, targets, **options)
-  assert_same(actual, expected)
-
-
 def test_only_total_carries_a_gradient():
   hidden, table, targets, weights = make_case()
 
@@ -356,21 +346,6 @@ def test_unsharded_tokens(one_device):
   run, expected = one_device
   rules = {'batch': None, 'length': None, 'vocab': ('fsdp', 'tensor')}
   assert_same(on_mesh((1, 4, 1, 2), rules, run)(*mesh_case()), expected)
-
-
-@pytest.mark.sharded
-def test_token_log_probs_on_a_mesh():
-  hidden, table, targets, _ = mesh_case()
-
-  def run(*arguments):
-    return vocabulary_loss.token_log_probs(
-      *arguments, vocab_size=13, softcap=3.0, chunk=3
-    )
-
-  actual = on_mesh((1, 2, 2, 2), make_rules(('fsdp', 'tensor')), run)(
-    hidden, table, targets
-  )
-  assert_same(actual, run(hidden, table, targets))
 
 
 @pytest.mark.sharded

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import config, layers_index
+from encdec_adapt.models import config
+from tests import layer_trees
 
 # fp32 logits, absolute: variants that are wrong differ by 1e-3 and more.
 TOLERANCE = 2e-4
@@ -101,7 +102,7 @@ class HuggingFace:
     return {
       'embedder': {'table': get(f'{prefix}.embed_tokens.weight')},
       'final_norm': {'scale': get(f'{prefix}.norm.weight')},
-      **layers_index.join_layers(stack, blocks),
+      **layer_trees.join_layers(stack, blocks),
     }
 
 

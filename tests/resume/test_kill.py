@@ -7,8 +7,6 @@ import signal
 import subprocess
 import time
 
-import jax
-import numpy as np
 import pytest
 
 from encdec_adapt.runtime import app, metrics
@@ -52,38 +50,12 @@ def _last_step(workdir: pathlib.Path) -> int:
   return max([r['step'] for r in metrics.read_metrics(path)], default=0)
 
 
-def _params(workdir: pathlib.Path):
-  found = checkpoint.open_latest(workdir)
-  leaves = found.stored_leaves()
-  state = found.restore(
-    {
-      'params': _tree(
-        {
-          path.removeprefix('params/'): jax.ShapeDtypeStruct(*info)
-          for path, info in leaves.items()
-          if path.startswith('params/')
-        }
-      )
-    },
-    partial=True,
-  )
-  return jax.tree.map(np.asarray, state['params'])
-
-
-def _tree(flat):
-  from flax import traverse_util
-
-  return traverse_util.unflatten_dict(flat, sep='/')
-
-
 def _assert_same(workdir: pathlib.Path, reference: pathlib.Path):
   mine, wanted = (metrics.read_metrics(w) for w in (workdir, reference))
   key = lambda r: (r['kind'], r['step'])  # noqa: E731
   assert sorted(map(key, mine)) == sorted(map(key, wanted))
   assert {key(r): r for r in mine} == {key(r): r for r in wanted}
-  jax.tree.map(
-    np.testing.assert_array_equal, _params(workdir), _params(reference)
-  )
+  tiny.assert_same_params(workdir, reference)
   for name in ('target_tokens', 'total_tokens', 'rows', 'eval_loss'):
     one, other = (
       json.loads((w / 'summary.json').read_text())[name]

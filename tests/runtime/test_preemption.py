@@ -1,18 +1,20 @@
+"""One process; that several agree on a step is tested in tests/multiproc."""
+
 import os
 import signal
 
 from encdec_adapt.runtime import preemption
 
 
-def test_a_signal_becomes_a_flag_and_the_handler_is_put_back():
+def test_a_signal_is_remembered_and_the_handler_is_put_back():
   before = signal.getsignal(signal.SIGTERM)
   with preemption.StopSignal() as stop:
-    assert not stop.requested()
+    assert not stop.reached(1)
     for _ in range(2):
       os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.requested()
+    assert stop.reached(2)
   assert signal.getsignal(signal.SIGTERM) is before
-  assert stop.requested()
+  assert stop.reached(3)
 
 
 def test_a_handler_of_somebody_else_is_put_back():
@@ -21,13 +23,13 @@ def test_a_handler_of_somebody_else_is_put_back():
   def handler(number, frame):
     received.append(number)
 
-  before = signal.signal(signal.SIGUSR1, handler)
+  before = signal.signal(signal.SIGTERM, handler)
   try:
-    with preemption.StopSignal((signal.SIGUSR1,)) as stop:
-      os.kill(os.getpid(), signal.SIGUSR1)
-      assert stop.requested()
+    with preemption.StopSignal() as stop:
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert stop.reached(1)
     assert received == []
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert received == [signal.SIGUSR1]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM]
   finally:
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGTERM, before)

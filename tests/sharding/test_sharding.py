@@ -34,7 +34,7 @@ def test_meshes_that_do_not_multiply_are_refused(config):
 
 
 def test_a_mesh_axis_twice_in_one_array_is_refused():
-  rules = rules_lib.Rules(heads='fsdp')
+  rules = rules_lib.Rules(heads=('fsdp',))
   with pytest.raises(ValueError, match="'embed' and 'heads'.*query"):
     rules.check({'query': ('embed', 'heads', 'head_dim')})
 

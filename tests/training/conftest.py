@@ -30,6 +30,10 @@ STACK = model_config.StackConfig(
   query_scale=8.0,
 )
 PAIR = model_config.encoder_decoder(STACK, STACK)
+MODEL = build.build(PAIR)
+# Held, so that it is compiled once per mesh: jit forgets the programs of a
+# method that nothing refers to.
+INIT = MODEL.init
 SOURCE = model_config.DecoderOnlyConfig(STACK)
 
 
@@ -69,9 +73,7 @@ class Trainer:
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
-    self.where = state_lib.Placement(
-      build.build(PAIR), self.mesh, rules_lib.named(rules)
-    )
+    self.where = state_lib.Placement(MODEL, self.mesh, rules_lib.named(rules))
     self.optimizer = optimizers.Optimizer(
       optimizer
       or optimizers.OptimizerConfig(
@@ -93,7 +95,7 @@ class Trainer:
   def init(self, params=None):
     """State at step 0."""
     if params is None:
-      params = self.where.place(self.where.model.init, jax.random.key(0))
+      params = self.where.place(INIT, jax.random.key(0))
     return state_lib.create(
       params,
       self.optimizer,

@@ -1,0 +1,177 @@
+"""Several sources as one text, and how often each document is drawn.
+
+    python@2 + jsonl:/data/*.jsonl@0.25
+
+Sources (`data/sources.py`) stand between ' + ', each with its weight after an
+'@'; without one it is 1. In each pass a source's documents are drawn as often
+as its weight says: with 2 all of them twice, with 0.25 a quarter of them (in
+every pass another), with 1.5 all of them and half of them once more. So a
+pass is one epoch of a source of weight 1, no text is left out because another
+source ended, and what a pass holds is known before it is made. Of held-out
+documents none is drawn more than once.
+
+Which documents a fraction takes is keyed by (seed, pass, source, document
+id). A document's second draw in a pass has an id of its own, the document's
+with '::1', so that its masks and splits are others.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+import re
+
+from encdec_adapt.data import randomness, sources
+from encdec_adapt.runtime import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """Which documents of a source are drawn: the split, its key and the pass.
+
+  Attributes:
+    split: 'train' or 'eval'.
+    eval_fraction: share of the documents in 'eval', in [0, 1].
+    seed: of the split and of everything drawn.
+    pass_index: 0, 1, ..: draws anew, within the same split.
+  """
+
+  split: str
+  eval_fraction: float
+  seed: int
+  pass_index: int = 0
+
+  def __post_init__(self):
+    self.has('')  # Checks split and fraction.
+
+  def has(self, document_id: str) -> bool:
+    """Whether a document is in the split."""
+    return sources.in_split(
+      document_id, self.split, self.eval_fraction, self.seed
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A source of a mixture.
+
+  Attributes:
+    source: its documents.
+    weight: how often a pass draws each of them; positive.
+  """
+
+  source: sources.Source
+  weight: float
+
+  def documents(
+    self, draw: Draw, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[sources.Document]:
+    """The documents that are drawn, all of one round before the next.
+
+    Args:
+      draw: which ones.
+      shard_index: only documents whose index is this modulo `num_shards`.
+      num_shards: how many shards the documents are divided into.
+
+    Raises:
+      UserError: the source is missing or has no text.
+    """
+    weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
+    for number in range(math.ceil(weight)):
+      share = weight - number  # 1 or more in all rounds but the last.
+
+      def keep(index: int, name: str, share=share) -> bool:
+        return (
+          index % num_shards == shard_index
+          and draw.has(name)
+          and (share >= 1 or self._uniform(draw, name) < share)
+        )
+
+      for document in self.source.documents(keep):
+        if number:
+          name = f'{document.id}::{number}'
+          document = dataclasses.replace(document, id=name)
+        yield document
+
+  def _uniform(self, draw: Draw, document_id: str) -> float:
+    """A document's number in [0, 1), another in each pass."""
+    key = draw.seed, draw.pass_index, self.source.name, document_id
+    return randomness.digest('draw', *key) / 2**128
+
+
+def parse(text: str) -> list[tuple[str, float]]:
+  """Names and weights of the sources that a text names.
+
+  What follows an '@' and is no number belongs to the name.
+
+  Raises:
+    UserError: a weight is not positive, or a source is named twice.
+  """
+  found = {}
+  for entry in re.split(r'\s\+\s', text):
+    name, weight = _name_and_weight(entry.strip())
+    if not 0 < weight < math.inf:
+      raise errors.UserError(
+        f'source {entry.strip()!r}: the weight {weight:g} after the @ is how'
+        ' often a pass draws each document; it must be above 0'
+      )
+    if name in found:
+      raise errors.UserError(
+        f'source {name!r} is named twice in {text!r}; name it once, with the'
+        ' sum of the weights'
+      )
+    found[name] = weight
+  return list(found.items())
+
+
+def _name_and_weight(entry: str) -> tuple[str, float]:
+  name, at, weight = entry.rpartition('@')
+  try:
+    return (name, float(weight)) if at else (entry, 1.0)
+  except ValueError:
+    return entry, 1.0
+
+
+def open_parts(
+  text: str, *, max_documents: int = 0, max_bytes: int = 0
+) -> list[Part]:
+  """Opens the sources that a text names.
+
+  Args:
+    text: as the module's docstring says.
+    max_documents: cap of each source; 0 for none.
+    max_bytes: cap of each source; 0 for none.
+
+  Raises:
+    UserError: the text is not understood, or nothing is found there.
+  """
+  return [
+    Part(
+      sources.open_source(
+        name, max_documents=max_documents, max_bytes=max_bytes
+      ),
+      weight,
+    )
+    for name, weight in parse(text)
+  ]
+
+
+def fingerprint(parts: Sequence[Part]) -> str:
+  """A hex digest of all sources' content and caps."""
+  prints = [part.source.fingerprint() for part in parts]
+  return prints[0] if len(prints) == 1 else f'{randomness.digest(*prints):032x}'
+
+
+def documents_in_turn(
+  parts: Sequence[Part], draw: Draw
+) -> Iterator[sources.Document]:
+  """One document of each source, then the next of each; all of them."""
+  waiting = collections.deque(part.documents(draw) for part in parts)
+  while waiting:
+    documents = waiting.popleft()
+    for document in documents:
+      yield document
+      waiting.append(documents)
+      break

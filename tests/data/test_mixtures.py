@@ -1,0 +1,160 @@
+"""Mixtures: what a text names, and which documents a pass draws."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from encdec_adapt.data import mixtures, sources
+from encdec_adapt.runtime import errors
+
+COUNT = 300
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Two JSONL files of COUNT documents each, named by their line."""
+  folder = tmp_path_factory.mktemp('text')
+  for name in 'ab':
+    lines = [f'{{"text": "{name} {i}"}}\n' for i in range(COUNT)]
+    (folder / f'{name}.jsonl').write_text(''.join(lines))
+  return folder
+
+
+def _part(folder, weight, name='a'):
+  return mixtures.Part(
+    sources.open_source(f'jsonl:{folder}/{name}.jsonl'), weight
+  )
+
+
+def _texts(part, *shard, split='train', eval_fraction=0.0, pass_index=0):
+  draw = mixtures.Draw(split, eval_fraction, seed=1, pass_index=pass_index)
+  return [document.text for document in part.documents(draw, *shard)]
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('python', [('python', 1.0)]),
+    ('python@2', [('python', 2.0)]),
+    (
+      'python@.5 +  jsonl:/a b/*.jsonl#x@3 + tfds:c4:train[:10%]',
+      [('python', 0.5), ('jsonl:/a b/*.jsonl#x', 3.0)]
+      + [('tfds:c4:train[:10%]', 1.0)],
+    ),
+    ('text:/a+b/me@home/*.txt', [('text:/a+b/me@home/*.txt', 1.0)]),
+    ('text:/me@home/*.txt@1e-2', [('text:/me@home/*.txt', 0.01)]),
+  ],
+)
+def test_names_and_weights(text, expected):
+  assert mixtures.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+  'text, message',
+  [
+    ('python@0', "source 'python@0': the weight 0 after the @ .* above 0"),
+    ('python + text:x@-2', "source 'text:x@-2': the weight -2"),
+    ('python@inf', 'the weight inf'),
+    ('python@nan', 'the weight nan'),
+    ('python@2 + python', "'python' is named twice .* sum of the weights"),
+    ('python@two', "source 'python@two': not a source"),
+    ('python + ', "source '': not a source"),
+    ('python +  + text:x', "source '': not a source"),
+  ],
+)
+def test_what_is_not_understood_is_refused(text, message):
+  with pytest.raises(errors.UserError, match=message):
+    mixtures.open_parts(text)
+
+
+def test_whole_weights_draw_all_documents_so_often(folder):
+  texts = [f'a {i}' for i in range(COUNT)]
+  assert _texts(_part(folder, 1.0)) == texts
+  assert _texts(_part(folder, 3.0)) == 3 * texts
+
+
+def test_repeated_documents_have_ids_of_their_own(folder):
+  part = _part(folder, 2.0)
+  ids = [
+    document.id for document in part.documents(mixtures.Draw('train', 0.0, 1))
+  ]
+  assert len(set(ids)) == 2 * COUNT
+  assert (ids[0], ids[COUNT]) == ('a.jsonl:1', 'a.jsonl:1::1')
+
+
+def test_fractions_draw_other_documents_in_each_pass(folder):
+  first = _texts(_part(folder, 0.25))
+  assert len(first) == len(set(first)) == pytest.approx(COUNT / 4, abs=25)
+  assert first == _texts(_part(folder, 0.25))
+  second = _texts(_part(folder, 0.25), pass_index=1)
+  assert len(second) == pytest.approx(COUNT / 4, abs=25)
+  # A quarter of the first are drawn again; all or none would be a pattern.
+  again = len(set(first) & set(second)) / len(first)
+  assert again == pytest.approx(0.25, abs=0.15)
+  # More weight adds documents and leaves those that were drawn.
+  assert set(first) < set(_texts(_part(folder, 0.5)))
+  counts = collections.Counter(_texts(_part(folder, 1.25)))
+  assert counts == collections.Counter([f'a {i}' for i in range(COUNT)] + first)
+
+
+def test_over_passes_every_document_is_drawn_as_its_weight_says(folder):
+  passes = 60
+  part = _part(folder, 0.5)
+  counts = collections.Counter()
+  for i in range(passes):
+    counts.update(_texts(part, pass_index=i))
+  # Binomial: mean 30, deviation 3.9.
+  times = np.array([counts[f'a {i}'] for i in range(COUNT)])
+  assert 12 < times.min() and times.max() < 48
+  assert times.mean() == pytest.approx(30, abs=1)
+
+
+def test_shards_divide_what_is_drawn(folder):
+  whole = _texts(_part(folder, 1.5))
+  for shards in (2, 3):
+    parts = [
+      text for i in range(shards) for text in _texts(
+        _part(folder, 1.5), i, shards
+      )
+    ]  # fmt: skip
+    assert sorted(parts) == sorted(whole)
+
+
+def test_held_out_documents_are_drawn_once_at_most(folder):
+  options = dict(eval_fraction=0.4)
+  held_out = _texts(_part(folder, 3.0), split='eval', **options)
+  assert len(held_out) == len(set(held_out)) == pytest.approx(120, abs=30)
+  train = _texts(_part(folder, 3.0), **options)
+  assert not set(train) & set(held_out)
+  assert len(train) + 3 * len(held_out) == 3 * COUNT
+  fewer = _texts(_part(folder, 0.5), split='eval', **options)
+  assert set(fewer) < set(held_out) and fewer
+
+
+def test_documents_come_in_turn_and_all_of_them(folder):
+  parts = [_part(folder, 0.1), _part(folder, 1.0, 'b')]
+  draw = mixtures.Draw('train', 0.0, 1)
+  texts = [doc.text for doc in mixtures.documents_in_turn(parts, draw)]
+  few = _texts(parts[0])
+  assert texts[: 2 * len(few) : 2] == few
+  assert [text for text in texts if text[0] == 'b'] == _texts(parts[1])
+  assert len(texts) == len(few) + COUNT
+
+
+def test_the_fingerprint_is_of_all_sources_and_caps(folder):
+  text = f'jsonl:{folder}/a.jsonl@2 + jsonl:{folder}/b.jsonl'
+  prints = {
+    mixtures.fingerprint(mixtures.open_parts(text, **caps))
+    for caps in ({}, {'max_documents': 5}, {'max_bytes': 50})
+  }
+  assert len(prints) == 3
+  one = mixtures.open_parts(f'jsonl:{folder}/a.jsonl')
+  assert mixtures.fingerprint(one) == one[0].source.fingerprint()
+
+
+def test_splits_are_checked():
+  with pytest.raises(errors.UserError, match="split 'test'"):
+    mixtures.Draw('test', 0.1, 0)
+  with pytest.raises(errors.UserError, match='eval_fraction 2'):
+    mixtures.Draw('eval', 2, 0)

@@ -1,0 +1,116 @@
+"""Processes meet, and fail as one: whichever fails, both say why, at once."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from encdec_adapt.runtime import app, lock
+from tests import tiny
+
+pytestmark = pytest.mark.multiproc
+
+# Both processes go through the same places; at each, one may fail.
+_MEMBER = """
+import json, sys
+from encdec_adapt.runtime import distributed, errors
+coordinator, me = sys.argv[1], int(sys.argv[2])
+distributed.initialize(coordinator, 2, me)
+said = []
+
+def attempt(work):
+  try:
+    with distributed.failing_as_one():
+      said.append(work())
+  except (Exception, SystemExit) as error:
+    said.append(f'{type(error).__name__}: {error}')
+
+def refuse(*who, error=errors.UserError('no room')):
+  if me in who:
+    raise error
+  return distributed.barrier('the door')
+
+attempt(lambda: distributed.from_lead(lambda: {'step': 7}))
+attempt(lambda: refuse())
+attempt(lambda: refuse(0))
+attempt(lambda: refuse(1))
+attempt(lambda: refuse(0, 1))
+attempt(lambda: refuse(1, error=ValueError('a defect')))
+attempt(lambda: refuse(0, error=SystemExit(2)))
+attempt(lambda: distributed.from_lead(lambda: {}['damaged']))
+attempt(lambda: distributed.from_lead(lambda: None))
+attempt(lambda: refuse())
+if me == 0:  # The other never comes.
+  try:
+    distributed.barrier('the gate', seconds=0.5)
+  except errors.UserError as error:
+    said.append(str(error))
+print(json.dumps(said))
+"""
+
+_OWN = 'UserError: no room'
+
+
+def _peer(process: int, message: str) -> str:
+  return (
+    f'PeerError: process {process} of 2 failed, and this one stops with it:'
+    f' {message}'
+  )
+
+
+def test_processes_meet_and_fail_as_one():
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
+  members = [
+    subprocess.Popen(
+      [sys.executable, '-c', _MEMBER, coordinator, str(index)],
+      cwd=tiny.ROOT,
+      env=tiny.environment(),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  try:
+    outputs = [member.communicate(timeout=120)[0] for member in members]
+  finally:
+    for member in members:
+      member.kill()
+  assert [member.returncode for member in members] == [0, 0]
+  zero, one = (json.loads(output) for output in outputs)
+  ended = 'it ended with status 2 and has said why.'
+  assert list(zip(zero, one, strict=False)) == [
+    ({'step': 7}, {'step': 7}),
+    (None, None),
+    (_OWN, _peer(0, 'no room')),
+    (_peer(1, 'no room'), _OWN),
+    (_OWN, _OWN),
+    (_peer(1, 'ValueError: a defect'), 'ValueError: a defect'),
+    ('SystemExit: 2', _peer(0, ended)),
+    ("KeyError: 'damaged'", _peer(0, "KeyError: 'damaged'")),
+    (None, None),
+    (None, None),
+  ]
+  assert len(one) == len(zero) - 1
+  assert zero[-1].startswith("process 0 waited 0.5 seconds at 'the gate' for")
+
+
+def test_a_refusal_of_process_0_ends_its_peer(tmp_path):
+  """The command: the work directory is another job's."""
+  flags = tiny.make_records(tmp_path)
+  with lock.WorkdirLock(tmp_path / 'taken'):
+    processes = tiny.start_several(
+      2, 'train', *flags, f'--workdir={tmp_path}/taken', logs=tmp_path
+    )
+    began = time.monotonic()
+    codes = tiny.wait_all(processes, 240)
+  print(f'ended after {time.monotonic() - began:.1f} s')
+  zero, one = ((tmp_path / f'process_{i}.log').read_text() for i in range(2))
+  assert codes == [app.USER_ERROR] * 2, zero + one
+  reason = f'The work directory {tmp_path}/taken is in use by another job'
+  assert f'\nError: {reason}' in '\n' + zero
+  paragraph = one.strip().splitlines()[-1]
+  assert paragraph.startswith('Error: process 0 of 2 failed')
+  assert reason in paragraph
+  assert 'Traceback' not in one
