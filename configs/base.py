@@ -9,6 +9,7 @@ a mistyped one is an error that names the nearest right one.
 
 import ml_collections
 
+from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors
 
 
@@ -27,14 +28,32 @@ def stack():
   c.vocab_multiple = 128
   c.pattern = ('local', 'global')  # Repeated from layer 0.
   c.window = 4096  # Tokens that a local layer sees.
-  # Encoder's local window: 'exclusive' |q-k| < W, as the authors' code, or
-  # 'inclusive' |q-k| <= W, as transformers 5.23 with eager attention.
+  # Encoder's local window: 'exclusive' |q-k| < W, as the authors' code;
+  # 'inclusive' |q-k| <= W, as transformers 5.23 with eager attention; or
+  # 'centered', W keys around the query (T5Gemma 2).
   c.window_rule = 'exclusive'
   c.query_scale = 32.0  # query_pre_attn_scalar.
   c.attention_softcap = 50.0  # 0 for none.
   c.final_softcap = 30.0  # 0 for none.
   c.rope_theta = 10000.0
+  # 'linear' (all frequencies divided by the factor) or 'llama3', in which
+  # wavelengths above original_length / low_factor are divided and those below
+  # original_length / high_factor kept.
+  c.rope_scaling = 'none'
+  c.rope_factor = 1.0
+  c.rope_low_factor = 1.0
+  c.rope_high_factor = 4.0
+  c.rope_original_length = 8192  # Tokens.
+  c.local_rope_theta = 0.0  # Of local layers, never scaled; 0: as the others.
   c.norm_eps = 1e-6
+  c.norm_gain = 'one_plus'  # 1 + scale (Gemma), or 'direct' (Llama, Qwen).
+  c.post_norms = True  # Norms after attention and feed-forward too (Gemma).
+  c.qk_norm = False  # RMSNorm of queries and keys (Gemma 3, Qwen 3).
+  c.activation = 'gelu_tanh'  # Or 'silu' (Llama, Qwen).
+  c.attention_bias = 'none'  # 'qkv' (Qwen 2) or 'qkvo'.
+  c.mlp_bias = False
+  c.scale_embeddings = True  # By sqrt(width) (Gemma).
+  c.eoi_token = -1  # Token with a vector of its own (T5Gemma 2); -1: none.
   c.tied_head = True  # Logits use the embedding table.
   return c
 
@@ -50,6 +69,11 @@ def get_config():
   config.model.encoder = stack()  # Unused by a decoder-only model.
   config.model.decoder = stack()
   config.model.causal_encoder = False  # The paper's ablation.
+  # One attention over both stacks' keys, as T5Gemma 2, instead of two.
+  config.model.cross_merged = False
+  config.model.cross_layers = 'all'  # That read the encoder, or 'global'.
+  # The encoder reads the decoder's embedding table (T5Gemma 2).
+  config.model.shared_table = False
 
   # How it is computed.
   config.compute = ml_collections.ConfigDict()
@@ -68,7 +92,8 @@ def get_config():
   # encoder-decoder from decoder-only checkpoints); 'embeddings' (as 'adapt',
   # but only the embedding tables are kept: a control).
   config.init.mode = 'random'
-  config.init.encoder = ''  # Work directory of the encoder's source.
+  # The encoder's source: a work directory, or a Hugging Face folder.
+  config.init.encoder = ''
   config.init.decoder = ''  # Of the decoder's; '' for the encoder's.
   # 'auto' copies cross-attention from self-attention where shapes allow
   # (balanced pairs) and draws it otherwise; or 'copy', 'fresh'.
@@ -110,7 +135,8 @@ def get_config():
 
   # A decoder-only model whose distribution is learnt.
   config.teacher = ml_collections.ConfigDict()
-  config.teacher.checkpoint = ''  # Its work directory; '' for none.
+  # Its work directory, or a Hugging Face folder; '' for none.
+  config.teacher.checkpoint = ''
 
   config.loss = ml_collections.ConfigDict()
   # Share of the loss that is cross-entropy to the teacher; the rest is to
@@ -167,7 +193,21 @@ def set_stack(section, shape):
   """Fills a stack's section from a `models.config.StackConfig`."""
   for key in section:
     value = getattr(shape, key)
-    section[key] = 0.0 if value is None else value
+    section[key] = model_config.NONE_AS[key] if value is None else value
+
+
+def set_model(section, model):
+  """Fills the section `model` from a `models.config.ModelConfig`."""
+  for name, shape in model.stacks.items():
+    set_stack(section[name], shape)
+  if isinstance(model, model_config.DecoderOnlyConfig):
+    section.kind = 'decoder_only'
+    return
+  section.kind = 'encoder_decoder'
+  section.causal_encoder = model.encoder.role == 'causal'
+  section.cross_merged = model.decoder.cross_merged
+  section.cross_layers = model.decoder.cross_layers
+  section.shared_table = model.shared_table
 
 
 def parse_arg(arg, **defaults):

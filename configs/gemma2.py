@@ -32,9 +32,7 @@ def get_config(arg=None):
   balanced = pair.encoder.width == pair.decoder.width
 
   config = base.get_config()
-  config.model.kind = 'encoder_decoder'
-  base.set_stack(config.model.encoder, pair.encoder)
-  base.set_stack(config.model.decoder, pair.decoder)
+  base.set_model(config.model, pair)
   config.init.mode = 'adapt'
 
   config.data.train_vocabulary = False

@@ -212,11 +212,16 @@ def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
   decoder = _stack('decoder', section.decoder)
   if section.kind == 'decoder_only':
     return model_config.DecoderOnlyConfig(decoder)
-  return model_config.encoder_decoder(
-    _stack('encoder', section.encoder),
-    decoder,
-    causal_encoder=section.causal_encoder,
-  )
+  pair = section.to_dict()
+  for name in ('kind', 'encoder', 'decoder'):
+    del pair[name]
+  known = {'causal_encoder', 'shared_table', 'cross_merged', 'cross_layers'}
+  _refuse_unknown('a model', pair.keys() - known)
+  encoder = _stack('encoder', section.encoder)
+  try:
+    return model_config.encoder_decoder(encoder, decoder, **pair)
+  except errors.UserError as error:
+    raise errors.UserError(f'config.model: {error}') from error
 
 
 def _stack(name: str, section: ml_collections.ConfigDict):
@@ -224,18 +229,24 @@ def _stack(name: str, section: ml_collections.ConfigDict):
   fields = {
     field.name for field in dataclasses.fields(model_config.StackConfig)
   }
-  if not values.keys() <= fields:
-    raise errors.UserError(
-      f'the configuration was saved by another version: a stack has no'
-      f' {", ".join(sorted(values.keys() - fields))}.'
-    )
+  _refuse_unknown('a stack', values.keys() - fields)
   values['pattern'] = tuple(values['pattern'])
-  for cap in ('attention_softcap', 'final_softcap'):
-    values[cap] = values[cap] or None
+  # A run of an earlier version lacks fields that came later.
+  for key, none in model_config.NONE_AS.items():
+    if key in values and values[key] == none:
+      values[key] = None
   try:
     return model_config.StackConfig(**values)
   except errors.UserError as error:
     raise errors.UserError(f'config.model.{name}: {error}') from error
+
+
+def _refuse_unknown(what: str, keys: set[str]) -> None:
+  if keys:
+    raise errors.UserError(
+      f'the configuration was saved by another version: {what} has no'
+      f' {", ".join(sorted(keys))}.'
+    )
 
 
 def _data(config, model, workdir: str) -> DataConfig:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize
+from encdec_adapt import materialize, origin
+from encdec_adapt import source as source_lib
 from encdec_adapt.adaptation import coverage, initialise
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
@@ -27,7 +28,7 @@ from encdec_adapt.runtime import (
   flops,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import checkpoint, optimizers, phases
+from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 
@@ -119,7 +120,7 @@ def place_teacher(
   """
   if not settings.loss.distillation:
     return None
-  source = config_lib.load_run(settings.teacher)
+  source = _open(settings, settings.teacher)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'config.teacher.checkpoint {settings.teacher} is an encoder-decoder;'
@@ -131,8 +132,15 @@ def place_teacher(
       f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
-  _check_same_vocabulary(settings, settings.teacher, source)
+  _check_same_vocabulary(settings, source)
   return place_model(settings, source.model, mesh)
+
+
+def read_teacher(
+  settings: config_lib.Settings, where: state_lib.Placement
+) -> decoder_only.Params:
+  """The teacher's parameters."""
+  return _open(settings, settings.teacher).read(where)
 
 
 def open_data(
@@ -183,17 +191,31 @@ def check_vocabulary(
     )
 
 
+def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
+  """A source or teacher, its tables padded as the model's own."""
+  return source_lib.open_source(
+    path, vocab_multiple=settings.model.decoder.vocab_multiple
+  )
+
+
 def _check_same_vocabulary(
-  settings: config_lib.Settings, folder: str, source: config_lib.Settings
+  settings: config_lib.Settings, source: source_lib.Source
 ) -> None:
   """Refuses a source or teacher that was trained with another vocabulary."""
-  paths = settings.data.vocabulary, source.data.vocabulary
+  paths = settings.data.vocabulary, source.vocabulary
   if paths[0] == paths[1]:
     return
-  own, other = (vocabularies.Vocabulary(path).fingerprint for path in paths)
-  if own != other:
+  if not source.vocabulary:
+    if distributed.is_lead():
+      print(
+        f'note: {source.path} has no tokenizer.model; it is taken on trust'
+        f' that its ids mean what they mean in {paths[0]}.'
+      )
+    return
+  own = vocabularies.Vocabulary(paths[0]).fingerprint
+  if own != source.vocabulary_fingerprint():
     raise errors.UserError(
-      f'{folder} was trained with the vocabulary {paths[1]}, this job has'
+      f'{source.path} was trained with the vocabulary {paths[1]}, this job has'
       f' {paths[0]}, and they differ: ids would mean other text. Set'
       ' config.data.vocabulary to that of the source.'
     )
@@ -235,12 +257,22 @@ def check_sources(settings: config_lib.Settings) -> None:
   """Refuses sources that are not there, before any long work.
 
   Raises:
-    UserError: a source holds no run or no sound checkpoint.
+    UserError: a source is no Hugging Face folder, and holds no run or no
+      sound checkpoint.
   """
   init = settings.init
-  for folder in filter(None, (init.encoder, init.decoder, settings.teacher)):
-    config_lib.load_run(folder)
-    checkpoint.open_latest(folder)
+  for path in filter(None, (init.encoder, init.decoder, settings.teacher)):
+    _open(settings, path)
+
+
+def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
+  """Keeps what export carries along of the folders of the sources."""
+  init = settings.init
+  if init.mode == 'checkpoint':
+    origin.keep(workdir, origin.folders(init.encoder))
+  elif init.mode != 'random':
+    decoder = init.decoder or init.encoder
+    origin.keep(workdir, origin.of_pair(init.encoder, decoder))
 
 
 def initial_params(
@@ -258,13 +290,10 @@ def initial_params(
   init = settings.init
   rng = jax.random.key(settings.seed)
   if init.mode == 'checkpoint':
-    _check_same_vocabulary(
-      settings, init.encoder, config_lib.load_run(init.encoder)
-    )
-    return (
-      checkpoint.restore_params(init.encoder, where.abstract_params()),
-      None,
-    )
+    source = _open(settings, init.encoder)
+    _check_same_vocabulary(settings, source)
+    _compare(source, where)
+    return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
   sources = [_read_source(folder, settings, where.mesh) for folder in folders]
   function = {
@@ -289,18 +318,38 @@ def initial_params(
 
 
 def _read_source(folder, settings, mesh):
-  """Config and parameters of a decoder-only run."""
-  source = config_lib.load_run(folder)
+  """Config and parameters of a decoder-only model."""
+  source = _open(settings, folder)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
       ' models.'
     )
-  _check_same_vocabulary(settings, folder, source)
-  where = place_model(settings, source.model, mesh)
-  return source.model, checkpoint.restore_params(
-    folder, where.abstract_params()
+  _check_same_vocabulary(settings, source)
+  return source.model, source.read(place_model(settings, source.model, mesh))
+
+
+def _compare(source: source_lib.Source, where: state_lib.Placement) -> None:
+  """Says in what the model differs from the one that it continues.
+
+  Raises:
+    UserError: in the shape of a parameter.
+  """
+  own, theirs = (
+    {path: info.shape for path, info in table.items()}
+    for table in (where.model.table, parameters.parameter_table(source.model))
   )
+  found = model_config.differences(source.model, where.model.config)
+  if own != theirs:
+    path = sorted(dict(own.items() ^ theirs.items()))[0]
+    raise errors.UserError(
+      f'{source.path} is of another model than config.model: {path} is'
+      f' {theirs.get(path, "absent")} there and {own.get(path, "absent")} here'
+      f' ({"; ".join(found) or "tables are padded differently"}). Set'
+      ' config.model to that of the source.'
+    )
+  if found and distributed.is_lead():
+    print('differs from its source: ' + '; '.join(found))
 
 
 def reads_teacher_row(settings: config_lib.Settings) -> bool:

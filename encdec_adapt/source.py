@@ -1,7 +1,8 @@
 """A model on disk, whoever wrote it: a run of ours or a Hugging Face folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -13,11 +14,14 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
 from encdec_adapt.training import checkpoint
 from encdec_adapt.training import state as state_lib
 
-Read = Callable[[state_lib.Placement], Any]
+OnProgress = Callable[[int, int], None]
+_SENTENCEPIECE = 'tokenizer.model'
+_TOGETHER = 512 << 20  # Bytes of a checkpoint that are read at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +32,39 @@ class Source:
     path: where it is.
     model: its config.
     vocabulary: path of its SentencePiece file, '' where there is none.
-    read: a placement of that model -> its parameters, sharded, fp32.
+    arrays: every parameter, unread, in the order of the parameter table.
+    read: a placement of that model -> its parameters, sharded, fp32. May be
+      told whom to call with the bytes read and those to read.
+    step: of the checkpoint; None for a Hugging Face folder.
     unused: tensors that are no part of the model -> why.
   """
 
   path: pathlib.Path
   model: model_config.ModelConfig
   vocabulary: str
-  read: Read
+  arrays: Callable[[], Iterator[folder_lib.LazyArray]]
+  read: Callable[..., Any]
+  step: int | None = None
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_run(self) -> bool:
+    """Whether it is a work directory, and no Hugging Face folder."""
+    return self.step is not None
+
+  def vocabulary_fingerprint(self) -> str | None:
+    """As `data.vocabularies` has it; None where there is no vocabulary."""
+    if not self.vocabulary:
+      return None
+    data = pathlib.Path(self.vocabulary).read_bytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 def open_source(
-  path: str | os.PathLike[str], *, encoder_window: str = 'exclusive'
+  path: str | os.PathLike[str],
+  *,
+  encoder_window: str = 'exclusive',
+  vocab_multiple: int | None = None,
 ) -> Source:
   """Opens the work directory of a run, or a Hugging Face folder.
 
@@ -50,53 +74,81 @@ def open_source(
     path: the folder.
     encoder_window: how the encoder of a T5Gemma folder looks around; see
       `interop.model_configs.model_from_raw`.
+    vocab_multiple: to which the tables of a Hugging Face folder are padded,
+      so that they divide over a mesh; None for not at all.
 
   Raises:
     UserError: it is neither, or damaged.
   """
   path = pathlib.Path(path)
-  if _is_hugging_face(path):
-    return _open_folder(path, encoder_window)
+  if is_folder(path):
+    return _open_folder(path, encoder_window, vocab_multiple)
   settings = config_lib.load_run(str(path))
   found = checkpoint.open_latest(path)
+  vocabulary = pathlib.Path(settings.data.vocabulary)
 
-  def read(where: state_lib.Placement) -> Any:
+  def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
+    del on_progress  # Orbax reads all at once.
     return found.restore_params(where.abstract_params())
 
-  return Source(path, settings.model, settings.data.vocabulary, read)
+  return Source(
+    path,
+    settings.model,
+    str(vocabulary) if vocabulary.exists() else '',
+    lambda: _stored_arrays(found, settings.model),
+    read,
+    found.step,
+  )
 
 
-def _is_hugging_face(path: pathlib.Path) -> bool:
-  file = path / folder_lib.CONFIG
+def is_folder(path: str | os.PathLike[str]) -> bool:
+  """Whether a Hugging Face folder is meant, not a work directory.
+
+  Raises:
+    UserError: it is neither.
+  """
+  file = pathlib.Path(path) / folder_lib.CONFIG
   if not file.exists():
     raise errors.UserError(
       f'{path} holds no model: it has no {folder_lib.CONFIG}. Give the work'
       ' directory of a training job, or a Hugging Face folder.'
     )
   try:
-    return 'model_type' in json.loads(file.read_bytes())
-  except ValueError as error:
+    content = json.loads(file.read_bytes())
+  except (OSError, ValueError) as error:
     raise errors.UserError(f'{file} is not JSON ({error}).') from error
+  if not isinstance(content, dict):
+    raise errors.UserError(f'{file} is not a JSON object.')
+  # A run's has sections, each of them an object.
+  return 'model_type' in content or 'train' not in content
 
 
-def _open_folder(path: pathlib.Path, encoder_window: str) -> Source:
-  opened = folder_lib.ModelFolder.open(path, encoder_window=encoder_window)
-  sentencepiece = path / 'tokenizer.model'
+def _open_folder(
+  path: pathlib.Path, encoder_window: str, vocab_multiple: int | None
+) -> Source:
+  opened = folder_lib.ModelFolder.open(
+    path, encoder_window=encoder_window, vocab_multiple=vocab_multiple
+  )
+  sentencepiece = path / _SENTENCEPIECE
 
-  def read(where: state_lib.Placement) -> Any:
-    return state_lib.unflatten(
-      {
-        array.path: _place(array, where.parameters[array.path])
-        for array in opened.arrays()
-      }
-    )
+  def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
+    arrays = list(opened.arrays())
+    total, done = sum(array.nbytes for array in arrays), 0
+    placed = {}
+    for array in arrays:
+      placed[array.path] = _place(array, where.parameters[array.path])
+      done += array.nbytes
+      if on_progress:
+        on_progress(done, total)
+    return state_lib.unflatten(placed)
 
   return Source(
     path,
     opened.config,
     str(sentencepiece) if sentencepiece.exists() else '',
+    opened.arrays,
     read,
-    dict(opened.unused),
+    unused=dict(opened.unused),
   )
 
 
@@ -109,3 +161,48 @@ def _place(
     sharding,
     lambda index: np.asarray(array.read(index), np.float32),
   )
+
+
+def _stored_arrays(
+  found: checkpoint.Checkpoint, model: model_config.ModelConfig
+) -> Iterator[folder_lib.LazyArray]:
+  """The arrays of a checkpoint, read some at a time: opening takes longest."""
+  stored = found.stored_leaves()
+  abstract = {
+    path: jax.ShapeDtypeStruct(
+      info.shape, stored.get(f'params/{path}', (None, info.dtype))[1]
+    )
+    for path, info in parameters.parameter_table(model).items()
+  }
+  last: dict[str, np.ndarray] = {}
+
+  def reader(path: str, group: list[str]):
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      if path not in last:
+        last.clear()
+        tree = state_lib.unflatten({name: abstract[name] for name in group})
+        last.update(state_lib.flatten(found.restore_params(tree)))
+      return np.asarray(last[path])[index]
+
+    return read
+
+  readers = {
+    path: reader(path, group) for group in _groups(abstract) for path in group
+  }
+  for path, leaf in abstract.items():
+    yield folder_lib.LazyArray(
+      path, tuple(leaf.shape), np.dtype(leaf.dtype), readers[path]
+    )
+
+
+def _groups(abstract: dict[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+  """Paths in order, so many together as have `_TOGETHER` bytes."""
+  groups, room = [[]], _TOGETHER
+  for path in sorted(abstract):
+    nbytes = abstract[path].size * abstract[path].dtype.itemsize
+    if groups[-1] and nbytes > room:
+      groups.append([])
+      room = _TOGETHER
+    groups[-1].append(path)
+    room -= nbytes
+  return groups

@@ -17,6 +17,7 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, materialize
+from encdec_adapt import source as source_lib
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -149,9 +150,11 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       files.write_json(
         pathlib.Path(workdir) / 'coverage.json', report.to_json()
       )
+    if lead:
+      job.keep_origin(settings, workdir)
   else:
     saved = checkpoints.read_meta(start)
-    _check_same_rows(saved['order'], meta['order'])
+    _check_same_rows(saved, meta['order'])
     _report_differences(saved, meta, say)
     # A group that thaws at this very step was not in what was saved.
     active = phases.active(groups, max(start - 1, 0))
@@ -166,9 +169,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     )
   teacher_params = {}
   if teacher:
-    teacher_params = checkpoint.restore_params(
-      settings.teacher, teacher.abstract_params()
-    )
+    teacher_params = job.read_teacher(settings, teacher)
 
   # -- loop ------------------------------------------------------------------
   wants_teacher = job.reads_teacher_row(settings)
@@ -320,8 +321,14 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   return status
 
 
-def _check_same_rows(before, now) -> None:
+def _check_same_rows(saved, now) -> None:
   """Refuses to continue at a position in other rows than it was saved in."""
+  if 'order' not in saved:
+    raise errors.UserError(
+      'this --workdir was made by encdec_adapt.convert, not by a training job:'
+      ' give it as config.init.encoder, and another --workdir.'
+    )
+  before = saved['order']
   # Passes may have been added since.
   now = {**now, 'records': now['records'][: len(before['records'])]}
   for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
@@ -363,6 +370,8 @@ def _summarise(settings, workdir, count, step, cost) -> None:
   losses = [r for r in records if r['kind'] == 'eval']
   init = settings.init
   sources = [init.encoder, init.decoder] if init.mode != 'random' else []
+  sources = [path for path in (*sources, settings.teacher) if path]
+  folders = [path for path in sources if source_lib.is_folder(path)]
   summary = accounting.write_summary(
     workdir,
     {
@@ -372,9 +381,10 @@ def _summarise(settings, workdir, count, step, cost) -> None:
       'seed': settings.seed,
       'eval_loss_at_step_0': losses[0]['loss'],
       'eval_loss': losses[-1]['loss'],
+      'not_counted': folders,
     },
     cost,
-    [path for path in (*sources, settings.teacher) if path],
+    [path for path in sources if path not in folders],
   )
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'

@@ -149,7 +149,10 @@ def test_only_data_imports_tensorflow(library):
 
 
 def test_only_checkpoint_imports_orbax():
-  assert _users('orbax') == {'training/checkpoint.py'}
+  assert _users('orbax') == {
+    'training/checkpoint.py',
+    'training/streamed.py',
+  }
 
 
 def test_only_ops_names_shard_map():

@@ -1,6 +1,9 @@
-"""A model of ours as a Hugging Face folder, written tensor by tensor."""
+"""A model of ours as a folder of safetensors, written tensor by tensor.
 
-from collections.abc import Callable, Mapping, Sequence
+In the layout that transformers loads, or in our own (`weights.OWN`).
+"""
+
+from collections.abc import Callable, Mapping
 import json
 import os
 import pathlib
@@ -15,6 +18,8 @@ from encdec_adapt.interop import (
 from encdec_adapt.interop import (
   model_configs,
   new_folder,
+  own_config,
+  tensor_folder,
   tensor_writer,
   weights,
 )
@@ -27,9 +32,11 @@ def write(
   config: config_lib.ModelConfig,
   params: Mapping[str, Any],
   *,
+  own: bool = False,
   dtype: np.dtype | None = None,
-  fields: Mapping[str, Any] | None = None,
-  carried: Sequence[pathlib.Path] = (),
+  fields: Mapping[str, Mapping[str, Any]] | None = None,
+  texts: Mapping[str, str] | None = None,
+  carried: Mapping[str, pathlib.Path] | None = None,
   shard_bytes: int = tensor_writer.SHARD_BYTES,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> pathlib.Path:
@@ -37,12 +44,16 @@ def write(
 
   Args:
     folder: must not exist, or be empty.
-    config: a model that transformers has a class for.
+    config: a model that transformers has a class for, unless `own`.
     params: our path -> array; anything that can be indexed and is then
       taken by numpy. Only one leaf at a time is fetched.
+    own: write our own layout, which is for every model.
     dtype: of the tensors; None for each parameter's own.
-    fields: further fields of config.json, such as token ids.
-    carried: files to copy beside it, such as the tokenizer's.
+    fields: further fields of config.json by stack, such as token ids; see
+      `model_configs.carried_fields`.
+    texts: further files, name -> text.
+    carried: further files, name -> the file to copy, such as the
+      tokenizer's. A name may lie in a folder.
     shard_bytes: size at which a new file begins.
     on_progress: called with the bytes written and those to write.
 
@@ -50,11 +61,38 @@ def write(
     The folder.
 
   Raises:
-    UserError: transformers has no class for the model, or the folder cannot
-      be written.
+    UserError: transformers has no class for the model, a parameter is not
+      finite (in `dtype`), or the folder cannot be written.
   """
-  raw, layout = model_configs.raw_from_model(config)
+  if own:
+    raw, layout = own_config.raw_from_model(config), weights.OWN
+  else:
+    raw, layout = model_configs.raw_from_model(config)
+  raw = model_configs.with_fields(raw, fields or {})
   folder = pathlib.Path(folder)
+  plans = _plan(config, layout, params, dtype)
+  with new_folder.new_folder(folder) as draft:
+    names = sorted({str(np.dtype(plan.dtype)) for plan in plans})
+    text = {**raw, 'dtype': names[0]}
+    (draft / folder_lib.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
+    for name, path in (carried or {}).items():
+      (draft / name).parent.mkdir(exist_ok=True)
+      shutil.copyfile(path, draft / name)
+    for name, content in (texts or {}).items():
+      (draft / name).write_text(content, encoding='utf-8')
+    tensor_writer.write_tensors(
+      draft, plans, shard_bytes=shard_bytes, on_progress=on_progress
+    )
+  return folder
+
+
+def _plan(
+  config: config_lib.ModelConfig,
+  layout: weights.Layout,
+  params: Mapping[str, Any],
+  dtype: np.dtype | None,
+) -> list[tensor_writer.PlannedTensor]:
+  """Every tensor, those of one stored array after another."""
   leaves = leaves_lib.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
@@ -64,27 +102,20 @@ def write(
 
     def make() -> np.ndarray:
       ours = stored if leaf.index is None else stored[leaf.index]
-      return weight.to_theirs(np.asarray(ours)).astype(kind, copy=False)
+      theirs = weight.to_theirs(np.asarray(ours))
+      with np.errstate(over='ignore'):  # It is looked for below.
+        made = theirs.astype(kind, copy=False)
+      tensor_folder.check_finite(
+        weight.leaf, made, f'the {kind} form of the parameters'
+      )
+      return made
 
     return tensor_writer.PlannedTensor(
       weight.name, weight.their_shape, kind, make
     )
 
-  # By stored array, so that each is walked once.
   order = sorted(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,
   )
-  with new_folder.new_folder(folder) as draft:
-    names = sorted({str(np.dtype(dtype or a.dtype)) for a in params.values()})
-    text = {**raw, **(fields or {}), 'dtype': names[0]}
-    (draft / folder_lib.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
-    for path in carried:
-      shutil.copyfile(path, draft / path.name)
-    tensor_writer.write_tensors(
-      draft,
-      [plan(weight) for weight in order],
-      shard_bytes=shard_bytes,
-      on_progress=on_progress,
-    )
-  return folder
+  return [plan(weight) for weight in order]

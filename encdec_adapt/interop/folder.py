@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import math
 import os
 import pathlib
 
@@ -40,6 +41,16 @@ class LazyArray:
   dtype: np.dtype
   read: Callable[[tuple[slice, ...]], np.ndarray]
 
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the whole array as it is stored."""
+    return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+  def __getitem__(self, layer: int) -> np.ndarray:
+    """One layer of an array with a `layers` axis."""
+    rest = tuple(slice(None) for _ in self.shape[1:])
+    return self.read((slice(layer, layer + 1), *rest))[0]
+
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     """The whole array."""
     del copy
@@ -74,13 +85,19 @@ class ModelFolder:
 
   @classmethod
   def open(
-    cls, folder: str | os.PathLike[str], *, encoder_window: str = 'exclusive'
+    cls,
+    folder: str | os.PathLike[str],
+    *,
+    encoder_window: str = 'exclusive',
+    vocab_multiple: int | None = None,
   ) -> 'ModelFolder':
     """Reads the config and the headers, and matches every tensor.
 
     Args:
       folder: with config.json and safetensors.
       encoder_window: see `model_configs.model_from_raw`.
+      vocab_multiple: rows of the tables are padded with zeros to a multiple
+        of this; None for as many as there are.
 
     Raises:
       UserError: a damaged or unsupported folder; a tensor that is missing,
@@ -91,8 +108,10 @@ class ModelFolder:
     config, layout = model_configs.model_from_raw(
       raw, str(folder / CONFIG), encoder_window=encoder_window
     )
+    if vocab_multiple is not None:
+      config = config_lib.with_vocab_multiple(config, vocab_multiple)
     tensors = tensor_folder.TensorFolder.open(folder)
-    config, found, unused = _match(config, layout, tensors)
+    found, unused = _match(config, layout, tensors)
     return cls(config, raw, tensors, found, unused)
 
   def arrays(self) -> Iterator[LazyArray]:
@@ -137,11 +156,7 @@ def _match(
   config: config_lib.ModelConfig,
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
-) -> tuple[
-  config_lib.ModelConfig,
-  dict[str, tuple[weights.Weight, str]],
-  dict[str, str],
-]:
+) -> tuple[dict[str, tuple[weights.Weight, str]], dict[str, str]]:
   """Our leaf -> its weight and tensor; tensors that are none -> why."""
   present = {layout.canonical(name): name for name in tensors.tensors}
   wanted = weights.weights(config, layout)
@@ -166,7 +181,7 @@ def _match(
         f' beside it says {list(weight.their_shape)}.'
       )
     found[weight.leaf] = (weight, name)
-  return config, found, unused
+  return found, unused
 
 
 def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:

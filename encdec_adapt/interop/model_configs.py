@@ -5,7 +5,7 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.interop import families, weights
+from encdec_adapt.interop import families, own_config, weights
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -56,6 +56,15 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
       ),
     )
   }
+)
+
+TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+# What export carries from the config.json that a model came with.
+CARRIED = (
+  *TOKEN_IDS,
+  'max_position_embeddings',
+  'initializer_range',
+  'attention_dropout',
 )
 
 
@@ -163,6 +172,78 @@ def _raw_from_pair(
   return raw
 
 
+def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
+  """Where the fields of each stack are in a config.json."""
+  return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
+
+
+def _part(
+  raw: families.Raw, path: tuple[str, ...], file: str
+) -> dict[str, Any]:
+  for key in path:
+    raw = raw.get(key)
+    if not isinstance(raw, Mapping):
+      raise errors.UserError(
+        f'{file} has no object {".".join(path)!r}; the folder is damaged.'
+      )
+  return dict(raw)
+
+
+def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
+  """Fields of a config.json that are no part of our model but of its use.
+
+  Args:
+    raw: the parsed file, of a model that we read.
+
+  Returns:
+    Token ids, `max_position_embeddings` and the like, by stack.
+  """
+  kind = raw.get('model_type')
+  if kind == own_config.MODEL_TYPE:
+    return {k: dict(v) for k, v in raw.get('carried', {}).items()}
+  if kind in PAIRS:
+    parts = {
+      name: {**raw, **_part(raw, path, 'config.json')}
+      for name, path in _paths(PAIRS[kind]).items()
+    }
+  else:
+    parts = {'decoder': {**raw, **raw.get('text_config', {})}}
+  return {
+    name: {key: part[key] for key in CARRIED if part.get(key) is not None}
+    for name, part in parts.items()
+  }
+
+
+def with_fields(
+  raw: Mapping[str, Any], fields: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+  """A config.json with carried fields in their places.
+
+  Args:
+    raw: from `raw_from_model`, or of our own layout.
+    fields: as `carried_fields` gives them.
+  """
+  kind = raw['model_type']
+  if kind == own_config.MODEL_TYPE:
+    return {**raw, 'carried': {k: dict(v) for k, v in fields.items()}}
+  own = dict(fields.get('decoder', {}))
+  if kind not in PAIRS:
+    return {**own, **raw}
+  top = {key: own[key] for key in TOKEN_IDS if key in own}
+  raw = {**top, **raw}
+  for name, path in _paths(PAIRS[kind]).items():
+    raw = _with_part(raw, path, fields.get(name, own))
+  return raw
+
+
+def _with_part(
+  raw: Mapping[str, Any], path: tuple[str, ...], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+  if not path:
+    return {**fields, **raw}
+  return {**raw, path[0]: _with_part(raw[path[0]], path[1:], fields)}
+
+
 def _comparable(
   stack: config_lib.StackConfig, ours: config_lib.StackConfig
 ) -> config_lib.StackConfig:
@@ -198,6 +279,8 @@ def model_from_raw(
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
     kind = 'gemma3_text'
+  if kind == own_config.MODEL_TYPE:
+    return own_config.model_from_raw(raw, file), weights.OWN
   if kind in families.FAMILIES:
     family = families.FAMILIES[kind]
     stack = families.stack_from_raw(raw, family, file)
@@ -205,13 +288,11 @@ def model_from_raw(
   if kind not in PAIRS:
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are'
-      f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])}.'
+      f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])} and'
+      f' {own_config.MODEL_TYPE}.'
     )
   pair = PAIRS[kind]
-  part = raw
-  for key in pair.encoder_path:
-    part = part[key]
-  parts = {'encoder': part, 'decoder': raw['decoder']}
+  parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))

@@ -89,6 +89,8 @@ class Layout:
       start with.
     head: name of an untied head.
     aliases: other spellings of the start of a name -> the one used here.
+    own: the layout of this project: names are our leaves' with '.' for '/',
+      and tensors have our shapes; the tables above are then empty.
   """
 
   layer: Mapping[str, str]
@@ -96,6 +98,7 @@ class Layout:
   embedder: Mapping[str, str]
   head: str
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  own: bool = False
 
   def canonical(self, name: str) -> str:
     """The name with its start spelled as here."""
@@ -137,6 +140,7 @@ PAIR_T5GEMMA2 = Layout(
   head='lm_head.out_proj.weight',
   aliases={'model.encoder.text_model.': 'model.encoder.'},
 )
+OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,18 +153,22 @@ class Weight:
     shape: of our leaf.
     rows: rows of a token table that are tokens, None for anything else; our
       table may have more.
+    own: the tensor has our leaf's shape.
   """
 
   name: str
   leaf: str
   shape: tuple[int, ...]
   rows: int | None = None
+  own: bool = False
 
   @property
   def their_shape(self) -> tuple[int, ...]:
     """Shape of the tensor: [out, in] of a kernel, whatever its heads."""
     if self.rows is not None:
       return (self.rows, self.shape[1])
+    if self.own:
+      return self.shape
     kernel = self._inputs
     if not kernel:
       return (math.prod(self.shape),)
@@ -186,6 +194,8 @@ class Weight:
   def _inputs(self) -> int:
     """Leading dimensions that a product contracts; 0 of a vector."""
     name = self.leaf.rpartition('/')[2]
+    if self.own:
+      return 0
     if name == 'output':
       return 2
     return 1 if name in ('query', 'key', 'value', 'gate', 'up', 'down') else 0
@@ -220,6 +230,10 @@ def _weights(
 ) -> Iterator[Weight]:
   stack, part, *rest = leaf.split('/')
   vocabulary = config.stacks[stack].vocab_size
+  if layout.own:
+    rows = vocabulary if rest == ['table'] else None
+    yield Weight(leaf.replace('/', '.'), leaf, shape, rows, own=True)
+    return
   if part == 'layers':
     layer, inner = rest[0], '/'.join(rest[1:])
     if inner in layout.layer:

@@ -5,6 +5,7 @@ differ in every field.
 """
 
 import dataclasses
+import types
 from typing import Any, Literal
 
 from encdec_adapt.ops import rope
@@ -22,6 +23,15 @@ _CHOICES = {
   'rope_scaling': ('none', 'linear', 'llama3'),
   'cross_layers': ('all', 'global'),
 }
+# How a configuration file, whose values keep their type, says None.
+NONE_AS = types.MappingProxyType(
+  {
+    'attention_softcap': 0.0,
+    'final_softcap': 0.0,
+    'local_rope_theta': 0.0,
+    'eoi_token': -1,
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,3 +306,36 @@ def encoder_decoder(
     ),
     shared_table=shared_table,
   )
+
+
+def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
+  """The model with its tables padded to a multiple of so many rows."""
+  return dataclasses.replace(
+    config,
+    **{
+      name: dataclasses.replace(stack, vocab_multiple=multiple)
+      for name, stack in config.stacks.items()
+    },
+  )
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+  """Fields in which two models differ, but for the padding of their tables.
+
+  Returns:
+    Lines such as 'decoder.width is 16 and 32'; empty for equal models.
+  """
+  if type(one) is not type(other):
+    return [f'one is {type(one).__name__}, the other {type(other).__name__}']
+  lines = []
+  for field in dataclasses.fields(one):
+    ours, theirs = (getattr(model, field.name) for model in (one, other))
+    if not isinstance(ours, StackConfig):
+      if ours != theirs:
+        lines.append(f'{field.name} is {ours!r} and {theirs!r}')
+      continue
+    for part in dataclasses.fields(StackConfig):
+      pair = getattr(ours, part.name), getattr(theirs, part.name)
+      if pair[0] != pair[1] and part.name != 'vocab_multiple':
+        lines.append(f'{field.name}.{part.name} is {pair[0]!r} and {pair[1]!r}')
+  return lines

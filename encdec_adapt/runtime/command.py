@@ -4,8 +4,10 @@ Mains define their flags in a function, so that importing one defines none
 and a study can run several in one process, parsed as from a shell.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
+import difflib
 import re
 import sys
 
@@ -15,6 +17,38 @@ from ml_collections import config_flags
 from encdec_adapt.runtime import app, errors
 
 DefineFlags = Callable[[flags.FlagValues], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subcommand:
+  """One of the things that a command with subcommands does.
+
+  Attributes:
+    summary: what, in a line.
+    define: defines its flags.
+    run: takes their values and the operands; returns a status.
+    operands: what stands beside the flags, for the usage: ('A', 'B').
+    more: the last operand may be repeated.
+  """
+
+  summary: str
+  define: DefineFlags
+  run: Callable[[flags.FlagValues, list[str]], int]
+  operands: tuple[str, ...] = ()
+  more: bool = False
+
+  def check(self, name: str, operands: Sequence[str]) -> None:
+    """Refuses too few or too many operands."""
+    count, wanted = len(operands), len(self.operands)
+    if count < wanted or (count > wanted and not self.more):
+      raise errors.UserError(
+        f'{name} takes {self.usage() or "flags only"}, not'
+        f' {" ".join(operands) or "nothing"}; see {name} --help.'
+      )
+
+  def usage(self) -> str:
+    """The operands as they are written."""
+    return ' '.join(self.operands) + (' ...' if self.more else '')
 
 
 def define_config(values: flags.FlagValues) -> None:
@@ -36,7 +70,20 @@ def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
     UserError: an unknown flag or key, a value of the wrong type, a missing
       configuration file; names the nearest right key.
   """
+  values, operands = parse_operands(define, argv)
+  if operands:
+    raise errors.UserError(
+      f'argument {operands[0]!r} is not a flag; flags are --name=value.'
+    )
+  return values
+
+
+def parse_operands(
+  define: DefineFlags, argv: Sequence[str]
+) -> tuple[flags.FlagValues, list[str]]:
+  """As `parse`, with the arguments that are no flags, in any place."""
   values = flags.FlagValues()
+  values.set_gnu_getopt(True)
   define(values)
   flags.DEFINE_bool(
     'help', False, 'Print the flags.', short_name='h', flag_values=values
@@ -57,11 +104,7 @@ def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
       ' --config=FILE, for example --config=configs/base.py, in the root of'
       ' the repository.'
     ) from error
-  if len(rest) > 1:
-    raise errors.UserError(
-      f'argument {rest[1]!r} is not a flag; flags are --name=value.'
-    )
-  return values
+  return values, rest[1:]
 
 
 def main(
@@ -71,24 +114,74 @@ def main(
 
   A `UserError` is printed as one paragraph, with status 2.
   """
-  parsed = []
 
-  def parse_flags(argv: Sequence[str]) -> Sequence[str]:
-    # absl, and Grain's workers, want the global flags parsed; ours are not
-    # among them.
-    flags.FLAGS(argv[:1])
-    parsed.append(parse(define, argv[1:]))
-    return argv[:1]
-
-  def start(_: Sequence[str]) -> int:
-    logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
-    (values,) = parsed
+  def start(argv: Sequence[str]) -> int:
+    values = parse(define, argv)
     if values.help:
       print(f'{description}\n\nflags:\n{values.get_help()}')
       return 0
     return run(values)
 
-  app.run(start, parse_flags=parse_flags)
+  _run(start)
+
+
+def main_of(description: str, commands: Mapping[str, Subcommand]) -> None:
+  """As `main`, for a command whose first argument says what to do."""
+  _run(lambda argv: run_subcommand(description, commands, argv))
+
+
+def run_subcommand(
+  description: str, commands: Mapping[str, Subcommand], argv: Sequence[str]
+) -> int:
+  """Runs the subcommand that the first argument names.
+
+  Args:
+    description: of the whole command, for its help.
+    commands: name -> subcommand.
+    argv: the arguments, without the program's name.
+
+  Returns:
+    The status.
+
+  Raises:
+    UserError: no or an unknown subcommand; bad flags or operands.
+  """
+  name = argv[0] if argv else ''
+  if name in ('-h', '--help', '--helpfull'):
+    lines = [f'  {n:<9}{c.summary}' for n, c in commands.items()]
+    print(f'{description}\n\ncommands:\n' + '\n'.join(lines))
+    return 0
+  if name not in commands:
+    near = difflib.get_close_matches(name, commands, 1)
+    hint = f' Did you mean {near[0]}?' if near else ''
+    what = f'{name!r} is no command' if name else 'a command is missing'
+    raise errors.UserError(
+      f'{what}; the first argument is one of {", ".join(commands)}.{hint}'
+    )
+  command = commands[name]
+  values, operands = parse_operands(command.define, argv[1:])
+  if values.help:
+    print(f'{name} {command.usage()}: {command.summary}')
+    print(f'flags:\n{values.get_help()}')
+    return 0
+  command.check(name, operands)
+  return command.run(values, operands)
+
+
+def _run(start: Callable[[Sequence[str]], int]) -> None:
+  """Runs a main on its arguments and exits with its status."""
+
+  def parse_flags(argv: Sequence[str]) -> Sequence[str]:
+    # absl, and Grain's workers, want the global flags parsed; ours are not
+    # among them.
+    flags.FLAGS(argv[:1])
+    return argv
+
+  def run(argv: Sequence[str]) -> int:
+    logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
+    return start(argv[1:])
+
+  app.run(run, parse_flags=parse_flags)
 
 
 def require(values: flags.FlagValues, *names: str) -> None:

@@ -1,8 +1,10 @@
-"""The progress line of a training job."""
+"""The progress lines of a training job, and of a long transfer of bytes."""
 
 import collections
 from collections.abc import Callable
 import time
+
+from encdec_adapt.runtime import disk
 
 
 class Progress:
@@ -97,6 +99,51 @@ class Progress:
     first, last = self._marks[0], self._marks[-1]
     seconds = last[1] - first[1]
     return (last[column] - first[column]) / seconds if seconds > 0 else 0.0
+
+
+class ByteProgress:
+  """Prints how far a transfer is, every few seconds, and how it went.
+
+  Called with the bytes done and those in all, as readers and writers report
+  them. A transfer that is over at once prints one line.
+  """
+
+  def __init__(
+    self,
+    what: str,
+    *,
+    every: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+    say: Callable[[str], None] = print,
+  ):
+    """Starts the clock.
+
+    Args:
+      what: is being done, such as 'reading'.
+      every: seconds between two lines.
+      clock: seconds.
+      say: takes a line.
+    """
+    self._what, self._every = what, every
+    self._clock, self._say = clock, say
+    self._start = self._last = clock()
+
+  def __call__(self, done: int, total: int) -> None:
+    """Reports; the call with all bytes done is the last."""
+    now = self._clock()
+    seconds = now - self._start
+    rate = f'{disk.format_bytes(round(done / seconds))}/s' if seconds else ''
+    if done == total:
+      took = f'in {format_seconds(seconds)}'
+      parts = [f'{self._what}: {disk.format_bytes(total)} {took}', rate]
+    elif now - self._last >= self._every and done:
+      left = format_seconds(seconds * (total - done) / done)
+      of = f'{disk.format_bytes(done)} of {disk.format_bytes(total)}'
+      parts = [f'{self._what}: {of}', rate, f'{left} left']
+    else:
+      return
+    self._last = now
+    self._say('  '.join(part for part in parts if part))
 
 
 def format_seconds(seconds: float) -> str:

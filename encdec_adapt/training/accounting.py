@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -37,7 +38,19 @@ class Cost:
 def write_summary(
   workdir: str, own: dict[str, Any], cost: Cost, sources: Sequence[str]
 ) -> dict[str, Any]:
-  """Writes a finished run's summary.
+  """Writes a finished run's summary; arguments and result as `summarise`."""
+  summary = summarise(workdir, own, cost, sources)
+  files.write_json(pathlib.Path(workdir) / SUMMARY, summary)
+  return summary
+
+
+def summarise(
+  workdir: str | os.PathLike[str],
+  own: dict[str, Any],
+  cost: Cost,
+  sources: Sequence[str],
+) -> dict[str, Any]:
+  """What a finished run has cost, its sources included.
 
   Args:
     workdir: of the run.
@@ -60,7 +73,7 @@ def write_summary(
       )
     ledger |= json.loads(path.read_text())['ledger']
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
-  summary = {
+  return {
     **own,
     **cost.as_dict(),
     'inclusive': {
@@ -68,5 +81,3 @@ def write_summary(
     },
     'ledger': ledger,
   }
-  files.write_json(pathlib.Path(workdir) / SUMMARY, summary)
-  return summary

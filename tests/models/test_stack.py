@@ -157,12 +157,16 @@ def test_states_are_in_the_compute_dtype(small_stack, pack, redraw):
   assert states.dtype == jnp.bfloat16
 
 
-def test_embedding_scale_is_rounded_to_the_compute_dtype(small_stack):
-  table = jnp.ones((4, 3072))
-  x = layers.embed(table, jnp.zeros((1, 1), jnp.int32), jnp.dtype('bfloat16'))
-  assert float(x[0, 0, 0]) == 55.5
-  x = layers.embed(table, jnp.zeros((1, 1), jnp.int32), jnp.dtype('float32'))
-  assert float(x[0, 0, 0]) == pytest.approx(3072**0.5, rel=1e-6)
+@pytest.mark.parametrize(
+  'dtype, scale', [('bfloat16', 55.5), ('float32', 3072**0.5)]
+)
+def test_embedding_scale_is_rounded_to_the_compute_dtype(
+  small_stack, dtype, scale
+):
+  embedder = layers.Embedder(small_stack(width=3072), jnp.dtype(dtype))
+  variables = {'params': {'table': jnp.ones((4, 3072))}}
+  x = embedder.apply(variables, jnp.zeros((1, 1), jnp.int32))
+  assert float(x[0, 0, 0]) == pytest.approx(scale, rel=1e-6)
 
 
 def test_logits_are_capped_and_without_padding_rows(small_stack, pack, redraw):

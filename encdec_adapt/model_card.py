@@ -1,0 +1,153 @@
+"""README.md of an exported folder: what the model is and what was done."""
+
+from collections.abc import Iterator
+import json
+import pathlib
+from typing import Any
+
+from encdec_adapt import inspection, work_folder
+from encdec_adapt import source as source_lib
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import errors
+from encdec_adapt.training import accounting
+
+_OWN = """No class of transformers can express this model. The folder is in
+the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and
+every field of both stacks; the tensors are named
+`<stack>.layers.<number>.<part>`, kernels are stored as [in, out] with heads
+apart ([D, N, H] of a query, [N, H, D] of an output), and token tables without
+padding rows.
+"""
+_LOAD = """## Loading
+
+    import encdec_adapt
+    model = encdec_adapt.load('PATH')
+"""
+
+
+def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
+  """The card of a model that is exported.
+
+  Args:
+    source: the checkpoint or folder that it is exported from.
+    own: it is written in our own layout.
+    dtype: of the exported tensors.
+
+  Raises:
+    UserError: a file of the run is damaged.
+  """
+  library = 'encdec_adapt' if own else 'transformers'
+  lines = [
+    '---',
+    f'library_name: {library}',
+    'tags: [encdec_adapt]',
+    '---',
+    f'# {source.path.name or source.path.resolve().name}',
+    '',
+    f'A model with {parameters.count(source.model):,} parameters'
+    f' ({inspection.kind_of(source.model)}), exported in {dtype} by'
+    ' encdec_adapt.',
+    '',
+    *_shape(source.model),
+    '',
+    '## What was done',
+    '',
+    *_history(source),
+    '',
+    _LOAD,
+  ]
+  if own:
+    lines.append(_OWN)
+  else:
+    name = inspection.exported_as(source.model)
+    lines += [
+      'or with transformers:',
+      '',
+      f'    from transformers import {name}',
+      f"    model = {name}.from_pretrained('PATH')",
+      '',
+    ]
+  lines += [
+    '## Licence',
+    '',
+    'Weights that were made from others are under the terms of those others.',
+  ]
+  return '\n'.join(lines) + '\n'
+
+
+def _shape(model: model_config.ModelConfig) -> Iterator[str]:
+  yield '| | ' + ' | '.join(model.stacks) + ' |'
+  yield '|---|' + '---|' * len(model.stacks)
+  for name in ('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'):
+    values = [str(getattr(stack, name)) for stack in model.stacks.values()]
+    yield f'| {name} | ' + ' | '.join(values) + ' |'
+  sizes = [str(stack.vocab_size) for stack in model.stacks.values()]
+  yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
+
+
+def _history(source: source_lib.Source) -> Iterator[str]:
+  """What the files of the run say."""
+  if not source.is_run:
+    yield f'- Written again from the folder `{source.path.name}`.'
+    return
+  summary = _read(source.path / accounting.SUMMARY)
+  config = _read(source.path / 'config.json') or {}
+  coverage = _read(source.path / work_folder.COVERAGE)
+  made_by = (summary or {}).get('made_by')
+  if made_by:
+    of = ', '.join(f'{k} `{v}`' for k, v in made_by.items() if k != 'command')
+    yield f'- Made by `encdec_adapt.convert {made_by["command"]}` of {of}.'
+  else:
+    yield from _training(source, config, summary)
+  if coverage:
+    counts = coverage['parameters']
+    yield (
+      '- Adapted: '
+      + ', '.join(f'{n:,} parameters {how}' for how, n in counts.items() if n)
+      + '.'
+    )
+    for change in coverage['changes']:
+      yield f'  - Differs from its source: {change}.'
+
+
+def _training(
+  source: source_lib.Source,
+  config: dict[str, Any],
+  summary: dict[str, Any] | None,
+) -> Iterator[str]:
+  """The lines of a run that was trained."""
+  init, data = config['init'], config['data']
+  if init['mode'] != 'random':
+    names = [init['encoder'], init['decoder']]
+    of = ' and '.join(f'`{name}`' for name in names if name)
+    yield f'- Started by `{init["mode"]}` from {of}.'
+  yield (
+    f'- Trained to step {source.step} of {config["train"]["steps"]}, with'
+    f' {config["train"]["batch_size"]} rows a step, objective'
+    f' `{data["objective"]}` on `{data["source"]}`, {data["encoder_length"]} +'
+    f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'
+    f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
+  )
+  if config['loss']['distillation']:
+    yield (
+      f'- {config["loss"]["distillation"]:.0%} of the loss was to the'
+      f' distribution of `{config["teacher"]["checkpoint"]}`.'
+    )
+  if summary:
+    yield (
+      f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
+      f' {summary["eval_loss"]:.4f} at the end, in nats per target token;'
+      f' {summary["target_tokens"]:,.0f} target tokens,'
+      f' {summary["flops"]:.3g} model FLOPs.'
+    )
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+  """A JSON file of a run; None where it is not there."""
+  if not path.exists():
+    return None
+  try:
+    return json.loads(path.read_bytes())
+  except ValueError as error:
+    raise errors.UserError(f'{path} is damaged ({error}).') from error

@@ -1,0 +1,224 @@
+"""Makes a work directory that holds a model, as training leaves one.
+
+For models that no training made: imported, adapted, merged. The folder
+appears whole or not at all.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import origin
+from encdec_adapt import source as source_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.data import vocabularies
+from encdec_adapt.interop import folder as folder_lib
+from encdec_adapt.interop import new_folder
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import disk, environment, errors, files
+from encdec_adapt.training import accounting, checkpoint, streamed
+from encdec_adapt.training import state as state_lib
+
+COVERAGE = 'coverage.json'
+_BASE = pathlib.Path(__file__).parent.parent / 'configs' / 'base.py'
+# Below the folder, so that it moves with it (`config.DataConfig.vocabulary`).
+_VOCABULARY = pathlib.PurePath('records', 'vocabulary.model')
+_LENGTH = 256  # Tokens of either side, where a configuration wants to know.
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+  """What goes into a work directory beside its parameters.
+
+  Attributes:
+    model: the model.
+    made_by: how it was made, for people: 'import', 'adapt' or 'merge', and
+      from what.
+    sources: the folders it was made from.
+    kept: Hugging Face files (`origin`).
+    vocabulary: SentencePiece file of the decoder, '' for none.
+    coverage: the account of an adaptation.
+  """
+
+  model: model_config.ModelConfig
+  made_by: dict[str, Any]
+  sources: Sequence[str]
+  kept: origin.Folders
+  vocabulary: str = ''
+  coverage: coverage_lib.Coverage | None = None
+
+
+def require(output: str | os.PathLike[str]) -> None:
+  """Refuses, before any work, an output that is taken or out of reach.
+
+  Raises:
+    UserError: something is there, or this is no checkout of the repository.
+  """
+  new_folder.require_free(output)
+  _base_module()
+
+
+def lazy_params(
+  arrays: Iterable[folder_lib.LazyArray], on_progress: source_lib.OnProgress
+) -> Any:
+  """Parameters for `write`, each read when it is written.
+
+  Args:
+    arrays: every parameter of the model.
+    on_progress: called with the bytes read and those to read.
+  """
+  arrays = list(arrays)
+  total, done = sum(array.nbytes for array in arrays), 0
+
+  def make(array: folder_lib.LazyArray) -> np.ndarray:
+    nonlocal done
+    made = np.asarray(array, np.float32)
+    done += array.nbytes
+    on_progress(done, total)
+    return made
+
+  return state_lib.unflatten(
+    {
+      array.path: streamed.Leaf(
+        array.shape, np.dtype(np.float32), functools.partial(make, array)
+      )
+      for array in arrays
+    }
+  )
+
+
+def write(
+  output: str | os.PathLike[str], contents: Contents, params: Any
+) -> None:
+  """Writes the folder.
+
+  Args:
+    output: not there yet, or empty.
+    contents: what goes into it.
+    params: nested parameters: arrays, or as `lazy_params` gives them.
+
+  Raises:
+    UserError: the folder is taken or cannot be written, or the vocabulary has
+      more pieces than the table rows.
+    CheckpointError: the checkpoint was not written.
+  """
+  output = pathlib.Path(output)
+  usable = _check_vocabulary(contents)
+  config = _config(contents.model)
+  settings = config_lib.load(config, str(output))
+  if settings.model != contents.model:
+    raise ValueError(
+      'the configuration says another model: '
+      + '; '.join(model_config.differences(settings.model, contents.model))
+    )
+  disk.require_space(
+    output, 4 * parameters.count(contents.model), what='the parameters'
+  )
+  counted = [
+    path
+    for path in contents.sources
+    if (pathlib.Path(path) / accounting.SUMMARY).exists()
+  ]
+  summary = accounting.summarise(
+    output,
+    {
+      'made_by': contents.made_by,
+      'parameters': parameters.count(contents.model),
+      'steps': 0,
+      'not_counted': [p for p in contents.sources if p not in counted],
+    },
+    accounting.Cost(),
+    counted,
+  )
+  with new_folder.new_folder(output) as draft:
+    config_lib.save(config, str(draft))
+    files.write_json(draft / accounting.SUMMARY, summary)
+    if usable:
+      (draft / _VOCABULARY).parent.mkdir()
+      shutil.copyfile(contents.vocabulary, draft / _VOCABULARY)
+    origin.keep(draft, contents.kept)
+    if contents.coverage:
+      files.write_json(draft / COVERAGE, contents.coverage.to_json())
+    meta = {
+      'config': config.to_dict(),
+      'environment': environment.report(),
+      'made_by': contents.made_by,
+    }
+    _save(draft / checkpoint.FOLDER, params, meta)
+
+
+def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
+  """Saves and seals step 0."""
+  streamed.register()
+  try:
+    with checkpoint.Checkpoints(folder) as checkpoints:
+      checkpoints.save(
+        0, {'params': params}, data=accounting.Cost().as_dict(), meta=meta
+      )
+  except checkpoint.CheckpointError as error:
+    # What a leaf is made of may be damaged: that is not the disk's fault.
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, errors.UserError):
+      cause = cause.__cause__
+    raise cause or error from error
+
+
+def _config(model: model_config.ModelConfig):
+  """configs/base.py with this model, and an objective that it can learn."""
+  base = _base_module()
+  config = base.get_config()
+  base.set_model(config.model, model)
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    config.data.objective = 'prefix_lm'
+    config.data.encoder_length = config.data.decoder_length = _LENGTH
+  config.data.train_vocabulary = False
+  return config
+
+
+def _base_module():
+  """configs/base.py, wherever the command is run."""
+  if not _BASE.exists():
+    raise errors.UserError(
+      f'{_BASE} is not there, with the defaults of every configuration. Run'
+      ' in a checkout of the repository (pip install -e).'
+    )
+  spec = importlib.util.spec_from_file_location('encdec_adapt_base', _BASE)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _check_vocabulary(contents: Contents) -> bool:
+  """Whether the vocabulary is one that our data pipeline reads.
+
+  Raises:
+    UserError: it has more pieces than the table has rows.
+  """
+  if not contents.vocabulary:
+    print(
+      'note: no tokenizer.model beside the weights, so there is no vocabulary'
+      ' for training and generating from text; give config.data.vocabulary.'
+    )
+    return False
+  try:
+    vocabulary = vocabularies.Vocabulary(contents.vocabulary)
+  except errors.UserError as error:
+    print(f'note: not used as a vocabulary: {error}')
+    return False
+  for name, stack in contents.model.stacks.items():
+    if vocabulary.size > stack.vocab_size:
+      raise errors.UserError(
+        f'{contents.vocabulary} has {vocabulary.size} pieces, and the'
+        f" {name}'s table {stack.vocab_size} rows; it is the tokenizer of"
+        ' another model.'
+      )
+  return True
