@@ -55,7 +55,7 @@ def test_causal_window_of_one_sees_itself():
 
 
 def test_causal_ignores_the_window_rule():
-  exclusive, inclusive = (
+  exclusive, *others = (
     masks.MaskSpec(
       kind='causal',
       window=2,
@@ -67,9 +67,10 @@ def test_causal_ignores_the_window_rule():
     )
     for rule in masks.WINDOW_RULES
   )
-  np.testing.assert_array_equal(
-    masks.dense_mask(exclusive), masks.dense_mask(inclusive)
-  )
+  for other in others:
+    np.testing.assert_array_equal(
+      masks.dense_mask(exclusive), masks.dense_mask(other)
+    )
 
 
 def test_bidirectional():
@@ -97,6 +98,36 @@ def test_bidirectional_inclusive_window():
     '1 1 1 1 1',
     '0 1 1 1 1',
     '0 0 1 1 1',
+  )
+
+
+@pytest.mark.parametrize(
+  'window, rows',
+  [
+    # Even: one key more after the query than before it.
+    (2, ['1 1 0 0 0', '0 1 1 0 0', '0 0 1 1 0', '0 0 0 1 1', '0 0 0 0 1']),
+    (3, ['1 1 0 0 0', '1 1 1 0 0', '0 1 1 1 0', '0 0 1 1 1', '0 0 0 1 1']),
+  ],
+)
+def test_bidirectional_centered_window_is_as_many_keys_as_its_width(
+  window, rows
+):
+  spec = masks.bidirectional(
+    ONE_SEGMENT, POSITIONS, window=window, window_rule='centered'
+  )
+  assert_mask(spec, *rows)
+
+
+def test_memory_is_seen_from_every_position_of_its_segment():
+  own = masks.causal(PACKED, PACKED_POSITIONS, window=1)
+  memory = jnp.array([[1, 2, 2, 0]], jnp.int32)
+  assert_mask(
+    masks.with_memory(own, memory),
+    '1 0 0 0 0  1 0 0 0',
+    '0 1 0 0 0  1 0 0 0',
+    '0 0 1 0 0  0 1 1 0',
+    '0 0 0 1 0  0 1 1 0',
+    '0 0 0 0 0  0 0 0 0',
   )
 
 

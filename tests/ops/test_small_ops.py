@@ -42,6 +42,18 @@ def test_rms_norm_casts_once():
   assert (out != without).any()
 
 
+def test_rms_norm_with_a_direct_gain_casts_before_it():
+  x = jnp.array([[3.0, 4.0]])
+  out = norms.rms_norm(x, jnp.array([2.0, 1.0]), 0.0, one_plus=False)
+  np.testing.assert_allclose(out, np.array([[6.0, 4.0]]) / 12.5**0.5, rtol=1e-6)
+  half, gain = random(0, 3, 64).astype(jnp.bfloat16), 1 + random(1, 64)
+  plain = norms.rms_norm(half, jnp.ones(64), 1e-6, one_plus=False)
+  np.testing.assert_array_equal(
+    norms.rms_norm(half, gain, 1e-6, one_plus=False),
+    plain * gain.astype(jnp.bfloat16),
+  )
+
+
 def test_rms_norm_of_zeros_has_finite_gradients():
   gradient = jax.grad(lambda x: norms.rms_norm(x, jnp.ones(8), 1e-6).sum())
   assert np.isfinite(gradient(jnp.zeros((2, 8)))).all()
@@ -116,6 +128,24 @@ def test_rope_is_half_split_with_falling_frequencies():
     4 * slow[0] + 2 * slow[1],
   ]
   np.testing.assert_allclose(out, expected, rtol=1e-5)
+
+
+def test_linear_scaling_divides_every_frequency():
+  scaling = rope.Scaling('linear', 4.0)
+  np.testing.assert_allclose(
+    rope.frequencies(4, 100.0, scaling), [0.25, 0.025], rtol=1e-6
+  )
+
+
+def test_llama3_scaling_spares_short_wavelengths():
+  # Frequencies 1, 0.1, 0.01 and 0.001; a row of 100 pi holds 50, 5, 0.5 and
+  # 0.05 periods of them. Between 1 and 9 periods they are blended: 5 is half.
+  scaling = rope.Scaling('llama3', 8.0, 1.0, 9.0, round(100 * np.pi))
+  np.testing.assert_allclose(
+    rope.frequencies(8, 1e4, scaling),
+    [1.0, 0.1 * (0.5 + 0.5 / 8), 0.01 / 8, 0.001 / 8],
+    rtol=1e-3,
+  )
 
 
 def test_rope_leaves_position_zero_alone():

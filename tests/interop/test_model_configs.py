@@ -1,0 +1,175 @@
+"""config.json of every family, in both spellings, and back."""
+
+import dataclasses
+
+import pytest
+
+from encdec_adapt.interop import families, model_configs
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.runtime import errors
+
+SIZES = dict(
+  vocab_size=100,
+  hidden_size=32,
+  intermediate_size=64,
+  num_hidden_layers=4,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=8,
+)
+
+
+def stack_of(model_type, **fields):
+  raw = {'model_type': model_type, **SIZES, **fields}
+  return model_configs.model_from_raw(raw)[0].decoder
+
+
+LLAMA3 = dict(
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=8192,
+)
+
+
+@pytest.mark.parametrize(
+  'model_type, old, new',
+  [
+    ('gemma2', {'rope_theta': 5e3}, {'rope_theta': 5e3}),
+    (
+      'llama',
+      {'rope_theta': 5e5, 'rope_scaling': {'rope_type': 'llama3', **LLAMA3}},
+      {'rope_theta': 5e5, 'rope_type': 'llama3', **LLAMA3},
+    ),
+    (
+      'llama',
+      {'rope_theta': 5e5, 'rope_scaling': {'type': 'linear', 'factor': 2.0}},
+      {'rope_theta': 5e5, 'rope_type': 'linear', 'factor': 2.0},
+    ),
+    (
+      'gemma3_text',
+      {
+        'rope_theta': 1e6,
+        'rope_local_base_freq': 2e4,
+        'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
+      },
+      {
+        'full_attention': {
+          'rope_type': 'linear',
+          'rope_theta': 1e6,
+          'factor': 8.0,
+        },
+        'sliding_attention': {'rope_type': 'default', 'rope_theta': 2e4},
+      },
+    ),
+  ],
+)
+def test_both_spellings_of_rotary_fields(model_type, old, new):
+  assert stack_of(model_type, **old) == stack_of(
+    model_type, rope_parameters=new
+  )
+
+
+@pytest.mark.parametrize(
+  'model_type, fields, pattern',
+  [
+    ('gemma2', {}, ('local', 'global')),
+    ('gemma3_text', {}, ('local',)),
+    ('gemma3_text', {'sliding_window_pattern': 2}, ('local', 'global')),
+    ('llama', {}, ('global',)),
+    ('mistral', {'sliding_window': None}, ('global',)),
+    ('mistral', {'sliding_window': 16}, ('local',)),
+    ('qwen2', {'max_window_layers': 1}, ('global',)),
+    (
+      'qwen2',
+      {'use_sliding_window': True, 'max_window_layers': 1},
+      ('global', 'local', 'local', 'local'),
+    ),
+    (
+      'qwen3',
+      {
+        'layer_types': ['full_attention', 'sliding_attention'] * 2,
+        'sliding_window': 8,
+      },
+      ('global', 'local'),
+    ),
+  ],
+)
+def test_patterns(model_type, fields, pattern):
+  assert stack_of(model_type, **fields).pattern == pattern
+
+
+@pytest.mark.parametrize('model_type', families.FAMILIES)
+def test_families_come_back(model_type):
+  stack = stack_of(model_type, rope_theta=123.0)
+  raw, layout = model_configs.raw_from_model(
+    config_lib.DecoderOnlyConfig(stack)
+  )
+  back, same = model_configs.model_from_raw(raw)
+  assert back.decoder == stack
+  assert same == layout
+
+
+def test_gemma3_with_images_is_read_for_its_text():
+  text = {**SIZES, 'model_type': 'gemma3_text'}
+  raw = {'model_type': 'gemma3', 'text_config': text, 'vision_config': {}}
+  assert model_configs.model_from_raw(raw)[0].decoder == stack_of('gemma3_text')
+
+
+def test_defaults_of_the_classes():
+  raw = {k: v for k, v in SIZES.items() if 'key_value' not in k}
+  del raw['head_dim']
+  stack = model_configs.model_from_raw({'model_type': 'llama', **raw})[
+    0
+  ].decoder
+  assert (stack.kv_heads, stack.head_dim) == (4, 8)
+  assert stack.query_scale == 8.0
+  assert not stack.tied_head
+  assert stack_of('qwen2').attention_bias == 'qkv'
+  assert stack_of('gemma3_text').attention_softcap is None
+
+
+@pytest.mark.parametrize(
+  'raw, message',
+  [
+    ({'model_type': 'gpt2'}, "model_type 'gpt2'; supported are gemma2"),
+    ({'model_type': 'llama', 'hidden_act': 'relu'}, "hidden_act = 'relu'"),
+    (
+      {'model_type': 'llama', 'rope_scaling': {'rope_type': 'yarn'}},
+      "rotary embedding by 'yarn'",
+    ),
+    (
+      {
+        'model_type': 'llama',
+        'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0},
+      },
+      "without 'low_freq_factor'",
+    ),
+    (
+      {'model_type': 'gemma2', 'layer_types': ['full_attention']},
+      'lists 1 layer_types for 4 layers',
+    ),
+    (
+      {'model_type': 'gemma3_text', 'use_bidirectional_attention': True},
+      'only causal decoders',
+    ),
+  ],
+)
+def test_configs_that_we_have_no_model_for(raw, message):
+  with pytest.raises(errors.UserError, match=message):
+    model_configs.model_from_raw({**SIZES, **raw})
+
+
+def test_a_missing_field_is_named():
+  raw = {k: v for k, v in SIZES.items() if k != 'hidden_size'}
+  with pytest.raises(errors.UserError, match="'hidden_size'"):
+    model_configs.model_from_raw({'model_type': 'llama', **raw})
+
+
+def test_models_without_a_class_say_why():
+  stack = dataclasses.replace(stack_of('llama'), final_softcap=3.0)
+  with pytest.raises(errors.UserError, match='llama: final_softcap is 3.0'):
+    model_configs.raw_from_model(config_lib.DecoderOnlyConfig(stack))
+  llama = stack_of('llama')
+  with pytest.raises(errors.UserError, match='t5gemma: '):
+    model_configs.raw_from_model(config_lib.encoder_decoder(llama, llama))
