@@ -1,0 +1,72 @@
+"""Training that starts from models on disk, whatever their family and shape.
+
+    python -m encdec_adapt.train --workdir=... \
+      --config=configs/pretrained.py:encoder=LLAMA_1B,decoder=LLAMA_1B \
+      --config.data.source=jsonl:/data/*.jsonl \
+      --config.data.vocabulary=/data/tokenizer.model
+
+adapts decoder-only models into an encoder-decoder; with `source=MODEL` in the
+place of `encoder` and `decoder`, the same model is trained on. Each is a
+Hugging Face folder or a work directory; their configs are read here, so that
+config.model is theirs. Everything else is of configs/base.py, but for
+bfloat16 products, rematerialisation and the warm-up of unbalanced pairs (1000
+steps: arXiv 2504.06225).
+"""
+
+from configs import base
+from encdec_adapt import source
+from encdec_adapt.models import config as model_config
+from encdec_adapt.runtime import errors
+
+_MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
+
+
+def get_config(arg=None):
+  """`encoder` and, where it is another, `decoder`; or `source`."""
+  args = base.parse_arg(arg, encoder='', decoder='', source='')
+  if bool(args['encoder']) == bool(args['source']):
+    raise errors.UserError(
+      'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
+      ' or source=FOLDER to train the same model on.'
+    )
+  config = base.get_config()
+  model, warmup = _model(args)
+  base.set_model(config.model, model)
+  config.init.mode = 'adapt' if args['encoder'] else 'checkpoint'
+  config.init.encoder = args['encoder'] or args['source']
+  config.init.decoder = args['decoder']
+  config.data.train_vocabulary = False
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    config.data.objective = 'prefix_lm'
+    config.data.encoder_length = config.data.decoder_length = 1024
+  else:
+    config.data.decoder_length = 2048
+  config.compute.dtype = 'bfloat16'
+  config.compute.remat = 'full'
+  config.train.steps = 10_000
+  config.train.cross_attention_warmup = warmup
+  config.train.eval_every = config.checkpoint.every = 1000
+  config.optimizer.learning_rate = 1e-4
+  config.optimizer.warmup_steps = 100
+  return config
+
+
+def _model(args):
+  """The model that is trained, and its steps of warm-up."""
+  if args['source']:
+    return _open(args['source']), 0
+  encoder = _open(args['encoder'])
+  decoder = _open(args['decoder']) if args['decoder'] else encoder
+  for name, model in (('encoder', encoder), ('decoder', decoder)):
+    if not isinstance(model, model_config.DecoderOnlyConfig):
+      raise errors.UserError(
+        f'{name}={args[name]} is an encoder-decoder; adaptation starts from'
+        ' decoder-only models.'
+      )
+  balanced = encoder.decoder.width == decoder.decoder.width
+  pair = model_config.encoder_decoder(encoder.decoder, decoder.decoder)
+  return pair, 0 if balanced else 1000
+
+
+def _open(path):
+  return source.open_source(path, vocab_multiple=_MULTIPLE).model
