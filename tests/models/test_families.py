@@ -142,7 +142,6 @@ def test_the_eoi_vector_replaces_the_scaled_row(small_stack, redraw, pack, run):
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'activation': 'relu'}, "activation is 'relu'.*gelu_tanh, silu"),
     ({'rope_factor': 0.0}, 'rope_factor is 0.0'),
     ({'rope_low_factor': 4.0}, 'must be below rope_high_factor'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),

@@ -163,7 +163,9 @@ def test_states_are_in_the_compute_dtype(small_stack, pack, redraw):
 def test_embedding_scale_is_rounded_to_the_compute_dtype(
   small_stack, dtype, scale
 ):
-  embedder = layers.Embedder(small_stack(width=3072), jnp.dtype(dtype))
+  embedder = layers.Embedder(
+    small_stack(width=3072, vocab_size=4), jnp.dtype(dtype)
+  )
   variables = {'params': {'table': jnp.ones((4, 3072))}}
   x = embedder.apply(variables, jnp.zeros((1, 1), jnp.int32))
   assert float(x[0, 0, 0]) == pytest.approx(scale, rel=1e-6)
