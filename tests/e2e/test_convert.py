@@ -156,7 +156,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   assert settings.model == model_config.DecoderOnlyConfig(stack)
   found = checkpoint.open_latest(imported)
   assert found.step == 0
-  assert found.read_meta()['made_by']['source'] == str(gemma)
+  assert found.read_meta()['made_by']['sources'] == [str(gemma)]
   assert not found.problems()
   # Read like any other run, wherever it is moved.
   moved = shutil.copytree(imported, folder / 'moved')
@@ -187,7 +187,7 @@ def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   assert generation == {**IDS, 'eos_token_id': [1, 5]}
   card = (output / 'README.md').read_text()
   assert 'Gemma2ForCausalLM.from_pretrained' in card
-  assert f'`{gemma}`' in card
+  assert 'convert import` of `gemma`' in card
   assert convert_('diff', output, imported) == 0
 
 
@@ -293,9 +293,26 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert (output / 'tokenizer.json').exists()
   card = (output / 'README.md').read_text()
   assert re.search(r'Trained to step 2 of 2, with 8 rows', card)
-  assert f'`checkpoint` from `{adapted}`' in card
+  assert '`checkpoint` from `adapted`' in card
+  assert 'convert adapt` of `imported`' in card
+  assert re.search(r'Adapted: [\d,]+ parameters copied', card)
+  assert 'convert import` of `gemma`' in card
   assert convert_('verify', workdir, output, ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+
+
+def test_a_pair_comes_back_from_its_folder(folder, adapted):
+  """With both stacks' fields, and the encoder's window as asked for."""
+  one, other = folder / 'pair_out', folder / 'pair_again'
+  convert_('export', f'--checkpoint={adapted}', f'--output={one}')
+  flags = [f'--source={one}', f'--output={folder}/pair_run']
+  assert convert_('import', *flags, '--encoder_window=inclusive') == 0
+  settings = config_lib.load_run(f'{folder}/pair_run')
+  assert settings.model.encoder.window_rule == 'inclusive'
+  convert_('export', f'--checkpoint={folder}/pair_run', f'--output={other}')
+  for name in ('model.safetensors', 'config.json', 'tokenizer.json'):
+    assert (one / name).read_bytes() == (other / name).read_bytes(), name
+  assert convert_('diff', adapted, f'{folder}/pair_run') == 1  # The window.
 
 
 def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
