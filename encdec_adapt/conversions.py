@@ -50,7 +50,11 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   _print_unused(source)
   contents = work_folder.Contents(
     source.model,
-    {'command': 'import', 'sources': [str(source.path)]},
+    {
+      'command': 'import',
+      'sources': [str(source.path)],
+      'unused': source.unused,
+    },
     origin.folders(source.path),
     source.vocabulary,
   )
@@ -251,8 +255,13 @@ def _note_vocabularies(
 
 
 def _print_unused(source: source_lib.Source) -> None:
+  """Says what is left out: all of it is in summary.json."""
+  names: dict[str, list[str]] = {}
   for name, reason in source.unused.items():
-    print(f'unused: {name} ({reason})')
+    names.setdefault(reason, []).append(name)
+  for reason, some in names.items():
+    more = f' and {len(some) - 1} more' if len(some) > 1 else ''
+    print(f'unused: {some[0]}{more} ({reason})')
 
 
 def _weights(text: str | None, models: int) -> list[float]:

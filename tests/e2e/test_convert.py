@@ -338,6 +338,18 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   assert account['parameters']['copied'] > account['parameters']['fresh'] > 0
 
 
+def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
+  workdir, output = folder / 'scratch', folder / 'scratch_out'
+  flags = tiny.flags(folder, 'causal_lm')
+  assert _train(*flags, '--config.train.steps=2', f'--workdir={workdir}') == 0
+  convert_('export', f'--checkpoint={workdir}', f'--output={output}')
+  vocabulary = (folder / 'vocabulary.model').read_bytes()
+  assert (output / 'tokenizer.model').read_bytes() == vocabulary
+  raw = json.loads((output / 'config.json').read_text())
+  assert {key: raw[key] for key in IDS} == IDS
+  assert 'causal_lm' in (output / 'README.md').read_text()
+
+
 def test_another_vocabulary_than_the_folders_is_refused(tmp_path, pairs, gemma):
   other = tmp_path / 'other'
   shutil.copytree(gemma, other)
@@ -486,6 +498,17 @@ def test_a_damaged_folder_leaves_nothing_behind(damage, gemma, tmp_path):
     with pytest.raises(errors.UserError, match=words):
       convert_(name, f'{flag}={source}', f'--output={tmp_path}/out')
   assert os.listdir(tmp_path) == ['source']
+
+
+def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  names = [f'model.layers.{i}.self_attn.rotary_emb.inv_freq' for i in range(2)]
+  buffers = dict.fromkeys(names, np.ones(4, np.float32))
+  _damage(source, tensors=lambda t: t.update(buffers))
+  assert convert_('import', f'--source={source}', f'--output={tmp_path}/o') == 0
+  assert f'unused: {names[0]} and 1 more' in capsys.readouterr().out
+  summary = json.loads((tmp_path / 'o' / 'summary.json').read_text())
+  assert list(summary['made_by']['unused']) == names
 
 
 def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
