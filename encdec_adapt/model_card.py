@@ -1,10 +1,11 @@
 """README.md of an exported folder: what the model is and what was done."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import json
 import pathlib
 from typing import Any
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import inspection, work_folder
 from encdec_adapt import source as source_lib
 from encdec_adapt.models import config as model_config
@@ -53,7 +54,7 @@ def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
     '',
     '## What was done',
     '',
-    *_history(source),
+    *_history(source.path, source.step),
     '',
     _LOAD,
   ]
@@ -86,20 +87,29 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
   yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
 
 
-def _history(source: source_lib.Source) -> Iterator[str]:
-  """What the files of the run say."""
-  if not source.is_run:
-    yield f'- Written again from the folder `{source.path.name}`.'
+def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
+  """What the files of a run say, and those of the runs it started from.
+
+  Args:
+    path: a work directory or a folder.
+    step: of the checkpoint, None for a folder.
+  """
+  if step is None:
+    yield f'- The folder `{path.name}`, written anew.'
     return
-  summary = _read(source.path / accounting.SUMMARY)
-  config = _read(source.path / 'config.json') or {}
-  coverage = _read(source.path / work_folder.COVERAGE)
+  summary = _read(path / accounting.SUMMARY)
+  config = _read(path / config_lib.RUN_CONFIG)
+  coverage = _read(path / work_folder.COVERAGE)
   made_by = (summary or {}).get('made_by')
   if made_by:
-    of = ', '.join(f'{k} `{v}`' for k, v in made_by.items() if k != 'command')
-    yield f'- Made by `encdec_adapt.convert {made_by["command"]}` of {of}.'
+    sources = made_by['sources']
+    yield f'- Made by `encdec_adapt.convert {made_by["command"]}` of' + (
+      f' {_names(sources)}.'
+    )
   else:
-    yield from _training(source, config, summary)
+    init = config['init']
+    sources = [path for path in (init['encoder'], init['decoder']) if path]
+    yield from _training(config, summary, step)
   if coverage:
     counts = coverage['parameters']
     yield (
@@ -109,30 +119,43 @@ def _history(source: source_lib.Source) -> Iterator[str]:
     )
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
+  for earlier in dict.fromkeys(sources):
+    yield from _earlier(pathlib.Path(earlier))
+
+
+def _earlier(path: pathlib.Path) -> Iterator[str]:
+  """What was done to a source, where it is a finished run still there."""
+  summary = _read(path / accounting.SUMMARY)
+  if summary:
+    yield f'- `{path.name}`:'
+    for line in _history(path, summary['steps']):
+      yield f'  {line}'
+
+
+def _names(paths: Iterable[str]) -> str:
+  """Folders as a card names them: where they were is nobody's business."""
+  return ' and '.join(f'`{pathlib.Path(path).name}`' for path in paths)
 
 
 def _training(
-  source: source_lib.Source,
-  config: dict[str, Any],
-  summary: dict[str, Any] | None,
+  config: dict[str, Any], summary: dict[str, Any] | None, step: int
 ) -> Iterator[str]:
   """The lines of a run that was trained."""
   init, data = config['init'], config['data']
   if init['mode'] != 'random':
-    names = [init['encoder'], init['decoder']]
-    of = ' and '.join(f'`{name}`' for name in names if name)
-    yield f'- Started by `{init["mode"]}` from {of}.'
+    names = [path for path in (init['encoder'], init['decoder']) if path]
+    yield f'- Started by `{init["mode"]}` from {_names(names)}.'
   yield (
-    f'- Trained to step {source.step} of {config["train"]["steps"]}, with'
+    f'- Trained to step {step} of {config["train"]["steps"]}, with'
     f' {config["train"]["batch_size"]} rows a step, objective'
-    f' `{data["objective"]}` on `{data["source"]}`, {data["encoder_length"]} +'
+    f' `{data["objective"]}`, {data["encoder_length"]} +'
     f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'
     f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
   )
   if config['loss']['distillation']:
     yield (
       f'- {config["loss"]["distillation"]:.0%} of the loss was to the'
-      f' distribution of `{config["teacher"]["checkpoint"]}`.'
+      f' distribution of {_names([config["teacher"]["checkpoint"]])}.'
     )
   if summary:
     yield (

@@ -148,10 +148,8 @@ def tokenizer_files(found: Folders, vocabulary: str) -> dict[str, pathlib.Path]:
     vocabulary: SentencePiece file of the model, carried where no tokenizer
       was kept; '' for none.
   """
-  files = {}
-  if 'decoder' in found:
-    files |= _tokenizer(found['decoder'])
-  elif vocabulary:
+  files = _tokenizer(found['decoder']) if 'decoder' in found else {}
+  if not files and vocabulary:
     files['tokenizer.model'] = pathlib.Path(vocabulary)
   if 'encoder' in found:
     own = _tokenizer(found['encoder'])

@@ -21,7 +21,7 @@ from encdec_adapt.training import state as state_lib
 
 OnProgress = Callable[[int, int], None]
 _SENTENCEPIECE = 'tokenizer.model'
-_TOGETHER = 512 << 20  # Bytes of a checkpoint that are read at a time.
+_TOGETHER = 128 << 20  # Bytes of a checkpoint that are read at a time.
 
 
 @dataclasses.dataclass(frozen=True)

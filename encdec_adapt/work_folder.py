@@ -4,7 +4,7 @@ For models that no training made: imported, adapted, merged. The folder
 appears whole or not at all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import dataclasses
 import functools
 import importlib.util
@@ -41,9 +41,7 @@ class Contents:
 
   Attributes:
     model: the model.
-    made_by: how it was made, for people: 'import', 'adapt' or 'merge', and
-      from what.
-    sources: the folders it was made from.
+    made_by: `command` and `sources`, the folders it was made from.
     kept: Hugging Face files (`origin`).
     vocabulary: SentencePiece file of the decoder, '' for none.
     coverage: the account of an adaptation.
@@ -51,7 +49,6 @@ class Contents:
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
-  sources: Sequence[str]
   kept: origin.Folders
   vocabulary: str = ''
   coverage: coverage_lib.Coverage | None = None
@@ -123,9 +120,10 @@ def write(
   disk.require_space(
     output, 4 * parameters.count(contents.model), what='the parameters'
   )
+  sources = dict.fromkeys(contents.made_by['sources'])
   counted = [
     path
-    for path in contents.sources
+    for path in sources
     if (pathlib.Path(path) / accounting.SUMMARY).exists()
   ]
   summary = accounting.summarise(
@@ -134,7 +132,7 @@ def write(
       'made_by': contents.made_by,
       'parameters': parameters.count(contents.model),
       'steps': 0,
-      'not_counted': [p for p in contents.sources if p not in counted],
+      'not_counted': [path for path in sources if path not in counted],
     },
     accounting.Cost(),
     counted,

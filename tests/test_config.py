@@ -2,6 +2,7 @@
 
 import pytest
 
+from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.models import config as model_config
@@ -60,6 +61,47 @@ def test_an_override_of_any_leaf():
   assert settings.model.decoder.final_softcap is None
   assert settings.model.decoder.pattern == ('global',)
   assert settings.optimizer.schedule.peak == 3.0
+
+
+OTHERS = dict(
+  window_rule='centered',
+  attention_softcap=None,
+  final_softcap=None,
+  rope_scaling='llama3',
+  rope_factor=8.0,
+  rope_low_factor=2.0,
+  rope_high_factor=5.0,
+  rope_original_length=64,
+  local_rope_theta=100.0,
+  norm_gain='direct',
+  post_norms=False,
+  qk_norm=True,
+  activation='silu',
+  attention_bias='qkv',
+  mlp_bias=True,
+  scale_embeddings=False,
+  eoi_token=0,
+)
+
+
+@pytest.mark.parametrize('merged', [False, True])
+def test_any_model_is_said_by_a_configuration(merged):
+  stack = presets.stack('2b', **OTHERS)
+  pair = model_config.encoder_decoder(
+    stack,
+    stack,
+    causal_encoder=not merged,
+    shared_table=merged,
+    cross_merged=merged,
+    cross_layers='all' if merged else 'global',
+  )
+  for model in (pair, model_config.DecoderOnlyConfig(stack)):
+    config = base.get_config()
+    base.set_model(config.model, model)
+    if model is pair:
+      config.data.objective = 'prefix_lm'
+      config.data.encoder_length = 8
+    assert config_lib.load(config).model == model
 
 
 @pytest.mark.parametrize(

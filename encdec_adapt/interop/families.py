@@ -379,7 +379,8 @@ def _rope(raw: Raw, family: Family, file: str) -> dict[str, Any]:
       raise errors.UserError(
         f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
       )
-    fields[_ROPE[name]] = full[name]
+    whole = _ROPE[name] == 'rope_original_length'
+    fields[_ROPE[name]] = (int if whole else float)(full[name])
   if local and dict(local) != dict(full):
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(

@@ -156,7 +156,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   assert settings.model == model_config.DecoderOnlyConfig(stack)
   found = checkpoint.open_latest(imported)
   assert found.step == 0
-  assert found.read_meta()['made_by']['source'] == str(gemma)
+  assert found.read_meta()['made_by']['sources'] == [str(gemma)]
   assert not found.problems()
   # Read like any other run, wherever it is moved.
   moved = shutil.copytree(imported, folder / 'moved')
@@ -187,7 +187,7 @@ def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   assert generation == {**IDS, 'eos_token_id': [1, 5]}
   card = (output / 'README.md').read_text()
   assert 'Gemma2ForCausalLM.from_pretrained' in card
-  assert f'`{gemma}`' in card
+  assert 'convert import` of `gemma`' in card
   assert convert_('diff', output, imported) == 0
 
 
@@ -293,9 +293,26 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert (output / 'tokenizer.json').exists()
   card = (output / 'README.md').read_text()
   assert re.search(r'Trained to step 2 of 2, with 8 rows', card)
-  assert f'`checkpoint` from `{adapted}`' in card
+  assert '`checkpoint` from `adapted`' in card
+  assert 'convert adapt` of `imported`' in card
+  assert re.search(r'Adapted: [\d,]+ parameters copied', card)
+  assert 'convert import` of `gemma`' in card
   assert convert_('verify', workdir, output, ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+
+
+def test_a_pair_comes_back_from_its_folder(folder, adapted):
+  """With both stacks' fields, and the encoder's window as asked for."""
+  one, other = folder / 'pair_out', folder / 'pair_again'
+  convert_('export', f'--checkpoint={adapted}', f'--output={one}')
+  flags = [f'--source={one}', f'--output={folder}/pair_run']
+  assert convert_('import', *flags, '--encoder_window=inclusive') == 0
+  settings = config_lib.load_run(f'{folder}/pair_run')
+  assert settings.model.encoder.window_rule == 'inclusive'
+  convert_('export', f'--checkpoint={folder}/pair_run', f'--output={other}')
+  for name in ('model.safetensors', 'config.json', 'tokenizer.json'):
+    assert (one / name).read_bytes() == (other / name).read_bytes(), name
+  assert convert_('diff', adapted, f'{folder}/pair_run') == 1  # The window.
 
 
 def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
@@ -319,6 +336,18 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   assert (workdir / 'hugging_face' / 'encoder' / 'config.json').exists()
   account = json.loads((workdir / 'coverage.json').read_text())
   assert account['parameters']['copied'] > account['parameters']['fresh'] > 0
+
+
+def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
+  workdir, output = folder / 'scratch', folder / 'scratch_out'
+  flags = tiny.flags(folder, 'causal_lm')
+  assert _train(*flags, '--config.train.steps=2', f'--workdir={workdir}') == 0
+  convert_('export', f'--checkpoint={workdir}', f'--output={output}')
+  vocabulary = (folder / 'vocabulary.model').read_bytes()
+  assert (output / 'tokenizer.model').read_bytes() == vocabulary
+  raw = json.loads((output / 'config.json').read_text())
+  assert {key: raw[key] for key in IDS} == IDS
+  assert 'causal_lm' in (output / 'README.md').read_text()
 
 
 def test_another_vocabulary_than_the_folders_is_refused(tmp_path, pairs, gemma):
@@ -469,6 +498,17 @@ def test_a_damaged_folder_leaves_nothing_behind(damage, gemma, tmp_path):
     with pytest.raises(errors.UserError, match=words):
       convert_(name, f'{flag}={source}', f'--output={tmp_path}/out')
   assert os.listdir(tmp_path) == ['source']
+
+
+def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  names = [f'model.layers.{i}.self_attn.rotary_emb.inv_freq' for i in range(2)]
+  buffers = dict.fromkeys(names, np.ones(4, np.float32))
+  _damage(source, tensors=lambda t: t.update(buffers))
+  assert convert_('import', f'--source={source}', f'--output={tmp_path}/o') == 0
+  assert f'unused: {names[0]} and 1 more' in capsys.readouterr().out
+  summary = json.loads((tmp_path / 'o' / 'summary.json').read_text())
+  assert list(summary['made_by']['unused']) == names
 
 
 def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
