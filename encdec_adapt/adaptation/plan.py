@@ -14,8 +14,7 @@ from encdec_adapt.runtime import errors
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
-# Stored norm scales w stand for a gain 1 + w.
-_GAINS = {'one': 0.0, 'zero': -1.0}
+_GAINS = {'one': 1.0, 'zero': 0.0}
 
 
 def make_plan(
@@ -45,6 +44,12 @@ def make_plan(
   """
   decoder_source = decoder_source or encoder_source
   copies = _copies_cross(target, cross_attention, post_norm_gain)
+  offset = 1.0 if target.decoder.norm_gain == 'one_plus' else 0.0
+  gain = coverage_lib.Fill(
+    'constant',
+    value=_GAINS[post_norm_gain] - offset,
+    note=f'gain {post_norm_gain}',
+  )
   targets = leaves_lib.leaves_of(target)
   redrawn = _matching(fresh, targets)
   sources = {
@@ -62,7 +67,7 @@ def make_plan(
     source, stack = of_stack[name.split('/')[0]]
     fill = coverage_lib.Fill('fresh')
     if name not in redrawn:
-      fill = _fill_of(name, source, sources[source], copies, post_norm_gain)
+      fill = _fill_of(name, source, sources[source], copies, gain)
     if fill is not None:
       found = sources[source].get(fill.leaf)
       filled[name] = _fitted(name, leaf, target, fill, found, stack)
@@ -101,12 +106,28 @@ def _copies_cross(
     raise errors.UserError(
       f"post_norm_gain is {post_norm_gain!r}; it is 'one' or 'zero'."
     )
+  decoder = target.decoder
+  if post_norm_gain != 'one' and not decoder.post_norms:
+    raise errors.UserError(
+      f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
+      " cross-attention, and this one has none; leave it at 'one'."
+    )
+  if decoder.cross_merged or target.shared_table:
+    raise errors.UserError(
+      'adaptation to merged attention or a shared embedding table is not'
+      ' available; set config.model.cross_merged and shared_table to False.'
+    )
   names = leaves_lib.leaves_of(target)
+  layer = next(
+    i
+    for i in range(decoder.layers)
+    if decoder.reads_encoder(decoder.layer_kind(i))
+  )
   differing = []
   for part in ('query', 'key', 'value', 'output'):
     own, cross = (
-      list(names[f'decoder/layers/0/{block}/{part}'].shape)
-      for block in ('attention', 'cross_attention')
+      list(names[f'decoder/layers/{layer}/{module}/{part}'].shape)
+      for module in ('attention', 'cross_attention')
     )
     if own != cross:
       differing.append(
@@ -134,7 +155,7 @@ def _fill_of(
   source: str,
   leaves: Mapping[str, leaves_lib.Leaf],
   copies_cross: bool,
-  post_norm_gain: PostNormGain,
+  post_norm: coverage_lib.Fill,
 ) -> coverage_lib.Fill | None:
   """The rule of one target leaf, None where no rule speaks of it."""
   parts = name.split('/')
@@ -144,9 +165,7 @@ def _fill_of(
     if cross[0] == 'cross_attention':
       return coverage_lib.Fill('fresh')
     if cross[0] == 'post_cross_norm':
-      return coverage_lib.Fill(
-        'constant', value=_GAINS[post_norm_gain], note=f'gain {post_norm_gain}'
-      )
+      return post_norm
   own = [block.CROSS.get(part, part) for part in parts[1:]]
   leaf = '/'.join(['decoder', *own])
   if leaf == 'decoder/head/table' and leaf not in leaves:

@@ -259,6 +259,12 @@ class EncoderDecoderConfig:
         f'decoder.cross_width is {self.decoder.cross_width}; it must be the'
         f" encoder's width, {self.encoder.width}."
       )
+    kinds = set(self.decoder.pattern[: self.decoder.layers])
+    if not any(self.decoder.reads_encoder(kind) for kind in kinds):
+      raise errors.UserError(
+        f'no layer of the decoder reads the encoder: its pattern is'
+        f" {self.decoder.pattern} and cross_layers 'global'."
+      )
     if self.shared_table:
       for name in ('width', 'vocab_size', 'vocab_multiple', 'eoi_token'):
         ours, theirs = (getattr(s, name) for s in self.stacks.values())

@@ -393,3 +393,47 @@ def test_parameters_of_another_model_are_named():
   del without['decoder']['final_norm']
   with pytest.raises(errors.UserError, match="no 'decoder/final_norm/scale'"):
     initialise.initialise(target, (config, without), rng=RNG)
+
+
+def test_a_gain_is_stored_as_the_norm_reads_it():
+  stack = dataclasses.replace(STACK, norm_gain='direct')
+  source = config_lib.DecoderOnlyConfig(stack)
+  target = config_lib.encoder_decoder(stack, stack)
+  leaf = 'decoder/layers/0/post_cross_norm/scale'
+  for gain, scale in (('one', 1.0), ('zero', 0.0)):
+    account = plan.make_plan(
+      target, source, cross_attention='fresh', post_norm_gain=gain
+    )
+    assert account.filled[leaf].value == scale
+
+
+@pytest.mark.parametrize(
+  'changes, pair, message',
+  [
+    ({'post_norms': False}, {}, "post_norm_gain='zero' needs"),
+    ({}, {'cross_merged': True}, 'merged attention or a shared'),
+    ({}, {'shared_table': True}, 'merged attention or a shared'),
+  ],
+)
+def test_pairs_that_cannot_be_adapted(changes, pair, message):
+  stack = dataclasses.replace(STACK, **changes)
+  with pytest.raises(errors.UserError, match=message):
+    plan.make_plan(
+      config_lib.encoder_decoder(stack, stack, **pair),
+      config_lib.DecoderOnlyConfig(stack),
+      cross_attention='fresh',
+      post_norm_gain='zero',
+    )
+
+
+def test_cross_attention_of_global_layers_only():
+  stack = dataclasses.replace(STACK, pattern=('local', 'global'))
+  account = plan.make_plan(
+    config_lib.encoder_decoder(stack, stack, cross_layers='global'),
+    config_lib.DecoderOnlyConfig(stack),
+  )
+  cross = {leaf.split('/')[2] for leaf in account.filled if 'cross' in leaf}
+  assert cross == {'1'}
+  with pytest.raises(errors.UserError, match='no layer of the decoder reads'):
+    local = dataclasses.replace(STACK, pattern=('local',))
+    config_lib.encoder_decoder(local, local, cross_layers='global')
