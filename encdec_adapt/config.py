@@ -5,7 +5,7 @@ behind it sees a ConfigDict. Every error names the key, its value and what
 would be right.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 import dataclasses
 import json
 import pathlib
@@ -21,6 +21,8 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, schedules
 
 RUN_CONFIG = 'config.json'
+# Fields of a stack that follow from the model it is a part of.
+_SET_BY_THE_PAIR = {'role', 'cross_width', 'cross_merged', 'cross_layers'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +179,16 @@ def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
   """
   values = section.to_dict()
   fields = {field.name for field in dataclasses.fields(make)}
-  if fields != values.keys():
-    raise errors.UserError(
-      f'the configuration was saved by another version: {make.__name__} has'
-      f' {", ".join(sorted(fields ^ values.keys()))} on one side only.'
-    )
+  _check_keys(make.__name__, values.keys(), fields)
   return make(**values)
+
+
+def _check_keys(what: str, found: Set[str], wanted: Set[str]) -> None:
+  if found != wanted:
+    raise errors.UserError(
+      f'the configuration was saved by another version: {what} has'
+      f' {", ".join(sorted(found ^ wanted))} on one side only.'
+    )
 
 
 def _value_error(function: Callable[..., Any], *args):
@@ -216,7 +222,7 @@ def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
   for name in ('kind', 'encoder', 'decoder'):
     del pair[name]
   known = {'causal_encoder', 'shared_table', 'cross_merged', 'cross_layers'}
-  _refuse_unknown('a model', pair.keys() - known)
+  _check_keys('a model', pair.keys(), known)
   encoder = _stack('encoder', section.encoder)
   try:
     return model_config.encoder_decoder(encoder, decoder, **pair)
@@ -229,24 +235,15 @@ def _stack(name: str, section: ml_collections.ConfigDict):
   fields = {
     field.name for field in dataclasses.fields(model_config.StackConfig)
   }
-  _refuse_unknown('a stack', values.keys() - fields)
+  _check_keys('a stack', values.keys(), fields - _SET_BY_THE_PAIR)
   values['pattern'] = tuple(values['pattern'])
-  # A run of an earlier version lacks fields that came later.
   for key, none in model_config.NONE_AS.items():
-    if key in values and values[key] == none:
+    if values[key] == none:
       values[key] = None
   try:
     return model_config.StackConfig(**values)
   except errors.UserError as error:
     raise errors.UserError(f'config.model.{name}: {error}') from error
-
-
-def _refuse_unknown(what: str, keys: set[str]) -> None:
-  if keys:
-    raise errors.UserError(
-      f'the configuration was saved by another version: {what} has no'
-      f' {", ".join(sorted(keys))}.'
-    )
 
 
 def _data(config, model, workdir: str) -> DataConfig:

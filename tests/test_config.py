@@ -174,3 +174,10 @@ def test_a_saved_run_is_read_back(tmp_path):
   )
   with pytest.raises(errors.UserError, match='config.json'):
     config_lib.load_run(str(tmp_path / 'nothing'))
+
+
+def test_a_stack_of_another_version_is_refused():
+  config = base.get_config()
+  del config.model.decoder['qk_norm']
+  with pytest.raises(errors.UserError, match='another version.*qk_norm'):
+    config_lib.load(config)
