@@ -7,8 +7,9 @@ runs the study below; each of its stages is a command of its own, for example
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/quickstart/adapted
 
-`size=default` takes under 10 minutes on two cores; `size=full` under 2 hours
-and holds what the README shows: three learning rates and three seeds of
+`size=default` takes under 10 minutes on two cores; the stages of `size=full`
+have budgets of 1 h 45 in all, and took 2 h 19 on two cores with other work. It
+holds what the README shows: three learning rates and three seeds of
 `adapted` and `scratch`, and the controls. `size=smoke` is for tests.
 """
 

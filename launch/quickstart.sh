@@ -3,7 +3,7 @@
 #
 #   bash launch/quickstart.sh [--size=default|full] [flags of the study]
 #
-# The default takes up to 10 minutes on two cores after installing, full up to
+# The default takes up to 10 minutes on two cores after installing, full about
 # 2 hours. Run again, it continues where it was. PYTHON names an interpreter.
 
 set -euo pipefail

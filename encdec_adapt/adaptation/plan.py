@@ -14,6 +14,7 @@ from encdec_adapt.runtime import errors
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
+# Gain of a fresh cross-attention's post-norm.
 _GAINS = {'one': 1.0, 'zero': 0.0}
 
 

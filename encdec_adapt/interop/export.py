@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.interop import (
-  folder as folder_lib,
-)
+from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import (
   model_configs,
   new_folder,
