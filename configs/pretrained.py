@@ -14,7 +14,7 @@ steps: arXiv 2504.06225).
 """
 
 from configs import base
-from encdec_adapt import source
+from encdec_adapt.exchange import source
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors
 

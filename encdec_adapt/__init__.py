@@ -8,7 +8,7 @@ Importing the package imports nothing else; the commands are its modules.
 
 
 def load(path, **options):
-  """Loads a model; see `encdec_adapt.facade.load`."""
-  from encdec_adapt import facade
+  """Loads a model; see `encdec_adapt.exchange.facade.load`."""
+  from encdec_adapt.exchange import facade
 
   return facade.load(path, **options)

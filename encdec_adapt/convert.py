@@ -17,8 +17,8 @@ import functools
 
 from absl import flags
 
-from encdec_adapt import compare, conversions, inspection
-from encdec_adapt import source as source_lib
+from encdec_adapt.exchange import compare, conversions, inspection
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, errors
 

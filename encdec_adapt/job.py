@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize, origin
-from encdec_adapt import source as source_lib
+from encdec_adapt import materialize
 from encdec_adapt.adaptation import coverage, initialise
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
+from encdec_adapt.exchange import origin
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import build, decoder_only, parameters
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition as partition_lib

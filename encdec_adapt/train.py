@@ -17,10 +17,10 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, materialize
-from encdec_adapt import source as source_lib
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import (
   app,

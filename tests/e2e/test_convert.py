@@ -17,7 +17,7 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import convert, evaluate, generate, train
-from encdec_adapt import source as source_lib
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters

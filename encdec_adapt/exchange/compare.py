@@ -9,9 +9,9 @@ import pathlib
 import jax
 import numpy as np
 
-from encdec_adapt import facade
-from encdec_adapt import source as source_lib
 from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.exchange import facade
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.runtime import errors

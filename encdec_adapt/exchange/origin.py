@@ -12,8 +12,8 @@ import pathlib
 import shutil
 from typing import Any
 
-from encdec_adapt import source as source_lib
 from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs
 from encdec_adapt.runtime import errors

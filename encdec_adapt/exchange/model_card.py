@@ -6,8 +6,8 @@ import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import inspection, work_folder
-from encdec_adapt import source as source_lib
+from encdec_adapt.exchange import inspection, work_folder
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors

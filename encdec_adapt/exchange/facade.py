@@ -9,8 +9,8 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from encdec_adapt import source as source_lib
 from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build
 from encdec_adapt.models import config as model_config

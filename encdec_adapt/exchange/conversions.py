@@ -11,9 +11,9 @@ from absl import flags
 import jax
 import numpy as np
 
-from encdec_adapt import model_card, origin, work_folder
-from encdec_adapt import source as source_lib
 from encdec_adapt.adaptation import initialise, merge
+from encdec_adapt.exchange import model_card, origin, work_folder
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs, new_folder

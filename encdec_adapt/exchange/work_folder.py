@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import origin
-from encdec_adapt import source as source_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.data import vocabularies
+from encdec_adapt.exchange import origin
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import new_folder
 from encdec_adapt.models import config as model_config

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 import dataclasses
 
-from encdec_adapt import source as source_lib
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import model_configs
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
