@@ -29,7 +29,7 @@ from encdec_adapt.training import accounting, checkpoint, streamed
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
-_BASE = pathlib.Path(__file__).parent.parent / 'configs' / 'base.py'
+_BASE = pathlib.Path(__file__).parents[2] / 'configs' / 'base.py'
 # Below the folder, so that it moves with it (`config.DataConfig.vocabulary`).
 _VOCABULARY = pathlib.PurePath('records', 'vocabulary.model')
 _LENGTH = 256  # Tokens of either side, where a configuration wants to know.
