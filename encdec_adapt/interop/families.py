@@ -54,6 +54,7 @@ class Family:
     fixed: fields of ours that every model of the family has.
     defaults: their fields where a file is silent, as its class has them.
     layer_types: kinds of the layers where a file does not list them.
+    lists_are_ignored: its class goes by `layer_types` whatever a file lists.
   """
 
   model_type: str
@@ -66,6 +67,7 @@ class Family:
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   layer_types: Callable[[Raw], list[str]] = lambda raw: ['full_attention']
+  lists_are_ignored: bool = False
 
   @property
   def local_theta(self) -> bool:
@@ -177,6 +179,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_LLAMA,
         fixed=_PLAIN,
         defaults={**_PLAIN_DEFAULTS, 'vocab_size': 32000},
+        lists_are_ignored=True,
       ),
       Family(
         'mistral',
@@ -191,6 +194,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
           'num_key_value_heads': 8,
         },
         layer_types=_mistral_kinds,
+        lists_are_ignored=True,
       ),
       Family(
         'qwen2',
@@ -326,8 +330,15 @@ def _pattern(
   """The shortest pattern that gives the kinds of all layers."""
   layers = raw['num_hidden_layers']
   named = raw.get('layer_types')
+  usual = family.layer_types(raw)
   if named is None:
-    named = family.layer_types(raw)
+    named = usual
+  elif family.lists_are_ignored and set(named) != set(usual):
+    raise errors.UserError(
+      f'{file} lists layer_types {", ".join(sorted(set(named)))}; the layers'
+      f' of {family.model_type} are all of type {usual[0]}'
+      ' with this sliding_window.'
+    )
   elif len(named) != layers:
     raise errors.UserError(
       f'{file} lists {len(named)} layer_types for {layers} layers.'
