@@ -128,6 +128,11 @@ COMMANDS = {
         _DTYPES,
         'Of the tensors; training keeps float32.',
       ),
+      _string(
+        'vision',
+        'Folder whose vision part a T5Gemma 2 gets; by default that of the'
+        ' folder that it was imported from.',
+      ),
       functools.partial(
         flags.DEFINE_float, 'shard_gb', 5.0, 'Most GB (1e9 bytes) of a file.'
       ),

@@ -17,6 +17,7 @@ from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs, new_folder
+from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, errors, progress
@@ -77,6 +78,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
   fields = origin.config_fields(found)
+  vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   export_lib.write(
@@ -91,11 +93,41 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       'README.md': model_card.write(source, own=own, dtype=values.dtype),
     },
     carried=origin.tokenizer_files(found, source.vocabulary),
+    vision=vision,
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
   )
   print(f'{values.output}: {parameters.count(source.model):,} parameters')
   return 0
+
+
+def _vision(
+  folder: str | None,
+  model: model_config.ModelConfig,
+  found: origin.Folders,
+  *,
+  own: bool,
+) -> vision_lib.Vision | None:
+  """The vision part to export; says so where a T5Gemma 2 gets none."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if own or not is_pair or not model.decoder.cross_merged:
+    if folder:
+      raise errors.UserError(
+        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
+        ' model has no part that reads images.'
+      )
+    return None
+  part = origin.vision_part(found, folder)
+  if part is None:
+    print(
+      'only the text part is written: transformers will report as missing,'
+      f' and draw anew, {", ".join(vision_lib.MISSING)}. Give --vision=FOLDER'
+      ' to take them from another model.'
+    )
+  else:
+    part.require_fits(model)
+    print(f'vision part: {len(part.names)} tensors of {part.folder}')
+  return part
 
 
 def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:

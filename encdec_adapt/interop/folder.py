@@ -13,6 +13,7 @@ from encdec_adapt.interop import (
   model_configs,
   safetensors_header,
   tensor_folder,
+  vision,
   weights,
 )
 from encdec_adapt.models import config as config_lib
@@ -187,7 +188,9 @@ def _match(
 def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
-  if 'vision_tower' in name or 'multi_modal_projector' in name:
+  if vision.is_vision(name):
+    if layout is weights.PAIR_T5GEMMA2:
+      return 'of the vision part, which is kept for export'
     return 'of the vision part; only text is a part of the model'
   if layout.canonical(name) == layout.head:
     return 'the head is tied to the embedding table'
