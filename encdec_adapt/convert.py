@@ -112,7 +112,15 @@ COMMANDS = {
   'import': command.Subcommand(
     'a Hugging Face folder -> a checkpoint of ours',
     _defining(
-      _string('source', 'Hugging Face folder.'), _OUTPUT, _WINDOW, _MULTIPLE
+      _string('source', 'Hugging Face folder, or a Flax one of the authors.'),
+      _OUTPUT,
+      _string(
+        'model',
+        'Of a Flax folder: a size (2b), two (9b_2b), or a config.json; by'
+        ' default the released model of these shapes.',
+      ),
+      _WINDOW,
+      _MULTIPLE,
     ),
     conversions.import_folder,
   ),

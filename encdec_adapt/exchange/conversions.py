@@ -5,6 +5,7 @@ writes, and what it writes appears whole or not at all.
 """
 
 import json
+import pathlib
 from typing import Any
 
 from absl import flags
@@ -12,7 +13,12 @@ import jax
 import numpy as np
 
 from encdec_adapt.adaptation import initialise, merge
-from encdec_adapt.exchange import model_card, origin, work_folder
+from encdec_adapt.exchange import (
+  flax_source,
+  model_card,
+  origin,
+  work_folder,
+)
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
@@ -39,15 +45,24 @@ def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
 
 
 def import_folder(values: flags.FlagValues, _: list[str]) -> int:
-  """Makes a work directory of a Hugging Face folder."""
+  """Makes a work directory of a Hugging Face folder, or an authors' one."""
   command.require(values, 'source', 'output')
   work_folder.require(values.output)
-  if not source_lib.is_folder(values.source):
-    raise errors.UserError(
-      f'--source={values.source} is a work directory already; import reads'
-      ' Hugging Face folders.'
+  is_flax = _is_flax(values.source)
+  if is_flax:
+    source = flax_source.open_flax(
+      values.source,
+      values.model,
+      encoder_window=values.encoder_window,
+      vocab_multiple=values.vocab_multiple,
     )
-  source = open_source(values.source, values)
+  else:
+    if values.model:
+      raise errors.UserError(
+        f'--model={values.model} is for folders of Orbax arrays;'
+        f' {values.source} has a config.json of its own.'
+      )
+    source = open_source(values.source, values)
   _print_unused(source)
   contents = work_folder.Contents(
     source.model,
@@ -56,7 +71,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       'sources': [str(source.path)],
       'unused': source.unused,
     },
-    origin.folders(source.path),
+    {} if is_flax else origin.folders(source.path),
     source.vocabulary,
   )
   lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
@@ -64,6 +79,23 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   count = parameters.count(source.model)
   print(f'{values.output}: {count:,} parameters, step 0')
   return 0
+
+
+def _is_flax(path: str) -> bool:
+  """Whether import reads the authors' layout there, or a Hugging Face folder.
+
+  Raises:
+    UserError: it is neither.
+  """
+  has_config = (pathlib.Path(path) / folder_lib.CONFIG).exists()
+  if not has_config and flax_source.is_flax_folder(path):
+    return True
+  if not source_lib.is_folder(path):
+    raise errors.UserError(
+      f'--source={path} is a work directory already; import reads Hugging Face'
+      " folders, and the authors' Flax ones."
+    )
+  return False
 
 
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
