@@ -11,7 +11,7 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.interop import weights
+from encdec_adapt.interop import raw_fields, weights
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -232,6 +232,7 @@ def stack_from_raw(
   Raises:
     UserError: a missing field, or a value that we have no model for.
   """
+  raw_fields.check(raw, file)
   raw = {**family.defaults, **raw}
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
