@@ -30,6 +30,7 @@ _COMMON = {
 }
 _KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
+_FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
 _ROPE = {
   'factor': 'rope_factor',
   'low_freq_factor': 'rope_low_factor',
@@ -251,7 +252,9 @@ def stack_from_raw(
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])
-  fields['query_scale'] = float(fields['query_scale'])
+  for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
+    if fields[ours] is not None:
+      fields[ours] = float(fields[ours])
   fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
   biased = family.bias_is_fixed or raw.get('attention_bias')
   fields['attention_bias'] = family.bias if biased else 'none'
