@@ -97,6 +97,28 @@ def raw_from_model(
   )
 
 
+def require_type(
+  config: config_lib.EncoderDecoderConfig, model_type: str
+) -> None:
+  """Refuses a model that is none of an encoder-decoder family.
+
+  Args:
+    config: the model.
+    model_type: of the family, one of `PAIRS`.
+
+  Raises:
+    UserError: says why.
+  """
+  pair = PAIRS[model_type]
+  try:
+    _raw_from_pair(config, pair)
+  except errors.UserError as error:
+    raise errors.UserError(
+      f'this model is no {model_type}, which is made of'
+      f' {pair.family.model_type} stacks: {error}'
+    ) from error
+
+
 def _raw_from_decoder(
   stack: config_lib.StackConfig,
 ) -> tuple[dict[str, Any], weights.Layout]:
@@ -296,21 +318,17 @@ def model_from_raw(
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
-    shared['eoi_token_index'] = 256000 if eoi is None else eoi
+    shared['eoi_token_index'] = config_lib.EOI_TOKEN if eoi is None else eoi
   stacks = {}
   for name, fields in parts.items():
     where = f'{name} of {file}'
     stacks[name] = families.stack_from_raw(
       {**fields, **shared}, pair.family, where
     )
-  rule = 'centered' if pair.merged else encoder_window
-  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
   if pair.merged:
-    stacks = {
-      name: dataclasses.replace(stack, eoi_token=shared['eoi_token_index'])
-      for name, stack in stacks.items()
-    }
-  model = config_lib.encoder_decoder(
-    **stacks, shared_table=pair.merged, cross_merged=pair.merged
+    eoi_token = shared['eoi_token_index']
+    return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
+  stacks['encoder'] = dataclasses.replace(
+    stacks['encoder'], window_rule=encoder_window
   )
-  return model, pair.layout
+  return config_lib.encoder_decoder(**stacks), pair.layout
