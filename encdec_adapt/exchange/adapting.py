@@ -114,16 +114,15 @@ def _target(
         f'--eoi_token is {values.eoi_token}, and only a t5gemma2 has one; give'
         ' --target=t5gemma2, or leave it out.'
       )
-    target = model_config.encoder_decoder(**stacks, **options)
-  else:
-    # The family fixes these; what contradicts it is named below.
-    fixed = {k: options.pop(k) for k in _OF_THE_PAIR if k in options}
-    if values.eoi_token is not None:
-      options['eoi_token'] = values.eoi_token
-    target = model_config.t5gemma2(**stacks, **options)
-    _refuse_contradictions(target, fixed)
-  if values.target:
-    model_configs.require_type(target, values.target)
+    return model_configs.pair_of(
+      **stacks, target=values.target or '', **options
+    )
+  # The family fixes these; what contradicts it is named.
+  fixed = {k: options.pop(k) for k in _OF_THE_PAIR if k in options}
+  if values.eoi_token is not None:
+    options['eoi_token'] = values.eoi_token
+  target = model_configs.pair_of(**stacks, target=values.target, **options)
+  _refuse_contradictions(target, fixed)
   return target
 
 

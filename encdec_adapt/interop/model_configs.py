@@ -97,26 +97,41 @@ def raw_from_model(
   )
 
 
-def require_type(
-  config: config_lib.EncoderDecoderConfig, model_type: str
-) -> None:
-  """Refuses a model that is none of an encoder-decoder family.
+def pair_of(
+  encoder: config_lib.StackConfig,
+  decoder: config_lib.StackConfig,
+  target: str = '',
+  **options: Any,
+) -> config_lib.EncoderDecoderConfig:
+  """The encoder-decoder of two stacks, of a family where one is asked for.
 
   Args:
-    config: the model.
-    model_type: of the family, one of `PAIRS`.
+    encoder: of a decoder-only model; becomes the encoder.
+    decoder: the same of the decoder.
+    target: model_type of the family, one of `PAIRS`; '' for cross-attention
+      and a table for each stack, of stacks of any family.
+    **options: of `models.config.encoder_decoder`, or of `t5gemma2` there.
 
   Raises:
-    UserError: says why.
+    UserError: no such family, or the model is none of it; says why.
   """
-  pair = PAIRS[model_type]
+  if not target:
+    return config_lib.encoder_decoder(encoder, decoder, **options)
+  if target not in PAIRS:
+    raise errors.UserError(
+      f'target is {target!r}; it is one of {", ".join(PAIRS)}, or empty.'
+    )
+  pair = PAIRS[target]
+  make = config_lib.t5gemma2 if pair.merged else config_lib.encoder_decoder
+  model = make(encoder, decoder, **options)
   try:
-    _raw_from_pair(config, pair)
+    _raw_from_pair(model, pair)
   except errors.UserError as error:
     raise errors.UserError(
-      f'this model is no {model_type}, which is made of'
+      f'this model is no {target}, which is made of'
       f' {pair.family.model_type} stacks: {error}'
     ) from error
+  return model
 
 
 def _raw_from_decoder(

@@ -5,8 +5,8 @@ positions, in one forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
 - gated feed-forward: 2 * 3 D F per token;
-- cross-attention: 2 D H * 2N per target token (query, output), 2 E H * 2K per
-  source token (key, value);
+- cross-attention: 2 D H * 2N per target token (query, output; none of its own
+  where it is merged), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
   bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
   one those inside its window, and cross-attention T * S;
@@ -56,6 +56,8 @@ class StackShape:
     causal: whether self-attention is causal.
     window_inclusive: see `windows`.
     cross_width: E, the source's width; None without cross-attention.
+    cross_layers: how many layers have it; None for all.
+    cross_merged: it is a part of self-attention.
   """
 
   width: int
@@ -67,6 +69,8 @@ class StackShape:
   causal: bool
   window_inclusive: bool = False
   cross_width: int | None = None
+  cross_layers: int | None = None
+  cross_merged: bool = False
 
 
 def visible_pairs(
@@ -121,8 +125,10 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
       )
     )
   if stack.cross_width is not None:
-    total += len(stack.windows) * (
-      2 * stack.width * 2 * heads * length
+    layers = stack.cross_layers
+    own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
+    total += (len(stack.windows) if layers is None else layers) * (
+      own
       + 2 * stack.cross_width * 2 * kv_heads * source_length
       + 4 * heads * length * source_length
     )

@@ -1,3 +1,4 @@
+import dataclasses
 import types
 
 import jax
@@ -74,6 +75,22 @@ def test_layers_add_up_and_windows_limit():
   both = flops.forward(_stack(causal=True, windows=(8, None)), 64)
   assert both == one + local
   assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
+
+
+def test_cross_attention_of_some_layers_and_merged():
+  def total(**cross):
+    shape = _stack(causal=True, windows=(None, None))
+    shape = dataclasses.replace(shape, **cross)
+    return flops.forward(shape, 8, source_length=6)
+
+  alone = total()
+  both = total(cross_width=12) - alone
+  assert total(cross_width=12, cross_layers=1) - alone == both // 2
+  # Query and output projections of its own are all that is saved.
+  shape = _stack(causal=True)
+  heads = shape.query_heads * shape.head_dim
+  saved = 2 * (2 * shape.width * 2 * heads) * 8
+  assert total(cross_width=12, cross_merged=True) - alone == both - saved
 
 
 def test_vocabulary_and_estimate():
