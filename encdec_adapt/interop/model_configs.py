@@ -123,8 +123,10 @@ def pair_of(
     )
   pair = PAIRS[target]
   make = config_lib.t5gemma2 if pair.merged else config_lib.encoder_decoder
-  model = make(encoder, decoder, **options)
   try:
+    for stack in (encoder, decoder):
+      families.raw_from_stack(stack, pair.family)
+    model = make(encoder, decoder, **options)
     _raw_from_pair(model, pair)
   except errors.UserError as error:
     raise errors.UserError(

@@ -1,4 +1,3 @@
-import dataclasses
 import types
 
 import jax
@@ -79,8 +78,7 @@ def test_layers_add_up_and_windows_limit():
 
 def test_cross_attention_of_some_layers_and_merged():
   def total(**cross):
-    shape = _stack(causal=True, windows=(None, None))
-    shape = dataclasses.replace(shape, **cross)
+    shape = _stack(causal=True, windows=(None, None), **cross)
     return flops.forward(shape, 8, source_length=6)
 
   alone = total()
