@@ -58,7 +58,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     )
   count = parameters.count(target)
   if values.dry_run:
-    print(f'{count:,} parameters; nothing was read or written')
+    print(f'{count:,} parameters; no weights were read, nothing was written')
     return 0
   contents = work_folder.Contents(
     target,

@@ -113,7 +113,7 @@ def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
   assert convert_('adapt', *flags) == 0
   shown = capsys.readouterr().out
   assert re.search(r'encoder/layers/0-1/attention/key .*head 2 times', shown)
-  assert 'nothing was read or written' in shown
+  assert 'no weights were read, nothing was written' in shown
   assert os.listdir(tmp_path) == ['source']
 
 
