@@ -418,7 +418,7 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
       for i in range(stack.layers)
     ),
     causal=stack.role == 'causal',
-    window_inclusive=stack.window_rule == 'inclusive',
+    window_rule=stack.window_rule,
     cross_width=stack.cross_width,
     cross_layers=sum(
       stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)

@@ -65,7 +65,7 @@ class Recipe:
     whole = self._whole(trees)
     if whole is not None:
       made = _apply(self.origins[0].steps, xp.asarray(whole), xp)
-      return made.astype(self.info.dtype)
+      return made.astype(self.info.dtype, copy=False)
     layers = []
     for origin in self.origins:
       if isinstance(origin, _Origin):
@@ -76,7 +76,7 @@ class Recipe:
         layers.append(xp.full(self.layer_shape, origin, self.info.dtype))
     # One layer may be stored with a `layers` axis of 1 or without one.
     stacked = xp.stack(layers).reshape(self.info.shape)
-    return stacked.astype(self.info.dtype)
+    return stacked.astype(self.info.dtype, copy=False)
 
   def _whole(self, trees: Mapping[str, Tree]) -> Any:
     """The array that the origins are all of, in order; else None.

@@ -48,7 +48,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
-  _note_vocabularies(encoder, decoder)
+  _check_vocabularies(encoder, decoder, shared=target.shared_table)
   print(report.table())
   if encoder.model.decoder.width != decoder.model.decoder.width:
     print(
@@ -193,13 +193,25 @@ def _drawn(
   )
 
 
-def _note_vocabularies(
-  encoder: source_lib.Source, decoder: source_lib.Source
+def _check_vocabularies(
+  encoder: source_lib.Source, decoder: source_lib.Source, *, shared: bool
 ) -> None:
-  """Says it where the stacks may mean other text by the same id."""
+  """Says it where the stacks may mean other text by the same id.
+
+  Raises:
+    UserError: they do, and share a table.
+  """
   found = [s.vocabulary_fingerprint() for s in (encoder, decoder)]
-  if found[0] != found[1]:
-    print(
-      f'note: {encoder.path} and {decoder.path} have not the same'
-      ' tokenizer.model; the two sides of an example are tokenised apart.'
+  if found[0] == found[1]:
+    return
+  if shared and None not in found:
+    raise errors.UserError(
+      f'{encoder.path} and {decoder.path} have not the same tokenizer.model:'
+      ' a table that both stacks share (--shared_table, --target=t5gemma2)'
+      ' would mean other text by the same id. Choose sources with one'
+      ' vocabulary, or let each stack have its own table.'
     )
+  print(
+    f'note: {encoder.path} and {decoder.path} have not the same'
+    ' tokenizer.model; the two sides of an example are tokenised apart.'
+  )

@@ -51,10 +51,9 @@ class StackShape:
     kv_heads: K.
     head_dim: H.
     windows: per layer, the window in positions or None; its length is the
-      number of layers. A causal layer sees k > q - window, a bidirectional
-      one |q - k| < window (<= if `window_inclusive`).
+      number of layers.
     causal: whether self-attention is causal.
-    window_inclusive: see `windows`.
+    window_rule: of a bidirectional one (`ops.masks.MaskSpec`).
     cross_width: E, the source's width; None without cross-attention.
     cross_layers: how many layers have it; None for all.
     cross_merged: it is a part of self-attention.
@@ -67,7 +66,7 @@ class StackShape:
   head_dim: int
   windows: tuple[int | None, ...]
   causal: bool
-  window_inclusive: bool = False
+  window_rule: str = 'exclusive'
   cross_width: int | None = None
   cross_layers: int | None = None
   cross_merged: bool = False
@@ -78,7 +77,7 @@ def visible_pairs(
   *,
   causal: bool,
   window: int | None = None,
-  window_inclusive: bool = False,
+  window_rule: str = 'exclusive',
 ) -> int:
   """Pairs (query, key) of one row that self-attention looks at.
 
@@ -86,15 +85,23 @@ def visible_pairs(
     length: L.
     causal: keys at or before the query only.
     window: see `StackShape.windows`.
-    window_inclusive: see `StackShape.windows`.
+    window_rule: see `StackShape.window_rule`.
   """
-  reach = length if window is None else window
-  if not causal and window_inclusive:
-    reach += 1
-  reach = min(reach, length)
-  # Distances 0 .. reach - 1 are seen, and length - d pairs have distance d.
-  one_side = reach * length - reach * (reach - 1) // 2
-  return one_side if causal else 2 * one_side - length
+  # Keys before the query, itself included, and those after it.
+  before, after = length, length - 1
+  if window is not None:
+    before, after = {
+      'exclusive': (window, window - 1),
+      'inclusive': (window + 1, window),
+      'centered': ((window + 1) // 2, window // 2),
+    }['exclusive' if causal else window_rule]
+
+  def pairs(distances: int) -> int:
+    """Pairs at distances 0 .. distances - 1, of which L - d have d."""
+    reach = min(distances, length)
+    return reach * length - reach * (reach - 1) // 2
+
+  return pairs(before) + (0 if causal else pairs(after + 1) - length)
 
 
 def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
@@ -121,7 +128,7 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
         length,
         causal=stack.causal,
         window=window,
-        window_inclusive=stack.window_inclusive,
+        window_rule=stack.window_rule,
       )
     )
   if stack.cross_width is not None:

@@ -174,6 +174,16 @@ def test_sources_that_do_not_fit_are_refused_before_records_are_made(
   assert not (tmp_path / 'records').exists()
 
 
+def test_two_vocabularies_share_no_table(gemma, tmp_path):
+  other = shutil.copytree(gemma, tmp_path / 'other')
+  with open(other / 'tokenizer.model', 'ab') as file:
+    file.write(b'\x00')
+  flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
+  assert convert_('adapt', *flags) == 0
+  with pytest.raises(errors.UserError, match='mean other text by the same id'):
+    convert_('adapt', *flags, '--shared_table')
+
+
 @pytest.mark.parametrize(
   'argv, words',
   [
