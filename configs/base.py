@@ -69,7 +69,8 @@ def get_config():
   config.model.encoder = stack()  # Unused by a decoder-only model.
   config.model.decoder = stack()
   config.model.causal_encoder = False  # The paper's ablation.
-  # One attention over both stacks' keys, as T5Gemma 2, instead of two.
+  # One attention over both stacks' keys, as T5Gemma 2, instead of two; the
+  # stacks are then equally wide.
   config.model.cross_merged = False
   config.model.cross_layers = 'all'  # That read the encoder, or 'global'.
   # The encoder reads the decoder's embedding table (T5Gemma 2).
@@ -90,7 +91,10 @@ def get_config():
   config.init = ml_collections.ConfigDict()
   # 'random'; 'checkpoint' (the same model, continued); 'adapt' (an
   # encoder-decoder from decoder-only checkpoints); 'embeddings' (as 'adapt',
-  # but only the embedding tables are kept: a control).
+  # but only the embedding tables are kept: a control). Where 'adapt' is
+  # given, a stack of config.model is its source's, but may have a multiple of
+  # its kv_heads (each is repeated), a larger vocab_size (new tokens are the
+  # mean of all), an untied head (a copy of the table), other rules of masks.
   config.init.mode = 'random'
   # The encoder's source: a work directory, or a Hugging Face folder.
   config.init.encoder = ''

@@ -5,7 +5,8 @@
       --config.data.source=jsonl:/data/*.jsonl \
       --config.data.vocabulary=/data/tokenizer.model
 
-adapts decoder-only models into an encoder-decoder; with `source=MODEL` in the
+adapts decoder-only models into an encoder-decoder, of the family `target`
+(t5gemma or t5gemma2) where one is given; with `source=MODEL` in the
 place of `encoder` and `decoder`, the same model is trained on. Each is a
 Hugging Face folder or a work directory; their configs are read here, so that
 config.model is theirs. Everything else is of configs/base.py, but for
@@ -15,6 +16,7 @@ steps: arXiv 2504.06225).
 
 from configs import base
 from encdec_adapt.exchange import source
+from encdec_adapt.interop import model_configs
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors
 
@@ -22,8 +24,8 @@ _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
 
 def get_config(arg=None):
-  """`encoder` and, where it is another, `decoder`; or `source`."""
-  args = base.parse_arg(arg, encoder='', decoder='', source='')
+  """`encoder`, `decoder` where it is another, `target`; or `source`."""
+  args = base.parse_arg(arg, encoder='', decoder='', target='', source='')
   if bool(args['encoder']) == bool(args['source']):
     raise errors.UserError(
       'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
@@ -64,7 +66,9 @@ def _model(args):
         ' decoder-only models.'
       )
   balanced = encoder.decoder.width == decoder.decoder.width
-  pair = model_config.encoder_decoder(encoder.decoder, decoder.decoder)
+  pair = model_configs.pair_of(
+    encoder.decoder, decoder.decoder, target=args['target']
+  )
   return pair, 0 if balanced else 1000
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize
-from encdec_adapt.adaptation import coverage, initialise
+from encdec_adapt.adaptation import coverage, initialise, plan
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.exchange import origin
@@ -255,15 +255,35 @@ def _guarded(function, *args) -> None:
 
 
 def check_sources(settings: config_lib.Settings) -> None:
-  """Refuses sources that are not there, before any long work.
+  """Refuses sources that are not there or do not fit, before any long work.
 
   Raises:
     UserError: a source is no Hugging Face folder, and holds no run or no
-      sound checkpoint.
+      sound checkpoint; or it is not what the model can be adapted from.
   """
   init = settings.init
-  for path in filter(None, (init.encoder, init.decoder, settings.teacher)):
-    _open(settings, path)
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  sources = [_open(settings, folder) for folder in folders]
+  if settings.teacher:
+    _open(settings, settings.teacher)
+  if init.mode in ('adapt', 'embeddings'):
+    for source in sources:
+      _require_decoder_only(source)
+  if init.mode == 'adapt':
+    plan.make_plan(
+      settings.model,
+      *(source.model for source in sources),
+      cross_attention=init.cross_attention,
+      post_norm_gain=init.post_norm_gain,
+    )
+
+
+def _require_decoder_only(source: source_lib.Source) -> None:
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'{source.path} is an encoder-decoder; adaptation starts from'
+      ' decoder-only models.'
+    )
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -321,11 +341,6 @@ def initial_params(
 def _read_source(folder, settings, mesh):
   """Config and parameters of a decoder-only model."""
   source = _open(settings, folder)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
-      ' models.'
-    )
   _check_same_vocabulary(settings, source)
   return source.model, source.read(place_model(settings, source.model, mesh))
 
@@ -403,8 +418,12 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
       for i in range(stack.layers)
     ),
     causal=stack.role == 'causal',
-    window_inclusive=stack.window_rule == 'inclusive',
+    window_rule=stack.window_rule,
     cross_width=stack.cross_width,
+    cross_layers=sum(
+      stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
+    ),
+    cross_merged=stack.cross_merged,
   )
 
 

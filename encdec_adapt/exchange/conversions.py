@@ -1,4 +1,4 @@
-"""The conversions that make a folder: import, export, adapt, merge.
+"""The conversions that make a folder: import, export, merge.
 
 Functions of flags, which `convert` defines. Each refuses bad input before it
 writes, and what it writes appears whole or not at all.
@@ -6,13 +6,11 @@ writes, and what it writes appears whole or not at all.
 
 import json
 import pathlib
-from typing import Any
 
 from absl import flags
-import jax
 import numpy as np
 
-from encdec_adapt.adaptation import initialise, merge
+from encdec_adapt.adaptation import merge
 from encdec_adapt.exchange import (
   flax_source,
   model_card,
@@ -24,12 +22,9 @@ from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs, new_folder
 from encdec_adapt.interop import vision as vision_lib
-from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors, progress
-from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import state as state_lib
 
 
 def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
@@ -63,7 +58,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
         f' {values.source} has a config.json of its own.'
       )
     source = open_source(values.source, values)
-  _print_unused(source)
+  print_unused(source)
   contents = work_folder.Contents(
     source.model,
     {
@@ -180,72 +175,6 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
   return False
 
 
-def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
-  """Makes an encoder-decoder of one or two decoder-only models."""
-  command.require(values, 'encoder', 'output')
-  work_folder.require(values.output)
-  paths = [values.encoder] + ([values.decoder] if values.decoder else [])
-  sources = [_open_decoder_only(path, values) for path in paths]
-  encoder, decoder = sources[0], sources[-1]
-  _note_vocabularies(encoder, decoder)
-  target = model_config.encoder_decoder(
-    encoder.model.decoder,
-    decoder.model.decoder,
-    causal_encoder=values.causal_encoder,
-  )
-  params, report = _adapted(target, sources, values)
-  print(report.table())
-  if encoder.model.decoder.width != decoder.model.decoder.width:
-    print(
-      'the pair is unbalanced: its cross-attention is fresh. Let it warm up'
-      ' alone, with --config.train.cross_attention_warmup=1000 (arXiv'
-      ' 2504.06225) or about 5 % of the steps.'
-    )
-  contents = work_folder.Contents(
-    target,
-    {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    origin.of_pair(encoder.path, decoder.path),
-    decoder.vocabulary,
-    report,
-  )
-  work_folder.write(values.output, contents, params)
-  print(f'{values.output}: {parameters.count(target):,} parameters, step 0')
-  return 0
-
-
-def _adapted(target, sources: list[source_lib.Source], values) -> Any:
-  """Parameters of the target, and the account of where they came from."""
-  mesh = mesh_lib.make_mesh(
-    mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
-  )
-
-  def place(model: model_config.ModelConfig) -> state_lib.Placement:
-    return state_lib.Placement(
-      build.build(model), mesh, rules_lib.named('fsdp')
-    )
-
-  read = [
-    source.read(place(source.model), progress.ByteProgress('read'))
-    for source in sources
-  ]
-  reports = []
-
-  def make(rng, *params):
-    pairs = zip((source.model for source in sources), params, strict=True)
-    made, report = initialise.initialise(
-      target,
-      *pairs,
-      rng=rng,
-      cross_attention=values.cross_attention,
-      post_norm_gain=values.post_norm_gain,
-    )
-    reports.append(report)
-    return made
-
-  params = place(target).place(make, jax.random.key(values.seed), *read)
-  return params, reports[-1]
-
-
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   """Averages models of one shape."""
   command.require(values, 'output')
@@ -293,32 +222,7 @@ def _averages(sources: list[source_lib.Source], weights: list[float]):
     )
 
 
-def _open_decoder_only(
-  path: str, values: flags.FlagValues
-) -> source_lib.Source:
-  source = open_source(path, values)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{path} is an encoder-decoder; adaptation starts from decoder-only'
-      ' models.'
-    )
-  _print_unused(source)
-  return source
-
-
-def _note_vocabularies(
-  encoder: source_lib.Source, decoder: source_lib.Source
-) -> None:
-  """Says it where the stacks may mean other text by the same id."""
-  found = [s.vocabulary_fingerprint() for s in (encoder, decoder)]
-  if found[0] != found[1]:
-    print(
-      f'note: {encoder.path} and {decoder.path} have not the same'
-      ' tokenizer.model; the two sides of an example are tokenised apart.'
-    )
-
-
-def _print_unused(source: source_lib.Source) -> None:
+def print_unused(source: source_lib.Source) -> None:
   """Says what is left out: all of it is in summary.json."""
   names: dict[str, list[str]] = {}
   for name, reason in source.unused.items():

@@ -259,7 +259,10 @@ def _shape_of(
 def _size_of(fields: Mapping[str, int], where: str) -> str:
   """The released size with these shapes."""
   for size, stack in presets.STACKS.items():
-    if all(getattr(stack, name) == value for name, value in fields.items()):
+    is_gemma2 = stack.post_norms and not stack.qk_norm
+    if is_gemma2 and all(
+      getattr(stack, name) == value for name, value in fields.items()
+    ):
       return size
   shown = ', '.join(f'{name} {value}' for name, value in fields.items())
   raise errors.UserError(

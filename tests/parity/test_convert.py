@@ -13,6 +13,7 @@ from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
 
+EOI = tiny_models.IMAGE_IDS['eoi_token_index']
 WIDTHS = {'balanced': (32, 32), 'unbalanced': (48, 32)}
 
 
@@ -55,3 +56,52 @@ def test_gemma2_to_t5gemma(exported):
     atol=tiny_models.TOLERANCE,
   )
   tiny_models.assert_same_text(ours, theirs, rows)
+
+
+@pytest.fixture(params=['balanced', 'unbalanced'])
+def t5gemma2(request, tmp_path):
+  """A T5Gemma 2 folder made of one or two Gemma 3 folders by the commands.
+
+  Its vision part is that of a third, which reads images.
+  """
+  case = tiny_models.CASES['gemma3']
+  changes = {}
+  if request.param == 'unbalanced':  # In all but the width.
+    changes = dict(
+      num_hidden_layers=4,
+      layer_types=tiny_models.GEMMA3['layer_types'][:4],
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      sliding_window=4,
+    )
+  flags = ['--target=t5gemma2', f'--eoi_token={EOI}']
+  for seed, side in enumerate(('encoder', 'decoder')):
+    settings = case.settings()
+    settings.update(changes if side == 'encoder' else {})
+    folder = tmp_path / side
+    tiny_models.make(case, seed, settings).save_pretrained(folder)
+    flags.append(f'--{side}={folder}')
+  donor = tiny_models.make(tiny_models.CASES['gemma3_images'], 2)
+  donor.save_pretrained(tmp_path / 'donor')
+  pair, output = tmp_path / 'pair', tmp_path / 'exported'
+  assert convert_('adapt', *flags, f'--output={pair}') == 0
+  flags = [f'--checkpoint={pair}', f'--output={output}']
+  flags += ['--layout=transformers', f'--vision={tmp_path}/donor']
+  assert convert_('export', *flags) == 0
+  return pair, output
+
+
+def test_gemma3_to_t5gemma2(t5gemma2):
+  pair, exported = t5gemma2
+  theirs = tiny_models.load(exported)  # Nothing missing.
+  assert theirs.config.eoi_token_index == EOI
+  # The token that has a vector of its own is in it, on both sides.
+  rows = tiny_models.batch(tiny_models.CASES['t5gemma2'])
+  expected = tiny_models.their_logits(theirs, rows)
+  for path in (pair, exported):
+    np.testing.assert_allclose(
+      tiny_models.our_logits(encdec_adapt.load(path), rows),
+      expected,
+      rtol=0,
+      atol=tiny_models.TOLERANCE,
+    )
