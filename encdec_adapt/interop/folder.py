@@ -13,6 +13,7 @@ from encdec_adapt.interop import (
   model_configs,
   safetensors_header,
   tensor_folder,
+  transposing,
   vision,
   weights,
 )
@@ -139,6 +140,7 @@ class ModelFolder:
     """Part of our leaf; of the file only that part is read."""
     weight, name = self._found[leaf]
     part = weight.to_ours(self.tensors.read(name))[index]
+    part = transposing.in_order(part)
     file = str(self.tensors.tensors[name].file)
     tensor_folder.check_finite(name, part, file)
     return part
