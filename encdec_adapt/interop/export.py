@@ -19,6 +19,7 @@ from encdec_adapt.interop import (
   own_config,
   tensor_folder,
   tensor_writer,
+  transposing,
   weights,
 )
 from encdec_adapt.interop import vision as vision_lib
@@ -110,6 +111,7 @@ def _plan(
       theirs = weight.to_theirs(np.asarray(ours))
       with np.errstate(over='ignore'):  # It is looked for below.
         made = theirs.astype(kind, copy=False)
+      made = transposing.in_order(made)
       tensor_folder.check_finite(
         weight.leaf, made, f'the {kind} form of the parameters'
       )
