@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   parser.add_argument('--folder', help='where to work; needs the room')
   parser.add_argument('--peer', action='store_true', help='transformers too')
   arguments = parser.parse_args(argv)
-  make = presets.t5gemma if '_' in arguments.size else presets.decoder_only
+  is_one = arguments.size in presets.STACKS
+  make = presets.decoder_only if is_one else presets.t5gemma
   model = make(arguments.size, vocab_size=arguments.vocab_size)
   with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
     rows = _measure_all(pathlib.Path(folder), model, peer=arguments.peer)
