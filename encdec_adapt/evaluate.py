@@ -105,6 +105,7 @@ def evaluate(
     evaluators[key] = perplexity.Evaluator(*key)
   evaluator = evaluators[key]
   found = checkpoint.open_latest(path)
+  job.check_checkpoint(found, settings.data.vocabularies.open())
   params = found.restore_params(where.abstract_params())
 
   def measure(**options) -> perplexity.Result:

@@ -4,7 +4,8 @@
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]
 
 An encoder-decoder reads the prompt with its encoder, as in PrefixLM training;
-a decoder-only model continues it.
+a decoder-only model continues it. With --chat a prompt is what a user says,
+and the model answers in the format of its vocabulary (`data/chat.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,8 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
-from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import vocabularies
+from encdec_adapt.data import chat as chat_lib
+from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.runtime import command, errors
@@ -39,12 +40,14 @@ class Options:
     batch_size: prompts that are continued at a time.
     seed: of all draws; the n-th prompt draws alike for any batch size.
     sampling: how tokens are chosen.
+    chat: prompts are what a user says in a conversation.
   """
 
   max_tokens: int = 64
   batch_size: int = 8
   seed: int = 0
   sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
+  chat: bool = False
 
   def __post_init__(self):
     for name in ('max_tokens', 'batch_size'):
@@ -103,6 +106,10 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('seed', 0, 'Of all draws.', **define)
   flags.DEFINE_integer('batch_size', 8, 'Prompts at a time.', **define)
+  flags.DEFINE_bool(
+    'chat', False, "Prompts are a user's turn; the answer is generated.",
+    **define,
+  )  # fmt: skip
   flags.DEFINE_string(
     'output', None, 'JSON file that also gets the continuations.', **define
   )
@@ -117,15 +124,16 @@ def main(values: flags.FlagValues) -> int:
     values.batch_size,
     values.seed,
     sampling_lib.SamplingConfig(values.temperature, values.top_k, values.top_p),
+    values.chat,
   )
   if values.output:
     _check_writable(values.output)
-  model, params, vocabulary = load(values.checkpoint)
+  model, params, opened = load(values.checkpoint)
 
   timing = Timing()
   done = []
   for result in continue_prompts(
-    model, params, vocabulary, prompts, options, timing
+    model, params, opened, prompts, options, timing
   ):
     done.append(result)
     end = 'ended' if result.ended else 'cut'
@@ -191,25 +199,28 @@ def load(workdir: str):
   """Opens the newest checkpoint of a training job, on one device.
 
   Returns:
-    The model, its parameters and its vocabulary.
+    The model, its parameters and its vocabularies.
 
   Raises:
-    UserError: there is no job, no sound checkpoint or no vocabulary.
+    UserError: there is no job, no sound checkpoint or no vocabulary, or it is
+      not that of the checkpoint.
   """
   settings = config_lib.load_run(workdir)
-  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
+  opened = settings.data.vocabularies.open()
+  found = checkpoint.open_latest(workdir)
+  job.check_checkpoint(found, opened)
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
   where = job.place_model(settings, settings.model, mesh)
-  params = checkpoint.restore_params(workdir, where.abstract_params())
-  return where.model, params, vocabulary
+  params = found.restore_params(where.abstract_params())
+  return where.model, params, opened
 
 
 def continue_prompts(
   model,
   params,
-  vocabulary: vocabularies.Vocabulary,
+  opened: vocabularies.Opened,
   prompts: Sequence[str],
   options: Options,
   timing: Timing,
@@ -219,21 +230,35 @@ def continue_prompts(
   Args:
     model: from `models.build`.
     params: its parameters.
-    vocabulary: the model's.
+    opened: the model's vocabularies.
     prompts: texts.
     options: what is asked.
     timing: is added to.
+
+  Raises:
+    UserError: a chat is asked for and a vocabulary has no template.
   """
+  has_encoder = 'encoder' in model.config.stacks
+  reader = opened.encoder if has_encoder else opened.decoder
+  ends = [opened.decoder.eos]
+  if options.chat:
+    ends.append(chat_lib.end_of_turn(opened.decoder))
+  special = {
+    'bos': opened.decoder.bos,
+    'eos': np.array(ends, np.int32),
+    'pad': opened.decoder.pad,
+  }
   size = min(options.batch_size, len(prompts))
   compiled = {}
   for start in range(0, len(prompts), size):
     texts = prompts[start : start + size]
-    ids = [vocabulary.encode(text) for text in texts]
+    ids = [_encode_prompt(reader, text, options) for text in texts]
     ids += [None] * (size - len(texts))
-    rows = frame_prompts(ids)
+    rows = frame_prompts(ids, bos=reader.bos, pad=reader.pad)
     dynamic = {
       'rng': jax.random.key(options.seed),
       'rows': np.arange(start, start + size, dtype=np.int32),
+      **special,
     }
     shape = rows[0].shape
     if shape not in compiled:
@@ -245,36 +270,36 @@ def continue_prompts(
         **dynamic,
         max_tokens=options.max_tokens,
         sampling=options.sampling,
-        bos=batch_lib.BOS,
-        eos=batch_lib.EOS,
-        pad=batch_lib.PAD,
       ).compile()
       timing.compiling += time.perf_counter() - began
     began = time.perf_counter()
-    result = jax.device_get(
-      compiled[shape](
-        params,
-        *rows,
-        **dynamic,
-        bos=batch_lib.BOS,
-        eos=batch_lib.EOS,
-        pad=batch_lib.PAD,
-      )
-    )
+    result = jax.device_get(compiled[shape](params, *rows, **dynamic))
     timing.generating += time.perf_counter() - began
     for text, tokens, length in zip(
       texts, result.tokens, result.lengths, strict=False
     ):
-      yield _continuation(vocabulary, text, tokens[:length])
+      yield _continuation(opened.decoder, text, tokens[:length], ends)
+
+
+def _encode_prompt(
+  reader: vocabulary.Vocabulary, text: str, options: Options
+) -> np.ndarray:
+  """Token ids of a prompt, without BOS."""
+  if not options.chat:
+    return reader.encode(text)
+  messages = [{'role': 'user', 'content': text}]
+  return chat_lib.encode(messages, reader, open_turn=True).ids
 
 
 def frame_prompts(
-  prompts: Sequence[np.ndarray | None],
+  prompts: Sequence[np.ndarray | None], *, bos: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Tokens, segments and positions [B, S]: BOS and the prompt, then padding.
 
   Args:
     prompts: token ids [n] of each row, None for a row that only fills up.
+    bos: first token of a row.
+    pad: token after a prompt.
 
   Returns:
     int32 arrays; S is a power of two, so that few lengths are compiled.
@@ -283,28 +308,31 @@ def frame_prompts(
   length = _SHORTEST
   while length < longest:
     length *= 2
-  tokens = np.full((len(prompts), length), batch_lib.PAD, np.int32)
+  tokens = np.full((len(prompts), length), pad, np.int32)
   segments, positions = np.zeros((2, *tokens.shape), np.int32)
   for row, ids in enumerate(prompts):
     if ids is not None:
       used = len(ids) + 1
-      tokens[row, :used] = [batch_lib.BOS, *ids]
+      tokens[row, :used] = [bos, *ids]
       segments[row, :used] = 1
       positions[row, :used] = np.arange(used)
   return tokens, segments, positions
 
 
 def _continuation(
-  vocabulary: vocabularies.Vocabulary, prompt: str, tokens: np.ndarray
+  writer: vocabulary.Vocabulary,
+  prompt: str,
+  tokens: np.ndarray,
+  ends: Sequence[int],
 ) -> Continuation:
-  # A model's table may have more rows than the vocabulary has pieces; no
-  # text has those ids.
-  known = np.where(tokens < vocabulary.size, tokens, vocabulary.unk)
+  # A model's table may have more rows than the vocabulary has tokens; no
+  # text has those ids, and special ones are not shown.
+  known = np.where(tokens < writer.size, tokens, writer.pad)
   return Continuation(
     prompt=prompt,
-    text=vocabulary.decode(known),
+    text=writer.decode(known, start=False),
     tokens=len(tokens),
-    ended=bool(tokens[-1] == batch_lib.EOS),
+    ended=bool(tokens[-1] in ends),
   )
 
 

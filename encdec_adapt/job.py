@@ -29,7 +29,7 @@ from encdec_adapt.runtime import (
   flops,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import optimizers, phases
+from encdec_adapt.training import checkpoint, optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 
@@ -133,7 +133,7 @@ def place_teacher(
       f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
-  _check_same_vocabulary(settings, source)
+  _check_same_vocabulary(settings, source, 'decoder')
   return place_model(settings, source.model, mesh)
 
 
@@ -146,50 +146,90 @@ def read_teacher(
 
 def open_data(
   settings: config_lib.Settings,
-) -> tuple[vocabularies.Vocabulary, records.RecordSet, records.RecordSet]:
-  """Opens vocabulary and records, making them first where they are missing.
+) -> tuple[vocabularies.Opened, records.RecordSet, records.RecordSet]:
+  """Opens vocabularies and records, making them first where they are missing.
 
   They are made in a process of its own, so that TensorFlow never enters this
   one.
 
   Returns:
-    The vocabulary, the training and the held-out records.
+    The vocabularies, the training and the held-out records.
 
   Raises:
-    UserError: the records or the vocabulary are not the configuration's.
+    UserError: the records or the vocabularies are not the configuration's.
   """
   if distributed.is_lead() and materialize.missing(settings.data):
     print('records are missing; making them (encdec_adapt.materialize)')
     run_apart(materialize.run, settings.data)
   distributed.barrier('records')
-  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
-  for name, stack in settings.model.stacks.items():
-    if vocabulary.size > stack.vocab_size:
-      raise errors.UserError(
-        f'the vocabulary {settings.data.vocabulary} has {vocabulary.size}'
-        f' tokens, config.model.{name}.vocab_size is {stack.vocab_size}; make'
-        ' them equal.'
-      )
-  train_set, eval_set = materialize.open_sets(settings.data)
-  return vocabulary, train_set, eval_set
+  opened = settings.data.vocabularies.open()
+  _check_sizes(settings, opened)
+  return opened, *materialize.open_sets(settings.data, opened)
+
+
+def check_vocabularies(settings: config_lib.Settings) -> None:
+  """Refuses vocabularies that do not suit the model, before any long work.
+
+  One that is yet to be trained suits it.
+
+  Raises:
+    UserError: one is missing or damaged, or has more tokens than the model's
+      table has rows.
+  """
+  data = settings.data
+  if vocabularies.exists(data.vocabularies.decoder) or (
+    not data.train_vocabulary
+  ):
+    _check_sizes(settings, data.vocabularies.open())
+
+
+def _check_sizes(
+  settings: config_lib.Settings, opened: vocabularies.Opened
+) -> None:
+  for side, rows in settings.data.table_sizes.items():
+    vocabularies.check_size(opened.sides[side], rows, side)
 
 
 def check_vocabulary(
   settings: config_lib.Settings, record_set: records.RecordSet
 ) -> None:
-  """Refuses records that were made with another vocabulary than the model's.
+  """Refuses records that were made with other vocabularies than the model's.
 
   Raises:
     UserError: names both.
   """
-  own = vocabularies.Vocabulary(settings.data.vocabulary).fingerprint
-  if own != record_set.spec.vocabulary:
-    raise errors.UserError(
-      f'the records {record_set.folder} were made with the vocabulary'
-      f' {record_set.spec.vocabulary[:12]}, the model with'
-      f' {settings.data.vocabulary} ({own[:12]}); make records with the'
-      " model's vocabulary."
-    )
+  opened = settings.data.vocabularies.open()
+  spec = record_set.spec
+  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
+  for side in settings.model.stacks:
+    own = opened.sides[side]
+    if own.fingerprint != made[side]:
+      raise errors.UserError(
+        f'the records {record_set.folder} were made with the vocabulary'
+        f' {made[side][:12]} of the {side}, the model with {own.path}'
+        f" ({own.fingerprint[:12]}); make records with the model's"
+        ' vocabularies.'
+      )
+
+
+def check_checkpoint(
+  found: checkpoint.Checkpoint, opened: vocabularies.Opened
+) -> None:
+  """Refuses vocabularies that have changed since a checkpoint was written.
+
+  Raises:
+    UserError: names the file that has.
+  """
+  described = found.read_meta()['vocabularies']
+  for side, one in opened.sides.items():
+    # A model that came without a tokenizer says nothing of one.
+    if described and described[side]['fingerprint'] != one.fingerprint:
+      raise errors.UserError(
+        f'the vocabulary {one.path} of the {side} is not the one that the'
+        f' checkpoint {found.path} was trained with: its fingerprint is'
+        f' {one.fingerprint[:12]}, that of the checkpoint'
+        f' {described[side]["fingerprint"][:12]}. Put the file back.'
+      )
 
 
 def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
@@ -200,25 +240,38 @@ def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
 
 
 def _check_same_vocabulary(
-  settings: config_lib.Settings, source: source_lib.Source
+  settings: config_lib.Settings, source: source_lib.Source, side: str
 ) -> None:
-  """Refuses a source or teacher that was trained with another vocabulary."""
-  paths = settings.data.vocabulary, source.vocabulary
-  if paths[0] == paths[1]:
-    return
-  if not source.vocabulary:
+  """Refuses a source or teacher that was trained with another vocabulary.
+
+  Args:
+    settings: of this job.
+    source: of a stack, or the whole model.
+    side: the stack that takes it.
+  """
+  own = settings.data.vocabularies.path(side)
+  if source.vocabularies is None:
     if distributed.is_lead():
       print(
-        f'note: {source.path} has no tokenizer.model; it is taken on trust'
-        f' that its ids mean what they mean in {paths[0]}.'
+        f'note: {source.path} has no tokenizer; it is taken on trust that its'
+        f' ids mean what they mean in {own}.'
       )
     return
-  own = vocabularies.Vocabulary(paths[0]).fingerprint
-  if own != source.vocabulary_fingerprint():
+  # A decoder-only model has one side, whichever stack takes it.
+  theirs = source.vocabularies.path(
+    side if side in source.model.stacks else 'decoder'
+  )
+  if own == theirs or not vocabularies.exists(own):
+    return
+  digests = (
+    vocabularies.open_vocabulary(path).tokens_digest for path in (own, theirs)
+  )
+  if len(set(digests)) > 1:
+    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
     raise errors.UserError(
-      f'{source.path} was trained with the vocabulary {paths[1]}, this job has'
-      f' {paths[0]}, and they differ: ids would mean other text. Set'
-      ' config.data.vocabulary to that of the source.'
+      f'{source.path} was trained with the vocabulary {theirs}, the {side} of'
+      f' this job has {own}, and they differ: ids would mean other text. Set'
+      f' config.data.{key} to that of the source.'
     )
 
 
@@ -292,11 +345,19 @@ def initial_params(
   rng = jax.random.key(settings.seed)
   if init.mode == 'checkpoint':
     source = _open(settings, init.encoder)
-    _check_same_vocabulary(settings, source)
+    for side in settings.model.stacks:
+      _check_same_vocabulary(settings, source, side)
     _compare(source, where)
     return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  sources = [_read_source(folder, settings, where.mesh) for folder in folders]
+  # One folder is the source of both stacks.
+  takers = [('encoder',), ('decoder',)]
+  if len(folders) == 1:
+    takers = [('encoder', 'decoder')]
+  sources = [
+    _read_source(folder, settings, where.mesh, sides)
+    for folder, sides in zip(folders, takers, strict=True)
+  ]
   function = {
     'random': initialise.from_scratch,
     'embeddings': initialise.fresh_except_embeddings,
@@ -318,15 +379,16 @@ def initial_params(
   return params, reports[-1]
 
 
-def _read_source(folder, settings, mesh):
-  """Config and parameters of a decoder-only model."""
+def _read_source(folder, settings, mesh, sides):
+  """Config and parameters of a decoder-only model, for these stacks."""
   source = _open(settings, folder)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
       ' models.'
     )
-  _check_same_vocabulary(settings, source)
+  for side in sides:
+    _check_same_vocabulary(settings, source, side)
   return source.model, source.read(place_model(settings, source.model, mesh))
 
 
@@ -408,16 +470,14 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
   )
 
 
-def describe_batch(
-  rows: batch_lib.Batch, vocabulary: vocabularies.Vocabulary
-) -> str:
+def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
   """The first example of a batch, decoded, field by field."""
   lines = ['the first example of the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
       side = 'encoder' if field.startswith('encoder') else 'decoder'
       tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
-      text = vocabulary.decode(tokens, show_special=True)
+      text = opened.sides[side].decode(tokens, show_special=True, start=False)
       shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
       lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
   return '\n'.join(lines)

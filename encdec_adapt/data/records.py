@@ -31,14 +31,14 @@ from typing import Any
 from array_record.python import array_record_module
 from grain import sources
 
-from encdec_adapt.data import batch, rows
+from encdec_adapt.data import batch, rows, vocabularies
 from encdec_adapt.runtime import errors, files
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
-FORMAT = 2
+FORMAT = 3
 MANIFEST = 'manifest.json'
 # Fields of a spec that a config leaves empty.
-FINGERPRINTS = ('source_fingerprint', 'vocabulary')
+FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
 # One row per chunk, for reads in random order. Level 1 reads fastest.
 WRITER_OPTIONS = 'group_size:1,zstd:1'
 
@@ -66,7 +66,9 @@ class RecordSpec:
       0 keeps all.
     source_fingerprint: of the text; '' in a config, which is filled in when
       records are made and compared when it is known.
-    vocabulary: fingerprint of the vocabulary; '' in a config, as above.
+    vocabulary: fingerprint of the decoder's vocabulary; '' in a config, as
+      above.
+    encoder_vocabulary: of the encoder's, equal where there is one for both.
   """
 
   source: str
@@ -85,6 +87,7 @@ class RecordSpec:
   max_rows: int = 0
   source_fingerprint: str = ''
   vocabulary: str = ''
+  encoder_vocabulary: str = ''
 
   def __post_init__(self):
     rules = {
@@ -266,6 +269,7 @@ def write_manifest(
   folder: str | os.PathLike,
   spec: RecordSpec,
   entries: Mapping[tuple[int, int], Mapping[str, Any]],
+  opened: vocabularies.Opened,
 ) -> dict[str, Any]:
   """Declares a record set finished.
 
@@ -273,10 +277,12 @@ def write_manifest(
     folder: of the record set.
     spec: what it was made from.
     entries: what `ShardWriter.finish` returned, by (pass, shard), of all.
+    opened: vocabularies of the tokens; rows are framed with their ids.
 
   Returns:
-    The manifest: format, spec, totals (the shards' counts added up), fill of
-    both sides, and per pass its rows and its shards' entries.
+    The manifest: format, spec, vocabularies (fingerprints and special
+    tokens), totals (the shards' counts added up), fill of both sides, and per
+    pass its rows and its shards' entries.
   """
   passes = []
   totals: dict[str, int] = {}
@@ -296,6 +302,7 @@ def write_manifest(
   manifest = {
     'format': FORMAT,
     'spec': dataclasses.asdict(spec),
+    'vocabularies': opened.describe(),
     'totals': totals,
     'fill': {
       'encoder': totals['encoder_positions']
@@ -342,6 +349,7 @@ class RecordSet:
   Attributes:
     folder: where it lies.
     spec: what it was made from.
+    framing: special ids that its rows are framed with.
     manifest: the rest of what is known of it.
     starts: first row number of each pass, and the number of rows at the end.
   """
@@ -350,6 +358,7 @@ class RecordSet:
     """Use `open`."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
+    self.framing = _framing(manifest)
     self.manifest = manifest
     counts = [entry['rows'] for entry in manifest['passes']]
     self.starts = tuple(itertools.accumulate(counts, initial=0))
@@ -454,6 +463,20 @@ def check_spec(
       f'the records in {folder} do not match: {"; ".join(wrong)}. Set the'
       ' config back, or name another data folder and materialise there'
     )
+
+
+def _framing(manifest: Mapping[str, Any]) -> batch.Framing:
+  return batch.Framing(
+    **{
+      side: batch.SideIds(
+        **{
+          role: described['special_tokens'][role]['id']
+          for role in ('pad', 'eos', 'bos')
+        }
+      )
+      for side, described in manifest['vocabularies'].items()
+    }
+  )
 
 
 def _shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -56,7 +56,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       'unused': source.unused,
     },
     origin.folders(source.path),
-    source.vocabulary,
+    source.vocabularies,
   )
   lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
   work_folder.write(values.output, contents, lazy)
@@ -76,7 +76,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   source = source_lib.open_source(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
-  fields = origin.config_fields(found)
+  opened = source.vocabularies.open() if source.vocabularies else None
+  fields = origin.config_fields(found, opened)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   export_lib.write(
@@ -90,7 +91,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       origin.GENERATION: json.dumps(generation, indent=2) + '\n',
       'README.md': model_card.write(source, own=own, dtype=values.dtype),
     },
-    carried=origin.tokenizer_files(found, source.vocabulary),
+    carried=origin.tokenizer_files(found, opened),
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
   )
@@ -123,7 +124,12 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   paths = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [_open_decoder_only(path, values) for path in paths]
   encoder, decoder = sources[0], sources[-1]
-  _note_vocabularies(encoder, decoder)
+  choice = source_lib.vocabularies_of_pair(encoder, decoder)
+  if choice and choice.encoder:
+    print(
+      f'note: {encoder.path} and {decoder.path} have tokenizers of their own;'
+      ' the two sides of an example are tokenised apart.'
+    )
   target = model_config.encoder_decoder(
     encoder.model.decoder,
     decoder.model.decoder,
@@ -141,7 +147,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
     origin.of_pair(encoder.path, decoder.path),
-    decoder.vocabulary,
+    choice,
     report,
   )
   work_folder.write(values.output, contents, params)
@@ -206,7 +212,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
     origin.folders(operands[0]),
-    sources[0].vocabulary,
+    sources[0].vocabularies,
   )
   lazy = work_folder.lazy_params(
     _averages(sources, weights), progress.ByteProgress('averaged')
@@ -240,18 +246,6 @@ def _open_decoder_only(
     )
   _print_unused(source)
   return source
-
-
-def _note_vocabularies(
-  encoder: source_lib.Source, decoder: source_lib.Source
-) -> None:
-  """Says it where the stacks may mean other text by the same id."""
-  found = [s.vocabulary_fingerprint() for s in (encoder, decoder)]
-  if found[0] != found[1]:
-    print(
-      f'note: {encoder.path} and {decoder.path} have not the same'
-      ' tokenizer.model; the two sides of an example are tokenised apart.'
-    )
 
 
 def _print_unused(source: source_lib.Source) -> None:
