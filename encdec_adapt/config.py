@@ -170,7 +170,12 @@ def load_run(workdir: str) -> Settings:
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
   saved = ml_collections.ConfigDict(json.loads(path.read_text()))
-  return load(saved, str(workdir))
+  try:
+    return load(saved, str(workdir))
+  except AttributeError as error:  # Of sections that are read key by key.
+    raise errors.UserError(
+      f'{path} was saved by another version: it lacks a key ({error}).'
+    ) from error
 
 
 def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):

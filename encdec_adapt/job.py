@@ -350,10 +350,12 @@ def initial_params(
     _compare(source, where)
     return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  # One folder is the source of both stacks.
-  takers = [('encoder',), ('decoder',)]
-  if len(folders) == 1:
-    takers = [('encoder', 'decoder')]
+  # By their number; one folder is the source of both stacks.
+  takers = (
+    (),
+    (('encoder', 'decoder'),),
+    (('encoder',), ('decoder',)),
+  )[len(folders)]
   sources = [
     _read_source(folder, settings, where.mesh, sides)
     for folder, sides in zip(folders, takers, strict=True)

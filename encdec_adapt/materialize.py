@@ -337,7 +337,7 @@ def _finish(spec, folder, entries, opened, say) -> dict[str, Any]:
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
       ' use more text, or another fraction'
     )
-  manifest = records.write_manifest(folder, spec, own, opened)
+  manifest = records.write_manifest(folder, spec, own, opened.describe())
   say(f'{folder}: {summary(manifest)}')
   return manifest
 

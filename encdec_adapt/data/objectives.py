@@ -193,11 +193,12 @@ class Objective(abc.ABC):
       ends = len(left) <= plan.last
       # EOS needs room in the last window, so something is left for it.
       size = len(left) if ends else min(plan.inside, len(left) - 1)
-      inputs, targets = self.split(left[:size], plan, rng)
+      pair = self.split(left[:size], plan, rng)
       if ends:
-        yield batch.Pair(inputs, np.concatenate([targets, self._eos]))
+        targets = np.concatenate([pair.targets, self._eos])
+        yield pair._replace(targets=targets)
         return
-      yield batch.Pair(inputs, targets)
+      yield pair
       left = left[size:]
 
   @abc.abstractmethod

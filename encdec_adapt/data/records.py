@@ -31,7 +31,7 @@ from typing import Any
 from array_record.python import array_record_module
 from grain import sources
 
-from encdec_adapt.data import batch, rows, vocabularies
+from encdec_adapt.data import batch, rows
 from encdec_adapt.runtime import errors, files
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
@@ -269,7 +269,7 @@ def write_manifest(
   folder: str | os.PathLike,
   spec: RecordSpec,
   entries: Mapping[tuple[int, int], Mapping[str, Any]],
-  opened: vocabularies.Opened,
+  vocabularies: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Declares a record set finished.
 
@@ -277,7 +277,8 @@ def write_manifest(
     folder: of the record set.
     spec: what it was made from.
     entries: what `ShardWriter.finish` returned, by (pass, shard), of all.
-    opened: vocabularies of the tokens; rows are framed with their ids.
+    vocabularies: of the tokens, as `vocabularies.Opened.describe` has them;
+      rows are framed with their ids.
 
   Returns:
     The manifest: format, spec, vocabularies (fingerprints and special
@@ -302,7 +303,7 @@ def write_manifest(
   manifest = {
     'format': FORMAT,
     'spec': dataclasses.asdict(spec),
-    'vocabularies': opened.describe(),
+    'vocabularies': dict(vocabularies),
     'totals': totals,
     'fill': {
       'encoder': totals['encoder_positions']
