@@ -261,12 +261,15 @@ def _check_same_vocabulary(
   theirs = source.vocabularies.path(
     side if side in source.model.stacks else 'decoder'
   )
-  if own == theirs or not vocabularies.exists(own):
+  if own == theirs:
     return
-  digests = (
-    vocabularies.open_vocabulary(path).tokens_digest for path in (own, theirs)
-  )
-  if len(set(digests)) > 1:
+  # One that is yet to be trained is not what the source was trained with.
+  digests = {
+    vocabularies.exists(path)
+    and vocabularies.open_vocabulary(path).tokens_digest
+    for path in (own, theirs)
+  }
+  if len(digests) > 1:
     key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
     raise errors.UserError(
       f'{source.path} was trained with the vocabulary {theirs}, the {side} of'
@@ -308,15 +311,22 @@ def _guarded(function, *args) -> None:
 
 
 def check_sources(settings: config_lib.Settings) -> None:
-  """Refuses sources that are not there, before any long work.
+  """Refuses sources that do not fit the job, before any long work.
 
   Raises:
     UserError: a source is no Hugging Face folder, and holds no run or no
-      sound checkpoint.
+      sound checkpoint; or was trained with another vocabulary.
   """
-  init = settings.init
-  for path in filter(None, (init.encoder, init.decoder, settings.teacher)):
-    _open(settings, path)
+  init, choice = settings.init, settings.data.vocabularies
+  paths = {'encoder': init.encoder, 'decoder': init.decoder or init.encoder}
+  seen = set()
+  for side in settings.model.stacks:
+    path, own = paths[side], choice.path(side)
+    if path and (path, own) not in seen:
+      seen.add((path, own))
+      _check_same_vocabulary(settings, _open(settings, path), side)
+  if settings.teacher:
+    _open(settings, settings.teacher)
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -345,21 +355,10 @@ def initial_params(
   rng = jax.random.key(settings.seed)
   if init.mode == 'checkpoint':
     source = _open(settings, init.encoder)
-    for side in settings.model.stacks:
-      _check_same_vocabulary(settings, source, side)
     _compare(source, where)
     return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  # By their number; one folder is the source of both stacks.
-  takers = (
-    (),
-    (('encoder', 'decoder'),),
-    (('encoder',), ('decoder',)),
-  )[len(folders)]
-  sources = [
-    _read_source(folder, settings, where.mesh, sides)
-    for folder, sides in zip(folders, takers, strict=True)
-  ]
+  sources = [_read_source(folder, settings, where.mesh) for folder in folders]
   function = {
     'random': initialise.from_scratch,
     'embeddings': initialise.fresh_except_embeddings,
@@ -381,16 +380,14 @@ def initial_params(
   return params, reports[-1]
 
 
-def _read_source(folder, settings, mesh, sides):
-  """Config and parameters of a decoder-only model, for these stacks."""
+def _read_source(folder, settings, mesh):
+  """Config and parameters of a decoder-only model."""
   source = _open(settings, folder)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
       ' models.'
     )
-  for side in sides:
-    _check_same_vocabulary(settings, source, side)
   return source.model, source.read(place_model(settings, source.model, mesh))
 
 

@@ -42,14 +42,14 @@ class Contents:
     model: the model.
     made_by: `command` and `sources`, the folders it was made from.
     kept: Hugging Face files (`origin`).
-    vocabularies: of the model; None for none.
+    choice: of vocabularies; None for none.
     coverage: the account of an adaptation.
   """
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
   kept: origin.Folders
-  vocabularies: vocabularies.Choice | None = None
+  choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
 
 
@@ -111,7 +111,7 @@ def write(
   opened = _open_vocabularies(contents)
   config = _config(contents.model)
   if opened:
-    _name_vocabularies(config.data, contents.vocabularies, opened)
+    _name_vocabularies(config.data, contents.choice, opened)
   settings = config_lib.load(config, str(output))
   if settings.model != contents.model:
     raise ValueError(
@@ -202,14 +202,14 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
   Raises:
     UserError: one has more tokens than the table has rows.
   """
-  if contents.vocabularies is None:
+  if contents.choice is None:
     print(
       'note: no tokenizer beside the weights, so there is no vocabulary for'
       ' training and generating from text; give config.data.vocabulary.'
     )
     return None
   try:
-    opened = contents.vocabularies.open()
+    opened = contents.choice.open()
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')
     return None
