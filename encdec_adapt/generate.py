@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.data import chat as chat_lib
 from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.inference import generation
@@ -208,7 +208,7 @@ def load(workdir: str):
   settings = config_lib.load_run(workdir)
   opened = settings.data.vocabularies.open()
   found = checkpoint.open_latest(workdir)
-  job.check_checkpoint(found, opened)
+  vocabulary_checks.check_checkpoint(found, opened)
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize
+from encdec_adapt import materialize, vocabulary_checks
 from encdec_adapt.adaptation import coverage, initialise
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
@@ -29,7 +29,7 @@ from encdec_adapt.runtime import (
   flops,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import checkpoint, optimizers, phases
+from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 
@@ -133,7 +133,7 @@ def place_teacher(
       f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
-  _check_same_vocabulary(settings, source, 'decoder')
+  vocabulary_checks.check_source(settings, source, 'decoder')
   return place_model(settings, source.model, mesh)
 
 
@@ -163,73 +163,8 @@ def open_data(
     run_apart(materialize.run, settings.data)
   distributed.barrier('records')
   opened = settings.data.vocabularies.open()
-  _check_sizes(settings, opened)
+  vocabulary_checks.check_sizes(settings, opened)
   return opened, *materialize.open_sets(settings.data, opened)
-
-
-def check_vocabularies(settings: config_lib.Settings) -> None:
-  """Refuses vocabularies that do not suit the model, before any long work.
-
-  One that is yet to be trained suits it.
-
-  Raises:
-    UserError: one is missing or damaged, or has more tokens than the model's
-      table has rows.
-  """
-  data = settings.data
-  if vocabularies.exists(data.vocabularies.decoder) or (
-    not data.train_vocabulary
-  ):
-    _check_sizes(settings, data.vocabularies.open())
-
-
-def _check_sizes(
-  settings: config_lib.Settings, opened: vocabularies.Opened
-) -> None:
-  for side, rows in settings.data.table_sizes.items():
-    vocabularies.check_size(opened.sides[side], rows, side)
-
-
-def check_vocabulary(
-  settings: config_lib.Settings, record_set: records.RecordSet
-) -> None:
-  """Refuses records that were made with other vocabularies than the model's.
-
-  Raises:
-    UserError: names both.
-  """
-  opened = settings.data.vocabularies.open()
-  spec = record_set.spec
-  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
-  for side in settings.model.stacks:
-    own = opened.sides[side]
-    if own.fingerprint != made[side]:
-      raise errors.UserError(
-        f'the records {record_set.folder} were made with the vocabulary'
-        f' {made[side][:12]} of the {side}, the model with {own.path}'
-        f" ({own.fingerprint[:12]}); make records with the model's"
-        ' vocabularies.'
-      )
-
-
-def check_checkpoint(
-  found: checkpoint.Checkpoint, opened: vocabularies.Opened
-) -> None:
-  """Refuses vocabularies that have changed since a checkpoint was written.
-
-  Raises:
-    UserError: names the file that has.
-  """
-  described = found.read_meta()['vocabularies']
-  for side, one in opened.sides.items():
-    # A model that came without a tokenizer says nothing of one.
-    if described and described[side]['fingerprint'] != one.fingerprint:
-      raise errors.UserError(
-        f'the vocabulary {one.path} of the {side} is not the one that the'
-        f' checkpoint {found.path} was trained with: its fingerprint is'
-        f' {one.fingerprint[:12]}, that of the checkpoint'
-        f' {described[side]["fingerprint"][:12]}. Put the file back.'
-      )
 
 
 def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
@@ -237,45 +172,6 @@ def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
   return source_lib.open_source(
     path, vocab_multiple=settings.model.decoder.vocab_multiple
   )
-
-
-def _check_same_vocabulary(
-  settings: config_lib.Settings, source: source_lib.Source, side: str
-) -> None:
-  """Refuses a source or teacher that was trained with another vocabulary.
-
-  Args:
-    settings: of this job.
-    source: of a stack, or the whole model.
-    side: the stack that takes it.
-  """
-  own = settings.data.vocabularies.path(side)
-  if source.vocabularies is None:
-    if distributed.is_lead():
-      print(
-        f'note: {source.path} has no tokenizer; it is taken on trust that its'
-        f' ids mean what they mean in {own}.'
-      )
-    return
-  # A decoder-only model has one side, whichever stack takes it.
-  theirs = source.vocabularies.path(
-    side if side in source.model.stacks else 'decoder'
-  )
-  if own == theirs:
-    return
-  # One that is yet to be trained is not what the source was trained with.
-  digests = {
-    vocabularies.exists(path)
-    and vocabularies.open_vocabulary(path).tokens_digest
-    for path in (own, theirs)
-  }
-  if len(digests) > 1:
-    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
-    raise errors.UserError(
-      f'{source.path} was trained with the vocabulary {theirs}, the {side} of'
-      f' this job has {own}, and they differ: ids would mean other text. Set'
-      f' config.data.{key} to that of the source.'
-    )
 
 
 def run_apart(function, *args) -> None:
@@ -324,7 +220,7 @@ def check_sources(settings: config_lib.Settings) -> None:
     path, own = paths[side], choice.path(side)
     if path and (path, own) not in seen:
       seen.add((path, own))
-      _check_same_vocabulary(settings, _open(settings, path), side)
+      vocabulary_checks.check_source(settings, _open(settings, path), side)
   if settings.teacher:
     _open(settings, settings.teacher)
 

@@ -250,7 +250,7 @@ def fill_in(
   """
   found = {
     'source_fingerprint': mixtures.fingerprint(open_parts(spec)),
-    **_fingerprints(opened),
+    **opened.fingerprints,
   }
   for field, value in found.items():
     wanted = getattr(spec, field)
@@ -261,14 +261,6 @@ def fill_in(
         f' {opened.encoder.path!r})'
       )
   return dataclasses.replace(spec, **found)
-
-
-def _fingerprints(opened: vocabularies.Opened) -> dict[str, str]:
-  """Fields of a spec."""
-  return {
-    'vocabulary': opened.decoder.fingerprint,
-    'encoder_vocabulary': opened.encoder.fingerprint,
-  }
 
 
 def _check_other_records(folder, spec: records.RecordSpec) -> None:
@@ -403,7 +395,7 @@ def open_sets(
   """
   train, evaluation = (
     records.RecordSet.open(
-      folder, dataclasses.replace(spec, **_fingerprints(opened))
+      folder, dataclasses.replace(spec, **opened.fingerprints)
     )
     for spec, folder in set_folders(data).values()
   )

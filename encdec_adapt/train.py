@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, materialize
+from encdec_adapt import job, materialize, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -108,7 +108,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
   job.check_batches(settings, mesh)
-  job.check_vocabularies(settings)
+  vocabulary_checks.check_model(settings)
   job.check_sources(settings)
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)

@@ -35,7 +35,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +68,16 @@ class Framing:
 
   encoder: SideIds
   decoder: SideIds
+
+  @classmethod
+  def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
+    """From what `vocabularies.Opened.describe` gives."""
+    roles = [field.name for field in dataclasses.fields(SideIds)]
+    sides = {
+      side: SideIds(*(one['special_tokens'][role]['id'] for role in roles))
+      for side, one in described.items()
+    }
+    return cls(**sides)
 
 
 class Pair(NamedTuple):

@@ -359,7 +359,7 @@ class RecordSet:
     """Use `open`."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
-    self.framing = _framing(manifest)
+    self.framing = batch.Framing.from_description(manifest['vocabularies'])
     self.manifest = manifest
     counts = [entry['rows'] for entry in manifest['passes']]
     self.starts = tuple(itertools.accumulate(counts, initial=0))
@@ -464,20 +464,6 @@ def check_spec(
       f'the records in {folder} do not match: {"; ".join(wrong)}. Set the'
       ' config back, or name another data folder and materialise there'
     )
-
-
-def _framing(manifest: Mapping[str, Any]) -> batch.Framing:
-  return batch.Framing(
-    **{
-      side: batch.SideIds(
-        **{
-          role: described['special_tokens'][role]['id']
-          for role in ('pad', 'eos', 'bos')
-        }
-      )
-      for side, described in manifest['vocabularies'].items()
-    }
-  )
 
 
 def _shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -129,6 +129,14 @@ class Opened:
     """What rows are framed with."""
     return batch.Framing(self.encoder.ids, self.decoder.ids)
 
+  @property
+  def fingerprints(self) -> dict[str, str]:
+    """Fields of a `records.RecordSpec`."""
+    return {
+      'vocabulary': self.decoder.fingerprint,
+      'encoder_vocabulary': self.encoder.fingerprint,
+    }
+
   def describe(self) -> dict[str, Any]:
     """What manifests and checkpoints say of them, for JSON."""
     return {name: one.describe() for name, one in self.sides.items()}

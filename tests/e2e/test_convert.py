@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import convert, evaluate, generate, train
+from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
@@ -353,8 +354,9 @@ def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
 def test_another_vocabulary_than_the_folders_is_refused(tmp_path, pairs, gemma):
   other = tmp_path / 'other'
   shutil.copytree(gemma, other)
-  with open(other / 'tokenizer.model', 'ab') as file:
-    file.write(b'\x00')
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other / 'tokenizer.model', tiny.VOCAB
+  )
   flags = [
     '--config.init.mode=adapt',
     f'--config.init.encoder={other}',
