@@ -28,6 +28,8 @@ from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
 
+# A text, or with --chat the messages of a conversation.
+Prompt = str | chat_lib.Messages
 _SHORTEST = 16  # tokens; rows are padded to this times a power of two
 
 
@@ -62,13 +64,13 @@ class Continuation:
   """One prompt continued.
 
   Attributes:
-    prompt: the text given.
+    prompt: what was given.
     text: the text generated, without special tokens.
     tokens: how many were generated, EOS included.
     ended: whether the model ended it; otherwise max_tokens did.
   """
 
-  prompt: str
+  prompt: Prompt
   text: str
   tokens: int
   ended: bool
@@ -95,7 +97,7 @@ def define_flags(values: flags.FlagValues) -> None:
     'prompts',
     None,
     'File with a prompt per line; with a JSON string per line if it ends in'
-    ' .jsonl.',
+    ' .jsonl, or with --chat also a list of messages ("role", "content").',
     **define,
   )
   flags.DEFINE_integer('max_tokens', 64, 'Most tokens generated.', **define)
@@ -118,7 +120,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
-  prompts = read_prompts(values.prompt, values.prompts)
+  prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
   options = Options(
     values.max_tokens,
     values.batch_size,
@@ -151,12 +153,15 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
-def read_prompts(texts: Sequence[str], file: str | None) -> list[str]:
+def read_prompts(
+  texts: Sequence[str], file: str | None, *, chat: bool = False
+) -> list[Prompt]:
   """Prompts of the flags, in order.
 
   Args:
     texts: prompts given one by one.
     file: path of a file of prompts, or None.
+    chat: a line of JSON may be a conversation.
 
   Raises:
     UserError: both or neither are given, the file cannot be read, or a
@@ -185,9 +190,12 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[str]:
       )
     prompts = lines
     if file.endswith('.jsonl'):
-      prompts = [_json_prompt(line, where, i) for i, line in enumerate(lines)]
-  for i, text in enumerate(prompts):
-    if not text.strip():
+      prompts = [
+        _json_prompt(line, where.format(i + 1), chat)
+        for i, line in enumerate(lines)
+      ]
+  for i, prompt in enumerate(prompts):
+    if isinstance(prompt, str) and not prompt.strip():
       raise errors.UserError(
         f'{where.format(i + 1)}: the prompt is empty; there is nothing to'
         ' continue.'
@@ -221,7 +229,7 @@ def continue_prompts(
   model,
   params,
   opened: vocabularies.Opened,
-  prompts: Sequence[str],
+  prompts: Sequence[Prompt],
   options: Options,
   timing: Timing,
 ) -> Iterator[Continuation]:
@@ -231,7 +239,7 @@ def continue_prompts(
     model: from `models.build`.
     params: its parameters.
     opened: the model's vocabularies.
-    prompts: texts.
+    prompts: what is continued.
     options: what is asked.
     timing: is added to.
 
@@ -282,12 +290,14 @@ def continue_prompts(
 
 
 def _encode_prompt(
-  reader: vocabulary.Vocabulary, text: str, options: Options
+  reader: vocabulary.Vocabulary, prompt: Prompt, options: Options
 ) -> np.ndarray:
   """Token ids of a prompt, without BOS."""
   if not options.chat:
-    return reader.encode(text)
-  messages = [{'role': 'user', 'content': text}]
+    return reader.encode(prompt)
+  messages = prompt
+  if isinstance(prompt, str):
+    messages = [{'role': 'user', 'content': prompt}]
   return chat_lib.encode(messages, reader, open_turn=True).ids
 
 
@@ -321,7 +331,7 @@ def frame_prompts(
 
 def _continuation(
   writer: vocabulary.Vocabulary,
-  prompt: str,
+  prompt: Prompt,
   tokens: np.ndarray,
   ends: Sequence[int],
 ) -> Continuation:
@@ -336,20 +346,24 @@ def _continuation(
   )
 
 
-def _json_prompt(line: str, where: str, index: int) -> str:
+def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
+  """The prompt of a line of JSON."""
   try:
-    text = json.loads(line)
+    prompt = json.loads(line)
   except json.JSONDecodeError as error:
     raise errors.UserError(
-      f'{where.format(index + 1)} is not JSON ({error}); write one JSON'
-      ' string per line.'
+      f'{where} is not JSON ({error}); write one JSON string per line.'
     ) from error
-  if not isinstance(text, str):
+  if chat and isinstance(prompt, list):
+    try:
+      chat_lib.check_messages(prompt)
+    except errors.UserError as error:
+      raise errors.UserError(f'{where}: {error}') from error
+  elif not isinstance(prompt, str):
     raise errors.UserError(
-      f'{where.format(index + 1)} is JSON of another kind than a string:'
-      f' {line[:60]}'
+      f'{where} is JSON of another kind than a string: {line[:60]}'
     )
-  return text
+  return prompt
 
 
 def _check_writable(output: str) -> None:

@@ -134,6 +134,7 @@ def encode(
     UserError: the vocabulary has no template, or a message is not of this
       form.
   """
+  check_messages(messages)
   template = template_of(vocabulary)
   ids: list[np.ndarray] = []
   masks: list[np.ndarray] = []
@@ -151,7 +152,7 @@ def encode(
       ends > len(text) - said if said else np.zeros(len(tokens), bool)
     )
 
-  for part in _parts(_checked(messages, template), template, open_turn):
+  for part in _parts(_turns(messages, template), template, open_turn):
     if isinstance(part, _Special):
       put_text()
       ids.append(np.array([vocabulary.specials[part.name]], np.int32))
@@ -200,13 +201,14 @@ def _header(role: str, template: Template) -> Iterator[_Special | _Text]:
   yield _Text(template.before_text)
 
 
-def _checked(messages: Messages, template: Template) -> list[tuple[str, str]]:
-  """Roles and texts, as the template has them.
+def check_messages(messages: Messages) -> None:
+  """Refuses what is no conversation.
 
   Raises:
     UserError: there is no message, or one is not of the right form.
   """
-  result: list[tuple[str, str]] = []
+  if not messages:
+    raise errors.UserError('the conversation has no message')
   for i, message in enumerate(messages):
     right = (
       isinstance(message, Mapping)
@@ -223,9 +225,19 @@ def _checked(messages: Messages, template: Template) -> list[tuple[str, str]]:
         f'message {i + 1} of the conversation is of the system, which speaks'
         ' first or not at all'
       )
-    text = message['content']
-    result.append((message['role'], text.strip() if template.strips else text))
-  if result and result[0][0] == 'system' and not template.system_apart:
+
+
+def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
+  """Roles and texts, as the template has them.
+
+  Raises:
+    UserError: the system speaks to nobody.
+  """
+  result = [
+    (m['role'], m['content'].strip() if template.strips else m['content'])
+    for m in messages
+  ]
+  if result[0][0] == 'system' and not template.system_apart:
     if len(result) < 2 or result[1][0] != 'user':
       raise errors.UserError(
         "what the system says goes before the first user's text in this"
@@ -233,8 +245,6 @@ def _checked(messages: Messages, template: Template) -> list[tuple[str, str]]:
       )
     (_, system), (_, first) = result[:2]
     result[:2] = [('user', f'{system}\n\n{first}')]
-  if not result:
-    raise errors.UserError('the conversation has no message')
   return result
 
 

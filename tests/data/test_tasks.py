@@ -276,3 +276,15 @@ def test_what_reading_raises_comes_through(vocabulary, tmp_path):
   )
   with pytest.raises(errors.UserError, match='line 2, has no text'):
     list(tasks.examples(mixture, 0, 1))
+
+
+def test_seqio_vocabularies_of_other_layouts():
+  opened = vocabularies.Choice('bytes').open()
+  wrapped = tasks.SeqioVocabulary(opened.decoder)
+  assert (wrapped.pad_id, wrapped.eos_id, wrapped.bos_id) == (256, 257, 258)
+  assert wrapped.unk_id is None and wrapped.vocab_size == 359
+  text = 'caf\u00e9'
+  encoded = wrapped.encode_tf(tf.constant(text))
+  assert encoded.numpy().tolist() == list(text.encode())
+  assert wrapped.decode_tf(encoded).numpy().decode() == text
+  assert wrapped.decode([*encoded.numpy(), 257, 99]) == text

@@ -193,6 +193,13 @@ def test_it_generates_and_chats(trained, tmp_path, capsys):
   (answer,) = json.loads(output.read_text())
   assert answer['continuation'] != plain['continuation']
   assert '<|' not in answer['continuation']
+  file = tmp_path / 'chats.jsonl'
+  messages = [{'role': 'user', 'content': prompt.removeprefix('--prompt=')}]
+  file.write_text(json.dumps(messages) + '\n')
+  assert _main(generate, *flags, f'--prompts={file}', '--chat') == 0
+  (same,) = json.loads(output.read_text())
+  assert same['continuation'] == answer['continuation']
+  assert same['prompt'] == messages
 
 
 def test_a_teacher_reads_the_decoders_vocabulary(folder, tmp_path):

@@ -153,3 +153,20 @@ def test_a_run_without_a_checkpoint_is_named(run_folder, tmp_path):
   with pytest.raises(errors.UserError, match='no sound checkpoint'):
     _run(f'--checkpoint={tmp_path}', '--prompt=x', f'--output={output}')
   assert not output.exists()
+
+
+def test_conversations_are_lines_of_json(tmp_path):
+  file = tmp_path / 'prompts.jsonl'
+  messages = [{'role': 'user', 'content': 'x'}]
+  file.write_text(json.dumps('a') + '\n' + json.dumps(messages) + '\n')
+  assert generate.read_prompts([], str(file), chat=True) == ['a', messages]
+  with pytest.raises(errors.UserError, match='line 2 is JSON of another kind'):
+    generate.read_prompts([], str(file))
+  file.write_text('[{"role": "user"}]\n')
+  with pytest.raises(errors.UserError, match='line 1: message 1 of the conv'):
+    generate.read_prompts([], str(file), chat=True)
+
+
+def test_a_chat_needs_a_vocabulary_with_turns(run_folder):
+  with pytest.raises(errors.UserError, match='has no chat template'):
+    _run(f'--checkpoint={run_folder}', '--prompt=x', '--chat')

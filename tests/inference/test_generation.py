@@ -178,3 +178,14 @@ def test_no_tokens_is_refused():
       eos=NEVER,
       pad=0,
     )
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_any_of_several_tokens_ends_a_row(kind):
+  free = np.asarray(_generate(kind).tokens)
+  ends = [free[0, 3], free[1, 1]]
+  got = _generate(kind, eos=np.array(ends), pad=3)
+  for row in range(3):
+    where = np.flatnonzero(np.isin(free[row], ends))
+    assert got.lengths[row] == (where[0] + 1 if len(where) else STEPS)
+  assert got.lengths[1] <= 2
