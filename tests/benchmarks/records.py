@@ -26,6 +26,7 @@ from encdec_adapt.data import (
   vocabularies,
   vocabulary_training,
 )
+from tests import framing
 from tests.benchmarks import results
 
 
@@ -77,7 +78,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
     for _ in range(arguments.rows):
       writer.write(_random_row(spec.lengths, rng))
     entry = writer.finish()
-  records.write_manifest(folder, spec, {(0, 0): entry})
+  records.write_manifest(folder, spec, {(0, 0): entry}, framing.DESCRIBED)
   record_set = records.RecordSet.open(folder)
 
   def decode():
