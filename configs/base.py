@@ -116,8 +116,15 @@ def get_config():
   config.data.max_documents = 0  # Of each source; 0 for all of them.
   config.data.max_bytes = 0  # Of each source's text; 0 for all of it.
   config.data.folder = ''  # Of the records; '' for WORKDIR/records.
-  config.data.vocabulary = ''  # File; '' for FOLDER/vocabulary.model.
+  # A SentencePiece file, a tokenizer.json, a folder with one of them, or
+  # 'bytes'; '' for FOLDER/vocabulary.model. '{workdir}/..' is below the job's.
+  config.data.vocabulary = ''
+  # Of an encoder that has another one than the decoder; '' for the same.
+  config.data.encoder_vocabulary = ''
   config.data.train_vocabulary = True  # Train the file if it is not there.
+  # New sentinels at the vocabulary's end, and the mode tokens that it lacks;
+  # config.model.*.vocab_size has to cover them.
+  config.data.add_sentinels = 0
   # 'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);
   # 'prefix_lm_uniform' (Wang et al. 2022); 'ul2' (seven denoisers).
   config.data.objective = 'causal_lm'
