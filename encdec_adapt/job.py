@@ -405,7 +405,21 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
     causal=stack.role == 'causal',
     window_inclusive=stack.window_rule == 'inclusive',
     cross_width=stack.cross_width,
+    **_sparse_shape(stack),
   )
+
+
+def _sparse_shape(stack: model_config.StackConfig) -> dict[str, int]:
+  """Fields of `flops.StackShape` of layers with experts."""
+  if not stack.experts:
+    return {}
+  return {
+    'sparse_layers': stack.layers - stack.dense_layers,
+    'sparse_mlp': (
+      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
+    ),
+    'router_outputs': stack.experts + stack.shared_expert_gate,
+  }
 
 
 def describe_batch(
@@ -445,7 +459,10 @@ def describe(settings: config_lib.Settings) -> str:
       f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
       f' {part.cross:,} cross-attention)'
     )
-  lines.append(f'together: {parameters.count(settings.model):,} parameters')
+  count = parameters.count(settings.model)
+  active = parameters.count_active(settings.model)
+  a_part = f', {active:,} of them for a token' if active < count else ''
+  lines.append(f'together: {count:,} parameters{a_part}')
   sizes = {
     'parameters': _device_bytes(state.params),
     'gradients': _device_bytes(state.params),
