@@ -46,10 +46,12 @@ class LazyArray:
     """Bytes of the whole array as it is stored."""
     return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-  def __getitem__(self, layer: int) -> np.ndarray:
-    """One layer of an array with a `layers` axis."""
-    rest = tuple(slice(None) for _ in self.shape[1:])
-    return self.read((slice(layer, layer + 1), *rest))[0]
+  def __getitem__(self, place: int | tuple[int, ...]) -> np.ndarray:
+    """What is at a place on the first axes: a layer, an expert of it."""
+    place = place if isinstance(place, tuple) else (place,)
+    ones = tuple(slice(i, i + 1) for i in place)
+    rest = tuple(slice(None) for _ in self.shape[len(place) :])
+    return self.read((*ones, *rest))[(0,) * len(place)]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     """The whole array."""
@@ -73,7 +75,7 @@ class ModelFolder:
     config: config_lib.ModelConfig,
     raw: families.Raw,
     tensors: tensor_folder.TensorFolder,
-    found: Mapping[str, tuple[weights.Weight, str]],
+    found: Mapping[str, list[tuple[weights.Weight, str]]],
     unused: Mapping[str, str],
   ):
     """Use `open`, which checks what it is given."""
@@ -123,7 +125,7 @@ class ModelFolder:
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = leaves[names[0]].index is not None
-      weight, tensor = self._found[names[0]]
+      _, tensor = self._found[names[0]][0]
       dtype = self.tensors.tensors[tensor].dtype
 
       def read(index, names=tuple(names), stacked=stacked):
@@ -136,7 +138,15 @@ class ModelFolder:
 
   def _read(self, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
     """Part of our leaf; of the file only that part is read."""
-    weight, name = self._found[leaf]
+    found = self._found[leaf]
+    if found[0][0].part is None:
+      return self._read_tensor(*found[0], index)
+    chosen = found[index[0]]
+    return np.stack([self._read_tensor(*one, index[1:]) for one in chosen])
+
+  def _read_tensor(
+    self, weight: weights.Weight, name: str, index: tuple[slice, ...]
+  ) -> np.ndarray:
     part = weight.to_ours(self.tensors.read(name))[index]
     file = str(self.tensors.tensors[name].file)
     tensor_folder.check_finite(name, part, file)
@@ -156,8 +166,8 @@ def _match(
   config: config_lib.ModelConfig,
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
-) -> tuple[dict[str, tuple[weights.Weight, str]], dict[str, str]]:
-  """Our leaf -> its weight and tensor; tensors that are none -> why."""
+) -> tuple[dict[str, list[tuple[weights.Weight, str]]], dict[str, str]]:
+  """Our leaf -> its weights and tensors; tensors that are none -> why."""
   present = {layout.canonical(name): name for name in tensors.tensors}
   wanted = weights.weights(config, layout)
   missing = [name for name in wanted if name not in present]
@@ -168,7 +178,7 @@ def _match(
       + ', which its config.json asks for. The folder is incomplete, or the'
       ' config is of another model.'
     )
-  found, unused = {}, {}
+  unused = {}
   for canonical, name in present.items():
     weight = wanted.get(canonical)
     info = tensors.tensors[name]
@@ -180,7 +190,9 @@ def _match(
         f'{name} in {info.file} has shape {list(info.shape)}; the config.json'
         f' beside it says {list(weight.their_shape)}.'
       )
-    found[weight.leaf] = (weight, name)
+  found: dict[str, list[tuple[weights.Weight, str]]] = {}
+  for canonical, weight in wanted.items():  # Experts in their order.
+    found.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return found, unused
 
 

@@ -31,6 +31,10 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
 }
+# In the names of experts' tensors, one for each expert, their number.
+_EXPERT = '{}'
+# Kernels of ours whose first dimension a product contracts.
+_KERNELS = frozenset('query key value gate up down router shared_gate'.split())
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
@@ -54,6 +58,30 @@ LLAMA = _layer(
     'pre_mlp_norm': 'post_attention_layernorm',
   },
   attention='self_attn',
+)
+MIXTRAL = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'block_sparse_moe.gate.weight',
+    'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
+    'experts/up': f'block_sparse_moe.experts.{_EXPERT}.w3.weight',
+    'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
+  }
+)
+QWEN_MOE = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'mlp.gate.weight',
+    'experts/shared_gate': 'mlp.shared_expert_gate.weight',
+  }
+  | {
+    f'experts/{start}{name}': f'mlp.{module}.{name}_proj.weight'
+    for name in ('gate', 'up', 'down')
+    for start, module in {
+      '': f'experts.{_EXPERT}',
+      'shared/': 'shared_expert',
+    }.items()
+  }
 )
 GEMMA = _layer(
   {
@@ -124,6 +152,8 @@ def _decoder_only(layer: Mapping[str, str]) -> Layout:
 
 
 DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
+DECODER_ONLY_MIXTRAL = _decoder_only(MIXTRAL)
+DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE)
 DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(
@@ -145,15 +175,17 @@ OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """One parameter of ours and the tensor that it is.
+  """One parameter of ours and the tensor that it is, or a part of it is.
 
   Attributes:
     name: name of the tensor.
     leaf: our leaf's name (`models.leaves`).
-    shape: of our leaf.
+    shape: of our leaf, or of the part.
     rows: rows of a token table that are tokens, None for anything else; our
       table may have more.
     own: the tensor has our leaf's shape.
+    part: place on our leaf's first axis, of a tensor that is an expert's;
+      None for the whole leaf.
   """
 
   name: str
@@ -161,6 +193,7 @@ class Weight:
   shape: tuple[int, ...]
   rows: int | None = None
   own: bool = False
+  part: int | None = None
 
   @property
   def their_shape(self) -> tuple[int, ...]:
@@ -198,7 +231,7 @@ class Weight:
       return 0
     if name == 'output':
       return 2
-    return 1 if name in ('query', 'key', 'value', 'gate', 'up', 'down') else 0
+    return 1 if name in _KERNELS else 0
 
 
 def weights(
@@ -237,8 +270,13 @@ def _weights(
   if part == 'layers':
     layer, inner = rest[0], '/'.join(rest[1:])
     if inner in layout.layer:
-      start = f'{layout.stacks[stack]}layers.{layer}.'
-      yield Weight(start + layout.layer[inner], leaf, shape)
+      name = f'{layout.stacks[stack]}layers.{layer}.{layout.layer[inner]}'
+      if _EXPERT not in name:
+        yield Weight(name, leaf, shape)
+        return
+      for number in range(shape[0]):
+        part = name.replace(_EXPERT, str(number))
+        yield Weight(part, leaf, shape[1:], part=number)
       return
   elif part == 'final_norm':
     yield Weight(f'{layout.stacks[stack]}norm.weight', leaf, shape)
