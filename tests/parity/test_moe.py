@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.models import build, parameters
+from encdec_adapt.models import build, experts, parameters
 from encdec_adapt.models import config as config_lib
 from tests.parity import test_families
 
@@ -72,6 +72,33 @@ def test_logits_and_back(case, hugging_face, rows, tmp_path):
   )
   raw = json.loads((tmp_path / 'again' / 'config.json').read_text())
   assert raw['model_type'] == case.removesuffix('_dense_first')
+
+
+def test_load_balancing_loss(hugging_face, rows, tmp_path):
+  hf = hugging_face
+  one_layer = dict(num_hidden_layers=1)
+  theirs = make(hf, 'mixtral', tmp_path / 'model', **one_layer)
+  model = encdec_adapt.load(tmp_path / 'model')
+  triple = rows((14, 9), 14, 67)
+  routing = []
+  model.model.decode(model.params, *triple, routing=routing)
+  tokens, segments, _ = (hf.torch.tensor(np.asarray(x)).long() for x in triple)
+  with hf.torch.no_grad():
+    out = theirs(
+      input_ids=tokens,
+      attention_mask=segments,
+      use_cache=False,
+      output_router_logits=True,
+    )
+  # Theirs counts assignments by token, of which there are two.
+  np.testing.assert_allclose(
+    2 * experts.mean_losses(routing).balance, out.aux_loss.numpy(), rtol=1e-5
+  )
+  real = segments.reshape(-1).bool()
+  logits = hf.torch.logsumexp(out.router_logits[0][real], dim=-1)
+  np.testing.assert_allclose(
+    experts.mean_losses(routing).z, (logits**2).mean().numpy(), rtol=1e-5
+  )
 
 
 @pytest.mark.parametrize(
