@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import dataclasses
 import math
 import types
+from typing import Any
 
 import numpy as np
 
@@ -117,6 +118,10 @@ class Layout:
       start with.
     head: name of an untied head.
     aliases: other spellings of the start of a name -> the one used here.
+    inner_aliases: of what stands inside a name.
+    fused: end of the name of a tensor of all experts, as transformers 5 has
+      them in memory and can save them -> the ends of those of one expert,
+      which lie in it side by side.
     own: the layout of this project: names are our leaves' with '.' for '/',
       and tensors have our shapes; the tables above are then empty.
   """
@@ -126,17 +131,54 @@ class Layout:
   embedder: Mapping[str, str]
   head: str
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   own: bool = False
 
   def canonical(self, name: str) -> str:
     """The name with its start spelled as here."""
+    for other, ours in self.inner_aliases.items():
+      name = name.replace(other, ours)
     for start, ours in self.aliases.items():
       if name.startswith(start):
         return ours + name.removeprefix(start)
     return name
 
+  def pieces(
+    self, name: str, shape: tuple[int, ...]
+  ) -> Mapping[str, tuple[int, slice] | None]:
+    """The tensors that one in a folder holds.
 
-def _decoder_only(layer: Mapping[str, str]) -> Layout:
+    Args:
+      name: as `canonical` gives it.
+      shape: of the tensor.
+
+    Returns:
+      Name -> number of the expert and its rows; or the name itself, for all.
+    """
+    for end, parts in self.fused.items():
+      if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
+        start, rows = name.removesuffix(end), shape[1] // len(parts)
+        return {
+          start + part.replace(_EXPERT, str(number)): (
+            number,
+            slice(i * rows, (i + 1) * rows),
+          )
+          for number in range(shape[0])
+          for i, part in enumerate(parts)
+        }
+    return {name: None}
+
+
+def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+  """`Layout.fused` of a layer with experts."""
+  return {
+    'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
+    'mlp.experts.down_proj': (layer['experts/down'],),
+  }
+
+
+def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
   return Layout(
     layer=layer,
     stacks={'decoder': 'model.'},
@@ -148,12 +190,17 @@ def _decoder_only(layer: Mapping[str, str]) -> Layout:
       'language_model.lm_head.': 'lm_head.',
       'model.language_model.': 'model.',
     },
+    **others,
   )
 
 
 DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
-DECODER_ONLY_MIXTRAL = _decoder_only(MIXTRAL)
-DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE)
+DECODER_ONLY_MIXTRAL = _decoder_only(
+  MIXTRAL,
+  inner_aliases={'.mlp.gate.': '.block_sparse_moe.gate.'},
+  fused=_fused(MIXTRAL),
+)
+DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
 DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.interop import folder, tensor_folder
 from encdec_adapt.models import build, experts, parameters
 from encdec_adapt.models import config as config_lib
+from encdec_adapt.runtime import errors
 from tests.parity import test_families
 
 pytestmark = pytest.mark.parity
@@ -99,6 +101,38 @@ def test_load_balancing_loss(hugging_face, rows, tmp_path):
   np.testing.assert_allclose(
     experts.mean_losses(routing).z, (logits**2).mean().numpy(), rtol=1e-5
   )
+
+
+@pytest.mark.parametrize('case', ['mixtral', 'qwen2_moe'])
+def test_experts_in_one_tensor(case, hugging_face, tmp_path):
+  hf = hugging_face
+  theirs = make(hf, case, tmp_path / 'apart')
+  theirs.save_pretrained(tmp_path / 'fused', save_original_format=False)
+  found = tensor_folder.TensorFolder.open(tmp_path / 'fused').tensors
+  assert 'model.layers.0.mlp.experts.gate_up_proj' in found
+  apart, fused = (
+    {array.path: array for array in folder.ModelFolder.open(path).arrays()}
+    for path in (tmp_path / 'apart', tmp_path / 'fused')
+  )
+  assert apart.keys() == fused.keys()
+  for path, array in apart.items():
+    np.testing.assert_array_equal(array, fused[path], path)
+
+
+def test_another_number_of_experts_is_refused(hugging_face, tmp_path):
+  theirs = make(hugging_face, 'qwen3_moe', tmp_path / 'apart')
+  theirs.save_pretrained(tmp_path / 'fused', save_original_format=False)
+  for name, tensor in (('apart', 'experts.4.'), ('fused', 'mlp.experts.')):
+    path = tmp_path / name / 'config.json'
+    raw = json.loads(path.read_text())
+    for experts_in_file, message in (
+      (4, f'{tensor}.* is no tensor of the model'),
+      (6, r'has no tensor .*experts\.5\.'),
+    ):
+      raw['num_local_experts'] = experts_in_file
+      path.write_text(json.dumps(raw))
+      with pytest.raises(errors.UserError, match=message):
+        folder.ModelFolder.open(tmp_path / name)
 
 
 @pytest.mark.parametrize(
