@@ -20,7 +20,7 @@ EXPERTS = dict(
   experts_per_token=2,
   expert_mlp_width=12,
   norm_topk=True,
-  shared_expert_width=6,
+  shared_expert_width=8,
   shared_expert_gate=True,
 )
 
