@@ -13,6 +13,8 @@ from encdec_adapt.runtime import errors
 
 LayerKind = Literal['local', 'global']
 
+EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
+
 # Fields with a few values.
 _CHOICES = {
   'role': ('causal', 'bidirectional'),
@@ -201,8 +203,10 @@ class StackConfig:
 
     if self.cross_merged and self.cross_width not in (None, self.width):
       raise errors.UserError(
-        'merged attention projects the states of both stacks alike;'
-        f' cross_width ({self.cross_width}) must be width ({self.width}).'
+        'merged attention projects the states of both stacks alike, so that'
+        f" the encoder's width (cross_width, {self.cross_width}) must be the"
+        f" decoder's, {self.width}; set cross_merged to False, or choose an"
+        ' encoder of that width.'
       )
     self._check_experts()
 
@@ -387,6 +391,33 @@ def encoder_decoder(
       decoder, role='causal', cross_width=encoder.width, **cross
     ),
     shared_table=shared_table,
+  )
+
+
+def t5gemma2(
+  encoder: StackConfig,
+  decoder: StackConfig,
+  *,
+  eoi_token: int = EOI_TOKEN,
+  **options: Any,
+) -> EncoderDecoderConfig:
+  """The T5Gemma 2 of two Gemma 3 stacks (arXiv 2512.14856; transformers).
+
+  Merged attention, one table for both stacks, a vector of its own for one
+  token, and W keys around the query in the encoder's local layers.
+
+  Args:
+    encoder: becomes the encoder.
+    decoder: becomes the decoder.
+    eoi_token: the end of an image, `StackConfig.eoi_token` of both.
+    **options: others than these of `encoder_decoder`.
+  """
+  return encoder_decoder(
+    dataclasses.replace(encoder, eoi_token=eoi_token, window_rule='centered'),
+    dataclasses.replace(decoder, eoi_token=eoi_token),
+    shared_table=True,
+    cross_merged=True,
+    **options,
   )
 
 
