@@ -384,7 +384,21 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
       stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
     ),
     cross_merged=stack.cross_merged,
+    **_sparse_shape(stack),
   )
+
+
+def _sparse_shape(stack: model_config.StackConfig) -> dict[str, int]:
+  """Fields of `flops.StackShape` of layers with experts."""
+  if not stack.experts:
+    return {}
+  return {
+    'sparse_layers': stack.layers - stack.dense_layers,
+    'sparse_mlp': (
+      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
+    ),
+    'router_outputs': stack.experts + stack.shared_expert_gate,
+  }
 
 
 def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
@@ -422,7 +436,10 @@ def describe(settings: config_lib.Settings) -> str:
       f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
       f' {part.cross:,} cross-attention)'
     )
-  lines.append(f'together: {parameters.count(settings.model):,} parameters')
+  count = parameters.count(settings.model)
+  active = parameters.count_active(settings.model)
+  a_part = f', {active:,} of them for a token' if active < count else ''
+  lines.append(f'together: {count:,} parameters{a_part}')
   sizes = {
     'parameters': _device_bytes(state.params),
     'gradients': _device_bytes(state.params),

@@ -109,11 +109,21 @@ OTHERS = dict(
   scale_embeddings=False,
   eoi_token=0,
 )
+EXPERTS = dict(
+  mlp_bias=False,
+  experts=8,
+  experts_per_token=2,
+  expert_mlp_width=512,
+  norm_topk=True,
+  shared_expert_width=256,
+  shared_expert_gate=True,
+  dense_layers=1,
+)
 
 
 @pytest.mark.parametrize('merged', [False, True])
 def test_any_model_is_said_by_a_configuration(merged):
-  stack = presets.stack('2b', **OTHERS)
+  stack = presets.stack('2b', **{**OTHERS, **(EXPERTS if merged else {})})
   pair = model_config.encoder_decoder(
     stack,
     stack,
