@@ -14,6 +14,7 @@ import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import plan, recipes
+from encdec_adapt.data import vocabularies
 from encdec_adapt.exchange import conversions, origin, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
@@ -48,7 +49,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
-  _check_vocabularies(encoder, decoder, shared=target.shared_table)
+  choice = source_lib.vocabularies_of_pair(encoder, decoder)
+  _check_vocabularies(choice, encoder, decoder, shared=target.shared_table)
   print(report.table())
   if encoder.model.decoder.width != decoder.model.decoder.width:
     print(
@@ -64,7 +66,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
     origin.of_pair(encoder.path, decoder.path),
-    decoder.vocabulary,
+    choice,
     report,
   )
   arrays = _arrays(target, report, encoder, decoder, values.seed)
@@ -194,24 +196,27 @@ def _drawn(
 
 
 def _check_vocabularies(
-  encoder: source_lib.Source, decoder: source_lib.Source, *, shared: bool
+  choice: vocabularies.Choice | None,
+  encoder: source_lib.Source,
+  decoder: source_lib.Source,
+  *,
+  shared: bool,
 ) -> None:
-  """Says it where the stacks may mean other text by the same id.
+  """Says it where the stacks mean other text by the same id.
 
   Raises:
     UserError: they do, and share a table.
   """
-  found = [s.vocabulary_fingerprint() for s in (encoder, decoder)]
-  if found[0] == found[1]:
+  if choice is None or not choice.encoder:
     return
-  if shared and None not in found:
+  if shared:
     raise errors.UserError(
-      f'{encoder.path} and {decoder.path} have not the same tokenizer.model:'
-      ' a table that both stacks share (--shared_table, --target=t5gemma2)'
-      ' would mean other text by the same id. Choose sources with one'
-      ' vocabulary, or let each stack have its own table.'
+      f'{encoder.path} and {decoder.path} have tokenizers of their own: a table'
+      ' that both stacks share (--shared_table, --target=t5gemma2) would mean'
+      ' other text by the same id. Choose sources with one vocabulary, or let'
+      ' each stack have its own table.'
     )
   print(
-    f'note: {encoder.path} and {decoder.path} have not the same'
-    ' tokenizer.model; the two sides of an example are tokenised apart.'
+    f'note: {encoder.path} and {decoder.path} have tokenizers of their own;'
+    ' the two sides of an example are tokenised apart.'
   )

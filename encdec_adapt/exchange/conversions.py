@@ -67,7 +67,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       'unused': source.unused,
     },
     {} if is_flax else origin.folders(source.path),
-    source.vocabulary,
+    source.vocabularies,
   )
   lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
   work_folder.write(values.output, contents, lazy)
@@ -104,7 +104,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   source = source_lib.open_source(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
-  fields = origin.config_fields(found)
+  opened = source.vocabularies.open() if source.vocabularies else None
+  fields = origin.config_fields(found, opened)
   vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
@@ -119,7 +120,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       origin.GENERATION: json.dumps(generation, indent=2) + '\n',
       'README.md': model_card.write(source, own=own, dtype=values.dtype),
     },
-    carried=origin.tokenizer_files(found, source.vocabulary),
+    carried=origin.tokenizer_files(found, opened),
     vision=vision,
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
@@ -199,7 +200,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
     origin.folders(operands[0]),
-    sources[0].vocabulary,
+    sources[0].vocabularies,
   )
   lazy = work_folder.lazy_params(
     _averages(sources, weights), progress.ByteProgress('averaged')

@@ -55,7 +55,7 @@ def open_flax(
   return source_lib.Source(
     path,
     model,
-    source_lib.sentencepiece_of(path),
+    source_lib.vocabularies_in(path),
     found.arrays,
     read,
     unused=found.unused,

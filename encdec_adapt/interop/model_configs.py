@@ -70,6 +70,7 @@ CARRIED = (
   'max_position_embeddings',
   'initializer_range',
   'attention_dropout',
+  'router_aux_loss_coef',
 )
 
 

@@ -23,10 +23,16 @@ _INTEGERS = (
   'sliding_window',
   'sliding_window_pattern',
   'max_window_layers',
+  'num_local_experts',
+  'num_experts',
+  'num_experts_per_tok',
+  'moe_intermediate_size',
+  'shared_expert_intermediate_size',
   'eoi_token_index',
   'original_max_position_embeddings',
 )
-_FROM_ZERO = ('max_window_layers', 'eoi_token_index')
+# Qwen 2 MoE writes a window of 0 for none.
+_FROM_ZERO = ('sliding_window', 'max_window_layers', 'eoi_token_index')
 _NUMBERS = (
   'rms_norm_eps',
   'query_pre_attn_scalar',
@@ -41,6 +47,8 @@ _NUMBERS = (
 _SWITCHES = (
   'tie_word_embeddings',
   'attention_bias',
+  'qkv_bias',
+  'norm_topk_prob',
   'mlp_bias',
   'use_sliding_window',
   'use_bidirectional_attention',

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.ops import attention
+from encdec_adapt.ops import attention, experts
 from encdec_adapt.runtime import errors
 
 # The name that attention outputs carry for the 'attention' policy.
@@ -21,7 +21,10 @@ ATTENTION_OUTPUT = 'attention_output'
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(experts.PRODUCT),
+  ),
   'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
 }
 

@@ -103,6 +103,17 @@ def count(config: ModelConfig) -> int:
   return sum(part.total for part in count_by_stack(config).values())
 
 
+def count_active(config: ModelConfig) -> int:
+  """Parameters that a token meets: all but the experts it does not take."""
+  idle = 0
+  for path, info in parameter_table(config).items():
+    if 'experts' in info.axes:
+      stack_config = config.stacks[path.split('/')[0]]
+      size = math.prod(info.shape) // stack_config.experts
+      idle += size * (stack_config.experts - stack_config.experts_per_token)
+  return count(config) - idle
+
+
 def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
   """Number of parameters by stack and part."""
   counts = {

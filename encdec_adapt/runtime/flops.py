@@ -4,7 +4,8 @@ A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
 positions, in one forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
-- gated feed-forward: 2 * 3 D F per token;
+- gated feed-forward: 2 * 3 D F per token; with experts, those that a token
+  takes and a shared one, and the router's 2 D X;
 - cross-attention: 2 D H * 2N per target token (query, output; none of its own
   where it is merged), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
@@ -57,6 +58,10 @@ class StackShape:
     cross_width: E, the source's width; None without cross-attention.
     cross_layers: how many layers have it; None for all.
     cross_merged: it is a part of self-attention.
+    sparse_layers: layers with experts.
+    sparse_mlp: width of the feed-forwards that a token takes in one of them,
+      together.
+    router_outputs: columns of products that route a token there.
   """
 
   width: int
@@ -70,6 +75,9 @@ class StackShape:
   cross_width: int | None = None
   cross_layers: int | None = None
   cross_merged: bool = False
+  sparse_layers: int = 0
+  sparse_mlp: int = 0
+  router_outputs: int = 0
 
 
 def visible_pairs(
@@ -115,11 +123,10 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
   heads = stack.query_heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
   projections = 2 * stack.width * (2 * heads + 2 * kv_heads)
-  total = (
-    len(stack.windows)
-    * length
-    * (projections + 2 * 3 * stack.width * stack.mlp)
-  )
+  layers = len(stack.windows)
+  dense = 3 * stack.mlp * (layers - stack.sparse_layers)
+  routed = (3 * stack.sparse_mlp + stack.router_outputs) * stack.sparse_layers
+  total = length * (layers * projections + 2 * stack.width * (dense + routed))
   for window in stack.windows:
     total += (
       4

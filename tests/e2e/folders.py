@@ -74,7 +74,7 @@ def make_folder(path, shape, vocabulary=None, seed=0):
     },
     fields=FIELDS,
     texts={
-      'tokenizer.json': json.dumps({'of': path.name}),
+      'chat_template.json': json.dumps({'of': path.name}),
       'generation_config.json': json.dumps(
         {**IDS, 'eos_token_id': [1, 5], 'cache_implementation': 'hybrid'}
       ),

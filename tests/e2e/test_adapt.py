@@ -13,6 +13,7 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import train
 from encdec_adapt.adaptation import initialise
+from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.runtime import command, errors
 from tests import tiny
@@ -176,8 +177,8 @@ def test_sources_that_do_not_fit_are_refused_before_records_are_made(
 
 def test_two_vocabularies_share_no_table(gemma, tmp_path):
   other = shutil.copytree(gemma, tmp_path / 'other')
-  with open(other / 'tokenizer.model', 'ab') as file:
-    file.write(b'\x00')
+  texts = ['another text, of other words'] * 40
+  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 380)
   flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
   assert convert_('adapt', *flags) == 0
   with pytest.raises(errors.UserError, match='mean other text by the same id'):

@@ -83,6 +83,8 @@ LLAMA3 = dict(
   high_freq_factor=4.0,
   original_max_position_embeddings=16,
 )
+# Five experts of different load, of which two or three are taken.
+_EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
 VISION = dict(
   hidden_size=16,
   intermediate_size=24,
@@ -203,6 +205,29 @@ CASES: Mapping[str, Case] = {
     max_window_layers=2,
   ),
   'qwen3': _decoder('Qwen3', 'qk-norm, biases', attention_bias=True),
+  'mixtral': _decoder(
+    'Mixtral',
+    'experts, a window in every layer',
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=4,
+  ),
+  'qwen2_moe': _decoder(
+    'Qwen2Moe',
+    'experts and a shared one',
+    **_EXPERTS,
+    shared_expert_intermediate_size=40,
+  ),
+  'qwen3_moe': _decoder(
+    'Qwen3Moe',
+    'experts above dense layers',
+    **_EXPERTS,
+    norm_topk_prob=True,
+    mlp_only_layers=[0, 1],
+    attention_bias=True,
+    use_sliding_window=True,
+    sliding_window=4,
+  ),
   't5gemma': _t5gemma('balanced, tied', {}),
   't5gemma_unbalanced': _t5gemma(
     'stacks that differ in every field, untied',

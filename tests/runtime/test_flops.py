@@ -76,6 +76,16 @@ def test_layers_add_up_and_windows_limit():
   assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
 
 
+def test_experts_count_where_a_token_takes_them():
+  layers = dict(windows=(None,) * 3)
+  dense = flops.forward(_stack(**layers), 10)
+  # Two experts of 24, a shared one of 8 and a router to 5, in two layers.
+  sparse = flops.forward(
+    _stack(**layers, sparse_layers=2, sparse_mlp=56, router_outputs=5), 10
+  )
+  assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
+
+
 def test_cross_attention_of_some_layers_and_merged():
   def total(**cross):
     shape = _stack(causal=True, windows=(None, None), **cross)
