@@ -178,7 +178,7 @@ def test_sources_that_do_not_fit_are_refused_before_records_are_made(
 def test_two_vocabularies_share_no_table(gemma, tmp_path):
   other = shutil.copytree(gemma, tmp_path / 'other')
   texts = ['another text, of other words'] * 40
-  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 380)
+  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 378)
   flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
   assert convert_('adapt', *flags) == 0
   with pytest.raises(errors.UserError, match='mean other text by the same id'):
