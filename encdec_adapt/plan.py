@@ -31,9 +31,7 @@ def define_flags(values: flags.FlagValues) -> None:
     'topology', None, 'Chips, such as v5e:4x4 or v5p:8x8x8.', **define
   )
   flags.DEFINE_integer('num_slices', 1, 'Slices of that shape.', **define)
-  flags.DEFINE_list(
-    'programs', ['train'], 'Of train, eval, decode.', **define
-  )
+  flags.DEFINE_list('programs', ['train'], 'Of train, eval, decode.', **define)
   flags.DEFINE_float(
     'hbm_gib', 0.0, 'Memory budget of a device; 0: all it has.', **define
   )

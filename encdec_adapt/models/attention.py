@@ -194,6 +194,4 @@ class CrossAttention(_Attention):
     source = cached
     if source is None:
       source = project_keys_values(self.config, self.weights, encoded)
-    return self.attend(
-      self.queries(x), source, mask, cached=cached is not None
-    )
+    return self.attend(self.queries(x), source, mask, cached=cached is not None)

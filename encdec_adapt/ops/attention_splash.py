@@ -99,9 +99,7 @@ def _sees_a_key(spec: masks.MaskSpec) -> jax.Array:
   return real & jnp.any(same, axis=-1)
 
 
-def _mask(
-  spec: masks.MaskSpec, queries: int, keys: int
-) -> kernel_masks.Mask:
+def _mask(spec: masks.MaskSpec, queries: int, keys: int) -> kernel_masks.Mask:
   """The kernels' own mask, by index."""
   shape = (queries, keys)
   window = spec.window
@@ -114,9 +112,7 @@ def _mask(
   return kernel_masks.LocalMask(shape, sides(window, spec.window_rule), 0)
 
 
-def sides(
-  window: int | None, rule: str
-) -> tuple[int | None, int | None]:
+def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
   """Keys before and after its own that a bidirectional query sees."""
   if window is None:
     return None, None

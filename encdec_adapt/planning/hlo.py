@@ -72,7 +72,9 @@ class Instruction:
 
   def attribute(self, name: str) -> str | None:
     """Text of `name={...}` or `name=word`, without braces."""
-    found = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.attributes)
+    found = re.search(
+      rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.attributes
+    )
     return found and next(x for x in found.groups() if x is not None)
 
   def called(self, name: str) -> str | None:
@@ -310,7 +312,7 @@ def _groups(attributes: str) -> str:
   """Text of the replica groups or, for a permutation, of its pairs."""
   found = re.search(
     r'(?:replica_groups|source_target_pairs)='
-    r"(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)",
+    r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)',
     attributes,
   )
   return found[1] if found else ''

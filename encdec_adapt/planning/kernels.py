@@ -36,7 +36,10 @@ class Attention:
   @property
   def blocks(self) -> tuple[int, int]:
     """Blocks that are visited, and the most of them in one row of blocks."""
-    sizes = attention_splash.block(self.queries), attention_splash.block(self.keys)
+    sizes = (
+      attention_splash.block(self.queries),
+      attention_splash.block(self.keys),
+    )
     rows = []
     for i in range(-(-self.queries // sizes[0])):
       count = 0
@@ -52,7 +55,10 @@ class Attention:
 
   def pairs(self) -> int:
     """Pairs (query, key) of all visited blocks."""
-    sizes = attention_splash.block(self.queries), attention_splash.block(self.keys)
+    sizes = (
+      attention_splash.block(self.queries),
+      attention_splash.block(self.keys),
+    )
     return self.blocks[0] * sizes[0] * sizes[1]
 
 
@@ -116,8 +122,8 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     chosen = exact or matching
     if not chosen:
       raise hlo.UnknownProgramError(
-        f'kernel {call.name!r} reads {queries} queries and {key[-2]} keys, as no'
-        ' attention of the model does'
+        f'kernel {call.name!r} reads {queries} queries and {key[-2]} keys,'
+        ' as no attention of the model does'
       )
     pairs = sum(a.pairs() for a in chosen) / len(chosen)
     rows = math.prod(query[:-3])

@@ -38,9 +38,7 @@ class Question:
   model_flops: float
 
 
-def describe(
-  program: programs.Program, question: Question
-) -> dict[str, Any]:
+def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   """Compiles a program and says what it costs on one device.
 
   Returns:
@@ -126,10 +124,7 @@ def _memory(compiled, program, question) -> dict[str, Any]:
   return {
     'budget': question.budget,
     'peak': float(
-      found.argument_size_in_bytes
-      + found.temp_size_in_bytes
-      + results
-      + code
+      found.argument_size_in_bytes + found.temp_size_in_bytes + results + code
     ),
     'arguments': _argument_bytes(program),
     'temporary': float(found.temp_size_in_bytes),

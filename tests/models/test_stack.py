@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, config, execution, layers
+from encdec_adapt.ops import attention
 from encdec_adapt.runtime import errors
 from tests import layer_trees
 
