@@ -28,7 +28,7 @@ _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
 # Segments of padding; unlike, so that padding sees nothing.
 _NO_QUERY, _NO_KEY = -1, -2
-SAVED = 'attention'  # See `attention.SAVED`.
+SAVED = 'attention_saved'  # See `attention.SAVED`.
 
 
 def attend(

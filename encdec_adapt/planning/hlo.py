@@ -312,7 +312,8 @@ def _groups(attributes: str) -> str:
   """Text of the replica groups or, for a permutation, of its pairs."""
   found = re.search(
     r'(?:replica_groups|source_target_pairs)='
-    r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)',
+    r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}'
+    r'|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)',
     attributes,
   )
   return found[1] if found else ''
