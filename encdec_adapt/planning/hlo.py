@@ -6,7 +6,8 @@ their trip count, which stands in the condition. Of a fusion the compiler
 states `estimated_cycles`; products inside it are counted by their shapes.
 
 A collective that overlaps with products is cut into several fusions that
-share its channel: it is counted once per channel.
+share its channel: it is counted once per channel. A reduce-scatter is written
+as a fusion of an all-reduce and a slice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ _CALLED = re.compile(
   r'\b(?:calls|body|condition|to_apply|called_computations'
   r'|branch_computations)=(%[\w.\-]+|\{[^}]*\})'
 )
+_REDUCE_SCATTER = 'all-reduce-scatter'  # Such a fusion's computation.
 _COLLECTIVES = (
   'all-gather',
   'all-reduce',
@@ -273,8 +275,11 @@ class _Walk:
   def _inside(self, where: str, name: str, times: int) -> None:
     """Products and collectives in what a fusion of `where` calls."""
     types = {i.name: i.type for i in self.computations[name]}
+    scattered = name.startswith(_REDUCE_SCATTER)
     for it in self.computations[name]:
-      self._collective(where, it, types, times, fused=True)
+      if scattered and it.opcode == 'all-reduce':
+        it = dataclasses.replace(it, opcode='reduce-scatter')
+      self._collective(where, it, types, times, fused=not scattered)
       self.result.flops += product_flops(it, types) * times
       if it.opcode in ('fusion', 'call', 'async-start'):
         called = it.called('calls') or it.called('to_apply')

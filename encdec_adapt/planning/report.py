@@ -109,7 +109,9 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
 
 def out_of_memory(message: str) -> float | None:
   """Bytes that a program needs, of the compiler's complaint; None: another."""
-  found = re.search(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm', message)
+  found = re.search(
+    r'(?:Used|temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
+  )
   if not found:
     return None
   power = ' KMGT'.index(found[2])
