@@ -55,6 +55,14 @@ def stack():
   c.scale_embeddings = True  # By sqrt(width) (Gemma).
   c.eoi_token = -1  # Token with a vector of its own (T5Gemma 2); -1: none.
   c.tied_head = True  # Logits use the embedding table.
+  # Mixture of experts: feed-forwards of a layer, of which a token takes some.
+  c.experts = 0  # 0: one that all tokens take; leave the rest as it is then.
+  c.experts_per_token = 0
+  c.expert_mlp_width = 0  # 0: mlp_width.
+  c.norm_topk = False  # Divide a token's shares by their sum (Mixtral).
+  c.shared_expert_width = 0  # Beside them, of all tokens (Qwen 2 MoE).
+  c.shared_expert_gate = False  # Times a sigmoid of the token (Qwen 2 MoE).
+  c.dense_layers = 0  # First layers without experts (DeepSeek).
   return c
 
 
@@ -69,7 +77,8 @@ def get_config():
   config.model.encoder = stack()  # Unused by a decoder-only model.
   config.model.decoder = stack()
   config.model.causal_encoder = False  # The paper's ablation.
-  # One attention over both stacks' keys, as T5Gemma 2, instead of two.
+  # One attention over both stacks' keys, as T5Gemma 2, instead of two; the
+  # stacks are then equally wide.
   config.model.cross_merged = False
   config.model.cross_layers = 'all'  # That read the encoder, or 'global'.
   # The encoder reads the decoder's embedding table (T5Gemma 2).
@@ -90,7 +99,10 @@ def get_config():
   config.init = ml_collections.ConfigDict()
   # 'random'; 'checkpoint' (the same model, continued); 'adapt' (an
   # encoder-decoder from decoder-only checkpoints); 'embeddings' (as 'adapt',
-  # but only the embedding tables are kept: a control).
+  # but only the embedding tables are kept: a control). Where 'adapt' is
+  # given, a stack of config.model is its source's, but may have a multiple of
+  # its kv_heads (each is repeated), a larger vocab_size (new tokens are the
+  # mean of all), an untied head (a copy of the table), other rules of masks.
   config.init.mode = 'random'
   # The encoder's source: a work directory, or a Hugging Face folder.
   config.init.encoder = ''
@@ -112,8 +124,15 @@ def get_config():
   config.data.max_documents = 0  # Of each source; 0 for all of them.
   config.data.max_bytes = 0  # Of each source's text; 0 for all of it.
   config.data.folder = ''  # Of the records; '' for WORKDIR/records.
-  config.data.vocabulary = ''  # File; '' for FOLDER/vocabulary.model.
+  # A SentencePiece file, a tokenizer.json, a folder with one of them, or
+  # 'bytes'; '' for FOLDER/vocabulary.model. '{workdir}/..' is below the job's.
+  config.data.vocabulary = ''
+  # Of an encoder that has another one than the decoder; '' for the same.
+  config.data.encoder_vocabulary = ''
   config.data.train_vocabulary = True  # Train the file if it is not there.
+  # New sentinels at the vocabulary's end, and the mode tokens that it lacks;
+  # config.model.*.vocab_size has to cover them.
+  config.data.add_sentinels = 0
   # 'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);
   # 'prefix_lm_uniform' (Wang et al. 2022); 'ul2' (seven denoisers).
   config.data.objective = 'causal_lm'
@@ -145,6 +164,11 @@ def get_config():
   config.loss.temperature = 1.0
   config.loss.z_loss = 0.0
   config.loss.label_smoothing = 0.0
+  # Of models with experts: the weight of the load-balancing loss, per layer
+  # over the tokens of a microbatch (0.01 in Switch Transformer), and of the
+  # router's z-loss (0.001 in ST-MoE).
+  config.loss.load_balance = 0.01
+  config.loss.router_z_loss = 0.0
   config.loss.chunk = 1024  # Tokens whose logits exist at a time.
 
   config.optimizer = ml_collections.ConfigDict()

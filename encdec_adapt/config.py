@@ -5,7 +5,7 @@ behind it sees a ConfigDict. Every error names the key, its value and what
 would be right.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 import dataclasses
 import json
 import pathlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_collections
 
-from encdec_adapt.data import records
+from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -21,6 +21,8 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, schedules
 
 RUN_CONFIG = 'config.json'
+# A vocabulary's path that starts so is below the work directory.
+WORKDIR = '{workdir}'
 # Fields of a stack that follow from the model it is a part of.
 _SET_BY_THE_PAIR = {'role', 'cross_width', 'cross_merged', 'cross_layers'}
 
@@ -57,9 +59,9 @@ class DataConfig:
 
   Attributes:
     folder: where the record sets are.
-    vocabulary: SentencePiece file.
-    train_vocabulary: train that file where it is missing.
-    vocabulary_size: its size.
+    vocabularies: those of the two sides.
+    train_vocabulary: train the decoder's file where it is missing.
+    table_sizes: tokens of the model's tables, by stack.
     workers: processes that make records.
     repeat: go on after the last pass.
     train: what the training records must be.
@@ -67,9 +69,9 @@ class DataConfig:
   """
 
   folder: str
-  vocabulary: str
+  vocabularies: vocabularies.Choice
   train_vocabulary: bool
-  vocabulary_size: int
+  table_sizes: Mapping[str, int]
   workers: int
   repeat: bool
   train: records.RecordSpec
@@ -172,7 +174,12 @@ def load_run(workdir: str) -> Settings:
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
   saved = ml_collections.ConfigDict(json.loads(path.read_text()))
-  return load(saved, str(workdir))
+  try:
+    return load(saved, str(workdir))
+  except AttributeError as error:  # Of sections that are read key by key.
+    raise errors.UserError(
+      f'{path} was saved by another version: it lacks a key ({error}).'
+    ) from error
 
 
 def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
@@ -253,7 +260,12 @@ def _stack(name: str, section: ml_collections.ConfigDict):
 def _data(config, model, workdir: str) -> DataConfig:
   data = config.data
   folder = data.folder or str(pathlib.Path(workdir) / 'records')
-  vocabulary = data.vocabulary or str(pathlib.Path(folder) / 'vocabulary.model')
+  choice = vocabularies.Choice(
+    _below(data.vocabulary, workdir)
+    or str(pathlib.Path(folder) / 'vocabulary.model'),
+    _below(data.encoder_vocabulary, workdir),
+    data.add_sentinels,
+  )
   pairs = data.objective != 'causal_lm'
   if pairs != (data.encoder_length > 0):
     raise errors.UserError(
@@ -267,6 +279,7 @@ def _data(config, model, workdir: str) -> DataConfig:
       ' encoder; choose prefix_lm, prefix_lm_uniform or ul2, or set'
       ' config.model.kind to decoder_only.'
     )
+  _check_vocabularies(data, model)
   common = dict(
     source=data.source,
     max_documents=data.max_documents,
@@ -281,9 +294,11 @@ def _data(config, model, workdir: str) -> DataConfig:
   )
   return DataConfig(
     folder=folder,
-    vocabulary=vocabulary,
+    vocabularies=choice,
     train_vocabulary=data.train_vocabulary,
-    vocabulary_size=model.decoder.vocab_size,
+    table_sizes={
+      name: stack.vocab_size for name, stack in model.stacks.items()
+    },
     workers=data.workers,
     repeat=data.repeat,
     train=records.RecordSpec(
@@ -297,6 +312,39 @@ def _data(config, model, workdir: str) -> DataConfig:
       **common,
     ),
   )
+
+
+def _below(path: str, workdir: str) -> str:
+  """A path that may start with the work directory's place."""
+  if path.startswith(WORKDIR):
+    return str(pathlib.Path(workdir) / path.removeprefix(WORKDIR).lstrip('/'))
+  return path
+
+
+def _check_vocabularies(data, model: model_config.ModelConfig) -> None:
+  """Refuses two vocabularies where there can only be one."""
+  _at_least('data.add_sentinels', data.add_sentinels, 0)
+  own = data.encoder_vocabulary
+  if own in ('', data.vocabulary):
+    return
+  if not data.objective.startswith('prefix_lm'):
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} with objective'
+      f' {data.objective!r}; only prefix_lm and prefix_lm_uniform split the'
+      ' text, which the sides then encode apart. Any other objective hides'
+      ' tokens in what both sides read. Change one of them.'
+    )
+  if not isinstance(model, model_config.EncoderDecoderConfig):
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
+      ' decoder_only, which has no encoder; empty it.'
+    )
+  if model.shared_table:
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} with'
+      ' config.model.shared_table, one table for both sides; change one of'
+      ' them.'
+    )
 
 
 def _optimizer(config) -> optimizers.OptimizerConfig:

@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, materialize
+from encdec_adapt import job, materialize, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -108,6 +108,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
   job.check_batches(settings, mesh)
+  vocabulary_checks.check_model(settings)
   job.check_sources(settings)
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
@@ -123,7 +124,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   checkpoints.require_space(
     state_lib.abstract(optimizer, assignment, every_group, where)
   )
-  vocabulary, train_set, eval_set = job.open_data(settings)
+  opened, train_set, eval_set = job.open_data(settings)
   count = parameters.count(settings.model)
   say(
     f'{type(settings.model).__name__}: {count:,} parameters on'
@@ -135,6 +136,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': {**environment.fingerprint(), 'mesh': dict(mesh.shape)},
+    'vocabularies': opened.describe(),
     'order': {'records': train_set.digests, 'seed': settings.seed},
   }
   start = checkpoints.latest()
@@ -267,8 +269,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       rows = next(batches, None)
       if rows is not None:
         if step == (start or 0):
-          batch_lib.check_framing(rows)
-          say(job.describe_batch(rows, vocabulary))
+          batch_lib.check_framing(rows, train_set.framing)
+          say(job.describe_batch(rows, opened))
         batch = step_lib.place_batch(
           {k: v for k, v in rows.items() if k != 'row'}, where
         )

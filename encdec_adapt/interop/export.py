@@ -97,9 +97,10 @@ def _plan(
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
     kind = np.dtype(dtype or stored.dtype)
+    place = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
-      ours = stored if leaf.index is None else stored[leaf.index]
+      ours = stored[place] if place else stored
       theirs = weight.to_theirs(np.asarray(ours))
       with np.errstate(over='ignore'):  # It is looked for below.
         made = theirs.astype(kind, copy=False)

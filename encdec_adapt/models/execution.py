@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.ops import attention
+from encdec_adapt.ops import attention, experts
 from encdec_adapt.runtime import errors
 
 # What the backward pass finds saved of each block, besides its input.
@@ -18,7 +18,10 @@ from encdec_adapt.runtime import errors
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(experts.PRODUCT),
+  ),
   'attention': jax.checkpoint_policies.save_only_these_names(attention.SAVED),
 }
 

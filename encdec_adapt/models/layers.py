@@ -22,6 +22,7 @@ def kernel_init(
   axes: Sequence[str],
   in_axis: int | Sequence[int],
   out_axis: int | Sequence[int],
+  batch_axis: int | Sequence[int] = (),
 ) -> nn.initializers.Initializer:
   """Initialiser of a kernel with these logical axes.
 
@@ -29,9 +30,10 @@ def kernel_init(
     axes: one logical name per dimension.
     in_axis: dimensions that a product contracts.
     out_axis: dimensions that it produces.
+    batch_axis: dimensions that count kernels.
   """
   init = nn.initializers.variance_scaling(
-    1.0, 'fan_in', 'truncated_normal', in_axis=in_axis, out_axis=out_axis
+    1.0, 'fan_in', 'truncated_normal', in_axis, out_axis, batch_axis
   )
   return nn.with_logical_partitioning(init, tuple(axes))
 
@@ -130,10 +132,11 @@ def logits(
 
 
 class MLP(nn.Module):
-  """Gated feed-forward: down(activation(gate(x)) * up(x))."""
+  """Gated feed-forward, F wide: down(activation(gate(x)) * up(x))."""
 
   config: StackConfig
   dtype: jnp.dtype
+  mlp_width: int
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
@@ -145,7 +148,7 @@ class MLP(nn.Module):
 
   def _project(self, name: str, x: jax.Array, *axes: str) -> jax.Array:
     """x [B, L, I] times a kernel [I, J], and its bias [J] if there is one."""
-    sizes = {'embed': self.config.width, 'mlp': self.config.mlp_width}
+    sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     shape = tuple(sizes[axis] for axis in axes)
     kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
     y = jnp.einsum('BLI,IJ->BLJ', x, kernel.astype(self.dtype))

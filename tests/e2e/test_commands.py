@@ -147,10 +147,12 @@ def test_bad_input_before_any_work(tmp_path, pairs, flags, words):
 
 
 def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):
-  from encdec_adapt.data import vocabularies
+  from encdec_adapt.data import vocabulary_training
 
   other = tmp_path / 'other.model'
-  vocabularies.train_vocabulary(tiny.text(200, seed=5), other, tiny.VOCAB)
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other, tiny.VOCAB
+  )
   with pytest.raises(errors.UserError, match='vocabulary'):
     _train(
       *pairs, f'--config.data.vocabulary={other}', f'--workdir={tmp_path}/run'

@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import convert, evaluate, generate, train
+from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
@@ -84,7 +85,7 @@ def make_folder(path, shape, vocabulary=None, seed=0):
     },
     fields=FIELDS,
     texts={
-      'tokenizer.json': json.dumps({'of': path.name}),
+      'chat_template.json': json.dumps({'of': path.name}),
       'generation_config.json': json.dumps(
         {**IDS, 'eos_token_id': [1, 5], 'cache_implementation': 'hybrid'}
       ),
@@ -179,7 +180,7 @@ def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   for name in (
     'model.safetensors',
     'config.json',
-    'tokenizer.json',
+    'chat_template.json',
     'tokenizer.model',
   ):
     assert (output / name).read_bytes() == (gemma / name).read_bytes(), name
@@ -230,7 +231,7 @@ def test_an_unbalanced_pair_has_fresh_cross_attention(
   assert convert_('verify', output, exported, ROUNDED) == 0
   # The encoder's own tokenizer differs, and neither is lost.
   names = [
-    json.loads((exported / sub / 'tokenizer.json').read_text())['of']
+    json.loads((exported / sub / 'chat_template.json').read_text())['of']
     for sub in ('', 'encoder')
   ]
   assert names == ['gemma', 'wide']
@@ -290,7 +291,7 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
     assert raw[part]['bos_token_id'] == 2
   generation = json.loads((output / 'generation_config.json').read_text())
   assert generation['decoder_start_token_id'] == 2
-  assert (output / 'tokenizer.json').exists()
+  assert (output / 'chat_template.json').exists()
   card = (output / 'README.md').read_text()
   assert re.search(r'Trained to step 2 of 2, with 8 rows', card)
   assert '`checkpoint` from `adapted`' in card
@@ -310,7 +311,7 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   settings = config_lib.load_run(f'{folder}/pair_run')
   assert settings.model.encoder.window_rule == 'inclusive'
   convert_('export', f'--checkpoint={folder}/pair_run', f'--output={other}')
-  for name in ('model.safetensors', 'config.json', 'tokenizer.json'):
+  for name in ('model.safetensors', 'config.json', 'chat_template.json'):
     assert (one / name).read_bytes() == (other / name).read_bytes(), name
   assert convert_('diff', adapted, f'{folder}/pair_run') == 1  # The window.
 
@@ -328,8 +329,8 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   ]
   assert _train(*pairs, *flags) == 0
   shown = capsys.readouterr().out
-  assert f'{wide} has no tokenizer.model' in shown
-  assert f'{gemma} has no tokenizer.model' not in shown
+  assert f'{wide} has no tokenizer' in shown
+  assert f'{gemma} has no tokenizer' not in shown
   workdir = folder / 'from_folders'
   summary = json.loads((workdir / 'summary.json').read_text())
   assert summary['not_counted'] == [str(wide), str(gemma), str(gemma)]
@@ -353,8 +354,9 @@ def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
 def test_another_vocabulary_than_the_folders_is_refused(tmp_path, pairs, gemma):
   other = tmp_path / 'other'
   shutil.copytree(gemma, other)
-  with open(other / 'tokenizer.model', 'ab') as file:
-    file.write(b'\x00')
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other / 'tokenizer.model', tiny.VOCAB
+  )
   flags = [
     '--config.init.mode=adapt',
     f'--config.init.encoder={other}',
@@ -410,7 +412,7 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
   for array in theirs.arrays():
     mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
     np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)
-  assert (output / 'records' / 'vocabulary.model').exists()
+  assert (output / 'vocabulary' / 'decoder' / 'tokenizer.model').exists()
   capsys.readouterr()
   assert convert_('diff', imported, output) == 1
   assert 'decoder/layers/1/mlp/up' in capsys.readouterr().out
@@ -517,7 +519,7 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
     {**GEMMA, 'vocab_size': 300},
     folder / 'vocabulary.model',
   )
-  with pytest.raises(errors.UserError, match='400 pieces.*300 rows'):
+  with pytest.raises(errors.UserError, match='400 tokens.*300 rows'):
     convert_('import', f'--source={source}', f'--output={tmp_path}/out')
   assert os.listdir(tmp_path) == ['source']
 

@@ -105,6 +105,91 @@ def test_gemma2_to_t5gemma(hugging_face, exported, rows):
     assert not tokens[length + 1 :].any()
 
 
+EOI = 61
+
+
+@pytest.fixture(params=['balanced', 'unbalanced'])
+def t5gemma2(request, hugging_face, tmp_path):
+  """A T5Gemma 2 folder made of one or two Gemma 3 folders by the commands."""
+  hf = hugging_face
+  shapes = {'encoder': {}, 'decoder': {}}
+  if request.param == 'unbalanced':  # In all but the width.
+    shapes['encoder'] = dict(
+      num_hidden_layers=4,
+      layer_types=test_families.GEMMA3['layer_types'][:4],
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      sliding_window=4,
+    )
+  flags = []
+  for side, changes in shapes.items():
+    shape = {**test_families.SHAPE, **test_families.GEMMA3, **changes}
+    settings = hf.transformers.Gemma3TextConfig(**shape)
+    folder = tmp_path / side
+    test_families.save(hf, 'Gemma3ForCausalLM', settings, folder)
+    flags.append(f'--{side}={folder}')
+  pair, output = tmp_path / 'pair', tmp_path / 'exported'
+  flags += ['--target=t5gemma2', f'--eoi_token={EOI}']
+  assert convert_('adapt', *flags, f'--output={pair}') == 0
+  flags = [f'--checkpoint={pair}', f'--output={output}']
+  assert convert_('export', *flags, '--layout=transformers') == 0
+  return pair, output
+
+
+def test_gemma3_to_t5gemma2(hugging_face, t5gemma2, rows):
+  hf = hugging_face
+  pair, exported = t5gemma2
+  cls = hf.transformers.T5Gemma2ForConditionalGeneration
+  settings = cls.config_class.from_pretrained(exported)
+  assert settings.eoi_token_index == EOI
+  # A small vision part: the folder has none of it.
+  settings.encoder.vision_config = hf.transformers.SiglipVisionConfig(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+  )
+  settings.encoder.mm_tokens_per_image = 1
+  theirs, info = cls.from_pretrained(
+    exported,
+    config=settings,
+    output_loading_info=True,
+    attn_implementation='eager',
+  )
+  for problem in ('unexpected_keys', 'mismatched_keys'):
+    assert not info[problem], problem
+  assert not [
+    key
+    for key in info['missing_keys']
+    if 'vision_tower' not in key and 'multi_modal_projector' not in key
+  ]
+  encoder, decoder = rows((13, 10), 13, 60), rows((9, 12), 12, 60, seed=1)
+  # The token that has a vector of its own, on both sides.
+  encoder = (encoder[0].at[0, 3].set(EOI), *encoder[1:])
+  decoder = (decoder[0].at[:, 2].set(EOI), *decoder[1:])
+  ids, mask, decoder_ids, decoder_mask = (
+    hf.torch.tensor(np.asarray(x)).long() for x in (*encoder[:2], *decoder[:2])
+  )
+  with hf.torch.no_grad():
+    out = theirs.eval()(
+      input_ids=ids,
+      attention_mask=mask,
+      decoder_input_ids=decoder_ids,
+      decoder_attention_mask=decoder_mask,
+      use_cache=False,
+    )
+  real = np.asarray(decoder[1]) > 0
+  for path in (pair, exported):
+    logits = encdec_adapt.load(path).logits(
+      decoder[0], encoder[0], encoder[1] > 0, decoder[1] > 0
+    )
+    np.testing.assert_allclose(
+      np.asarray(logits)[real], out.logits.numpy()[real], atol=hf.tolerance
+    )
+
+
 def test_a_folder_of_transformers_comes_back_bit_for_bit(
   hugging_face, tmp_path
 ):
