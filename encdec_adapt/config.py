@@ -90,6 +90,10 @@ class TrainConfig:
   eval_every: int
   eval_batch_size: int
   max_skipped: int
+  hang_factor: float
+  hang_seconds: float
+  profile_from: int
+  profile_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,8 +378,10 @@ def _check(settings: Settings, sources: bool) -> None:
 def _check_train(train: TrainConfig) -> None:
   for name in ('batch_size', 'microbatches', 'log_every'):
     _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped', 'hang_seconds'):
     _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('hang_factor', 'profile_from', 'profile_steps'):
+    _at_least(f'train.{name}', getattr(train, name), 0)
   if train.batch_size % train.microbatches:
     raise errors.UserError(
       f'config.train.batch_size ({train.batch_size}) does not divide into'
