@@ -110,7 +110,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
 def out_of_memory(message: str) -> float | None:
   """Bytes that a program needs, of the compiler's complaint; None: another."""
   found = re.search(
-    r'(?:Used|temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
+    r'(?:Used |temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
   )
   if not found:
     return None

@@ -64,9 +64,15 @@ def plans(tmp_path_factory):
 def test_the_training_step_is_counted(plans):
   train = plans['train']
   assert train['fits'] and 0 < train['mfu'] < 1
-  # Forward, backward, and forward once more but for attention kernels.
-  products = train['flops']['products']
-  assert 1.0 < products / (train['flops']['model']) < 4 / 3
+  # Forward, backward (two), and the blocks forward once more.
+  width, heads, kv_heads = 256, 4 * 128, 2 * 128
+  attention = 2 * width * (2 * heads + 2 * kv_heads)
+  layer = {'encoder': attention + 6 * width * 512}
+  layer['decoder'] = layer['encoder'] + attention
+  blocks = ROWS * LENGTH * LAYERS * sum(layer.values())
+  vocabulary = ROWS * LENGTH * 2 * width * 1024
+  expected = (4 * blocks + 3 * vocabulary) / 4
+  assert train['flops']['products'] == pytest.approx(expected, rel=0.01)
   calls = {k['name']: k['calls'] for k in train['kernels']}
   # Self-attention of both stacks, and cross-attention; 2 rows a device are
   # one call.
