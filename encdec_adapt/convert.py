@@ -183,7 +183,15 @@ COMMANDS = {
   'import': command.Subcommand(
     'a Hugging Face folder -> a checkpoint of ours',
     _defining(
-      _string('source', 'Hugging Face folder.'), _OUTPUT, _WINDOW, _MULTIPLE
+      _string('source', 'Hugging Face folder, or a Flax one of the authors.'),
+      _OUTPUT,
+      _string(
+        'model',
+        'Of a Flax folder: a size (2b), two (9b_2b), or a config.json; by'
+        ' default the released model of these shapes.',
+      ),
+      _WINDOW,
+      _MULTIPLE,
     ),
     conversions.import_folder,
   ),
@@ -198,6 +206,11 @@ COMMANDS = {
         'float32',
         _DTYPES,
         'Of the tensors; training keeps float32.',
+      ),
+      _string(
+        'vision',
+        'Folder whose vision part a T5Gemma 2 gets; by default that of the'
+        ' folder that it was imported from.',
       ),
       functools.partial(
         flags.DEFINE_float, 'shard_gb', 5.0, 'Most GB (1e9 bytes) of a file.'

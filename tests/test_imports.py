@@ -179,6 +179,7 @@ def test_only_data_imports_tensorflow(library):
 def test_only_checkpoint_imports_orbax():
   assert _users('orbax') == {
     'training/checkpoint.py',
+    'training/orbax_folder.py',
     'training/streamed.py',
   }
 

@@ -5,16 +5,23 @@ writes, and what it writes appears whole or not at all.
 """
 
 import json
+import pathlib
 
 from absl import flags
 import numpy as np
 
 from encdec_adapt.adaptation import merge
-from encdec_adapt.exchange import model_card, origin, work_folder
+from encdec_adapt.exchange import (
+  flax_source,
+  model_card,
+  origin,
+  work_folder,
+)
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs, new_folder
+from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors, progress
@@ -33,15 +40,24 @@ def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
 
 
 def import_folder(values: flags.FlagValues, _: list[str]) -> int:
-  """Makes a work directory of a Hugging Face folder."""
+  """Makes a work directory of a Hugging Face folder, or an authors' one."""
   command.require(values, 'source', 'output')
   work_folder.require(values.output)
-  if not source_lib.is_folder(values.source):
-    raise errors.UserError(
-      f'--source={values.source} is a work directory already; import reads'
-      ' Hugging Face folders.'
+  is_flax = _is_flax(values.source)
+  if is_flax:
+    source = flax_source.open_flax(
+      values.source,
+      values.model,
+      encoder_window=values.encoder_window,
+      vocab_multiple=values.vocab_multiple,
     )
-  source = open_source(values.source, values)
+  else:
+    if values.model:
+      raise errors.UserError(
+        f'--model={values.model} is for folders of Orbax arrays;'
+        f' {values.source} has a config.json of its own.'
+      )
+    source = open_source(values.source, values)
   print_unused(source)
   contents = work_folder.Contents(
     source.model,
@@ -50,7 +66,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       'sources': [str(source.path)],
       'unused': source.unused,
     },
-    origin.folders(source.path),
+    {} if is_flax else origin.folders(source.path),
     source.vocabularies,
   )
   lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
@@ -58,6 +74,23 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   count = parameters.count(source.model)
   print(f'{values.output}: {count:,} parameters, step 0')
   return 0
+
+
+def _is_flax(path: str) -> bool:
+  """Whether import reads the authors' layout there, or a Hugging Face folder.
+
+  Raises:
+    UserError: it is neither.
+  """
+  has_config = (pathlib.Path(path) / folder_lib.CONFIG).exists()
+  if not has_config and flax_source.is_flax_folder(path):
+    return True
+  if not source_lib.is_folder(path):
+    raise errors.UserError(
+      f'--source={path} is a work directory already; import reads Hugging Face'
+      " folders, and the authors' Flax ones."
+    )
+  return False
 
 
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
@@ -73,6 +106,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   found = origin.folders(source.path)
   opened = source.vocabularies.open() if source.vocabularies else None
   fields = origin.config_fields(found, opened)
+  vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   export_lib.write(
@@ -87,11 +121,41 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       'README.md': model_card.write(source, own=own, dtype=values.dtype),
     },
     carried=origin.tokenizer_files(found, opened),
+    vision=vision,
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
   )
   print(f'{values.output}: {parameters.count(source.model):,} parameters')
   return 0
+
+
+def _vision(
+  folder: str | None,
+  model: model_config.ModelConfig,
+  found: origin.Folders,
+  *,
+  own: bool,
+) -> vision_lib.Vision | None:
+  """The vision part to export; says so where a T5Gemma 2 gets none."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if own or not is_pair or not model.decoder.cross_merged:
+    if folder:
+      raise errors.UserError(
+        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
+        ' model has no part that reads images.'
+      )
+    return None
+  part = origin.vision_part(found, folder)
+  if part is None:
+    print(
+      'only the text part is written: transformers will report as missing,'
+      f' and draw anew, {", ".join(vision_lib.MISSING)}. Give --vision=FOLDER'
+      ' to take them from another model.'
+    )
+  else:
+    part.require_fits(model)
+    print(f'vision part: {len(part.names)} tensors of {part.folder}')
+  return part
 
 
 def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:

@@ -2,10 +2,12 @@
 
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder. Export carries them along.
+encoder came from another folder; so does the vision part of a T5Gemma 2.
+Export carries them along.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,7 +17,7 @@ from typing import Any
 from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
-from encdec_adapt.interop import model_configs
+from encdec_adapt.interop import model_configs, vision
 from encdec_adapt.runtime import errors
 
 FOLDER = 'hugging_face'
@@ -91,6 +93,37 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
     for file in (folder_lib.CONFIG, GENERATION, *TOKENIZER):
       if (path / file).is_file():
         shutil.copyfile(path / file, folder / file)
+    part = vision_part({name: path})
+    if part:
+      vision.keep(part, folder)
+
+
+def vision_part(
+  found: Folders, folder: str | None = None
+) -> vision.Vision | None:
+  """The vision part of a T5Gemma 2; None where there is none.
+
+  Args:
+    found: as `folders` gives them.
+    folder: where to take it from instead; the ids of images stay those of
+      `found`.
+
+  Raises:
+    UserError: it is incomplete, or `folder` has none.
+  """
+  file = found.get('decoder', pathlib.Path()) / folder_lib.CONFIG
+  raw = _read(file) if 'decoder' in found and file.is_file() else {}
+  is_own = raw.get('model_type') == vision.MODEL_TYPE
+  if folder is None:
+    return vision.open_vision(file.parent) if is_own else None
+  part = vision.open_vision(folder)
+  if part is None:
+    raise errors.UserError(
+      f'{folder} has no vision part: no tensor of a vision_tower. Give a'
+      ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
+    )
+  fields = {**part.fields, **vision.image_ids(raw)}
+  return dataclasses.replace(part, fields=fields)
 
 
 def config_fields(

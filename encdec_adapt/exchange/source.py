@@ -1,6 +1,6 @@
 """A model on disk, whoever wrote it: a run of ours or a Hugging Face folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import json
 import os
@@ -16,7 +16,7 @@ from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
-from encdec_adapt.training import checkpoint
+from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
 OnProgress = Callable[[int, int], None]
@@ -130,9 +130,16 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   """
   file = pathlib.Path(path) / folder_lib.CONFIG
   if not file.exists():
+    is_flax = orbax_folder.is_orbax_folder(path)
     raise errors.UserError(
-      f'{path} holds no model: it has no {folder_lib.CONFIG}. Give the work'
-      ' directory of a training job, or a Hugging Face folder.'
+      f'{path} holds no model: it has no {folder_lib.CONFIG}. '
+      + (
+        'It has arrays of Orbax: make a work directory of it with `convert'
+        ' import`.'
+        if is_flax
+        else 'Give the work directory of a training job, or a Hugging Face'
+        ' folder.'
+      )
     )
   try:
     content = json.loads(file.read_bytes())
@@ -152,33 +159,51 @@ def _open_folder(
   )
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
-    arrays = list(opened.arrays())
-    total, done = sum(array.nbytes for array in arrays), 0
-    placed = {}
-    for array in arrays:
-      placed[array.path] = _place(array, where.parameters[array.path])
-      done += array.nbytes
-      if on_progress:
-        on_progress(done, total)
-    return state_lib.unflatten(placed)
+    return read_placed(opened.arrays(), where, on_progress)
 
   return Source(
     path,
     opened.config,
-    _vocabularies_in(path),
+    vocabularies_in(path),
     opened.arrays,
     read,
     unused=dict(opened.unused),
   )
 
 
-def _vocabularies_in(path: pathlib.Path) -> vocabularies.Choice | None:
+def vocabularies_in(path: pathlib.Path) -> vocabularies.Choice | None:
   """Those of a Hugging Face folder; an encoder's own are in a folder of it."""
   decoder = vocabularies.file_in(path)
   encoder = vocabularies.file_in(path / ENCODER)
   if decoder is None:
     return None
   return vocabularies.Choice(str(decoder), str(encoder) if encoder else '')
+
+
+def read_placed(
+  arrays: Iterable[folder_lib.LazyArray],
+  where: state_lib.Placement,
+  on_progress: OnProgress | None = None,
+) -> Any:
+  """Reads parameters one after another to where they belong, fp32.
+
+  Args:
+    arrays: every parameter of the model.
+    where: placement of that model.
+    on_progress: called with the bytes read and those to read.
+
+  Returns:
+    The parameters, nested, sharded.
+  """
+  arrays = list(arrays)
+  total, done = sum(array.nbytes for array in arrays), 0
+  placed = {}
+  for array in arrays:
+    placed[array.path] = _place(array, where.parameters[array.path])
+    done += array.nbytes
+    if on_progress:
+      on_progress(done, total)
+  return state_lib.unflatten(placed)
 
 
 def _place(

@@ -11,7 +11,7 @@ import dataclasses
 import types
 from typing import Any, Literal
 
-from encdec_adapt.interop import rotary_fields, weights
+from encdec_adapt.interop import raw_fields, rotary_fields, weights
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -30,6 +30,7 @@ _COMMON = {
 }
 _KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
+_FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,6 +331,7 @@ def stack_from_raw(
   spelled = {
     name: raw[other] for other, name in family.aliases.items() if other in raw
   }
+  raw_fields.check(raw, file)
   raw = {**family.defaults, **spelled, **raw}
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
@@ -348,7 +350,9 @@ def stack_from_raw(
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])
-  fields['query_scale'] = float(fields['query_scale'])
+  for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
+    if fields[ours] is not None:
+      fields[ours] = float(fields[ours])
   fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
   biased = family.bias_is_fixed or raw.get(family.bias_field)
   fields['attention_bias'] = family.bias if biased else 'none'
@@ -466,6 +470,13 @@ def _pattern(
   named = raw.get('layer_types')
   if named is None:
     named = family.layer_types(raw)
+  elif family.windows != 'layers' and (
+    set(named) != (usual := set(family.layer_types(raw)))
+  ):
+    raise errors.UserError(
+      f'{file} lists layer_types {", ".join(sorted(set(named)))}; with this'
+      f' sliding_window, {family.model_type} has {", ".join(usual)} only.'
+    )
   elif len(named) != layers:
     raise errors.UserError(
       f'{file} lists {len(named)} layer_types for {layers} layers.'

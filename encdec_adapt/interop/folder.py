@@ -13,6 +13,8 @@ from encdec_adapt.interop import (
   model_configs,
   safetensors_header,
   tensor_folder,
+  transposing,
+  vision,
   weights,
 )
 from encdec_adapt.models import config as config_lib
@@ -171,7 +173,7 @@ class ModelFolder:
   def _read_tensor(
     self, weight: weights.Weight, piece: _Piece, index: tuple[slice, ...]
   ) -> np.ndarray:
-    part = weight.to_ours(piece.read(self.tensors))[index]
+    part = transposing.in_order(weight.to_ours(piece.read(self.tensors))[index])
     file = str(self.tensors.tensors[piece.tensor].file)
     tensor_folder.check_finite(piece.tensor, part, file)
     return part
@@ -240,7 +242,9 @@ def _pieces(
 def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
-  if 'vision_tower' in name or 'multi_modal_projector' in name:
+  if vision.is_vision(name):
+    if layout is weights.PAIR_T5GEMMA2:
+      return 'of the vision part, which is kept for export'
     return 'of the vision part; only text is a part of the model'
   if layout.canonical(name) == layout.head:
     return 'the head is tied to the embedding table'

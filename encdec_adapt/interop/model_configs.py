@@ -5,7 +5,12 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.interop import families, own_config, weights
+from encdec_adapt.interop import (
+  families,
+  own_config,
+  raw_fields,
+  weights,
+)
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -314,6 +319,7 @@ def model_from_raw(
   Raises:
     UserError: a family that is not supported, or as `families.stack_from_raw`.
   """
+  raw_fields.check(raw, file)
   kind = raw.get('model_type')
   if kind == 'gemma3' and 'text_config' in raw:
     tied = raw.get('tie_word_embeddings', True)

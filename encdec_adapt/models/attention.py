@@ -49,9 +49,8 @@ def _project(
   params: Mapping[str, Array], name: str, equation: str, x: jax.Array
 ) -> jax.Array:
   """Product with the kernel of that name, and its bias where there is one."""
-  y = jnp.einsum(equation, x, params[name].astype(x.dtype))
-  bias = params.get(f'{name}_bias')
-  return y if bias is None else y + bias.astype(x.dtype)
+  kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
+  return layers.biased_product(equation, x, kernel, bias)
 
 
 class _Attention(nn.Module):

@@ -17,11 +17,11 @@ from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.runtime import command, errors
 from tests import tiny
-from tests.e2e import test_convert
+from tests.e2e import folders
 
 pytestmark = pytest.mark.e2e
 
-convert_ = test_convert.convert_
+convert_ = folders.convert_
 
 
 @pytest.fixture(scope='module')
@@ -42,20 +42,20 @@ def pairs(folder):
 
 @pytest.fixture(scope='module')
 def gemma(folder, pairs):
-  return test_convert.make_folder(
-    folder / 'gemma', test_convert.GEMMA, folder / 'vocabulary.model'
+  return folders.make_folder(
+    folder / 'gemma', folders.GEMMA, folder / 'vocabulary.model'
   )
 
 
 @pytest.fixture(scope='module')
 def wide(folder):
-  shape = {**test_convert.GEMMA, 'width': 24}
-  return test_convert.make_folder(folder / 'wide', shape, seed=1)
+  shape = {**folders.GEMMA, 'width': 24}
+  return folders.make_folder(folder / 'wide', shape, seed=1)
 
 
 @pytest.fixture(scope='module')
 def llama(folder):
-  return test_convert.make_folder(folder / 'llama', test_convert.LLAMA, seed=2)
+  return folders.make_folder(folder / 'llama', folders.LLAMA, seed=2)
 
 
 @pytest.fixture(scope='module')
@@ -128,7 +128,7 @@ def test_options_of_adaptation_keep_the_function(
   model = source_lib.open_source(output).model
   assert model.shared_table
   assert (model.encoder.kv_heads, model.decoder.kv_heads) == (2, 1)
-  assert convert_('verify', adapted, output, test_convert.ROUNDED) == 0
+  assert convert_('verify', adapted, output, folders.ROUNDED) == 0
   exported = folder / 'optional_out'
   capsys.readouterr()
   convert_('export', f'--checkpoint={output}', f'--output={exported}')
@@ -159,7 +159,7 @@ def test_training_adapts_with_options(folder, pairs, gemma):
   assert table['steps'] == ['10 new tokens, the mean of the 400']
   exported = folder / 'merged_out'
   convert_('export', f'--checkpoint={workdir}', f'--output={exported}')
-  assert convert_('verify', workdir, exported, test_convert.ROUNDED) == 0
+  assert convert_('verify', workdir, exported, folders.ROUNDED) == 0
 
 
 def test_sources_that_do_not_fit_are_refused_before_records_are_made(
@@ -178,7 +178,7 @@ def test_sources_that_do_not_fit_are_refused_before_records_are_made(
 def test_two_vocabularies_share_no_table(gemma, tmp_path):
   other = shutil.copytree(gemma, tmp_path / 'other')
   texts = ['another text, of other words'] * 40
-  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 380)
+  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 378)
   flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
   assert convert_('adapt', *flags) == 0
   with pytest.raises(errors.UserError, match='mean other text by the same id'):

@@ -193,6 +193,18 @@ def test_defaults_of_the_classes():
       'lists 1 layer_types for 4 layers',
     ),
     (
+      {'model_type': 'llama', 'layer_types': ['sliding_attention'] * 4},
+      'llama has full_attention only',
+    ),
+    (
+      {
+        'model_type': 'mistral',
+        'sliding_window': 8,
+        'layer_types': ['sliding_attention', 'full_attention'] * 2,
+      },
+      'mistral has sliding_attention only',
+    ),
+    (
       {'model_type': 'gemma3_text', 'use_bidirectional_attention': True},
       'only causal decoders',
     ),
@@ -207,6 +219,16 @@ def test_a_missing_field_is_named():
   raw = {k: v for k, v in SIZES.items() if k != 'hidden_size'}
   with pytest.raises(errors.UserError, match="'hidden_size'"):
     model_configs.model_from_raw({'model_type': 'llama', **raw})
+
+
+def test_a_window_is_exported_only_as_a_class_that_has_it():
+  """Llama's class would load such a file, and read every token."""
+  stack = stack_of('mistral', sliding_window=8)
+  raw, _ = model_configs.raw_from_model(config_lib.DecoderOnlyConfig(stack))
+  assert raw['architectures'] == ['MistralForCausalLM']
+  mixed = dataclasses.replace(stack, pattern=('local', 'global'))
+  with pytest.raises(errors.UserError, match='mistral: '):
+    model_configs.raw_from_model(config_lib.DecoderOnlyConfig(mixed))
 
 
 def test_models_without_a_class_say_why():
