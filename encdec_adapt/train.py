@@ -194,7 +194,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   writer = starts = None
   if lead:
     writer = metrics.MetricWriter(workdir, -1 if start is None else start)
-    lost = [r for r in writer.dropped if r['kind'] == 'train']
+    lost = [r for r in writer.dropped if r['kind'] == 'time']
     starts = timing.Starts(workdir, start or 0, lost)
   split = timing.Split()
   guard = guards.NonFiniteGuard(workdir, train.max_skipped)
@@ -227,10 +227,10 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         'loss': result.loss,
         'accuracy': result.accuracy,
         'target_tokens': cost.target_tokens,
-        **starts.goodput(cost.seconds),
-        **environment.memory_high_water(),
       }
       writer.write('eval', step, values)
+      goodput = starts.goodput(cost.seconds)
+      writer.write('job', step, goodput | environment.memory_high_water())
     evaluated = step
     meter.pause()
 
@@ -252,7 +252,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     cost.flops += flops_per_step
     meter.update(step, values['tokens'])
     if lead:
-      writer.write('train', step, {**values, **split.take()})
+      writer.write('train', step, values)
+      writer.write('time', step, split.take())
     guard.check(step, values['skipped_in_row'], rows['row'])
     if step % train.log_every == 0 or step == train.steps:
       say(meter.line(values['loss'], grad=values['gradient_norm']))
