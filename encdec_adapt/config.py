@@ -90,6 +90,10 @@ class TrainConfig:
   eval_every: int
   eval_batch_size: int
   max_skipped: int
+  hang_factor: float
+  hang_seconds: float
+  profile_from: int
+  profile_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +123,17 @@ class Settings:
   rules: rules_lib.Rules
 
 
-def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
+def load(
+  config: ml_collections.ConfigDict, workdir: str = '', *, sources: bool = True
+) -> Settings:
   """Validates a configuration.
 
   Args:
     config: `configs/base.py` with changes.
     workdir: the job's folder; records go below it unless the configuration
       names a folder.
+    sources: whether the paths of sources and teacher must be given; a plan,
+      which knows shapes only, does without.
 
   Raises:
     UserError: names the key, its value and what would be right.
@@ -148,7 +156,7 @@ def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
     ),
     rules=_value_error(rules_lib.named, config.mesh.rules),
   )
-  _check(settings)
+  _check(settings, sources)
   return settings
 
 
@@ -356,22 +364,24 @@ def _optimizer(config) -> optimizers.OptimizerConfig:
   return optimizers.OptimizerConfig(schedule=schedule, **values)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, sources: bool) -> None:
   """Rules that ranges of one section cannot state."""
   _one_of('compute.dtype', settings.compute.dtype, ('float32', 'bfloat16'))
   _at_least('checkpoint.every', settings.checkpoint.every, 1)
   _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
   _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
   _check_train(settings.train)
-  _check_init(settings.init, settings.model)
-  _check_teacher(settings)
+  _check_init(settings.init, settings.model, sources)
+  _check_teacher(settings, sources)
 
 
 def _check_train(train: TrainConfig) -> None:
   for name in ('batch_size', 'microbatches', 'log_every'):
     _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped', 'hang_seconds'):
     _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('hang_factor', 'profile_from', 'profile_steps'):
+    _at_least(f'train.{name}', getattr(train, name), 0)
   if train.batch_size % train.microbatches:
     raise errors.UserError(
       f'config.train.batch_size ({train.batch_size}) does not divide into'
@@ -386,7 +396,9 @@ def _check_train(train: TrainConfig) -> None:
     )
 
 
-def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
+def _check_init(
+  init: InitConfig, model: model_config.ModelConfig, sources: bool
+) -> None:
   _one_of(
     'init.mode', init.mode, ('random', 'checkpoint', 'adapt', 'embeddings')
   )
@@ -394,7 +406,7 @@ def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
     'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
   )
   _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
-  if init.mode != 'random' and not init.encoder:
+  if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory of the source run.'
@@ -418,7 +430,7 @@ def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
     )
 
 
-def _check_teacher(settings: Settings) -> None:
+def _check_teacher(settings: Settings, sources: bool) -> None:
   share, objective = settings.loss.distillation, settings.data.train.objective
   if settings.teacher and not share:
     raise errors.UserError(
@@ -426,7 +438,7 @@ def _check_teacher(settings: Settings) -> None:
       ' config.loss.distillation is 0, so that nothing is learnt from it;'
       ' empty the one or raise the other.'
     )
-  if share > 0 and not settings.teacher:
+  if sources and share > 0 and not settings.teacher:
     raise errors.UserError(
       f'config.loss.distillation is {share} but'
       ' config.teacher.checkpoint is empty; give the work directory of a'

@@ -34,6 +34,16 @@ MAY_IMPORT = {
     'sharding',
     'training',
   },
+  # What a job's programs cost: the job's own functions make them.
+  'planning': {
+    'config',
+    'evaluation',
+    'job',
+    'models',
+    'ops',
+    'sharding',
+    'training',
+  },
   'evaluation': {
     'training',
     'inference',
@@ -62,6 +72,7 @@ SHARED = {
   'lock',
   'progress',
   'distributed',
+  'environment',
   'flops',
 }
 

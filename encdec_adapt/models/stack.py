@@ -69,7 +69,8 @@ class Stack(nn.Module):
     Args:
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
-      positions: position of each token within its segment.
+      positions: position of each token within its segment; without a cache
+        they rise by one from token to token (`MaskSpec.aligned`).
       encoded: for a stack with cross-attention, the encoder's output.
       encoder_segments: and its segments.
       cached: entries of tokens seen before; this call's are added.
@@ -202,6 +203,7 @@ def _self_masks(
       positions,
       window=config.window if kind == 'local' else None,
       keys=None if cached is None else (cached.segments, cached.positions),
+      aligned=cached is None,
     )
     if config.cross_merged and config.reads_encoder(kind):
       spec = masks.with_memory(spec, encoder_segments)
