@@ -90,7 +90,9 @@ def get_config():
   # What the backward pass recomputes: 'none', 'attention' (all but the
   # attention outputs), 'dots' (all but matrix products), 'full'.
   config.compute.remat = 'none'
-  config.compute.attention = 'chunked'  # Or 'reference'.
+  # 'chunked'; 'splash' on TPU (JAX's kernels; refused where they cannot do
+  # what is asked, such as merged attention); or 'reference'.
+  config.compute.attention = 'chunked'
   config.compute.attention_chunk = 256  # Queries whose scores exist at once.
   config.compute.scan_unroll = 1  # Layers of the scan unrolled at a time.
   config.compute.compile_cache = ''  # Folder of compiled programs; '': none.
@@ -169,7 +171,9 @@ def get_config():
   # router's z-loss (0.001 in ST-MoE).
   config.loss.load_balance = 0.01
   config.loss.router_z_loss = 0.0
-  config.loss.chunk = 1024  # Tokens whose logits exist at a time.
+  # Tokens of a device whose logits exist at a time. Devices that share a
+  # table put theirs together: 256 of each of 16 are 4096 rows of logits.
+  config.loss.chunk = 1024
 
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.kind = 'adamw'  # Or 'adafactor'.

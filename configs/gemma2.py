@@ -54,7 +54,7 @@ def recipe(pair, objective):
   config.compute.dtype = 'bfloat16'
   config.compute.remat = 'full'
   config.compute.attention_chunk = 512
-  config.loss.chunk = 4096
+  config.loss.chunk = 256
   config.train.batch_size = 4_194_304 // (2 * length)
   config.train.steps = 10_000
   balanced = pair.encoder.width == pair.decoder.width
