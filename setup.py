@@ -35,6 +35,7 @@ TEST = [
   'beartype>=0.20',
   'hypothesis>=6.100',
   'pytest>=8.0',
+  'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'safetensors>=0.8',
 ]

@@ -19,5 +19,8 @@ fi
 prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
-show "$VENV/bin/python" -m pytest "$@"
-exec "$VENV/bin/python" -m pytest "$@"
+# A process per core; files stay together, for what their tests share.
+tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
+  --dist=loadfile "$@")
+show "${tests[@]}"
+exec "${tests[@]}"

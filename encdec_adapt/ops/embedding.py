@@ -8,6 +8,7 @@ and the reduction scatters the rows back to the batch's shards.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,19 @@ def _lookup_local(
   for axis, dimension in reversed(shared):  # the innermost axis first
     tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
   first = jax.lax.axis_index(vocab) * table.shape[0] if vocab else 0
-  out = _take(table, tokens, first, rows).astype(dtype)
+
+  def take(tokens):
+    return _take(table, tokens, first, rows).astype(dtype)
+
+  shards = math.prod(partition.mesh.shape[axis] for axis, _ in shared)
+  if shards > 1 and tokens.shape[0] % shards == 0:
+    # The share of one device at a time: their rows, and in the backward pass
+    # their gradients in the table's dtype, would exist at once.
+    pieces = tokens.reshape(shards, -1, tokens.shape[1])
+    out = jax.lax.map(take, pieces)
+    out = out.reshape(*tokens.shape, table.shape[1])
+  else:
+    out = take(tokens)
   alone = tuple(a for a in vocab if a not in dict(shared))
   out = jax.lax.psum(out, alone) if alone else out
   for axis, dimension in shared:
