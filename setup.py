@@ -18,6 +18,7 @@ CORE = [
   'orbax-checkpoint>=0.12.8,<0.13',
   'sentencepiece>=0.2.1',
   'tensorboard>=2.19',
+  'tokenizers>=0.21',
 ]
 # What materialising records needs besides (SeqIO brings TensorFlow), and
 # what the reports are drawn with.

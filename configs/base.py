@@ -55,6 +55,14 @@ def stack():
   c.scale_embeddings = True  # By sqrt(width) (Gemma).
   c.eoi_token = -1  # Token with a vector of its own (T5Gemma 2); -1: none.
   c.tied_head = True  # Logits use the embedding table.
+  # Mixture of experts: feed-forwards of a layer, of which a token takes some.
+  c.experts = 0  # 0: one that all tokens take; leave the rest as it is then.
+  c.experts_per_token = 0
+  c.expert_mlp_width = 0  # 0: mlp_width.
+  c.norm_topk = False  # Divide a token's shares by their sum (Mixtral).
+  c.shared_expert_width = 0  # Beside them, of all tokens (Qwen 2 MoE).
+  c.shared_expert_gate = False  # Times a sigmoid of the token (Qwen 2 MoE).
+  c.dense_layers = 0  # First layers without experts (DeepSeek).
   return c
 
 
@@ -69,7 +77,8 @@ def get_config():
   config.model.encoder = stack()  # Unused by a decoder-only model.
   config.model.decoder = stack()
   config.model.causal_encoder = False  # The paper's ablation.
-  # One attention over both stacks' keys, as T5Gemma 2, instead of two.
+  # One attention over both stacks' keys, as T5Gemma 2, instead of two; the
+  # stacks are then equally wide.
   config.model.cross_merged = False
   config.model.cross_layers = 'all'  # That read the encoder, or 'global'.
   # The encoder reads the decoder's embedding table (T5Gemma 2).
@@ -81,7 +90,9 @@ def get_config():
   # What the backward pass recomputes: 'none', 'attention' (all but the
   # attention outputs), 'dots' (all but matrix products), 'full'.
   config.compute.remat = 'none'
-  config.compute.attention = 'chunked'  # Or 'reference'.
+  # 'chunked'; 'splash' on TPU (JAX's kernels; refused where they cannot do
+  # what is asked, such as merged attention); or 'reference'.
+  config.compute.attention = 'chunked'
   config.compute.attention_chunk = 256  # Queries whose scores exist at once.
   config.compute.scan_unroll = 1  # Layers of the scan unrolled at a time.
   config.compute.compile_cache = ''  # Folder of compiled programs; '': none.
@@ -90,7 +101,10 @@ def get_config():
   config.init = ml_collections.ConfigDict()
   # 'random'; 'checkpoint' (the same model, continued); 'adapt' (an
   # encoder-decoder from decoder-only checkpoints); 'embeddings' (as 'adapt',
-  # but only the embedding tables are kept: a control).
+  # but only the embedding tables are kept: a control). Where 'adapt' is
+  # given, a stack of config.model is its source's, but may have a multiple of
+  # its kv_heads (each is repeated), a larger vocab_size (new tokens are the
+  # mean of all), an untied head (a copy of the table), other rules of masks.
   config.init.mode = 'random'
   # The encoder's source: a work directory, or a Hugging Face folder.
   config.init.encoder = ''
@@ -112,8 +126,15 @@ def get_config():
   config.data.max_documents = 0  # Of each source; 0 for all of them.
   config.data.max_bytes = 0  # Of each source's text; 0 for all of it.
   config.data.folder = ''  # Of the records; '' for WORKDIR/records.
-  config.data.vocabulary = ''  # File; '' for FOLDER/vocabulary.model.
+  # A SentencePiece file, a tokenizer.json, a folder with one of them, or
+  # 'bytes'; '' for FOLDER/vocabulary.model. '{workdir}/..' is below the job's.
+  config.data.vocabulary = ''
+  # Of an encoder that has another one than the decoder; '' for the same.
+  config.data.encoder_vocabulary = ''
   config.data.train_vocabulary = True  # Train the file if it is not there.
+  # New sentinels at the vocabulary's end, and the mode tokens that it lacks;
+  # config.model.*.vocab_size has to cover them.
+  config.data.add_sentinels = 0
   # 'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);
   # 'prefix_lm_uniform' (Wang et al. 2022); 'ul2' (seven denoisers).
   config.data.objective = 'causal_lm'
@@ -145,7 +166,14 @@ def get_config():
   config.loss.temperature = 1.0
   config.loss.z_loss = 0.0
   config.loss.label_smoothing = 0.0
-  config.loss.chunk = 1024  # Tokens whose logits exist at a time.
+  # Of models with experts: the weight of the load-balancing loss, per layer
+  # over the tokens of a microbatch (0.01 in Switch Transformer), and of the
+  # router's z-loss (0.001 in ST-MoE).
+  config.loss.load_balance = 0.01
+  config.loss.router_z_loss = 0.0
+  # Tokens of a device whose logits exist at a time. Devices that share a
+  # table put theirs together: 256 of each of 16 are 4096 rows of logits.
+  config.loss.chunk = 1024
 
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.kind = 'adamw'  # Or 'adafactor'.
@@ -173,6 +201,14 @@ def get_config():
   config.train.eval_every = 50  # Steps; step 0 and the last are evaluated.
   config.train.eval_batch_size = 16
   config.train.max_skipped = 10  # Not-finite updates in a row before it stops.
+  # A step hangs when it has taken so many times the median step, and at least
+  # so many seconds, which compiling, evaluating and saving have too: the job
+  # writes every thread's stack to WORKDIR/hang and ends. 0 times: never.
+  config.train.hang_factor = 20.0
+  config.train.hang_seconds = 3600.0
+  # Traced by the profiler, into WORKDIR/profile; SIGUSR1 traces the next 3.
+  config.train.profile_from = 10  # First step.
+  config.train.profile_steps = 0
 
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every = 100  # Steps; the last one is always saved.

@@ -24,19 +24,22 @@ from encdec_adapt.runtime import errors
 def get_config(arg=None):
   """`size` is a pair such as 2b_2b, 9b_2b, s_s; `objective` prefixlm or ul2."""
   args = base.parse_arg(arg, size='2b_2b', objective='prefixlm')
-  if args['objective'] not in ('prefixlm', 'ul2'):
-    raise errors.UserError(
-      f'objective={args["objective"]} is not known; choose prefixlm or ul2.'
-    )
   pair = presets.t5gemma(args['size'], vocab_multiple=128)
-  balanced = pair.encoder.width == pair.decoder.width
+  return recipe(pair, args['objective'])
 
+
+def recipe(pair, objective):
+  """The configuration that adapts into a pair, a `models.config` one."""
+  if objective not in ('prefixlm', 'ul2'):
+    raise errors.UserError(
+      f'objective={objective} is not known; choose prefixlm or ul2.'
+    )
   config = base.get_config()
   base.set_model(config.model, pair)
   config.init.mode = 'adapt'
 
   config.data.train_vocabulary = False
-  if args['objective'] == 'prefixlm':
+  if objective == 'prefixlm':
     config.data.objective = 'prefix_lm'
     length = 4096
     config.loss.distillation = 1.0
@@ -51,9 +54,10 @@ def get_config(arg=None):
   config.compute.dtype = 'bfloat16'
   config.compute.remat = 'full'
   config.compute.attention_chunk = 512
-  config.loss.chunk = 4096
+  config.loss.chunk = 256
   config.train.batch_size = 4_194_304 // (2 * length)
   config.train.steps = 10_000
+  balanced = pair.encoder.width == pair.decoder.width
   config.train.cross_attention_warmup = 0 if balanced else 1000
   config.train.eval_every = 1000
   config.train.eval_batch_size = 64

@@ -1,11 +1,12 @@
 """Training that starts from models on disk, whatever their family and shape.
 
     python -m encdec_adapt.train --workdir=... \
-      --config=configs/pretrained.py:encoder=LLAMA_1B,decoder=LLAMA_1B \
-      --config.data.source=jsonl:/data/*.jsonl \
-      --config.data.vocabulary=/data/tokenizer.model
+      --config=configs/pretrained.py:encoder=LLAMA_1B,decoder=QWEN_600M \
+      --config.data.source=jsonl:/data/*.jsonl
 
-adapts decoder-only models into an encoder-decoder; with `source=MODEL` in the
+adapts decoder-only models into an encoder-decoder, of the family `target`
+(t5gemma or t5gemma2) where one is given, whose sides keep their models'
+tokenizers; with `source=MODEL` in the
 place of `encoder` and `decoder`, the same model is trained on. Each is a
 Hugging Face folder or a work directory; their configs are read here, so that
 config.model is theirs. Everything else is of configs/base.py, but for
@@ -15,6 +16,7 @@ steps: arXiv 2504.06225).
 
 from configs import base
 from encdec_adapt.exchange import source
+from encdec_adapt.interop import model_configs
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors
 
@@ -22,20 +24,24 @@ _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
 
 def get_config(arg=None):
-  """`encoder` and, where it is another, `decoder`; or `source`."""
-  args = base.parse_arg(arg, encoder='', decoder='', source='')
+  """`encoder`, `decoder` where it is another, `target`; or `source`."""
+  args = base.parse_arg(arg, encoder='', decoder='', target='', source='')
   if bool(args['encoder']) == bool(args['source']):
     raise errors.UserError(
       'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
       ' or source=FOLDER to train the same model on.'
     )
   config = base.get_config()
-  model, warmup = _model(args)
+  model, warmup, choice = _model(args)
   base.set_model(config.model, model)
   config.init.mode = 'adapt' if args['encoder'] else 'checkpoint'
   config.init.encoder = args['encoder'] or args['source']
   config.init.decoder = args['decoder']
   config.data.train_vocabulary = False
+  if choice:
+    config.data.vocabulary = choice.decoder
+    config.data.encoder_vocabulary = choice.encoder
+    config.data.add_sentinels = choice.added_sentinels
   if isinstance(model, model_config.EncoderDecoderConfig):
     config.data.objective = 'prefix_lm'
     config.data.encoder_length = config.data.decoder_length = 1024
@@ -52,21 +58,24 @@ def get_config(arg=None):
 
 
 def _model(args):
-  """The model that is trained, and its steps of warm-up."""
+  """The model that is trained, its steps of warm-up, its vocabularies."""
   if args['source']:
-    return _open(args['source']), 0
+    opened = _open(args['source'])
+    return opened.model, 0, opened.vocabularies
   encoder = _open(args['encoder'])
   decoder = _open(args['decoder']) if args['decoder'] else encoder
-  for name, model in (('encoder', encoder), ('decoder', decoder)):
-    if not isinstance(model, model_config.DecoderOnlyConfig):
+  for name, opened in (('encoder', encoder), ('decoder', decoder)):
+    if not isinstance(opened.model, model_config.DecoderOnlyConfig):
       raise errors.UserError(
         f'{name}={args[name]} is an encoder-decoder; adaptation starts from'
         ' decoder-only models.'
       )
-  balanced = encoder.decoder.width == decoder.decoder.width
-  pair = model_config.encoder_decoder(encoder.decoder, decoder.decoder)
-  return pair, 0 if balanced else 1000
+  stacks = encoder.model.decoder, decoder.model.decoder
+  balanced = stacks[0].width == stacks[1].width
+  pair = model_configs.pair_of(*stacks, target=args['target'])
+  choice = source.vocabularies_of_pair(encoder, decoder)
+  return pair, 0 if balanced else 1000, choice
 
 
 def _open(path):
-  return source.open_source(path, vocab_multiple=_MULTIPLE).model
+  return source.open_source(path, vocab_multiple=_MULTIPLE)

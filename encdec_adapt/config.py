@@ -5,7 +5,7 @@ behind it sees a ConfigDict. Every error names the key, its value and what
 would be right.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 import dataclasses
 import json
 import pathlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_collections
 
-from encdec_adapt.data import records
+from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -21,6 +21,8 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, schedules
 
 RUN_CONFIG = 'config.json'
+# A vocabulary's path that starts so is below the work directory.
+WORKDIR = '{workdir}'
 # Fields of a stack that follow from the model it is a part of.
 _SET_BY_THE_PAIR = {'role', 'cross_width', 'cross_merged', 'cross_layers'}
 
@@ -57,9 +59,9 @@ class DataConfig:
 
   Attributes:
     folder: where the record sets are.
-    vocabulary: SentencePiece file.
-    train_vocabulary: train that file where it is missing.
-    vocabulary_size: its size.
+    vocabularies: those of the two sides.
+    train_vocabulary: train the decoder's file where it is missing.
+    table_sizes: tokens of the model's tables, by stack.
     workers: processes that make records.
     repeat: go on after the last pass.
     train: what the training records must be.
@@ -67,9 +69,9 @@ class DataConfig:
   """
 
   folder: str
-  vocabulary: str
+  vocabularies: vocabularies.Choice
   train_vocabulary: bool
-  vocabulary_size: int
+  table_sizes: Mapping[str, int]
   workers: int
   repeat: bool
   train: records.RecordSpec
@@ -88,6 +90,10 @@ class TrainConfig:
   eval_every: int
   eval_batch_size: int
   max_skipped: int
+  hang_factor: float
+  hang_seconds: float
+  profile_from: int
+  profile_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +123,17 @@ class Settings:
   rules: rules_lib.Rules
 
 
-def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
+def load(
+  config: ml_collections.ConfigDict, workdir: str = '', *, sources: bool = True
+) -> Settings:
   """Validates a configuration.
 
   Args:
     config: `configs/base.py` with changes.
     workdir: the job's folder; records go below it unless the configuration
       names a folder.
+    sources: whether the paths of sources and teacher must be given; a plan,
+      which knows shapes only, does without.
 
   Raises:
     UserError: names the key, its value and what would be right.
@@ -146,7 +156,7 @@ def load(config: ml_collections.ConfigDict, workdir: str = '') -> Settings:
     ),
     rules=_value_error(rules_lib.named, config.mesh.rules),
   )
-  _check(settings)
+  _check(settings, sources)
   return settings
 
 
@@ -168,7 +178,12 @@ def load_run(workdir: str) -> Settings:
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
   saved = ml_collections.ConfigDict(json.loads(path.read_text()))
-  return load(saved, str(workdir))
+  try:
+    return load(saved, str(workdir))
+  except AttributeError as error:  # Of sections that are read key by key.
+    raise errors.UserError(
+      f'{path} was saved by another version: it lacks a key ({error}).'
+    ) from error
 
 
 def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
@@ -249,7 +264,12 @@ def _stack(name: str, section: ml_collections.ConfigDict):
 def _data(config, model, workdir: str) -> DataConfig:
   data = config.data
   folder = data.folder or str(pathlib.Path(workdir) / 'records')
-  vocabulary = data.vocabulary or str(pathlib.Path(folder) / 'vocabulary.model')
+  choice = vocabularies.Choice(
+    _below(data.vocabulary, workdir)
+    or str(pathlib.Path(folder) / 'vocabulary.model'),
+    _below(data.encoder_vocabulary, workdir),
+    data.add_sentinels,
+  )
   pairs = data.objective != 'causal_lm'
   if pairs != (data.encoder_length > 0):
     raise errors.UserError(
@@ -263,6 +283,7 @@ def _data(config, model, workdir: str) -> DataConfig:
       ' encoder; choose prefix_lm, prefix_lm_uniform or ul2, or set'
       ' config.model.kind to decoder_only.'
     )
+  _check_vocabularies(data, model)
   common = dict(
     source=data.source,
     max_documents=data.max_documents,
@@ -277,9 +298,11 @@ def _data(config, model, workdir: str) -> DataConfig:
   )
   return DataConfig(
     folder=folder,
-    vocabulary=vocabulary,
+    vocabularies=choice,
     train_vocabulary=data.train_vocabulary,
-    vocabulary_size=model.decoder.vocab_size,
+    table_sizes={
+      name: stack.vocab_size for name, stack in model.stacks.items()
+    },
     workers=data.workers,
     repeat=data.repeat,
     train=records.RecordSpec(
@@ -295,6 +318,39 @@ def _data(config, model, workdir: str) -> DataConfig:
   )
 
 
+def _below(path: str, workdir: str) -> str:
+  """A path that may start with the work directory's place."""
+  if path.startswith(WORKDIR):
+    return str(pathlib.Path(workdir) / path.removeprefix(WORKDIR).lstrip('/'))
+  return path
+
+
+def _check_vocabularies(data, model: model_config.ModelConfig) -> None:
+  """Refuses two vocabularies where there can only be one."""
+  _at_least('data.add_sentinels', data.add_sentinels, 0)
+  own = data.encoder_vocabulary
+  if own in ('', data.vocabulary):
+    return
+  if not data.objective.startswith('prefix_lm'):
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} with objective'
+      f' {data.objective!r}; only prefix_lm and prefix_lm_uniform split the'
+      ' text, which the sides then encode apart. Any other objective hides'
+      ' tokens in what both sides read. Change one of them.'
+    )
+  if not isinstance(model, model_config.EncoderDecoderConfig):
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
+      ' decoder_only, which has no encoder; empty it.'
+    )
+  if model.shared_table:
+    raise errors.UserError(
+      f'config.data.encoder_vocabulary is {own!r} with'
+      ' config.model.shared_table, one table for both sides; change one of'
+      ' them.'
+    )
+
+
 def _optimizer(config) -> optimizers.OptimizerConfig:
   values = config.optimizer.to_dict()
   schedule = schedules.ScheduleConfig(
@@ -308,22 +364,24 @@ def _optimizer(config) -> optimizers.OptimizerConfig:
   return optimizers.OptimizerConfig(schedule=schedule, **values)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, sources: bool) -> None:
   """Rules that ranges of one section cannot state."""
   _one_of('compute.dtype', settings.compute.dtype, ('float32', 'bfloat16'))
   _at_least('checkpoint.every', settings.checkpoint.every, 1)
   _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
   _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
   _check_train(settings.train)
-  _check_init(settings.init, settings.model)
-  _check_teacher(settings)
+  _check_init(settings.init, settings.model, sources)
+  _check_teacher(settings, sources)
 
 
 def _check_train(train: TrainConfig) -> None:
   for name in ('batch_size', 'microbatches', 'log_every'):
     _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped', 'hang_seconds'):
     _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('hang_factor', 'profile_from', 'profile_steps'):
+    _at_least(f'train.{name}', getattr(train, name), 0)
   if train.batch_size % train.microbatches:
     raise errors.UserError(
       f'config.train.batch_size ({train.batch_size}) does not divide into'
@@ -338,7 +396,9 @@ def _check_train(train: TrainConfig) -> None:
     )
 
 
-def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
+def _check_init(
+  init: InitConfig, model: model_config.ModelConfig, sources: bool
+) -> None:
   _one_of(
     'init.mode', init.mode, ('random', 'checkpoint', 'adapt', 'embeddings')
   )
@@ -346,7 +406,7 @@ def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
     'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
   )
   _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
-  if init.mode != 'random' and not init.encoder:
+  if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory of the source run.'
@@ -370,7 +430,7 @@ def _check_init(init: InitConfig, model: model_config.ModelConfig) -> None:
     )
 
 
-def _check_teacher(settings: Settings) -> None:
+def _check_teacher(settings: Settings, sources: bool) -> None:
   share, objective = settings.loss.distillation, settings.data.train.objective
   if settings.teacher and not share:
     raise errors.UserError(
@@ -378,7 +438,7 @@ def _check_teacher(settings: Settings) -> None:
       ' config.loss.distillation is 0, so that nothing is learnt from it;'
       ' empty the one or raise the other.'
     )
-  if share > 0 and not settings.teacher:
+  if sources and share > 0 and not settings.teacher:
     raise errors.UserError(
       f'config.loss.distillation is {share} but'
       ' config.teacher.checkpoint is empty; give the work directory of a'

@@ -2,7 +2,7 @@
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
-      --output=CKPT
+      [--target=t5gemma2] --output=CKPT
     python -m encdec_adapt.convert export --checkpoint=CKPT --output=HF_DIR
     python -m encdec_adapt.convert inspect PATH
     python -m encdec_adapt.convert diff A B
@@ -17,7 +17,7 @@ import functools
 
 from absl import flags
 
-from encdec_adapt.exchange import compare, conversions, inspection
+from encdec_adapt.exchange import adapting, compare, conversions, inspection
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, errors
@@ -44,6 +44,77 @@ _MULTIPLE = functools.partial(
   'vocab_multiple',
   128,
   'Tables are padded to a multiple of so many rows, to divide over a mesh.',
+)
+
+
+# What the model that `adapt` makes has else than its sources; None for no
+# change.
+_SHAPE = (
+  functools.partial(
+    flags.DEFINE_enum,
+    'target',
+    None,
+    ['t5gemma', 't5gemma2'],
+    'Family that transformers has to be able to load: t5gemma, of Gemma 2, or'
+    ' t5gemma2, of Gemma 3 (merged attention, one table, a vector for'
+    ' --eoi_token). Without it, cross-attention and a table for each stack as'
+    ' in t5gemma, of any family.',
+  ),
+  functools.partial(
+    flags.DEFINE_bool, 'causal_encoder', False, 'Keep the encoder causal.'
+  ),
+  functools.partial(
+    flags.DEFINE_bool,
+    'shared_table',
+    None,
+    "The encoder reads the decoder's embedding table.",
+  ),
+  functools.partial(
+    flags.DEFINE_bool,
+    'cross_merged',
+    None,
+    "The decoder's self-attention reads the encoder too; needs equal widths.",
+  ),
+  functools.partial(
+    flags.DEFINE_enum,
+    'cross_layers',
+    None,
+    ['all', 'global'],
+    'Layers of the decoder that read the encoder.',
+  ),
+  functools.partial(
+    flags.DEFINE_integer,
+    'encoder_kv_heads',
+    None,
+    "Key/value heads of the encoder, a multiple of its source's: each is"
+    ' repeated.',
+  ),
+  functools.partial(
+    flags.DEFINE_integer,
+    'encoder_vocab_size',
+    None,
+    "Tokens of the encoder, at least its source's: new ones are the mean.",
+  ),
+  functools.partial(
+    flags.DEFINE_integer,
+    'decoder_vocab_size',
+    None,
+    'The same of the decoder.',
+  ),
+  functools.partial(
+    flags.DEFINE_bool,
+    'tied_head',
+    None,
+    "Logits use the decoder's embedding table; --notied_head makes a head of"
+    ' it.',
+  ),
+  functools.partial(
+    flags.DEFINE_integer,
+    'eoi_token',
+    None,
+    f'Token after an image, of a t5gemma2; {model_config.EOI_TOKEN} by'
+    ' default.',
+  ),
 )
 
 
@@ -112,7 +183,15 @@ COMMANDS = {
   'import': command.Subcommand(
     'a Hugging Face folder -> a checkpoint of ours',
     _defining(
-      _string('source', 'Hugging Face folder.'), _OUTPUT, _WINDOW, _MULTIPLE
+      _string('source', 'Hugging Face folder, or a Flax one of the authors.'),
+      _OUTPUT,
+      _string(
+        'model',
+        'Of a Flax folder: a size (2b), two (9b_2b), or a config.json; by'
+        ' default the released model of these shapes.',
+      ),
+      _WINDOW,
+      _MULTIPLE,
     ),
     conversions.import_folder,
   ),
@@ -127,6 +206,11 @@ COMMANDS = {
         'float32',
         _DTYPES,
         'Of the tensors; training keeps float32.',
+      ),
+      _string(
+        'vision',
+        'Folder whose vision part a T5Gemma 2 gets; by default that of the'
+        ' folder that it was imported from.',
       ),
       functools.partial(
         flags.DEFINE_float, 'shard_gb', 5.0, 'Most GB (1e9 bytes) of a file.'
@@ -162,13 +246,17 @@ COMMANDS = {
         ['one', 'zero'],
         "Of a fresh cross-attention's post-norm.",
       ),
-      functools.partial(
-        flags.DEFINE_bool, 'causal_encoder', False, 'Keep the encoder causal.'
-      ),
       functools.partial(flags.DEFINE_integer, 'seed', 0, 'Of fresh weights.'),
       _MULTIPLE,
+      *_SHAPE,
+      functools.partial(
+        flags.DEFINE_bool,
+        'dry_run',
+        False,
+        'Print what would become of every weight, read none, and stop.',
+      ),
     ),
-    conversions.adapt_models,
+    adapting.adapt_models,
   ),
   'inspect': command.Subcommand(
     'what a model is', _defining(), inspect, ('PATH',)

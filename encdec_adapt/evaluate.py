@@ -17,7 +17,7 @@ from absl import flags
 import jax
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
@@ -96,7 +96,7 @@ def evaluate(
       f'{path} is an encoder-decoder and {record_set.folder} holds rows'
       ' without inputs; give records of prefix_lm or ul2.'
     )
-  job.check_vocabulary(settings, record_set)
+  vocabulary_checks.check_records(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
   where = job.place_model(settings, settings.model, mesh)
@@ -105,6 +105,7 @@ def evaluate(
     evaluators[key] = perplexity.Evaluator(*key)
   evaluator = evaluators[key]
   found = checkpoint.open_latest(path)
+  vocabulary_checks.check_checkpoint(found, settings.data.vocabularies.open())
   params = found.restore_params(where.abstract_params())
 
   def measure(**options) -> perplexity.Result:

@@ -4,7 +4,8 @@
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]
 
 An encoder-decoder reads the prompt with its encoder, as in PrefixLM training;
-a decoder-only model continues it.
+a decoder-only model continues it. With --chat a prompt is what a user says,
+and the model answers in the format of its vocabulary (`data/chat.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +19,17 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
-from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import vocabularies
+from encdec_adapt import job, vocabulary_checks
+from encdec_adapt.data import chat as chat_lib
+from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
 
+# A text, or with --chat the messages of a conversation.
+Prompt = str | chat_lib.Messages
 _SHORTEST = 16  # tokens; rows are padded to this times a power of two
 
 
@@ -39,12 +42,14 @@ class Options:
     batch_size: prompts that are continued at a time.
     seed: of all draws; the n-th prompt draws alike for any batch size.
     sampling: how tokens are chosen.
+    chat: prompts are what a user says in a conversation.
   """
 
   max_tokens: int = 64
   batch_size: int = 8
   seed: int = 0
   sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
+  chat: bool = False
 
   def __post_init__(self):
     for name in ('max_tokens', 'batch_size'):
@@ -59,13 +64,13 @@ class Continuation:
   """One prompt continued.
 
   Attributes:
-    prompt: the text given.
+    prompt: what was given.
     text: the text generated, without special tokens.
     tokens: how many were generated, EOS included.
     ended: whether the model ended it; otherwise max_tokens did.
   """
 
-  prompt: str
+  prompt: Prompt
   text: str
   tokens: int
   ended: bool
@@ -92,7 +97,7 @@ def define_flags(values: flags.FlagValues) -> None:
     'prompts',
     None,
     'File with a prompt per line; with a JSON string per line if it ends in'
-    ' .jsonl.',
+    ' .jsonl, or with --chat also a list of messages ("role", "content").',
     **define,
   )
   flags.DEFINE_integer('max_tokens', 64, 'Most tokens generated.', **define)
@@ -103,6 +108,10 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('seed', 0, 'Of all draws.', **define)
   flags.DEFINE_integer('batch_size', 8, 'Prompts at a time.', **define)
+  flags.DEFINE_bool(
+    'chat', False, "Prompts are a user's turn; the answer is generated.",
+    **define,
+  )  # fmt: skip
   flags.DEFINE_string(
     'output', None, 'JSON file that also gets the continuations.', **define
   )
@@ -111,21 +120,22 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
-  prompts = read_prompts(values.prompt, values.prompts)
+  prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
   options = Options(
     values.max_tokens,
     values.batch_size,
     values.seed,
     sampling_lib.SamplingConfig(values.temperature, values.top_k, values.top_p),
+    values.chat,
   )
   if values.output:
     _check_writable(values.output)
-  model, params, vocabulary = load(values.checkpoint)
+  model, params, opened = load(values.checkpoint)
 
   timing = Timing()
   done = []
   for result in continue_prompts(
-    model, params, vocabulary, prompts, options, timing
+    model, params, opened, prompts, options, timing
   ):
     done.append(result)
     end = 'ended' if result.ended else 'cut'
@@ -143,12 +153,15 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
-def read_prompts(texts: Sequence[str], file: str | None) -> list[str]:
+def read_prompts(
+  texts: Sequence[str], file: str | None, *, chat: bool = False
+) -> list[Prompt]:
   """Prompts of the flags, in order.
 
   Args:
     texts: prompts given one by one.
     file: path of a file of prompts, or None.
+    chat: a line of JSON may be a conversation.
 
   Raises:
     UserError: both or neither are given, the file cannot be read, or a
@@ -177,9 +190,12 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[str]:
       )
     prompts = lines
     if file.endswith('.jsonl'):
-      prompts = [_json_prompt(line, where, i) for i, line in enumerate(lines)]
-  for i, text in enumerate(prompts):
-    if not text.strip():
+      prompts = [
+        _json_prompt(line, where.format(i + 1), chat)
+        for i, line in enumerate(lines)
+      ]
+  for i, prompt in enumerate(prompts):
+    if isinstance(prompt, str) and not prompt.strip():
       raise errors.UserError(
         f'{where.format(i + 1)}: the prompt is empty; there is nothing to'
         ' continue.'
@@ -191,26 +207,29 @@ def load(workdir: str):
   """Opens the newest checkpoint of a training job, on one device.
 
   Returns:
-    The model, its parameters and its vocabulary.
+    The model, its parameters and its vocabularies.
 
   Raises:
-    UserError: there is no job, no sound checkpoint or no vocabulary.
+    UserError: there is no job, no sound checkpoint or no vocabulary, or it is
+      not that of the checkpoint.
   """
   settings = config_lib.load_run(workdir)
-  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
+  opened = settings.data.vocabularies.open()
+  found = checkpoint.open_latest(workdir)
+  vocabulary_checks.check_checkpoint(found, opened)
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
   where = job.place_model(settings, settings.model, mesh)
-  params = checkpoint.restore_params(workdir, where.abstract_params())
-  return where.model, params, vocabulary
+  params = found.restore_params(where.abstract_params())
+  return where.model, params, opened
 
 
 def continue_prompts(
   model,
   params,
-  vocabulary: vocabularies.Vocabulary,
-  prompts: Sequence[str],
+  opened: vocabularies.Opened,
+  prompts: Sequence[Prompt],
   options: Options,
   timing: Timing,
 ) -> Iterator[Continuation]:
@@ -219,21 +238,35 @@ def continue_prompts(
   Args:
     model: from `models.build`.
     params: its parameters.
-    vocabulary: the model's.
-    prompts: texts.
+    opened: the model's vocabularies.
+    prompts: what is continued.
     options: what is asked.
     timing: is added to.
+
+  Raises:
+    UserError: a chat is asked for and a vocabulary has no template.
   """
+  has_encoder = 'encoder' in model.config.stacks
+  reader = opened.encoder if has_encoder else opened.decoder
+  ends = [opened.decoder.eos]
+  if options.chat:
+    ends.append(chat_lib.end_of_turn(opened.decoder))
+  special = {
+    'bos': opened.decoder.bos,
+    'eos': np.array(ends, np.int32),
+    'pad': opened.decoder.pad,
+  }
   size = min(options.batch_size, len(prompts))
   compiled = {}
   for start in range(0, len(prompts), size):
     texts = prompts[start : start + size]
-    ids = [vocabulary.encode(text) for text in texts]
+    ids = [_encode_prompt(reader, text, options) for text in texts]
     ids += [None] * (size - len(texts))
-    rows = frame_prompts(ids)
+    rows = frame_prompts(ids, bos=reader.bos, pad=reader.pad)
     dynamic = {
       'rng': jax.random.key(options.seed),
       'rows': np.arange(start, start + size, dtype=np.int32),
+      **special,
     }
     shape = rows[0].shape
     if shape not in compiled:
@@ -245,36 +278,38 @@ def continue_prompts(
         **dynamic,
         max_tokens=options.max_tokens,
         sampling=options.sampling,
-        bos=batch_lib.BOS,
-        eos=batch_lib.EOS,
-        pad=batch_lib.PAD,
       ).compile()
       timing.compiling += time.perf_counter() - began
     began = time.perf_counter()
-    result = jax.device_get(
-      compiled[shape](
-        params,
-        *rows,
-        **dynamic,
-        bos=batch_lib.BOS,
-        eos=batch_lib.EOS,
-        pad=batch_lib.PAD,
-      )
-    )
+    result = jax.device_get(compiled[shape](params, *rows, **dynamic))
     timing.generating += time.perf_counter() - began
     for text, tokens, length in zip(
       texts, result.tokens, result.lengths, strict=False
     ):
-      yield _continuation(vocabulary, text, tokens[:length])
+      yield _continuation(opened.decoder, text, tokens[:length], ends)
+
+
+def _encode_prompt(
+  reader: vocabulary.Vocabulary, prompt: Prompt, options: Options
+) -> np.ndarray:
+  """Token ids of a prompt, without BOS."""
+  if not options.chat:
+    return reader.encode(prompt)
+  messages = prompt
+  if isinstance(prompt, str):
+    messages = [{'role': 'user', 'content': prompt}]
+  return chat_lib.encode(messages, reader, open_turn=True).ids
 
 
 def frame_prompts(
-  prompts: Sequence[np.ndarray | None],
+  prompts: Sequence[np.ndarray | None], *, bos: int, pad: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Tokens, segments and positions [B, S]: BOS and the prompt, then padding.
 
   Args:
     prompts: token ids [n] of each row, None for a row that only fills up.
+    bos: first token of a row.
+    pad: token after a prompt.
 
   Returns:
     int32 arrays; S is a power of two, so that few lengths are compiled.
@@ -283,45 +318,52 @@ def frame_prompts(
   length = _SHORTEST
   while length < longest:
     length *= 2
-  tokens = np.full((len(prompts), length), batch_lib.PAD, np.int32)
+  tokens = np.full((len(prompts), length), pad, np.int32)
   segments, positions = np.zeros((2, *tokens.shape), np.int32)
   for row, ids in enumerate(prompts):
     if ids is not None:
       used = len(ids) + 1
-      tokens[row, :used] = [batch_lib.BOS, *ids]
+      tokens[row, :used] = [bos, *ids]
       segments[row, :used] = 1
       positions[row, :used] = np.arange(used)
   return tokens, segments, positions
 
 
 def _continuation(
-  vocabulary: vocabularies.Vocabulary, prompt: str, tokens: np.ndarray
+  writer: vocabulary.Vocabulary,
+  prompt: Prompt,
+  tokens: np.ndarray,
+  ends: Sequence[int],
 ) -> Continuation:
-  # A model's table may have more rows than the vocabulary has pieces; no
-  # text has those ids.
-  known = np.where(tokens < vocabulary.size, tokens, vocabulary.unk)
+  # A model's table may have more rows than the vocabulary has tokens; no
+  # text has those ids, and special ones are not shown.
+  known = np.where(tokens < writer.size, tokens, writer.pad)
   return Continuation(
     prompt=prompt,
-    text=vocabulary.decode(known),
+    text=writer.decode(known, start=False),
     tokens=len(tokens),
-    ended=bool(tokens[-1] == batch_lib.EOS),
+    ended=bool(tokens[-1] in ends),
   )
 
 
-def _json_prompt(line: str, where: str, index: int) -> str:
+def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
+  """The prompt of a line of JSON."""
   try:
-    text = json.loads(line)
+    prompt = json.loads(line)
   except json.JSONDecodeError as error:
     raise errors.UserError(
-      f'{where.format(index + 1)} is not JSON ({error}); write one JSON'
-      ' string per line.'
+      f'{where} is not JSON ({error}); write one JSON string per line.'
     ) from error
-  if not isinstance(text, str):
+  if chat and isinstance(prompt, list):
+    try:
+      chat_lib.check_messages(prompt)
+    except errors.UserError as error:
+      raise errors.UserError(f'{where}: {error}') from error
+  elif not isinstance(prompt, str):
     raise errors.UserError(
-      f'{where.format(index + 1)} is JSON of another kind than a string:'
-      f' {line[:60]}'
+      f'{where} is JSON of another kind than a string: {line[:60]}'
     )
-  return text
+  return prompt
 
 
 def _check_writable(output: str) -> None:

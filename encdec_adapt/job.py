@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize
-from encdec_adapt.adaptation import coverage, initialise
+from encdec_adapt import materialize, vocabulary_checks
+from encdec_adapt.adaptation import coverage, initialise, plan
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.exchange import origin
@@ -133,7 +133,7 @@ def place_teacher(
       f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
-  _check_same_vocabulary(settings, source)
+  vocabulary_checks.check_source(settings, source, 'decoder')
   return place_model(settings, source.model, mesh)
 
 
@@ -146,50 +146,25 @@ def read_teacher(
 
 def open_data(
   settings: config_lib.Settings,
-) -> tuple[vocabularies.Vocabulary, records.RecordSet, records.RecordSet]:
-  """Opens vocabulary and records, making them first where they are missing.
+) -> tuple[vocabularies.Opened, records.RecordSet, records.RecordSet]:
+  """Opens vocabularies and records, making them first where they are missing.
 
   They are made in a process of its own, so that TensorFlow never enters this
   one.
 
   Returns:
-    The vocabulary, the training and the held-out records.
+    The vocabularies, the training and the held-out records.
 
   Raises:
-    UserError: the records or the vocabulary are not the configuration's.
+    UserError: the records or the vocabularies are not the configuration's.
   """
   if distributed.is_lead() and materialize.missing(settings.data):
     print('records are missing; making them (encdec_adapt.materialize)')
     run_apart(materialize.run, settings.data)
   distributed.barrier('records')
-  vocabulary = vocabularies.Vocabulary(settings.data.vocabulary)
-  for name, stack in settings.model.stacks.items():
-    if vocabulary.size > stack.vocab_size:
-      raise errors.UserError(
-        f'the vocabulary {settings.data.vocabulary} has {vocabulary.size}'
-        f' tokens, config.model.{name}.vocab_size is {stack.vocab_size}; make'
-        ' them equal.'
-      )
-  train_set, eval_set = materialize.open_sets(settings.data)
-  return vocabulary, train_set, eval_set
-
-
-def check_vocabulary(
-  settings: config_lib.Settings, record_set: records.RecordSet
-) -> None:
-  """Refuses records that were made with another vocabulary than the model's.
-
-  Raises:
-    UserError: names both.
-  """
-  own = vocabularies.Vocabulary(settings.data.vocabulary).fingerprint
-  if own != record_set.spec.vocabulary:
-    raise errors.UserError(
-      f'the records {record_set.folder} were made with the vocabulary'
-      f' {record_set.spec.vocabulary[:12]}, the model with'
-      f' {settings.data.vocabulary} ({own[:12]}); make records with the'
-      " model's vocabulary."
-    )
+  opened = settings.data.vocabularies.open()
+  vocabulary_checks.check_sizes(settings, opened)
+  return opened, *materialize.open_sets(settings.data, opened)
 
 
 def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
@@ -197,29 +172,6 @@ def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
   return source_lib.open_source(
     path, vocab_multiple=settings.model.decoder.vocab_multiple
   )
-
-
-def _check_same_vocabulary(
-  settings: config_lib.Settings, source: source_lib.Source
-) -> None:
-  """Refuses a source or teacher that was trained with another vocabulary."""
-  paths = settings.data.vocabulary, source.vocabulary
-  if paths[0] == paths[1]:
-    return
-  if not source.vocabulary:
-    if distributed.is_lead():
-      print(
-        f'note: {source.path} has no tokenizer.model; it is taken on trust'
-        f' that its ids mean what they mean in {paths[0]}.'
-      )
-    return
-  own = vocabularies.Vocabulary(paths[0]).fingerprint
-  if own != source.vocabulary_fingerprint():
-    raise errors.UserError(
-      f'{source.path} was trained with the vocabulary {paths[1]}, this job has'
-      f' {paths[0]}, and they differ: ids would mean other text. Set'
-      ' config.data.vocabulary to that of the source.'
-    )
 
 
 def run_apart(function, *args) -> None:
@@ -255,15 +207,45 @@ def _guarded(function, *args) -> None:
 
 
 def check_sources(settings: config_lib.Settings) -> None:
-  """Refuses sources that are not there, before any long work.
+  """Refuses sources that do not fit the job, before any long work.
 
   Raises:
     UserError: a source is no Hugging Face folder, and holds no run or no
-      sound checkpoint.
+      sound checkpoint; it is not what the model can be adapted from; or it
+      was trained with another vocabulary.
   """
-  init = settings.init
-  for path in filter(None, (init.encoder, init.decoder, settings.teacher)):
-    _open(settings, path)
+  init, choice = settings.init, settings.data.vocabularies
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  sources = [_open(settings, folder) for folder in folders]
+  if settings.teacher:
+    _open(settings, settings.teacher)
+  if init.mode in ('adapt', 'embeddings'):
+    for source in sources:
+      _require_decoder_only(source)
+  if init.mode == 'adapt':
+    plan.make_plan(
+      settings.model,
+      *(source.model for source in sources),
+      cross_attention=init.cross_attention,
+      post_norm_gain=init.post_norm_gain,
+    )
+  if not sources:
+    return
+  of_side = {'encoder': sources[0], 'decoder': sources[-1]}
+  seen = set()
+  for side in settings.model.stacks:
+    source, own = of_side[side], choice.path(side)
+    if (source.path, own) not in seen:
+      seen.add((source.path, own))
+      vocabulary_checks.check_source(settings, source, side)
+
+
+def _require_decoder_only(source: source_lib.Source) -> None:
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'{source.path} is an encoder-decoder; adaptation starts from'
+      ' decoder-only models.'
+    )
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -292,7 +274,6 @@ def initial_params(
   rng = jax.random.key(settings.seed)
   if init.mode == 'checkpoint':
     source = _open(settings, init.encoder)
-    _check_same_vocabulary(settings, source)
     _compare(source, where)
     return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
@@ -321,12 +302,6 @@ def initial_params(
 def _read_source(folder, settings, mesh):
   """Config and parameters of a decoder-only model."""
   source = _open(settings, folder)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{folder} is an encoder-decoder; adaptation starts from decoder-only'
-      ' models.'
-    )
-  _check_same_vocabulary(settings, source)
   return source.model, source.read(place_model(settings, source.model, mesh))
 
 
@@ -403,21 +378,37 @@ def _shape(stack: model_config.StackConfig) -> flops.StackShape:
       for i in range(stack.layers)
     ),
     causal=stack.role == 'causal',
-    window_inclusive=stack.window_rule == 'inclusive',
+    window_rule=stack.window_rule,
     cross_width=stack.cross_width,
+    cross_layers=sum(
+      stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
+    ),
+    cross_merged=stack.cross_merged,
+    **_sparse_shape(stack),
   )
 
 
-def describe_batch(
-  rows: batch_lib.Batch, vocabulary: vocabularies.Vocabulary
-) -> str:
+def _sparse_shape(stack: model_config.StackConfig) -> dict[str, int]:
+  """Fields of `flops.StackShape` of layers with experts."""
+  if not stack.experts:
+    return {}
+  return {
+    'sparse_layers': stack.layers - stack.dense_layers,
+    'sparse_mlp': (
+      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
+    ),
+    'router_outputs': stack.experts + stack.shared_expert_gate,
+  }
+
+
+def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
   """The first example of a batch, decoded, field by field."""
   lines = ['the first example of the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
       side = 'encoder' if field.startswith('encoder') else 'decoder'
       tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
-      text = vocabulary.decode(tokens, show_special=True)
+      text = opened.sides[side].decode(tokens, show_special=True, start=False)
       shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
       lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
   return '\n'.join(lines)
@@ -445,7 +436,10 @@ def describe(settings: config_lib.Settings) -> str:
       f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
       f' {part.cross:,} cross-attention)'
     )
-  lines.append(f'together: {parameters.count(settings.model):,} parameters')
+  count = parameters.count(settings.model)
+  active = parameters.count_active(settings.model)
+  a_part = f', {active:,} of them for a token' if active < count else ''
+  lines.append(f'together: {count:,} parameters{a_part}')
   sizes = {
     'parameters': _device_bytes(state.params),
     'gradients': _device_bytes(state.params),

@@ -32,6 +32,7 @@ from encdec_adapt.data import (
   randomness,
   records,
   vocabularies,
+  vocabulary_training,
   workers,
 )
 from encdec_adapt.runtime import command, errors, lock, progress
@@ -59,7 +60,7 @@ class ShardJob:
   Attributes:
     folder: of its record set.
     spec: of its record set, fingerprints filled in.
-    vocabulary: path of the SentencePiece model.
+    choice: of vocabularies.
     pass_index: 0 to spec.passes - 1.
     shard: 0 to spec.shards - 1.
     read: gives the shard's examples; importable by name.
@@ -67,7 +68,7 @@ class ShardJob:
 
   folder: str
   spec: records.RecordSpec
-  vocabulary: str
+  choice: vocabularies.Choice
   pass_index: int
   shard: int
   read: Callable[['ShardJob'], Iterable[Example]]
@@ -85,17 +86,20 @@ class ShardJob:
 def read_examples(job: ShardJob) -> Iterable[Example]:
   """The examples of a shard, by SeqIO. Imports TensorFlow."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Only real warnings.
-  from encdec_adapt.data import objectives, tasks  # Ten seconds; see above.
+  # Ten seconds; see above.
+  from encdec_adapt.data import objectives, tasks, text_split
 
-  spec = job.spec
-  vocabulary = vocabularies.Vocabulary(job.vocabulary)
+  spec, opened = job.spec, job.choice.open()
+  objective = objectives.make_objective(
+    spec.objective,
+    spec.lengths,
+    opened.decoder,
+    sentinel_policy=spec.sentinels,
+  )
+  if opened.differ and spec.encoder_length:
+    objective = text_split.TextSplit(objective, opened)
   mixture = tasks.make_mixture(
-    open_parts(spec),
-    draw_of(spec, job.pass_index),
-    vocabulary,
-    objectives.make_objective(
-      spec.objective, spec.lengths, vocabulary, sentinel_policy=spec.sentinels
-    ),
+    open_parts(spec), draw_of(spec, job.pass_index), opened, objective
   )
   for example in tasks.examples(mixture, job.shard, spec.shards):
     yield Example(example.pair, example.shared_spans)
@@ -137,7 +141,7 @@ def write_shard(job: ShardJob, report: workers.Report) -> dict[str, Any]:
   ) as writer:
     for row in rows:
       writer.write(row)
-      tokens = sum(len(part) for pair in row for part in pair)
+      tokens = sum(len(pair.inputs) + len(pair.targets) for pair in row)
       report({'rows': 1, 'tokens': tokens})
     return writer.finish(examples=examples, shared_sentinel_spans=shared_spans)
 
@@ -184,7 +188,7 @@ def draw_of(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
 
 def materialize_sets(
   sets: Sequence[tuple[records.RecordSpec, str | os.PathLike]],
-  vocabulary: str | os.PathLike,
+  choice: vocabularies.Choice,
   *,
   workers: int = 1,
   say: Callable[[str], None] = say_line,
@@ -195,7 +199,7 @@ def materialize_sets(
   Args:
     sets: specs and folders. Fingerprints in a spec are filled in, or, where
       they are given, have to be right.
-    vocabulary: path of the SentencePiece model.
+    choice: of vocabularies.
     workers: processes; 1 works in this one.
     say: takes lines of progress.
     read: gives a shard's examples; importable by name.
@@ -209,8 +213,9 @@ def materialize_sets(
   """
   if workers < 1:
     raise errors.UserError(f'data: workers={workers} must be at least 1')
+  opened = choice.open()
   sets = [
-    (fill_in(spec, vocabulary), pathlib.Path(folder)) for spec, folder in sets
+    (fill_in(spec, opened), pathlib.Path(folder)) for spec, folder in sets
   ]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
@@ -227,23 +232,16 @@ def materialize_sets(
           entries[folder, pass_index, shard] = done
           if done is None:
             jobs.append(
-              ShardJob(
-                str(folder),
-                spec,
-                os.fspath(vocabulary),
-                pass_index,
-                shard,
-                read,
-              )
+              ShardJob(str(folder), spec, choice, pass_index, shard, read)
             )
     for job, entry in _make_shards(jobs, len(entries), workers, say):
       key = pathlib.Path(job.folder), job.pass_index, job.shard
       entries[key] = entry
-    return [_finish(spec, folder, entries, say) for spec, folder in sets]
+    return [_finish(*one, entries, opened, say) for one in sets]
 
 
 def fill_in(
-  spec: records.RecordSpec, vocabulary: str | os.PathLike
+  spec: records.RecordSpec, opened: vocabularies.Opened
 ) -> records.RecordSpec:
   """The spec with its fingerprints.
 
@@ -252,14 +250,15 @@ def fill_in(
   """
   found = {
     'source_fingerprint': mixtures.fingerprint(open_parts(spec)),
-    'vocabulary': vocabularies.Vocabulary(vocabulary).fingerprint,
+    **opened.fingerprints,
   }
   for field, value in found.items():
     wanted = getattr(spec, field)
     if wanted not in ('', value):
       raise errors.UserError(
         f'data: {field} is to be {wanted!r} but is {value!r} (source'
-        f' {spec.source!r}, vocabulary {os.fspath(vocabulary)!r})'
+        f' {spec.source!r}, vocabularies {opened.decoder.path!r} and'
+        f' {opened.encoder.path!r})'
       )
   return dataclasses.replace(spec, **found)
 
@@ -321,7 +320,7 @@ def _make_shards(
   return results
 
 
-def _finish(spec, folder, entries, say) -> dict[str, Any]:
+def _finish(spec, folder, entries, opened, say) -> dict[str, Any]:
   """Writes the manifest and sums up."""
   own = {key[1:]: value for key, value in entries.items() if key[0] == folder}
   if not any(entry['rows'] for entry in own.values()):
@@ -330,7 +329,7 @@ def _finish(spec, folder, entries, say) -> dict[str, Any]:
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
       ' use more text, or another fraction'
     )
-  manifest = records.write_manifest(folder, spec, own)
+  manifest = records.write_manifest(folder, spec, own, opened.describe())
   say(f'{folder}: {summary(manifest)}')
   return manifest
 
@@ -381,48 +380,54 @@ def missing(data: Any) -> bool:
   return False
 
 
-def open_sets(data: Any) -> tuple[records.RecordSet, records.RecordSet]:
+def open_sets(
+  data: Any, opened: vocabularies.Opened
+) -> tuple[records.RecordSet, records.RecordSet]:
   """Opens training and held-out records of a `config.DataConfig`.
+
+  Args:
+    data: the data section of the settings.
+    opened: its vocabularies.
 
   Raises:
     UserError: they are missing, damaged, or not what the config says; their
-      vocabulary included.
+      vocabularies included.
   """
-  fingerprint = vocabularies.Vocabulary(data.vocabulary).fingerprint
   train, evaluation = (
     records.RecordSet.open(
-      folder, dataclasses.replace(spec, vocabulary=fingerprint)
+      folder, dataclasses.replace(spec, **opened.fingerprints)
     )
     for spec, folder in set_folders(data).values()
   )
   return train, evaluation
 
 
-def train_vocabulary_if_missing(
+def open_vocabularies(
   data: Any, say: Callable[[str], None] = say_line
-) -> vocabularies.Vocabulary:
-  """Opens the vocabulary of a `config.DataConfig`, training it if need be.
+) -> vocabularies.Opened:
+  """Opens the vocabularies of a `config.DataConfig`, training it if need be.
 
-  It is trained on the documents of the training split.
+  One is trained on the documents of the training split.
 
   Raises:
-    UserError: it is missing and not to be trained, or of another size.
+    UserError: one is missing and not to be trained, or has more tokens than
+      the model's table has rows.
   """
-  path, size = pathlib.Path(data.vocabulary), data.vocabulary_size
-  if not path.exists() and data.train_vocabulary:
+  choice = data.vocabularies
+  if data.train_vocabulary and not vocabularies.exists(choice.decoder):
+    path = pathlib.Path(choice.decoder)
+    # Our own have mode tokens, so that sentinels are all that is added.
+    size = data.table_sizes['decoder'] - choice.added_sentinels
     say(f'vocabulary: training {path} with {size:,} pieces')
     spec = data.train
     documents = mixtures.documents_in_turn(open_parts(spec), draw_of(spec, 0))
-    vocabularies.train_vocabulary(
+    vocabulary_training.train_vocabulary(
       (document.text for document in documents), path, size
     )
-  vocabulary = vocabularies.Vocabulary(path)
-  if vocabulary.size > size:
-    raise errors.UserError(
-      f'the vocabulary {path} has {vocabulary.size} pieces, the model'
-      f' {size}; set config.model.decoder.vocab_size={vocabulary.size}'
-    )
-  return vocabulary
+  opened = choice.open()
+  for side, rows in data.table_sizes.items():
+    vocabularies.check_size(opened.sides[side], rows, side)
+  return opened
 
 
 def run(
@@ -438,12 +443,15 @@ def run(
   Raises:
     UserError: bad input, see `materialize_sets`.
   """
-  train_vocabulary_if_missing(data, say)
+  opened = open_vocabularies(data, say)
+  for vocabulary in {one.path: one for one in opened.sides.values()}.values():
+    if vocabulary.note:
+      say(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
   sets = set_folders(data)
   if only != 'all':
     sets = {part: value for part, value in sets.items() if part == only}
   materialize_sets(
-    list(sets.values()), data.vocabulary, workers=data.workers, say=say
+    list(sets.values()), data.vocabularies, workers=data.workers, say=say
   )
 
 

@@ -6,7 +6,6 @@
 A job that ended early continues when the same command is given again.
 """
 
-import json
 import pathlib
 import time
 
@@ -16,7 +15,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, materialize
+from encdec_adapt import job, materialize, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -27,17 +26,20 @@ from encdec_adapt.runtime import (
   command,
   distributed,
   environment,
-  errors,
   files,
   flops,
   lock,
   metrics,
   preemption,
+  profiling,
   progress,
+  timing,
+  watchdog,
 )
 from encdec_adapt.training import (
   accounting,
   checkpoint,
+  continuation,
   guards,
   optimizers,
   phases,
@@ -108,6 +110,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
   job.check_batches(settings, mesh)
+  vocabulary_checks.check_model(settings)
   job.check_sources(settings)
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
@@ -123,7 +126,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   checkpoints.require_space(
     state_lib.abstract(optimizer, assignment, every_group, where)
   )
-  vocabulary, train_set, eval_set = job.open_data(settings)
+  opened, train_set, eval_set = job.open_data(settings)
   count = parameters.count(settings.model)
   say(
     f'{type(settings.model).__name__}: {count:,} parameters on'
@@ -135,6 +138,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': {**environment.fingerprint(), 'mesh': dict(mesh.shape)},
+    'vocabularies': opened.describe(),
     'order': {'records': train_set.digests, 'seed': settings.seed},
   }
   start = checkpoints.latest()
@@ -154,8 +158,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       job.keep_origin(settings, workdir)
   else:
     saved = checkpoints.read_meta(start)
-    _check_same_rows(saved, meta['order'])
-    _report_differences(saved, meta, say)
+    continuation.check_same_rows(saved, meta['order'])
+    continuation.report_differences(saved, meta, say)
     # A group that thaws at this very step was not in what was saved.
     active = phases.active(groups, max(start - 1, 0))
     abstract = state_lib.abstract(optimizer, assignment, active, where)
@@ -187,9 +191,12 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   flops_per_step = job.step_flops(settings, teacher)
   # Records of step 0 are written anew where nothing was restored.
-  writer = None
+  writer = starts = None
   if lead:
     writer = metrics.MetricWriter(workdir, -1 if start is None else start)
+    lost = [r for r in writer.dropped if r['kind'] == 'time']
+    starts = timing.Starts(workdir, start or 0, lost)
+  split = timing.Split()
   guard = guards.NonFiniteGuard(workdir, train.max_skipped)
   meter = progress.Progress(
     train.steps,
@@ -202,16 +209,18 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
 
   def evaluate(step):
     nonlocal evaluated
-    result = evaluator(
-      state.params,
-      loader.evaluation_batches(
-        eval_set,
-        eval_set.spec.lengths,
-        train.eval_batch_size,
-        teacher=wants_teacher,
-        **hosts,
-      ),
-    )
+    watch.beat(step, 'evaluate')
+    with split.spent('evaluate'):
+      result = evaluator(
+        state.params,
+        loader.evaluation_batches(
+          eval_set,
+          eval_set.spec.lengths,
+          train.eval_batch_size,
+          teacher=wants_teacher,
+          **hosts,
+        ),
+      )
     say(f'step {step}: held-out loss {result.loss:.4f} per target token')
     if lead:
       values = {
@@ -220,18 +229,23 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         'target_tokens': cost.target_tokens,
       }
       writer.write('eval', step, values)
+      goodput = starts.goodput(cost.seconds)
+      writer.write('job', step, goodput | environment.memory_high_water())
     evaluated = step
     meter.pause()
 
   def save(step):
     nonlocal saved_at
-    checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
+    watch.beat(step, 'save')
+    with split.spent('save'):
+      checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
     saved_at = step
     meter.pause()
 
   def finish(step, values, rows, position):
     """Accounts for a step whose metrics are there, or waits for them."""
-    values = {name: np.asarray(v).item() for name, v in values.items()}
+    with split.spent('device'):
+      values = {name: np.asarray(v).item() for name, v in values.items()}
     cost.rows = position
     cost.target_tokens += values['weight']
     cost.total_tokens += values['tokens']
@@ -239,6 +253,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     meter.update(step, values['tokens'])
     if lead:
       writer.write('train', step, values)
+      writer.write('time', step, split.take())
     guard.check(step, values['skipped_in_row'], rows['row'])
     if step % train.log_every == 0 or step == train.steps:
       say(meter.line(values['loss'], grad=values['gradient_norm']))
@@ -246,7 +261,16 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   step = start or 0
   train_step, active, waiting = None, None, None
   status = 0
-  with preemption.StopSignal() as stop:
+  watch = watchdog.Watchdog(
+    workdir,
+    jax.process_index(),
+    factor=train.hang_factor,
+    least=train.hang_seconds,
+  )
+  profiler = profiling.Profiler(
+    workdir, train.profile_from, train.profile_steps
+  )
+  with preemption.StopSignal() as stop, profiler, watch:
     if start is None:
       evaluate(0)
     while step < train.steps:
@@ -264,15 +288,21 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           step_lib.StepConfig(train.microbatches, settings.optimizer.clip_norm),
           teacher.model if teacher else None,
         )
-      rows = next(batches, None)
+      # Compiling is no step: it has the time that a hang is given.
+      watch.beat(step, 'compile' if compiling else 'step')
+      with split.spent('data'):
+        rows = next(batches, None)
       if rows is not None:
         if step == (start or 0):
-          batch_lib.check_framing(rows)
-          say(job.describe_batch(rows, vocabulary))
-        batch = step_lib.place_batch(
-          {k: v for k, v in rows.items() if k != 'row'}, where
-        )
-        state, values = train_step(state, batch, teacher_params)
+          batch_lib.check_framing(rows, train_set.framing)
+          say(job.describe_batch(rows, opened))
+        profiler.before(step)
+        with split.spent('dispatch'):
+          batch = step_lib.place_batch(
+            {k: v for k, v in rows.items() if k != 'row'}, where
+          )
+          state, values = train_step(state, batch, teacher_params)
+        profiler.after(step, values)
       # The metrics of the step before are read while this one runs.
       if waiting:
         finish(*waiting)
@@ -319,49 +349,6 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     if status == 0:
       _summarise(settings, workdir, count, step, cost)
   return status
-
-
-def _check_same_rows(saved, now) -> None:
-  """Refuses to continue at a position in other rows than it was saved in."""
-  if 'order' not in saved:
-    raise errors.UserError(
-      'this --workdir was made by encdec_adapt.convert, not by a training job:'
-      ' give it as config.init.encoder, and another --workdir.'
-    )
-  before = saved['order']
-  # Passes may have been added since.
-  now = {**now, 'records': now['records'][: len(before['records'])]}
-  for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
-    if before[key] != now[key]:
-      raise errors.UserError(
-        f'the checkpoint was written at a position in other rows: {key} was'
-        f' {before[key]}, now {now[key]}. Set {name} back, or start in'
-        ' another --workdir.'
-      )
-
-
-def _report_differences(before, now, say) -> None:
-  """Says what may make the continuation differ from the uninterrupted job."""
-  changed = environment.difference(
-    dict(_flat(before['config'])), dict(_flat(now['config']))
-  )
-  if changed:
-    say('the configuration has changed:\n  ' + '\n  '.join(changed))
-  different = environment.difference(before['fingerprint'], now['fingerprint'])
-  if different:
-    say(
-      'this is not where the checkpoint was written, so that it continues to'
-      ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
-    )
-
-
-def _flat(tree, prefix='config'):
-  """Leaves of a nested configuration by dotted key, as JSON has them."""
-  for key, value in json.loads(json.dumps(tree)).items():
-    if isinstance(value, dict):
-      yield from _flat(value, f'{prefix}.{key}')
-    else:
-      yield f'{prefix}.{key}', value
 
 
 def _summarise(settings, workdir, count, step, cost) -> None:

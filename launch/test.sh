@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs what the tests need, checks the style and runs the tests:
 #
-#   bash launch/test.sh [--peer] [arguments of pytest]
+#   bash launch/test.sh [--all] [arguments of pytest]
 #
-# --peer also installs torch and transformers; without them the tests of
-# parity are skipped. PYTHON names an interpreter. Ends with pytest's own
+# --all also installs torch, transformers and libtpu; without them the tests of
+# parity and of plans are skipped. PYTHON names an interpreter. Ends with pytest's own
 # closing line.
 
 set -euo pipefail
@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 extras=test
-if [ "${1:-}" = --peer ]; then
-  extras=test,peer
+if [ "${1:-}" = --all ]; then
+  extras=test,peer,tpu
   shift
 fi
 prepare_environment "$extras"

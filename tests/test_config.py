@@ -39,6 +39,33 @@ def test_gemma2_configs_are_the_presets(size, objective):
   assert settings.train.cross_attention_warmup == (0 if balanced else 1000)
 
 
+def test_presets_by_name():
+  prefix = '--config=configs/presets.py:objective=ul2'
+  settings = _load(f'{prefix},encoder=llama3.2_1b,decoder=qwen3_0.6b', SOURCE)
+  assert settings.model == model_config.encoder_decoder(
+    presets.stack('llama3.2_1b', vocab_multiple=128),
+    presets.stack('qwen3_0.6b', vocab_multiple=128),
+  )
+  assert settings.train.cross_attention_warmup == 1000
+  settings = _load(f'{prefix},encoder=gemma3_1b,target=t5gemma2', SOURCE)
+  assert settings.model == presets.t5gemma2('1b_1b', vocab_multiple=128)
+  assert settings.train.cross_attention_warmup == 0
+
+
+@pytest.mark.parametrize(
+  'arg, words',
+  [
+    ('encoder=gemma3_3b', "no model size 'gemma3_3b'.*qwen3_8b"),
+    ('encoder=qwen3_4b,target=t5gemma', 'made of gemma2 stacks: '),
+    ('encoder=2b,target=t5gemma2', 'made of gemma3_text stacks: '),
+    ('encoder=2b,target=t5', 'one of t5gemma, t5gemma2, or empty'),
+  ],
+)
+def test_presets_that_cannot_be(arg, words):
+  with pytest.raises(errors.UserError, match=words):
+    _load(f'--config=configs/presets.py:{arg},objective=ul2', SOURCE)
+
+
 @pytest.mark.parametrize('size', ['default', 'full'])
 def test_quickstart_commands_parse(size):
   plan = study.load(f'configs/quickstart.py:size={size}')
@@ -82,11 +109,21 @@ OTHERS = dict(
   scale_embeddings=False,
   eoi_token=0,
 )
+EXPERTS = dict(
+  mlp_bias=False,
+  experts=8,
+  experts_per_token=2,
+  expert_mlp_width=512,
+  norm_topk=True,
+  shared_expert_width=256,
+  shared_expert_gate=True,
+  dense_layers=1,
+)
 
 
 @pytest.mark.parametrize('merged', [False, True])
 def test_any_model_is_said_by_a_configuration(merged):
-  stack = presets.stack('2b', **OTHERS)
+  stack = presets.stack('2b', **{**OTHERS, **(EXPERTS if merged else {})})
   pair = model_config.encoder_decoder(
     stack,
     stack,
@@ -181,3 +218,37 @@ def test_a_stack_of_another_version_is_refused():
   del config.model.decoder['qk_norm']
   with pytest.raises(errors.UserError, match='another version.*qk_norm'):
     config_lib.load(config)
+
+
+def test_data_of_another_version_is_refused(tmp_path):
+  config = base.get_config()
+  del config.data.encoder_vocabulary
+  config_lib.save(config, str(tmp_path))
+  with pytest.raises(errors.UserError, match='version.*encoder_vocabulary'):
+    config_lib.load_run(str(tmp_path))
+
+
+def test_vocabularies_are_where_the_configuration_says():
+  choice = _load(BASE).data.vocabularies
+  assert choice.decoder == 'runs/x/records/vocabulary.model'
+  assert choice.path('encoder') == choice.decoder
+  pair = (
+    BASE,
+    '--config.model.kind=encoder_decoder',
+    '--config.data.objective=prefix_lm',
+    '--config.data.encoder_length=8',
+    '--config.data.vocabulary={workdir}/vocabulary/decoder',
+    '--config.data.encoder_vocabulary=bytes',
+    '--config.data.add_sentinels=3',
+  )
+  choice = _load(*pair).data.vocabularies
+  assert choice.decoder == 'runs/x/vocabulary/decoder'
+  assert choice.path('encoder') == 'bytes' and choice.added_sentinels == 3
+  for flag, words in (
+    ('--config.data.objective=ul2', 'only prefix_lm and prefix_lm_uniform'),
+    ('--config.model.kind=decoder_only', 'which has no encoder'),
+    ('--config.model.shared_table=True', 'one table for both sides'),
+    ('--config.data.add_sentinels=-1', 'add_sentinels is -1'),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      _load(*pair, flag)

@@ -34,6 +34,16 @@ MAY_IMPORT = {
     'sharding',
     'training',
   },
+  # What a job's programs cost: the job's own functions make them.
+  'planning': {
+    'config',
+    'evaluation',
+    'job',
+    'models',
+    'ops',
+    'sharding',
+    'training',
+  },
   'evaluation': {
     'training',
     'inference',
@@ -45,7 +55,13 @@ MAY_IMPORT = {
 }
 LEAVES = ('ops', 'sharding')
 # Of data, what other packages may import.
-TENSORFLOW_FREE = {'batch', 'records', 'loader', 'vocabularies'}
+TENSORFLOW_FREE = {
+  'batch',
+  'records',
+  'loader',
+  'vocabularies',
+  'vocabulary',
+}
 # Of runtime, what is for everybody but the leaves; exchange, half of a main,
 # may take all.
 SHARED = {
@@ -56,6 +72,7 @@ SHARED = {
   'lock',
   'progress',
   'distributed',
+  'environment',
   'flops',
 }
 
@@ -162,6 +179,7 @@ def test_only_data_imports_tensorflow(library):
 def test_only_checkpoint_imports_orbax():
   assert _users('orbax') == {
     'training/checkpoint.py',
+    'training/orbax_folder.py',
     'training/streamed.py',
   }
 

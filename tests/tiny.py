@@ -14,7 +14,13 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from encdec_adapt.data import batch, loader, records, vocabularies
+from encdec_adapt.data import (
+  batch,
+  loader,
+  records,
+  vocabularies,
+  vocabulary_training,
+)
 from encdec_adapt.training import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -43,7 +49,7 @@ def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
     The flags of a job that reads the prefix_lm records.
   """
   documents = text(rows + 8)
-  vocabulary = vocabularies.train_vocabulary(
+  vocabulary = vocabulary_training.train_vocabulary(
     documents, folder / 'vocabulary.model', VOCAB
   )
   for objective, lengths in (
@@ -73,6 +79,7 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     eval_fraction=0.04,
     max_rows=0 if split == 'train' else 8,
     vocabulary=vocabulary.fingerprint,
+    encoder_vocabulary=vocabulary.fingerprint,
   )
   with records.ShardWriter(folder, spec, 0, 0) as writer:
     for index, document in enumerate(documents):
@@ -81,10 +88,11 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
       # Every length comes up, neighbours' being far apart.
       count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
       assert len(tokens) >= half + count - 1
-      targets = np.append(tokens[half : half + count - 1], batch.EOS)
+      targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
       writer.write([batch.Pair(tokens[:half], targets.astype(np.int32))])
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
-  records.write_manifest(folder, spec, {(0, 0): entry})
+  opened = vocabularies.Opened(vocabulary, vocabulary)
+  records.write_manifest(folder, spec, {(0, 0): entry}, opened.describe())
 
 
 def flags(folder: pathlib.Path, objective: str) -> list[str]:

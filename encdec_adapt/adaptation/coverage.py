@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from encdec_adapt.adaptation import steps as steps_lib
 from encdec_adapt.models import leaves as leaves_lib
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,6 +26,7 @@ class Fill:
     source: name of the source, if copied.
     leaf: leaf of the source, if copied.
     value: the constant, if constant.
+    steps: what is done to a copy.
     note: what else is worth saying.
   """
 
@@ -32,6 +34,7 @@ class Fill:
   source: str | None = None
   leaf: str | None = None
   value: float | None = None
+  steps: tuple[steps_lib.Step, ...] = ()
   note: str = ''
 
   def describe(self) -> str:
@@ -41,7 +44,14 @@ class Fill:
       'fresh': 'fresh',
       'constant': f'constant {self.value}',
     }[self.how]
-    return f'{text} ({self.note})' if self.note else text
+    notes = [self.note] if self.note else []
+    notes += [step.describe() for step in self.steps]
+    return f'{text} ({"; ".join(notes)})' if notes else text
+
+  def to_json(self) -> dict[str, Any]:
+    """The same as JSON types."""
+    steps = [step.describe() for step in self.steps]
+    return {**dataclasses.asdict(self), 'steps': steps}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +155,7 @@ class Coverage:
       'target': {
         leaf: {
           'shape': list(self.target[leaf]),
-          **dataclasses.asdict(fill),
+          **fill.to_json(),
         }
         for leaf, fill in self.filled.items()
       },

@@ -6,8 +6,7 @@ copied from the decoder's self-attention where the encoder is as wide as the
 decoder ("balanced"), and drawn fresh otherwise.
 """
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from flax import traverse_util
@@ -16,6 +15,7 @@ from jax import numpy as jnp
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import plan
+from encdec_adapt.adaptation import recipes as recipes_lib
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters
@@ -76,8 +76,17 @@ def initialise(
     fresh=fresh,
   )
 
+  recipes = recipes_lib.make_recipes(target, coverage, configs)
+  draws = any(fill.how == 'fresh' for fill in coverage.filled.values())
+
   def fill(flat, rng):
-    return _fill(target, coverage, configs, flat, rng)
+    trees = dict(flat)
+    if draws:
+      trees[recipes_lib.FRESH] = traverse_util.flatten_dict(
+        parameters.init(target, rng), sep='/'
+      )
+    made = {path: recipe.make(trees, jnp) for path, recipe in recipes.items()}
+    return traverse_util.unflatten_dict(made, sep='/')
 
   leaves = jax.tree.leaves((flat, rng))
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -119,100 +128,3 @@ def from_scratch(
   )
   account.check()
   return parameters.init(target, rng), account
-
-
-@dataclasses.dataclass(frozen=True)
-class _Origin:
-  """A place in one of the trees that a target array is made of."""
-
-  tree: str
-  path: str
-  index: int | None
-
-
-def _fill(
-  target: config_lib.EncoderDecoderConfig,
-  coverage: coverage_lib.Coverage,
-  configs: Mapping[str, config_lib.DecoderOnlyConfig],
-  flat: Mapping[str, Mapping[str, jax.Array]],
-  rng: jax.Array,
-) -> Params:
-  """Carries `coverage` out on flat source parameters."""
-  targets = leaves_lib.leaves_of(target)
-  names = {name: leaves_lib.leaves_of(c) for name, c in configs.items()}
-  trees = dict(flat)
-  if any(fill.how == 'fresh' for fill in coverage.filled.values()):
-    trees['fresh'] = traverse_util.flatten_dict(
-      parameters.init(target, rng), sep='/'
-    )
-  # The leaves of each stored array, in the order of its `layers` axis.
-  stored: dict[str, list[str]] = {}
-  for name in sorted(targets, key=lambda name: targets[name].index or 0):
-    stored.setdefault(targets[name].path, []).append(name)
-  params = {}
-  for path, info in parameters.parameter_table(target).items():
-    origins = []
-    for name in stored[path]:
-      fill = coverage.filled[name]
-      if fill.how == 'copied':
-        leaf = names[fill.source][fill.leaf]
-        origins.append(_Origin(fill.source, leaf.path, leaf.index))
-      elif fill.how == 'fresh':
-        origins.append(_Origin('fresh', path, targets[name].index))
-      else:
-        origins.append(fill.value)
-    layer_shape = targets[stored[path][0]].shape
-    params[path] = _stored(info, layer_shape, origins, trees)
-  return traverse_util.unflatten_dict(params, sep='/')
-
-
-def _stored(
-  info: parameters.ParamInfo,
-  layer_shape: tuple[int, ...],
-  origins: list[_Origin | float],
-  trees: Mapping[str, Mapping[str, jax.Array]],
-) -> jax.Array:
-  """One stored array, from the origins of its layers."""
-  whole = _whole(origins, trees, stacked=info.shape != layer_shape)
-  if whole is not None:
-    return _with_rows(whole, info.shape[0]).astype(info.dtype)
-  layers = []
-  for origin in origins:
-    if isinstance(origin, _Origin):
-      array = trees[origin.tree][origin.path]
-      layers.append(array if origin.index is None else array[origin.index])
-    else:
-      layers.append(jnp.full(layer_shape, origin, info.dtype))
-  # One layer may be stored with a `layers` axis of 1 or without one.
-  return jnp.stack(layers).reshape(info.shape).astype(info.dtype)
-
-
-def _whole(
-  origins: list[_Origin | float],
-  trees: Mapping[str, Mapping[str, jax.Array]],
-  *,
-  stacked: bool,
-) -> jax.Array | None:
-  """The array that the origins are all of, in order; else None.
-
-  The usual case of equal layouts: the array passes through untouched
-  instead of being cut into layers and stacked again.
-  """
-  first = origins[0]
-  if not isinstance(first, _Origin):
-    return None
-  array = trees[first.tree][first.path]
-  if not stacked:
-    return array if first.index is None else None
-  if first.index is None:
-    return None
-  in_order = [_Origin(first.tree, first.path, i) for i in range(len(array))]
-  return array if origins == in_order else None
-
-
-def _with_rows(array: jax.Array, rows: int) -> jax.Array:
-  """Drops or adds (as zeros) padding rows of a vocabulary table."""
-  if array.shape[0] >= rows:
-    return array[:rows]
-  padding = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
-  return jnp.pad(array, padding)

@@ -12,39 +12,98 @@ where, and only where, the document ends there):
 | weights          | 1 at every target, 0 at padding                        |
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
-| teacher_tokens   | BOS p_0 .. p_m-1 t_0 .. t_n-1, pairs contiguous        |
+| teacher_tokens   | BOS p_0 .. p_m-1 t_0 .. t_n-1, pairs contiguous; the   |
+|                  | prefix as the decoder's vocabulary has it              |
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position that predicts it: t_0 is predicted by the     |
 |                  | last prefix token, t_j by t_j-1                        |
 | row              | index of the record row, -1 for a filler row           |
 
-So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. A causal
-language model has pairs with empty inputs and uses the decoder's and target
-fields only. A decoder-only model reads PrefixLM rows through the teacher's
-fields, which gives it exactly the encoder-decoder's targets.
+So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
+has the BOS and the padding of its own vocabulary, EOS is the decoder's, and
+the teacher reads what the decoder's vocabulary says. Where the encoder has
+another one, the prefix has another length for the teacher; a pair is then
+taken to need as many encoder positions as the longer of both, so that the
+teacher's row has room.
+
+A causal language model has pairs with empty inputs and uses the decoder's and
+target fields only. A decoder-only model reads PrefixLM rows through the
+teacher's fields, which gives it exactly the encoder-decoder's targets.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-PAD, EOS, BOS = 0, 1, 2
 
 Batch = dict[str, np.ndarray]
 
 
-class Pair(NamedTuple):
-  """Token ids of one example, unframed: inputs [m] and targets [n], int32.
+@dataclasses.dataclass(frozen=True)
+class SideIds:
+  """Special ids of a vocabulary; some have one id for several of these.
 
-  `inputs` is empty for a causal language model.
+  Attributes:
+    pad: fills rows up; weights and segments mask it.
+    eos: ends a document.
+    bos: starts a segment.
+  """
+
+  pad: int
+  eos: int
+  bos: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Framing:
+  """Special ids that rows are framed with, by side.
+
+  Attributes:
+    encoder: of the encoder's vocabulary.
+    decoder: of the decoder's, which a teacher reads too.
+  """
+
+  encoder: SideIds
+  decoder: SideIds
+
+  @classmethod
+  def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
+    """From what `vocabularies.Opened.describe` gives."""
+    roles = [field.name for field in dataclasses.fields(SideIds)]
+    sides = {
+      side: SideIds(*(one['special_tokens'][role]['id'] for role in roles))
+      for side, one in described.items()
+    }
+    return cls(**sides)
+
+
+class Pair(NamedTuple):
+  """Token ids of one example, unframed, int32.
+
+  Attributes:
+    inputs: [m], of the encoder's vocabulary; empty for a causal language
+      model.
+    targets: [n], of the decoder's.
+    prefix: the inputs as the decoder's vocabulary has them; None where both
+      sides have one.
   """
 
   inputs: np.ndarray
   targets: np.ndarray
+  prefix: np.ndarray | None = None
+
+  @property
+  def teacher_inputs(self) -> np.ndarray:
+    """The inputs as a teacher reads them."""
+    return self.inputs if self.prefix is None else self.prefix
+
+  @property
+  def parts(self) -> tuple[np.ndarray, ...]:
+    """The arrays that it has, two or three."""
+    return self[:2] if self.prefix is None else tuple(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +126,24 @@ class Lengths:
 
 def encoder_cost(pair: Pair, lengths: Lengths) -> int:
   """Encoder positions that a pair takes (0 for a causal language model)."""
-  return len(pair.inputs) + 1 if lengths.encoder else 0
+  if not lengths.encoder:
+    return 0
+  return max(len(pair.inputs), len(pair.teacher_inputs)) + 1
 
 
 def frame_row(
-  pairs: Sequence[Pair], lengths: Lengths, *, teacher: bool = False
+  pairs: Sequence[Pair],
+  lengths: Lengths,
+  framing: Framing,
+  *,
+  teacher: bool = False,
 ) -> Batch:
   """Frames one row.
 
   Args:
     pairs: what the row holds, in order.
     lengths: S and T; S = 0 frames a causal language model.
+    framing: special ids.
     teacher: also make the teacher_* fields.
 
   Returns:
@@ -87,11 +153,12 @@ def frame_row(
     ValueError: the pairs do not fit, or a pair has no targets.
   """
   s, t, r = lengths.encoder, lengths.decoder, lengths.teacher
+  bos, pad = framing.decoder.bos, framing.decoder.pad
   row = {
-    'decoder_tokens': np.zeros(t, np.int32),
+    'decoder_tokens': np.full(t, pad, np.int32),
     'decoder_segments': np.zeros(t, np.int32),
     'decoder_positions': np.zeros(t, np.int32),
-    'targets': np.zeros(t, np.int32),
+    'targets': np.full(t, pad, np.int32),
     'weights': np.zeros(t, np.float32),
   }
   sides = ['decoder']
@@ -100,23 +167,28 @@ def frame_row(
   if teacher:
     sides.append('teacher')
     row['teacher_index'] = np.zeros(t, np.int32)
-  for side, length in (('encoder', s), ('teacher', r)):
+  for side, length, fill in (
+    ('encoder', s, framing.encoder.pad),
+    ('teacher', r, pad),
+  ):
     if side in sides:
-      for field in ('tokens', 'segments', 'positions'):
+      row[f'{side}_tokens'] = np.full(length, fill, np.int32)
+      for field in ('segments', 'positions'):
         row[f'{side}_{field}'] = np.zeros(length, np.int32)
 
   at = dict.fromkeys(sides, 0)
   for segment, pair in enumerate(pairs, start=1):
-    m, n = len(pair.inputs), len(pair.targets)
+    m, n = len(pair.teacher_inputs), len(pair.targets)
     if n == 0:
       raise ValueError(f'pair {segment} of the row has no targets')
-    streams = {'decoder': np.concatenate([[BOS], pair.targets[:-1]])}
+    streams = {'decoder': [[bos], pair.targets[:-1]]}
     if 'encoder' in sides:
-      streams['encoder'] = np.concatenate([[BOS], pair.inputs])
+      streams['encoder'] = [[framing.encoder.bos], pair.inputs]
     if 'teacher' in sides:
-      streams['teacher'] = np.concatenate([[BOS], pair.inputs, pair.targets])
+      streams['teacher'] = [[bos], pair.teacher_inputs, pair.targets]
     start = dict(at)
-    for side, tokens in streams.items():
+    for side, parts in streams.items():
+      tokens = np.concatenate(parts)
       _place(row, side, start[side], segment, tokens)
       at[side] += len(tokens)
     where = slice(start['decoder'], start['decoder'] + n)
@@ -146,43 +218,21 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
   return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def check_framing(batch: Mapping[str, np.ndarray]) -> None:
+def check_framing(batch: Mapping[str, np.ndarray], framing: Framing) -> None:
   """Asserts the module's table on a batch; run on the first one of a job.
+
+  Args:
+    batch: its fields.
+    framing: special ids that it should be framed with.
 
   Raises:
     ValueError: names the rule, the row and the position that break it.
   """
-  segments = batch['decoder_segments']
-  weights = batch['weights']
-  first = (batch['decoder_positions'] == 0) & (segments > 0)
-  # Within a segment, each input is the target before it.
-  later = (segments > 0) & ~first
-  previous = np.roll(batch['targets'], 1, axis=-1)
   rules = {
-    'a decoder segment starts with BOS': ~first
-    | (batch['decoder_tokens'] == BOS),
-    'decoder inputs are the targets shifted right': ~later
-    | (batch['decoder_tokens'] == previous),
-    'padding has weight 0': (segments > 0) | (weights == 0),
-    'padding is never a target': (weights == 0) | (batch['targets'] != PAD),
+    **_decoder_rules(batch, framing.decoder),
+    **_encoder_rules(batch, framing.encoder),
+    **_teacher_rules(batch),
   }
-  if 'encoder_tokens' in batch:
-    encoder = batch['encoder_segments']
-    start = (batch['encoder_positions'] == 0) & (encoder > 0)
-    rules['an encoder segment starts with its only BOS'] = (encoder == 0) | (
-      start == (batch['encoder_tokens'] == BOS)
-    )
-    rules['the encoder reads no EOS'] = (encoder == 0) | (
-      batch['encoder_tokens'] != EOS
-    )
-  if 'teacher_index' in batch:
-    index = batch['teacher_index']
-    after = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
-    predicted = np.take_along_axis(batch['teacher_tokens'], after, axis=-1)
-    where = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
-    rules['the teacher predicts the targets'] = (weights == 0) | (
-      (predicted == batch['targets']) & (where == segments)
-    )
   for rule, holds in rules.items():
     if not holds.all():
       row, position = np.argwhere(~holds)[0]
@@ -190,3 +240,59 @@ def check_framing(batch: Mapping[str, np.ndarray]) -> None:
         f'batch framing: "{rule}" does not hold at row {row}, position'
         f' {position}'
       )
+
+
+def _decoder_rules(
+  batch: Mapping[str, np.ndarray], ids: SideIds
+) -> dict[str, np.ndarray]:
+  """Rule -> where it holds, [B, T]."""
+  segments, weights = batch['decoder_segments'], batch['weights']
+  first = (batch['decoder_positions'] == 0) & (segments > 0)
+  # Within a segment, each input is the target before it.
+  later = (segments > 0) & ~first
+  previous = np.roll(batch['targets'], 1, axis=-1)
+  rules = {
+    'a decoder segment starts with BOS': ~first
+    | (batch['decoder_tokens'] == ids.bos),
+    'decoder inputs are the targets shifted right': ~later
+    | (batch['decoder_tokens'] == previous),
+    'padding has weight 0': (segments > 0) | (weights == 0),
+  }
+  if ids.pad != ids.eos:
+    rules['padding is never a target'] = (weights == 0) | (
+      batch['targets'] != ids.pad
+    )
+  return rules
+
+
+def _encoder_rules(
+  batch: Mapping[str, np.ndarray], ids: SideIds
+) -> dict[str, np.ndarray]:
+  """Rule -> where it holds, [B, S]."""
+  if 'encoder_tokens' not in batch:
+    return {}
+  tokens, segments = batch['encoder_tokens'], batch['encoder_segments']
+  start = (batch['encoder_positions'] == 0) & (segments > 0)
+  rules = {
+    'an encoder segment starts with its only BOS': (segments == 0)
+    | (start == (tokens == ids.bos))
+  }
+  if ids.eos != ids.bos:
+    rules['the encoder reads no EOS'] = (segments == 0) | (tokens != ids.eos)
+  return rules
+
+
+def _teacher_rules(
+  batch: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+  """Rule -> where it holds, [B, T]."""
+  if 'teacher_index' not in batch:
+    return {}
+  weights, index = batch['weights'], batch['teacher_index']
+  after = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
+  predicted = np.take_along_axis(batch['teacher_tokens'], after, axis=-1)
+  where = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
+  return {
+    'the teacher predicts the targets': (weights == 0)
+    | ((predicted == batch['targets']) & (where == batch['decoder_segments']))
+  }

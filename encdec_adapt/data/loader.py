@@ -132,7 +132,7 @@ class Loader:
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
       rows = [order.row(first + i) for i in local]
-      return _frame(record_set.read, rows, lengths, teacher)
+      return _frame(record_set, rows, lengths, teacher)
 
     batches = sys.maxsize
     if self.total is not None:
@@ -193,17 +193,13 @@ def evaluation_batches(
   local = _local_rows(batch_size, host_index, host_count)
   _check_lengths(record_set, lengths)
   count = len(record_set)
-  read = record_set.read
   if prefix_offset:
     _check_prefixes(record_set, prefix_offset)
-
-    def read(indices):
-      return _read_rolled(record_set, indices, prefix_offset)
 
   def make(step: int) -> batch.Batch:
     rows = [step * batch_size + i for i in local]
     rows = [row if row < count else FILLER for row in rows]
-    return _frame(read, rows, lengths, teacher)
+    return _frame(record_set, rows, lengths, teacher, prefix_offset)
 
   return _prefetched(make, -(-count // batch_size), prefetch)
 
@@ -215,23 +211,32 @@ def _read_rolled(
   others = [(i + offset) % len(record_set) for i in indices]
   own = record_set.read(indices)
   return [
-    [batch.Pair(other.inputs, pair.targets)]
+    [batch.Pair(other.inputs, pair.targets, other.prefix)]
     for (pair,), (other,) in zip(own, record_set.read(others), strict=True)
   ]
 
 
 def _frame(
-  read: Callable[[Sequence[int]], list[list[batch.Pair]]],
+  record_set: records.RecordSet,
   rows: Sequence[int],
   lengths: batch.Lengths,
   teacher: bool,
+  prefix_offset: int = 0,
 ) -> batch.Batch:
   """Reads and frames rows; `FILLER` gives a row of padding."""
-  content = iter(read([row for row in rows if row != FILLER]))
+  some = [row for row in rows if row != FILLER]
+  content = iter(
+    _read_rolled(record_set, some, prefix_offset)
+    if prefix_offset
+    else record_set.read(some)
+  )
   result = batch.stack_rows(
     [
       batch.frame_row(
-        next(content) if row != FILLER else [], lengths, teacher=teacher
+        next(content) if row != FILLER else [],
+        lengths,
+        record_set.framing,
+        teacher=teacher,
       )
       for row in rows
     ]

@@ -100,10 +100,13 @@ class Objective(abc.ABC):
     lengths: row lengths that every pair fits.
     plans: what may be planned for a window.
     draws: whether anything is random.
+    reads: what of a document `pairs` takes, 'tokens' or 'text'
+      (`text_split`).
   """
 
   name: str
   draws = False
+  reads = 'tokens'
   plans: Sequence[Plan]
 
   def __init__(self, lengths: batch.Lengths, eos: int):
@@ -190,11 +193,12 @@ class Objective(abc.ABC):
       ends = len(left) <= plan.last
       # EOS needs room in the last window, so something is left for it.
       size = len(left) if ends else min(plan.inside, len(left) - 1)
-      inputs, targets = self.split(left[:size], plan, rng)
+      pair = self.split(left[:size], plan, rng)
       if ends:
-        yield batch.Pair(inputs, np.concatenate([targets, self._eos]))
+        targets = np.concatenate([pair.targets, self._eos])
+        yield pair._replace(targets=targets)
         return
-      yield batch.Pair(inputs, targets)
+      yield pair
       left = left[size:]
 
   @abc.abstractmethod
@@ -236,12 +240,17 @@ class PrefixLM(Objective):
   def _make_plans(self):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
 
+  def draw_cut(self, rng: np.random.Generator | None) -> Callable[[int], int]:
+    """Decides where a window is split: its size -> size of its prefix."""
+    del rng
+    return lambda size: size // 2
+
   def split(self, window, plan, rng):
-    middle = len(window) // 2
+    middle = self.draw_cut(rng)(len(window))
     return batch.Pair(window[:middle], window[middle:])
 
 
-class UniformPrefixLM(Objective):
+class UniformPrefixLM(PrefixLM):
   """What follows a uniformly drawn split is predicted."""
 
   name = 'prefix_lm_uniform'
@@ -252,9 +261,9 @@ class UniformPrefixLM(Objective):
     # two windows with complementary splits fill a row, the second BOS too.
     return (self._longest(lambda window: (window, max(window - 1, 1))),)
 
-  def split(self, window, plan, rng):
-    middle = int(rng.integers(1, len(window))) if len(window) > 1 else 0
-    return batch.Pair(window[:middle], window[middle:])
+  def draw_cut(self, rng):
+    share = rng.random()
+    return lambda size: 1 + int(share * (size - 1)) if size > 1 else 0
 
 
 # (mu, r) of the paper; S is (L/4, 0.25) with one span.
@@ -302,8 +311,9 @@ class UL2(Objective):
     if not len(self._sentinels) or set(self._modes) != {'R', 'S', 'X'}:
       raise errors.UserError(
         f'objective {self.name!r}: the vocabulary {vocabulary.path!r} has no'
-        ' pieces <unused0> .. <unused98>, which sentinels and mode tokens'
-        ' are taken from; use one that has them'
+        ' tokens that serve as sentinels and modes (<unused0> .. of Gemma,'
+        ' <|reserved_special_token_0|> .. of Llama 3); add some at its end'
+        ' with config.data.add_sentinels, or use one that has them'
       )
     self._is_sentinel = np.zeros(self._sentinels.max() + 1, bool)
     self._is_sentinel[self._sentinels] = True
@@ -336,7 +346,7 @@ class UL2(Objective):
         f' {len(self._sentinels)} sentinels. Make the lengths shorter (they'
         f' are {self.lengths.encoder} and {self.lengths.decoder}), set the'
         ' sentinel policy to "recycle", which uses the ids again in order, or'
-        ' use a vocabulary with more <unused> pieces'
+        ' add sentinels with config.data.add_sentinels'
       )
 
   def draw_plan(self, rng):

@@ -35,10 +35,10 @@ from encdec_adapt.data import batch, rows
 from encdec_adapt.runtime import errors, files
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
-FORMAT = 2
+FORMAT = 3
 MANIFEST = 'manifest.json'
 # Fields of a spec that a config leaves empty.
-FINGERPRINTS = ('source_fingerprint', 'vocabulary')
+FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
 # One row per chunk, for reads in random order. Level 1 reads fastest.
 WRITER_OPTIONS = 'group_size:1,zstd:1'
 
@@ -66,7 +66,9 @@ class RecordSpec:
       0 keeps all.
     source_fingerprint: of the text; '' in a config, which is filled in when
       records are made and compared when it is known.
-    vocabulary: fingerprint of the vocabulary; '' in a config, as above.
+    vocabulary: fingerprint of the decoder's vocabulary; '' in a config, as
+      above.
+    encoder_vocabulary: of the encoder's, equal where there is one for both.
   """
 
   source: str
@@ -85,6 +87,7 @@ class RecordSpec:
   max_rows: int = 0
   source_fingerprint: str = ''
   vocabulary: str = ''
+  encoder_vocabulary: str = ''
 
   def __post_init__(self):
     rules = {
@@ -266,6 +269,7 @@ def write_manifest(
   folder: str | os.PathLike,
   spec: RecordSpec,
   entries: Mapping[tuple[int, int], Mapping[str, Any]],
+  vocabularies: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Declares a record set finished.
 
@@ -273,10 +277,13 @@ def write_manifest(
     folder: of the record set.
     spec: what it was made from.
     entries: what `ShardWriter.finish` returned, by (pass, shard), of all.
+    vocabularies: of the tokens, as `vocabularies.Opened.describe` has them;
+      rows are framed with their ids.
 
   Returns:
-    The manifest: format, spec, totals (the shards' counts added up), fill of
-    both sides, and per pass its rows and its shards' entries.
+    The manifest: format, spec, vocabularies (fingerprints and special
+    tokens), totals (the shards' counts added up), fill of both sides, and per
+    pass its rows and its shards' entries.
   """
   passes = []
   totals: dict[str, int] = {}
@@ -296,6 +303,7 @@ def write_manifest(
   manifest = {
     'format': FORMAT,
     'spec': dataclasses.asdict(spec),
+    'vocabularies': dict(vocabularies),
     'totals': totals,
     'fill': {
       'encoder': totals['encoder_positions']
@@ -342,6 +350,7 @@ class RecordSet:
   Attributes:
     folder: where it lies.
     spec: what it was made from.
+    framing: special ids that its rows are framed with.
     manifest: the rest of what is known of it.
     starts: first row number of each pass, and the number of rows at the end.
   """
@@ -350,6 +359,7 @@ class RecordSet:
     """Use `open`."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
+    self.framing = batch.Framing.from_description(manifest['vocabularies'])
     self.manifest = manifest
     counts = [entry['rows'] for entry in manifest['passes']]
     self.starts = tuple(itertools.accumulate(counts, initial=0))

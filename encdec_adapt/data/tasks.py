@@ -25,10 +25,14 @@ from encdec_adapt.data import (
   mixtures,
   objectives,
   randomness,
+  text_split,
   vocabularies,
+  vocabulary,
 )
 
-# What an example has besides its tokens.
+# Tokens of an example; the last only where the text is split.
+_PARTS = ('inputs', 'targets', 'prefix')
+# What it has besides.
 _ABOUT = ('source', 'id', 'spans', 'shared_spans')
 _ROWS_AT_ONCE = 64
 
@@ -60,20 +64,24 @@ class SeqioVocabulary(seqio.Vocabulary):
   pieces in Gemma's own files match text.
   """
 
-  def __init__(self, vocabulary: vocabularies.Vocabulary):
+  def __init__(self, one: vocabulary.Vocabulary):
     super().__init__(extra_ids=0)
-    self._vocabulary = vocabulary
+    self._vocabulary = one
 
   @property
   def bos_id(self) -> int:
     return self._vocabulary.bos
 
   @property
+  def pad_id(self) -> int:
+    return self._vocabulary.pad
+
+  @property
   def eos_id(self) -> int:
     return self._vocabulary.eos
 
   @property
-  def unk_id(self) -> int:
+  def unk_id(self) -> int | None:
     return self._vocabulary.unk
 
   @property
@@ -171,8 +179,8 @@ class DocumentSource(seqio.DataSource):
 def make_task(
   part: mixtures.Part,
   draw: mixtures.Draw,
-  vocabulary: vocabularies.Vocabulary,
-  objective: objectives.Objective,
+  opened: vocabularies.Opened,
+  objective: objectives.Objective | text_split.TextSplit,
 ) -> seqio.Task:
   """Makes the task of a source and an objective, for a split and a pass.
 
@@ -181,11 +189,17 @@ def make_task(
   Args:
     part: the source, and how often its documents are drawn.
     draw: split, seed and pass; the task has this split only.
-    vocabulary: encodes the documents.
+    opened: encodes the documents.
     objective: made for the lengths of the rows.
   """
   source = part.source.name
-  feature = seqio.Feature(SeqioVocabulary(vocabulary), add_eos=False)
+  encoder, decoder = (
+    seqio.Feature(SeqioVocabulary(side), add_eos=False)
+    for side in (opened.encoder, opened.decoder)
+  )
+  features = {'inputs': encoder, 'targets': decoder}
+  if objective.reads == 'text':
+    features['prefix'] = decoder
   key = functools.partial(
     randomness.generator, draw.seed, draw.pass_index, source
   )
@@ -194,13 +208,13 @@ def make_task(
   return seqio.Task(
     f'{name}#{randomness.digest(source):032x}',
     source=DocumentSource(part, draw),
-    preprocessors=[
-      tokenise,
+    preprocessors=([tokenise] if objective.reads == 'tokens' else [])
+    + [
       functools.partial(
         apply_objective, objective=objective, key=key, source=source
       ),
     ],
-    output_features={'inputs': feature, 'targets': feature},
+    output_features=features,
     metric_fns=[],
   )
 
@@ -208,8 +222,8 @@ def make_task(
 def make_mixture(
   parts: Sequence[mixtures.Part],
   draw: mixtures.Draw,
-  vocabulary: vocabularies.Vocabulary,
-  objective: objectives.Objective,
+  opened: vocabularies.Opened,
+  objective: objectives.Objective | text_split.TextSplit,
 ) -> seqio.Mixture:
   """Mixes the tasks of sources; arguments as for `make_task`.
 
@@ -217,7 +231,7 @@ def make_mixture(
   examples of the tasks' shards. They come in turn: nothing is drawn here, as
   that would depend on the position.
   """
-  tasks = [make_task(part, draw, vocabulary, objective) for part in parts]
+  tasks = [make_task(part, draw, opened, objective) for part in parts]
   rates = [part.weight for part in parts]
   return seqio.Mixture(
     f'{objective.name}:mixture',
@@ -251,47 +265,55 @@ def tokenise(
 
 def apply_objective(
   dataset: tf.data.Dataset,
-  objective: objectives.Objective,
+  objective: objectives.Objective | text_split.TextSplit,
   key: Callable[[str], np.random.Generator],
   source: str,
 ) -> tf.data.Dataset:
-  """SeqIO preprocessor: 'tokens' of documents become examples.
+  """SeqIO preprocessor: documents become examples.
 
   Args:
-    dataset: of 'id' and 'tokens'.
+    dataset: of 'id' and of what the objective reads, 'tokens' or 'text'.
     objective: makes the pairs.
     key: gives an example's id its generator.
     source: name of the source, repeated in each example.
 
   Returns:
-    A dataset of 'inputs' and 'targets', int32, and what `Example` has
-    besides.
+    A dataset of the parts of a pair ('inputs', 'targets' and, where the text
+    is split, 'prefix'), int32, and what `Example` has besides.
   """
+  names = _PARTS if objective.reads == 'text' else _PARTS[:2]
 
-  def make(document_id: bytes, tokens: np.ndarray):
+  def make(document_id: bytes, content: np.ndarray):
     document = document_id.decode('utf-8')
-    pairs = list(objective.pairs(tokens, lambda i: key(f'{document}#{i}')))
+    if objective.reads == 'text':
+      # Run eagerly, TensorFlow gives an array of rank 0.
+      content = np.asarray(content, object).item().decode('utf-8')
+    pairs = list(objective.pairs(content, lambda i: key(f'{document}#{i}')))
     ids = [f'{document}#{i}'.encode() for i in range(len(pairs))]
     counts = [objective.span_counts(pair) for pair in pairs]
     parts = []
-    for side in zip(*pairs, strict=True):
+    for side in zip(*(pair.parts for pair in pairs), strict=True):
       parts += [np.concatenate(side), np.array([len(row) for row in side])]
     return (*parts, np.array(ids, object), np.array(counts, np.int32))
 
-  # [inputs, their lengths, targets, their lengths, ids, span counts]
-  types = (tf.int32, tf.int64) * 2 + (tf.string, tf.int32)
-  shapes = ([None],) * 5 + ([None, 2],)
+  # [inputs, their lengths, targets, their lengths, .., ids, span counts]
+  types = (tf.int32, tf.int64) * len(names) + (tf.string, tf.int32)
+  shapes = ([None],) * (len(types) - 1) + ([None, 2],)
 
   def examples(row):
     made = tf.numpy_function(
-      make, [row['id'], row['tokens']], types, stateful=False
+      make, [row['id'], row[objective.reads]], types, stateful=False
     )
     made = [tf.ensure_shape(m, s) for m, s in zip(made, shapes, strict=True)]
-    inputs, inputs_lengths, targets, targets_lengths, ids, counts = made
+    *sides, ids, counts = made
     ragged = functools.partial(tf.RaggedTensor.from_row_lengths, validate=False)
     return {
-      'inputs': ragged(inputs, inputs_lengths),
-      'targets': ragged(targets, targets_lengths),
+      **{
+        name: ragged(tokens, lengths)
+        for name, tokens, lengths in zip(
+          names, sides[::2], sides[1::2], strict=True
+        )
+      },
       'source': tf.fill(tf.shape(ids), source),
       'id': ids,
       'spans': counts[:, 0],
@@ -329,11 +351,12 @@ def examples(
   rows = dataset.ragged_batch(_ROWS_AT_ONCE)
   try:
     for some in rows:
+      tokens = zip(
+        *(_rows(some[name]) for name in _PARTS if name in some), strict=True
+      )
       about = (some[name].numpy().tolist() for name in _ABOUT)
-      for inputs, targets, name, example_id, *counts in zip(
-        _parts(some['inputs']), _parts(some['targets']), *about, strict=True
-      ):
-        pair = batch.Pair(inputs, targets)
+      for parts, name, example_id, *counts in zip(tokens, *about, strict=True):
+        pair = batch.Pair(*parts)
         yield Example(pair, name.decode(), example_id.decode(), *counts)
   except tf.errors.OpError:
     for failure in (task.source.failure for task in mixture.tasks):
@@ -342,6 +365,6 @@ def examples(
     raise
 
 
-def _parts(ragged: tf.RaggedTensor) -> list[np.ndarray]:
+def _rows(ragged: tf.RaggedTensor) -> list[np.ndarray]:
   """The rows of a ragged batch."""
   return np.split(ragged.values.numpy(), ragged.row_splits.numpy()[1:-1])

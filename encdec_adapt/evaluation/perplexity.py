@@ -71,7 +71,7 @@ class Evaluator:
         )
       return {name: getattr(loss, name) for name in _SUMS}
 
-    self._sums = jax.jit(sums)
+    self.sums = jax.jit(sums)
 
   def __call__(
     self,
@@ -95,7 +95,7 @@ class Evaluator:
     for batch in batches:
       fields = {name: x for name, x in batch.items() if name != 'row'}
       fields = step_lib.place_batch(fields, self._where)
-      previous, running = running, self._sums(params, fields)
+      previous, running = running, self.sums(params, fields)
       # Read one batch late, so that the next is prepared meanwhile.
       totals += _read(previous)
     totals += _read(running)

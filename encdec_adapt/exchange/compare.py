@@ -9,7 +9,6 @@ import pathlib
 import jax
 import numpy as np
 
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.exchange import facade
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
@@ -121,7 +120,7 @@ class Rows:
 def random_rows(
   model: model_config.ModelConfig, *, rows: int, length: int, seed: int
 ) -> Rows:
-  """Rows of random tokens, BOS first on the decoder's side.
+  """Rows of random tokens.
 
   Args:
     model: whose vocabularies they are of.
@@ -137,7 +136,6 @@ def random_rows(
 
   real = np.ones((rows, length), bool)
   tokens = {name: draw(stack) for name, stack in model.stacks.items()}
-  tokens['decoder'][:, 0] = min(batch_lib.BOS, model.decoder.vocab_size - 1)
   if 'encoder' not in tokens:
     return Rows(tokens['decoder'], real)
   return Rows(tokens['decoder'], real, tokens['encoder'], real)

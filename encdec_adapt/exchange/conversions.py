@@ -1,28 +1,30 @@
-"""The conversions that make a folder: import, export, adapt, merge.
+"""The conversions that make a folder: import, export, merge.
 
 Functions of flags, which `convert` defines. Each refuses bad input before it
 writes, and what it writes appears whole or not at all.
 """
 
 import json
-from typing import Any
+import pathlib
 
 from absl import flags
-import jax
 import numpy as np
 
-from encdec_adapt.adaptation import initialise, merge
-from encdec_adapt.exchange import model_card, origin, work_folder
+from encdec_adapt.adaptation import merge
+from encdec_adapt.exchange import (
+  flax_source,
+  model_card,
+  origin,
+  work_folder,
+)
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import model_configs, new_folder
-from encdec_adapt.models import build, parameters
+from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors, progress
-from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import state as state_lib
 
 
 def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
@@ -38,16 +40,25 @@ def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
 
 
 def import_folder(values: flags.FlagValues, _: list[str]) -> int:
-  """Makes a work directory of a Hugging Face folder."""
+  """Makes a work directory of a Hugging Face folder, or an authors' one."""
   command.require(values, 'source', 'output')
   work_folder.require(values.output)
-  if not source_lib.is_folder(values.source):
-    raise errors.UserError(
-      f'--source={values.source} is a work directory already; import reads'
-      ' Hugging Face folders.'
+  is_flax = _is_flax(values.source)
+  if is_flax:
+    source = flax_source.open_flax(
+      values.source,
+      values.model,
+      encoder_window=values.encoder_window,
+      vocab_multiple=values.vocab_multiple,
     )
-  source = open_source(values.source, values)
-  _print_unused(source)
+  else:
+    if values.model:
+      raise errors.UserError(
+        f'--model={values.model} is for folders of Orbax arrays;'
+        f' {values.source} has a config.json of its own.'
+      )
+    source = open_source(values.source, values)
+  print_unused(source)
   contents = work_folder.Contents(
     source.model,
     {
@@ -55,14 +66,31 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       'sources': [str(source.path)],
       'unused': source.unused,
     },
-    origin.folders(source.path),
-    source.vocabulary,
+    {} if is_flax else origin.folders(source.path),
+    source.vocabularies,
   )
   lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
   work_folder.write(values.output, contents, lazy)
   count = parameters.count(source.model)
   print(f'{values.output}: {count:,} parameters, step 0')
   return 0
+
+
+def _is_flax(path: str) -> bool:
+  """Whether import reads the authors' layout there, or a Hugging Face folder.
+
+  Raises:
+    UserError: it is neither.
+  """
+  has_config = (pathlib.Path(path) / folder_lib.CONFIG).exists()
+  if not has_config and flax_source.is_flax_folder(path):
+    return True
+  if not source_lib.is_folder(path):
+    raise errors.UserError(
+      f'--source={path} is a work directory already; import reads Hugging Face'
+      " folders, and the authors' Flax ones."
+    )
+  return False
 
 
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
@@ -76,7 +104,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   source = source_lib.open_source(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
-  fields = origin.config_fields(found)
+  opened = source.vocabularies.open() if source.vocabularies else None
+  fields = origin.config_fields(found, opened)
+  vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   export_lib.write(
@@ -90,12 +120,42 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       origin.GENERATION: json.dumps(generation, indent=2) + '\n',
       'README.md': model_card.write(source, own=own, dtype=values.dtype),
     },
-    carried=origin.tokenizer_files(found, source.vocabulary),
+    carried=origin.tokenizer_files(found, opened),
+    vision=vision,
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
   )
   print(f'{values.output}: {parameters.count(source.model):,} parameters')
   return 0
+
+
+def _vision(
+  folder: str | None,
+  model: model_config.ModelConfig,
+  found: origin.Folders,
+  *,
+  own: bool,
+) -> vision_lib.Vision | None:
+  """The vision part to export; says so where a T5Gemma 2 gets none."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if own or not is_pair or not model.decoder.cross_merged:
+    if folder:
+      raise errors.UserError(
+        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
+        ' model has no part that reads images.'
+      )
+    return None
+  part = origin.vision_part(found, folder)
+  if part is None:
+    print(
+      'only the text part is written: transformers will report as missing,'
+      f' and draw anew, {", ".join(vision_lib.MISSING)}. Give --vision=FOLDER'
+      ' to take them from another model.'
+    )
+  else:
+    part.require_fits(model)
+    print(f'vision part: {len(part.names)} tensors of {part.folder}')
+  return part
 
 
 def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
@@ -114,72 +174,6 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
     return True
   print(f'transformers loads it as {raw["architectures"][0]}.')
   return False
-
-
-def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
-  """Makes an encoder-decoder of one or two decoder-only models."""
-  command.require(values, 'encoder', 'output')
-  work_folder.require(values.output)
-  paths = [values.encoder] + ([values.decoder] if values.decoder else [])
-  sources = [_open_decoder_only(path, values) for path in paths]
-  encoder, decoder = sources[0], sources[-1]
-  _note_vocabularies(encoder, decoder)
-  target = model_config.encoder_decoder(
-    encoder.model.decoder,
-    decoder.model.decoder,
-    causal_encoder=values.causal_encoder,
-  )
-  params, report = _adapted(target, sources, values)
-  print(report.table())
-  if encoder.model.decoder.width != decoder.model.decoder.width:
-    print(
-      'the pair is unbalanced: its cross-attention is fresh. Let it warm up'
-      ' alone, with --config.train.cross_attention_warmup=1000 (arXiv'
-      ' 2504.06225) or about 5 % of the steps.'
-    )
-  contents = work_folder.Contents(
-    target,
-    {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    origin.of_pair(encoder.path, decoder.path),
-    decoder.vocabulary,
-    report,
-  )
-  work_folder.write(values.output, contents, params)
-  print(f'{values.output}: {parameters.count(target):,} parameters, step 0')
-  return 0
-
-
-def _adapted(target, sources: list[source_lib.Source], values) -> Any:
-  """Parameters of the target, and the account of where they came from."""
-  mesh = mesh_lib.make_mesh(
-    mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
-  )
-
-  def place(model: model_config.ModelConfig) -> state_lib.Placement:
-    return state_lib.Placement(
-      build.build(model), mesh, rules_lib.named('fsdp')
-    )
-
-  read = [
-    source.read(place(source.model), progress.ByteProgress('read'))
-    for source in sources
-  ]
-  reports = []
-
-  def make(rng, *params):
-    pairs = zip((source.model for source in sources), params, strict=True)
-    made, report = initialise.initialise(
-      target,
-      *pairs,
-      rng=rng,
-      cross_attention=values.cross_attention,
-      post_norm_gain=values.post_norm_gain,
-    )
-    reports.append(report)
-    return made
-
-  params = place(target).place(make, jax.random.key(values.seed), *read)
-  return params, reports[-1]
 
 
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
@@ -206,7 +200,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
     origin.folders(operands[0]),
-    sources[0].vocabulary,
+    sources[0].vocabularies,
   )
   lazy = work_folder.lazy_params(
     _averages(sources, weights), progress.ByteProgress('averaged')
@@ -229,32 +223,7 @@ def _averages(sources: list[source_lib.Source], weights: list[float]):
     )
 
 
-def _open_decoder_only(
-  path: str, values: flags.FlagValues
-) -> source_lib.Source:
-  source = open_source(path, values)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{path} is an encoder-decoder; adaptation starts from decoder-only'
-      ' models.'
-    )
-  _print_unused(source)
-  return source
-
-
-def _note_vocabularies(
-  encoder: source_lib.Source, decoder: source_lib.Source
-) -> None:
-  """Says it where the stacks may mean other text by the same id."""
-  found = [s.vocabulary_fingerprint() for s in (encoder, decoder)]
-  if found[0] != found[1]:
-    print(
-      f'note: {encoder.path} and {decoder.path} have not the same'
-      ' tokenizer.model; the two sides of an example are tokenised apart.'
-    )
-
-
-def _print_unused(source: source_lib.Source) -> None:
+def print_unused(source: source_lib.Source) -> None:
   """Says what is left out: all of it is in summary.json."""
   names: dict[str, list[str]] = {}
   for name, reason in source.unused.items():

@@ -1,6 +1,8 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks."""
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -8,8 +10,10 @@ import jax
 from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+import numpy as np
 
-from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import vocabularies
+from encdec_adapt.exchange import origin
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build
@@ -34,17 +38,27 @@ class LoadedModel:
   Attributes:
     model: functions of parameters (`models.build`).
     params: the parameters, nested, fp32.
-    vocabulary: path of its SentencePiece file, '' where there is none.
+    vocabularies: of its sides; None where there are none beside it.
+    find_special_ids: finds what `special_ids` is.
   """
 
   model: build.Model
   params: Any
-  vocabulary: str
+  vocabularies: vocabularies.Choice | None
+  find_special_ids: Callable[[], Mapping[str, int]]
 
   @property
   def config(self) -> model_config.ModelConfig:
     """Shape of the model."""
     return self.model.config
+
+  @property
+  def special_ids(self) -> Mapping[str, int]:
+    """`bos`, `eos` and `pad` of the decoder.
+
+    As far as its vocabulary or the config.json that it came with says them.
+    """
+    return self.find_special_ids()
 
   def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
     """The encoder's states after its final norm, [B, S, E].
@@ -96,9 +110,9 @@ class LoadedModel:
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    bos: int = batch_lib.BOS,
-    eos: int = batch_lib.EOS,
-    pad: int = batch_lib.PAD,
+    bos: int | None = None,
+    eos: int | Sequence[int] | None = None,
+    pad: int | None = None,
   ) -> generation.Generated:
     """Continues prompts, as `inference.generation.generate`.
 
@@ -110,10 +124,23 @@ class LoadedModel:
       top_k: only the k likeliest.
       top_p: only the likeliest that reach this probability.
       seed: of all draws.
-      bos: first token of an encoder-decoder's decoder.
-      eos: token that ends a row.
+      bos: first token of an encoder-decoder's decoder. These three are
+        `special_ids` unless they are given.
+      eos: token that ends a row, or several of them.
       pad: token after the end.
+
+    Raises:
+      UserError: one of the last three is neither given nor known.
     """
+    given = {'bos': bos, 'eos': eos, 'pad': pad}
+    ids = {name: i for name, i in given.items() if i is not None}
+    if len(ids) < len(given):
+      ids = {**self.special_ids, **ids}
+    if missing := given.keys() - ids:
+      raise errors.UserError(
+        'generate: there is no tokenizer beside the model that says its'
+        f' special ids; give {" and ".join(sorted(missing))}.'
+      )
     return generation.generate(
       self.model,
       self.params,
@@ -121,9 +148,9 @@ class LoadedModel:
       rng=jax.random.key(seed),
       max_tokens=max_tokens,
       sampling=sampling.SamplingConfig(temperature, top_k, top_p),
-      bos=bos,
-      eos=eos,
-      pad=pad,
+      bos=ids['bos'],
+      eos=np.atleast_1d(ids['eos']),
+      pad=ids['pad'],
     )
 
   def _require_encoder(self) -> None:
@@ -159,7 +186,21 @@ def load(
   where = state_lib.Placement(
     build.build(source.model, dtype=dtype), mesh, rules_lib.named('fsdp')
   )
-  return LoadedModel(where.model, source.read(where), source.vocabulary)
+  return LoadedModel(
+    where.model,
+    source.read(where),
+    source.vocabularies,
+    functools.partial(_special_ids, source),
+  )
+
+
+def _special_ids(source: source_lib.Source) -> dict[str, int]:
+  """Of the decoder's vocabulary, else of config.json."""
+  if source.vocabularies:
+    return dataclasses.asdict(source.vocabularies.open().decoder.ids)
+  fields = origin.config_fields(origin.folders(source.path))['decoder']
+  names = {name: f'{name}_token_id' for name in ('bos', 'eos', 'pad')}
+  return {n: fields[field] for n, field in names.items() if field in fields}
 
 
 def _framed(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -41,7 +41,10 @@ def _head(source: source_lib.Source) -> Iterator[str]:
     yield f'{source.path}: Hugging Face folder'
   yield f'model: {kind_of(source.model)}'
   yield f'class in transformers: {exported_as(source.model)}'
-  yield f'vocabulary: {source.vocabulary or "none beside it"}'
+  choice = source.vocabularies
+  yield f'vocabulary: {choice.decoder if choice else "none beside it"}'
+  if choice and choice.encoder:
+    yield f"the encoder's vocabulary: {choice.encoder}"
 
 
 def _sizes(source: source_lib.Source) -> Iterator[str]:

@@ -80,7 +80,10 @@ def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
   yield '| | ' + ' | '.join(model.stacks) + ' |'
   yield '|---|' + '---|' * len(model.stacks)
-  for name in ('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'):
+  names = ['layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim']
+  if any(stack.experts for stack in model.stacks.values()):
+    names += ['experts', 'experts_per_token', 'dense_layers']
+  for name in names:
     values = [str(getattr(stack, name)) for stack in model.stacks.values()]
     yield f'| {name} | ' + ' | '.join(values) + ' |'
   sizes = [str(stack.vocab_size) for stack in model.stacks.values()]

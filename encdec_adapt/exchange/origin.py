@@ -2,20 +2,22 @@
 
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder. Export carries them along.
+encoder came from another folder; so does the vision part of a T5Gemma 2.
+Export carries them along.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import os
 import pathlib
 import shutil
 from typing import Any
 
-from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
-from encdec_adapt.interop import model_configs
+from encdec_adapt.interop import model_configs, vision
 from encdec_adapt.runtime import errors
 
 FOLDER = 'hugging_face'
@@ -39,12 +41,6 @@ _GENERATION_FIELDS = (
   'top_k',
   'top_p',
 )
-# The framing of our own vocabularies.
-_OUR_IDS = {
-  'bos_token_id': batch_lib.BOS,
-  'eos_token_id': batch_lib.EOS,
-  'pad_token_id': batch_lib.PAD,
-}
 
 Folders = Mapping[str, pathlib.Path]
 
@@ -97,18 +93,59 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
     for file in (folder_lib.CONFIG, GENERATION, *TOKENIZER):
       if (path / file).is_file():
         shutil.copyfile(path / file, folder / file)
+    part = vision_part({name: path})
+    if part:
+      vision.keep(part, folder)
 
 
-def config_fields(found: Folders) -> dict[str, dict[str, Any]]:
-  """Fields of config.json to carry, by stack; ours where none were kept.
+def vision_part(
+  found: Folders, folder: str | None = None
+) -> vision.Vision | None:
+  """The vision part of a T5Gemma 2; None where there is none.
 
   Args:
     found: as `folders` gives them.
+    folder: where to take it from instead; the ids of images stay those of
+      `found`.
+
+  Raises:
+    UserError: it is incomplete, or `folder` has none.
+  """
+  file = found.get('decoder', pathlib.Path()) / folder_lib.CONFIG
+  raw = _read(file) if 'decoder' in found and file.is_file() else {}
+  is_own = raw.get('model_type') == vision.MODEL_TYPE
+  if folder is None:
+    return vision.open_vision(file.parent) if is_own else None
+  part = vision.open_vision(folder)
+  if part is None:
+    raise errors.UserError(
+      f'{folder} has no vision part: no tensor of a vision_tower. Give a'
+      ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
+    )
+  fields = {**part.fields, **vision.image_ids(raw)}
+  return dataclasses.replace(part, fields=fields)
+
+
+def config_fields(
+  found: Folders, opened: vocabularies.Opened | None = None
+) -> dict[str, dict[str, Any]]:
+  """Fields of config.json to carry, by stack.
+
+  Args:
+    found: as `folders` gives them.
+    opened: the vocabularies, whose ids are told where none were kept.
 
   Raises:
     UserError: a kept file is damaged.
   """
-  fields = {'decoder': dict(_OUR_IDS)}
+  fields = {'decoder': {}}
+  for name, one in opened.sides.items() if opened else ():
+    if name == 'decoder' or opened.differ:
+      fields[name] = {
+        'bos_token_id': one.bos,
+        'eos_token_id': one.eos,
+        'pad_token_id': one.pad,
+      }
   for name, path in found.items():
     kept = model_configs.carried_fields(_read(path / folder_lib.CONFIG))
     # The folder of a whole pair has both, that of a source the decoder's.
@@ -137,7 +174,9 @@ def generation_config(
   return content
 
 
-def tokenizer_files(found: Folders, vocabulary: str) -> dict[str, pathlib.Path]:
+def tokenizer_files(
+  found: Folders, opened: vocabularies.Opened | None
+) -> dict[str, pathlib.Path]:
   """Tokenizer files to carry: name in the new folder -> file.
 
   An encoder's own go to the folder encoder/, where they are not the
@@ -145,20 +184,30 @@ def tokenizer_files(found: Folders, vocabulary: str) -> dict[str, pathlib.Path]:
 
   Args:
     found: as `folders` gives them.
-    vocabulary: SentencePiece file of the model, carried where no tokenizer
-      was kept; '' for none.
+    opened: vocabularies of the model, carried where no tokenizer was kept.
   """
-  files = _tokenizer(found['decoder']) if 'decoder' in found else {}
-  if not files and vocabulary:
-    files['tokenizer.model'] = pathlib.Path(vocabulary)
-  if 'encoder' in found:
-    own = _tokenizer(found['encoder'])
-    if any(
-      name not in files or path.read_bytes() != files[name].read_bytes()
-      for name, path in own.items()
-    ):
-      files |= {f'encoder/{name}': path for name, path in own.items()}
+  sides = {name: _tokenizer(path) for name, path in found.items()}
+  if opened:
+    for name, one in opened.sides.items():
+      if not sides.get(name) and (name == 'decoder' or opened.differ):
+        sides[name] = vocabulary_files(one)
+  files = dict(sides.get('decoder', {}))
+  own = sides.get('encoder', {})
+  if any(
+    name not in files or path.read_bytes() != files[name].read_bytes()
+    for name, path in own.items()
+  ):
+    files |= {f'{source_lib.ENCODER}/{name}': p for name, p in own.items()}
   return files
+
+
+def vocabulary_files(
+  one: vocabulary.Vocabulary,
+) -> dict[str, pathlib.Path]:
+  """Files of a vocabulary, by their names in a tokenizer's folder."""
+  if len(one.files) == 1 and one.files[0].suffix != '.json':
+    return {vocabularies.SENTENCEPIECE: one.files[0]}
+  return {file.name: file for file in one.files if file.name in TOKENIZER}
 
 
 def _tokenizer(folder: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -1,8 +1,7 @@
 """A model on disk, whoever wrote it: a run of ours or a Hugging Face folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -12,15 +11,16 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.data import vocabularies
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
-from encdec_adapt.training import checkpoint
+from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
 OnProgress = Callable[[int, int], None]
-_SENTENCEPIECE = 'tokenizer.model'
+ENCODER = 'encoder'  # Folder of an encoder's own tokenizer in a folder.
 _TOGETHER = 128 << 20  # Bytes of a checkpoint that are read at a time.
 
 
@@ -31,7 +31,7 @@ class Source:
   Attributes:
     path: where it is.
     model: its config.
-    vocabulary: path of its SentencePiece file, '' where there is none.
+    vocabularies: of its sides; None where there are none beside it.
     arrays: every parameter, unread, in the order of the parameter table.
     read: a placement of that model -> its parameters, sharded, fp32. May be
       told whom to call with the bytes read and those to read.
@@ -41,7 +41,7 @@ class Source:
 
   path: pathlib.Path
   model: model_config.ModelConfig
-  vocabulary: str
+  vocabularies: vocabularies.Choice | None
   arrays: Callable[[], Iterator[folder_lib.LazyArray]]
   read: Callable[..., Any]
   step: int | None = None
@@ -51,13 +51,6 @@ class Source:
   def is_run(self) -> bool:
     """Whether it is a work directory, and no Hugging Face folder."""
     return self.step is not None
-
-  def vocabulary_fingerprint(self) -> str | None:
-    """As `data.vocabularies` has it; None where there is no vocabulary."""
-    if not self.vocabulary:
-      return None
-    data = pathlib.Path(self.vocabulary).read_bytes()
-    return hashlib.sha256(data).hexdigest()
 
 
 def open_source(
@@ -85,7 +78,7 @@ def open_source(
     return _open_folder(path, encoder_window, vocab_multiple)
   settings = config_lib.load_run(str(path))
   found = checkpoint.open_latest(path)
-  vocabulary = pathlib.Path(settings.data.vocabulary)
+  choice = settings.data.vocabularies
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
     del on_progress  # Orbax reads all at once.
@@ -94,11 +87,39 @@ def open_source(
   return Source(
     path,
     settings.model,
-    str(vocabulary) if vocabulary.exists() else '',
+    choice if vocabularies.exists(choice.decoder) else None,
     lambda: _stored_arrays(found, settings.model),
     read,
     found.step,
   )
+
+
+def vocabularies_of_pair(
+  encoder: Source, decoder: Source
+) -> vocabularies.Choice | None:
+  """Vocabularies of an encoder-decoder that is made of two models.
+
+  Args:
+    encoder: the decoder-only model that the encoder comes from.
+    decoder: the same of the decoder.
+
+  Returns:
+    The decoder's, and the encoder's where its ids mean other text; None where
+    the decoder has none.
+
+  Raises:
+    UserError: a tokenizer is damaged.
+  """
+  own, theirs = decoder.vocabularies, encoder.vocabularies
+  if own is None or theirs is None or own.decoder == theirs.decoder:
+    return own
+  digests = {
+    vocabularies.open_vocabulary(choice.decoder).tokens_digest
+    for choice in (own, theirs)
+  }
+  if len(digests) == 1:
+    return own
+  return dataclasses.replace(own, encoder=theirs.decoder)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -109,9 +130,16 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   """
   file = pathlib.Path(path) / folder_lib.CONFIG
   if not file.exists():
+    is_flax = orbax_folder.is_orbax_folder(path)
     raise errors.UserError(
-      f'{path} holds no model: it has no {folder_lib.CONFIG}. Give the work'
-      ' directory of a training job, or a Hugging Face folder.'
+      f'{path} holds no model: it has no {folder_lib.CONFIG}. '
+      + (
+        'It has arrays of Orbax: make a work directory of it with `convert'
+        ' import`.'
+        if is_flax
+        else 'Give the work directory of a training job, or a Hugging Face'
+        ' folder.'
+      )
     )
   try:
     content = json.loads(file.read_bytes())
@@ -129,27 +157,53 @@ def _open_folder(
   opened = folder_lib.ModelFolder.open(
     path, encoder_window=encoder_window, vocab_multiple=vocab_multiple
   )
-  sentencepiece = path / _SENTENCEPIECE
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
-    arrays = list(opened.arrays())
-    total, done = sum(array.nbytes for array in arrays), 0
-    placed = {}
-    for array in arrays:
-      placed[array.path] = _place(array, where.parameters[array.path])
-      done += array.nbytes
-      if on_progress:
-        on_progress(done, total)
-    return state_lib.unflatten(placed)
+    return read_placed(opened.arrays(), where, on_progress)
 
   return Source(
     path,
     opened.config,
-    str(sentencepiece) if sentencepiece.exists() else '',
+    vocabularies_in(path),
     opened.arrays,
     read,
     unused=dict(opened.unused),
   )
+
+
+def vocabularies_in(path: pathlib.Path) -> vocabularies.Choice | None:
+  """Those of a Hugging Face folder; an encoder's own are in a folder of it."""
+  decoder = vocabularies.file_in(path)
+  encoder = vocabularies.file_in(path / ENCODER)
+  if decoder is None:
+    return None
+  return vocabularies.Choice(str(decoder), str(encoder) if encoder else '')
+
+
+def read_placed(
+  arrays: Iterable[folder_lib.LazyArray],
+  where: state_lib.Placement,
+  on_progress: OnProgress | None = None,
+) -> Any:
+  """Reads parameters one after another to where they belong, fp32.
+
+  Args:
+    arrays: every parameter of the model.
+    where: placement of that model.
+    on_progress: called with the bytes read and those to read.
+
+  Returns:
+    The parameters, nested, sharded.
+  """
+  arrays = list(arrays)
+  total, done = sum(array.nbytes for array in arrays), 0
+  placed = {}
+  for array in arrays:
+    placed[array.path] = _place(array, where.parameters[array.path])
+    done += array.nbytes
+    if on_progress:
+      on_progress(done, total)
+  return state_lib.unflatten(placed)
 
 
 def _place(

@@ -13,11 +13,12 @@ import pathlib
 import shutil
 from typing import Any
 
+import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.data import vocabularies
+from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.exchange import origin
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import folder as folder_lib
@@ -30,8 +31,7 @@ from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
 _BASE = pathlib.Path(__file__).parents[2] / 'configs' / 'base.py'
-# Below the folder, so that it moves with it (`config.DataConfig.vocabulary`).
-_VOCABULARY = pathlib.PurePath('records', 'vocabulary.model')
+_VOCABULARY = 'vocabulary'  # Folder with one folder per side.
 _LENGTH = 256  # Tokens of either side, where a configuration wants to know.
 
 
@@ -43,14 +43,14 @@ class Contents:
     model: the model.
     made_by: `command` and `sources`, the folders it was made from.
     kept: Hugging Face files (`origin`).
-    vocabulary: SentencePiece file of the decoder, '' for none.
+    choice: of vocabularies; None for none.
     coverage: the account of an adaptation.
   """
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
   kept: origin.Folders
-  vocabulary: str = ''
+  choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
 
 
@@ -67,7 +67,9 @@ def require(output: str | os.PathLike[str]) -> None:
 def lazy_params(
   arrays: Iterable[folder_lib.LazyArray], on_progress: source_lib.OnProgress
 ) -> Any:
-  """Parameters for `write`, each read when it is written.
+  """Parameters for `write`, each read when it is written, in its own dtype.
+
+  Whoever reads the checkpoint gets float32: half the bytes say as much.
 
   Args:
     arrays: every parameter of the model.
@@ -78,7 +80,7 @@ def lazy_params(
 
   def make(array: folder_lib.LazyArray) -> np.ndarray:
     nonlocal done
-    made = np.asarray(array, np.float32)
+    made = np.asarray(array)
     done += array.nbytes
     on_progress(done, total)
     return made
@@ -86,7 +88,7 @@ def lazy_params(
   return state_lib.unflatten(
     {
       array.path: streamed.Leaf(
-        array.shape, np.dtype(np.float32), functools.partial(make, array)
+        array.shape, array.dtype, functools.partial(make, array)
       )
       for array in arrays
     }
@@ -104,22 +106,23 @@ def write(
     params: nested parameters: arrays, or as `lazy_params` gives them.
 
   Raises:
-    UserError: the folder is taken or cannot be written, or the vocabulary has
-      more pieces than the table rows.
+    UserError: the folder is taken or cannot be written, or a vocabulary has
+      more tokens than the table rows.
     CheckpointError: the checkpoint was not written.
   """
   output = pathlib.Path(output)
-  usable = _check_vocabulary(contents)
+  opened = _open_vocabularies(contents)
   config = _config(contents.model)
+  if opened:
+    _name_vocabularies(config.data, contents.choice, opened)
   settings = config_lib.load(config, str(output))
   if settings.model != contents.model:
     raise ValueError(
       'the configuration says another model: '
       + '; '.join(model_config.differences(settings.model, contents.model))
     )
-  disk.require_space(
-    output, 4 * parameters.count(contents.model), what='the parameters'
-  )
+  nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  disk.require_space(output, nbytes, what='the parameters')
   sources = dict.fromkeys(contents.made_by['sources'])
   counted = [
     path
@@ -140,9 +143,8 @@ def write(
   with new_folder.new_folder(output) as draft:
     config_lib.save(config, str(draft))
     files.write_json(draft / accounting.SUMMARY, summary)
-    if usable:
-      (draft / _VOCABULARY).parent.mkdir()
-      shutil.copyfile(contents.vocabulary, draft / _VOCABULARY)
+    if opened:
+      _keep_vocabularies(draft, opened)
     origin.keep(draft, contents.kept)
     if contents.coverage:
       files.write_json(draft / COVERAGE, contents.coverage.to_json())
@@ -150,6 +152,7 @@ def write(
       'config': config.to_dict(),
       'environment': environment.report(),
       'made_by': contents.made_by,
+      'vocabularies': opened.describe() if opened else None,
     }
     _save(draft / checkpoint.FOLDER, params, meta)
 
@@ -195,28 +198,54 @@ def _base_module():
   return module
 
 
-def _check_vocabulary(contents: Contents) -> bool:
-  """Whether the vocabulary is one that our data pipeline reads.
+def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
+  """The vocabularies, where our data pipeline reads them.
 
   Raises:
-    UserError: it has more pieces than the table has rows.
+    UserError: one has more tokens than the table has rows.
   """
-  if not contents.vocabulary:
+  if contents.choice is None:
     print(
-      'note: no tokenizer.model beside the weights, so there is no vocabulary'
-      ' for training and generating from text; give config.data.vocabulary.'
+      'note: no tokenizer beside the weights, so there is no vocabulary for'
+      ' training and generating from text; give config.data.vocabulary.'
     )
-    return False
+    return None
   try:
-    vocabulary = vocabularies.Vocabulary(contents.vocabulary)
+    opened = contents.choice.open()
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')
-    return False
-  for name, stack in contents.model.stacks.items():
-    if vocabulary.size > stack.vocab_size:
-      raise errors.UserError(
-        f'{contents.vocabulary} has {vocabulary.size} pieces, and the'
-        f" {name}'s table {stack.vocab_size} rows; it is the tokenizer of"
-        ' another model.'
-      )
-  return True
+    return None
+  for side, stack in contents.model.stacks.items():
+    vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
+  return opened
+
+
+def _kept_sides(
+  opened: vocabularies.Opened,
+) -> dict[str, vocabulary.Vocabulary]:
+  """The vocabularies that there are, by side."""
+  return opened.sides if opened.differ else {'decoder': opened.decoder}
+
+
+def _name_vocabularies(
+  data: Any, choice: vocabularies.Choice, opened: vocabularies.Opened
+) -> None:
+  """Writes the section `data`: paths that move with the folder."""
+  keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
+  for side, one in _kept_sides(opened).items():
+    below = f'{config_lib.WORKDIR}/{_VOCABULARY}/{side}'
+    data[keys[side]] = below if one.files else choice.path(side)
+  data.add_sentinels = choice.added_sentinels
+
+
+def _keep_vocabularies(
+  draft: pathlib.Path, opened: vocabularies.Opened
+) -> None:
+  """Copies the files of the vocabularies, and those that name their ids."""
+  for side, one in _kept_sides(opened).items():
+    folder = draft / _VOCABULARY / side
+    names = origin.vocabulary_files(one)
+    names |= {file.name: file for file in one.files if file.suffix == '.json'}
+    for name, file in names.items():
+      folder.mkdir(parents=True, exist_ok=True)
+      shutil.copyfile(file, folder / name)

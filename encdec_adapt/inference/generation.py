@@ -56,9 +56,9 @@ def generate_tokens(
   rows: Int[Array, 'B'] | None = None,
   max_tokens: int,
   sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig(),
-  bos: int = 2,
-  eos: int = 1,
-  pad: int = 0,
+  bos: int,
+  eos: Int[Array, 'k'],
+  pad: int,
 ) -> Generated:
   """Continues a batch of prompts; to be traced (`generate` is it jitted).
 
@@ -75,7 +75,7 @@ def generate_tokens(
     max_tokens: n, at least 1; the loop ends earlier if all rows have ended.
     sampling: how tokens are chosen.
     bos: first token of an encoder-decoder's decoder.
-    eos: token that ends a row.
+    eos: tokens that end a row.
     pad: token after the end.
 
   Returns:
@@ -190,7 +190,7 @@ def _choose(
   *,
   row_keys: jax.Array,
   sampling: sampling_lib.SamplingConfig,
-  eos: int,
+  eos: jax.Array,
   pad: int,
 ) -> _Loop:
   """Chooses each row's next token from logits [B, V] and writes it down."""
@@ -206,7 +206,7 @@ def _choose(
     step=loop.step + 1,
     last=chosen,
     position=loop.position + 1,
-    done=loop.done | (chosen == eos),
+    done=loop.done | jnp.isin(chosen, eos),
     generated=Generated(
       tokens=so_far.tokens.at[:, loop.step].set(chosen),
       lengths=so_far.lengths + ~loop.done,

@@ -19,8 +19,10 @@ from encdec_adapt.interop import (
   own_config,
   tensor_folder,
   tensor_writer,
+  transposing,
   weights,
 )
+from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 
@@ -35,6 +37,7 @@ def write(
   fields: Mapping[str, Mapping[str, Any]] | None = None,
   texts: Mapping[str, str] | None = None,
   carried: Mapping[str, pathlib.Path] | None = None,
+  vision: vision_lib.Vision | None = None,
   shard_bytes: int = tensor_writer.SHARD_BYTES,
   on_progress: Callable[[int, int], None] | None = None,
 ) -> pathlib.Path:
@@ -52,6 +55,7 @@ def write(
     texts: further files, name -> text.
     carried: further files, name -> the file to copy, such as the
       tokenizer's. A name may lie in a folder.
+    vision: the vision part of a T5Gemma 2, in its own dtype; None for none.
     shard_bytes: size at which a new file begins.
     on_progress: called with the bytes written and those to write.
 
@@ -67,6 +71,8 @@ def write(
   else:
     raw, layout = model_configs.raw_from_model(config)
   raw = model_configs.with_fields(raw, fields or {})
+  if vision is not None:
+    raw = vision_lib.with_vision(raw, vision)
   folder = pathlib.Path(folder)
   plans = _plan(config, layout, params, dtype)
   with new_folder.new_folder(folder) as draft:
@@ -78,6 +84,8 @@ def write(
       shutil.copyfile(path, draft / name)
     for name, content in (texts or {}).items():
       (draft / name).write_text(content, encoding='utf-8')
+    if vision is not None:
+      plans += vision.planned()
     tensor_writer.write_tensors(
       draft, plans, shard_bytes=shard_bytes, on_progress=on_progress
     )
@@ -97,12 +105,14 @@ def _plan(
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
     kind = np.dtype(dtype or stored.dtype)
+    place = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
-      ours = stored if leaf.index is None else stored[leaf.index]
+      ours = stored[place] if place else stored
       theirs = weight.to_theirs(np.asarray(ours))
       with np.errstate(over='ignore'):  # It is looked for below.
         made = theirs.astype(kind, copy=False)
+      made = transposing.in_order(made)
       tensor_folder.check_finite(
         weight.leaf, made, f'the {kind} form of the parameters'
       )

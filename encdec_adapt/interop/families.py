@@ -9,9 +9,9 @@ Names, defaults and rules: transformers 5.23, `configuration_<family>.py`.
 from collections.abc import Callable, Mapping
 import dataclasses
 import types
-from typing import Any
+from typing import Any, Literal
 
-from encdec_adapt.interop import weights
+from encdec_adapt.interop import raw_fields, rotary_fields, weights
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -30,13 +30,7 @@ _COMMON = {
 }
 _KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
-_ROPE = {
-  'factor': 'rope_factor',
-  'low_freq_factor': 'rope_low_factor',
-  'high_freq_factor': 'rope_high_factor',
-  'original_max_position_embeddings': 'rope_original_length',
-}
-_ROPE_FIELDS = {'linear': list(_ROPE)[:1], 'llama3': list(_ROPE)}
+_FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +42,12 @@ class Family:
     architecture: class that transformers loads it with.
     layout: names of its tensors.
     activation: the field that names the activation.
-    bias: our `attention_bias` where its file sets `attention_bias`, or what
-      it always has, with `bias_is_fixed`.
+    bias: our `attention_bias` where its file sets `bias_field`, or what it
+      always has, with `bias_is_fixed`.
+    bias_field: the field that says whether it has biases.
+    windows: which layers may have one: 'layers' any, 'all' all or none,
+      'none' none.
+    aliases: other spellings of their fields -> the one used here.
     fields: their field -> ours, beside the common ones.
     fixed: fields of ours that every model of the family has.
     defaults: their fields where a file is silent, as its class has them.
@@ -62,6 +60,9 @@ class Family:
   activation: str = 'hidden_act'
   bias: str = 'qkvo'
   bias_is_fixed: bool = False
+  bias_field: str = 'attention_bias'
+  windows: Literal['layers', 'all', 'none'] = 'layers'
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -96,6 +97,23 @@ def _mistral_kinds(raw: Raw) -> list[str]:
   if raw.get('sliding_window') is None:
     return ['full_attention']
   return ['sliding_attention']
+
+
+def _all_or_none(raw: Raw) -> list[str]:
+  """Sliding where the window is used at all."""
+  if not raw['use_sliding_window']:
+    return ['full_attention']
+  return _mistral_kinds(raw)
+
+
+def _full(raw: Raw) -> list[str]:
+  """No window that is not listed: versions differ in which layers have it."""
+  if raw['use_sliding_window']:
+    raise errors.UserError(
+      'the config.json sets use_sliding_window without layer_types; versions'
+      ' of transformers differ in which layers then have a window. List them.'
+    )
+  return ['full_attention']
 
 
 _GEMMA_FIELDS = {
@@ -136,6 +154,21 @@ _QWEN_DEFAULTS = {
   'max_window_layers': 28,
   'sliding_window': 4096,
 }
+_MOE_FIELDS = {
+  'num_experts': 'experts',
+  'num_experts_per_tok': 'experts_per_token',
+  'moe_intermediate_size': 'expert_mlp_width',
+  'norm_topk_prob': 'norm_topk',
+}
+_QWEN_MOE_DEFAULTS = {
+  **_PLAIN_DEFAULTS,
+  'vocab_size': 151936,
+  'use_sliding_window': False,
+  'sliding_window': 4096,
+  'norm_topk_prob': False,
+  'mlp_only_layers': None,
+  'decoder_sparse_step': 1,
+}
 
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
   {
@@ -175,6 +208,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'llama',
         'LlamaForCausalLM',
         weights.DECODER_ONLY_LLAMA,
+        windows='none',
         fixed=_PLAIN,
         defaults={**_PLAIN_DEFAULTS, 'vocab_size': 32000},
       ),
@@ -184,6 +218,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_LLAMA,
         bias='none',
         bias_is_fixed=True,
+        windows='all',
         fixed=_PLAIN,
         defaults={
           **_PLAIN_DEFAULTS,
@@ -210,6 +245,71 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         defaults={**_PLAIN_DEFAULTS, **_QWEN_DEFAULTS, 'head_dim': 128},
         layer_types=_qwen_kinds,
       ),
+      Family(
+        'mixtral',
+        'MixtralForCausalLM',
+        weights.DECODER_ONLY_MIXTRAL,
+        bias='none',
+        bias_is_fixed=True,
+        windows='all',
+        aliases={'num_experts': 'num_local_experts'},
+        fields={
+          'num_local_experts': 'experts',
+          'num_experts_per_tok': 'experts_per_token',
+        },
+        fixed={**_PLAIN, 'norm_topk': True},
+        defaults={
+          **_PLAIN_DEFAULTS,
+          'vocab_size': 32000,
+          'num_key_value_heads': 8,
+          'rms_norm_eps': 1e-5,
+          'rope_theta': 1e6,
+          'num_local_experts': 8,
+          'num_experts_per_tok': 2,
+        },
+        layer_types=_mistral_kinds,
+      ),
+      Family(
+        'qwen2_moe',
+        'Qwen2MoeForCausalLM',
+        weights.DECODER_ONLY_QWEN_MOE,
+        bias='qkv',
+        bias_field='qkv_bias',
+        aliases={'num_local_experts': 'num_experts'},
+        fields={
+          **_MOE_FIELDS,
+          'shared_expert_intermediate_size': 'shared_expert_width',
+        },
+        fixed={**_PLAIN, 'shared_expert_gate': True},
+        defaults={
+          **_QWEN_MOE_DEFAULTS,
+          'qkv_bias': True,
+          'num_experts': 60,
+          'num_experts_per_tok': 4,
+          'moe_intermediate_size': 1408,
+          'shared_expert_intermediate_size': 5632,
+        },
+        layer_types=_full,
+      ),
+      Family(
+        'qwen3_moe',
+        'Qwen3MoeForCausalLM',
+        weights.DECODER_ONLY_QWEN_MOE,
+        windows='all',
+        # Its files have the first name, and as transformers 5 writes them
+        # the second.
+        aliases={'num_local_experts': 'num_experts'},
+        fields=_MOE_FIELDS,
+        fixed={**_PLAIN, 'qk_norm': True},
+        defaults={
+          **_QWEN_MOE_DEFAULTS,
+          'num_key_value_heads': 4,
+          'num_experts': 128,
+          'num_experts_per_tok': 8,
+          'moe_intermediate_size': 768,
+        },
+        layer_types=_all_or_none,
+      ),
     )
   }
 )
@@ -228,7 +328,11 @@ def stack_from_raw(
   Raises:
     UserError: a missing field, or a value that we have no model for.
   """
-  raw = {**family.defaults, **raw}
+  spelled = {
+    name: raw[other] for other, name in family.aliases.items() if other in raw
+  }
+  raw_fields.check(raw, file)
+  raw = {**family.defaults, **spelled, **raw}
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
     if raw.get(theirs) is not None:
@@ -246,15 +350,21 @@ def stack_from_raw(
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])
-  fields['query_scale'] = float(fields['query_scale'])
+  for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
+    if fields[ours] is not None:
+      fields[ours] = float(fields[ours])
   fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
-  biased = family.bias_is_fixed or raw.get('attention_bias')
+  biased = family.bias_is_fixed or raw.get(family.bias_field)
   fields['attention_bias'] = family.bias if biased else 'none'
   fields['mlp_bias'] = bool(raw.get('mlp_bias'))
   fields['pattern'] = _pattern(raw, family, file)
-  if raw.get('sliding_window') is not None:
+  if raw.get('sliding_window'):  # Qwen 2 MoE writes 0 for none.
     fields['window'] = raw['sliding_window']
-  fields |= _rope(raw, family, file)
+  fields |= rotary_fields.fields_from_raw(
+    raw, file, local_theta=family.local_theta
+  )
+  if 'mlp_only_layers' in raw:
+    fields['dense_layers'] = _dense_layers(raw, file)
   if raw.get('use_bidirectional_attention'):
     raise errors.UserError(
       f'{file} sets use_bidirectional_attention; only causal decoders are'
@@ -271,6 +381,7 @@ def raw_from_stack(
   Raises:
     UserError: the stack is not one of the family's.
   """
+  _check_windows(stack, family)
   raw: dict[str, Any] = {
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
@@ -287,12 +398,17 @@ def raw_from_stack(
     # Read by older versions, which do not know layer_types.
     raw['max_window_layers'] = raw['layer_types'].count('full_attention')
   if not family.bias_is_fixed:
-    raw['attention_bias'] = stack.attention_bias != 'none'
+    raw[family.bias_field] = stack.attention_bias != 'none'
   if 'mlp_bias' in family.defaults:
     raw['mlp_bias'] = stack.mlp_bias
   if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
-  raw['rope_parameters'] = _raw_rope(stack, family)
+  if 'mlp_only_layers' in family.defaults:
+    raw['decoder_sparse_step'] = 1
+    raw['mlp_only_layers'] = list(range(stack.dense_layers))
+  raw['rope_parameters'] = rotary_fields.raw_from_stack(
+    stack, local_theta=family.local_theta
+  )
   back = stack_from_raw(raw, family, 'the exported config')
   silent = {
     'vocab_multiple': stack.vocab_multiple,
@@ -312,6 +428,32 @@ def raw_from_stack(
   return raw
 
 
+def _dense_layers(raw: Raw, file: str) -> int:
+  """How many layers have no experts: the first ones or none."""
+  dense = sorted(raw['mlp_only_layers'] or ())
+  if raw['decoder_sparse_step'] != 1 or dense != list(range(len(dense))):
+    raise errors.UserError(
+      f'{file} has decoder_sparse_step = {raw["decoder_sparse_step"]} and'
+      f' mlp_only_layers = {dense}; we have layers without experts only before'
+      ' those with them: 1, and [0, 1, ..].'
+    )
+  return len(dense)
+
+
+def _check_windows(stack: config_lib.StackConfig, family: Family) -> None:
+  """Refuses windows that the family's class would not look at."""
+  kinds = {stack.layer_kind(i) for i in range(stack.layers)}
+  if family.windows == 'none' and 'local' in kinds:
+    raise errors.UserError(
+      f'it has local layers, and a {family.model_type} model has none.'
+    )
+  if family.windows == 'all' and len(kinds) > 1:
+    raise errors.UserError(
+      f'it has local and global layers, and those of a {family.model_type}'
+      ' model are all alike.'
+    )
+
+
 def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
   if raw.get(field) not in choices:
     raise errors.UserError(
@@ -328,6 +470,13 @@ def _pattern(
   named = raw.get('layer_types')
   if named is None:
     named = family.layer_types(raw)
+  elif family.windows != 'layers' and (
+    set(named) != (usual := set(family.layer_types(raw)))
+  ):
+    raise errors.UserError(
+      f'{file} lists layer_types {", ".join(sorted(set(named)))}; with this'
+      f' sliding_window, {family.model_type} has {", ".join(usual)} only.'
+    )
   elif len(named) != layers:
     raise errors.UserError(
       f'{file} lists {len(named)} layer_types for {layers} layers.'
@@ -339,7 +488,7 @@ def _pattern(
       )
   kinds = [_KINDS[kind] for kind in named]
   kinds = [kinds[i % len(kinds)] for i in range(layers)]
-  if 'local' in kinds and raw.get('sliding_window') is None:
+  if 'local' in kinds and not raw.get('sliding_window'):
     raise errors.UserError(
       f'{file} has sliding_attention layers and no sliding_window.'
     )
@@ -349,58 +498,3 @@ def _pattern(
     if all(kinds[i] == kinds[i % p] for i in range(layers))
   )
   return tuple(kinds[:period])
-
-
-def _rope(raw: Raw, family: Family, file: str) -> dict[str, Any]:
-  """Our rotary fields, from either spelling."""
-  given = raw.get('rope_parameters')
-  local: Raw = {}
-  if given is None:  # transformers 4.
-    full = {'rope_theta': raw['rope_theta'], **(raw.get('rope_scaling') or {})}
-    if family.local_theta:
-      local = {'rope_theta': raw['rope_local_base_freq']}
-  elif any(isinstance(value, Mapping) for value in given.values()):
-    full = given['full_attention']
-    local = given.get('sliding_attention', full)
-  else:
-    full = given
-  kind = full.get('rope_type', full.get('type', 'default'))
-  if kind not in ('default', *_ROPE_FIELDS):
-    raise errors.UserError(
-      f'{file} scales its rotary embedding by {kind!r}; we have default,'
-      f' {", ".join(_ROPE_FIELDS)}.'
-    )
-  fields: dict[str, Any] = {
-    'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
-    'rope_scaling': 'none' if kind == 'default' else kind,
-  }
-  for name in _ROPE_FIELDS.get(kind, ()):
-    if name not in full:
-      raise errors.UserError(
-        f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
-      )
-    whole = _ROPE[name] == 'rope_original_length'
-    fields[_ROPE[name]] = (int if whole else float)(full[name])
-  if local and dict(local) != dict(full):
-    if local.get('rope_type', 'default') != 'default':
-      raise errors.UserError(
-        f'{file} scales the rotary embedding of sliding layers by'
-        f' {local["rope_type"]!r}; only that of full layers can be scaled.'
-      )
-    theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
-    fields['local_rope_theta'] = float(theta)
-  return fields
-
-
-def _raw_rope(stack: config_lib.StackConfig, family: Family) -> dict[str, Any]:
-  """`rope_parameters` of a stack."""
-  kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
-  full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
-  for name in _ROPE_FIELDS.get(kind, ()):
-    full[name] = getattr(stack, _ROPE[name])
-  if not family.local_theta:
-    return full
-  local = full
-  if stack.local_rope_theta is not None:
-    local = {'rope_type': 'default', 'rope_theta': stack.local_rope_theta}
-  return {'full_attention': full, 'sliding_attention': local}

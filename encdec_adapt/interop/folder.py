@@ -13,6 +13,8 @@ from encdec_adapt.interop import (
   model_configs,
   safetensors_header,
   tensor_folder,
+  transposing,
+  vision,
   weights,
 )
 from encdec_adapt.models import config as config_lib
@@ -46,16 +48,42 @@ class LazyArray:
     """Bytes of the whole array as it is stored."""
     return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-  def __getitem__(self, layer: int) -> np.ndarray:
-    """One layer of an array with a `layers` axis."""
-    rest = tuple(slice(None) for _ in self.shape[1:])
-    return self.read((slice(layer, layer + 1), *rest))[0]
+  def __getitem__(self, place: int | tuple[int, ...]) -> np.ndarray:
+    """What is at a place on the first axes: a layer, an expert of it."""
+    place = place if isinstance(place, tuple) else (place,)
+    ones = tuple(slice(i, i + 1) for i in place)
+    rest = tuple(slice(None) for _ in self.shape[len(place) :])
+    return self.read((*ones, *rest))[(0,) * len(place)]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     """The whole array."""
     del copy
     whole = self.read(tuple(slice(None) for _ in self.shape))
     return whole if dtype is None else whole.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+  """A tensor of a layout, as it lies in a folder.
+
+  Attributes:
+    tensor: name in the folder.
+    shape: of the piece.
+    place: number and rows in a tensor of all experts, None for all of it.
+  """
+
+  tensor: str
+  shape: tuple[int, ...]
+  place: tuple[int, slice] | None
+
+  def read(self, tensors: tensor_folder.TensorFolder) -> np.ndarray:
+    if self.place is None:
+      return tensors.read(self.tensor)
+    number, rows = self.place
+    return tensors.read(self.tensor, slice(number, number + 1))[0][rows]
+
+
+_Found = dict[str, list[tuple[weights.Weight, _Piece]]]
 
 
 class ModelFolder:
@@ -73,7 +101,7 @@ class ModelFolder:
     config: config_lib.ModelConfig,
     raw: families.Raw,
     tensors: tensor_folder.TensorFolder,
-    found: Mapping[str, tuple[weights.Weight, str]],
+    found: _Found,
     unused: Mapping[str, str],
   ):
     """Use `open`, which checks what it is given."""
@@ -123,8 +151,8 @@ class ModelFolder:
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = leaves[names[0]].index is not None
-      weight, tensor = self._found[names[0]]
-      dtype = self.tensors.tensors[tensor].dtype
+      _, piece = self._found[names[0]][0]
+      dtype = self.tensors.tensors[piece.tensor].dtype
 
       def read(index, names=tuple(names), stacked=stacked):
         if not stacked:
@@ -136,10 +164,18 @@ class ModelFolder:
 
   def _read(self, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
     """Part of our leaf; of the file only that part is read."""
-    weight, name = self._found[leaf]
-    part = weight.to_ours(self.tensors.read(name))[index]
-    file = str(self.tensors.tensors[name].file)
-    tensor_folder.check_finite(name, part, file)
+    found = self._found[leaf]
+    if found[0][0].part is None:
+      return self._read_tensor(*found[0], index)
+    chosen = found[index[0]]
+    return np.stack([self._read_tensor(*one, index[1:]) for one in chosen])
+
+  def _read_tensor(
+    self, weight: weights.Weight, piece: _Piece, index: tuple[slice, ...]
+  ) -> np.ndarray:
+    part = transposing.in_order(weight.to_ours(piece.read(self.tensors))[index])
+    file = str(self.tensors.tensors[piece.tensor].file)
+    tensor_folder.check_finite(piece.tensor, part, file)
     return part
 
 
@@ -156,9 +192,9 @@ def _match(
   config: config_lib.ModelConfig,
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
-) -> tuple[dict[str, tuple[weights.Weight, str]], dict[str, str]]:
-  """Our leaf -> its weight and tensor; tensors that are none -> why."""
-  present = {layout.canonical(name): name for name in tensors.tensors}
+) -> tuple[_Found, dict[str, str]]:
+  """Our leaf -> its weights and tensors; tensors that are none -> why."""
+  present = _pieces(layout, tensors)
   wanted = weights.weights(config, layout)
   missing = [name for name in wanted if name not in present]
   if missing:
@@ -168,26 +204,47 @@ def _match(
       + ', which its config.json asks for. The folder is incomplete, or the'
       ' config is of another model.'
     )
-  found, unused = {}, {}
-  for canonical, name in present.items():
-    weight = wanted.get(canonical)
+  unused = {}
+  for canonical, piece in present.items():
+    weight, name = wanted.get(canonical), piece.tensor
     info = tensors.tensors[name]
     if weight is None:
       unused[name] = _why_unused(name, layout, info.file)
       continue
-    if tuple(info.shape) != weight.their_shape:
+    if piece.shape != weight.their_shape:
+      of_one = ' of an expert' if piece.place else ''
       raise errors.UserError(
-        f'{name} in {info.file} has shape {list(info.shape)}; the config.json'
-        f' beside it says {list(weight.their_shape)}.'
+        f'{name} in {info.file} has shape {list(piece.shape)}{of_one}; the'
+        f' config.json beside it says {list(weight.their_shape)}.'
       )
-    found[weight.leaf] = (weight, name)
+  found: _Found = {}
+  for canonical, weight in wanted.items():  # Experts in their order.
+    found.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return found, unused
+
+
+def _pieces(
+  layout: weights.Layout, tensors: tensor_folder.TensorFolder
+) -> dict[str, _Piece]:
+  """Everything in a folder by its name in the layout."""
+  pieces = {}
+  for name, info in tensors.tensors.items():
+    shape = tuple(info.shape)
+    held = layout.pieces(layout.canonical(name), shape)
+    for canonical, place in held.items():
+      own = shape
+      if place is not None:
+        own = (place[1].stop - place[1].start, *shape[2:])
+      pieces[canonical] = _Piece(name, own, place)
+  return pieces
 
 
 def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
-  if 'vision_tower' in name or 'multi_modal_projector' in name:
+  if vision.is_vision(name):
+    if layout is weights.PAIR_T5GEMMA2:
+      return 'of the vision part, which is kept for export'
     return 'of the vision part; only text is a part of the model'
   if layout.canonical(name) == layout.head:
     return 'the head is tied to the embedding table'

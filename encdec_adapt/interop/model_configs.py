@@ -5,7 +5,12 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.interop import families, own_config, weights
+from encdec_adapt.interop import (
+  families,
+  own_config,
+  raw_fields,
+  weights,
+)
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -65,6 +70,7 @@ CARRIED = (
   'max_position_embeddings',
   'initializer_range',
   'attention_dropout',
+  'router_aux_loss_coef',
 )
 
 
@@ -95,6 +101,45 @@ def raw_from_model(
   raise errors.UserError(
     'transformers has no class for this model. ' + ' '.join(reasons)
   )
+
+
+def pair_of(
+  encoder: config_lib.StackConfig,
+  decoder: config_lib.StackConfig,
+  target: str = '',
+  **options: Any,
+) -> config_lib.EncoderDecoderConfig:
+  """The encoder-decoder of two stacks, of a family where one is asked for.
+
+  Args:
+    encoder: of a decoder-only model; becomes the encoder.
+    decoder: the same of the decoder.
+    target: model_type of the family, one of `PAIRS`; '' for cross-attention
+      and a table for each stack, of stacks of any family.
+    **options: of `models.config.encoder_decoder`, or of `t5gemma2` there.
+
+  Raises:
+    UserError: no such family, or the model is none of it; says why.
+  """
+  if not target:
+    return config_lib.encoder_decoder(encoder, decoder, **options)
+  if target not in PAIRS:
+    raise errors.UserError(
+      f'target is {target!r}; it is one of {", ".join(PAIRS)}, or empty.'
+    )
+  pair = PAIRS[target]
+  make = config_lib.t5gemma2 if pair.merged else config_lib.encoder_decoder
+  try:
+    for stack in (encoder, decoder):
+      families.raw_from_stack(stack, pair.family)
+    model = make(encoder, decoder, **options)
+    _raw_from_pair(model, pair)
+  except errors.UserError as error:
+    raise errors.UserError(
+      f'this model is no {target}, which is made of'
+      f' {pair.family.model_type} stacks: {error}'
+    ) from error
+  return model
 
 
 def _raw_from_decoder(
@@ -274,6 +319,7 @@ def model_from_raw(
   Raises:
     UserError: a family that is not supported, or as `families.stack_from_raw`.
   """
+  raw_fields.check(raw, file)
   kind = raw.get('model_type')
   if kind == 'gemma3' and 'text_config' in raw:
     tied = raw.get('tie_word_embeddings', True)
@@ -296,21 +342,17 @@ def model_from_raw(
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
-    shared['eoi_token_index'] = 256000 if eoi is None else eoi
+    shared['eoi_token_index'] = config_lib.EOI_TOKEN if eoi is None else eoi
   stacks = {}
   for name, fields in parts.items():
     where = f'{name} of {file}'
     stacks[name] = families.stack_from_raw(
       {**fields, **shared}, pair.family, where
     )
-  rule = 'centered' if pair.merged else encoder_window
-  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
   if pair.merged:
-    stacks = {
-      name: dataclasses.replace(stack, eoi_token=shared['eoi_token_index'])
-      for name, stack in stacks.items()
-    }
-  model = config_lib.encoder_decoder(
-    **stacks, shared_table=pair.merged, cross_merged=pair.merged
+    eoi_token = shared['eoi_token_index']
+    return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
+  stacks['encoder'] = dataclasses.replace(
+    stacks['encoder'], window_rule=encoder_window
   )
-  return model, pair.layout
+  return config_lib.encoder_decoder(**stacks), pair.layout

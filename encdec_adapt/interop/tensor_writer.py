@@ -15,7 +15,11 @@ import pathlib
 
 import numpy as np
 
-from encdec_adapt.interop import safetensors_header, tensor_folder
+from encdec_adapt.interop import (
+  safetensors_header,
+  tensor_folder,
+  transposing,
+)
 from encdec_adapt.runtime import disk, files
 
 SHARD_BYTES = 5_000_000_000
@@ -187,7 +191,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
   # A transposed array is copied by blocks of rows, never whole.
   rows = max(1, _BLOCK * len(array) // array.nbytes)
   for start in range(0, len(array), rows):
-    part = np.ascontiguousarray(array[start : start + rows])
+    part = transposing.in_order(array[start : start + rows])
     yield part.reshape(-1).view(np.uint8)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import dataclasses
 import math
 import types
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,10 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
 }
+# In the names of experts' tensors, one for each expert, their number.
+_EXPERT = '{}'
+# Kernels of ours whose first dimension a product contracts.
+_KERNELS = frozenset('query key value gate up down router shared_gate'.split())
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
@@ -54,6 +59,30 @@ LLAMA = _layer(
     'pre_mlp_norm': 'post_attention_layernorm',
   },
   attention='self_attn',
+)
+MIXTRAL = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'block_sparse_moe.gate.weight',
+    'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
+    'experts/up': f'block_sparse_moe.experts.{_EXPERT}.w3.weight',
+    'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
+  }
+)
+QWEN_MOE = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'mlp.gate.weight',
+    'experts/shared_gate': 'mlp.shared_expert_gate.weight',
+  }
+  | {
+    f'experts/{start}{name}': f'mlp.{module}.{name}_proj.weight'
+    for name in ('gate', 'up', 'down')
+    for start, module in {
+      '': f'experts.{_EXPERT}',
+      'shared/': 'shared_expert',
+    }.items()
+  }
 )
 GEMMA = _layer(
   {
@@ -89,6 +118,10 @@ class Layout:
       start with.
     head: name of an untied head.
     aliases: other spellings of the start of a name -> the one used here.
+    inner_aliases: of what stands inside a name.
+    fused: end of the name of a tensor of all experts, as transformers 5 has
+      them in memory and can save them -> the ends of those of one expert,
+      which lie in it side by side.
     own: the layout of this project: names are our leaves' with '.' for '/',
       and tensors have our shapes; the tables above are then empty.
   """
@@ -98,17 +131,54 @@ class Layout:
   embedder: Mapping[str, str]
   head: str
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   own: bool = False
 
   def canonical(self, name: str) -> str:
     """The name with its start spelled as here."""
+    for other, ours in self.inner_aliases.items():
+      name = name.replace(other, ours)
     for start, ours in self.aliases.items():
       if name.startswith(start):
         return ours + name.removeprefix(start)
     return name
 
+  def pieces(
+    self, name: str, shape: tuple[int, ...]
+  ) -> Mapping[str, tuple[int, slice] | None]:
+    """The tensors that one in a folder holds.
 
-def _decoder_only(layer: Mapping[str, str]) -> Layout:
+    Args:
+      name: as `canonical` gives it.
+      shape: of the tensor.
+
+    Returns:
+      Name -> number of the expert and its rows; or the name itself, for all.
+    """
+    for end, parts in self.fused.items():
+      if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
+        start, rows = name.removesuffix(end), shape[1] // len(parts)
+        return {
+          start + part.replace(_EXPERT, str(number)): (
+            number,
+            slice(i * rows, (i + 1) * rows),
+          )
+          for number in range(shape[0])
+          for i, part in enumerate(parts)
+        }
+    return {name: None}
+
+
+def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+  """`Layout.fused` of a layer with experts."""
+  return {
+    'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
+    'mlp.experts.down_proj': (layer['experts/down'],),
+  }
+
+
+def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
   return Layout(
     layer=layer,
     stacks={'decoder': 'model.'},
@@ -120,10 +190,17 @@ def _decoder_only(layer: Mapping[str, str]) -> Layout:
       'language_model.lm_head.': 'lm_head.',
       'model.language_model.': 'model.',
     },
+    **others,
   )
 
 
 DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
+DECODER_ONLY_MIXTRAL = _decoder_only(
+  MIXTRAL,
+  inner_aliases={'.mlp.gate.': '.block_sparse_moe.gate.'},
+  fused=_fused(MIXTRAL),
+)
+DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
 DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
 _PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
 PAIR_T5GEMMA = Layout(
@@ -145,15 +222,17 @@ OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """One parameter of ours and the tensor that it is.
+  """One parameter of ours and the tensor that it is, or a part of it is.
 
   Attributes:
     name: name of the tensor.
     leaf: our leaf's name (`models.leaves`).
-    shape: of our leaf.
+    shape: of our leaf, or of the part.
     rows: rows of a token table that are tokens, None for anything else; our
       table may have more.
     own: the tensor has our leaf's shape.
+    part: place on our leaf's first axis, of a tensor that is an expert's;
+      None for the whole leaf.
   """
 
   name: str
@@ -161,6 +240,7 @@ class Weight:
   shape: tuple[int, ...]
   rows: int | None = None
   own: bool = False
+  part: int | None = None
 
   @property
   def their_shape(self) -> tuple[int, ...]:
@@ -198,7 +278,7 @@ class Weight:
       return 0
     if name == 'output':
       return 2
-    return 1 if name in ('query', 'key', 'value', 'gate', 'up', 'down') else 0
+    return 1 if name in _KERNELS else 0
 
 
 def weights(
@@ -237,8 +317,13 @@ def _weights(
   if part == 'layers':
     layer, inner = rest[0], '/'.join(rest[1:])
     if inner in layout.layer:
-      start = f'{layout.stacks[stack]}layers.{layer}.'
-      yield Weight(start + layout.layer[inner], leaf, shape)
+      name = f'{layout.stacks[stack]}layers.{layer}.{layout.layer[inner]}'
+      if _EXPERT not in name:
+        yield Weight(name, leaf, shape)
+        return
+      for number in range(shape[0]):
+        part = name.replace(_EXPERT, str(number))
+        yield Weight(part, leaf, shape[1:], part=number)
       return
   elif part == 'final_norm':
     yield Weight(f'{layout.stacks[stack]}norm.weight', leaf, shape)

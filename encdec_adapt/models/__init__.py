@@ -11,13 +11,14 @@ Letters of shapes and einsum equations, everywhere in the package:
   S encoder length E encoder width      K key/value heads  R repeats of the
   T decoder length   (for cross-        G = N / K            pattern (scanned
   L either length    attention)         H head dim           `layers` axis)
-                   F mlp width
+                   F mlp width          X experts
 
 The parameter tree is plain nested dicts of float32 arrays:
 
   {'encoder': STACK, 'decoder': STACK}, or {'decoder': STACK}
   STACK: embedder/table, blocks/layer_j/BLOCK with leading R, tail/layer_j/
-    BLOCK without, final_norm/scale, and head/table where it is not tied
+    BLOCK without (lead/layer_j/BLOCK before layers with experts),
+    final_norm/scale, and head/table where it is not tied
   BLOCK: see `block.Block`
 
 `layers_index` is the one place that maps a layer number to its leaves.

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from flax import linen as nn
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -50,9 +49,8 @@ def _project(
   params: Mapping[str, Array], name: str, equation: str, x: jax.Array
 ) -> jax.Array:
   """Product with the kernel of that name, and its bias where there is one."""
-  y = jnp.einsum(equation, x, params[name].astype(x.dtype))
-  bias = params.get(f'{name}_bias')
-  return y if bias is None else y + bias.astype(x.dtype)
+  kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
+  return layers.biased_product(equation, x, kernel, bias)
 
 
 class _Attention(nn.Module):
@@ -109,9 +107,18 @@ class _Attention(nn.Module):
     q: Float[Array, 'B T N H'],
     source: caches.KeyValues,
     mask: masks.MaskSpec,
+    *,
+    cached: bool,
   ) -> Float[Array, 'B T D']:
-    """Attention of the queries over the source, projected to the width."""
-    cfg = self.config
+    """Attention of the queries over the source, projected to the width.
+
+    Args:
+      q: queries.
+      source: keys and values.
+      mask: who sees whom.
+      cached: whether the source comes from a cache.
+    """
+    cfg, run = self.config, self.execution
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
       q,
@@ -120,11 +127,10 @@ class _Attention(nn.Module):
       mask,
       scale=cfg.query_scale**-0.5,
       softcap=cfg.attention_softcap,
-      backend=self.execution.attention_backend,
-      chunk=self.execution.attention_chunk,
+      backend=run.cached_attention_backend if cached else run.attention_backend,
+      chunk=run.attention_chunk,
     )  # [B, T, N, H]
     out = partition.shard(out, 'batch', 'length', 'act_heads', None)
-    out = checkpoint_name(out, executions.ATTENTION_OUTPUT)
     return _project(self.weights, 'output', 'BTNH,NHD->BTD', out)
 
 
@@ -161,7 +167,8 @@ class SelfAttention(_Attention):
       source = cached = caches.write(cached, source, index)
     if memory is not None:
       source = self._with_memory(source, memory)
-    return self.attend(q, source, mask), cached
+    out = self.attend(q, source, mask, cached=cached is not None)
+    return out, cached
 
   def _with_memory(
     self, source: caches.KeyValues, memory: caches.KeyValues | jax.Array
@@ -186,4 +193,4 @@ class CrossAttention(_Attention):
     source = cached
     if source is None:
       source = project_keys_values(self.config, self.weights, encoded)
-    return self.attend(self.queries(x), source, mask)
+    return self.attend(self.queries(x), source, mask, cached=cached is not None)

@@ -8,7 +8,7 @@ from flax import linen as nn
 import flax.struct
 from jaxtyping import Array, Float
 
-from encdec_adapt.models import attention, layers
+from encdec_adapt.models import attention, experts, layers
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models.config import LayerKind, StackConfig
@@ -38,6 +38,8 @@ class Context:
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
       where its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
+    real: tokens that are not padding, bool [B, L]; None in a stack without
+      experts.
   """
 
   rotations: dict[str, Any]
@@ -45,18 +47,26 @@ class Context:
   index: Any = None
   encoded: Any = None
   cross_mask: Any = None
+  real: Any = None
 
 
 class Block(nn.Module):
-  """Self-attention, cross-attention in a decoder that has it, and the MLP.
+  """Self-attention, cross-attention in a decoder that has it, feed-forward.
 
   Each is added to the residual stream as post_norm(f(pre_norm(x))), or as
   f(pre_norm(x)) in a stack without post-norms.
+
+  Attributes:
+    config: the stack's shape.
+    execution: how it is run.
+    kind: of the layer.
+    sparse: whether its feed-forward has experts.
   """
 
   config: StackConfig
   execution: executions.Execution
   kind: LayerKind
+  sparse: bool = False
 
   @nn.compact
   def __call__(
@@ -104,5 +114,10 @@ class Block(nn.Module):
       )
       x = add(x, y, 'post_cross_norm')
 
-    y = layers.MLP(cfg, execution.dtype, name='mlp')(norm('pre_mlp_norm', x))
+    y = norm('pre_mlp_norm', x)
+    if self.sparse:
+      feed_forward = experts.Experts(cfg, execution.dtype, name='experts')
+      y = feed_forward(y, context.real)
+    else:
+      y = layers.MLP(cfg, execution.dtype, cfg.mlp_width, name='mlp')(y)
     return add(x, y, 'post_mlp_norm'), cached

@@ -1,9 +1,9 @@
 """Key/value caches of incremental decoding.
 
 A cache mirrors the parameter tree of its stack ('blocks/layer_j' with a
-leading R, 'tail/layer_j' without), so that it is scanned along with it. Which
-entries are visible is decided by their segments and positions alone: an entry
-never written has segment 0.
+leading R, 'lead/layer_j' and 'tail/layer_j' without), so that it is scanned
+along with it. Which entries are visible is decided by their segments and
+positions alone: an entry never written has segment 0.
 """
 
 from typing import Any

@@ -13,6 +13,8 @@ from encdec_adapt.runtime import errors
 
 LayerKind = Literal['local', 'global']
 
+EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
+
 # Fields with a few values.
 _CHOICES = {
   'role': ('causal', 'bidirectional'),
@@ -23,6 +25,15 @@ _CHOICES = {
   'rope_scaling': ('none', 'linear', 'llama3'),
   'cross_layers': ('all', 'global'),
 }
+# Fields of a stack with experts.
+_OF_EXPERTS = (
+  'experts_per_token',
+  'expert_mlp_width',
+  'norm_topk',
+  'shared_expert_width',
+  'shared_expert_gate',
+  'dense_layers',
+)
 # How a configuration file, whose values keep their type, says None.
 NONE_AS = types.MappingProxyType(
   {
@@ -86,6 +97,15 @@ class StackConfig:
     eoi_token: token whose embedding is a vector of its own that is not
       scaled (T5Gemma 2's end of image), or None.
     tied_head: logits use the embedding table.
+    experts: gated feed-forwards X of a layer, of which a token takes some; 0
+      for one that all take. No field below means anything then.
+    experts_per_token: how many of them a token takes.
+    expert_mlp_width: width F of an expert, 0 for `mlp_width`.
+    norm_topk: divide the probabilities of a token's experts by their sum.
+    shared_expert_width: width of a feed-forward beside the experts that all
+      tokens take; 0 for none (Qwen 2 MoE; DeepSeek's shared experts, in one).
+    shared_expert_gate: times a sigmoid of the token (Qwen 2 MoE).
+    dense_layers: first layers without experts (DeepSeek).
   """
 
   layers: int
@@ -123,6 +143,13 @@ class StackConfig:
   scale_embeddings: bool = True
   eoi_token: int | None = None
   tied_head: bool = True
+  experts: int = 0
+  experts_per_token: int = 0
+  expert_mlp_width: int = 0
+  norm_topk: bool = False
+  shared_expert_width: int = 0
+  shared_expert_gate: bool = False
+  dense_layers: int = 0
 
   def __post_init__(self):
     positive = (
@@ -176,19 +203,72 @@ class StackConfig:
 
     if self.cross_merged and self.cross_width not in (None, self.width):
       raise errors.UserError(
-        'merged attention projects the states of both stacks alike;'
-        f' cross_width ({self.cross_width}) must be width ({self.width}).'
+        'merged attention projects the states of both stacks alike, so that'
+        f" the encoder's width (cross_width, {self.cross_width}) must be the"
+        f" decoder's, {self.width}; set cross_merged to False, or choose an"
+        ' encoder of that width.'
       )
+    self._check_experts()
+
+  def _check_experts(self) -> None:
+    if not self.experts:
+      for name in _OF_EXPERTS:
+        if getattr(self, name):
+          raise errors.UserError(
+            f'{name} is {getattr(self, name)} without experts; set experts, or'
+            f' {name} to {type(getattr(self, name))()}.'
+          )
+      return
+    for name in ('experts', 'expert_mlp_width', 'shared_expert_width'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'{name} is {getattr(self, name)}; it must be at least 0.'
+        )
+    if not 1 <= self.experts_per_token <= self.experts:
+      raise errors.UserError(
+        f'experts_per_token is {self.experts_per_token}; it must be 1 to'
+        f' experts ({self.experts}).'
+      )
+    if not 0 <= self.dense_layers < self.layers:
+      raise errors.UserError(
+        f'dense_layers is {self.dense_layers}; it must be 0 to'
+        f' {self.layers - 1}, so that a layer has experts.'
+      )
+    if self.shared_expert_gate and not self.shared_expert_width:
+      raise errors.UserError(
+        'shared_expert_gate is set and shared_expert_width is 0; there is'
+        ' nothing to gate.'
+      )
+    if self.mlp_bias:
+      raise errors.UserError(
+        'mlp_bias is set, and experts have no biases; clear it.'
+      )
+
+  @property
+  def lead(self) -> tuple[LayerKind, ...]:
+    """Kinds of the dense layers before those with experts."""
+    return tuple(self.layer_kind(i) for i in range(self.dense_layers))
+
+  @property
+  def cycle(self) -> tuple[LayerKind, ...]:
+    """The pattern as the layers after `lead` repeat it."""
+    start = self.dense_layers % len(self.pattern)
+    return self.pattern[start:] + self.pattern[:start]
 
   @property
   def repeats(self) -> int:
     """How often the whole pattern is repeated; these layers are scanned."""
-    return self.layers // len(self.pattern)
+    return (self.layers - self.dense_layers) // len(self.pattern)
 
   @property
   def tail(self) -> tuple[LayerKind, ...]:
     """Kinds of the layers after the last whole pattern."""
-    return self.pattern[: self.layers % len(self.pattern)]
+    return self.cycle[: (self.layers - self.dense_layers) % len(self.pattern)]
+
+  @property
+  def expert_width(self) -> int:
+    """Width F of an expert."""
+    return self.expert_mlp_width or self.mlp_width
 
   @property
   def table_rows(self) -> int:
@@ -311,6 +391,33 @@ def encoder_decoder(
       decoder, role='causal', cross_width=encoder.width, **cross
     ),
     shared_table=shared_table,
+  )
+
+
+def t5gemma2(
+  encoder: StackConfig,
+  decoder: StackConfig,
+  *,
+  eoi_token: int = EOI_TOKEN,
+  **options: Any,
+) -> EncoderDecoderConfig:
+  """The T5Gemma 2 of two Gemma 3 stacks (arXiv 2512.14856; transformers).
+
+  Merged attention, one table for both stacks, a vector of its own for one
+  token, and W keys around the query in the encoder's local layers.
+
+  Args:
+    encoder: becomes the encoder.
+    decoder: becomes the decoder.
+    eoi_token: the end of an image, `StackConfig.eoi_token` of both.
+    **options: others than these of `encoder_decoder`.
+  """
+  return encoder_decoder(
+    dataclasses.replace(encoder, eoi_token=eoi_token, window_rule='centered'),
+    dataclasses.replace(decoder, eoi_token=eoi_token),
+    shared_table=True,
+    cross_merged=True,
+    **options,
   )
 
 

@@ -9,11 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models import layers, parameters, stack
+from encdec_adapt.models import experts, layers, parameters, stack
 from encdec_adapt.models.config import DecoderOnlyConfig, ModelConfig
 
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']
+Routing = list[Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,33 @@ class Decoder:
       self.config.decoder, batch, length, self.execution.dtype
     )
 
-  def run_stack(self, params: Params, name: str, *args: Any, **kwargs: Any):
-    """Applies the stack of that name (see `stack.Stack.__call__`)."""
-    module = stack.Stack(self.config.stacks[name], self.execution)
-    return module.apply({'params': params[name]}, *args, **kwargs)
+  def run_stack(
+    self,
+    params: Params,
+    name: str,
+    *args: Any,
+    routing: Routing = None,
+    **kwargs: Any,
+  ):
+    """Applies the stack of that name (see `stack.Stack.__call__`).
+
+    Args:
+      params: the model's parameters.
+      name: of the stack.
+      *args: of the stack.
+      routing: what the routers of its layers say is appended to it, for
+        `experts.mean_losses`; None where nobody asks.
+      **kwargs: of the stack.
+    """
+    shape = self.config.stacks[name]
+    apply = stack.Stack(shape, self.execution).apply
+    variables = {'params': params[name]}
+    if routing is None or not shape.experts:
+      return apply(variables, *args, **kwargs)
+    collection = experts.COLLECTION
+    result, aside = apply(variables, *args, mutable=[collection], **kwargs)
+    routing.append(aside[collection])
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +97,13 @@ class DecoderOnly(Decoder):
   config: DecoderOnlyConfig
 
   def decode(
-    self, params: Params, tokens: Tokens, segments: Tokens, positions: Tokens
+    self,
+    params: Params,
+    tokens: Tokens,
+    segments: Tokens,
+    positions: Tokens,
+    *,
+    routing: Routing = None,
   ) -> Float[Array, 'B L D']:
     """States after the final norm.
 
@@ -82,8 +112,11 @@ class DecoderOnly(Decoder):
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
+      routing: see `run_stack`.
     """
-    hidden, _ = self.run_stack(params, 'decoder', tokens, segments, positions)
+    hidden, _ = self.run_stack(
+      params, 'decoder', tokens, segments, positions, routing=routing
+    )
     return hidden
 
   def decode_step(

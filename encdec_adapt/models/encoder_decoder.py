@@ -28,6 +28,8 @@ class EncoderDecoder(decoder_only.Decoder):
     tokens: Int[Array, 'B S'],
     segments: Int[Array, 'B S'],
     positions: Int[Array, 'B S'],
+    *,
+    routing: decoder_only.Routing = None,
   ) -> Float[Array, 'B S E']:
     """The encoder's states after its final norm, as `decode` reads them.
 
@@ -36,11 +38,14 @@ class EncoderDecoder(decoder_only.Decoder):
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
+      routing: see `run_stack`.
     """
     if self.config.shared_table:
       embedder = params['decoder']['embedder']
       params = {'encoder': {**params['encoder'], 'embedder': embedder}}
-    encoded, _ = self.run_stack(params, 'encoder', tokens, segments, positions)
+    encoded, _ = self.run_stack(
+      params, 'encoder', tokens, segments, positions, routing=routing
+    )
     return encoded
 
   def decode(
@@ -51,6 +56,8 @@ class EncoderDecoder(decoder_only.Decoder):
     positions: Int[Array, 'B T'],
     encoded: Float[Array, 'B S E'],
     encoder_segments: Int[Array, 'B S'],
+    *,
+    routing: decoder_only.Routing = None,
   ) -> Float[Array, 'B T D']:
     """The decoder's states after its final norm."""
     hidden, _ = self.run_stack(
@@ -61,6 +68,7 @@ class EncoderDecoder(decoder_only.Decoder):
       positions,
       encoded,
       encoder_segments,
+      routing=routing,
     )
     return hidden
 

@@ -6,11 +6,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.ops import attention
+from encdec_adapt.ops import attention, experts
 from encdec_adapt.runtime import errors
-
-# The name that attention outputs carry for the 'attention' policy.
-ATTENTION_OUTPUT = 'attention_output'
 
 # What the backward pass finds saved of each block, besides its input.
 #   none: everything; no rematerialisation.
@@ -21,8 +18,11 @@ ATTENTION_OUTPUT = 'attention_output'
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  'attention': jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+  'dots': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(experts.PRODUCT),
+  ),
+  'attention': jax.checkpoint_policies.save_only_these_names(attention.SAVED),
 }
 
 
@@ -33,7 +33,8 @@ class Execution:
   Attributes:
     dtype: dtype of activations and of the products; parameters are cast.
     remat: a name in `REMAT_POLICIES`, applied to every block.
-    attention_backend: a backend of `ops.attention`.
+    attention_backend: a backend of `ops.attention`, for whole sequences;
+      see `cached_attention_backend`.
     attention_chunk: queries per chunk of the chunked backend.
     scan_unroll: repeats of the layer pattern unrolled per scan iteration.
   """
@@ -66,3 +67,13 @@ class Execution:
         raise errors.UserError(
           f'{name} is {getattr(self, name)}; it must be at least 1.'
         )
+
+  @property
+  def cached_attention_backend(self) -> str:
+    """The backend where keys come from a cache.
+
+    Its few queries are no work for TPU kernels, which want positions that
+    are indices besides.
+    """
+    kernels = self.attention_backend == 'splash'
+    return 'chunked' if kernels else self.attention_backend

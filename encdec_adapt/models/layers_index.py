@@ -2,7 +2,8 @@
 
 A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
 leaf along a leading axis under 'blocks', and a tail of layers with leaves of
-their own under 'tail'.
+their own under 'tail'. Dense layers before layers with experts have leaves of
+their own too, under 'lead'.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
     i: layer number, from 0.
 
   Returns:
-    The prefix of its leaves' paths ('blocks/layer_j' or 'tail/layer_j'), and
-    the index along their leading axis, None where they have none.
+    The prefix of its leaves' paths ('lead/layer_j', 'blocks/layer_j' or
+    'tail/layer_j'), and the index along their leading axis, None where they
+    have none.
 
   Raises:
     UserError: the stack has no such layer.
@@ -32,7 +34,9 @@ def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
     raise errors.UserError(
       f'layer {i} does not exist; the stack has layers 0 to {stack.layers - 1}.'
     )
-  repeat, j = divmod(i, len(stack.pattern))
+  if i < len(stack.lead):
+    return f'lead/layer_{i}', None
+  repeat, j = divmod(i - len(stack.lead), len(stack.pattern))
   if repeat < stack.repeats:
     return f'blocks/layer_{j}', repeat
   return f'tail/layer_{j}', None
@@ -40,13 +44,14 @@ def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
 
 def block_kind(stack: StackConfig, prefix: str) -> LayerKind:
   """Kind of the layers whose leaves are at a prefix of `layer_location`."""
-  return stack.pattern[int(prefix.rpartition('_')[2])]
+  kinds = stack.lead if prefix.startswith('lead/') else stack.cycle
+  return kinds[int(prefix.rpartition('_')[2])]
 
 
 def map_blocks(
   stack: StackConfig, fn: Callable[[str, int | None], Any]
 ) -> dict[str, dict[str, Any]]:
-  """A tree with one value per block of leaves, 'blocks' and 'tail'.
+  """A tree with one value per block of leaves: 'lead', 'blocks', 'tail'.
 
   Args:
     stack: the stack's shape.

@@ -111,4 +111,4 @@ def flatten_checked(
 
 
 def _in_layer(path: str) -> bool:
-  return path.split('/')[1] in ('blocks', 'tail')
+  return path.split('/')[1] in ('lead', 'blocks', 'tail')

@@ -57,16 +57,32 @@ def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
 
   Jit it with `out_shardings` to make them sharded where they live.
   """
-  keys = jax.random.split(rng, len(config.stacks))
   params = {}
-  for key, (name, stack_config) in zip(
-    keys, config.stacks.items(), strict=True
-  ):
-    boxed = _init_stack(stack_config, key)
+  for name, key in _stack_keys(config, rng).items():
+    params[name] = _init_values(config.stacks[name], key)
     if not _has_table(config, name):
-      del boxed['embedder']
-    params[name] = jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
+      del params[name]['embedder']
   return params
+
+
+def init_one(config: ModelConfig, rng: jax.Array, path: str) -> jax.Array:
+  """One array of `init`, the same values, and no other in memory.
+
+  Args:
+    config: the model.
+    rng: as `init` is given.
+    path: of `parameter_table`.
+  """
+  name, *keys = path.split('/')
+
+  @jax.jit  # What is not returned is not computed.
+  def draw(rng):
+    value = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
+    for key in keys:
+      value = value[key]
+    return value
+
+  return draw(rng)
 
 
 @functools.cache
@@ -85,6 +101,17 @@ def parameter_table(config: ModelConfig) -> Mapping[str, ParamInfo]:
 def count(config: ModelConfig) -> int:
   """Number of parameters, padding rows of the tables left out."""
   return sum(part.total for part in count_by_stack(config).values())
+
+
+def count_active(config: ModelConfig) -> int:
+  """Parameters that a token meets: all but the experts it does not take."""
+  idle = 0
+  for path, info in parameter_table(config).items():
+    if 'experts' in info.axes:
+      stack_config = config.stacks[path.split('/')[0]]
+      size = math.prod(info.shape) // stack_config.experts
+      idle += size * (stack_config.experts - stack_config.experts_per_token)
+  return count(config) - idle
 
 
 def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
@@ -116,6 +143,16 @@ def _has_table(config: ModelConfig, stack_name: str) -> bool:
 
 def _is_box(x: Any) -> bool:
   return isinstance(x, nn.meta.AxisMetadata)
+
+
+def _stack_keys(config: ModelConfig, rng: jax.Array) -> dict[str, jax.Array]:
+  keys = jax.random.split(rng, len(config.stacks))
+  return dict(zip(config.stacks, keys, strict=True))
+
+
+def _init_values(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
+  boxed = _init_stack(config, rng)
+  return jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
 
 
 def _init_stack(config: StackConfig, rng: jax.Array) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Shapes of released models, and toy ones.
 
-Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025); sizes as in
-google-deepmind/gemma. Window, soft-caps, theta and epsilon are `StackConfig`'s
-defaults, which are theirs.
+Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025), Gemma 3 and
+T5Gemma 2 (arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and
+Qwen: as in google/tunix and AI-Hypercomputer/maxtext. Of Gemma 2, window,
+soft-caps, theta and epsilon are `StackConfig`'s defaults, which are theirs.
 """
 
 from collections.abc import Mapping
@@ -39,9 +40,60 @@ def _toy(layers, width, heads, **fields):
   )
 
 
+def _gemma3(layers, width, mlp_width, heads, kv_heads, **fields):
+  gemma3 = dict(
+    vocab_size=262144,
+    pattern=('local',) * 5 + ('global',),
+    window=512,
+    attention_softcap=None,
+    final_softcap=None,
+    rope_theta=1e6,
+    local_rope_theta=1e4,
+    qk_norm=True,
+  )
+  fields = {**gemma3, **fields}
+  return _shape(layers, width, mlp_width, heads, kv_heads, 256, **fields)
+
+
+def _plain(*sizes, **fields):
+  """A block with norms before its parts only, as Llama's."""
+  plain = dict(
+    pattern=('global',),
+    attention_softcap=None,
+    final_softcap=None,
+    norm_gain='direct',
+    post_norms=False,
+    activation='silu',
+    scale_embeddings=False,
+  )
+  return _shape(*sizes, **{**plain, **fields})
+
+
+def _llama3(*sizes, factor, **fields):
+  return _plain(
+    *sizes,
+    vocab_size=128256,
+    norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling='llama3',
+    rope_factor=float(factor),
+    **fields,
+  )
+
+
+def _qwen25(*sizes, **fields):
+  qwen = dict(vocab_size=151936, rope_theta=1e6, attention_bias='qkv')
+  return _plain(*sizes, **{**qwen, **fields})
+
+
+def _qwen3(*sizes, **fields):
+  qwen = dict(vocab_size=151936, rope_theta=1e6, qk_norm=True)
+  return _plain(*sizes, **{**qwen, **fields})
+
+
 # 9B scales queries by its head_dim, 256 (its first exports said 224); 27B by
 # width / heads, 144.
-STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
+_GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     's': _shape(8, 512, 1024, 8, 8, 64),
     'b': _shape(12, 768, 2048, 12, 12, 64),
@@ -54,6 +106,46 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'toy_small': _toy(2, 64, 2),
     'toy': _toy(4, 128, 4),
     'toy_large': _toy(6, 256, 8),
+  }
+)
+# In transformers the 4B of Gemma 3 has 64 rows more than tokens in use.
+_GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
+  {
+    '270m': _gemma3(18, 640, 2048, 4, 1),
+    '1b': _gemma3(26, 1152, 6912, 4, 1),
+    '4b': _gemma3(
+      34,
+      2560,
+      10240,
+      8,
+      4,
+      vocab_size=262208,
+      window=1024,
+      rope_scaling='linear',
+      rope_factor=8.0,
+    ),
+  }
+)
+# Layers, width, mlp width, heads, key/value heads, head dim.
+STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
+  {
+    **_GEMMA2,
+    **{f'gemma3_{size}': shape for size, shape in _GEMMA3.items()},
+    'llama3.2_1b': _llama3(16, 2048, 8192, 32, 8, 64, factor=32),
+    'llama3.2_3b': _llama3(28, 3072, 8192, 24, 8, 128, factor=32),
+    'llama3.1_8b': _llama3(
+      32, 4096, 14336, 32, 8, 128, factor=8, tied_head=False
+    ),
+    'qwen2.5_0.5b': _qwen25(24, 896, 4864, 14, 2, 64),
+    'qwen2.5_1.5b': _qwen25(28, 1536, 8960, 12, 2, 128),
+    'qwen2.5_3b': _qwen25(36, 2048, 11008, 16, 2, 128),
+    'qwen2.5_7b': _qwen25(
+      28, 3584, 18944, 28, 4, 128, vocab_size=152064, tied_head=False
+    ),
+    'qwen3_0.6b': _qwen3(28, 1024, 3072, 16, 8, 128),
+    'qwen3_1.7b': _qwen3(28, 2048, 6144, 16, 8, 128),
+    'qwen3_4b': _qwen3(36, 2560, 9728, 32, 8, 128),
+    'qwen3_8b': _qwen3(36, 4096, 12288, 32, 8, 128, tied_head=False),
   }
 )
 
@@ -77,22 +169,44 @@ def decoder_only(size: str, **changes: Any) -> configs.DecoderOnlyConfig:
 
 
 def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """An encoder-decoder of two sizes, such as '9b_2b' (encoder first).
+  """An encoder-decoder of two Gemma 2 sizes, such as '9b_2b'.
 
   Args:
-    pair: names of two sizes joined by '_'.
+    pair: names of two sizes joined by '_', the encoder's first.
     **changes: fields changed in both stacks.
 
   Raises:
     UserError: not a pair of sizes.
   """
-  for encoder in STACKS:
+  return configs.encoder_decoder(*_pair(pair, _GEMMA2, changes))
+
+
+def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
+  """The text part of a T5Gemma 2 of two Gemma 3 sizes, such as '1b_1b'.
+
+  Args:
+    pair: as of `t5gemma`.
+    **changes: fields changed in both stacks.
+
+  Raises:
+    UserError: not a pair of sizes, or not of equal widths.
+  """
+  changes = {'vocab_size': 262144, **changes}
+  return configs.t5gemma2(*_pair(pair, _GEMMA3, changes))
+
+
+def _pair(
+  pair: str, sizes: Mapping[str, configs.StackConfig], changes: dict[str, Any]
+) -> list[configs.StackConfig]:
+  """The two stacks that a pair names."""
+  for encoder in sizes:
     decoder = pair.removeprefix(f'{encoder}_')
-    if decoder != pair and decoder in STACKS:
-      return configs.encoder_decoder(
-        stack(encoder, **changes), stack(decoder, **changes)
-      )
+    if decoder != pair and decoder in sizes:
+      return [
+        dataclasses.replace(sizes[size], **changes)
+        for size in (encoder, decoder)
+      ]
   raise errors.UserError(
     f'{pair!r} is not a pair of model sizes; write two of'
-    f' {", ".join(STACKS)} joined by "_", the encoder first.'
+    f' {", ".join(sizes)} joined by "_", the encoder first.'
   )

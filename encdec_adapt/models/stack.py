@@ -1,4 +1,4 @@
-"""A stack: embedding, `repeats` times the pattern scanned, a tail, a norm."""
+"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import block, layers
+from encdec_adapt.models import block, experts, layers
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models.config import LayerKind, StackConfig
@@ -22,6 +22,7 @@ class _Group(nn.Module):
   config: StackConfig
   execution: executions.Execution
   kinds: tuple[LayerKind, ...]
+  sparse: bool
   prevent_cse: bool
 
   @nn.compact
@@ -35,7 +36,9 @@ class _Group(nn.Module):
     updated = None if cached is None else {}
     for j, kind in enumerate(self.kinds):
       name = f'layer_{j}'
-      layer = make_block(self.config, self.execution, kind, name=name)
+      layer = make_block(
+        self.config, self.execution, kind, self.sparse, name=name
+      )
       x, entries = layer(
         x, context, _entry(cached, name), _entry(cross_cached, name)
       )
@@ -66,7 +69,8 @@ class Stack(nn.Module):
     Args:
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
-      positions: position of each token within its segment.
+      positions: position of each token within its segment; without a cache
+        they rise by one from token to token (`MaskSpec.aligned`).
       encoded: for a stack with cross-attention, the encoder's output.
       encoder_segments: and its segments.
       cached: entries of tokens seen before; this call's are added.
@@ -91,6 +95,7 @@ class Stack(nn.Module):
       cross_mask=None
       if cfg.cross_width is None
       else masks.cross(segments, encoder_segments),
+      real=segments > 0 if cfg.experts else None,
     )
 
     embedder = layers.Embedder(cfg, self.execution.dtype, name='embedder')
@@ -112,14 +117,19 @@ class Stack(nn.Module):
     return x, cached
 
   def _groups(self) -> dict[str, nn.Module]:
-    """Modules of the scanned pattern and of the tail, where there are any."""
+    """Modules of leading layers, scanned pattern and tail, those there are."""
     cfg, execution = self.config, self.execution
+    sparse = cfg.experts > 0
     groups = {}
+    if cfg.lead:
+      groups['lead'] = _Group(
+        cfg, execution, cfg.lead, False, True, name='lead'
+      )
     if cfg.repeats:
       unroll = min(execution.scan_unroll, cfg.repeats)
       scanned = nn.scan(
         _Group,
-        variable_axes={'params': 0},
+        variable_axes={'params': 0, experts.COLLECTION: 0},
         split_rngs={'params': True},
         length=cfg.repeats,
         in_axes=(nn.broadcast, 0, 0),
@@ -130,10 +140,17 @@ class Stack(nn.Module):
       # The loop keeps forward and backward pass apart, unless all of it is
       # unrolled: then XLA would merge what remat asks it to compute twice.
       groups['blocks'] = scanned(
-        cfg, execution, cfg.pattern, unroll == cfg.repeats, name='blocks'
+        cfg,
+        execution,
+        cfg.cycle,
+        sparse,
+        unroll == cfg.repeats,
+        name='blocks',
       )
     if cfg.tail:
-      groups['tail'] = _Group(cfg, execution, cfg.tail, True, name='tail')
+      groups['tail'] = _Group(
+        cfg, execution, cfg.tail, sparse, True, name='tail'
+      )
     return groups
 
 
@@ -186,6 +203,7 @@ def _self_masks(
       positions,
       window=config.window if kind == 'local' else None,
       keys=None if cached is None else (cached.segments, cached.positions),
+      aligned=cached is None,
     )
     if config.cross_merged and config.reads_encoder(kind):
       spec = masks.with_memory(spec, encoder_segments)

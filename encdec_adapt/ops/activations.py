@@ -38,17 +38,38 @@ def _gelu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return (x32 * gate).astype(x.dtype), derivative.astype(x.dtype)
 
 
-def _gelu_backward(derivative: jax.Array, cotangent: jax.Array):
+def _backward(derivative: jax.Array, cotangent: jax.Array):
   return (cotangent * derivative,)
 
 
-gelu_tanh.defvjp(_gelu_and_derivative, _gelu_backward)
+gelu_tanh.defvjp(_gelu_and_derivative, _backward)
+
+
+@jax.custom_vjp
+def silu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
+  """SiLU, Llama's and Qwen's; fp32, memory and backward pass as `gelu_tanh`.
+
+  Args:
+    x: any shape, any float dtype.
+
+  Returns:
+    `x / (1 + exp(-x))` in the dtype of `x`.
+  """
+  return _silu_and_derivative(x)[0]
+
+
+def _silu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  x32 = x.astype(jnp.float32)
+  gate = jax.nn.sigmoid(x32)
+  derivative = gate * (1.0 + x32 * (1.0 - gate))
+  return (x32 * gate).astype(x.dtype), derivative.astype(x.dtype)
+
+
+silu.defvjp(_silu_and_derivative, _backward)
 
 
 # Of the gated feed-forward, by name.
-ACTIVATIONS = types.MappingProxyType(
-  {'gelu_tanh': gelu_tanh, 'silu': jax.nn.silu}
-)
+ACTIVATIONS = types.MappingProxyType({'gelu_tanh': gelu_tanh, 'silu': silu})
 
 
 def softcap(x: Float[Array, '*shape'], cap: float) -> Float[Array, '*shape']:

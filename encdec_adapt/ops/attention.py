@@ -11,16 +11,21 @@ from collections.abc import Callable
 import dataclasses
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from encdec_adapt.ops import (
   attention_chunked,
   attention_reference,
+  attention_splash,
   masks,
   partition,
 )
 
 DEFAULT_CHUNK = 256
+# Name of what a rematerialisation policy keeps so that attention is not run
+# again: the output, and of splash attention also its normalisers.
+SAVED = attention_splash.SAVED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Capabilities:
     grouped_heads: fewer key/value heads than query heads.
     cross_lengths: T different from S.
     memory: keys that have no position (`MaskSpec.memory`).
+    unaligned: masks in which positions are not indices
+      (`MaskSpec.aligned`).
     dtypes: dtypes of q, k and v by name.
     head_multiple: the head dimension must be a multiple of it.
     platforms: platforms that it runs on.
@@ -43,6 +50,7 @@ class Capabilities:
   grouped_heads: bool
   cross_lengths: bool
   memory: bool
+  unaligned: bool
   dtypes: frozenset[str]
   head_multiple: int
   platforms: frozenset[str]
@@ -56,11 +64,13 @@ class Backend:
     attend: the function, called as the module docstring says.
     capabilities: what it honours.
     takes_chunk: whether `attend` has the argument `chunk`.
+    names_saved: whether it names what is to be kept `SAVED` itself.
   """
 
   attend: Callable[..., jax.Array]
   capabilities: Capabilities
   takes_chunk: bool = False
+  names_saved: bool = False
 
 
 ALL_MASKS = frozenset(
@@ -79,6 +89,7 @@ _XLA = Capabilities(
   grouped_heads=True,
   cross_lengths=True,
   memory=True,
+  unaligned=True,
   dtypes=frozenset({'float32', 'bfloat16', 'float16'}),
   head_multiple=1,
   platforms=frozenset({'cpu', 'gpu', 'tpu'}),
@@ -86,6 +97,17 @@ _XLA = Capabilities(
 BACKENDS: dict[str, Backend] = {
   'reference': Backend(attention_reference.attend, _XLA),
   'chunked': Backend(attention_chunked.attend, _XLA, takes_chunk=True),
+  'splash': Backend(
+    attention_splash.attend,
+    dataclasses.replace(
+      _XLA,
+      memory=False,
+      unaligned=False,
+      dtypes=frozenset({'float32', 'bfloat16'}),
+      platforms=frozenset({'tpu'}),
+    ),
+    names_saved=True,
+  ),
 }
 
 
@@ -119,6 +141,9 @@ def unsupported(
     ),
     f'{spec.memory} keys without a position': (
       not spec.memory or capabilities.memory
+    ),
+    'positions that are not indices': (
+      not spec.needs_positions or spec.aligned or capabilities.unaligned
     ),
     f'dtype {dtype}': dtype in capabilities.dtypes,
     f'a head dimension of {head_dim}': (
@@ -182,7 +207,8 @@ def attention(
     )
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   with jax.named_scope(f'attention_{backend}'):
-    return chosen.attend(q, k, v, spec, scale=scale, softcap=softcap, **options)
+    out = chosen.attend(q, k, v, spec, scale=scale, softcap=softcap, **options)
+  return out if chosen.names_saved else checkpoint_name(out, SAVED)
 
 
 def _check(q, k, v, spec, softcap, chunk) -> None:

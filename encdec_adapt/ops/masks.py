@@ -40,6 +40,10 @@ class MaskSpec:
     window: W in positions, at least 1, or None for no window.
     window_rule: one of WINDOW_RULES; matters for kind 'full' only.
     memory: how many keys, the last ones, positions say nothing about.
+    aligned: queries and keys are the same tokens, and within a segment
+      positions rise by one from token to token, so that indices may be
+      compared in the place of positions. A promise of whoever makes the
+      mask; some kernels need it.
     q_segments: [B, T] int32, 0 for padding.
     kv_segments: [B, S] int32, 0 for padding.
     q_positions: [B, T] int32; may be None where positions do not matter
@@ -54,6 +58,7 @@ class MaskSpec:
   window: int | None = flax.struct.field(pytree_node=False, default=None)
   window_rule: str = flax.struct.field(pytree_node=False, default='exclusive')
   memory: int = flax.struct.field(pytree_node=False, default=0)
+  aligned: bool = flax.struct.field(pytree_node=False, default=False)
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
   q_segments: Any
   kv_segments: Any
@@ -84,16 +89,18 @@ def causal(
   *,
   window: int | None = None,
   keys: Keys | None = None,
+  aligned: bool = False,
 ) -> MaskSpec:
   """Causal self-attention within segments; a window is `window` keys wide.
 
   `keys` are segments and positions of the entries of a cache, None where the
-  queries' own tokens are the keys.
+  queries' own tokens are the keys; `aligned` as in `MaskSpec`.
   """
   kv_segments, kv_positions = keys or (segments, positions)
   return MaskSpec(
     kind='causal',
     window=window,
+    aligned=aligned,
     q_segments=segments,
     kv_segments=kv_segments,
     q_positions=positions,
@@ -108,9 +115,12 @@ def bidirectional(
   window: int | None = None,
   window_rule: str = 'exclusive',
   keys: Keys | None = None,
+  aligned: bool = False,
 ) -> MaskSpec:
-  """Bidirectional self-attention within segments; `keys` as for `causal`."""
-  causal_spec = causal(segments, positions, window=window, keys=keys)
+  """Bidirectional self-attention within segments; the rest as for `causal`."""
+  causal_spec = causal(
+    segments, positions, window=window, keys=keys, aligned=aligned
+  )
   return causal_spec.replace(kind='full', window_rule=window_rule)
 
 
@@ -131,6 +141,7 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   return spec.replace(
     kv_segments=extend(spec.kv_segments, memory_segments),
     kv_positions=extend(spec.kv_positions, fill),
+    aligned=False,
     memory=memory_segments.shape[1],
   )
 

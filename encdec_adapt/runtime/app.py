@@ -13,6 +13,8 @@ USER_ERROR = 2
 # EX_TEMPFAIL: told to stop, saved; the same command continues. Launchers
 # restart on it.
 RESTART = 75
+# Ended by its watchdog. Launchers restart on it too.
+HANG = 76
 
 
 def run(

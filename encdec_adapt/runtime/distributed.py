@@ -28,6 +28,7 @@ _PARTING = 60
 _MESSAGE_LENGTH = 4000
 
 _met = 0  # How many meetings this process has been at.
+_last = 'none'  # The last of them, and whether it is over.
 
 
 class PeerError(errors.UserError):
@@ -101,11 +102,13 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
   client = jax_distributed.global_state.client
   if client is None:
     return
-  global _met
+  global _met, _last
   here = _met = _met + 1
+  _last = f'waiting at {name!r}, number {here}'
   late = None
   try:
     client.wait_at_barrier(_key(here), int(seconds * 1000))
+    _last = f'left {name!r}, number {here}'
   except jax.errors.JaxRuntimeError as error:
     late = error
   failed = client.key_value_dir_get(_key(here, 'failed'))
@@ -120,6 +123,11 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
       f'process {jax.process_index()} waited {seconds:g} seconds at'
       f' {name!r} for the other {jax.process_count() - 1}; see what they say.'
     ) from late
+
+
+def last_meeting() -> str:
+  """The last meeting that this process came to, for reports."""
+  return _last
 
 
 def from_lead(find: Callable[[], Any]) -> Any:

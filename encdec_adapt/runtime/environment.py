@@ -145,3 +145,14 @@ def _cpu() -> str:
   features = fields.get('flags', fields.get('Features', ''))
   digest = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
   return f'{model} ({digest})'
+
+
+def memory_high_water() -> dict[str, int]:
+  """Most bytes in use at once on a device of this process, since its start.
+
+  Returns:
+    `memory_peak_bytes`; nothing where the platform does not tell (the CPU).
+  """
+  found = [device.memory_stats() for device in jax.local_devices()]
+  peaks = [s['peak_bytes_in_use'] for s in found if s]
+  return {'memory_peak_bytes': max(peaks)} if peaks else {}

@@ -4,9 +4,10 @@ A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
 positions, in one forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
-- gated feed-forward: 2 * 3 D F per token;
-- cross-attention: 2 D H * 2N per target token (query, output), 2 E H * 2K per
-  source token (key, value);
+- gated feed-forward: 2 * 3 D F per token; with experts, those that a token
+  takes and a shared one, and the router's 2 D X;
+- cross-attention: 2 D H * 2N per target token (query, output; none of its own
+  where it is merged), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
   bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
   one those inside its window, and cross-attention T * S;
@@ -51,11 +52,16 @@ class StackShape:
     kv_heads: K.
     head_dim: H.
     windows: per layer, the window in positions or None; its length is the
-      number of layers. A causal layer sees k > q - window, a bidirectional
-      one |q - k| < window (<= if `window_inclusive`).
+      number of layers.
     causal: whether self-attention is causal.
-    window_inclusive: see `windows`.
+    window_rule: of a bidirectional one (`ops.masks.MaskSpec`).
     cross_width: E, the source's width; None without cross-attention.
+    cross_layers: how many layers have it; None for all.
+    cross_merged: it is a part of self-attention.
+    sparse_layers: layers with experts.
+    sparse_mlp: width of the feed-forwards that a token takes in one of them,
+      together.
+    router_outputs: columns of products that route a token there.
   """
 
   width: int
@@ -65,8 +71,13 @@ class StackShape:
   head_dim: int
   windows: tuple[int | None, ...]
   causal: bool
-  window_inclusive: bool = False
+  window_rule: str = 'exclusive'
   cross_width: int | None = None
+  cross_layers: int | None = None
+  cross_merged: bool = False
+  sparse_layers: int = 0
+  sparse_mlp: int = 0
+  router_outputs: int = 0
 
 
 def visible_pairs(
@@ -74,7 +85,7 @@ def visible_pairs(
   *,
   causal: bool,
   window: int | None = None,
-  window_inclusive: bool = False,
+  window_rule: str = 'exclusive',
 ) -> int:
   """Pairs (query, key) of one row that self-attention looks at.
 
@@ -82,15 +93,23 @@ def visible_pairs(
     length: L.
     causal: keys at or before the query only.
     window: see `StackShape.windows`.
-    window_inclusive: see `StackShape.windows`.
+    window_rule: see `StackShape.window_rule`.
   """
-  reach = length if window is None else window
-  if not causal and window_inclusive:
-    reach += 1
-  reach = min(reach, length)
-  # Distances 0 .. reach - 1 are seen, and length - d pairs have distance d.
-  one_side = reach * length - reach * (reach - 1) // 2
-  return one_side if causal else 2 * one_side - length
+  # Keys before the query, itself included, and those after it.
+  before, after = length, length - 1
+  if window is not None:
+    before, after = {
+      'exclusive': (window, window - 1),
+      'inclusive': (window + 1, window),
+      'centered': ((window + 1) // 2, window // 2),
+    }['exclusive' if causal else window_rule]
+
+  def pairs(distances: int) -> int:
+    """Pairs at distances 0 .. distances - 1, of which L - d have d."""
+    reach = min(distances, length)
+    return reach * length - reach * (reach - 1) // 2
+
+  return pairs(before) + (0 if causal else pairs(after + 1) - length)
 
 
 def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
@@ -104,11 +123,10 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
   heads = stack.query_heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
   projections = 2 * stack.width * (2 * heads + 2 * kv_heads)
-  total = (
-    len(stack.windows)
-    * length
-    * (projections + 2 * 3 * stack.width * stack.mlp)
-  )
+  layers = len(stack.windows)
+  dense = 3 * stack.mlp * (layers - stack.sparse_layers)
+  routed = (3 * stack.sparse_mlp + stack.router_outputs) * stack.sparse_layers
+  total = length * (layers * projections + 2 * stack.width * (dense + routed))
   for window in stack.windows:
     total += (
       4
@@ -117,12 +135,14 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
         length,
         causal=stack.causal,
         window=window,
-        window_inclusive=stack.window_inclusive,
+        window_rule=stack.window_rule,
       )
     )
   if stack.cross_width is not None:
-    total += len(stack.windows) * (
-      2 * stack.width * 2 * heads * length
+    layers = stack.cross_layers
+    own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
+    total += (len(stack.windows) if layers is None else layers) * (
+      own
       + 2 * stack.cross_width * 2 * kv_heads * source_length
       + 4 * heads * length * source_length
     )

@@ -33,6 +33,10 @@ class MetricWriter:
 
   A record of step s must be written before the checkpoint of step s is
   saved: what is kept at the restart is exactly what is not computed again.
+
+  Attributes:
+    path: of the JSONL file.
+    dropped: the records that were dropped.
   """
 
   def __init__(self, folder: str | os.PathLike[str], first_step: int):
@@ -50,7 +54,7 @@ class MetricWriter:
     events = self.path.parent / EVENTS
     try:
       events.mkdir(parents=True, exist_ok=True)
-      self._last = _drop_beyond(self.path, first_step)
+      self._last, self.dropped = _drop_beyond(self.path, first_step)
       self._lines = open(self.path, 'ab', buffering=0)
       self._events = _EventFile(events, first_step)
     except OSError as error:
@@ -155,16 +159,24 @@ class _EventFile:
     self._writer.close()
 
 
-def _drop_beyond(path: pathlib.Path, step: int) -> dict[str, int]:
-  """Keeps the records up to a step; returns the last step of each kind."""
+def _drop_beyond(
+  path: pathlib.Path, step: int
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+  """Keeps the records up to a step.
+
+  Returns:
+    The last step of each kind, and the records that were dropped.
+  """
   if not path.exists():
-    return {}
+    return {}, []
   last: dict[str, int] = {}
-  lines = []
+  lines, dropped = [], []
   for record, line in _records(path):
     if record['step'] <= step:
       last[record['kind']] = record['step']
       lines.append(line)
+    else:
+      dropped.append(record)
   kept = b''.join(lines)
   if len(kept) != path.stat().st_size:
     draft = path.with_name(path.name + '.tmp')
@@ -173,7 +185,7 @@ def _drop_beyond(path: pathlib.Path, step: int) -> dict[str, int]:
       file.flush()
       os.fsync(file.fileno())
     os.replace(draft, path)
-  return last
+  return last, dropped
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], bytes]]:

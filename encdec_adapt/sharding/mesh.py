@@ -1,10 +1,13 @@
 """Device meshes with the axes `replica, fsdp, sequence, tensor`."""
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+import numpy as np
 
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 
@@ -53,14 +56,41 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """Builds the mesh over `devices` (default: all).
 
+  On a TPU neighbours of the torus become neighbours of the mesh, and several
+  slices are told apart by `replica` alone: the network between them is slow.
+
   Axis types are Auto: Linen's constraints and ours need it, and
   `jax.make_mesh` defaults to Explicit.
 
   Raises:
-    ValueError: see `MeshConfig.sizes`.
+    ValueError: see `MeshConfig.sizes`; or `replica` is not a multiple of the
+      slices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = config.sizes(len(devices))
-  return jax.make_mesh(
-    sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+  return Mesh(
+    _arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+  )
+
+
+def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
+  """Devices in the shape of the mesh."""
+  if devices[0].platform != 'tpu':
+    return np.array(devices).reshape(sizes)
+  slices = len({getattr(d, 'slice_index', 0) for d in devices})
+  if slices == 1:
+    return mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
+    )
+  if sizes[0] % slices:
+    raise ValueError(
+      f'config.mesh.replica is {sizes[0]} on {slices} slices; it must be a'
+      ' multiple of them, so that parameters are sharded inside a slice.'
+    )
+  inside = (sizes[0] // slices, *sizes[1:])
+  return mesh_utils.create_hybrid_device_mesh(
+    inside,
+    (slices, 1, 1, 1),
+    devices=devices,
+    allow_split_physical_axes=True,
   )

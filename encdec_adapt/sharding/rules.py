@@ -24,6 +24,9 @@ class Rules:
   kv_heads: MeshAxes = ('tensor',)
   head_dim: MeshAxes = ()
   mlp: MeshAxes = ('tensor',)
+  experts: MeshAxes = ('tensor',)
+  expert_mlp: MeshAxes = ()
+  router: MeshAxes = ()
   layers: MeshAxes = ()
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')

@@ -1,9 +1,9 @@
 """Checkpoints: Orbax writes the bytes, a seal of ours says they are true.
 
-The only module that imports Orbax, but for `streamed`. A folder of
-checkpoints holds one folder per step, named by the number, with the items
-`state` (the pytree), `data` (the position in the data) and `meta` (config,
-versions, fingerprint), and `seal.json` (runtime/seals.py).
+The only module that imports Orbax, but for `streamed` and `orbax_folder`. A
+folder of checkpoints holds one folder per step, named by the number, with the
+items `state` (the pytree), `data` (the position in the data) and `meta`
+(config, versions, fingerprint), and `seal.json` (runtime/seals.py).
 
 A save copies the state to host memory and returns; a background thread waits
 for Orbax to commit, syncs and seals the step, and only then deletes what
@@ -354,7 +354,12 @@ class Checkpoints:
   def _open_manager(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
       self.folder,
-      item_names=(_STATE, _DATA, _META),
+      item_handlers={
+        # Weights do not shrink, and compressing takes as long as the rest.
+        _STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
+        _DATA: ocp.JsonCheckpointHandler(),
+        _META: ocp.JsonCheckpointHandler(),
+      },
       options=ocp.CheckpointManagerOptions(create=False),
     )
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import build, decoder_only, experts
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import distillation_loss, vocabulary_loss
 from encdec_adapt.runtime import errors
@@ -34,6 +34,9 @@ class LossConfig:
     temperature: of both distributions in the distillation.
     z_loss: weight of the squared log-normaliser.
     label_smoothing: share of the target spread over the vocabulary.
+    load_balance: weight of the routers' load-balancing loss, in models with
+      experts (`ops.experts.RouterLosses`).
+    router_z_loss: weight of their z-loss, in models with experts.
     chunk: tokens whose logits exist at a time.
   """
 
@@ -41,6 +44,8 @@ class LossConfig:
   temperature: float = 1.0
   z_loss: float = 0.0
   label_smoothing: float = 0.0
+  load_balance: float = 0.01
+  router_z_loss: float = 0.0
   chunk: int = 1024
 
   def __post_init__(self):
@@ -55,6 +60,11 @@ class LossConfig:
         f'config.loss: temperature {self.temperature} must be above 0,'
         f' z_loss {self.z_loss} at least 0 and chunk {self.chunk} at least 1.'
       )
+    for name in ('load_balance', 'router_z_loss'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'config.loss.{name} is {getattr(self, name)}; it must be at least 0.'
+        )
 
 
 @flax.struct.dataclass
@@ -68,6 +78,8 @@ class StepSums:
     z_loss: the z-loss part of `total`.
     correct: targets that are the most likely token.
     weight: weights.
+    routing: `ops.experts.RouterLosses` times the weights of the batch, whose
+      tokens they are of; None of a model without experts.
   """
 
   total: Any
@@ -76,16 +88,27 @@ class StepSums:
   z_loss: Any
   correct: Any
   weight: Any
+  routing: Any = None
 
 
 def predict(
-  model: build.Model, params: decoder_only.Params, batch: Batch
+  model: build.Model,
+  params: decoder_only.Params,
+  batch: Batch,
+  *,
+  routing: decoder_only.Routing = None,
 ) -> Float[Array, 'B T D']:
   """Hidden states that predict `batch['targets']`.
 
   An encoder-decoder reads the pair. A decoder-only model reads the decoder
   fields of a causal batch, and the teacher's row of a batch of pairs, from
   which the positions that predict the targets are gathered.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    batch: fields of `data.batch`.
+    routing: see `decoder_only.Decoder.run_stack`.
   """
   if isinstance(model.config, model_config.EncoderDecoderConfig):
     encoded = model.encode(
@@ -93,6 +116,7 @@ def predict(
       batch['encoder_tokens'],
       batch['encoder_segments'],
       batch['encoder_positions'],
+      routing=routing,
     )
     return model.decode(
       params,
@@ -101,6 +125,7 @@ def predict(
       batch['decoder_positions'],
       encoded,
       batch['encoder_segments'],
+      routing=routing,
     )
   if 'encoder_tokens' not in batch:
     return model.decode(
@@ -108,12 +133,14 @@ def predict(
       batch['decoder_tokens'],
       batch['decoder_segments'],
       batch['decoder_positions'],
+      routing=routing,
     )
   hidden = model.decode(
     params,
     batch['teacher_tokens'],
     batch['teacher_segments'],
     batch['teacher_positions'],
+    routing=routing,
   )
   return jnp.take_along_axis(
     hidden, batch['teacher_index'][..., None], axis=1
@@ -140,7 +167,8 @@ def loss_sums(
   Returns:
     Sums; `total` carries the gradient.
   """
-  hidden = predict(model, params, batch)
+  routing = []
+  hidden = predict(model, params, batch, routing=routing)
   table = model.head(params)
   zero = jnp.zeros((), jnp.float32)
   total, divergence, z_loss = zero, zero, zero
@@ -154,6 +182,14 @@ def loss_sums(
     total = total + config.distillation * soft.total
     divergence = soft.kl
     z_loss = z_loss + soft.z_loss
+  routed = None
+  if routing:
+    # By the batch's weight, as what is summed over it.
+    routed = jax.tree.map(
+      lambda mean: data.weight * mean, experts.mean_losses(routing)
+    )
+    total = total + config.load_balance * routed.balance
+    total = total + config.router_z_loss * routed.z
   return StepSums(
     total=total,
     cross_entropy=data.cross_entropy,
@@ -161,6 +197,7 @@ def loss_sums(
     z_loss=z_loss,
     correct=data.correct,
     weight=data.weight,
+    routing=routed,
   )
 
 

@@ -59,7 +59,8 @@ def assign(paths: Iterable[str], groups: Sequence[Group]) -> dict[str, str]:
     if group.name not in assignment.values():
       raise errors.UserError(
         f'parameter group {group.name!r} matches no parameter of this model;'
-        ' config.train.cross_attention_warmup is for encoder-decoders.'
+        ' config.train.cross_attention_warmup is for encoder-decoders whose'
+        ' cross-attention has weights of its own; set it to 0.'
       )
   return assignment
 

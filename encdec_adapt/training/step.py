@@ -63,7 +63,10 @@ def make_train_step(
     target token), `cross_entropy`, `distillation`, `z_loss`, `accuracy`,
     `weight` (target tokens), `tokens` (encoder's and decoder's that are not
     padding), `gradient_norm` (before clipping),
-    `learning_rate/<group>`, `skipped` and `skipped_in_row`.
+    `learning_rate/<group>`, `skipped` and `skipped_in_row`; of a model with
+    experts also `load_balance` (1 where every expert has as many tokens) and
+    `router_z_loss`, before their weights, means over layers and tokens of a
+    microbatch.
   """
   moving = {name: phases.paths_of(assignment, name) for name in active}
 
@@ -111,7 +114,14 @@ def make_train_step(
 
 def _averages(sums: objectives.StepSums, divisor: jax.Array) -> Metrics:
   """What was summed over the batch's targets, per target."""
+  routers = {}
+  if sums.routing is not None:
+    routers = {
+      'load_balance': sums.routing.balance / divisor,
+      'router_z_loss': sums.routing.z / divisor,
+    }
   return {
+    **routers,
     'loss': sums.total / divisor,
     'cross_entropy': sums.cross_entropy / divisor,
     'distillation': sums.distillation / divisor,

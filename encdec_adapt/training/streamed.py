@@ -1,7 +1,8 @@
 """Leaves of a checkpoint that are made one at a time while it is written.
 
 So that host memory stays near the largest leaf when a model passes from files
-into a checkpoint. Beside `checkpoint`, the only module that imports Orbax.
+into a checkpoint. Beside `checkpoint` and `orbax_folder`, the only module that
+imports Orbax.
 """
 
 import asyncio

@@ -63,6 +63,7 @@ def test_json_has_every_leaf_once():
     'source': 'source',
     'leaf': 'decoder/layers/1/w',
     'value': None,
+    'steps': [],
     'note': '',
   }
   assert account['sources']['source'] == {

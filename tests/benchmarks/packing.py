@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.data import batch, objectives, packing
+from tests import framing
 from tests.benchmarks import results
 
 LENGTHS = ((256, 256), (512, 256), (1024, 1024))
 OBJECTIVES = ('prefix_lm', 'prefix_lm_uniform', 'ul2')
 _SPECIAL_IDS = types.SimpleNamespace(
   path='',
-  eos=batch.EOS,
+  eos=framing.EOS,
   sentinels=range(10, 106),
   mode_ids={'R': 7, 'S': 8, 'X': 9},
 )

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt import materialize
-from encdec_adapt.data import batch, loader, records, sources, vocabularies
+from encdec_adapt.data import (
+  batch,
+  loader,
+  records,
+  sources,
+  vocabularies,
+  vocabulary_training,
+)
+from tests import framing
 from tests.benchmarks import results
 
 
@@ -70,7 +78,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
     for _ in range(arguments.rows):
       writer.write(_random_row(spec.lengths, rng))
     entry = writer.finish()
-  records.write_manifest(folder, spec, {(0, 0): entry})
+  records.write_manifest(folder, spec, {(0, 0): entry}, framing.DESCRIBED)
   record_set = records.RecordSet.open(folder)
 
   def decode():
@@ -123,7 +131,7 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
   documents = sources.open_source(
     'python', max_bytes=arguments.text_bytes
   ).documents()
-  vocabularies.train_vocabulary(
+  vocabulary_training.train_vocabulary(
     (document.text for document in documents),
     vocabulary,
     arguments.vocab_size,
@@ -143,7 +151,9 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
   def make(name, spec):
     made.extend(
       materialize.materialize_sets(
-        [(spec, folder / name)], vocabulary, say=lambda line: None
+        [(spec, folder / name)],
+        vocabularies.Choice(str(vocabulary)),
+        say=lambda line: None,
       )
     )
 

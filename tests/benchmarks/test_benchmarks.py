@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.benchmarks import packing, records, vocabulary_loss
+from tests.benchmarks import exchange, packing, records, vocabulary_loss
 
 
 def test_packing(tmp_path, capsys):
@@ -37,3 +37,24 @@ def test_records():
     'batches, teacher',
   ]
   assert all(row['tokens/s per core'] > 0 for row in content['rows'])
+
+
+def test_exchange(tmp_path):
+  content = exchange.main(
+    ['--size=toy_small', '--vocab_size=300', f'--folder={tmp_path}']
+  )
+  rows = {row['what']: row for row in content['rows']}
+  assert list(rows) == ['copy', 'import', 'export']
+  assert all(row['peak GB'] > 0 for row in rows.values())
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parity
+def test_parity():
+  pytest.importorskip('torch')
+  pytest.importorskip('transformers')
+  from tests.benchmarks import parity
+
+  content = parity.main(['--seeds=1', '--families', 'gemma2'])
+  (row,) = content['rows']
+  assert row['fp32'] < 2e-4 and row['bf16 to fp32'] < 1.5

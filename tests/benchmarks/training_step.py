@@ -59,6 +59,7 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
   import numpy as np
 
   from encdec_adapt.data import batch
+  from tests import framing
 
   lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
   rng = np.random.default_rng(0)
@@ -68,7 +69,9 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
       rng.integers(5, arguments.vocab_size, length, dtype=np.int32)
       for length in (lengths.encoder - 1, lengths.decoder)
     ]
-    rows.append(batch.frame_row([batch.Pair(*tokens)], lengths))
+    rows.append(
+      batch.frame_row([batch.Pair(*tokens)], lengths, framing.FRAMING)
+    )
   return batch.stack_rows(rows)
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data import batch
+from tests import framing
 
-EOS, BOS = batch.EOS, batch.BOS
+EOS, BOS = framing.EOS, framing.BOS
 LENGTHS = batch.Lengths(encoder=8, decoder=6)
 
 
@@ -21,14 +22,14 @@ def make_batch():
   """A batch of the row above and a filler row."""
   return batch.stack_rows(
     [
-      batch.frame_row(ROW, LENGTHS, teacher=True),
-      batch.frame_row([], LENGTHS, teacher=True),
+      batch.frame_row(ROW, LENGTHS, framing.FRAMING, teacher=True),
+      batch.frame_row([], LENGTHS, framing.FRAMING, teacher=True),
     ]
   )
 
 
 def test_a_row_of_two_pairs_is_framed_as_the_table_says():
-  row = batch.frame_row(ROW, LENGTHS, teacher=True)
+  row = batch.frame_row(ROW, LENGTHS, framing.FRAMING, teacher=True)
   expected = {
     'encoder_tokens': [BOS, 11, 12, 13, BOS, 21, 22, 0],
     'encoder_segments': [1, 1, 1, 1, 2, 2, 2, 0],
@@ -54,7 +55,9 @@ def test_a_row_of_two_pairs_is_framed_as_the_table_says():
 
 def test_a_causal_row_has_no_encoder():
   row = batch.frame_row(
-    [pair([], [11, 12]), pair([], [21, EOS])], batch.Lengths(0, 6)
+    [pair([], [11, 12]), pair([], [21, EOS])],
+    batch.Lengths(0, 6),
+    framing.FRAMING,
   )
   assert set(row) == {
     'decoder_tokens',
@@ -69,7 +72,9 @@ def test_a_causal_row_has_no_encoder():
 
 
 def test_empty_inputs_give_an_encoder_of_bos_and_predict_from_it():
-  row = batch.frame_row([pair([], [11, 12])], LENGTHS, teacher=True)
+  row = batch.frame_row(
+    [pair([], [11, 12])], LENGTHS, framing.FRAMING, teacher=True
+  )
   np.testing.assert_array_equal(row['encoder_tokens'], [BOS] + [0] * 7)
   np.testing.assert_array_equal(row['encoder_segments'], [1] + [0] * 7)
   np.testing.assert_array_equal(row['teacher_tokens'][:4], [BOS, 11, 12, 0])
@@ -78,7 +83,7 @@ def test_empty_inputs_give_an_encoder_of_bos_and_predict_from_it():
 
 def test_a_row_may_be_full_to_the_last_position():
   full = [pair(range(10, 17), range(20, 26))]
-  row = batch.frame_row(full, LENGTHS, teacher=True)
+  row = batch.frame_row(full, LENGTHS, framing.FRAMING, teacher=True)
   assert row['encoder_tokens'][-1] == 16
   assert row['targets'][-1] == 25
   assert row['teacher_tokens'][-1] == 25
@@ -94,7 +99,7 @@ def test_a_row_may_be_full_to_the_last_position():
 )
 def test_pairs_that_do_not_fit_are_refused(pairs, message):
   with pytest.raises(ValueError, match=message):
-    batch.frame_row(pairs, LENGTHS)
+    batch.frame_row(pairs, LENGTHS, framing.FRAMING)
 
 
 def test_encoder_cost_counts_bos():
@@ -103,7 +108,7 @@ def test_encoder_cost_counts_bos():
 
 
 def test_framed_rows_and_filler_rows_pass_the_check():
-  batch.check_framing(make_batch())
+  batch.check_framing(make_batch(), framing.FRAMING)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_framed_rows_and_filler_rows_pass_the_check():
     ('decoder_tokens', (0, 2), 99, 'targets shifted right'),
     ('targets', (0, 1), 99, 'targets shifted right'),
     ('weights', (1, 3), 1.0, 'padding has weight 0'),
-    ('targets', (0, 2), batch.PAD, 'padding is never a target'),
+    ('targets', (0, 2), framing.PAD, 'padding is never a target'),
     ('encoder_tokens', (0, 0), 11, 'starts with its only BOS'),
     ('encoder_tokens', (0, 2), BOS, 'starts with its only BOS'),
     ('encoder_tokens', (0, 3), EOS, 'the encoder reads no EOS'),
@@ -127,4 +132,66 @@ def test_each_broken_rule_is_found_and_named(field, index, value, rule):
   assert fields[field][index] != value
   fields[field][index] = value
   with pytest.raises(ValueError, match=f'{rule}.*row {index[0]}, position'):
-    batch.check_framing(fields)
+    batch.check_framing(fields, framing.FRAMING)
+
+
+# Of a Qwen decoder, whose padding, EOS and BOS are one, and a Llama encoder.
+MIXED = batch.Framing(
+  encoder=batch.SideIds(pad=94, eos=91, bos=90),
+  decoder=batch.SideIds(pad=80, eos=80, bos=80),
+)
+SPLIT = [
+  batch.Pair(
+    np.array([11, 12], np.int32),
+    np.array([14, 15], np.int32),
+    np.array([21, 22, 23], np.int32),
+  ),
+  batch.Pair(
+    np.array([13], np.int32),
+    np.array([16, 80], np.int32),
+    np.array([], np.int32),
+  ),
+]
+
+
+def test_each_side_is_framed_with_its_own_ids():
+  row = batch.frame_row(SPLIT, LENGTHS, MIXED, teacher=True)
+  expected = {
+    'encoder_tokens': [90, 11, 12, 90, 13, 94, 94, 94],
+    'encoder_segments': [1, 1, 1, 2, 2, 0, 0, 0],
+    'decoder_tokens': [80, 14, 80, 16, 80, 80],
+    'decoder_segments': [1, 1, 2, 2, 0, 0],
+    'targets': [14, 15, 16, 80, 80, 80],
+    'weights': [1, 1, 1, 1, 0, 0],
+    # The teacher reads the prefix in the decoder's vocabulary.
+    'teacher_tokens': [80, 21, 22, 23, 14, 15]
+    + [80, 16, 80, 80, 80, 80, 80, 80],
+    'teacher_segments': [1] * 6 + [2] * 3 + [0] * 5,
+    'teacher_index': [3, 4, 6, 7, 0, 0],
+  }
+  for name, values in expected.items():
+    np.testing.assert_array_equal(row[name], values, err_msg=name)
+  batch.check_framing(batch.stack_rows([row]), MIXED)
+  with pytest.raises(ValueError, match='starts with BOS'):
+    batch.check_framing(batch.stack_rows([row]), framing.FRAMING)
+
+
+def test_a_pair_costs_what_the_longer_prefix_takes():
+  assert [batch.encoder_cost(pair, LENGTHS) for pair in SPLIT] == [4, 2]
+
+
+@pytest.mark.parametrize(
+  'field, index, value, rule',
+  [
+    ('encoder_tokens', (0, 1), 90, 'starts with its only BOS'),
+    ('encoder_tokens', (0, 2), 91, 'the encoder reads no EOS'),
+    ('decoder_tokens', (0, 0), 90, 'a decoder segment starts with BOS'),
+    ('teacher_tokens', (0, 4), 11, 'the teacher predicts the targets'),
+  ],
+)
+def test_rules_are_those_of_each_side(field, index, value, rule):
+  row = batch.frame_row(SPLIT, LENGTHS, MIXED, teacher=True)
+  fields = batch.stack_rows([row])
+  fields[field][index] = value
+  with pytest.raises(ValueError, match=rule):
+    batch.check_framing(fields, MIXED)

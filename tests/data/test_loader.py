@@ -10,6 +10,7 @@ import pytest
 
 from encdec_adapt.data import batch, loader, records
 from encdec_adapt.runtime import errors
+from tests import framing
 
 LENGTHS = batch.Lengths(4, 3)
 SHARDS = (3, 0, 4)  # rows per shard
@@ -40,7 +41,7 @@ def write_set(folder, *, passes=2, pack=True):
         writer.write([make_pair(number)])
         number += 1
       entries[pass_index, shard] = writer.finish()
-  records.write_manifest(folder, spec, entries)
+  records.write_manifest(folder, spec, entries, framing.DESCRIBED)
   return records.RecordSet.open(folder, spec)
 
 
@@ -60,7 +61,7 @@ def rows_of(batches):
   """Row numbers, filler left out, checked against the content."""
   numbers = []
   for fields in batches:
-    batch.check_framing(fields)
+    batch.check_framing(fields, framing.FRAMING)
     for i, number in enumerate(fields['row']):
       if number == loader.FILLER:
         assert fields['weights'][i].sum() == 0
@@ -78,7 +79,7 @@ def test_a_batch_holds_the_rows_of_the_order(record_set):
   first = next(stream)
   np.testing.assert_array_equal(first['row'], expected[:4])
   np.testing.assert_array_equal(
-    first['encoder_tokens'][1], [batch.BOS, 100 + expected[1], 50, 0]
+    first['encoder_tokens'][1], [framing.BOS, 100 + expected[1], 50, 0]
   )
   assert first['row'].dtype == np.int32
   assert rows_of(stream) == expected[4:]
@@ -169,7 +170,7 @@ def test_hosts_share_each_batch(record_set, hosts):
 def test_teacher_fields_are_made_on_request(record_set):
   fields = next(loader.Loader(record_set, LENGTHS, 2, teacher=True))
   assert fields['teacher_tokens'].shape == (2, 7)
-  batch.check_framing(fields)
+  batch.check_framing(fields, framing.FRAMING)
   assert 'teacher_tokens' not in next(loader.Loader(record_set, LENGTHS, 2))
 
 
@@ -203,7 +204,7 @@ def test_prefixes_of_other_examples(single_set):
   (fields,) = loader.evaluation_batches(
     single_set, LENGTHS, 8, teacher=True, prefix_offset=3
   )
-  batch.check_framing(fields)
+  batch.check_framing(fields, framing.FRAMING)
   own = np.arange(7)
   np.testing.assert_array_equal(fields['row'][:7], own)
   np.testing.assert_array_equal(fields['targets'][:7, 0], 200 + own)

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from encdec_adapt import materialize
-from encdec_adapt.data import batch, loader, randomness, records, vocabularies
+from encdec_adapt.data import (
+  batch,
+  loader,
+  randomness,
+  records,
+  vocabularies,
+  vocabulary_training,
+)
 from encdec_adapt.runtime import command, errors, lock
 
 DOCUMENTS = 40
@@ -25,7 +32,7 @@ def text(tmp_path_factory):
   topics = sorted(pydoc_data.topics.topics.items())[:DOCUMENTS]
   for i, (_, topic) in enumerate(topics):
     (folder / f'{i:02d}.txt').write_text(topic[:2000], encoding='utf-8')
-  vocabularies.train_vocabulary(
+  vocabulary_training.train_vocabulary(
     (topic for _, topic in topics), folder / 'vocabulary.model', 600
   )
   return folder
@@ -70,7 +77,7 @@ def fake_examples(job):
 def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
   (manifest,) = materialize.materialize_sets(
     [(spec or make_spec(text, **changes), folder)],
-    text / 'vocabulary.model',
+    vocabularies.Choice(str(text / 'vocabulary.model')),
     workers=workers,
     say=lambda line: None,
     read=read,
@@ -139,7 +146,7 @@ def test_finished_records_are_left_alone(text, tmp_path):
   said = []
   again = materialize.materialize_sets(
     [(make_spec(text), tmp_path)],
-    text / 'vocabulary.model',
+    vocabularies.Choice(str(text / 'vocabulary.model')),
     say=said.append,
     read=None,  # not called
   )
@@ -179,7 +186,7 @@ def test_leftovers_of_killed_workers_go(text, reference, tmp_path):
 
 def test_the_manifest_says_what_was_made(text, tmp_path):
   manifest = make(text, tmp_path)
-  vocabulary = vocabularies.Vocabulary(text / 'vocabulary.model')
+  vocabulary = vocabularies.open_vocabulary(text / 'vocabulary.model')
   assert manifest['spec']['vocabulary'] == vocabulary.fingerprint
   assert len(manifest['spec']['source_fingerprint']) == 32
   assert manifest['totals']['examples'] == 2 * 4 * DOCUMENTS
@@ -199,7 +206,7 @@ def test_max_rows_keeps_rows_from_all_over(text, tmp_path):
   assert len(found) == 20
   rows = found.read(range(20))
   assert all(len(row) == 1 for row in rows)
-  first = [np.concatenate(row[0])[0] - 10 for row in rows]
+  first = [np.concatenate(row[0].parts)[0] - 10 for row in rows]
   # 13 or 14 documents a shard, 6 or 7 rows: more than a shard's beginning.
   assert [entry['rows'] for entry in found.manifest['passes'][0]['shards']] == [
     6,
@@ -258,8 +265,8 @@ def data_config(text, folder, **changes):
   """What config.DataConfig gives."""
   fields = dict(
     folder=str(folder),
-    vocabulary=str(text / 'vocabulary.model'),
-    vocabulary_size=600,
+    vocabularies=vocabularies.Choice(str(text / 'vocabulary.model')),
+    table_sizes={'decoder': 600},
     train_vocabulary=False,
     workers=1,
     train=make_spec(text, passes=1),
@@ -273,7 +280,7 @@ def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
   data = data_config(
     text,
     tmp_path,
-    vocabulary=str(tmp_path / 'own.model'),
+    vocabularies=vocabularies.Choice(str(tmp_path / 'own.model')),
     train_vocabulary=True,
   )
   assert materialize.missing(data)
@@ -285,16 +292,16 @@ def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
   assert not materialize.missing(data)
   assert any('training' in line for line in said)
   assert any('tokens/s' in line for line in said)
-  train_set, eval_set = materialize.open_sets(data)
+  opened = data.vocabularies.open()
+  train_set, eval_set = materialize.open_sets(data, opened)
   assert 1 <= len(eval_set) <= 8
   assert train_set.manifest['fill']['decoder'] > 0.85  # it binds
-  vocabulary = vocabularies.Vocabulary(data.vocabulary)
   words = ''
   for fields in loader.Loader(
     train_set, batch.Lengths(24, 16), 4, teacher=True
   ):
-    batch.check_framing(fields)
-    words += vocabulary.decode(fields['encoder_tokens'].ravel())
+    batch.check_framing(fields, train_set.framing)
+    words += opened.encoder.decode(fields['encoder_tokens'].ravel())
   assert ' the ' in words
 
 
@@ -303,29 +310,30 @@ def test_records_of_another_vocabulary_are_refused(text, tmp_path):
   for part, (spec, folder) in materialize.set_folders(data).items():
     assert folder == tmp_path / part
     make(text, folder, spec=spec)
-  materialize.open_sets(data)
+  materialize.open_sets(data, data.vocabularies.open())
   topics = pydoc_data.topics.topics.values()
   other = tmp_path / 'other.model'
-  vocabularies.train_vocabulary(topics, other, 500)
-  data.vocabulary = str(other)
+  vocabulary_training.train_vocabulary(topics, other, 500)
+  data.vocabularies = vocabularies.Choice(str(other))
   with pytest.raises(errors.UserError, match='vocabulary is .* in the records'):
-    materialize.open_sets(data)
-  data.vocabulary_size = 400
-  with pytest.raises(errors.UserError, match='has 500 pieces, the model 400'):
-    materialize.train_vocabulary_if_missing(data)
-  data.vocabulary = str(tmp_path / 'none.model')
+    materialize.open_sets(data, data.vocabularies.open())
+  data.table_sizes = {'decoder': 400}
+  with pytest.raises(errors.UserError, match='has 500 tokens.* table 400 rows'):
+    materialize.open_vocabularies(data)
+  data.vocabularies = vocabularies.Choice(str(tmp_path / 'none.model'))
   with pytest.raises(errors.UserError, match='none.model'):
-    materialize.train_vocabulary_if_missing(data)
+    materialize.open_vocabularies(data)
 
 
 def test_a_mixture_of_sources_is_a_source(text, tmp_path):
   """The records know every source, and the vocabulary is of all of them."""
   files = [f'text:{text}/{digit}*.txt' for digit in '01']
   spec = make_spec(text, source=' + '.join(files))
-  filled = materialize.fill_in(spec, text / 'vocabulary.model')
+  opened = vocabularies.Choice(str(text / 'vocabulary.model')).open()
+  filled = materialize.fill_in(spec, opened)
   alone, other = (
     materialize.fill_in(
-      dataclasses.replace(spec, source=name), text / 'vocabulary.model'
+      dataclasses.replace(spec, source=name), opened
     ).source_fingerprint
     for name in files
   )
@@ -333,13 +341,13 @@ def test_a_mixture_of_sources_is_a_source(text, tmp_path):
   data = data_config(
     text,
     tmp_path,
-    vocabulary=str(tmp_path / 'own.model'),
+    vocabularies=vocabularies.Choice(str(tmp_path / 'own.model')),
     train_vocabulary=True,
     train=spec,
   )
   said = []
-  vocabulary = materialize.train_vocabulary_if_missing(data, said.append)
-  assert vocabulary.size == 600 and len(said) == 1
+  opened = materialize.open_vocabularies(data, said.append)
+  assert opened.decoder.size == 600 and len(said) == 1
   with pytest.raises(errors.UserError, match='weight 0 after the @'):
     make(text, tmp_path, source=f'{files[0]}@0')
 
@@ -384,6 +392,7 @@ def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
       records.RecordSpec(**manifest['spec']),
       source_fingerprint='',
       vocabulary='',
+      encoder_vocabulary='',
     )
     == spec
   )

@@ -9,6 +9,7 @@ import pytest
 
 from encdec_adapt.data import batch, objectives
 from encdec_adapt.runtime import errors
+from tests import framing
 
 EOS = 1
 A, B, C = 5, 6, 7  # sentinels
@@ -36,7 +37,7 @@ def _rng(seed=0):
 
 
 def _lists(pair):
-  return [part.tolist() for part in pair]
+  return [part.tolist() for part in pair.parts]
 
 
 def _pairs(objective, tokens, seed=0):
@@ -49,7 +50,7 @@ def _windows(objective, size):
   """Sizes of the windows of a document, and which of them end it."""
   result = []
   for pair in _pairs(objective, np.full(size, TEXT)):
-    tokens = np.concatenate(pair)
+    tokens = np.concatenate(pair.parts)
     result.append((int((tokens == TEXT).sum()), bool(tokens[-1] == EOS)))
   return result
 
@@ -96,7 +97,8 @@ def test_prefix_lm_uniform_draws_every_split():
   rng = _rng()
   counts = np.zeros(4, int)
   for _ in range(600):
-    inputs, targets = objective.split(window, objective.draw_plan(rng), rng)
+    plan = objective.draw_plan(rng)
+    inputs, targets = objective.split(window, plan, rng).parts
     counts[len(inputs)] += 1
     assert [*inputs, *targets] == [50, 51, 52, 53]
   assert counts[0] == 0 and counts[1:].min() > 150
@@ -289,7 +291,9 @@ def test_any_document(name, size, encoder, decoder, seed):
   for i, pair in enumerate(pairs):
     ends = i == len(pairs) - 1
     assert pair.inputs.dtype == pair.targets.dtype == np.int32
-    batch.frame_row([pair], lengths)  # Raises if it does not fit.
+    batch.frame_row(
+      [pair], lengths, framing.FRAMING
+    )  # Raises if it does not fit.
     assert (pair.targets[-1] == EOS) == ends
     assert EOS not in pair.inputs and EOS not in pair.targets[:-1]
     if name == 'ul2':
@@ -344,5 +348,5 @@ def test_refuses(arguments, options, message):
 
 def test_ul2_refuses_vocabularies_without_sentinels():
   bare = SimpleNamespace(path='v.model', eos=EOS, sentinels=[], mode_ids={})
-  with pytest.raises(errors.UserError, match='has no pieces <unused0>'):
+  with pytest.raises(errors.UserError, match='has no tokens that serve'):
     objectives.make_objective('ul2', batch.Lengths(8, 8), bare)

@@ -10,6 +10,7 @@ import pytest
 
 from encdec_adapt.data import batch, records
 from encdec_adapt.runtime import errors
+from tests import framing
 
 SPEC = records.RecordSpec(
   source='python',
@@ -45,7 +46,7 @@ def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
           writer.write(make_row(number))
           number += 1
         entries[pass_index, shard] = writer.finish(documents=1)
-  return records.write_manifest(folder, spec, entries)
+  return records.write_manifest(folder, spec, entries, framing.DESCRIBED)
 
 
 def assert_rows_equal(got, want):
@@ -53,7 +54,7 @@ def assert_rows_equal(got, want):
   for one, other in zip(got, want, strict=True):
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
-      for x, y in zip(a, b, strict=True):
+      for x, y in zip(a.parts, b.parts, strict=True):
         assert x.dtype == np.int32
         np.testing.assert_array_equal(x, y)
 

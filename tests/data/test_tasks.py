@@ -12,6 +12,7 @@ from encdec_adapt.data import (
   randomness,
   sources,
   vocabularies,
+  vocabulary_training,
 )
 from encdec_adapt.runtime import errors
 
@@ -36,7 +37,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope='module')
 def vocabulary(folder):
   source = sources.open_source(f'text:{folder}/*.txt')
-  return vocabularies.train_vocabulary(
+  return vocabulary_training.train_vocabulary(
     (document.text for document in source.documents()),
     folder / 'v.model',
     448,
@@ -60,7 +61,7 @@ def _mixture(folder, vocabulary, objective='ul2', **options):
   return tasks.make_mixture(
     [mixtures.Part(_source(folder), 1.0)],
     _draw(**options),
-    vocabulary,
+    vocabularies.Opened(vocabulary, vocabulary),
     _objective(vocabulary, objective),
   )
 
@@ -69,7 +70,7 @@ def _key(example):
   return (
     example.source,
     example.id,
-    *(part.tolist() for part in example.pair),
+    *(part.tolist() for part in example.pair.parts),
     example.spans,
     example.shared_spans,
   )
@@ -137,7 +138,7 @@ def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
   task = tasks.make_task(
     mixtures.Part(_source(folder), 1.0),
     _draw(),
-    vocabulary,
+    vocabularies.Opened(vocabulary, vocabulary),
     _objective(vocabulary),
   )
   assert task.splits == ('train',)
@@ -171,7 +172,7 @@ def test_seqio_vocabulary_has_our_ids(vocabulary):
   np.testing.assert_array_equal(encoded.numpy(), ids)
   assert wrapped.decode_tf(encoded).numpy().decode() == text
   assert wrapped == tasks.SeqioVocabulary(
-    vocabularies.Vocabulary(vocabulary.path)
+    vocabularies.open_vocabulary(vocabulary.path)
   )
 
 
@@ -191,7 +192,9 @@ def test_a_mixture_has_all_examples_of_its_parts(folder, vocabulary, tmp_path):
   def make(parts):
     draw = _draw(eval_fraction=0.0)
     objective = _objective(vocabulary, 'prefix_lm_uniform')
-    return tasks.make_mixture(parts, draw, vocabulary, objective)
+    return tasks.make_mixture(
+      parts, draw, vocabularies.Opened(vocabulary, vocabulary), objective
+    )
 
   mixed = _keys(make(parts))
   assert mixed == _keys(make(parts))
@@ -247,7 +250,7 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   mixture = tasks.make_mixture(
     [mixtures.Part(source, 1.0)],
     _draw(eval_fraction=0.0),
-    vocabulary,
+    vocabularies.Opened(vocabulary, vocabulary),
     _objective(vocabulary),
   )
   decoded = {
@@ -268,8 +271,20 @@ def test_what_reading_raises_comes_through(vocabulary, tmp_path):
   mixture = tasks.make_mixture(
     mixtures.open_parts(f'python@0.01 + jsonl:{tmp_path}/a.jsonl'),
     _draw(eval_fraction=0.0),
-    vocabulary,
+    vocabularies.Opened(vocabulary, vocabulary),
     _objective(vocabulary),
   )
   with pytest.raises(errors.UserError, match='line 2, has no text'):
     list(tasks.examples(mixture, 0, 1))
+
+
+def test_seqio_vocabularies_of_other_layouts():
+  opened = vocabularies.Choice('bytes').open()
+  wrapped = tasks.SeqioVocabulary(opened.decoder)
+  assert (wrapped.pad_id, wrapped.eos_id, wrapped.bos_id) == (256, 257, 258)
+  assert wrapped.unk_id is None and wrapped.vocab_size == 359
+  text = 'caf\u00e9'
+  encoded = wrapped.encode_tf(tf.constant(text))
+  assert encoded.numpy().tolist() == list(text.encode())
+  assert wrapped.decode_tf(encoded).numpy().decode() == text
+  assert wrapped.decode([*encoded.numpy(), 257, 99]) == text

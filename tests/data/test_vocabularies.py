@@ -1,243 +1,89 @@
-"""Layout, losslessness, special tokens in text, and what is refused."""
-
-import pathlib
+"""Which vocabulary a path is, two of them together, and the bytes."""
 
 import hypothesis
 from hypothesis import strategies
 import numpy as np
 import pytest
-import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
-from encdec_adapt.data import sources, vocabularies
+from encdec_adapt.data import batch, vocabularies
 from encdec_adapt.runtime import errors
+from tests import tiny_tokenizers
 
-SIZE = 512
-TOKENIZERS = (
-  pathlib.Path(__file__).parents[3] / 'shared' / 'data' / 'tokenizers'
-)
-SPELLED_OUT = (
-  '<pad><eos><bos><unk><mask><unused3><unused98> [R][S][X] <0x41> <2mass>'
-  ' \u2581 \u2585 \u2047 <start_of_turn>'
-)
+TEXTS = ['some words of a text, and others'] * 3
 
 
-@pytest.fixture(scope='module')
-def documents():
-  source = sources.open_source('python', max_documents=30)
-  return [document.text for document in source.documents()]
-
-
-@pytest.fixture(scope='module', params=['unigram', 'bpe'])
-def vocabulary(request, documents, tmp_path_factory):
-  """A vocabulary that we train; and one as Gemma's, which are 'bpe'."""
-  path = tmp_path_factory.mktemp('vocabulary') / 'new' / 'folder' / 'a.model'
-  trainer = sentencepiece.SentencePieceTrainer
-  train = trainer.train
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      trainer,
-      'train',
-      lambda **options: train(**{**options, 'model_type': request.param}),
-    )
-    return vocabularies.train_vocabulary(
-      documents, path, SIZE, max_bytes=100_000
-    )
-
-
-def test_layout(vocabulary):
-  assert vocabulary.size == SIZE
-  names = [vocabulary.piece(i) for i in range(5)]
-  assert names == ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>']
-  assert (vocabulary.pad, vocabulary.eos, vocabulary.bos) == (0, 1, 2)
-  assert (vocabulary.unk, vocabulary.mask) == (3, 4)
-  assert vocabulary.sentinels == list(range(5, 101))
-  assert vocabulary.mode_ids == {'R': 101, 'S': 102, 'X': 103}
-  assert vocabulary.piece(104) == '\n'
-  assert vocabulary.piece(107) == '<0x00>'
-
-
-def test_every_document_comes_back(vocabulary, documents):
-  for text in documents:
-    ids = vocabulary.encode(text)
-    assert ids.dtype == np.int32 and ids.min() >= 104
-    assert vocabulary.decode(ids) == text
-
-
-@hypothesis.settings(
-  deadline=None,
-  max_examples=300,
-  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-@hypothesis.given(
-  strategies.lists(
-    strategies.text(max_size=12)
-    | strategies.sampled_from(
-      ['\0', '\t', '\n', '\r\n', ' ', '   ', '\u2581', '\u2585', '\ufeff']
-      + ['\u3000', '\ufb01', 'A\u030a', '\ufffd', '\U0010ffff', '<eos>']
-      + ['<unused0>', '[S]', '<0x0A>', '\x1c', '12345', 'def f(self):']
-    ),
-    max_size=8,
-  ).map(''.join)
-)
-def test_any_text_comes_back(vocabulary, text):
-  ids = vocabulary.encode(text)
-  assert ids.dtype == np.int32 and ids.ndim == 1
-  assert (ids >= 104).all()
-  assert vocabulary.decode(ids) == text
-  assert vocabulary.decode(ids, show_special=True) == text
-
-
-def test_special_tokens_in_text_stay_text(vocabulary):
-  ids = vocabulary.encode(SPELLED_OUT)
-  assert ids.min() >= 104
-  assert vocabulary.decode(ids) == SPELLED_OUT
-
-
-def test_special_ids_are_shown_on_demand(vocabulary):
-  ids = [2, 102, *vocabulary.encode('a b'), 5, *vocabulary.encode(' c'), 3, 1]
-  assert vocabulary.decode(ids) == 'a b c'
-  shown = vocabulary.decode(np.array(ids), show_special=True)
-  assert shown == '<bos>[S]a b<unused0> c<unk><eos>'
-
-
-def test_digits_are_split(vocabulary):
-  assert len(vocabulary.encode('2026')) >= 4
-
-
-@pytest.mark.parametrize('ids', [[SIZE], [-1]])
-def test_ids_of_others_are_refused(vocabulary, ids):
-  with pytest.raises(ValueError, match=f'token id {ids[0]} is not of'):
-    vocabulary.decode(ids)
-
-
-def test_lone_surrogates_are_refused(vocabulary):
-  with pytest.raises(errors.UserError, match=r'U\+D800 at character 3'):
-    vocabulary.encode('abc\ud800')
-
-
-def test_training_is_deterministic_and_atomic(documents, tmp_path):
-  first, second = (
-    vocabularies.train_vocabulary(
-      iter(documents), tmp_path / name, SIZE, max_bytes=100_000
-    )
-    for name in ('a.model', 'b.model')
+def test_bytes_are_utf8():
+  own = vocabularies.open_vocabulary('bytes')
+  assert own.encode('a\u00e9').tolist() == [0x61, 0xC3, 0xA9]
+  assert (own.pad, own.eos, own.bos, own.mask, own.unk) == (
+    256,
+    257,
+    258,
+    259,
+    None,
   )
-  assert first.fingerprint == second.fingerprint
-  assert len(first.fingerprint) == 64
-  assert sorted(p.name for p in tmp_path.iterdir()) == ['a.model', 'b.model']
-  other = vocabularies.train_vocabulary(
-    documents, tmp_path / 'b.model', SIZE + 1, max_bytes=100_000
-  )
-  assert other.size == SIZE + 1 and other.fingerprint != first.fingerprint
+  assert own.size == 359
+  assert own.sentinels == list(range(260, 356))
+  assert own.mode_ids == {'R': 356, 'S': 357, 'X': 358}
+  shown = own.decode([258, 0x61, 356, 0xC3, 0xA9, 257], show_special=True)
+  assert shown == '<bos>a[R]\u00e9<eos>'
+  assert own.piece(10) == '<0x0A>' and own.piece(256) == '<pad>'
+  _, boundaries = own.encode_with_boundaries('a\u00e9b')
+  assert boundaries.tolist() == [0, 1, -1, 2, 3]
 
 
-def test_training_text_is_bounded():
-  def endless():
-    while True:
-      yield 'some words on a line\n' * 1000
-
-  lines = list(vocabularies._training_lines(endless(), 10_000))
-  assert sum(map(len, lines)) == pytest.approx(10_000, rel=0.01)
-  lines = list(vocabularies._training_lines(['x' * 2500 + '\n\n y'], 10**6))
-  assert lines == ['x' * 1000, 'x' * 1000, 'x' * 500, ' y']
-
-
-def test_training_refuses(documents, tmp_path):
-  path = tmp_path / 'a.model'
-  with pytest.raises(errors.UserError, match='there is no text'):
-    vocabularies.train_vocabulary(['', '\n'], path, SIZE)
-  with pytest.raises(errors.UserError, match='vocabulary size 100000 does not'):
-    vocabularies.train_vocabulary(documents[:2], path, 100_000)
-  with pytest.raises(errors.UserError, match='vocabulary size 64 does not'):
-    vocabularies.train_vocabulary(documents[:2], path, 64)
-  assert not list(tmp_path.iterdir())
-  (tmp_path / 'file').touch()
-  with pytest.raises(errors.UserError, match='cannot be written'):
-    vocabularies.train_vocabulary(
-      documents, tmp_path / 'file' / 'a', SIZE, max_bytes=50_000
-    )
+@hypothesis.given(strategies.text(max_size=30))
+def test_any_text_comes_back_from_bytes(text):
+  own = vocabularies.open_vocabulary('bytes')
+  ids, boundaries = own.encode_with_boundaries(text)
+  assert own.decode(ids) == text
+  for i, place in enumerate(boundaries):
+    if place >= 0:
+      assert own.decode(ids[:i]) == text[:place]
 
 
-def test_opening_refuses(vocabulary, tmp_path):
+def test_paths(tmp_path):
+  folder = tiny_tokenizers.save(tmp_path / 'a', 'qwen', TEXTS, 300)
+  by_folder = vocabularies.open_vocabulary(folder)
+  by_file = vocabularies.open_vocabulary(folder / 'tokenizer.json')
+  assert by_folder.fingerprint == by_file.fingerprint
+  assert by_folder.path == str(folder / 'tokenizer.json')
+  with pytest.raises(errors.UserError, match='neither a tokenizer.model'):
+    vocabularies.open_vocabulary(tmp_path)
   with pytest.raises(errors.UserError, match='cannot be read'):
-    vocabularies.Vocabulary(tmp_path / 'absent.model')
-  data = pathlib.Path(vocabulary.path).read_bytes()
-  for damaged in (b'', b'not a model', data[: len(data) // 2]):
-    (tmp_path / 'damaged.model').write_bytes(damaged)
-    with pytest.raises(errors.UserError, match='a damaged one|special ids'):
-      vocabularies.Vocabulary(tmp_path / 'damaged.model')
+    vocabularies.open_vocabulary(tmp_path / 'none.json')
 
 
-def _changed(vocabulary, path, change):
-  """A copy of a vocabulary's file with something changed in it."""
-  data = pathlib.Path(vocabulary.path).read_bytes()
-  proto = sentencepiece_model_pb2.ModelProto.FromString(data)
-  change(proto)
-  path.write_bytes(proto.SerializeToString())
-  return path
-
-
-def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
-  def as_gemma(proto):
-    # Gemma 2's specials are ordinary symbols, with <unused0> at 7.
-    names = ['<2mass>', '[@BOS@]', *(f'<unused{i}>' for i in range(99))]
-    for piece, name in zip(proto.pieces[5:106], names, strict=True):
-      piece.piece = name
-    for piece in proto.pieces[4:106]:
-      piece.type = piece.USER_DEFINED
-
-  path = _changed(vocabulary, tmp_path / 'gemma.model', as_gemma)
-  raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
-  assert raw.encode('<mask><unused3>') == [4, 10]
-  gemma = vocabularies.Vocabulary(path)
-  ids = gemma.encode(SPELLED_OUT)
-  assert gemma.decode(ids) == SPELLED_OUT
-  assert ids.min() > 105
-  assert gemma.sentinels == list(range(7, 103))
-  assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
-
-
-def test_vocabularies_without_sentinels_say_so(vocabulary, tmp_path):
-  def rename(proto):
-    for piece in proto.pieces[5:104]:
-      piece.piece = piece.piece.replace('unused', 'other')
-
-  bare = vocabularies.Vocabulary(
-    _changed(vocabulary, tmp_path / 'bare.model', rename)
+def test_two_vocabularies(tmp_path):
+  folder = tiny_tokenizers.save(tmp_path / 'a', 'qwen', TEXTS, 300)
+  choice = vocabularies.Choice('bytes', str(folder))
+  assert choice.path('encoder') == str(folder)
+  assert choice.path('decoder') == 'bytes'
+  opened = choice.open()
+  assert opened.differ
+  qwen = vocabularies.open_vocabulary(folder)
+  assert opened.framing == batch.Framing(
+    encoder=batch.SideIds(qwen.pad, qwen.eos, qwen.bos),
+    decoder=batch.SideIds(256, 257, 258),
   )
-  assert bare.sentinels == [] and bare.mode_ids == {}
+  described = opened.describe()
+  assert described['encoder']['fingerprint'] == qwen.fingerprint
+  assert described['decoder']['size'] == 359
+  one = vocabularies.Choice('bytes', added_sentinels=2)
+  assert one.path('encoder') == 'bytes'
+  assert not one.open().differ and one.open().encoder.size == 361
+  # The same tokenizer at another place is the same vocabulary.
+  copy = tiny_tokenizers.save(tmp_path / 'b', 'qwen', TEXTS, 300)
+  assert not vocabularies.Choice(str(folder), str(copy)).open().differ
 
 
-@pytest.mark.parametrize(
-  'change, message',
-  [
-    (
-      lambda proto: setattr(proto.pieces[2], 'piece', '<s>'),
-      'special ids .* has .*<eos>',
-    ),
-    (
-      lambda proto: setattr(
-        proto.normalizer_spec, 'remove_extra_whitespaces', True
-      ),
-      'does not give back the text',
-    ),
-    (
-      lambda proto: setattr(proto.normalizer_spec, 'add_dummy_prefix', True),
-      'does not give back the text',
-    ),
-  ],
-)
-def test_other_layouts_are_refused(vocabulary, tmp_path, change, message):
-  path = _changed(vocabulary, tmp_path / 'other.model', change)
-  with pytest.raises(errors.UserError, match=message):
-    vocabularies.Vocabulary(path)
+def test_a_vocabulary_above_the_table_is_refused():
+  own = vocabularies.open_vocabulary('bytes', added_sentinels=1)
+  vocabularies.check_size(own, 360, 'decoder')
+  with pytest.raises(errors.UserError, match="360 tokens.*decoder's table 359"):
+    vocabularies.check_size(own, 359, 'decoder')
 
 
-@pytest.mark.skipif(not TOKENIZERS.is_dir(), reason='no tokenizers here')
-def test_public_models_of_other_layouts_are_refused():
-  paths = [p for p in TOKENIZERS.iterdir() if p.suffix in ('.model', '.spm')]
-  assert paths
-  for path in paths:
-    with pytest.raises(errors.UserError, match='special ids'):
-      vocabularies.Vocabulary(path)
+def test_ids_beyond_are_refused():
+  with pytest.raises(ValueError, match='token id 359 is not of'):
+    vocabularies.open_vocabulary('bytes').decode(np.array([359]))

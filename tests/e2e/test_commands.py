@@ -147,10 +147,12 @@ def test_bad_input_before_any_work(tmp_path, pairs, flags, words):
 
 
 def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):
-  from encdec_adapt.data import vocabularies
+  from encdec_adapt.data import vocabulary_training
 
   other = tmp_path / 'other.model'
-  vocabularies.train_vocabulary(tiny.text(200, seed=5), other, tiny.VOCAB)
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other, tiny.VOCAB
+  )
   with pytest.raises(errors.UserError, match='vocabulary'):
     _train(
       *pairs, f'--config.data.vocabulary={other}', f'--workdir={tmp_path}/run'
@@ -288,9 +290,12 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   path = copied / 'metrics.jsonl'
   before = path.read_text()
   lines = before.splitlines(keepends=True)
-  assert json.loads(lines[-1])['kind'] == 'eval'
-  path.write_text(''.join(lines[:-1]))
+  kinds = [json.loads(line)['kind'] for line in lines[-2:]]
+  assert kinds == ['eval', 'job']
+  path.write_text(''.join(lines[:-2]))
   (copied / 'summary.json').unlink()
   assert _continue(folder, copied, '--config.train.steps=4') == 0
-  assert path.read_text() == before
+  now = path.read_text().splitlines(keepends=True)
+  assert now[:-1] == lines[:-1]
+  assert json.loads(now[-1])['starts'] == 2
   assert (copied / 'summary.json').exists()

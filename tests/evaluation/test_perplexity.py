@@ -17,6 +17,7 @@ from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
+from tests import framing
 
 STACK = config_lib.StackConfig(
   layers=1,
@@ -67,13 +68,16 @@ def _evaluator(kind, devices=1):
   return perplexity.Evaluator(where, chunk=8), where
 
 
+def _frame(pairs, lengths):
+  return batch_lib.frame_row(
+    pairs, lengths, framing.FRAMING, teacher=lengths.encoder > 0
+  )
+
+
 def _batches(size, rows=ROWS, lengths=LENGTHS):
-  framed = [
-    batch_lib.frame_row(pairs, lengths, teacher=lengths.encoder > 0)
-    for pairs in rows
-  ]
+  framed = [_frame(pairs, lengths) for pairs in rows]
   while len(framed) % size:
-    framed.append(batch_lib.frame_row([], lengths, teacher=lengths.encoder > 0))
+    framed.append(_frame([], lengths))
   for start in range(0, len(framed), size):
     batch = batch_lib.stack_rows(framed[start : start + size])
     yield {**batch, 'row': np.arange(start, start + size, dtype=np.int32)}
@@ -109,9 +113,7 @@ def _by_hand(kind):
   losses, right = [], []
   for pairs in ROWS:
     for pair in pairs:
-      batch = batch_lib.stack_rows(
-        [batch_lib.frame_row([pair], LENGTHS, teacher=True)]
-      )
+      batch = batch_lib.stack_rows([_frame([pair], LENGTHS)])
       logits = np.asarray(_logits(kind)(batch)[0])
       # A decoder-only model predicts from BOS and the whole prefix on.
       first = len(pair.inputs) if kind == 'decoder_only' else 0

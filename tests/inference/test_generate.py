@@ -10,7 +10,7 @@ import pytest
 from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
-from encdec_adapt.data import vocabularies
+from encdec_adapt.data import vocabulary_training
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.training import checkpoint
@@ -28,7 +28,7 @@ def run_folder(request, tmp_path_factory):
   texts = [
     f'{TEXT} {i} {chr(97 + i % 26) * (1 + i % 7)} {i * i:x}' for i in range(900)
   ]
-  size = vocabularies.train_vocabulary(
+  size = vocabulary_training.train_vocabulary(
     texts, config.data.vocabulary, 512, max_bytes=100_000
   ).size
   config.model.kind = request.param
@@ -56,7 +56,9 @@ def run_folder(request, tmp_path_factory):
     sep='/',
   )
   with checkpoint.Checkpoints(workdir / checkpoint.FOLDER) as checkpoints:
-    checkpoints.save(3, {'params': params}, data={}, meta={})
+    checkpoints.save(
+      3, {'params': params}, data={}, meta={'vocabularies': None}
+    )
   return workdir
 
 
@@ -98,7 +100,7 @@ def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
 
 def test_frame_prompts():
   tokens, segments, positions = generate.frame_prompts(
-    [np.array([7, 8]), None, np.arange(15)]
+    [np.array([7, 8]), None, np.arange(15)], bos=2, pad=0
   )
   assert tokens.shape == (3, 16)
   assert tokens[0, :4].tolist() == [2, 7, 8, 0]
@@ -106,7 +108,10 @@ def test_frame_prompts():
   assert positions[0, :4].tolist() == [0, 1, 2, 0]
   assert not tokens[1].any() and not segments[1].any()
   assert segments[2].all() and positions[2].tolist() == list(range(16))
-  assert generate.frame_prompts([np.arange(16)])[0].shape == (1, 32)
+  assert generate.frame_prompts([np.arange(16)], bos=2, pad=0)[0].shape == (
+    1,
+    32,
+  )
 
 
 @pytest.mark.parametrize(
@@ -148,3 +153,20 @@ def test_a_run_without_a_checkpoint_is_named(run_folder, tmp_path):
   with pytest.raises(errors.UserError, match='no sound checkpoint'):
     _run(f'--checkpoint={tmp_path}', '--prompt=x', f'--output={output}')
   assert not output.exists()
+
+
+def test_conversations_are_lines_of_json(tmp_path):
+  file = tmp_path / 'prompts.jsonl'
+  messages = [{'role': 'user', 'content': 'x'}]
+  file.write_text(json.dumps('a') + '\n' + json.dumps(messages) + '\n')
+  assert generate.read_prompts([], str(file), chat=True) == ['a', messages]
+  with pytest.raises(errors.UserError, match='line 2 is JSON of another kind'):
+    generate.read_prompts([], str(file))
+  file.write_text('[{"role": "user"}]\n')
+  with pytest.raises(errors.UserError, match='line 1: message 1 of the conv'):
+    generate.read_prompts([], str(file), chat=True)
+
+
+def test_a_chat_needs_a_vocabulary_with_turns(run_folder):
+  with pytest.raises(errors.UserError, match='has no chat template'):
+    _run(f'--checkpoint={run_folder}', '--prompt=x', '--chat')

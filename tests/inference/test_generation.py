@@ -32,7 +32,7 @@ CONFIGS = {
   'decoder_only': config_lib.DecoderOnlyConfig(STACK),
 }
 RNG = jax.random.key(11)
-NEVER = -1  # an EOS that no model generates
+NEVER = np.array([-1])  # an EOS that no model generates
 SAMPLED = sampling.SamplingConfig(temperature=1.5, top_k=12, top_p=0.95)
 PROMPTS = [[2, 9, 8, 7, 6], [2, 5], [2, 20, 21]]
 STEPS = 7
@@ -67,7 +67,7 @@ def _generate(kind, prompts=PROMPTS, length=5, rng=RNG, **options):
     *_padded(prompts, length),
     rng=rng,
     max_tokens=STEPS,
-    **{'eos': NEVER, **options},
+    **{'bos': 2, 'eos': NEVER, 'pad': 0, **options},
   )
 
 
@@ -147,7 +147,7 @@ def test_rows_do_not_depend_on_their_batch(kind):
 def test_ended_rows_emit_pad_and_fillers_nothing(kind):
   free = np.asarray(_generate(kind).tokens)
   eos = free[0, 2]
-  got = _generate(kind, eos=eos, pad=3)
+  got = _generate(kind, eos=np.array([eos]), pad=3)
   for row in range(3):
     ends = np.flatnonzero(free[row] == eos)
     length = ends[0] + 1 if len(ends) else STEPS
@@ -168,4 +168,24 @@ def test_ended_rows_emit_pad_and_fillers_nothing(kind):
 def test_no_tokens_is_refused():
   model, params = _model('decoder_only')
   with pytest.raises(errors.UserError, match='max_tokens is 0'):
-    generation.generate(model, params, *_padded(PROMPTS), rng=RNG, max_tokens=0)
+    generation.generate(
+      model,
+      params,
+      *_padded(PROMPTS),
+      rng=RNG,
+      max_tokens=0,
+      bos=2,
+      eos=NEVER,
+      pad=0,
+    )
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_any_of_several_tokens_ends_a_row(kind):
+  free = np.asarray(_generate(kind).tokens)
+  ends = [free[0, 3], free[1, 1]]
+  got = _generate(kind, eos=np.array(ends), pad=3)
+  for row in range(3):
+    where = np.flatnonzero(np.isin(free[row], ends))
+    assert got.lengths[row] == (where[0] + 1 if len(where) else STEPS)
+  assert got.lengths[1] <= 2

@@ -110,6 +110,49 @@ def test_families_come_back(model_type):
   assert same == layout
 
 
+def test_number_of_experts_in_both_spellings():
+  fields = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+  one = stack_of('qwen3_moe', num_experts=6, **fields)
+  assert one.experts == 6
+  assert one == stack_of('qwen3_moe', num_local_experts=6, **fields)
+  assert stack_of('mixtral', num_experts=6) == stack_of(
+    'mixtral', num_local_experts=6
+  )
+
+
+def test_dense_layers_come_first_or_not_at_all():
+  fields = dict(num_experts=6, num_experts_per_tok=2)
+  assert stack_of('qwen3_moe', **fields).dense_layers == 0
+  led = stack_of('qwen3_moe', **fields, mlp_only_layers=[1, 0])
+  assert led.dense_layers == 2
+  for wrong in ({'mlp_only_layers': [1]}, {'decoder_sparse_step': 2}):
+    with pytest.raises(errors.UserError, match='only before those with them'):
+      stack_of('qwen3_moe', **fields, **wrong)
+
+
+@pytest.mark.parametrize(
+  'model_type, pattern, kind',
+  [
+    ('mistral', ('local',), 'mistral'),
+    ('mistral', ('global',), 'llama'),
+    ('mistral', ('local', 'global'), None),
+    ('mixtral', ('local',), 'mixtral'),
+    ('mixtral', ('local', 'global'), None),
+    ('qwen3_moe', ('local',), 'qwen3_moe'),
+    ('qwen3_moe', ('global', 'local'), None),
+  ],
+)
+def test_windows_only_where_the_class_looks_at_them(model_type, pattern, kind):
+  stack = dataclasses.replace(stack_of(model_type), pattern=pattern, window=8)
+  model = config_lib.DecoderOnlyConfig(stack)
+  if kind is None:
+    with pytest.raises(errors.UserError, match='local and global layers'):
+      model_configs.raw_from_model(model)
+    return
+  raw, _ = model_configs.raw_from_model(model)
+  assert raw['model_type'] == kind
+
+
 def test_gemma3_with_images_is_read_for_its_text():
   text = {**SIZES, 'model_type': 'gemma3_text'}
   raw = {'model_type': 'gemma3', 'text_config': text, 'vision_config': {}}
@@ -150,6 +193,18 @@ def test_defaults_of_the_classes():
       'lists 1 layer_types for 4 layers',
     ),
     (
+      {'model_type': 'llama', 'layer_types': ['sliding_attention'] * 4},
+      'llama has full_attention only',
+    ),
+    (
+      {
+        'model_type': 'mistral',
+        'sliding_window': 8,
+        'layer_types': ['sliding_attention', 'full_attention'] * 2,
+      },
+      'mistral has sliding_attention only',
+    ),
+    (
       {'model_type': 'gemma3_text', 'use_bidirectional_attention': True},
       'only causal decoders',
     ),
@@ -164,6 +219,16 @@ def test_a_missing_field_is_named():
   raw = {k: v for k, v in SIZES.items() if k != 'hidden_size'}
   with pytest.raises(errors.UserError, match="'hidden_size'"):
     model_configs.model_from_raw({'model_type': 'llama', **raw})
+
+
+def test_a_window_is_exported_only_as_a_class_that_has_it():
+  """Llama's class would load such a file, and read every token."""
+  stack = stack_of('mistral', sliding_window=8)
+  raw, _ = model_configs.raw_from_model(config_lib.DecoderOnlyConfig(stack))
+  assert raw['architectures'] == ['MistralForCausalLM']
+  mixed = dataclasses.replace(stack, pattern=('local', 'global'))
+  with pytest.raises(errors.UserError, match='mistral: '):
+    model_configs.raw_from_model(config_lib.DecoderOnlyConfig(mixed))
 
 
 def test_models_without_a_class_say_why():

@@ -145,7 +145,7 @@ def test_the_eoi_vector_replaces_the_scaled_row(small_stack, redraw, pack, run):
     ({'rope_factor': 0.0}, 'rope_factor is 0.0'),
     ({'rope_low_factor': 4.0}, 'must be below rope_high_factor'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
-    ({'cross_merged': True, 'cross_width': 8}, 'must be width'),
+    ({'cross_merged': True, 'cross_width': 8}, 'must be the'),
   ],
 )
 def test_fields_that_cannot_be(changes, message, small_stack):

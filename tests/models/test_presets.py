@@ -2,6 +2,7 @@
 
 import pytest
 
+from encdec_adapt.interop import model_configs
 from encdec_adapt.models import parameters, presets
 from encdec_adapt.runtime import errors
 
@@ -55,6 +56,68 @@ def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
   assert parameters.count(config) == total
 
 
+@pytest.mark.parametrize(
+  'name, non_embedding, total, class_name',
+  [
+    ('gemma3_270m', 100_326_016, 268_098_176, 'Gemma3ForCausalLM'),
+    ('gemma3_1b', 697_896_064, 999_885_952, 'Gemma3ForCausalLM'),
+    ('gemma3_4b', 3_209_010_688, 3_880_263_168, 'Gemma3ForCausalLM'),
+    ('llama3.2_1b', 973_146_112, 1_235_814_400, 'LlamaForCausalLM'),
+    ('llama3.2_3b', 2_818_747_392, 3_212_749_824, 'LlamaForCausalLM'),
+    ('llama3.1_8b', 6_979_588_096, 8_030_261_248, 'LlamaForCausalLM'),
+    ('qwen2.5_0.5b', 357_898_112, 494_032_768, 'Qwen2ForCausalLM'),
+    ('qwen2.5_1.5b', 1_310_340_608, 1_543_714_304, 'Qwen2ForCausalLM'),
+    ('qwen2.5_3b', 2_774_773_760, 3_085_938_688, 'Qwen2ForCausalLM'),
+    ('qwen2.5_7b', 6_525_621_760, 7_615_616_512, 'Qwen2ForCausalLM'),
+    ('qwen3_0.6b', 440_467_456, 596_049_920, 'Qwen3ForCausalLM'),
+    ('qwen3_1.7b', 1_409_410_048, 1_720_574_976, 'Qwen3ForCausalLM'),
+    ('qwen3_4b', 3_633_511_936, 4_022_468_096, 'Qwen3ForCausalLM'),
+    ('qwen3_8b', 6_946_075_648, 8_190_735_360, 'Qwen3ForCausalLM'),
+  ],
+)
+def test_other_families(name, non_embedding, total, class_name):
+  config = presets.decoder_only(name)
+  assert parameters.count_by_stack(config)['decoder'].other == non_embedding
+  assert parameters.count(config) == total
+  raw, _ = model_configs.raw_from_model(config)
+  assert raw['architectures'] == [class_name]
+
+
+@pytest.mark.parametrize(
+  'pair, embedding, stack, total',
+  [
+    ('270m_270m', 167_772_800, 100_326_016, 368_424_832),
+    ('1b_1b', 301_991_040, 697_896_064, 1_697_783_168),
+    ('4b_4b', 671_091_200, 3_209_010_688, 7_089_112_576),
+  ],
+)
+def test_t5gemma2_counts(pair, embedding, stack, total):
+  config = presets.t5gemma2(pair)
+  parts = parameters.count_by_stack(config)
+  assert (parts['encoder'].embedding, parts['encoder'].other) == (0, stack)
+  assert (parts['decoder'].embedding, parts['decoder'].other) == (
+    (embedding, stack)
+  )
+  assert parts['decoder'].cross == 0
+  assert parameters.count(config) == total
+  raw, _ = model_configs.raw_from_model(config)
+  assert raw['architectures'] == ['T5Gemma2ForConditionalGeneration']
+  assert raw['eoi_token_index'] == 256_000
+
+
+def test_rope_of_other_families():
+  gemma = presets.stack('gemma3_4b')
+  assert (gemma.rope_theta, gemma.local_rope_theta) == (1e6, 1e4)
+  assert (gemma.rope_scaling, gemma.rope_factor) == ('linear', 8.0)
+  assert gemma.window == 1024
+  assert presets.stack('gemma3_1b').window == 512
+  llama = presets.stack('llama3.1_8b')
+  assert (llama.rope_scaling, llama.rope_factor) == ('llama3', 8.0)
+  assert (llama.rope_low_factor, llama.rope_high_factor) == (1.0, 4.0)
+  assert presets.stack('llama3.2_3b').rope_factor == 32.0
+  assert presets.stack('qwen3_4b').query_scale == 128
+
+
 def test_27b_pair_is_two_27b_and_its_cross_attention():
   config = presets.t5gemma('27b_27b')
   alone = parameters.count(presets.decoder_only('27b'))
@@ -88,6 +151,8 @@ def test_pairs_of_sizes_with_underscores():
 def test_unknown_pairs(pair):
   with pytest.raises(errors.UserError, match='not a pair'):
     presets.t5gemma(pair)
+  with pytest.raises(errors.UserError, match='270m, 1b, 4b'):
+    presets.t5gemma2(pair)
 
 
 def test_unknown_size():

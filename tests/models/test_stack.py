@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, config, execution, layers
+from encdec_adapt.ops import attention
 from encdec_adapt.runtime import errors
 from tests import layer_trees
 
@@ -136,7 +137,7 @@ def test_policies_save_what_they_say(
   saved = capsys.readouterr().out
   # [B, L, F] is made by products only, [B, L, N, H] is named.
   assert ('f32[2,4,24]' in saved) == products
-  assert (execution.ATTENTION_OUTPUT in saved) == kept
+  assert (attention.SAVED in saved) == kept
 
 
 def test_bfloat16_is_near_float32(gradients):

@@ -64,7 +64,8 @@ def _said(workdir: pathlib.Path) -> str:
 
 
 def _records(workdir: pathlib.Path):
-  found = metrics.read_metrics(workdir)
+  kinds = 'train', 'eval'
+  found = [r for r in metrics.read_metrics(workdir) if r['kind'] in kinds]
   by_step = {(r['kind'], r['step']): r for r in found}
   assert len(by_step) == len(found), 'a step appears twice'
   return by_step

@@ -79,13 +79,22 @@ def test_gelu_gradient_equals_its_formula():
   np.testing.assert_allclose(got, expected, atol=3e-6)
 
 
-def test_gelu_rounds_once_in_bfloat16():
-  x = X.astype(jnp.bfloat16)
-  exact = activations.gelu_tanh(x.astype(jnp.float32))
-  np.testing.assert_array_equal(
-    activations.gelu_tanh(x), exact.astype(jnp.bfloat16)
+def test_silu_equals_jax():
+  np.testing.assert_allclose(activations.silu(X), jax.nn.silu(X), atol=1e-6)
+  np.testing.assert_allclose(
+    jax.vmap(jax.grad(activations.silu))(X),
+    jax.vmap(jax.grad(jax.nn.silu))(X),
+    atol=1e-6,
   )
-  gradient = jax.vmap(jax.grad(activations.gelu_tanh))
+
+
+@pytest.mark.parametrize('name', activations.ACTIVATIONS)
+def test_activations_round_once_in_bfloat16(name):
+  activation = activations.ACTIVATIONS[name]
+  x = X.astype(jnp.bfloat16)
+  exact = activation(x.astype(jnp.float32))
+  np.testing.assert_array_equal(activation(x), exact.astype(jnp.bfloat16))
+  gradient = jax.vmap(jax.grad(activation))
   assert gradient(x).dtype == jnp.bfloat16
   np.testing.assert_allclose(
     np.asarray(gradient(x), np.float32),
@@ -94,8 +103,9 @@ def test_gelu_rounds_once_in_bfloat16():
   )
 
 
-def test_gelu_keeps_one_array_for_the_backward_pass():
-  _, backward = jax.vjp(activations.gelu_tanh, random(0, 4, 8))
+@pytest.mark.parametrize('name', activations.ACTIVATIONS)
+def test_activations_keep_one_array_for_the_backward_pass(name):
+  _, backward = jax.vjp(activations.ACTIVATIONS[name], random(0, 4, 8))
   kept = [x for x in jax.tree.leaves(backward) if jnp.size(x) > 1]
   assert [x.shape for x in kept] == [(4, 8)]
 

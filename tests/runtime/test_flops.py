@@ -5,22 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.ops import masks
 from encdec_adapt.runtime import flops
 
 
 @pytest.mark.parametrize('causal', [True, False])
-@pytest.mark.parametrize('inclusive', [True, False])
+@pytest.mark.parametrize('rule', ['exclusive', 'inclusive', 'centered'])
 @pytest.mark.parametrize('window', [None, 1, 2, 5, 6, 7, 20])
-def test_visible_pairs_are_those_of_the_mask(causal, inclusive, window):
+def test_visible_pairs_are_those_of_the_mask(causal, rule, window):
   length = 6
-  distance = np.arange(length)[:, None] - np.arange(length)[None, :]
-  mask = distance >= 0 if causal else np.full((length, length), True)
-  if window is not None:
-    # The inclusive rule is about bidirectional layers only.
-    limit = window if causal or not inclusive else window + 1
-    mask &= abs(distance) < limit
-  assert mask.sum() == flops.visible_pairs(
-    length, causal=causal, window=window, window_inclusive=inclusive
+  ones, positions = jnp.ones((1, length), int), jnp.arange(length)[None]
+  if causal:
+    spec = masks.causal(ones, positions, window=window)
+  else:
+    spec = masks.bidirectional(ones, positions, window=window, window_rule=rule)
+  assert np.sum(masks.dense_mask(spec)) == flops.visible_pairs(
+    length, causal=causal, window=window, window_rule=rule
   )
 
 
@@ -74,6 +74,31 @@ def test_layers_add_up_and_windows_limit():
   both = flops.forward(_stack(causal=True, windows=(8, None)), 64)
   assert both == one + local
   assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
+
+
+def test_experts_count_where_a_token_takes_them():
+  layers = dict(windows=(None,) * 3)
+  dense = flops.forward(_stack(**layers), 10)
+  # Two experts of 24, a shared one of 8 and a router to 5, in two layers.
+  sparse = flops.forward(
+    _stack(**layers, sparse_layers=2, sparse_mlp=56, router_outputs=5), 10
+  )
+  assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
+
+
+def test_cross_attention_of_some_layers_and_merged():
+  def total(**cross):
+    shape = _stack(causal=True, windows=(None, None), **cross)
+    return flops.forward(shape, 8, source_length=6)
+
+  alone = total()
+  both = total(cross_width=12) - alone
+  assert total(cross_width=12, cross_layers=1) - alone == both // 2
+  # Query and output projections of its own are all that is saved.
+  shape = _stack(causal=True)
+  heads = shape.query_heads * shape.head_dim
+  saved = 2 * (2 * shape.width * 2 * heads) * 8
+  assert total(cross_width=12, cross_merged=True) - alone == both - saved
 
 
 def test_vocabulary_and_estimate():

@@ -12,6 +12,7 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from tests import framing
 
 VOCAB = 60
 LENGTHS = batch_lib.Lengths(encoder=12, decoder=8)
@@ -49,7 +50,9 @@ def make_batch(rows: int, seed: int = 0, teacher: bool = False):
       )
       for _ in range(2)
     ]
-    framed.append(batch_lib.frame_row(pairs, LENGTHS, teacher=teacher))
+    framed.append(
+      batch_lib.frame_row(pairs, LENGTHS, framing.FRAMING, teacher=teacher)
+    )
   batch = batch_lib.stack_rows(framed)
   batch['weights'] *= rng.random(batch['weights'].shape, dtype=np.float32)
   return batch

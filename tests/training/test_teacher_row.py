@@ -11,6 +11,7 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build
 from encdec_adapt.models import config as model_config
 from encdec_adapt.training import objectives
+from tests import framing
 from tests.training.conftest import STACK, VOCAB
 
 WINDOW = 4
@@ -42,7 +43,7 @@ def _logits(teacher, pairs, lengths):
   """Logits at the targets of each pair, read from one row."""
   model, params = teacher
   row = batch_lib.stack_rows(
-    [batch_lib.frame_row(pairs, lengths, teacher=True)]
+    [batch_lib.frame_row(pairs, lengths, framing.FRAMING, teacher=True)]
   )
   row = jax.tree.map(jnp.asarray, row)
   hidden = objectives.predict(model, params, row)
@@ -65,7 +66,7 @@ def test_targets_are_predicted_as_the_continuation(teacher, pairs):
   model, params = teacher
   for pair in pairs:
     text = jnp.concatenate(
-      [jnp.array([batch_lib.BOS]), pair.inputs, pair.targets]
+      [jnp.array([framing.BOS]), pair.inputs, pair.targets]
     )[None]
     ones, positions = jnp.ones_like(text), jnp.arange(text.shape[1])[None]
     hidden = model.decode(params, text, ones, positions)

@@ -1,0 +1,170 @@
+"""PrefixLM for an encoder and a decoder with a vocabulary each.
+
+A document is cut into windows, and a window is split, in the tokens of the
+decoder's vocabulary; then the text before the split, and not its ids, is
+encoded with the encoder's vocabulary. So both sides read the same characters
+as they would have with one vocabulary, and a teacher, which has the decoder's
+vocabulary, reads the prefix in the tokens that it was split in.
+
+Windows and splits end where a character does: a split moves back to the end
+of the character before, and a window that cannot (a character of more tokens
+than a row has) has no prefix. A window that is too long for the encoder in
+its own tokens, or for the decoder, is made shorter until it fits both.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Callable, Iterator
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from encdec_adapt.data import batch, objectives, vocabularies
+from encdec_adapt.runtime import errors
+
+
+class _Document(NamedTuple):
+  """A document in the decoder's tokens.
+
+  Attributes:
+    text: its text.
+    tokens: int32 [n].
+    characters: int32 [n + 1], characters before each token, -1 inside of one.
+    nearest: [n + 1], the last place up to this one that ends a character.
+  """
+
+  text: str
+  tokens: np.ndarray
+  characters: np.ndarray
+  nearest: np.ndarray
+
+
+class _Window(NamedTuple):
+  """Where a window is split and stops, and its inputs for the encoder."""
+
+  middle: int
+  stop: int
+  inputs: np.ndarray
+  ends: bool
+
+
+class TextSplit:
+  """A PrefixLM objective over two vocabularies.
+
+  Attributes:
+    name, draws, lengths, plans: as of the objective (`objectives`).
+  """
+
+  reads = 'text'
+
+  def __init__(
+    self, objective: objectives.Objective, opened: vocabularies.Opened
+  ):
+    """Wraps an objective.
+
+    Args:
+      objective: made for the decoder's vocabulary.
+      opened: the vocabularies.
+
+    Raises:
+      UserError: the objective has no split.
+    """
+    if not isinstance(objective, objectives.PrefixLM):
+      raise errors.UserError(
+        f'objective {objective.name!r} with two vocabularies: it hides tokens'
+        ' in what both sides read, and tokens of one vocabulary are none of'
+        ' the other. Use prefix_lm or prefix_lm_uniform, which split the text,'
+        ' or give both sides one vocabulary'
+      )
+    self._objective = objective
+    self._encoder, self._decoder = opened.encoder, opened.decoder
+    self.name, self.draws = objective.name, objective.draws
+    self.lengths, self.plans = objective.lengths, objective.plans
+    self._eos = np.array([opened.decoder.eos], np.int32)
+
+  def pairs(
+    self, text: str, generator: Callable[[int], np.random.Generator]
+  ) -> Iterator[batch.Pair]:
+    """Cuts a document into windows, all of it, in order, and pairs each.
+
+    Args:
+      text: the document.
+      generator: as for `objectives.Objective.pairs`.
+
+    Yields:
+      Pairs with a prefix, that fit the lengths; the last targets end in EOS.
+    """
+    document = self._read(text)
+    at = 0
+    for i in itertools.count():
+      rng = generator(i) if self.draws else None
+      plan = self._objective.draw_plan(rng)
+      cut = self._objective.draw_cut(rng)
+      left = len(document.tokens) - at
+      ends = left <= plan.last
+      # EOS needs room in the last window, so something is left for it.
+      size = left if ends else min(plan.inside, left - 1)
+      window = self._fit(document, at, size, ends, cut)
+      targets = document.tokens[window.middle : window.stop]
+      yield batch.Pair(
+        window.inputs,
+        np.concatenate([targets, self._eos]) if window.ends else targets,
+        document.tokens[at : window.middle],
+      )
+      if window.ends:
+        return
+      at = window.stop
+
+  def _read(self, text: str) -> _Document:
+    tokens, characters = self._decoder.encode_with_boundaries(text)
+    places = np.where(characters >= 0, np.arange(len(characters)), 0)
+    return _Document(text, tokens, characters, np.maximum.accumulate(places))
+
+  def _fit(
+    self,
+    document: _Document,
+    at: int,
+    size: int,
+    ends: bool,
+    cut: Callable[[int], int],
+  ) -> _Window:
+    """The longest window tried from `at` on that fits a row.
+
+    Args:
+      document: the document.
+      at: first token.
+      size: most tokens.
+      ends: the document ends with so many.
+      cut: tokens of a window -> tokens of its prefix.
+    """
+    while True:
+      window = self._window(document, at, size, ends, cut)
+      encoder = 1 + max(len(window.inputs), window.middle - at)
+      decoder = window.stop - window.middle + ends
+      share = min(
+        self.lengths.encoder / encoder, self.lengths.decoder / decoder
+      )
+      if share >= 1:
+        return window
+      # At one token there is no prefix, so this ends.
+      size = max(min(int(size * share), window.stop - at - 1), 1)
+      ends = False
+
+  def _window(self, document, at, size, ends, cut) -> _Window:
+    """The window of up to `size` tokens, whether it fits or not."""
+    stop = at + size
+    if not ends and document.nearest[stop] > at:
+      stop = int(document.nearest[stop])
+    middle = max(at, int(document.nearest[at + cut(stop - at)]))
+    if document.characters[at] < 0:
+      middle = at
+    text = ''
+    if middle > at:
+      start, end = document.characters[[at, middle]]
+      text = document.text[start:end]
+    return _Window(middle, stop, self._encoder.encode(text), ends)
+
+  def span_counts(self, pair: batch.Pair) -> tuple[int, int]:
+    """As of objectives without sentinels."""
+    return self._objective.span_counts(pair)

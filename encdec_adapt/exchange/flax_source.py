@@ -1,0 +1,81 @@
+"""A folder of Gemma 2 or T5Gemma as their authors' Flax code saves it."""
+
+import dataclasses
+import os
+import pathlib
+
+from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.interop import (
+  flax_layout,
+  model_configs,
+  safetensors_header,
+)
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import presets
+from encdec_adapt.runtime import errors
+from encdec_adapt.training import orbax_folder
+
+is_flax_folder = orbax_folder.is_orbax_folder
+
+
+def open_flax(
+  path: str | os.PathLike[str],
+  config: str | None,
+  *,
+  encoder_window: str = 'exclusive',
+  vocab_multiple: int | None = None,
+) -> source_lib.Source:
+  """Opens such a folder; reads names and shapes only.
+
+  Args:
+    path: of the folder, with Orbax's arrays.
+    config: what windows, caps and scales are taken from: a size ('2b'), two
+      ('9b_2b'), or a config.json of Gemma 2 or T5Gemma. None for the released
+      model of these shapes.
+    encoder_window: as in `source.open_source`.
+    vocab_multiple: as there.
+
+  Raises:
+    UserError: it is damaged, or not of the model that the config says.
+  """
+  path = pathlib.Path(path)
+  folder = orbax_folder.OrbaxFolder(path)
+  given = None if config is None else _config(config)
+  model = flax_layout.model_of(folder.arrays, given, str(path))
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    encoder = dataclasses.replace(model.encoder, window_rule=encoder_window)
+    model = dataclasses.replace(model, encoder=encoder)
+  if vocab_multiple is not None:
+    model = model_config.with_vocab_multiple(model, vocab_multiple)
+  found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+
+  def read(where, on_progress=None):
+    return source_lib.read_placed(found.arrays(), where, on_progress)
+
+  return source_lib.Source(
+    path,
+    model,
+    source_lib.vocabularies_in(path),
+    found.arrays,
+    read,
+    unused=found.unused,
+  )
+
+
+def _config(name: str) -> model_config.ModelConfig:
+  """The config of a size, of two, or of a file."""
+  if pathlib.Path(name).suffix == '.json':
+    try:
+      text = pathlib.Path(name).read_bytes()
+    except OSError as error:
+      raise safetensors_header.cannot_read(name, error) from error
+    raw = safetensors_header.parse_json(text, name)
+    return model_configs.model_from_raw(raw, name)[0]
+  if name in presets.STACKS:
+    return presets.decoder_only(name)
+  try:
+    return presets.t5gemma(name)
+  except errors.UserError as error:
+    raise errors.UserError(
+      f'--model={name} is no size, no two sizes, and no config.json: {error}'
+    ) from error

@@ -1,0 +1,86 @@
+"""Rotary fields of a Hugging Face config.json, as ours and back.
+
+Both spellings are read, of transformers 4 and of 5; version 5's is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.runtime import errors
+
+_ROPE = {
+  'factor': 'rope_factor',
+  'low_freq_factor': 'rope_low_factor',
+  'high_freq_factor': 'rope_high_factor',
+  'original_max_position_embeddings': 'rope_original_length',
+}
+_ROPE_FIELDS = {'linear': list(_ROPE)[:1], 'llama3': list(_ROPE)}
+
+
+def fields_from_raw(
+  raw: Mapping[str, Any], file: str, *, local_theta: bool
+) -> dict[str, Any]:
+  """Our rotary fields, from either spelling.
+
+  Args:
+    raw: the parsed object, with the defaults of its class.
+    file: what errors call it.
+    local_theta: whether local layers have a base of their own (Gemma 3).
+
+  Raises:
+    UserError: a scaling that we have not, or without its fields.
+  """
+  given = raw.get('rope_parameters')
+  local: Mapping[str, Any] = {}
+  if given is None:  # transformers 4.
+    full = {'rope_theta': raw['rope_theta'], **(raw.get('rope_scaling') or {})}
+    if local_theta:
+      local = {'rope_theta': raw['rope_local_base_freq']}
+  elif any(isinstance(value, Mapping) for value in given.values()):
+    full = given['full_attention']
+    local = given.get('sliding_attention', full)
+  else:
+    full = given
+  kind = full.get('rope_type', full.get('type', 'default'))
+  if kind not in ('default', *_ROPE_FIELDS):
+    raise errors.UserError(
+      f'{file} scales its rotary embedding by {kind!r}; we have default,'
+      f' {", ".join(_ROPE_FIELDS)}.'
+    )
+  fields: dict[str, Any] = {
+    'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
+    'rope_scaling': 'none' if kind == 'default' else kind,
+  }
+  for name in _ROPE_FIELDS.get(kind, ()):
+    if name not in full:
+      raise errors.UserError(
+        f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
+      )
+    whole = _ROPE[name] == 'rope_original_length'
+    fields[_ROPE[name]] = (int if whole else float)(full[name])
+  if local and dict(local) != dict(full):
+    if local.get('rope_type', 'default') != 'default':
+      raise errors.UserError(
+        f'{file} scales the rotary embedding of sliding layers by'
+        f' {local["rope_type"]!r}; only that of full layers can be scaled.'
+      )
+    theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
+    fields['local_rope_theta'] = float(theta)
+  return fields
+
+
+def raw_from_stack(
+  stack: config_lib.StackConfig, *, local_theta: bool
+) -> dict[str, Any]:
+  """`rope_parameters` of a stack, in the spelling of transformers 5."""
+  kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
+  full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
+  for name in _ROPE_FIELDS.get(kind, ()):
+    full[name] = getattr(stack, _ROPE[name])
+  if not local_theta:
+    return full
+  local = full
+  if stack.local_rope_theta is not None:
+    local = {'rope_type': 'default', 'rope_theta': stack.local_rope_theta}
+  return {'full_attention': full, 'sliding_attention': local}

@@ -1,0 +1,1 @@
+"""What a program will cost on hardware that is not here."""

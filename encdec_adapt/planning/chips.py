@@ -1,0 +1,160 @@
+"""Accelerators that can be planned for: what the vendors state of them.
+
+Compute, memory and interconnect of TPUs are of Google Cloud's pages "TPU v4",
+"TPU v5e", "TPU v5p" and "TPU v6e" (system architecture); of GPUs of NVIDIA's
+data sheets (dense, without sparsity). Memory that a program can use is what
+the TPU compiler allows it; of GPUs, nine tenths, as JAX preallocates more
+than that only on request.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import re
+
+import jax
+
+from encdec_adapt.runtime import errors
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One kind of accelerator.
+
+  Attributes:
+    name: as in a topology, such as 'v5e'.
+    kind: 'tpu' or 'gpu'.
+    flops: dense bf16 FLOP/s.
+    hbm_bytes: memory that a program can use.
+    hbm_bandwidth: bytes/s.
+    clock: cycles/s of the compiler's estimates (TPU): peak FLOP/s over FLOPs
+      a cycle of the matrix units.
+    link_bandwidth: bytes/s that a chip sends into one dimension of the torus,
+      both ways together (TPU), or to the other GPUs of a node.
+    network_bandwidth: bytes/s of one chip's share of the data-center network.
+    dimensions: of the torus.
+    wraps_at: extent of a dimension from which it closes to a ring.
+    host_chips: chips of one host.
+  """
+
+  name: str
+  kind: str
+  flops: float
+  hbm_bytes: float
+  hbm_bandwidth: float
+  link_bandwidth: float
+  network_bandwidth: float
+  clock: float = 0.0
+  dimensions: int = 0
+  wraps_at: int = 0
+  host_chips: int = 8
+
+
+# A cycle of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs in each matrix unit,
+# of which a chip has 8, 4 and 8; v6e 2 * 256 * 256 in each of 4 (2 on paper,
+# each taking two passes): these reproduce the stated peaks.
+CHIPS = {
+  chip.name: chip
+  for chip in (
+    Chip(
+      'v4', 'tpu', 275e12, 30.75 * _GIB, 1228e9, 100e9, 6.25e9,
+      clock=1.05e9, dimensions=3, wraps_at=4, host_chips=4,
+    ),
+    Chip(
+      'v5e', 'tpu', 197e12, 15.75 * _GIB, 819e9, 100e9, 3.125e9,
+      clock=1.5e9, dimensions=2, wraps_at=16, host_chips=4,
+    ),
+    Chip(
+      'v5p', 'tpu', 459e12, 95.74 * _GIB, 2765e9, 200e9, 6.25e9,
+      clock=1.75e9, dimensions=3, wraps_at=4, host_chips=4,
+    ),
+    Chip(
+      'v6e', 'tpu', 918e12, 31.25 * _GIB, 1640e9, 200e9, 12.5e9,
+      clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4,
+    ),
+    Chip('a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 600e9, 25e9),
+    Chip('h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 900e9, 50e9),
+    Chip('h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 900e9, 50e9),
+  )
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """Connected chips, some times over.
+
+  Attributes:
+    chip: of this kind.
+    extents: of the torus, or the number of GPUs.
+    count: number of slices, joined by the data-center network.
+  """
+
+  chip: Chip
+  extents: tuple[int, ...]
+  count: int = 1
+
+  @property
+  def name(self) -> str:
+    """As it is written on the command line."""
+    return f'{self.chip.name}:{"x".join(map(str, self.extents))}'
+
+  @property
+  def devices(self) -> int:
+    """Chips of all slices."""
+    total = self.count
+    for extent in self.extents:
+      total *= extent
+    return total
+
+
+def parse(topology: str, slices: int = 1) -> Slice:
+  """Reads 'v5e:4x4', 'v5p:8x8x8', 'h100:64'.
+
+  Raises:
+    UserError: the chip is unknown, or the extents are not of its torus.
+  """
+  found = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', topology)
+  chip = CHIPS.get(found[1]) if found else None
+  if chip is None:
+    raise errors.UserError(
+      f'--topology={topology} is not known; it is CHIP:EXTENTS with one of'
+      f' {", ".join(CHIPS)}, for example v5e:4x4, v5p:8x8x8 or h100:64.'
+    )
+  extents = tuple(int(n) for n in found[2].split('x'))
+  wanted = chip.dimensions or 1
+  if len(extents) != wanted or min(extents) < 1:
+    raise errors.UserError(
+      f'--topology={topology}: {chip.name} has {wanted} dimension(s), such as'
+      f' {chip.name}:{"x".join(["4"] * wanted)}.'
+    )
+  if slices < 1:
+    raise errors.UserError(f'--num_slices={slices} must be at least 1.')
+  return Slice(chip, extents, slices)
+
+
+def devices_of(where: Slice) -> Sequence[jax.Device]:
+  """Descriptions of a TPU slice's devices, without the hardware.
+
+  Raises:
+    UserError: libtpu is not installed, or knows no such slice.
+  """
+  from jax.experimental import topologies  # Loads libtpu.
+
+  try:
+    found = topologies.get_topology_desc(
+      platform='tpu', topology_name=where.name, num_slices=where.count
+    )
+  except Exception as error:  # JAX raises what libtpu does, of many types.
+    reason = str(error).strip().splitlines()
+    if 'libtpu' in str(error) and 'not' in str(error):
+      raise errors.UserError(
+        'planning for a TPU needs its compiler, libtpu, which runs on any'
+        f" machine: pip install 'jax[tpu]=={jax.__version__}'."
+      ) from error
+    raise errors.UserError(
+      f'--topology={where.name} with {where.count} slice(s) cannot be built:'
+      f' {reason[0] if reason else type(error).__name__}. Known shapes are'
+      ' such as v5e:2x2 to v5e:16x16, v6e likewise, v5p:2x2x1 to v5p:8x8x16.'
+    ) from error
+  return found.devices

@@ -1,0 +1,225 @@
+"""The programs of a job as shapes: what a plan compiles.
+
+Nothing here reads weights or data. A teacher whose path is not given is taken
+to be a decoder-only model of the decoder's own shape, which is what a pair is
+adapted from.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import job
+from encdec_adapt.evaluation import perplexity
+from encdec_adapt.models import config as model_config
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import placement
+from encdec_adapt.training import optimizers, phases
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A jitted function and the shapes, with shardings, that it is called on.
+
+  Attributes:
+    function: the jitted function.
+    arguments: trees of ShapeDtypeStruct, by what they are: 'parameters',
+      'optimizer', 'teacher', 'batch', 'caches'.
+    call: puts them in the function's order.
+    donated: names of arguments whose memory the results take over.
+  """
+
+  function: Any
+  arguments: Mapping[str, Any]
+  call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+  donated: tuple[str, ...] = ()
+
+  def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces it for the mesh's own platform."""
+    platform = mesh.devices.flat[0].platform
+    with jax.set_mesh(mesh):
+      traced = self.function.trace(*self.call(self.arguments))
+      return traced.lower(lowering_platforms=(platform,))
+
+
+def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """One step in which every parameter moves."""
+  where = job.place_model(settings, settings.model, mesh)
+  optimizer = optimizers.Optimizer(settings.optimizer)
+  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
+  assignment = phases.assign(where.model.table, groups)
+  names = [group.name for group in groups]
+  state = state_lib.abstract(optimizer, assignment, names, where)
+  taught = teacher(settings, mesh)
+  step = step_lib.make_train_step(
+    where,
+    settings.loss,
+    optimizer,
+    assignment,
+    names,
+    step_lib.StepConfig(
+      settings.train.microbatches, settings.optimizer.clip_norm
+    ),
+    taught.model if taught else None,
+  )
+  return Program(
+    step,
+    {
+      'parameters': state.params,
+      'optimizer': state.groups,
+      'teacher': taught.abstract_params() if taught else {},
+      'batch': batch(settings, where, settings.train.batch_size),
+    },
+    lambda a: (
+      state.replace(params=a['parameters'], groups=a['optimizer']),
+      a['batch'],
+      a['teacher'],
+    ),
+    donated=('parameters', 'optimizer'),
+  )
+
+
+def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """The loss of one held-out batch."""
+  where = job.place_model(settings, settings.model, mesh)
+  evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+  return Program(
+    evaluator.sums,
+    {
+      'parameters': where.abstract_params(),
+      'batch': batch(settings, where, settings.train.eval_batch_size),
+    },
+    lambda a: (a['parameters'], a['batch']),
+  )
+
+
+def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """One step of generation at the end of a full cache.
+
+  The rows are those of an evaluation batch, parameters in the dtype that is
+  computed in.
+  """
+  where = job.place_model(settings, settings.model, mesh)
+  model, rows = where.model, settings.train.eval_batch_size
+  dtype = jnp.dtype(settings.compute.dtype)
+  params = jax.tree.map(
+    lambda p: jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding),
+    where.abstract_params(),
+  )
+  lengths = settings.data.train.lengths
+
+  def caches(params):
+    cache = model.init_cache(rows, lengths.decoder)
+    if not isinstance(settings.model, model_config.EncoderDecoderConfig):
+      return cache, None
+    width = settings.model.encoder.width
+    encoded = jnp.zeros((rows, lengths.encoder, width), dtype)
+    segments = jnp.zeros((rows, lengths.encoder), jnp.int32)
+    return cache, model.prefill_cross(params, encoded, segments)
+
+  def step(params, tokens, cache, cross):
+    with partition.use(mesh, settings.rules.as_dict()):
+      options = {} if cross is None else {'cross': cross}
+      hidden, cache = model.decode_step(
+        params,
+        tokens,
+        segments=jnp.ones_like(tokens),
+        positions=jnp.full_like(tokens, lengths.decoder - 1),
+        cache=cache,
+        **options,
+      )
+      return model.logits(params, hidden), cache
+
+  cache, cross = _placed_caches(jax.eval_shape(caches, params), where)
+  tokens = jax.ShapeDtypeStruct(
+    (rows, 1),
+    jnp.int32,
+    sharding=jax.NamedSharding(mesh, placement.spec(where.rules, 'batch')),
+  )
+  return Program(
+    jax.jit(step, donate_argnums=2),
+    {'parameters': params, 'batch': tokens, 'caches': (cache, cross)},
+    lambda a: (a['parameters'], a['batch'], *a['caches']),
+    donated=('caches',),
+  )
+
+
+PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
+  'train': train,
+  'eval': evaluate,
+  'decode': decode,
+}
+
+
+def _placed_caches(caches, where: state_lib.Placement):
+  """Caches with shardings: rows over 'batch', heads over 'kv_heads'."""
+
+  def place(leaf):
+    names = {
+      5: (None, 'batch', None, 'kv_heads', None),
+      4: ('batch', None, 'kv_heads', None),
+      2: ('batch', None),
+      0: (),
+    }[len(leaf.shape)]
+    sharding = jax.NamedSharding(
+      where.mesh, placement.spec(where.rules, *names)
+    )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree.map(place, caches)
+
+
+def teacher(
+  settings: config_lib.Settings, mesh: Mesh
+) -> state_lib.Placement | None:
+  """The teacher's model, or None where nothing is distilled."""
+  if not settings.loss.distillation or settings.teacher:
+    return job.place_teacher(settings, mesh)
+  return job.place_model(settings, alone(settings.model.decoder), mesh)
+
+
+def alone(
+  decoder: model_config.StackConfig,
+) -> model_config.DecoderOnlyConfig:
+  """The decoder-only model whose stack a decoder is, less what reads."""
+  stack = dataclasses.replace(
+    decoder, cross_width=None, cross_merged=False, cross_layers='all'
+  )
+  return model_config.DecoderOnlyConfig(stack)
+
+
+def batch(
+  settings: config_lib.Settings, where: state_lib.Placement, rows: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Fields of a batch of this many rows; see `data.batch`."""
+  lengths = settings.data.train.lengths
+  sides = {'decoder': lengths.decoder}
+  if lengths.encoder:
+    sides['encoder'] = lengths.encoder
+  fields = {'targets': lengths.decoder, 'weights': lengths.decoder}
+  if job.reads_teacher_row(settings):
+    sides['teacher'] = lengths.teacher
+    fields['teacher_index'] = lengths.decoder
+  for side, length in sides.items():
+    for field in ('tokens', 'segments', 'positions'):
+      fields[f'{side}_{field}'] = length
+  shapes = {
+    name: jax.ShapeDtypeStruct(
+      (rows, length), jnp.float32 if name == 'weights' else jnp.int32
+    )
+    for name, length in fields.items()
+  }
+  shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
+  return {
+    name: jax.ShapeDtypeStruct(
+      shape.shape, shape.dtype, sharding=shardings[name]
+    )
+    for name, shape in shapes.items()
+  }

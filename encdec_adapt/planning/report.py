@@ -1,0 +1,229 @@
+"""What a plan says, as JSON and as text."""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import re
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from encdec_adapt.planning import chips, hlo, kernels, programs, roofline
+from encdec_adapt.runtime import disk
+
+# Collective matrix products would be cut into loops that the totals miscount.
+_OPTIONS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+_LARGE = 64 * 2**20  # Bytes from which a replicated array is named.
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """What is asked of a program.
+
+  Attributes:
+    where: the slices.
+    mesh: of their devices.
+    budget: bytes of memory that a device may use.
+    known: attentions of the model and its teacher.
+    model_flops: FLOPs of one run on all devices by the stated formula
+      (`runtime.flops`), 0 where there is none.
+  """
+
+  where: chips.Slice
+  mesh: Mesh
+  budget: float
+  known: list[kernels.Attention]
+  model_flops: float
+
+
+def describe(program: programs.Program, question: Question) -> dict[str, Any]:
+  """Compiles a program and says what it costs on one device.
+
+  Returns:
+    JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
+    `compile_s`, `trace_s`, `instructions`, `replicated` and `fits`; where the
+    compiler found that memory does not suffice, what it said of it and no
+    totals.
+  """
+  began = time.perf_counter()
+  lowered = program.lower(question.mesh)
+  traced = time.perf_counter()
+  try:
+    with jax.set_mesh(question.mesh):
+      compiled = lowered.compile(compiler_options=_OPTIONS)
+  except jax.errors.JaxRuntimeError as error:
+    needed = out_of_memory(str(error))
+    if needed is None:
+      raise
+    return {
+      'fits': False,
+      'memory': {
+        'budget': question.budget,
+        'peak': needed,
+        'arguments': _argument_bytes(program),
+      },
+      'trace_s': traced - began,
+      'compile_s': time.perf_counter() - traced,
+      'replicated': replicated(program),
+    }
+  compile_seconds = time.perf_counter() - traced
+  totals = hlo.totals(compiled.as_text())
+  memory = _memory(compiled, program, question)
+  kernel_flops = kernels.flops(totals.kernels, question.known)
+  estimate = roofline.estimate(
+    totals,
+    question.mesh,
+    question.where,
+    kernel_flops,
+    sum(memory['arguments'].values()),
+  )
+  share = question.model_flops / question.mesh.size
+  peak = question.where.chip.flops
+  return {
+    'fits': memory['peak'] <= question.budget,
+    'memory': memory,
+    'flops': {
+      'products': totals.flops,
+      'kernels': kernel_flops,
+      'model': share,
+    },
+    'collectives': [dataclasses.asdict(t) for t in estimate.traffic],
+    'kernels': _kernels(totals, question.known, peak),
+    'roofline': {
+      'compute_s': estimate.compute,
+      'kernels_s': estimate.kernels,
+      'collectives_s': estimate.collectives,
+      'exposed_s': estimate.exposed,
+      'memory_s': estimate.memory,
+      'step_s': estimate.step,
+    },
+    'mfu': share / peak / estimate.step if share else None,
+    'trace_s': traced - began,
+    'compile_s': compile_seconds,
+    'instructions': totals.instructions,
+    'replicated': replicated(program),
+  }
+
+
+def out_of_memory(message: str) -> float | None:
+  """Bytes that a program needs, of the compiler's complaint; None: another."""
+  found = re.search(
+    r'(?:Used |temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
+  )
+  if not found:
+    return None
+  power = ' KMGT'.index(found[2])
+  return float(found[1]) * 1024**power
+
+
+def _memory(compiled, program, question) -> dict[str, Any]:
+  """Bytes on one device."""
+  found = compiled.memory_analysis()
+  results = found.output_size_in_bytes - found.alias_size_in_bytes
+  code = found.generated_code_size_in_bytes
+  return {
+    'budget': question.budget,
+    'peak': float(
+      found.argument_size_in_bytes + found.temp_size_in_bytes + results + code
+    ),
+    'arguments': _argument_bytes(program),
+    'temporary': float(found.temp_size_in_bytes),
+    'results': float(results),
+    'code': float(code),
+  }
+
+
+def _argument_bytes(program: programs.Program) -> dict[str, float]:
+  return {
+    name: float(sum(map(_device_bytes, jax.tree.leaves(tree))))
+    for name, tree in program.arguments.items()
+    if jax.tree.leaves(tree)
+  }
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  shape = leaf.sharding.shard_shape(leaf.shape)
+  return math.prod(shape) * leaf.dtype.itemsize
+
+
+def replicated(program: programs.Program) -> list[dict[str, Any]]:
+  """Arguments of 64 MiB and more that every device holds whole."""
+  found = []
+  for name, tree in program.arguments.items():
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      size = _device_bytes(leaf)
+      whole = leaf.sharding.is_fully_replicated and size >= _LARGE
+      if whole and leaf.sharding.mesh.size > 1:
+        key = jax.tree_util.keystr(path, simple=True, separator='/')
+        found.append({'name': f'{name}/{key}', 'bytes': size})
+  return found
+
+
+def _kernels(totals, known, peak) -> list[dict[str, Any]]:
+  """Kernels by name: calls, FLOPs and time."""
+  names: dict[str, list[hlo.Kernel]] = {}
+  for kernel in totals.kernels:
+    names.setdefault(kernel.name, []).append(kernel)
+  rows = []
+  for name, calls in sorted(names.items()):
+    work = kernels.flops(calls, known)
+    rows.append(
+      {
+        'name': name,
+        'calls': sum(call.times for call in calls),
+        'flops': work,
+        'seconds': work / peak / roofline.KERNEL_EFFICIENCY,
+      }
+    )
+  return rows
+
+
+def text(plan: Mapping[str, Any]) -> str:
+  """The report of one program, for people."""
+  memory = plan['memory']
+  verdict = 'fits' if plan['fits'] else 'DOES NOT FIT'
+  lines = [
+    f'memory per device: {disk.format_bytes(memory["peak"])} of'
+    f' {disk.format_bytes(memory["budget"])}: {verdict}'
+  ]
+  parts = {
+    **memory['arguments'],
+    **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
+  }
+  lines += [f'  {k:<12}{disk.format_bytes(v):>12}' for k, v in parts.items()]
+  for one in plan['replicated']:
+    lines.append(
+      f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
+    )
+  if 'roofline' not in plan:
+    return '\n'.join(lines)
+  work, times = plan['flops'], plan['roofline']
+  lines.append(
+    f'FLOPs per device: {work["products"]:.4g} in products,'
+    f' {work["kernels"]:.4g} in kernels; {work["model"]:.4g} by the formula'
+  )
+  for kernel in plan['kernels']:
+    lines.append(
+      f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
+      f' FLOPs, {kernel["seconds"]:.3f} s'
+    )
+  for row in plan['collectives']:
+    lines.append(
+      f'  {row["kind"]:<19}{row["axes"]:<14}{row["count"]:>6} times'
+      f' {disk.format_bytes(row["bytes"]):>11} {row["seconds"]:.4f} s,'
+      f' {row["exposed"]:.4f} s exposed'
+    )
+  lines.append(
+    f'step, estimated: {times["step_s"]:.4f} s = compute'
+    f' {times["compute_s"]:.4f} + kernels {times["kernels_s"]:.4f} + exposed'
+    f' collectives {times["exposed_s"]:.4f} (of {times["collectives_s"]:.4f});'
+    f' memory alone {times["memory_s"]:.4f}'
+  )
+  if plan['mfu'] is not None:
+    lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
+  lines.append(
+    f'traced in {plan["trace_s"]:.1f} s, compiled in {plan["compile_s"]:.1f} s'
+  )
+  return '\n'.join(lines)

@@ -1,0 +1,223 @@
+"""Time of a step from what it computes, moves and sends.
+
+The compiler states cycles for everything but kernels and collectives. Kernels
+are added by their FLOPs at `KERNEL_EFFICIENCY`, collectives by bytes over the
+links they cross. A collective that the compiler overlaps costs only what
+exceeds the other work of its computation; the others cost all of it.
+
+This is an estimate: see the calibration table that stands beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+import math
+import re
+
+from jax.sharding import Mesh
+import numpy as np
+
+from encdec_adapt.planning import chips, hlo
+
+# Share of the peak that splash attention reaches on long rows with head
+# dimensions of 128 and 256: our assumption, not a measurement.
+KERNEL_EFFICIENCY = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """What all collectives of one kind over the same mesh axes send.
+
+  Attributes:
+    kind: such as 'all-gather'.
+    axes: mesh axes, joined by '+'; 'pairs' for a permutation.
+    count: how many run in a step.
+    bytes: that one device sends in a step.
+    seconds: at the bandwidth of the links.
+    exposed: seconds that no other work hides.
+  """
+
+  kind: str
+  axes: str
+  count: int
+  bytes: float
+  seconds: float
+  exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A step's time, in seconds.
+
+  Attributes:
+    compute: of what the compiler has an estimate for.
+    kernels: of Pallas kernels.
+    collectives: all of them, hidden or not.
+    exposed: the part that is not hidden.
+    memory: to read and write every byte of state once; a lower limit.
+    traffic: by kind and axes.
+  """
+
+  compute: float
+  kernels: float
+  collectives: float
+  exposed: float
+  memory: float
+  traffic: tuple[Traffic, ...]
+
+  @property
+  def step(self) -> float:
+    """Seconds of a step."""
+    return max(self.compute + self.kernels + self.exposed, self.memory)
+
+
+def estimate(
+  totals: hlo.Totals,
+  mesh: Mesh,
+  where: chips.Slice,
+  kernel_flops: float,
+  state_bytes: float,
+) -> Estimate:
+  """Estimates a step.
+
+  Args:
+    totals: of the compiled program.
+    mesh: that it was compiled for.
+    where: its chips.
+    kernel_flops: FLOPs of all kernels on one device.
+    state_bytes: of one device's arguments.
+  """
+  chip = where.chip
+  kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
+  compute = sum(totals.cycles.values()) / chip.clock
+  network = _Network(mesh, where)
+  busy = {name: cycles / chip.clock for name, cycles in totals.cycles.items()}
+  calls = sum(k.times for k in totals.kernels)
+  for kernel in totals.kernels:
+    share = kernels * kernel.times / calls
+    busy[kernel.computation] = busy.get(kernel.computation, 0.0) + share
+  overlapped: dict[str, float] = {}
+  timed = []
+  for one in totals.collectives.values():
+    axes, sent, seconds = network.cost(one)
+    timed.append((one, axes, sent * one.times, seconds * one.times))
+    if one.overlapped:
+      name = one.computation
+      overlapped[name] = overlapped.get(name, 0.0) + seconds * one.times
+  exposed = {
+    name: max(0.0, seconds - busy.get(name, 0.0)) / seconds if seconds else 0.0
+    for name, seconds in overlapped.items()
+  }
+  traffic = _summed(timed, exposed)
+  return Estimate(
+    compute=compute,
+    kernels=kernels,
+    collectives=sum(t.seconds for t in traffic),
+    exposed=sum(t.exposed for t in traffic),
+    memory=2 * state_bytes / chip.hbm_bandwidth,
+    traffic=traffic,
+  )
+
+
+def _summed(
+  timed: Sequence[tuple[hlo.Collective, str, float, float]],
+  exposed: Mapping[str, float],
+) -> tuple[Traffic, ...]:
+  """Adds collectives up by kind and axes, the longest first."""
+  rows: dict[tuple[str, str], list[float]] = {}
+  for one, axes, sent, seconds in timed:
+    row = rows.setdefault((one.kind, axes), [0, 0.0, 0.0, 0.0])
+    share = exposed[one.computation] if one.overlapped else 1.0
+    for i, value in enumerate((one.times, sent, seconds, share * seconds)):
+      row[i] += value
+  found = [Traffic(*key, *row) for key, row in rows.items()]
+  return tuple(sorted(found, key=lambda t: -t.seconds))
+
+
+class _Network:
+  """Which links the devices of a group talk over."""
+
+  def __init__(self, mesh: Mesh, where: chips.Slice):
+    self.mesh, self.where = mesh, where
+    self.devices = list(mesh.devices.flat)
+    self.groups = dict(_mesh_groups(mesh))
+
+  def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
+    """Axes, bytes that a device sends, and seconds, of one run."""
+    if one.kind == 'collective-permute':
+      return 'pairs', one.bytes, one.bytes / self.where.chip.link_bandwidth
+    ids = replica_groups(one.groups, len(self.devices))
+    size = ids.shape[1]
+    if size == 1:
+      return 'one device', 0.0, 0.0
+    key = frozenset(frozenset(map(int, group)) for group in ids)
+    axes = self.groups.get(key, f'{size} devices')
+    share = (size - 1) / size * (2 if one.kind == 'all-reduce' else 1)
+    sent = one.bytes * share
+    members = [self.devices[i] for i in ids[0]]
+    return axes, sent, sent / self._bandwidth(members)
+
+  def _bandwidth(self, members) -> float:
+    """Bytes/s at which the members can exchange, each."""
+    chip = self.where.chip
+    if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
+      return chip.network_bandwidth
+    if chip.kind == 'gpu':
+      inside = len(members) <= chip.host_chips
+      return chip.link_bandwidth if inside else chip.network_bandwidth
+    coordinates = np.array([d.coords for d in members])
+    total = 0.0
+    for axis, extent in enumerate(self.where.extents):
+      if len(np.unique(coordinates[:, axis])) > 1:
+        ring = extent >= chip.wraps_at and extent % 4 == 0
+        total += chip.link_bandwidth * (1.0 if ring else 0.5)
+    return total or chip.link_bandwidth
+
+
+def _mesh_groups(mesh: Mesh):
+  """Partitions of the devices along every set of mesh axes, with its name."""
+  names = [a for a in mesh.axis_names if mesh.shape[a] > 1]
+  ids = np.arange(mesh.size).reshape(mesh.devices.shape)
+  for count in range(1, len(names) + 1):
+    for chosen in itertools.combinations(names, count):
+      inner = [mesh.axis_names.index(name) for name in chosen]
+      outer = [i for i in range(ids.ndim) if i not in inner]
+      size = math.prod(mesh.shape[name] for name in chosen)
+      groups = ids.transpose(outer + inner).reshape(-1, size)
+      yield frozenset(frozenset(map(int, g)) for g in groups), '+'.join(chosen)
+
+
+def replica_groups(text: str, devices: int) -> np.ndarray:
+  """Device numbers of every group: [groups, size].
+
+  Args:
+    text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` or
+      `mesh['a'=2,'b'=2] {'a'}`; empty means one group of all.
+    devices: how many there are.
+
+  Raises:
+    UnknownProgramError: another form.
+  """
+  if not text or text == '{}':
+    return np.arange(devices)[None]
+  if text.startswith('{{'):
+    groups = re.findall(r'\{([\d,]+)\}', text)
+    return np.array([[int(n) for n in g.split(',')] for g in groups])
+  if text.startswith('mesh['):
+    sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
+    chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
+    names = list(sizes)
+    inner = [names.index(name) for name in chosen]
+    outer = [i for i in range(len(names)) if i not in inner]
+    ids = np.arange(devices).reshape(list(sizes.values()))
+    size = math.prod(sizes[name] for name in chosen)
+    return ids.transpose(outer + inner).reshape(-1, size)
+  found = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
+  if not found:
+    raise hlo.UnknownProgramError(f'replica groups {text!r} are not understood')
+  shape, dims, order = (
+    [int(n) for n in part.split(',')] if part else None
+    for part in found.groups()
+  )
+  ids = np.arange(devices).reshape(dims)
+  return (ids.transpose(order) if order else ids).reshape(shape)

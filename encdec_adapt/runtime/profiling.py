@@ -1,0 +1,72 @@
+"""Profiler traces of some steps, for TensorBoard and Perfetto, on request.
+
+Asked for in the configuration (a first step and a number of them), or of a
+job that is running, by SIGUSR1: then the next steps are traced.
+"""
+
+import os
+import pathlib
+import signal
+import types
+
+import jax
+
+FOLDER = 'profile'
+ON_SIGNAL = 3  # Steps traced after SIGUSR1.
+
+
+class Profiler:
+  """Context manager around a loop that calls `before` and `after` each step.
+
+  Must be entered in the main thread (Python's rule for signal handlers).
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str], first: int, steps: int):
+    """Traces nothing yet.
+
+    Args:
+      workdir: gets the folder `profile`.
+      first: step that is traced first, from 0.
+      steps: how many; 0 for none.
+    """
+    self._folder = str(pathlib.Path(workdir) / FOLDER)
+    self._first, self._steps = first, steps
+    self._asked = False
+    self._until: int | None = None  # Traced before this step.
+    self._handler = None
+
+  def __enter__(self) -> 'Profiler':
+    self._handler = signal.signal(signal.SIGUSR1, self._ask)
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self._stop()
+    signal.signal(signal.SIGUSR1, self._handler or signal.SIG_DFL)
+
+  def before(self, step: int) -> None:
+    """Starts a trace where one is asked for; `step` is about to begin."""
+    if self._until is not None:
+      return
+    steps = self._steps if step == self._first else 0
+    if self._asked:
+      self._asked, steps = False, max(steps, ON_SIGNAL)
+    if steps:
+      jax.profiler.start_trace(self._folder)
+      self._until = step + steps
+
+  def after(self, step: int, result: object) -> None:
+    """Ends the trace when its last step, `step`, has made `result`."""
+    if self._until is not None and step + 1 >= self._until:
+      jax.block_until_ready(result)
+      self._stop()
+      print(
+        f'profile up to step {step}: {self._folder} (tensorboard, perfetto)'
+      )
+
+  def _stop(self) -> None:
+    if self._until is not None:
+      jax.profiler.stop_trace()
+      self._until = None
+
+  def _ask(self, number: int, frame: types.FrameType | None) -> None:
+    self._asked = True

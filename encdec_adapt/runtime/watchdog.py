@@ -1,0 +1,144 @@
+"""Ends a job that hangs, with what is needed to see why.
+
+A peer that died, a collective that not everybody joined, a file system that
+does not answer: the process waits in C++ and no exception comes. A thread
+looks at the time since the last sign of life; when it is a multiple of the
+median step, it writes the stacks of all threads, the last meeting of the
+processes and every process's last step to `hang/`, and ends the process with
+`app.HANG`, which launchers restart on.
+
+Every process leaves its sign of life in `heartbeat/`, for people and for the
+other processes' reports.
+"""
+
+import collections
+from collections.abc import Callable
+import faulthandler
+import json
+import os
+import pathlib
+import statistics
+import sys
+import threading
+import time
+
+from encdec_adapt.runtime import app, distributed, files
+
+HEARTBEATS = 'heartbeat'
+REPORTS = 'hang'
+_EVERY = 5.0  # Seconds between heartbeats on disk.
+
+
+class Watchdog:
+  """Context manager around a loop that calls `beat`."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    process: int,
+    *,
+    factor: float,
+    least: float,
+    clock: Callable[[], float] = time.monotonic,
+    end: Callable[[int], None] = os._exit,
+  ):
+    """Nothing is watched yet.
+
+    Args:
+      folder: the work directory.
+      process: number of this one.
+      factor: times the median step after which a step hangs; 0 watches
+        nothing, but heartbeats are written.
+      least: seconds below which nothing hangs: compiling, evaluating and
+        saving must end in them.
+      clock: seconds.
+      end: ends the process with a status.
+    """
+    self._folder, self._process = pathlib.Path(folder), process
+    self._factor, self._least = factor, least
+    self._clock, self._end = clock, end
+    self._steps = collections.deque[float](maxlen=50)  # Seconds each.
+    self._last = (0, 'start', clock())
+    self._written = float('-inf')
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+
+  def __enter__(self) -> 'Watchdog':
+    self._last = (*self._last[:2], self._clock())
+    if self._factor:
+      self._thread.start()
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self._stop.set()
+    if self._factor:
+      self._thread.join()
+
+  def beat(self, step: int, doing: str = 'step') -> None:
+    """A sign of life.
+
+    Args:
+      step: that begins, or that `doing` belongs to.
+      doing: what begins: 'step', 'evaluate', 'save'.
+    """
+    now = self._clock()
+    before, was, since = self._last
+    if was == 'step' and step == before + 1:
+      self._steps.append(now - since)
+    self._last = (step, doing, now)
+    if now - self._written >= _EVERY:
+      self._written = now
+      files.write_json(
+        self._folder / HEARTBEATS / f'{self._process}.json',
+        {'step': step, 'doing': doing, 'unix_time': time.time()},
+      )
+
+  @property
+  def limit(self) -> float:
+    """Seconds without a sign of life that are a hang."""
+    if self._last[1] != 'step' or not self._steps:
+      return self._least
+    return max(self._least, self._factor * statistics.median(self._steps))
+
+  def hangs(self) -> bool:
+    """Whether there has been no sign of life for too long."""
+    return self._clock() - self._last[2] > self.limit
+
+  def _watch(self) -> None:
+    while not self._stop.wait(min(1.0, self._least / 10)):
+      if self.hangs():
+        self._report()
+        self._end(app.HANG)
+        return
+
+  def _report(self) -> None:
+    """Writes what is known, to the folder and to standard error."""
+    step, doing, since = self._last
+    lines = [
+      f'process {self._process} hangs: {doing} at step {step} has taken'
+      f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.',
+      f'last meeting of the processes: {distributed.last_meeting()}',
+      *heartbeats(self._folder),
+    ]
+    path = self._folder / REPORTS / f'{self._process}.txt'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', encoding='utf-8') as file:
+      file.write('\n'.join([*lines, '', '']))
+      file.flush()
+      faulthandler.dump_traceback(file, all_threads=True)
+    lines.append(f'stacks of all threads: {path}')
+    print('\n'.join(lines), file=sys.stderr, flush=True)
+
+
+def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
+  """A line for every process that has left a sign of life."""
+  lines = []
+  paths = (pathlib.Path(folder) / HEARTBEATS).glob('*.json')
+  for path in sorted(paths, key=lambda p: int(p.stem)):
+    beat = json.loads(path.read_text())
+    ago = time.time() - beat['unix_time']
+    lines.append(
+      f'process {path.stem}: {beat["doing"]} at step {beat["step"]},'
+      f' {ago:.0f} s ago'
+    )
+  return lines

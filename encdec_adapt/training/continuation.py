@@ -1,0 +1,68 @@
+"""What a job may be continued as, and what is said of the differences."""
+
+from collections.abc import Callable, Iterator, Mapping
+import json
+from typing import Any
+
+from encdec_adapt.runtime import environment, errors
+
+
+def check_same_rows(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+  """Refuses to continue at a position in other rows than it was saved in.
+
+  Args:
+    saved: what the checkpoint says of its job.
+    now: digests of this job's records and the seed of their order.
+
+  Raises:
+    UserError: the rows differ, or the checkpoint is of no training job.
+  """
+  if 'order' not in saved:
+    raise errors.UserError(
+      'this --workdir was made by encdec_adapt.convert, not by a training job:'
+      ' give it as config.init.encoder, and another --workdir.'
+    )
+  before = saved['order']
+  # Passes may have been added since.
+  now = {**now, 'records': now['records'][: len(before['records'])]}
+  for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
+    if before[key] != now[key]:
+      raise errors.UserError(
+        f'the checkpoint was written at a position in other rows: {key} was'
+        f' {before[key]}, now {now[key]}. Set {name} back, or start in'
+        ' another --workdir.'
+      )
+
+
+def report_differences(
+  before: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+  """Says what may make the continuation differ from the uninterrupted job.
+
+  Args:
+    before: what the checkpoint says of its job.
+    now: the same of this one.
+    say: takes a paragraph.
+  """
+  changed = environment.difference(
+    dict(_flat(before['config'])), dict(_flat(now['config']))
+  )
+  if changed:
+    say('the configuration has changed:\n  ' + '\n  '.join(changed))
+  different = environment.difference(before['fingerprint'], now['fingerprint'])
+  if different:
+    say(
+      'this is not where the checkpoint was written, so that it continues to'
+      ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
+    )
+
+
+def _flat(
+  tree: Mapping[str, Any], prefix: str = 'config'
+) -> Iterator[tuple[str, Any]]:
+  """Leaves of a nested configuration by dotted key, as JSON has them."""
+  for key, value in json.loads(json.dumps(tree)).items():
+    if isinstance(value, dict):
+      yield from _flat(value, f'{prefix}.{key}')
+    else:
+      yield f'{prefix}.{key}', value

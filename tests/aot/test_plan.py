@@ -1,0 +1,142 @@
+"""Plans of tiny configurations, compiled for a TPU that is not here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt import plan
+from encdec_adapt.planning import report
+from tests import tiny
+
+pytestmark = [
+  pytest.mark.aot,
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None,
+    reason="libtpu is not installed: pip install -e '.[tpu]'",
+  ),
+]
+
+LAYERS, ROWS, LENGTH = 4, 8, 256
+STACK = dict(layers=LAYERS, width=256, mlp_width=512, heads=4, kv_heads=2)
+STACK |= dict(head_dim=128, vocab_size=1024)
+CHANGES = {
+  'model.kind': 'encoder_decoder',
+  'compute.dtype': 'bfloat16',
+  'compute.remat': 'attention',
+  'compute.attention': 'splash',
+  'data.objective': 'prefix_lm',
+  'data.encoder_length': LENGTH,
+  'data.decoder_length': LENGTH,
+  'train.batch_size': ROWS,
+  'train.eval_batch_size': 4,
+}
+for side in ('encoder', 'decoder'):
+  CHANGES |= {f'model.{side}.{key}': value for key, value in STACK.items()}
+FLAGS = [f'--config.{key}={value}' for key, value in CHANGES.items()]
+
+
+def run(*flags, environment=None):
+  return subprocess.run(
+    [sys.executable, '-m', 'encdec_adapt.plan', '--config=configs/base.py']
+    + [*FLAGS, *flags],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env={**tiny.environment(), **(environment or {})},
+    timeout=900,
+  )
+
+
+@pytest.fixture(scope='module')
+def plans(tmp_path_factory):
+  output = tmp_path_factory.mktemp('plan') / 'plan.json'
+  done = run(
+    '--topology=v5e:2x2', '--programs=train,decode', f'--output={output}'
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert '[train] v5e:2x2 x 1: 4 chips' in done.stdout
+  return json.loads(output.read_text())
+
+
+def test_the_training_step_is_counted(plans):
+  train = plans['train']
+  assert train['fits'] and 0 < train['mfu'] < 1
+  # Forward, backward (two), and the blocks forward once more.
+  width, heads, kv_heads = 256, 4 * 128, 2 * 128
+  attention = 2 * width * (2 * heads + 2 * kv_heads)
+  layer = {'encoder': attention + 6 * width * 512}
+  layer['decoder'] = layer['encoder'] + attention
+  blocks = ROWS * LENGTH * LAYERS * sum(layer.values())
+  vocabulary = ROWS * LENGTH * 2 * width * 1024
+  expected = (4 * blocks + 3 * vocabulary) / 4
+  assert train['flops']['products'] == pytest.approx(expected, rel=0.01)
+  calls = {k['name']: k['calls'] for k in train['kernels']}
+  # Self-attention of both stacks, and cross-attention; 2 rows a device are
+  # one call.
+  for part in ('fwd', 'dq', 'dkv'):
+    (count,) = [n for name, n in calls.items() if f'_{part}_' in name]
+    assert count == 3 * LAYERS
+  assert {row['axes'] for row in train['collectives']} <= {'fsdp', 'pairs'}
+
+
+def test_memory_adds_up(plans):
+  memory = plans['train']['memory']
+  arguments = memory['arguments']
+  assert arguments['optimizer'] == pytest.approx(
+    2 * arguments['parameters'], rel=0.01
+  )
+  parts = sum(memory[k] for k in ('temporary', 'results', 'code'))
+  assert memory['peak'] == pytest.approx(
+    parts + sum(arguments.values()), rel=0.05
+  )
+
+
+def test_decoding_reads_its_caches(plans):
+  decode = plans['decode']
+  # Keys and values, of self- and cross-attention, bfloat16, one row a device.
+  entries = 2 * 2 * LAYERS * LENGTH * 2 * 128 * 2
+  assert decode['memory']['arguments']['caches'] == pytest.approx(
+    entries, rel=0.02
+  )
+  assert decode['mfu'] is None and not decode['kernels']
+
+
+def test_over_the_budget_is_a_status():
+  done = run('--topology=v5e:2x2', '--programs=decode', '--hbm_gib=0.001')
+  assert done.returncode == plan.DOES_NOT_FIT, done.stderr
+  assert 'DOES NOT FIT' in done.stdout
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--topology=v9:2x2'], 'v9:2x2 is not known'),
+    (['--topology=v5e:3x5'], 'cannot be built'),
+    (['--topology=v5e:2x2', '--programs=fly'], '--programs=fly is not known'),
+    (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'does not multiply'),
+    (['--topology=v5e:2x2', '--config.train.batch_size=6'], 'batch_size is 6'),
+  ],
+)
+def test_bad_questions(flags, words):
+  done = run(*flags)
+  assert done.returncode == 2, done.stdout + done.stderr
+  assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+  'message, needed',
+  [
+    ('Ran out of memory. Used 18.50G of 15.75G hbm.', 18.5 * 2**30),
+    (
+      'the total memory required for HLO temporaries (17.86G) exceeds'
+      ' available HBM (15.75G).',
+      17.86 * 2**30,
+    ),
+    ('something else', None),
+  ],
+)
+def test_the_compilers_complaint_is_read(message, needed):
+  assert report.out_of_memory(message) == needed

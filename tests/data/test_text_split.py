@@ -1,0 +1,134 @@
+"""PrefixLM over two vocabularies: the same text, each side in its own."""
+
+import hypothesis
+from hypothesis import strategies
+import numpy as np
+import pytest
+
+from encdec_adapt.data import batch, objectives, text_split, vocabularies
+from encdec_adapt.runtime import errors
+from tests import tiny_tokenizers
+
+TEXTS = ['the quick brown fox jumps over a lazy dog, caf\u00e9 \U0001f600.'] * 5
+
+
+@pytest.fixture(scope='module')
+def opened(tmp_path_factory):
+  """A Qwen-like decoder and bytes as the encoder's."""
+  folder = tmp_path_factory.mktemp('qwen')
+  tiny_tokenizers.save(folder, 'qwen', TEXTS, 300)
+  return vocabularies.Choice(str(folder), 'bytes').open()
+
+
+def _split(opened, lengths=(64, 24), name='prefix_lm'):
+  objective = objectives.make_objective(
+    name, batch.Lengths(*lengths), opened.decoder
+  )
+  return text_split.TextSplit(objective, opened)
+
+
+def _pairs(split, text, seed=0):
+  def generator(i):
+    return np.random.default_rng([seed, i])
+
+  return list(split.pairs(text, generator))
+
+
+def test_a_window_is_split_in_the_decoders_tokens(opened):
+  text = 'the quick brown fox'
+  ids, boundaries = opened.decoder.encode_with_boundaries(text)
+  (pair,) = _pairs(_split(opened), text)
+  middle = len(ids) // 2
+  np.testing.assert_array_equal(pair.prefix, ids[:middle])
+  np.testing.assert_array_equal(
+    pair.targets, [*ids[middle:], opened.decoder.eos]
+  )
+  assert bytes(pair.inputs.tolist()).decode() == text[: boundaries[middle]]
+
+
+def test_a_split_inside_a_character_moves_before_it():
+  # Bytes on both sides: a cut in half of 6 bytes is inside of the second.
+  same = vocabularies.open_vocabulary('bytes')
+  other = vocabularies.open_vocabulary('bytes', added_sentinels=1)
+  split = _split(vocabularies.Opened(same, other))
+  (pair,) = _pairs(split, '\u00e9\u20acx')
+  assert bytes(pair.inputs.tolist()).decode() == '\u00e9'
+  assert pair.prefix.tolist() == pair.inputs.tolist()
+  assert pair.targets.tolist() == [*'\u20acx'.encode(), same.eos]
+
+
+def test_characters_longer_than_a_row_have_no_prefix():
+  same = vocabularies.open_vocabulary('bytes')
+  other = vocabularies.open_vocabulary('bytes', added_sentinels=1)
+  split = _split(vocabularies.Opened(same, other), (3, 2))
+  pairs = _pairs(split, '\U0001f600' * 3)
+  assert all(len(pair.inputs) == len(pair.prefix) == 0 for pair in pairs)
+  targets = np.concatenate([pair.targets for pair in pairs])
+  assert targets.tolist() == [*('\U0001f600' * 3).encode(), same.eos]
+
+
+@hypothesis.settings(
+  deadline=None,
+  max_examples=80,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+  text=strategies.lists(
+    strategies.text(max_size=6)
+    | strategies.sampled_from(['the quick ', 'brown fox', '\U0001f600', ' ']),
+    min_size=1,
+    max_size=25,
+  )
+  .map(''.join)
+  .filter(bool),
+  lengths=strategies.tuples(
+    strategies.integers(4, 40), strategies.integers(3, 30)
+  ),
+  name=strategies.sampled_from(['prefix_lm', 'prefix_lm_uniform']),
+  turned=strategies.booleans(),
+)
+def test_any_document(opened, text, lengths, name, turned):
+  if turned:
+    opened = vocabularies.Opened(opened.encoder, opened.decoder)
+  split = _split(opened, lengths, name)
+  pairs = _pairs(split, text)
+  tokens = []
+  for i, pair in enumerate(pairs):
+    ends = i == len(pairs) - 1
+    assert batch.encoder_cost(pair, split.lengths) <= lengths[0]
+    row = batch.frame_row([pair], split.lengths, opened.framing, teacher=True)
+    batch.check_framing(batch.stack_rows([row]), opened.framing)
+    assert (pair.targets[-1] == opened.decoder.eos) == ends
+    tokens += [*pair.prefix, *pair.targets[: len(pair.targets) - ends]]
+    # Both prefixes are one text; a tokenizer that normalises may change it.
+    inputs = opened.encoder.decode(pair.inputs)
+    prefix = opened.decoder.decode(pair.prefix)
+    np.testing.assert_array_equal(
+      opened.decoder.encode(inputs), opened.decoder.encode(prefix)
+    )
+  assert tokens == opened.decoder.encode(text).tolist()
+
+
+def test_windows_fill_the_decoder_where_it_binds(opened):
+  text = TEXTS[0] * 40
+  split = _split(opened, (512, 24))
+  pairs = _pairs(split, text)
+  assert np.mean([len(pair.targets) for pair in pairs[:-1]]) > 22
+
+
+def test_draws_come_from_the_generators_alone(opened):
+  split = _split(opened, name='prefix_lm_uniform')
+  one, same, other = (
+    [tuple(p.prefix.tolist()) for p in _pairs(split, TEXTS[0] * 5, seed)]
+    for seed in (1, 1, 2)
+  )
+  assert one == same != other
+
+
+@pytest.mark.parametrize('name', ['ul2'])
+def test_objectives_that_hide_tokens_are_refused(opened, name):
+  objective = objectives.make_objective(
+    name, batch.Lengths(64, 64), opened.encoder
+  )
+  with pytest.raises(errors.UserError, match='hides tokens in what both'):
+    text_split.TextSplit(objective, opened)

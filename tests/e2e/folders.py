@@ -1,0 +1,84 @@
+"""Tiny folders for the exchange commands, without torch.
+
+Made by our own exporter; that transformers reads and writes the same is the
+business of tests/parity.
+"""
+
+import json
+
+from flax import traverse_util
+import jax
+import numpy as np
+
+from encdec_adapt import convert
+from encdec_adapt.interop import export
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import command
+from tests import tiny
+
+# The model of `tiny.flags`.
+GEMMA = dict(
+  layers=2,
+  width=16,
+  mlp_width=32,
+  heads=2,
+  kv_heads=1,
+  head_dim=8,
+  vocab_size=tiny.VOCAB,
+  window=8,
+  pattern=('local',),
+  query_scale=32.0,
+)
+LLAMA = dict(
+  layers=2,
+  width=16,
+  mlp_width=24,
+  heads=2,
+  kv_heads=2,
+  head_dim=8,
+  vocab_size=50,
+  pattern=('global',),
+  query_scale=8.0,
+  norm_gain='direct',
+  post_norms=False,
+  scale_embeddings=False,
+  attention_softcap=None,
+  final_softcap=None,
+  activation='silu',
+  tied_head=False,
+)
+# Tables padded otherwise are summed in another order.
+ROUNDED = '--tolerance=1e-5'
+IDS = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
+FIELDS = {'decoder': {**IDS, 'max_position_embeddings': 77}}
+
+
+def convert_(*argv) -> int:
+  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
+
+
+def make_folder(path, shape, vocabulary=None, seed=0):
+  """A Hugging Face folder with random weights and what comes with them."""
+  config = model_config.DecoderOnlyConfig(model_config.StackConfig(**shape))
+  params = traverse_util.flatten_dict(
+    parameters.init(config, jax.random.key(seed)), sep='/'
+  )
+  draws = np.random.default_rng(seed)
+  export.write(
+    path,
+    config,
+    {
+      name: np.asarray(p) + draws.normal(0, 0.1, p.shape).astype(np.float32)
+      for name, p in params.items()
+    },
+    fields=FIELDS,
+    texts={
+      'chat_template.json': json.dumps({'of': path.name}),
+      'generation_config.json': json.dumps(
+        {**IDS, 'eos_token_id': [1, 5], 'cache_implementation': 'hybrid'}
+      ),
+    },
+    carried={'tokenizer.model': vocabulary} if vocabulary else {},
+  )
+  return path

@@ -1,0 +1,216 @@
+"""`convert adapt` and training's adaptation, with every option, by command."""
+
+import json
+import os
+import re
+import shutil
+
+from flax import traverse_util
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+from encdec_adapt import train
+from encdec_adapt.adaptation import initialise
+from encdec_adapt.data import vocabulary_training
+from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.runtime import command, errors
+from tests import tiny
+from tests.e2e import folders
+
+pytestmark = pytest.mark.e2e
+
+convert_ = folders.convert_
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('adapt')
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+
+
+@pytest.fixture(scope='module')
+def pairs(folder):
+  """Flags of an encoder-decoder job."""
+  return tiny.make_records(folder)
+
+
+@pytest.fixture(scope='module')
+def gemma(folder, pairs):
+  return folders.make_folder(
+    folder / 'gemma', folders.GEMMA, folder / 'vocabulary.model'
+  )
+
+
+@pytest.fixture(scope='module')
+def wide(folder):
+  shape = {**folders.GEMMA, 'width': 24}
+  return folders.make_folder(folder / 'wide', shape, seed=1)
+
+
+@pytest.fixture(scope='module')
+def llama(folder):
+  return folders.make_folder(folder / 'llama', folders.LLAMA, seed=2)
+
+
+@pytest.fixture(scope='module')
+def adapted(folder, gemma):
+  output = folder / 'adapted'
+  assert convert_('adapt', f'--encoder={gemma}', f'--output={output}') == 0
+  return output
+
+
+def _train(*flags) -> int:
+  return train.main(command.parse(train.define_flags, flags))
+
+
+def _arrays(path):
+  """Every parameter of a model, by its stored path."""
+  opened = source_lib.open_source(path, vocab_multiple=128)
+  return {array.path: np.asarray(array) for array in opened.arrays()}
+
+
+def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
+  """Array by array: the same as all at once, fresh ones too."""
+  output = folder / 'streamed'
+  flags = [f'--encoder={wide}', f'--decoder={gemma}', f'--output={output}']
+  assert convert_('adapt', *flags, '--seed=3') == 0
+  sources = []
+  for path in (wide, gemma):
+    model = source_lib.open_source(path, vocab_multiple=128).model
+    nested = traverse_util.unflatten_dict(_arrays(path), sep='/')
+    sources.append((model, nested))
+  target = source_lib.open_source(output).model
+  account = {}
+
+  @jax.jit
+  def adapt(params, rng):
+    pairs = zip((model for model, _ in sources), params, strict=True)
+    made, account['report'] = initialise.initialise(target, *pairs, rng=rng)
+    return made
+
+  want = adapt([params for _, params in sources], jax.random.key(3))
+  got = _arrays(output)
+  want = traverse_util.flatten_dict(want, sep='/')
+  assert got.keys() == want.keys()
+  for path, array in got.items():
+    np.testing.assert_array_equal(array, want[path], path)
+  saved = json.loads((output / 'coverage.json').read_text())
+  assert saved == json.loads(json.dumps(account['report'].to_json()))
+
+
+def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  file = source / 'model.safetensors'
+  tensors = dict(safetensors.load_file(file))
+  tensors['model.norm.weight'][:] = np.nan
+  safetensors.save_file(tensors, file, {'format': 'pt'})
+  flags = [f'--encoder={source}', '--encoder_kv_heads=2', '--dry_run']
+  assert convert_('adapt', *flags) == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'encoder/layers/0-1/attention/key .*head 2 times', shown)
+  assert 'no weights were read, nothing was written' in shown
+  assert os.listdir(tmp_path) == ['source']
+
+
+def test_options_of_adaptation_keep_the_function(
+  folder, gemma, adapted, capsys
+):
+  """More heads and one table for both stacks compute the same."""
+  output = folder / 'optional'
+  flags = [f'--encoder={gemma}', f'--output={output}', '--shared_table']
+  assert convert_('adapt', *flags, '--encoder_kv_heads=2') == 0
+  model = source_lib.open_source(output).model
+  assert model.shared_table
+  assert (model.encoder.kv_heads, model.decoder.kv_heads) == (2, 1)
+  assert convert_('verify', adapted, output, folders.ROUNDED) == 0
+  exported = folder / 'optional_out'
+  capsys.readouterr()
+  convert_('export', f'--checkpoint={output}', f'--output={exported}')
+  assert 'in the layout of this project' in capsys.readouterr().out
+  card = (exported / 'README.md').read_text()
+  assert "the encoder reads the decoder's embedding table" in card
+  assert 'encoder.kv_heads is 2, in encoder_source 1' in card
+  assert convert_('diff', output, exported) == 0
+
+
+def test_training_adapts_with_options(folder, pairs, gemma):
+  """Merged attention, one table, new tokens: as the model's configuration."""
+  workdir = folder / 'merged_pair'
+  flags = [
+    '--config.init.mode=adapt',
+    f'--config.init.encoder={gemma}',
+    '--config.model.cross_merged=True',
+    '--config.model.shared_table=True',
+    '--config.model.encoder.kv_heads=2',
+    *(f'--config.model.{s}.vocab_size=410' for s in ('encoder', 'decoder')),
+    '--config.train.steps=2',
+    f'--workdir={workdir}',
+  ]
+  assert _train(*pairs, *flags) == 0
+  account = json.loads((workdir / 'coverage.json').read_text())
+  assert account['parameters']['fresh'] == 0
+  table = account['target']['decoder/embedder/table']
+  assert table['steps'] == ['10 new tokens, the mean of the 400']
+  exported = folder / 'merged_out'
+  convert_('export', f'--checkpoint={workdir}', f'--output={exported}')
+  assert convert_('verify', workdir, exported, folders.ROUNDED) == 0
+
+
+def test_sources_that_do_not_fit_are_refused_before_records_are_made(
+  folder, pairs, gemma, adapted, tmp_path
+):
+  flags = [f'--workdir={tmp_path}/run', '--config.init.mode=adapt']
+  flags += [f'--config.data.folder={tmp_path}/records']
+  changed = '--config.model.encoder.mlp_width=24'
+  with pytest.raises(errors.UserError, match='encoder/layers/0/mlp/down has'):
+    _train(*pairs, *flags, f'--config.init.encoder={gemma}', changed)
+  with pytest.raises(errors.UserError, match='is an encoder-decoder'):
+    _train(*pairs, *flags, f'--config.init.encoder={adapted}')
+  assert not (tmp_path / 'records').exists()
+
+
+def test_two_vocabularies_share_no_table(gemma, tmp_path):
+  other = shutil.copytree(gemma, tmp_path / 'other')
+  texts = ['another text, of other words'] * 40
+  vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 378)
+  flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
+  assert convert_('adapt', *flags) == 0
+  with pytest.raises(errors.UserError, match='mean other text by the same id'):
+    convert_('adapt', *flags, '--shared_table')
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    (['--encoder={gemma}', '--target=t5gemma2'],
+     'made of gemma3_text stacks: attention_softcap is 50.0'),
+    (['--encoder={llama}', '--target=t5gemma'],
+     'made of gemma2 stacks: '),
+    (['--encoder={gemma}', '--target=t5gemma',
+      '--cross_merged'], 'its table is not shared and its attention not'),
+    (['--encoder={gemma}', '--eoi_token=5'],
+     'only a t5gemma2 has one'),
+    (['--encoder={wide}', '--decoder={gemma}',
+      '--cross_merged'], "the encoder's width"),
+    (['--encoder={gemma}',
+      '--encoder_kv_heads=3'], 'is not a multiple of kv_heads'),
+    (['--encoder={gemma}',
+      '--decoder_vocab_size=300'], 'extended, not cut'),
+    (['--encoder={gemma}',
+      '--cross_layers=global'], 'no layer of the decoder reads'),
+    (['--encoder={llama}', '--tied_head'],
+     'tied_head to False'),
+  ],
+)  # fmt: skip
+def test_bad_arguments(argv, words, gemma, wide, llama, tmp_path):
+  names = dict(gemma=gemma, wide=wide, llama=llama)
+  flags = [argument.format(**names) for argument in argv]
+  with pytest.raises(errors.UserError, match=words):
+    convert_('adapt', *flags, f'--output={tmp_path}/x')
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,317 @@
+"""A Llama encoder with a Qwen decoder, from two folders to generated text."""
+
+import json
+import re
+import shutil
+
+from flax import traverse_util
+import jax
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import config as config_lib
+from encdec_adapt import convert, evaluate, generate, materialize, train
+from encdec_adapt.data import loader, records, vocabularies
+from encdec_adapt.interop import export
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import command, errors
+from encdec_adapt.training import checkpoint
+from tests import tiny, tiny_tokenizers
+
+pytestmark = pytest.mark.e2e
+
+LLAMA = dict(
+  layers=2,
+  width=16,
+  mlp_width=24,
+  heads=2,
+  kv_heads=1,
+  head_dim=8,
+  vocab_size=320,
+  pattern=('global',),
+  query_scale=8.0,
+  norm_gain='direct',
+  post_norms=False,
+  scale_embeddings=False,
+  attention_softcap=None,
+  final_softcap=None,
+  activation='silu',
+  tied_head=False,
+)
+QWEN = {
+  **LLAMA,
+  'width': 24,
+  'heads': 3,
+  'vocab_size': 400,
+  'rope_theta': 1e6,
+  'qk_norm': True,
+  'tied_head': True,
+}
+
+
+def _folder(path, shape, family, texts, size, seed):
+  """A Hugging Face folder of a random model with a tokenizer of its own."""
+  config = model_config.DecoderOnlyConfig(model_config.StackConfig(**shape))
+  params = traverse_util.flatten_dict(
+    parameters.init(config, jax.random.key(seed)), sep='/'
+  )
+  source = tiny_tokenizers.save(
+    path.with_name(f'{path.name}_tokenizer'), family, texts, size
+  )
+  export.write(
+    path,
+    config,
+    {name: np.asarray(array) for name, array in params.items()},
+    fields={'decoder': {}},
+    texts={},
+    carried={file.name: file for file in source.iterdir()},
+  )
+  return path
+
+
+@pytest.fixture(scope='module')
+def texts():
+  return [text + 'Caf\u00e9 \U0001f600!' for text in tiny.text(40)]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory, texts):
+  folder = tmp_path_factory.mktemp('two')
+  (folder / 'text').mkdir()
+  for i, text in enumerate(texts):
+    (folder / 'text' / f'{i:02d}.txt').write_text(text, encoding='utf-8')
+  _folder(folder / 'llama', LLAMA, 'llama3', texts, 300, seed=0)
+  _folder(folder / 'qwen', QWEN, 'qwen', texts, 380, seed=1)
+  return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+
+
+def _flags(folder, **changes):
+  """A job that names the two folders and no tokenizer."""
+  values = {
+    'data.source': f'text:{folder}/text/*.txt',
+    'data.folder': folder / 'records',
+    'data.encoder_length': 48,
+    'data.decoder_length': 32,
+    'data.shards': 2,
+    'data.workers': 1,
+    'data.repeat': True,
+    'data.eval_fraction': 0.2,
+    'data.eval_rows': 8,
+    'compute.dtype': 'float32',
+    'compute.remat': 'none',
+    'train.batch_size': 8,
+    'train.steps': 4,
+    'train.log_every': 1,
+    'train.eval_every': 2,
+    'train.eval_batch_size': 8,
+    'train.cross_attention_warmup': 1,
+    'checkpoint.every': 2,
+    'optimizer.warmup_steps': 2,
+    **changes,
+  }
+  source = f'encoder={folder}/llama,decoder={folder}/qwen'
+  return [f'--config=configs/pretrained.py:{source}'] + [
+    f'--config.{key}={value}' for key, value in values.items()
+  ]
+
+
+def _main(main, *argv):
+  return main.main(command.parse(main.define_flags, [str(a) for a in argv]))
+
+
+def _convert(*argv):
+  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
+
+
+@pytest.fixture(scope='module')
+def trained(folder):
+  """A run of four steps, stopped after two and continued."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(tiny.ROOT)
+    workdir = folder / 'pair'
+    # In a process of its own, which TensorFlow never enters.
+    done = tiny.run('train', *_flags(folder), f'--workdir={workdir}')
+    assert done.returncode == 0, done.stdout + done.stderr
+    return workdir, done.stdout
+
+
+def test_both_sides_read_the_same_text(folder, trained, texts):
+  opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
+  found = records.RecordSet.open(folder / 'records' / 'train')
+  assert found.framing == opened.framing
+  assert found.manifest['vocabularies'] == opened.describe()
+  assert found.spec.encoder_vocabulary == opened.encoder.fingerprint
+  whole = 0
+  for row in found.read(range(len(found))):
+    for pair in row:
+      inputs = opened.encoder.decode(pair.inputs)
+      assert inputs == opened.decoder.decode(pair.prefix)
+      joined = opened.decoder.decode([*pair.prefix, *pair.targets])
+      assert joined.startswith(inputs)
+      whole += any(inputs and inputs in text for text in texts)
+  assert whole > 20
+  _, shown = trained
+  assert '<|begin_of_text|>' in shown and '<|endoftext|>' in shown
+  assert 'note: the vocabulary' in shown and 'Unicode NFC' in shown
+
+
+def test_it_trains_evaluates_and_continues(folder, trained, capsys):
+  workdir, shown = trained
+  losses = [float(x) for x in re.findall(r'held-out loss ([\d.]+) per', shown)]
+  assert len(losses) == 3 and losses[-1] < losses[0]
+  # Continued for two more steps.
+  flags = _flags(folder, **{'train.steps': 6})
+  assert _main(train, *flags, f'--workdir={workdir}') == 0
+  assert 'continuing at step 4' in capsys.readouterr().out
+  summary = json.loads((workdir / 'summary.json').read_text())
+  assert summary['steps'] == 6
+  found = checkpoint.open_latest(workdir)
+  opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
+  assert found.read_meta()['vocabularies'] == opened.describe()
+  arguments = [f'--records={folder}/records/eval', '--batch_size=8']
+  assert _main(evaluate, f'--checkpoint={workdir}', *arguments) == 0
+  result = json.loads((workdir / 'evaluation.json').read_text())
+  assert result['eval_loss'] == pytest.approx(summary['eval_loss'], rel=1e-5)
+
+
+def test_it_generates_and_chats(trained, tmp_path, capsys):
+  workdir, _ = trained
+  output = tmp_path / 'out.json'
+  flags = [f'--checkpoint={workdir}', '--max_tokens=8', f'--output={output}']
+  prompt = '--prompt=the quick caf\u00e9'
+  assert _main(generate, *flags, prompt) == 0
+  (plain,) = json.loads(output.read_text())
+  assert plain['tokens'] >= 1
+  assert _main(generate, *flags, prompt, '--chat') == 0
+  (answer,) = json.loads(output.read_text())
+  assert answer['continuation'] != plain['continuation']
+  assert '<|' not in answer['continuation']
+  file = tmp_path / 'chats.jsonl'
+  messages = [{'role': 'user', 'content': prompt.removeprefix('--prompt=')}]
+  file.write_text(json.dumps(messages) + '\n')
+  assert _main(generate, *flags, f'--prompts={file}', '--chat') == 0
+  (same,) = json.loads(output.read_text())
+  assert same['continuation'] == answer['continuation']
+  assert same['prompt'] == messages
+
+
+def test_a_teacher_reads_the_decoders_vocabulary(folder, tmp_path):
+  """Its own prefix: distillation of the decoder's source starts near it."""
+  flags = _flags(
+    folder,
+    **{
+      'teacher.checkpoint': folder / 'qwen',
+      'loss.distillation': 0.5,
+      'train.steps': 2,
+    },
+  )
+  assert _main(train, *flags, f'--workdir={tmp_path}/run') == 0
+  # A decoder-only model is measured on the same rows, through its own tokens.
+  output = tmp_path / 'qwen'
+  _convert('import', f'--source={folder}/qwen', f'--output={output}')
+  arguments = [f'--records={folder}/records/eval', '--batch_size=8']
+  assert _main(evaluate, f'--checkpoint={output}', *arguments) == 0
+  found = json.loads((output / 'evaluation.json').read_text())
+  assert found['target_tokens'] > 0
+  # The encoder's vocabulary is none of its own.
+  other = tmp_path / 'llama'
+  _convert('import', f'--source={folder}/llama', f'--output={other}')
+  with pytest.raises(errors.UserError, match='of the decoder, the model with'):
+    _main(evaluate, f'--checkpoint={other}', *arguments)
+
+
+def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
+  output = tmp_path / 'pair'
+  sources = [f'--encoder={folder}/llama', f'--decoder={folder}/qwen']
+  assert _convert('adapt', *sources, f'--output={output}') == 0
+  assert 'tokenizers of their own' in capsys.readouterr().out
+  moved = output.rename(tmp_path / 'moved')
+  opened = config_lib.load_run(str(moved)).data.vocabularies.open()
+  for side, name in (('encoder', 'llama'), ('decoder', 'qwen')):
+    own = vocabularies.open_vocabulary(folder / name)
+    assert opened.sides[side].fingerprint == own.fingerprint
+    assert opened.sides[side].path.startswith(str(moved))
+  flags = ['--prompt=the quick', '--max_tokens=3']
+  assert _main(generate, f'--checkpoint={moved}', *flags) == 0
+  # Out and in again: each side's files are where they belong.
+  exported = tmp_path / 'exported'
+  assert (
+    _convert('export', f'--checkpoint={moved}', f'--output={exported}') == 0
+  )
+  assert (exported / 'encoder' / 'tokenizer.json').exists()
+  again = tmp_path / 'again'
+  assert _convert('import', f'--source={exported}', f'--output={again}') == 0
+  assert config_lib.load_run(str(again)).data.vocabularies.open().differ
+  model = encdec_adapt.load(exported)
+  assert model.special_ids['eos'] == opened.decoder.eos
+  generated = model.generate([[opened.encoder.bos, 5, 6]], max_tokens=2)
+  assert generated.tokens.shape == (1, 2)
+
+
+def test_a_changed_tokenizer_is_refused(folder, trained, tmp_path):
+  workdir, _ = trained
+  copy = shutil.copytree(folder / 'qwen', tmp_path / 'qwen')
+  config = json.loads((copy / 'tokenizer_config.json').read_text())
+  config['eos_token'] = '<|endoftext|>'
+  (copy / 'tokenizer_config.json').write_text(json.dumps(config))
+  run = shutil.copytree(workdir, tmp_path / 'run')
+  saved = (run / 'config.json').read_text()
+  (run / 'config.json').write_text(saved.replace(f'{folder}/qwen/', f'{copy}/'))
+  with pytest.raises(errors.UserError, match='is not the one that the checkp'):
+    _main(generate, f'--checkpoint={run}', '--prompt=x')
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'data.objective': 'ul2'}, 'only prefix_lm and prefix_lm_uniform split'),
+    ({'data.add_sentinels': 300}, "tokens.*decoder's table 400 rows"),
+    ({'model.encoder.vocab_size': 300}, "318 tokens.*encoder's table 300"),
+    ({'data.vocabulary': 'LLAMA'}, 'the decoder of this job.*other text'),
+    ({'data.vocabulary': 'nowhere'}, 'nowhere.*cannot be read'),
+  ],
+)
+def test_what_does_not_fit_is_refused(
+  folder, trained, tmp_path, changes, message
+):
+  del trained  # The records are there.
+  changes = {
+    key: str(value).replace('LLAMA', f'{folder}/llama')
+    for key, value in changes.items()
+  }
+  with pytest.raises(errors.UserError, match=message):
+    _main(train, *_flags(folder, **changes), f'--workdir={tmp_path}/run')
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_shards_do_not_depend_on_workers(folder, tmp_path):
+  found = []
+  for workers in (1, 2):
+    flags = _flags(
+      folder,
+      **{
+        'data.folder': tmp_path / str(workers),
+        'data.workers': workers,
+        'data.objective': 'prefix_lm_uniform',
+      },
+    )
+    flags.append(f'--workdir={tmp_path}')
+    assert _main(materialize, *flags) == 0
+    found.append(
+      {
+        path.relative_to(tmp_path / str(workers)): path.read_bytes()
+        for path in (tmp_path / str(workers)).rglob('*.array_record')
+      }
+    )
+  assert found[0] == found[1] and len(found[0]) == 4
+  some = records.RecordSet.open(tmp_path / '1' / 'train')
+  batch = next(loader.Loader(some, some.spec.lengths, 4, teacher=True))
+  assert (batch['encoder_segments'].max(axis=1) > 1).any()  # Packed.

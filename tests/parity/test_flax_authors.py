@@ -1,0 +1,192 @@
+"""Models that the authors' own code makes and saves, against our import.
+
+Needs the package `gemma`; it wants an environment of its own (README). Where
+their arithmetic is another than ours: rows are padded on the right only, for
+their positions count tokens and not places; only logits after tokens are
+compared, for a query of theirs that is padding gives zeros; the encoder's
+window is the exclusive one, theirs.
+"""
+
+import functools
+import json
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import encdec_adapt
+from encdec_adapt import convert
+from encdec_adapt.interop import model_configs
+from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import presets
+from encdec_adapt.runtime import command
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+_REASON = "the authors' code: pip install gemma, in an environment of its own"
+ROWS = 70  # Of their tables; the vocabulary is smaller.
+TOLERANCE = 2e-4
+DECODER = presets.stack(
+  'toy_small',
+  layers=4,
+  width=32,
+  mlp_width=40,
+  heads=4,
+  kv_heads=2,
+  head_dim=8,
+  vocab_size=67,
+  window=4,
+  query_scale=8.0,
+  attention_softcap=5.0,
+  final_softcap=8.0,
+)
+ENCODER = presets.stack(
+  'toy_small',
+  layers=2,
+  width=24,
+  mlp_width=48,
+  heads=2,
+  kv_heads=2,  # Query, key and value in one array.
+  head_dim=16,
+  vocab_size=67,
+  window=3,
+  query_scale=16.0,
+  attention_softcap=4.0,
+  final_softcap=8.0,
+)
+
+
+def their_config(modules, stack, **fields):
+  kinds = modules.AttentionType
+  names = {'local': kinds.LOCAL_SLIDING, 'global': kinds.GLOBAL}
+  scale = modules.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM
+  return modules.TransformerConfig(
+    num_embed=ROWS,
+    embed_dim=stack.width,
+    hidden_dim=stack.mlp_width,
+    num_heads=stack.heads,
+    head_dim=stack.head_dim,
+    num_kv_heads=stack.kv_heads,
+    final_logit_softcap=stack.final_softcap,
+    attention_types=tuple(
+      names[stack.layer_kind(i)] for i in range(stack.layers)
+    ),
+    use_post_attn_norm=True,
+    use_post_ffw_norm=True,
+    query_pre_attn_norm=scale,
+    attn_logits_soft_cap=stack.attention_softcap,
+    sliding_window_size=stack.window,
+    **fields,
+  )
+
+
+def t5gemma():
+  """Their model of an unbalanced pair."""
+  reason = _REASON
+  modules = pytest.importorskip('gemma.research.t5gemma.modules', reason=reason)
+  theirs = pytest.importorskip('gemma.research.t5gemma.t5gemma', reason=reason)
+  # As the 9B has it, the encoder's gate is stored the other way around.
+  encoder = their_config(
+    modules,
+    ENCODER,
+    num_layers=ENCODER.layers,
+    bidirectional=True,
+    transpose_gating_einsum=True,
+  )
+  decoder = their_config(
+    modules,
+    DECODER,
+    num_layers=DECODER.layers,
+    transpose_gating_einsum=False,
+    enable_cross_attention=True,
+    kv_embed_dim=ENCODER.width,
+  )
+  config = theirs.T5GemmaConfig(encoder_config=encoder, decoder_config=decoder)
+  return theirs.T5Gemma(
+    config, name=None, dtype=jnp.float32, target_tokens='t', input_tokens='i'
+  )
+
+
+def redrawn(params):
+  """Weights at which windows, caps and gains matter."""
+  leaves, structure = jax.tree.flatten(params)
+  draws = np.random.default_rng(0)
+  return structure.unflatten(
+    [draws.normal(0, 0.3, x.shape).astype(np.float32) for x in leaves]
+  )
+
+
+def imported(params, config, folder, form):
+  """Saved as their `gm.ckpts.save_params` does, imported by the command."""
+  if form == 'flat':  # As their first releases were.
+    params = flat(params)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / 'flax', params)
+  raw, _ = model_configs.raw_from_model(config)
+  (folder / 'config.json').write_text(json.dumps(raw))
+  flags = ['import', f'--source={folder}/flax', f'--output={folder}/run']
+  flags.append(f'--model={folder}/config.json')
+  assert command.run_subcommand('', convert.COMMANDS, flags) == 0
+  return encdec_adapt.load(folder / 'run')
+
+
+def flat(params):
+  """The tree of their first releases: one level of joined names, then leaves.
+
+  As `gm.ckpts._compat.flatten_and_remap_params` makes it.
+  """
+  found = {}
+  for *path, leaf in traverse_util.flatten_dict(params):
+    value = functools.reduce(lambda tree, key: tree[key], [*path, leaf], params)
+    if path[-1] == 'mlp':
+      path, leaf = [*path, leaf], 'w'
+    found.setdefault('/'.join(['transformer', *path]), {})[leaf] = value
+  return found
+
+
+def rows(length, seed):
+  """Tokens and mask; the second row is padded on the right."""
+  tokens = np.random.default_rng(seed).integers(3, 67, (2, length), np.int32)
+  tokens[1, length - 4 :] = 0
+  return tokens, tokens != 0
+
+
+def test_t5gemma(tmp_path, capsys):
+  theirs = t5gemma()
+  encoder, encoder_mask = rows(13, 0)
+  decoder, mask = rows(12, 1)
+  inputs = dict(target_tokens=decoder, input_tokens=encoder)
+  params = redrawn(theirs.init(jax.random.key(0), **inputs)['params'])
+  expected = theirs.apply({'params': params}, **inputs).logits
+  config = config_lib.encoder_decoder(ENCODER, DECODER)
+  ours = imported(params, config, tmp_path, 'nested')
+  assert 'rows 67 to 69' in capsys.readouterr().out
+  got = ours.logits(decoder, encoder, encoder_mask, mask)
+  np.testing.assert_allclose(
+    np.asarray(got)[mask],
+    np.asarray(expected)[mask][:, :67],
+    rtol=0,
+    atol=TOLERANCE,
+  )
+
+
+@pytest.mark.parametrize('form', ['nested', 'flat'])
+def test_gemma2(form, tmp_path):
+  nn = pytest.importorskip('gemma.gm.nn', reason=_REASON)
+  config = pytest.importorskip('gemma.gm.nn.config', reason=_REASON)
+  stack = their_config(config, DECODER, transpose_gating_einsum=False)
+  theirs = nn.Transformer(config=stack, dtype=jnp.float32, tokens='t')
+  tokens, mask = rows(12, 1)
+  params = redrawn(theirs.init(jax.random.key(0), tokens)['params'])
+  expected = theirs.apply({'params': params}, tokens).logits
+  only = config_lib.DecoderOnlyConfig(DECODER)
+  ours = imported(params, only, tmp_path, form)
+  got = ours.logits(tokens, decoder_mask=mask)
+  np.testing.assert_allclose(
+    np.asarray(got)[mask],
+    np.asarray(expected)[mask][:, :67],
+    rtol=0,
+    atol=TOLERANCE,
+  )

@@ -1,0 +1,124 @@
+"""Folders that transformers saves, in every form, and the way back."""
+
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.interop import export, tensor_folder
+from encdec_adapt.interop import folder as folder_lib
+from tests.parity import tiny_models
+
+pytestmark = pytest.mark.parity
+
+
+def assert_comes_back(source, folder, may_miss=None):
+  """Exported, every tensor is bit-equal, and the class loads all of them."""
+  opened = folder_lib.ModelFolder.open(source)
+  arrays = {array.path: np.asarray(array) for array in opened.arrays()}
+  export.write(folder, opened.config, arrays)
+  before, after = (tensor_folder.TensorFolder.open(x) for x in (source, folder))
+  kept = set(before.tensors) - set(opened.unused)
+  assert set(after.tensors) == kept
+  for name in kept:
+    one, other = before.read(name), after.read(name)
+    assert one.dtype == other.dtype
+    assert one.tobytes() == other.tobytes(), name
+  return tiny_models.load(folder, may_miss)
+
+
+@pytest.mark.parametrize(
+  'name', [name for name in tiny_models.CASES if name != 'gemma3_images']
+)
+def test_export_loads_and_predicts_the_same(name, tmp_path):
+  case = tiny_models.CASES[name]
+  theirs = tiny_models.make(case)
+  theirs.save_pretrained(tmp_path / 'model')
+  # The model alone has no vision part.
+  may_miss = 'model.encoder.' if name == 't5gemma2' else None
+  again = assert_comes_back(tmp_path / 'model', tmp_path / 'again', may_miss)
+  rows = tiny_models.batch(case)
+  np.testing.assert_array_equal(
+    tiny_models.their_logits(theirs, rows),
+    tiny_models.their_logits(again, rows),
+  )
+
+
+# What transformers 4 wrote instead: the field of 5 -> the fields of 4.
+def _fours(raw):
+  """A config.json, or a part of one, in the spelling of transformers 4."""
+  old = {
+    key: _fours(value)
+    if key in ('encoder', 'decoder', 'text_config')
+    else value
+    for key, value in raw.items()
+    if key not in ('rope_parameters', 'layer_types', 'dtype')
+  }
+  old['torch_dtype'] = raw.get('dtype', 'float32')
+  rope = raw.get('rope_parameters')
+  if not rope:
+    return old
+  if 'full_attention' in rope:
+    old['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
+    old['sliding_window_pattern'] = 3
+    rope = rope['full_attention']
+  scaling = {k: v for k, v in rope.items() if k != 'rope_theta'}
+  old['rope_theta'] = rope['rope_theta']
+  old['rope_scaling'] = scaling if rope['rope_type'] != 'default' else None
+  return old
+
+
+@pytest.mark.parametrize('name', tiny_models.CASES)
+def test_configs_of_transformers_4(name, tmp_path):
+  """Read alike by us, and by transformers itself: so they are what it read."""
+  theirs = tiny_models.make(tiny_models.CASES[name])
+  theirs.save_pretrained(tmp_path)
+  expected = folder_lib.ModelFolder.open(tmp_path).config
+  file = tmp_path / folder_lib.CONFIG
+  old = _fours(json.loads(file.read_text()))
+  file.write_text(json.dumps(old))
+  assert folder_lib.ModelFolder.open(tmp_path).config == expected
+  settings = tiny_models.transformers.AutoConfig.from_pretrained(tmp_path)
+  for part in ('encoder', 'decoder', 'text_config'):
+    if hasattr(settings, part):
+      ours, its = (getattr(x, part) for x in (settings, theirs.config))
+      ours, its = (getattr(x, 'text_config', x) for x in (ours, its))
+      assert ours.rope_parameters == its.rope_parameters
+      assert ours.layer_types == its.layer_types
+  assert getattr(settings, 'rope_parameters', None) == (
+    getattr(theirs.config, 'rope_parameters', None)
+  )
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+@pytest.mark.parametrize('name', ['qwen2', 't5gemma_unbalanced'])
+def test_weights_in_half_precision_and_shards(name, dtype, tmp_path):
+  case = tiny_models.CASES[name]
+  theirs = tiny_models.make(case).to(getattr(tiny_models.torch, dtype))
+  theirs.save_pretrained(tmp_path / 'model', max_shard_size='20KB')
+  assert (tmp_path / 'model' / tensor_folder.INDEX).exists()
+  ours = encdec_adapt.load(
+    tmp_path / 'model', encoder_window=case.encoder_window
+  )
+  rows = tiny_models.batch(case)
+  theirs = tiny_models.load(tmp_path / 'model', dtype=tiny_models.torch.float32)
+  np.testing.assert_allclose(
+    tiny_models.our_logits(ours, rows),
+    tiny_models.their_logits(theirs, rows),
+    rtol=0,
+    atol=tiny_models.TOLERANCE,
+  )
+  assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+
+
+def test_the_vision_part_of_gemma3_is_named_as_unused(tmp_path):
+  tiny_models.make(tiny_models.CASES['gemma3_images']).save_pretrained(tmp_path)
+  opened = folder_lib.ModelFolder.open(tmp_path)
+  assert all('vision' in reason for reason in opened.unused.values())
+  vision = {
+    name
+    for name in opened.tensors.tensors
+    if 'vision_tower' in name or 'multi_modal_projector' in name
+  }
+  assert set(opened.unused) == vision and len(vision) > 20

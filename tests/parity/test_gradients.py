@@ -1,0 +1,82 @@
+"""Gradients of all parameters against torch, fp32 eager."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.models import build
+from tests.parity import tiny_models
+
+pytestmark = pytest.mark.parity
+
+
+def gradients_folder(model, folder):
+  """A folder whose tensors are the gradients of the model's weights.
+
+  Read like any other, it gives them by our names.
+  """
+  gradients = copy.deepcopy(model)
+  with tiny_models.torch.no_grad():
+    for name, weight in model.named_parameters():
+      if weight.grad is not None:  # The vision part has none.
+        gradients.get_parameter(name).copy_(weight.grad)
+  gradients.save_pretrained(folder)
+  return folder
+
+
+@pytest.mark.parametrize(
+  'name', ['gemma2', 'llama3', 'qwen3', 't5gemma_unbalanced', 't5gemma2']
+)
+def test_gradients_of_all_parameters(name, tmp_path):
+  case = tiny_models.CASES[name]
+  model = tiny_models.make(case)
+  model.save_pretrained(tmp_path / 'model')
+  rows = tiny_models.batch(case)
+  weights = np.random.default_rng(2).normal(
+    size=(*rows.decoder.shape, tiny_models.VOCAB)
+  )
+  weights = (weights * rows.decoder_mask[..., None]).astype(np.float32)
+  output = tiny_models.their_output(model, rows)
+  (output * tiny_models.torch.tensor(weights)).sum().backward()
+
+  ours, expected = (
+    encdec_adapt.load(folder, encoder_window=case.encoder_window)
+    for folder in (
+      tmp_path / 'model',
+      gradients_folder(model, tmp_path / 'gradients'),
+    )
+  )
+  # Several chunks of attention, which is what training uses.
+  chunked = build.build(ours.config, attention_chunk=5)
+
+  @jax.jit
+  @jax.grad
+  def gradients(params):
+    sides = []
+    for tokens, mask in (
+      (rows.decoder, rows.decoder_mask),
+      (rows.encoder, rows.encoder_mask),
+    ):
+      if tokens is not None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = jnp.asarray(mask, jnp.int32)
+        sides.append((jnp.asarray(tokens), segments, positions))
+    encoded = ()
+    if case.is_pair:
+      encoded = (chunked.encode(params, *sides[1]), sides[1][1])
+    logits = chunked.logits(params, chunked.decode(params, *sides[0], *encoded))
+    return jnp.sum(logits * weights)
+
+  def compare(path, got, theirs):
+    name = jax.tree_util.keystr(path)
+    assert np.abs(theirs).max() > 0, name
+    np.testing.assert_allclose(
+      got, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max(), err_msg=name
+    )
+
+  found = gradients(ours.params)
+  jax.tree_util.tree_map_with_path(compare, found, expected.params)

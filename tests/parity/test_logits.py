@@ -1,0 +1,116 @@
+"""Every family from the folder that transformers saves: logits, eager."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.models import build, parameters
+from tests.parity import tiny_models
+
+pytestmark = pytest.mark.parity
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """A function name -> (their model, folder, their logits), made once."""
+  made = {}
+
+  def get(name):
+    if name not in made:
+      case = tiny_models.CASES[name]
+      model = tiny_models.make(case)
+      folder = tmp_path_factory.mktemp(name)
+      model.save_pretrained(folder)
+      logits = tiny_models.their_logits(model, tiny_models.batch(case))
+      made[name] = model, folder, logits
+    return made[name]
+
+  return get
+
+
+def load(name, folder, **arguments):
+  rule = tiny_models.CASES[name].encoder_window
+  return encdec_adapt.load(folder, encoder_window=rule, **arguments)
+
+
+def assert_agree(one, other):
+  np.testing.assert_allclose(one, other, rtol=0, atol=tiny_models.TOLERANCE)
+
+
+@pytest.mark.parametrize('name', tiny_models.CASES)
+def test_logits(name, saved):
+  theirs, folder, expected = saved(name)
+  ours = load(name, folder)
+  if not name.endswith(('images', 't5gemma2')):  # Their vision part counts.
+    assert parameters.count(ours.config) == theirs.num_parameters()
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  assert_agree(tiny_models.our_logits(ours, rows), expected)
+  assert np.abs(expected).max() > 2  # Weights and caps are at work.
+
+
+@pytest.mark.parametrize('name', tiny_models.CASES)
+def test_bfloat16_is_no_worse_than_theirs(name, saved):
+  """As near to the fp32 logits, or to theirs, as theirs are to the fp32.
+
+  Root mean squares: the largest difference of so few logits is chance.
+  """
+  _, folder, exact = saved(name)
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  theirs = tiny_models.load(folder, dtype=tiny_models.torch.bfloat16)
+  rounded = tiny_models.their_logits(theirs, rows)
+  ours = tiny_models.our_logits(load(name, folder, dtype=jnp.bfloat16), rows)
+  errors = [tiny_models.rms(ours - other) for other in (exact, rounded)]
+  assert min(errors) <= tiny_models.rms(rounded - exact)
+  assert max(errors) <= 1.5 * tiny_models.rms(rounded - exact)
+
+
+@pytest.mark.parametrize(
+  'name, stack, change',
+  [
+    ('gemma2', 'decoder', {'window': 5}),
+    ('gemma2', 'decoder', {'query_scale': 12.0}),
+    ('gemma2', 'decoder', {'attention_softcap': None}),
+    ('gemma2', 'decoder', {'final_softcap': None}),
+    ('gemma2', 'decoder', {'rope_theta': 11000.0}),
+    ('gemma3', 'decoder', {'rope_scaling': 'none', 'rope_factor': 1.0}),
+    ('gemma3', 'decoder', {'local_rope_theta': 110.0}),
+    ('mixtral', 'decoder', {'norm_topk': False}),
+    ('mixtral', 'decoder', {'experts_per_token': 3}),
+    ('qwen2_moe', 'decoder', {'norm_topk': True}),
+    ('t5gemma_unbalanced', 'encoder', {'window_rule': 'exclusive'}),
+    ('t5gemma_unbalanced', 'encoder', {'role': 'causal'}),
+    ('t5gemma_unbalanced', 'encoder', {'query_scale': 16.0}),
+    ('t5gemma_unbalanced', 'encoder', {'attention_softcap': None}),
+    ('t5gemma_unbalanced', 'encoder', {'rope_theta': 600.0}),
+    ('t5gemma_unbalanced', 'decoder', {'window': 5}),
+    ('t5gemma_unbalanced', 'decoder', {'query_scale': 12.0}),
+    ('t5gemma2', 'encoder', {'window_rule': 'exclusive'}),
+  ],
+  ids=str,
+)
+def test_the_comparison_would_notice(name, stack, change, saved):
+  _, folder, expected = saved(name)
+  ours = load(name, folder)
+  changed = dataclasses.replace(ours.config.stacks[stack], **change)
+  config = dataclasses.replace(ours.config, **{stack: changed})
+  ours = dataclasses.replace(ours, model=build.build(config))
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  difference = np.abs(tiny_models.our_logits(ours, rows) - expected)
+  assert difference.max() > 10 * tiny_models.TOLERANCE
+
+
+def test_the_exclusive_window_is_the_next_inclusive_one(saved):
+  """|q-k| < W + 1 is |q-k| <= W: both rules meet the same reference."""
+  name = 't5gemma_unbalanced'
+  _, folder, expected = saved(name)
+  ours = encdec_adapt.load(folder)
+  encoder = ours.config.encoder
+  assert encoder.window_rule == 'exclusive'
+  wider = dataclasses.replace(encoder, window=encoder.window + 1)
+  config = dataclasses.replace(ours.config, encoder=wider)
+  ours = dataclasses.replace(ours, model=build.build(config))
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  assert_agree(tiny_models.our_logits(ours, rows), expected)

@@ -1,0 +1,411 @@
+"""Tiny models of every family in transformers, and what they predict.
+
+Stated once for all parity tests and for `tests.benchmarks.parity`. A test
+module that imports this one is skipped where torch or transformers is not
+installed. Weights are redrawn with a scale at which soft-caps, norm gains and
+windows matter, so that a wrong variant differs by far more than the
+tolerance; every field that may differ from a default or between two stacks
+does.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+_REASON = 'parity with Hugging Face needs torch and transformers'
+torch = pytest.importorskip('torch', reason=_REASON)
+transformers = pytest.importorskip('transformers', reason=_REASON)
+torch.set_num_threads(1)
+
+# fp32 logits, absolute: variants that are wrong differ by 1e-3 and more.
+TOLERANCE = 2e-4
+VOCAB = 67
+IMAGE_IDS = dict(boi_token_index=63, eoi_token_index=61, image_token_index=62)
+_DRAWN = (3, 56)  # Ids of a batch: below every special one, in any vocabulary.
+_LENGTH = 14  # More than 2 W + 1, for every window here.
+SHORT = 9  # Of a row with padding; more than W.
+_GENERATED = 12  # Tokens: more than twice any window.
+
+# head_dim x heads differs from the width.
+SHAPE = dict(
+  vocab_size=VOCAB,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=5,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=12,
+  max_position_embeddings=64,
+  pad_token_id=0,
+  eos_token_id=1,
+  bos_token_id=2,
+)
+GEMMA2 = dict(
+  sliding_window=4,
+  query_pre_attn_scalar=7,
+  attn_logit_softcapping=5.0,
+  final_logit_softcapping=8.0,
+)
+# Fewer, other and narrower in every field, with another vocabulary.
+GEMMA2_OTHER = dict(
+  vocab_size=59,
+  hidden_size=24,
+  intermediate_size=40,
+  num_hidden_layers=4,
+  num_attention_heads=2,
+  num_key_value_heads=1,
+  head_dim=16,
+  sliding_window=3,
+  query_pre_attn_scalar=20,
+  attn_logit_softcapping=4.0,
+  rope_parameters=dict(rope_type='default', rope_theta=500.0),
+)
+_THREE = ['sliding_attention', 'sliding_attention', 'full_attention']
+GEMMA3 = dict(
+  sliding_window=5,
+  query_pre_attn_scalar=7,
+  layer_types=(_THREE * 2)[:5],
+  rope_parameters=dict(
+    sliding_attention=dict(rope_type='default', rope_theta=100.0),
+    full_attention=dict(rope_type='linear', rope_theta=1000.0, factor=4.0),
+  ),
+)
+LLAMA3 = dict(
+  rope_type='llama3',
+  rope_theta=1000.0,
+  factor=4.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=16,
+)
+# Five experts of different load, of which two or three are taken.
+_EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
+VISION = dict(
+  hidden_size=16,
+  intermediate_size=24,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  image_size=28,
+  patch_size=14,
+  vision_use_head=False,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A model of transformers.
+
+  Attributes:
+    architecture: its class.
+    settings: gives its config.
+    covers: what it is there for, in the words of the parity table.
+    is_pair: an encoder-decoder.
+    encoder_window: the rule of this version of transformers, with eager
+      attention, where it is not ours by default.
+    eoi: id of the end of an image, None where there is none.
+  """
+
+  architecture: str
+  settings: Callable[[], Any]
+  covers: str
+  is_pair: bool = False
+  encoder_window: str = 'exclusive'
+  eoi: int | None = None
+
+
+def _decoder(family: str, covers: str, config: str = '', **fields) -> Case:
+  def settings():
+    name = config or f'{family}Config'
+    return getattr(transformers, name)(**{**SHAPE, **fields})
+
+  return Case(f'{family}ForCausalLM', settings, covers)
+
+
+def _t5gemma(covers: str, encoder: Mapping, **top) -> Case:
+  def settings():
+    module = transformers.models.t5gemma.T5GemmaModuleConfig
+    return transformers.T5GemmaConfig(
+      encoder=module(**{**SHAPE, **GEMMA2, **encoder}),
+      decoder=module(**{**SHAPE, **GEMMA2}),
+      vocab_size=VOCAB,
+      **top,
+    )
+
+  return Case(
+    'T5GemmaForConditionalGeneration', settings, covers, True, 'inclusive'
+  )
+
+
+def t5gemma2_settings(**vision: Any):
+  """Config of a T5Gemma 2 whose stacks differ, and of its vision part.
+
+  Args:
+    **vision: fields of the vision part that are not as in `VISION`.
+  """
+  text = {**SHAPE, **GEMMA3}
+  shorter = dict(
+    num_hidden_layers=4, sliding_window=4, layer_types=(_THREE * 2)[:4]
+  )
+  return transformers.T5Gemma2Config(
+    encoder=dict(
+      text_config={**text, **shorter, 'model_type': 't5gemma2_text'},
+      vision_config={**VISION, **vision},
+      mm_tokens_per_image=1,
+      **IMAGE_IDS,
+    ),
+    decoder={**text, 'model_type': 't5gemma2_decoder'},
+    image_token_index=IMAGE_IDS['image_token_index'],
+    eoi_token_index=IMAGE_IDS['eoi_token_index'],
+  )
+
+
+def gemma3_settings():
+  """Config of a Gemma 3 that reads images."""
+  return transformers.Gemma3Config(
+    text_config={**SHAPE, **GEMMA3},
+    vision_config=VISION,
+    mm_tokens_per_image=1,
+    **IMAGE_IDS,
+  )
+
+
+CASES: Mapping[str, Case] = {
+  'gemma2': _decoder('Gemma2', 'windows, both soft-caps', **GEMMA2),
+  'gemma3': _decoder(
+    'Gemma3',
+    'qk-norm, two rotary bases, linear scaling',
+    'Gemma3TextConfig',
+    **GEMMA3,
+  ),
+  'gemma3_images': Case(
+    'Gemma3ForConditionalGeneration',
+    gemma3_settings,
+    'text of a folder with a vision part',
+  ),
+  'llama3': _decoder(
+    'Llama',
+    'llama3 scaling, biases, untied',
+    rope_parameters=LLAMA3,
+    attention_bias=True,
+    mlp_bias=True,
+  ),
+  'llama_tied': _decoder('Llama', 'tied head', tie_word_embeddings=True),
+  'mistral': _decoder('Mistral', 'a window in every layer', sliding_window=4),
+  'qwen2': _decoder('Qwen2', 'biases of query, key, value'),
+  'qwen2_window': _decoder(
+    'Qwen2',
+    'a window in the upper layers',
+    use_sliding_window=True,
+    sliding_window=4,
+    max_window_layers=2,
+  ),
+  'qwen3': _decoder('Qwen3', 'qk-norm, biases', attention_bias=True),
+  'mixtral': _decoder(
+    'Mixtral',
+    'experts, a window in every layer',
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=4,
+  ),
+  'qwen2_moe': _decoder(
+    'Qwen2Moe',
+    'experts and a shared one',
+    **_EXPERTS,
+    shared_expert_intermediate_size=40,
+  ),
+  'qwen3_moe': _decoder(
+    'Qwen3Moe',
+    'experts above dense layers',
+    **_EXPERTS,
+    norm_topk_prob=True,
+    mlp_only_layers=[0, 1],
+    attention_bias=True,
+    use_sliding_window=True,
+    sliding_window=4,
+  ),
+  't5gemma': _t5gemma('balanced, tied', {}),
+  't5gemma_unbalanced': _t5gemma(
+    'stacks that differ in every field, untied',
+    GEMMA2_OTHER,
+    tie_word_embeddings=False,
+  ),
+  't5gemma2': Case(
+    'T5Gemma2ForConditionalGeneration',
+    t5gemma2_settings,
+    'merged attention, end of image, vision part carried',
+    is_pair=True,
+    eoi=IMAGE_IDS['eoi_token_index'],
+  ),
+}
+
+
+# -- Models -------------------------------------------------------------------
+
+
+def make(case: Case, seed: int = 0, settings: Any = None):
+  """A model with every weight drawn anew, N(0, 0.3^2), for evaluation.
+
+  Gains that start from one stay around it.
+
+  Args:
+    case: whose model.
+    seed: of the draws.
+    settings: a config, where it is not the case's own.
+  """
+  settings = settings or case.settings()
+  with_eager_attention(settings)
+  model = getattr(transformers, case.architecture)(settings)
+  generator = torch.Generator().manual_seed(seed)
+  with torch.no_grad():
+    for weight in model.parameters():
+      mean = 1.0 if (weight == 1).all() else 0.0
+      weight.normal_(mean, 0.3, generator=generator)
+  return model.float().eval()
+
+
+def with_eager_attention(settings: Any) -> None:
+  """Sets it in a config and in all the configs inside."""
+  settings._attn_implementation = 'eager'
+  for part in vars(settings).values():
+    if isinstance(part, transformers.PreTrainedConfig):
+      with_eager_attention(part)
+
+
+def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
+  """The class that a folder names, with every weight accounted for.
+
+  Args:
+    folder: of the model.
+    may_miss: part of the names of weights that may be missing.
+    **arguments: of `from_pretrained`.
+  """
+  raw = json.loads((folder / 'config.json').read_text())
+  (name,) = raw['architectures']
+  model, info = getattr(transformers, name).from_pretrained(
+    folder,
+    output_loading_info=True,
+    attn_implementation='eager',
+    **arguments,
+  )
+  for problem in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):
+    found = {
+      key for key in info[problem] if not (may_miss and may_miss in str(key))
+    }
+    assert not found, f'{problem}: {found}'
+  return model.eval()
+
+
+# -- Batches and predictions --------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Rows without padding, padded on the right, and on the left.
+
+  Attributes:
+    decoder: tokens, [B, T].
+    decoder_mask: True at tokens.
+    encoder: tokens, [B, S], None for a decoder-only model.
+    encoder_mask: True at tokens.
+  """
+
+  decoder: np.ndarray
+  decoder_mask: np.ndarray
+  encoder: np.ndarray | None = None
+  encoder_mask: np.ndarray | None = None
+
+
+def batch(case: Case, length: int = _LENGTH) -> Batch:
+  """A batch for a case's model, longer than twice any window.
+
+  Args:
+    case: the model.
+    length: T; the encoder's rows are one token shorter.
+  """
+  sides = _rows(length, 0)
+  if case.is_pair:
+    sides += _rows(length - 1, 1)
+  for tokens in sides[::2]:
+    if case.eoi is not None:
+      tokens[0, 3] = case.eoi
+  return Batch(*sides)
+
+
+def _rows(length: int, seed: int) -> list[np.ndarray]:
+  """Tokens and mask of three rows."""
+  tokens = np.random.default_rng(seed).integers(*_DRAWN, (3, length), np.int32)
+  mask = np.ones(tokens.shape, bool)
+  mask[1, SHORT:] = False
+  mask[2, : length - SHORT] = False
+  return [np.where(mask, tokens, 0), mask]
+
+
+def their_output(model, rows: Batch):
+  """What the model gives for a batch, a tensor with gradients."""
+  inputs = {
+    'attention_mask': rows.decoder_mask,
+    'input_ids': rows.decoder,
+  }
+  if rows.encoder is not None:
+    inputs = {f'decoder_{name}': value for name, value in inputs.items()}
+    inputs |= {
+      'input_ids': rows.encoder,
+      'attention_mask': rows.encoder_mask,
+    }
+  tensors = {k: torch.tensor(v).long() for k, v in inputs.items()}
+  return model(**tensors, use_cache=False).logits
+
+
+def their_logits(model, rows: Batch) -> np.ndarray:
+  """Logits after every token that is none of the padding, [N, V], fp32."""
+  with torch.no_grad():
+    logits = their_output(model, rows)
+  return logits.float().numpy()[rows.decoder_mask]
+
+
+def our_logits(model, rows: Batch) -> np.ndarray:
+  """The same of a model as `encdec_adapt.load` gives it."""
+  logits = model.logits(
+    rows.decoder, rows.encoder, rows.encoder_mask, rows.decoder_mask
+  )
+  return np.asarray(logits)[rows.decoder_mask]
+
+
+def rms(difference: np.ndarray) -> float:
+  """Root of the mean square."""
+  return float(np.sqrt(np.mean(np.square(difference))))
+
+
+def assert_same_text(ours, theirs, rows: Batch) -> None:
+  """Greedy generation from padded prompts, token for token.
+
+  Args:
+    ours: a model as `encdec_adapt.load` gives it.
+    theirs: the same in torch.
+    rows: the prompts.
+  """
+  is_pair = rows.encoder is not None
+  tokens, mask = rows.encoder, rows.encoder_mask
+  if not is_pair:
+    # Prompts of decoder-only models end where generation starts.
+    tokens, mask = rows.decoder[[0, 2]], rows.decoder_mask[[0, 2]]
+  expected = theirs.generate(
+    input_ids=torch.tensor(tokens).long(),
+    attention_mask=torch.tensor(mask).long(),
+    max_new_tokens=_GENERATED,
+    do_sample=False,
+  ).numpy()
+  generated = ours.generate(tokens, mask, max_tokens=_GENERATED)
+  # An encoder-decoder's text begins with BOS, a prompt's with the prompt.
+  start = 1 if is_pair else tokens.shape[1]
+  texts, lengths = np.asarray(generated.tokens), np.asarray(generated.lengths)
+  assert lengths.max() > 1
+  for row, length in enumerate(lengths):
+    end = start + length
+    np.testing.assert_array_equal(texts[row, :length], expected[row, start:end])
+    assert not expected[row, end:].any()  # Padding, on both sides.

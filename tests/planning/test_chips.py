@@ -1,0 +1,39 @@
+"""Topologies as they are written."""
+
+import pytest
+
+from encdec_adapt.planning import chips
+from encdec_adapt.runtime import errors
+
+
+@pytest.mark.parametrize(
+  'text, slices, devices',
+  [('v5e:4x4', 1, 16), ('v5p:8x8x8', 2, 1024), ('h100:64', 1, 64)],
+)
+def test_devices_are_counted(text, slices, devices):
+  where = chips.parse(text, slices)
+  assert (where.name, where.devices) == (text, devices)
+
+
+@pytest.mark.parametrize(
+  'text, slices, message',
+  [
+    ('v5litepod-16', 1, 'one of v4, v5e'),
+    ('v9:4x4', 1, 'v9:4x4 is not known'),
+    ('v5e:4x4x4', 1, r'2 dimension\(s\), such as v5e:4x4'),
+    ('v5p:4x4', 1, 'v5p:4x4x4'),
+    ('v5e:0x4', 1, 'v5e:0x4'),
+    ('v5e:4x4', 0, 'num_slices=0'),
+  ],
+)
+def test_what_is_no_topology_is_refused(text, slices, message):
+  with pytest.raises(errors.UserError, match=message):
+    chips.parse(text, slices)
+
+
+def test_the_matrix_units_give_the_peak():
+  units = {'v4': 8, 'v5e': 4, 'v5p': 8, 'v6e': 16}  # Of 128 x 128.
+  for name, count in units.items():
+    chip = chips.CHIPS[name]
+    flops = count * 2 * 128 * 128 * chip.clock
+    assert flops == pytest.approx(chip.flops, rel=0.01)

@@ -1,0 +1,126 @@
+"""Totals of programs small enough to count by hand."""
+
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from encdec_adapt.planning import hlo, roofline
+
+# A loop of 12 whose body multiplies [256, 512] by [512, 512], gathers the
+# weight from four devices and sums the result; afterwards a kernel.
+PROGRAM = (pathlib.Path(__file__).parent / 'program.hlo').read_text()
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+  found = hlo.totals(PROGRAM)
+  assert found.flops == 12 * 2 * 256 * 512 * 512
+  assert found.cycles['body.1'] == 12 * (1000 + 50)
+  gathered, summed = found.collectives['1'], found.collectives['2']
+  assert (gathered.kind, gathered.bytes, gathered.times) == (
+    'all-gather',
+    512 * 512 * 2,
+    12,
+  )
+  assert (summed.kind, summed.bytes) == ('all-reduce', 256 * 512 * 2)
+  assert not gathered.overlapped
+  (kernel,) = found.kernels
+  assert (kernel.name, kernel.times) == ('splash_mha_fwd', 1)
+  assert kernel.operands == ((256, 512),)
+
+
+def test_a_collective_in_pieces_counts_once():
+  piece = (
+    '  %w = bf16[128,512]{1,0:T(8,128)(2,1)} get-tuple-element(%param.4),'
+    ' index=2\n'
+  )
+  lines = [line for line in PROGRAM.splitlines() if 'all-gather(' in line]
+  again = lines[0].replace('%all-gather.1 =', '%all-gather.2 =')
+  text = PROGRAM.replace(piece, f'{piece}{again}\n')
+  assert text != PROGRAM
+  assert len(hlo.totals(text).collectives) == 2
+
+
+def test_a_loop_without_a_constant_is_refused():
+  text = PROGRAM.replace('constant(12)', 'parameter(1)')
+  with pytest.raises(hlo.UnknownProgramError, match=r'while\.1'):
+    hlo.totals(text)
+
+
+def test_text_without_an_entry_is_refused():
+  with pytest.raises(hlo.UnknownProgramError, match='entry'):
+    hlo.totals('HloModule m\n')
+
+
+def instruction(line):
+  text = f'HloModule m\n\nENTRY %main (p: f32[]) -> f32[] {{\n{line}\n}}\n'
+  computations, entry = hlo.parse(text)
+  return computations[entry][0]
+
+
+@pytest.mark.parametrize(
+  'line, types, flops',
+  [
+    (
+      '  %d = f32[3,5]{1,0} dot(%a, %b), lhs_contracting_dims={1},'
+      ' rhs_contracting_dims={0}',
+      {'a': 'f32[3,7]{1,0}', 'b': 'f32[7,5]{1,0}'},
+      2 * 3 * 5 * 7,
+    ),
+    # Eight heads [128, 64] x [64, 32] as XLA writes them: the batch dimension
+    # is a spatial one, of whose window all but one position is padding.
+    (
+      '  %c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8'
+      ' stride=7 pad=0_0 lhs_dilate=8}, dim_labels=0bf_0io->0bf',
+      {'a': 'f32[8,128,64]{2,1,0}', 'b': 'f32[8,64,32]{2,1,0}'},
+      2 * 8 * 128 * 32 * 64,
+    ),
+    ('  %s = f32[3]{0} add(%a, %a)', {'a': 'f32[3]{0}'}, 0),
+  ],
+)
+def test_flops_of_products(line, types, flops):
+  assert hlo.product_flops(instruction(line), types) == flops
+
+
+@pytest.mark.parametrize(
+  'kind, size',
+  [
+    ('f32[2,3]{1,0:T(8,128)}', 24),
+    ('(bf16[4]{0}, /*index=1*/s32[]{:T(128)}, pred[2]{0})', 14),
+    ('token[]', 0),
+  ],
+)
+def test_bytes_of_a_type(kind, size):
+  assert hlo.nbytes(kind) == size
+
+
+@pytest.mark.parametrize(
+  'text, groups',
+  [
+    ('', [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ('{{0,2},{1,3},{4,6},{5,7}}', [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ('[2,4]<=[8]', [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ('[4,2]<=[2,4]T(1,0)', [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("mesh['a'=2,'b'=4] {'b'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ("mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (
+      "mesh['a'=2,'b'=2,'c'=2] {'a','c'}",
+      [[0, 1, 4, 5], [2, 3, 6, 7]],
+    ),
+  ],
+)
+def test_replica_groups(text, groups):
+  np.testing.assert_array_equal(roofline.replica_groups(text, 8), groups)
+
+
+def test_replica_groups_of_another_form_are_refused():
+  with pytest.raises(hlo.UnknownProgramError, match='sometimes'):
+    roofline.replica_groups('sometimes', 8)
+
+
+def test_the_program_is_read_whole():
+  computations, entry = hlo.parse(PROGRAM)
+  assert entry == 'main.1'
+  assert math.prod(len(c) > 0 for c in computations.values())
+  assert {'product', 'add.clone', 'body.1', 'condition.1'} < set(computations)

@@ -1,0 +1,82 @@
+"""Blocks that attention kernels visit, against the dense masks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.models import presets
+from encdec_adapt.ops import attention_splash, masks
+from encdec_adapt.planning import hlo, kernels
+
+
+def dense_blocks(spec, queries, keys):
+  """Blocks of a dense mask in which anything is visible, and the most a row."""
+  sizes = attention_splash.block(queries), attention_splash.block(keys)
+  mask = np.asarray(masks.dense_mask(spec))[0]
+  blocks = mask.reshape(
+    queries // sizes[0], sizes[0], keys // sizes[1], sizes[1]
+  ).any(axis=(1, 3))
+  return blocks.sum(), blocks.sum(axis=1).max()
+
+
+@pytest.mark.parametrize('window', [None, 1, 512, 513, 700])
+@pytest.mark.parametrize('kind', ['causal', *masks.WINDOW_RULES])
+def test_blocks_equal_those_of_the_dense_mask(kind, window):
+  length = 2048
+  segments = jnp.ones((1, length), jnp.int32)
+  positions = jnp.arange(length, dtype=jnp.int32)[None]
+  if kind == 'causal':
+    spec = masks.causal(segments, positions, window=window)
+    sides = (window and window - 1, 0)
+  else:
+    spec = masks.bidirectional(
+      segments, positions, window=window, window_rule=kind
+    )
+    sides = attention_splash.sides(window, kind)
+  found = kernels.Attention(length, length, *sides)
+  assert found.blocks == dense_blocks(spec, length, length)
+  assert found.pairs() == found.blocks[0] * 512 * 512
+
+
+def call(name, queries, keys, grid, rows=2, times=3):
+  operands = (grid, grid, (rows, 4, queries, 64), (rows, 2, keys, 64))
+  return hlo.Kernel(f'splash_mha_{name}_segmented', '', operands, times, 'e')
+
+
+def test_flops_of_calls():
+  causal = kernels.Attention(1024, 1024, None, 0)
+  local = kernels.Attention(1024, 1024, 100, 0)
+  assert causal.blocks == (3, 2) and local.blocks == (3, 2)
+  cross = kernels.Attention(1024, 512, None, None)
+  known = [causal, local, cross]
+  block = 512 * 512 * 4 * 64  # Pairs of all heads, times their dimension.
+  got = kernels.flops([call('fwd', 1024, 1024, (1, 2, 2))], known)
+  assert got == 2 * 3 * 2 * 2 * 3 * block
+  got = kernels.flops([call('dkv', 1024, 512, (1, 2, 1))], known)
+  assert got == 2 * 3 * 2 * 4 * 2 * block
+
+
+@pytest.mark.parametrize(
+  'kernel, message',
+  [
+    (call('fwd', 2048, 2048, (1, 4, 4)), '2048 queries'),
+    (call('other', 1024, 1024, (1, 2, 2)), 'other'),
+  ],
+)
+def test_a_kernel_that_the_model_does_not_have_is_refused(kernel, message):
+  with pytest.raises(hlo.UnknownProgramError, match=message):
+    kernels.flops([kernel], [kernels.Attention(1024, 1024, None, 0)])
+
+
+def test_attentions_of_a_pair_and_its_teacher():
+  pair = presets.t5gemma('2b_2b')
+  found = kernels.attentions(pair, 512, 1024, 1536)
+  assert set(found) == {
+    kernels.Attention(512, 512, None, None),
+    kernels.Attention(512, 512, 4095, 4095),
+    kernels.Attention(1024, 1024, None, 0),
+    kernels.Attention(1024, 1024, 4095, 0),
+    kernels.Attention(1536, 1536, None, 0),
+    kernels.Attention(1536, 1536, 4095, 0),
+    kernels.Attention(1024, 512, None, None),
+  }

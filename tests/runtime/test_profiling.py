@@ -1,0 +1,65 @@
+"""Traces of the steps that were asked for, and no others."""
+
+import os
+import signal
+
+import jax
+import pytest
+
+from encdec_adapt.runtime import profiling
+
+
+@pytest.fixture
+def traced(monkeypatch):
+  """Steps at which a trace was started (+) and stopped (-)."""
+  found = []
+  monkeypatch.setattr(
+    jax.profiler, 'start_trace', lambda folder: found.append('+')
+  )
+  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: found.append('-'))
+  return found
+
+
+def run(profiler, steps, at=None, then=lambda: None):
+  seen = []
+  with profiler:
+    for step in range(steps):
+      profiler.before(step)
+      seen.append(step)
+      if step == at:
+        then()
+      profiler.after(step, None)
+  return seen
+
+
+@pytest.mark.parametrize(
+  'first, steps, expected', [(2, 2, '..+..-..'), (0, 0, '......')]
+)
+def test_the_steps_of_the_configuration(
+  tmp_path, traced, first, steps, expected
+):
+  profiler = profiling.Profiler(tmp_path, first, steps)
+  with profiler:
+    for step in range(6):
+      profiler.before(step)
+      traced.append('.')
+      profiler.after(step, None)
+  assert ''.join(traced) == expected
+
+
+def test_a_signal_traces_the_next_steps(tmp_path, traced):
+  profiler = profiling.Profiler(tmp_path, 0, 0)
+  run(profiler, 3)
+  assert not traced
+  run(profiler, 6, at=1, then=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+  assert traced == ['+', '-']
+
+
+def test_a_loop_that_ends_early_ends_its_trace(tmp_path, traced):
+  run(profiling.Profiler(tmp_path, 1, 100), 3)
+  assert traced == ['+', '-']
+
+
+def test_a_real_trace_is_written(tmp_path):
+  run(profiling.Profiler(tmp_path, 0, 1), 1)
+  assert list((tmp_path / profiling.FOLDER).rglob('*.xplane.pb'))

@@ -1,0 +1,113 @@
+"""A hang is told from a slow step, and ends with a report."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from encdec_adapt.runtime import app, watchdog
+from tests import tiny
+
+
+class Clock:
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+@pytest.fixture
+def clock():
+  return Clock()
+
+
+def watched(folder, clock, **options):
+  options = {'factor': 10, 'least': 30, **options}
+  return watchdog.Watchdog(folder, 0, clock=clock, **options)
+
+
+def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
+  watch = watched(tmp_path, clock)
+  assert watch.limit == 30
+  for step, seconds in enumerate([5, 5, 90, 5]):
+    watch.beat(step)
+    clock.now += seconds
+  watch.beat(4)
+  assert watch.limit == 50
+  clock.now += 50
+  assert not watch.hangs()
+  clock.now += 1
+  assert watch.hangs()
+
+
+def test_a_short_step_does_not_make_a_hang(tmp_path, clock):
+  watch = watched(tmp_path, clock)
+  for step in range(5):
+    watch.beat(step)
+    clock.now += 0.01
+  clock.now += 29
+  assert not watch.hangs()
+
+
+def test_what_is_no_step_has_the_least_limit_and_no_share(tmp_path, clock):
+  watch = watched(tmp_path, clock)
+  watch.beat(0)
+  clock.now += 20
+  watch.beat(1, 'evaluate')
+  clock.now += 29
+  assert watch.limit == 30 and not watch.hangs()
+  watch.beat(1)
+  assert watch.limit == 200  # Ten times the one step, 20 s.
+
+
+def test_heartbeats_are_written_now_and_then(tmp_path, clock):
+  watch = watched(tmp_path, clock)
+  file = tmp_path / watchdog.HEARTBEATS / '0.json'
+  watch.beat(1)
+  watch.beat(2)
+  assert json.loads(file.read_text())['step'] == 1
+  clock.now += 6
+  watch.beat(3, 'save')
+  beat = json.loads(file.read_text())
+  assert (beat['step'], beat['doing']) == (3, 'save')
+  (line,) = watchdog.heartbeats(tmp_path)
+  assert line.startswith('process 0: save at step 3, ')
+
+
+def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
+  code = """
+    import sys, threading
+    from encdec_adapt.runtime import watchdog
+
+    def waits_for_nobody():
+      threading.Event().wait()
+
+    with watchdog.Watchdog(sys.argv[1], 3, factor=5, least=0.2) as watch:
+      watch.beat(7)
+      waits_for_nobody()
+  """
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(code), str(tmp_path)],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+    timeout=120,
+  )
+  assert done.returncode == app.HANG, done.stderr
+  assert 'process 3 hangs: step at step 7' in done.stderr
+  report = (tmp_path / watchdog.REPORTS / '3.txt').read_text()
+  assert 'waits_for_nobody' in report
+  assert 'process 3: step at step 7' in report
+  assert 'last meeting of the processes: none' in report
+
+
+def test_an_end_in_time_is_no_hang(tmp_path):
+  ended = []
+  with watchdog.Watchdog(
+    tmp_path, 0, factor=5, least=60, end=ended.append
+  ) as watch:
+    watch.beat(1)
+  assert not ended and not (tmp_path / watchdog.REPORTS).exists()
