@@ -17,6 +17,7 @@ SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
 # equal.
 USER_ERROR = 2
 RESTART = 75
+HANG = 76
 # What the launchers tell a job themselves.
 _OURS = ('coordinator', 'processes', 'process')
 # Names go into names of machines, pods and folders. GKE's limit is the

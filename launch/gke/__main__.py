@@ -2,7 +2,7 @@
 
   python3 -m launch.gke create --cluster=pod --zone=us-west4-a \\
     --accelerator=v5litepod-16
-  python3 -m launch.gke image --image=REGION-docker.pkg.dev/PROJECT/REPO/encdec_adapt:1
+  python3 -m launch.gke image --image=HOST/PROJECT/encdec_adapt:1
   python3 -m launch.gke train --name=pair --cluster=pod --zone=us-west4-a \\
     --accelerator=v5litepod-16 --image=... -- \\
     --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
@@ -145,7 +145,7 @@ def train(options: argparse.Namespace) -> list[list[str]]:
       f'--docker-image={options.image}',
       f'--max-restarts={options.max_restarts}',
       # Besides 42 and 127 to 255 (killed, aborted), which xpk has itself.
-      f'--restart-on-exit-codes={commands.RESTART}',
+      f'--restart-on-exit-codes={commands.RESTART},{commands.HANG}',
       f'--termination-grace-period-seconds={_GRACE}',
       # xpk wraps it into a subshell, and passes that one its signals.
       f'--command=exec {job}',

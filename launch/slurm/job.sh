@@ -43,6 +43,8 @@ case "$status" in
     ;;
   75) rm -f "$failures" ;;
   *)
+    # One after more than an hour begins a new count.
+    [ "$SECONDS" -lt 3600 ] || rm -f "$failures"
     printf 'x' >>"$failures"
     count=$(wc -c <"$failures")
     if [ "$count" -gt "$retries" ]; then

@@ -21,6 +21,8 @@ from launch import commands
 from launch.tpu_vm import resource as resource_lib
 
 _ENDED = re.compile(r'\[(\d+\.\d+)\] launch: ended with status (\d+)')
+# Seconds. A failure after so long begins a new count of failures in a row.
+_LONG = 3600
 # Of a request. The rest: it waits, or is being made.
 ACTIVE = 'ACTIVE'
 ABSENT = 'ABSENT'  # Ours: there is no such request.
@@ -34,6 +36,7 @@ class End(enum.Enum):
   RESTART = 'told to stop, and saved'
   REFUSED = 'refused its input'
   FAILED = 'failed'
+  NOT_SET_UP = 'could not be set up'
   LOST = 'was lost from sight'
 
 
@@ -165,7 +168,8 @@ class Job:
     Args:
       arguments: of encdec_adapt.train.
       max_restarts: how many times the job is started again, in all.
-      retries: how many times in a row after a failure on healthy machines.
+      retries: how many times in a row after a failure on healthy machines,
+        each within an hour of its start.
 
     Returns:
       0, or the status to leave with.
@@ -175,8 +179,9 @@ class Job:
     failures = 0
     for number in range(max_restarts + 1):
       self.bring_up(again=number > 0)
+      began = time.monotonic()
       if self.set_up():
-        end, statuses = End.LOST, {}
+        end, statuses = End.NOT_SET_UP, {}
       else:
         end, statuses = self.attempt(arguments)
       if end is End.DONE:
@@ -193,7 +198,8 @@ class Job:
       elif end is End.RESTART:
         failures = 0
       else:
-        failures += 1
+        lasted = time.monotonic() - began
+        failures = 1 if lasted > _LONG else failures + 1
         if failures > retries:
           raise commands.LaunchError(
             f'the job failed {failures} times in a row on machines that are'
@@ -234,7 +240,8 @@ class Job:
       process.terminate()
     status = process.wait()
     reader.join()
-    self._count_attempt()
+    if statuses:  # Otherwise it may be running still, to be found again.
+      self._count_attempt()
     return judge(statuses, status), statuses
 
   def was_preempted(self, *, wait: bool) -> bool:
