@@ -53,6 +53,10 @@ case "$status" in
     fi
     ;;
 esac
+if scontrol show job "$SLURM_JOB_ID" | grep -q JobState=CANCELLED; then
+  printf 'launch: cancelled; not started again\n'
+  exit "$status"
+fi
 printf 'launch: back in line; it continues from its work directory\n'
 scontrol requeue "$SLURM_JOB_ID" || exit "$status"
 # It takes a moment for the order to arrive.

@@ -149,8 +149,8 @@ def test_xpk_takes_what_is_printed():
       read[verb] = json.loads(done.stdout.splitlines()[-1])
   assert set(read) == set(COMMANDS) - {'image', 'logs'}
   assert read['train']['restart_on_exit_codes'] == '75,76'
-  assert read['train']['max_restarts'] == 1000
-  assert read['train']['termination_grace_period_seconds'] == 120
+  assert int(read['train']['max_restarts']) == 1000
+  assert int(read['train']['termination_grace_period_seconds']) == 120
   assert shlex.split(read['train']['command'])[-1] == "--workdir=gs://b/it's"
   assert read['create']['spot'] is True
   assert read['create']['num_slices'] == 2

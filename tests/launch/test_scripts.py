@@ -1,5 +1,6 @@
 """Scripts pass shellcheck; lock files hold what setup.py asks for."""
 
+import ast
 import pathlib
 import re
 import shutil
@@ -72,15 +73,19 @@ def _locked(name):
 
 
 def _wanted():
-  """What setup.py installs, and its extra tpu."""
+  """What setup.py installs, by package."""
+  setup = ast.parse((tiny.ROOT / 'setup.py').read_text())
   found = {}
-  setup = (tiny.ROOT / 'setup.py').read_text()
-  code = setup.partition('setuptools.setup(')[0]
-  names = {}
-  exec(code.replace('import setuptools', ''), names)
-  for line in names['CORE'] + names['DATA'] + names['REPORT']:
-    requirement = requirements.Requirement(line)
-    found[requirement.name.lower()] = requirement.specifier
+  for node in setup.body:
+    if isinstance(node, ast.Assign) and node.targets[0].id in (
+      'CORE',
+      'DATA',
+      'REPORT',
+    ):
+      for line in ast.literal_eval(node.value):
+        requirement = requirements.Requirement(line)
+        name = requirement.name.lower().replace('_', '-')
+        found[name] = requirement.specifier
   return found
 
 

@@ -159,7 +159,9 @@ def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
   _assert_ended(done, 0)
   assert 'preempted: made anew, and continued' in done.stdout
   assert '[0.0] continuing at step 2' in done.stdout
-  assert done.stdout.count('[0.0] step ') == 6
+  # Of machines that vanish, the last line may not arrive.
+  for step in (1, 3, 4, 5, 6):
+    assert done.stdout.count(f'[0.0] step {step}\n') == 1
   assert [call[3] for call in cloud.calls('create', 'delete')] == [
     'create',
     'delete',
