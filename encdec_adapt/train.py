@@ -58,7 +58,7 @@ def define_flags(values: flags.FlagValues) -> None:
     'dry_run', False, 'Print shapes, parameters, memory; stop.', **define
   )
   flags.DEFINE_string(
-    'coordinator', None, 'host:port of process 0, of several.', **define
+    'coordinator', None, 'host:port of process 0, or auto.', **define
   )
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)

@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
-extras=test
+extras='test'
 if [ "${1:-}" = --all ]; then
   extras=test,peer,tpu
   shift

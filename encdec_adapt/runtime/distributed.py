@@ -26,6 +26,8 @@ _PATIENCE = 24 * 3600
 # for all to have left at the end: they come from a meeting.
 _PARTING = 60
 _MESSAGE_LENGTH = 4000
+# Value of --coordinator where the machines themselves say who is who.
+AUTO = 'auto'
 
 _met = 0  # How many meetings this process has been at.
 _last = 'none'  # The last of them, and whether it is over.
@@ -43,20 +45,26 @@ def initialize(
   Call before any other use of jax.
 
   Args:
-    coordinator: `host:port` of process 0, the same on every process.
+    coordinator: `host:port` of process 0, the same on every process; or
+      'auto', alone, on TPU slices, where jax finds the others.
     processes: how many there are.
     process: which this is, from 0.
 
   Raises:
-    UserError: only some of the three are given, or they are out of range.
+    UserError: only some of the three are given, they are out of range, or
+      with 'auto' the machines do not say who is who.
   """
   given = (coordinator, processes, process)
   if all(value is None for value in given):
     return
+  if given == (AUTO, None, None):
+    _connect()
+    return
   if any(value is None for value in given):
     raise errors.UserError(
       f'coordinator is {coordinator}, processes {processes} and process'
-      f' {process}: give all three for a job of several processes, or none.'
+      f' {process}: give all three for a job of several processes,'
+      ' --coordinator=auto alone on TPU slices, or none.'
     )
   if processes < 1 or not 0 <= process < processes:
     raise errors.UserError(
@@ -69,16 +77,29 @@ def initialize(
     )
   if processes == 1:
     return
+  _connect(
+    coordinator_address=coordinator,
+    num_processes=processes,
+    process_id=process,
+    # Under SLURM jax would leave each process the GPU of its number only.
+    cluster_detection_method='deactivate',
+  )
+
+
+def _connect(**who: Any) -> None:
+  """Joins the processes, by what jax is told or else finds out."""
   # Only the CPU backend reads the first; runtime/preemption.py has use for
   # the second.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', True)
-  jax.distributed.initialize(
-    coordinator_address=coordinator,
-    num_processes=processes,
-    process_id=process,
-    shutdown_timeout_seconds=_PARTING,
-  )
+  try:
+    jax.distributed.initialize(**who, shutdown_timeout_seconds=_PARTING)
+  except ValueError as error:
+    raise errors.UserError(
+      f'the processes of this job cannot be found: {error} coordinator=auto'
+      ' needs the machines of a TPU slice; elsewhere give host:port,'
+      ' processes and process.'
+    ) from error
   # Processes wait for each other's devices; from here on, they only meet.
   jax.devices()
 

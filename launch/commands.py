@@ -1,0 +1,255 @@
+"""What the launchers share: flags, errors, commands shown and run."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import typing
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What a machine needs that runs jobs.
+SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
+# Statuses of a job; encdec_adapt.runtime.app owns them, and a test holds them
+# equal.
+USER_ERROR = 2
+RESTART = 75
+HANG = 76
+# What the launchers tell a job themselves.
+_OURS = ('coordinator', 'processes', 'process')
+# Names go into names of machines, pods and folders. GKE's limit is the
+# shortest: a name is the start of a pod's, of 63 characters in all.
+_NAME = re.compile(r'[a-z]([-a-z0-9]{0,28}[a-z0-9])?')
+
+
+class LaunchError(Exception):
+  """Said to the user in one paragraph; nothing has been created for it."""
+
+
+class _Parser(argparse.ArgumentParser):
+  """Flags of one spelling, whose errors end in one line."""
+
+  def __init__(self, **options):
+    options.setdefault('allow_abbrev', False)
+    options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
+    super().__init__(**options)
+
+  def error(self, message: str) -> typing.NoReturn:
+    raise LaunchError(f'{message}; see {self.prog} --help')
+
+
+def make_parser(module: str, description: str) -> argparse.ArgumentParser:
+  """A parser of flags and of verbs, which are added with `add_verb`.
+
+  Args:
+    module: as in `python3 -m launch.MODULE`.
+    description: shown by --help.
+  """
+  return _Parser(prog=f'python3 -m launch.{module}', description=description)
+
+
+def add_verb(verbs, name: str, what: str) -> argparse.ArgumentParser:
+  """A verb with the flags that every verb has.
+
+  Args:
+    verbs: from `parser.add_subparsers`.
+    name: of the verb.
+    what: it does, for --help.
+  """
+  verb = verbs.add_parser(name, help=what, description=what)
+  verb.add_argument(
+    '--dry_run', action='store_true', help='print every command, run none'
+  )
+  return verb
+
+
+def main(
+  parse: typing.Callable[[list[str]], argparse.Namespace],
+  act: typing.Callable[[argparse.Namespace, Shell], int],
+  argv: list[str],
+) -> int:
+  """Frame of a launcher.
+
+  Args:
+    parse: reads the flags before `--` and checks them.
+    act: gets what `parse` returned, `training` (what came after `--`) in it.
+    argv: of the process, without its name.
+
+  Returns:
+    Exit status; `USER_ERROR` for bad input.
+  """
+  own, training = _split(argv)
+  try:
+    options = parse(own)
+    if hasattr(options, 'training'):
+      check_training(training)
+      options.training = training
+    elif training:
+      raise LaunchError(
+        f'{shlex.join(training)} after -- is for a training job; this verb'
+        ' starts none.'
+      )
+    return act(options, Shell(options.dry_run))
+  except LaunchError as error:
+    print(f'Error: {error}', file=sys.stderr)
+    return USER_ERROR
+  except KeyboardInterrupt:
+    print('\nInterrupted here; what runs elsewhere goes on.', file=sys.stderr)
+    return 130
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+  """Arguments before the first `--`, and those after it."""
+  if '--' not in argv:
+    return argv, []
+  at = argv.index('--')
+  return argv[:at], argv[at + 1 :]
+
+
+def check_name(flag: str, name: str) -> None:
+  """Refuses a name that some machine, pod or folder cannot have."""
+  if not _NAME.fullmatch(name):
+    raise LaunchError(
+      f'--{flag}={name}: give 1 to 30 small letters, digits and hyphens,'
+      ' beginning with a letter and not ending with a hyphen.'
+    )
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+  """Refuses numbers below 1."""
+  for name in names:
+    value = getattr(options, name)
+    if value < 1:
+      raise LaunchError(f'--{name}={value}: give 1 or more.')
+
+
+def flag_values(arguments: list[str]) -> dict[str, str]:
+  """Flags of the form --name=value, by name."""
+  return dict(
+    argument.lstrip('-').partition('=')[::2] for argument in arguments
+  )
+
+
+def check_training(arguments: list[str]) -> None:
+  """Refuses flags of encdec_adapt.train that cannot work on other machines."""
+  flags = flag_values(arguments)
+  for name in ('config', 'workdir'):
+    if not flags.get(name):
+      raise LaunchError(
+        f'--{name}= of encdec_adapt.train is missing; give its flags after --,'
+        ' as in `-- --config=configs/gemma2.py:size=2b_2b'
+        ' --workdir=gs://BUCKET/RUN`.'
+      )
+  for name in _OURS:
+    if name in flags:
+      raise LaunchError(
+        f'--{name}={flags[name]} after --: processes are numbered by the'
+        ' launcher; leave it out.'
+      )
+  config = flags['config'].partition(':')[0]
+  if pathlib.PurePath(config).is_absolute() or not (ROOT / config).is_file():
+    raise LaunchError(
+      f'--config={flags["config"]} after --: {config} is not a file of this'
+      ' repository, which is what the machines get; put it under configs/.'
+    )
+
+
+def check_shared_workdir(arguments: list[str], machines: str) -> None:
+  """Refuses a work directory that goes with a machine.
+
+  Args:
+    arguments: of encdec_adapt.train.
+    machines: that would keep it, for the message.
+  """
+  workdir = flag_values(arguments)['workdir']
+  if not workdir.startswith(('gs://', '/')):
+    raise LaunchError(
+      f'--workdir={workdir} after --: that folder would lie on the disks of'
+      f' {machines}, each its own, and go with them; give gs://BUCKET/FOLDER,'
+      ' or an absolute path that all of them mount.'
+    )
+
+
+class Shell:
+  """Shows commands and runs them; with `dry_run`, only shows them."""
+
+  def __init__(self, dry_run: bool):
+    """Nothing is run yet."""
+    self.dry_run = dry_run
+
+  def note(self, text: str) -> None:
+    """Says what is going on, as a comment among the commands."""
+    print(f'# {text}', flush=True)
+
+  def show(self, command: typing.Sequence[str]) -> None:
+    """Prints a command as one could type it."""
+    print(f'$ {shlex.join(command)}', flush=True)
+
+  def run(self, command: typing.Sequence[str]) -> int:
+    """Shows and runs a command; returns its status (0 with dry_run)."""
+    self.show(command)
+    if self.dry_run:
+      return 0
+    try:
+      return subprocess.run(command, cwd=ROOT).returncode
+    except FileNotFoundError:
+      raise _missing(command) from None
+
+  def require(self, command: typing.Sequence[str]) -> None:
+    """Shows and runs a command that must succeed.
+
+    Raises:
+      LaunchError: it did not; its own message is on the terminal.
+    """
+    status = self.run(command)
+    if status:
+      raise LaunchError(
+        f'`{shlex.join(command)}` ended with status {status}; what it said is'
+        ' above. Nothing was done after it.'
+      )
+
+  def ask(self, command: typing.Sequence[str]) -> tuple[int, str, str]:
+    """Runs a command that only looks, without showing it.
+
+    Returns:
+      Status, standard output and standard error, stripped.
+    """
+    try:
+      done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+      raise _missing(command) from None
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+  def start(self, command: typing.Sequence[str]) -> subprocess.Popen:
+    """Shows and starts a command whose output, all of it, is a text pipe."""
+    self.show(command)
+    try:
+      return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors='replace',
+      )
+    except FileNotFoundError:
+      raise _missing(command) from None
+
+  def pack(self, path: pathlib.Path) -> None:
+    """Writes the source to an archive, by the command that it shows."""
+    command = ['tar', '--exclude=__pycache__', '-czf', str(path), *SOURCE]
+    self.show(['mkdir', '-p', str(path.parent)])
+    if not self.dry_run:
+      (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+    self.require(command)
+
+
+def _missing(command: typing.Sequence[str]) -> LaunchError:
+  return LaunchError(
+    f'{command[0]} is not on PATH; install it, or run with --dry_run to see'
+    ' what would be run.'
+  )

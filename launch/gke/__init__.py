@@ -1,0 +1,1 @@
+"""TPU slices of a GKE cluster, as JobSets through xpk."""

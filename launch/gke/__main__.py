@@ -1,0 +1,191 @@
+"""Training on TPU slices of a GKE cluster, as a JobSet made by xpk.
+
+  python3 -m launch.gke create --cluster=pod --zone=us-west4-a \\
+    --accelerator=v5litepod-16
+  python3 -m launch.gke image --image=HOST/PROJECT/encdec_adapt:1
+  python3 -m launch.gke train --name=pair --cluster=pod --zone=us-west4-a \\
+    --accelerator=v5litepod-16 --image=... -- \\
+    --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
+    --workdir=gs://BUCKET/pair
+  python3 -m launch.gke logs --name=pair
+  python3 -m launch.gke delete --name=pair --cluster=pod --zone=us-west4-a
+  python3 -m launch.gke delete_cluster --cluster=pod --zone=us-west4-a
+
+A job that is told to stop saves and ends with status 75, upon which the
+JobSet starts it again on the next machines, as after being killed, up to
+--max_restarts times; bad input and exceptions end it.
+
+Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl and docker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from launch import commands
+
+_VERBS = {
+  'create': 'create a cluster with TPU slices',
+  'image': 'build the container and push it to a registry',
+  'train': 'run a job on all slices, and again after preemptions',
+  'status': 'print the jobs of the cluster',
+  'logs': "show the job's lines, of all pods, as they come",
+  'delete': 'end the job; the cluster stays, and costs',
+  'delete_cluster': 'delete the cluster with everything in it',
+}
+_TIERS = ('spot', 'on_demand', 'reserved')
+# Seconds from being told to stop to being killed; saving must fit in.
+_GRACE = 120
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+  parser = commands.make_parser('gke', __doc__)
+  verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
+  for name, what in _VERBS.items():
+    verb = commands.add_verb(verbs, name, what)
+    add = verb.add_argument
+    if name in ('train', 'logs', 'delete'):
+      add('--name', required=True, help='of the job')
+    if name not in ('image', 'logs'):
+      add('--cluster', required=True, help='its name')
+      add('--zone', required=True, help='as us-west4-a')
+      add('--project', default='', help="default: gcloud's")
+    if name in ('create', 'train'):
+      add('--accelerator', required=True, help='of a slice: v5litepod-16')
+      add('--slices', type=int, default=1, help='default: 1')
+    if name == 'create':
+      add('--tier', choices=_TIERS, default='spot', help='default: spot')
+      add('--reservation', default='', help='its name, for --tier=reserved')
+    if name in ('image', 'train'):
+      add('--image', required=True, help='HOST/PROJECT/REPOSITORY/NAME:TAG')
+    if name == 'train':
+      add('--max_restarts', type=int, default=1000, help='default: 1000')
+  options = parser.parse_args(argv)
+  _check(options)
+  if options.verb == 'train':
+    options.training = []
+  return options
+
+
+def _check(options: argparse.Namespace) -> None:
+  """Refuses what xpk or the cloud would refuse later."""
+  given = vars(options)
+  for flag in ('name', 'cluster'):
+    if flag in given:
+      commands.check_name(flag, given[flag])
+  if 'slices' in given:
+    commands.check_positive(options, 'slices')
+  if 'image' in given and ':' not in options.image.rpartition('/')[2]:
+    raise commands.LaunchError(
+      f'--image={options.image} has no tag; end it in :TAG, another one for'
+      ' every build, so that restarts run what was started.'
+    )
+  if options.verb == 'create' and (
+    (options.tier == 'reserved') != bool(options.reservation)
+  ):
+    raise commands.LaunchError(
+      f'--tier={options.tier} with --reservation={options.reservation!r}: give'
+      ' both --tier=reserved and the name of a reservation, or neither.'
+    )
+
+
+def _xpk(options: argparse.Namespace, *arguments: str) -> list[str]:
+  """A command of xpk on the cluster."""
+  return [
+    'xpk',
+    *arguments,
+    f'--cluster={options.cluster}',
+    f'--zone={options.zone}',
+    *([f'--project={options.project}'] if options.project else []),
+  ]
+
+
+def create(options: argparse.Namespace) -> list[list[str]]:
+  """Commands that make the cluster."""
+  tier = {
+    'spot': '--spot',
+    'on_demand': '--on-demand',
+    'reserved': f'--reservation={options.reservation}',
+  }[options.tier]
+  return [
+    _xpk(options, 'cluster', 'create')
+    + [
+      f'--tpu-type={options.accelerator}',
+      f'--num-slices={options.slices}',
+      tier,
+    ]
+  ]
+
+
+def image(options: argparse.Namespace) -> list[list[str]]:
+  """Commands that build and push the container."""
+  return [
+    [
+      *('docker', 'build', '--file=launch/docker/Dockerfile'),
+      *('--build-arg=platform=tpu', f'--tag={options.image}', '.'),
+    ],
+    ['docker', 'push', options.image],
+  ]
+
+
+def train(options: argparse.Namespace) -> list[list[str]]:
+  """Commands that start the job."""
+  job = shlex.join(
+    ['python', '-m', 'encdec_adapt.train', '--coordinator=auto']
+    + options.training
+  )
+  return [
+    _xpk(options, 'workload', 'create')
+    + [
+      f'--workload={options.name}',
+      f'--tpu-type={options.accelerator}',
+      f'--num-slices={options.slices}',
+      f'--docker-image={options.image}',
+      f'--max-restarts={options.max_restarts}',
+      # Besides 42 and 127 to 255 (killed, aborted), which xpk has itself.
+      f'--restart-on-exit-codes={commands.RESTART},{commands.HANG}',
+      f'--termination-grace-period-seconds={_GRACE}',
+      # xpk wraps it into a subshell, and passes that one its signals.
+      f'--command=exec {job}',
+    ]
+  ]
+
+
+def logs(options: argparse.Namespace) -> list[list[str]]:
+  """Commands that show what the pods print."""
+  return [
+    [
+      *('kubectl', 'logs', '--follow', '--prefix', '--all-containers'),
+      f'--selector=xpk.google.com/workload={options.name}',
+      '--max-log-requests=512',
+      '--tail=-1',
+    ]
+  ]
+
+
+def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
+  if options.verb == 'train':
+    commands.check_shared_workdir(options.training, 'the pods')
+    todo = train(options)
+  elif options.verb in ('create', 'image', 'logs'):
+    todo = {'create': create, 'image': image, 'logs': logs}[options.verb](
+      options
+    )
+  else:
+    todo = {
+      'status': [_xpk(options, 'workload', 'list')],
+      'delete': [
+        _xpk(options, 'workload', 'delete')
+        + [f'--workload={getattr(options, "name", "")}']
+      ],
+      'delete_cluster': [_xpk(options, 'cluster', 'delete')],
+    }[options.verb]
+  for command in todo:
+    shell.require(command)
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(commands.main(_parse, _act, sys.argv[1:]))

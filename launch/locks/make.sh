@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Writes the lock files of this folder: the versions of an environment in
+# which the tests pass, and what each platform needs besides.
+#
+#   bash launch/locks/make.sh [--tested=.venv/bin/python]
+#
+# Needs uv. A lock holds for Linux on x86-64 and for Python 3.11 and 3.12; it
+# is checked that it installs on both. No hashes and no hosts of an index, so
+# that mirrors may serve it.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source launch/environment.sh
+
+# libtpu's wheels are for glibc 2.31 and newer.
+PLATFORM=x86_64-manylinux_2_31
+
+tested=$VENV/bin/python
+for flag in "$@"; do
+  case "$flag" in
+    -h | --help)
+      sed -n '2,9s/^# \{0,1\}//p' launch/locks/make.sh
+      exit
+      ;;
+    --tested=*) tested=${flag#*=} ;;
+    *) fail "$flag is not known; see --help" ;;
+  esac
+done
+"$tested" -c 'import jax, encdec_adapt' ||
+  fail "--tested=$tested has no jax or not this package; give the Python of" \
+    "an environment that the tests passed in"
+command -v uv >/dev/null || fail 'uv is not there; pip install uv'
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$tested" - >"$folder/tested.txt" <<'PYTHON_CODE'
+from importlib import metadata
+
+for found in metadata.distributions():
+  # Local versions (1.0+cpu) and our own package are on no index.
+  if '+' not in found.version and found.name != 'encdec_adapt':
+    print(f'{found.name}=={found.version}')
+PYTHON_CODE
+
+# Writes a lock.
+#   $1: its name; $2: what it needs besides setup.py, or nothing.
+lock() {
+  local name=$1 extra=${2:-} file=launch/locks/$1.txt
+  {
+    printf '# Written by launch/locks/make.sh, with\n'
+    printf '#   uv pip compile %ssetup.py --constraint=tested.txt \\\n' \
+      "${extra:+extra.in }"
+    printf '#     --python-version=3.11 --python-platform=%s\n' "$PLATFORM"
+    printf '# tested.txt: an environment in which the tests pass'
+    printf '%s.\n' "${extra:+; extra.in: $extra}"
+    printf '# Linux on x86-64, Python 3.11 and 3.12. Installed by'
+    printf ' launch/install.sh.\n'
+  } >"$folder/$name.txt"
+  printf '%s\n' "$extra" >"$folder/extra.in"
+  uv pip compile --quiet --no-header --no-annotate --no-emit-index-url \
+    --no-emit-find-links --python-version 3.11 --python-platform "$PLATFORM" \
+    --constraint "$folder/tested.txt" setup.py "$folder/extra.in" \
+    >>"$folder/$name.txt"
+  for version in 3.11 3.12; do
+    uv pip compile --quiet --no-header --no-annotate \
+      --python-version "$version" --python-platform "$PLATFORM" \
+      "$folder/$name.txt" >/dev/null ||
+      fail "$name: cannot be installed on Python $version"
+  done
+  mv "$folder/$name.txt" "$file"
+  printf '%s: %d packages\n' "$file" "$(grep -c == "$file")"
+}
+
+jax=$("$tested" -c 'import jax; print(jax.__version__)')
+lock cpu
+lock tpu "jax[tpu]==$jax"
+lock gpu-cuda12 "jax[cuda12]==$jax"

@@ -1,0 +1,1 @@
+"""Cloud TPU VMs by queued resources: create, set up, train, delete."""

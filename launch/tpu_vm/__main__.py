@@ -1,0 +1,163 @@
+"""Training on Cloud TPU VMs, by queued resources.
+
+  python3 -m launch.tpu_vm train --name=pair --zone=us-west4-a \\
+    --accelerator=v5litepod-16 -- \\
+    --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
+    --workdir=gs://BUCKET/pair
+  python3 -m launch.tpu_vm delete --name=pair --zone=us-west4-a
+
+`train` creates the resource unless it is there, waits for it, copies this
+source to every worker, installs from launch/locks/tpu.txt, runs the job on
+all of them and shows their lines as [slice.worker] line; they are also added
+to runs/launch/NAME/log.txt. A preempted resource is deleted and made anew,
+and the job continues from its work directory. Interrupted here, the job goes
+on there: the same command shows it again. `create`, `setup`, `status`, `stop`
+and `delete` do one of these things.
+
+Needs gcloud, logged in, and a key for SSH in the agent:
+  ssh-add ~/.ssh/google_compute_engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from launch import commands
+from launch.tpu_vm import job as job_lib
+from launch.tpu_vm import resource as resource_lib
+
+_VERBS = {
+  'create': 'create the resource, and wait until it is active',
+  'setup': 'copy the source to all workers, and install',
+  'train': 'all of it: create, set up, run, and again after preemptions',
+  'status': "print the resource's state",
+  'stop': 'tell the job to save and end (its launcher starts it again)',
+  'delete': 'delete the resource and its machines; nothing else stops costs',
+}
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+  parser = commands.make_parser('tpu_vm', __doc__)
+  verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
+  for name, what in _VERBS.items():
+    verb = commands.add_verb(verbs, name, what)
+    verb.add_argument('--name', required=True, help='of the resource')
+    verb.add_argument('--zone', required=True, help='as us-west4-a')
+    verb.add_argument('--project', default='', help="default: gcloud's")
+    verb.add_argument('--slices', type=int, default=1, help='default: 1')
+    verb.add_argument(
+      '--route',
+      choices=resource_lib.ROUTES,
+      default='external',
+      help='to the workers: external addresses (default), internal, iap',
+    )
+    if name in ('create', 'train'):
+      _add_creation(verb)
+    if name in ('setup', 'train'):
+      verb.add_argument(
+        '--records',
+        default='',
+        help='gs:// folder, copied to every worker as the folder records'
+        ' (--config.data.folder=records), checksums compared',
+      )
+    if name == 'train':
+      _add_restarts(verb)
+  options = parser.parse_args(argv)
+  _resource(options).check()
+  records = getattr(options, 'records', '')
+  if records and not records.startswith('gs://'):
+    raise commands.LaunchError(
+      f'--records={records}: give the folder of a bucket, gs://BUCKET/FOLDER;'
+      ' it is copied to every worker.'
+    )
+  if options.verb == 'train':
+    options.training = []
+  return options
+
+
+def _add_creation(verb: argparse.ArgumentParser) -> None:
+  add = verb.add_argument
+  add('--accelerator', required=True, help='of a slice, as v5litepod-16')
+  add('--tier', choices=resource_lib.TIERS, default='spot', help='spot')
+  add('--runtime', default='', help='software; default: by accelerator')
+  add('--network', default='', help='of the machines')
+  add('--subnetwork', default='', help='of the machines')
+  add('--service_account', default='', help='of the machines')
+  add('--valid_until', default='', help='wait in the queue so long, as 24h')
+
+
+def _add_restarts(verb: argparse.ArgumentParser) -> None:
+  add = verb.add_argument
+  add('--max_restarts', type=int, default=1000, help='in all; default: 1000')
+  add('--retries', type=int, default=2, help='in a row, of failures; 2')
+  add('--delete_when_done', action='store_true', help='then delete it')
+  add('--poll_seconds', type=float, default=60.0, help='default: 60')
+  add('--grace_seconds', type=float, default=120.0, help='default: 120')
+
+
+def _resource(options: argparse.Namespace) -> resource_lib.Resource:
+  given = vars(options)
+  return resource_lib.Resource(
+    name=options.name,
+    zone=options.zone,
+    project=options.project,
+    slices=options.slices,
+    route=options.route,
+    **{
+      key: given[key]
+      for key in (
+        'accelerator',
+        'tier',
+        'runtime',
+        'network',
+        'subnetwork',
+        'service_account',
+        'valid_until',
+      )
+      if key in given
+    },
+  )
+
+
+def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
+  resource = _resource(options)
+  job = job_lib.Job(
+    resource,
+    shell,
+    records=getattr(options, 'records', ''),
+    poll_seconds=getattr(options, 'poll_seconds', 60.0),
+    grace_seconds=getattr(options, 'grace_seconds', 120.0),
+  )
+  if options.verb == 'create':
+    job.bring_up()
+    return 0
+  if options.verb == 'setup':
+    return job.set_up()
+  if options.verb == 'train':
+    return _train(options, job)
+  command = {
+    'status': resource.explain(),
+    'stop': resource.on_workers(job_lib.stop_command()),
+    'delete': resource.delete(),
+  }
+  return shell.run(command[options.verb])
+
+
+def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
+  commands.check_shared_workdir(options.training, 'the workers')
+  status = job.train(
+    options.training,
+    max_restarts=options.max_restarts,
+    retries=options.retries,
+  )
+  if options.delete_when_done and status == 0:
+    job.shell.require(job.resource.delete())
+  elif not job.shell.dry_run:
+    job.shell.note('the machines are still there, and cost; to delete them:')
+    job.shell.show(job.resource.delete())
+  return status
+
+
+if __name__ == '__main__':
+  sys.exit(commands.main(_parse, _act, sys.argv[1:]))

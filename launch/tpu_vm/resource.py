@@ -1,0 +1,162 @@
+"""A queued resource: what it is, and the commands on it.
+
+Flags are those of the Google Cloud CLI reference, `gcloud compute tpus
+queued-resources`; tests/launch/gcloud_flags.json lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+
+from launch import commands
+
+# Accelerator types, with the software of their virtual machines.
+# Source: Cloud TPU documentation, "TPU software versions".
+RUNTIMES = {
+  'v4': 'tpu-ubuntu2204-base',
+  'v5litepod': 'v2-alpha-tpuv5-lite',
+  'v5p': 'v2-alpha-tpuv5',
+  'v6e': 'v2-alpha-tpuv6e',
+}
+TIERS = {'spot': ['--spot'], 'reserved': ['--reserved'], 'on_demand': []}
+# How this machine reaches the workers, and what they are created with for it.
+ROUTES = {
+  'external': ([], []),
+  'internal': (['--internal-ip'], ['--internal-ips']),
+  'iap': (['--tunnel-through-iap'], ['--internal-ips']),
+}
+# A worker that is gone ends the connection after two minutes.
+_ALIVE = ['--ssh-flag=-oServerAliveInterval=30']
+_ALIVE += ['--ssh-flag=-oServerAliveCountMax=4']
+# The default, 64, would start the others when the first 64 have ended.
+_EVERYWHERE = ['--node=all', '--worker=all', '--batch-size=all']
+
+
+@dataclasses.dataclass(frozen=True)
+class Resource:
+  """A queued resource as the flags describe it."""
+
+  name: str
+  zone: str
+  accelerator: str = ''  # Needed to create it.
+  project: str = ''  # '' for the default of gcloud.
+  slices: int = 1
+  tier: str = 'spot'
+  runtime: str = ''  # '' for the one in RUNTIMES.
+  route: str = 'external'
+  network: str = ''
+  subnetwork: str = ''
+  service_account: str = ''
+  valid_until: str = ''  # How long to queue, as 24h; '' for ever.
+
+  def check(self) -> None:
+    """Refuses what the cloud would refuse, with the remedy."""
+    commands.check_name('name', self.name)
+    kind, _, cores = self.accelerator.partition('-')
+    if self.accelerator and (
+      kind not in RUNTIMES or not re.fullmatch('[1-9][0-9]*', cores)
+    ):
+      near = {'v5e': 'v5litepod', 'v5lite': 'v5litepod', 'v6': 'v6e'}.get(kind)
+      raise commands.LaunchError(
+        f'--accelerator={self.accelerator} is not known;'
+        + (f' say {near}-{cores}.' if near else '')
+        + f' Give KIND-NUMBER, as v5litepod-16, with KIND of {list(RUNTIMES)}.'
+        ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
+        ' (v4, v5p).'
+      )
+    if not re.fullmatch('[a-z]+-[a-z]+[0-9]+-[a-z]', self.zone):
+      raise commands.LaunchError(
+        f'--zone={self.zone}: give a zone, as us-west4-a; `gcloud compute tpus'
+        ' locations list` prints those with TPUs.'
+      )
+    if self.slices < 1:
+      raise commands.LaunchError(f'--slices={self.slices}: give 1 or more.')
+
+  @property
+  def nodes(self) -> list[str]:
+    """Names of the slices, as the cloud gives them."""
+    if self.slices == 1:
+      return [self.name]
+    return [f'{self.name}-{index}' for index in range(self.slices)]
+
+  def create(self) -> list[str]:
+    """Queues the request; returns before there are machines."""
+    kind = self.accelerator.partition('-')[0]
+    if self.slices == 1:
+      nodes = [f'--node-id={self.name}']
+    else:
+      nodes = [f'--node-count={self.slices}', f'--node-prefix={self.name}']
+    given = {
+      'network': self.network,
+      'subnetwork': self.subnetwork,
+      'service-account': self.service_account,
+      'valid-until-duration': self.valid_until,
+    }
+    return self._command(
+      'create',
+      self.name,
+      f'--accelerator-type={self.accelerator}',
+      f'--runtime-version={self.runtime or RUNTIMES[kind]}',
+      *nodes,
+      *TIERS[self.tier],
+      *ROUTES[self.route][1],
+      *(f'--{flag}={value}' for flag, value in given.items() if value),
+      '--async',
+      '--quiet',
+    )
+
+  def describe(self) -> list[str]:
+    """Prints the state of the request."""
+    return self._command('describe', self.name, '--format=value(state.state)')
+
+  def explain(self) -> list[str]:
+    """Prints all that is known of the state."""
+    return self._command('describe', self.name, '--format=yaml(state)')
+
+  def describe_node(self, node: str) -> list[str]:
+    """Prints the state of a slice."""
+    return [
+      *('gcloud', 'compute', 'tpus', 'tpu-vm', 'describe', node),
+      *self._where(),
+      '--format=value(state)',
+    ]
+
+  def copy(self, paths: typing.Sequence[str]) -> list[str]:
+    """Copies files into the home folder of every worker."""
+    return self._command(
+      'scp',
+      *paths,
+      f'{self.name}:',
+      *_EVERYWHERE,
+      *ROUTES[self.route][0],
+      '--quiet',
+    )
+
+  def on_workers(self, command: str) -> list[str]:
+    """Runs a shell command on every worker at once."""
+    return self._command(
+      'ssh',
+      self.name,
+      f'--command={command}',
+      *_EVERYWHERE,
+      *_ALIVE,
+      *ROUTES[self.route][0],
+      '--quiet',
+    )
+
+  def delete(self) -> list[str]:
+    """Deletes the request and the slices, and waits until they are gone."""
+    return self._command('delete', self.name, '--force', '--quiet')
+
+  def _command(self, verb: str, *arguments: str) -> list[str]:
+    return [
+      *('gcloud', 'compute', 'tpus', 'queued-resources', verb),
+      *arguments,
+      *self._where(),
+    ]
+
+  def _where(self) -> list[str]:
+    project = [f'--project={self.project}'] if self.project else []
+    return [f'--zone={self.zone}', *project]

@@ -1,0 +1,49 @@
+"""A stand-in for encdec_adapt.train on the workers of a fake cloud.
+
+Counts to 6 in a file that all workers see, from where it was, and meets what
+$FAKE_CLOUD/event says. Worker 0.0 leads.
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+CLOUD = pathlib.Path(os.environ['FAKE_CLOUD'])
+LEAD = os.environ['FAKE_POSITION'] == '0.0'
+STEPS = 6
+
+
+def main(argv: list[str]) -> int:
+  """Trains."""
+  event = (CLOUD / 'event').read_text()
+  path, part = CLOUD / 'step', CLOUD / 'step.part'
+  step = int(path.read_text()) if path.exists() else 0
+  assert argv[0] == '--coordinator=auto'
+  assert pathlib.Path('launch/install.sh').is_file(), 'not in the source'
+  if LEAD:
+    print(f'continuing at step {step}; {" ".join(argv)}', flush=True)
+  if event == 'refuse':
+    print('Error: config.data', flush=True)
+    return 2
+  if event == 'crash':
+    if LEAD:
+      print('Traceback', flush=True)
+    return 1 if LEAD else 2
+  last = STEPS if event in ('finish', 'drop') else 2
+  while LEAD and step < last:
+    step += 1
+    part.write_text(str(step))
+    part.rename(path)
+    print(f'step {step}', flush=True)
+    # The connection is cut at step 2; the rest comes after that.
+    time.sleep(0.5 if event == 'drop' else 0.02)
+  if event == 'vanish':
+    time.sleep(600)
+  while not LEAD and not (path.exists() and int(path.read_text()) >= last):
+    time.sleep(0.02)
+  return 0 if last == STEPS else 75
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

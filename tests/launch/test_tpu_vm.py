@@ -1,0 +1,308 @@
+"""Cloud TPU VMs on a fake cloud; what it is: fake_gcloud.py."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from launch import commands
+from launch.tpu_vm import job
+from tests.launch import checkout
+
+WHERE = ('--name=pair', '--zone=us-west4-a')
+CREATION = ('--accelerator=v5litepod-16', '--slices=2')
+FAST = ('--poll_seconds=0.05', '--grace_seconds=1')
+JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's", '--x=a b')
+
+
+class Cloud(checkout.Checkout):
+  """A checkout beside a fake cloud."""
+
+  def __init__(self, folder):
+    """An empty cloud."""
+    super().__init__(folder)
+    self.folder = folder / 'cloud'
+    self.folder.mkdir()
+    self.environment['FAKE_CLOUD'] = str(self.folder)
+    self.put(
+      'gcloud', f'exec {sys.executable} {checkout.HERE}/fake_gcloud.py "$@"'
+    )
+    # Makes environments of the Python that runs the tests.
+    self.put(
+      'uv',
+      'echo "uv $*" >>"$HOME/uv.log"\n'
+      f'[ "$1" != venv ] || {{ mkdir -p .venv/bin; ln -sf {sys.executable}'
+      ' .venv/bin/python; }',
+    )
+
+  def train(self, runs, *flags, creations=(('ACTIVE',),) * 2):
+    """Runs `train` where the job meets `runs`, one after another."""
+    (self.folder / 'scenario.json').write_text(
+      json.dumps({'runs': runs, 'creations': creations})
+    )
+    return self.launch(
+      'tpu_vm', 'train', *WHERE, *CREATION, *FAST, *flags, *JOB
+    )
+
+  def calls(self, *verbs):
+    """Verbs of gcloud that were called; only those of `verbs` if given."""
+    path = self.folder / 'calls.jsonl'
+    if not path.exists():
+      return []
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [call for call in found if not verbs or call[3] in verbs]
+
+
+@pytest.fixture
+def cloud(tmp_path):
+  """A fake cloud with a checkout to launch from."""
+  return Cloud(tmp_path)
+
+
+def _assert_ended(done, status):
+  assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_dry_run_prints_every_command_and_runs_none(cloud):
+  done = cloud.launch(
+    'tpu_vm', 'train', '--dry_run', *WHERE, *CREATION, '--project=p', *JOB
+  )
+  _assert_ended(done, 0)
+  gcloud = 'gcloud compute tpus queued-resources'
+  where = '--zone=us-west4-a --project=p'
+  everywhere = '--node=all --worker=all --batch-size=all'
+  alive = (
+    '--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4'
+  )
+  run = shlex.quote(
+    '--command=bash worker.sh run attempt-1 --config=configs/base.py'
+    " '--workdir=gs://b/it'\"'\"'s' '--x=a b'"
+  )
+  assert done.stdout.splitlines() == [
+    f"$ {gcloud} describe pair '--format=value(state.state)' {where}",
+    '# where there is none',
+    f'$ {gcloud} create pair --accelerator-type=v5litepod-16'
+    ' --runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=pair'
+    f' --spot --async --quiet {where}',
+    '# until it says ACTIVE',
+    f"$ {gcloud} describe pair '--format=value(state.state)' {where}",
+    '$ mkdir -p runs/launch/pair',
+    '$ tar --exclude=__pycache__ -czf runs/launch/pair/encdec_adapt.tar.gz'
+    ' setup.py pyproject.toml encdec_adapt configs launch',
+    f'$ {gcloud} scp runs/launch/pair/encdec_adapt.tar.gz'
+    f' launch/tpu_vm/worker.sh pair: {everywhere} --quiet {where}',
+    f"$ {gcloud} ssh pair '--command=bash worker.sh setup' {everywhere}"
+    f' {alive} --quiet {where}',
+    f'$ {gcloud} ssh pair {run} {everywhere} {alive} --quiet {where}',
+    '# after a preemption, and then from the top again:',
+    f'$ {gcloud} delete pair --force --quiet {where}',
+  ]
+  assert cloud.calls() == []
+  assert not (cloud.root / 'runs').exists()
+
+
+def test_what_dry_run_prints_is_what_is_run(cloud):
+  flags = ('--dry_run', *WHERE, *CREATION)
+  printed = cloud.launch('tpu_vm', 'train', *flags, *JOB).stdout
+  _assert_ended(cloud.train(['finish']), 0)
+  _assert_ended(cloud.launch('tpu_vm', 'delete', *WHERE), 0)
+  shown = {
+    tuple(shlex.split(line[2:])[1:])
+    for line in printed.splitlines()
+    if line.startswith('$ gcloud')
+  }
+  called = {tuple(call) for call in cloud.calls()}
+  assert shown <= called
+  # What is not printed only looks at the slices.
+  assert all('tpu-vm' in call for call in called - shown)
+
+
+def test_a_job_runs_on_all_workers_of_all_slices(cloud):
+  records = cloud.folder / 'b' / 'records'
+  records.mkdir(parents=True)
+  (records / 'manifest.json').write_text('{}')
+  done = cloud.train(['finish'], '--records=gs://b/records')
+  _assert_ended(done, 0)
+  lines = done.stdout.splitlines()
+  assert (
+    '[0.0] continuing at step 0; --coordinator=auto --config=configs/base.py'
+    " --workdir=gs://b/it's --x=a b" in lines
+  )
+  for worker in ('0.0', '0.1', '1.0', '1.1'):
+    assert f'[{worker}] launch: ended with status 0' in lines
+    home = cloud.folder / f'home-{worker.replace(".", "-")}'
+    assert (home / 'encdec_adapt' / 'records' / 'manifest.json').exists()
+    assert 'launch/locks/tpu.txt' in (home / 'uv.log').read_text()
+  log = (cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt').read_text()
+  assert '[0.0] step 6\n' in log
+  assert [call[3] for call in cloud.calls('create', 'delete')] == ['create']
+  assert 'still there, and cost' in done.stdout
+
+  # Given again, nothing is created, and nothing is installed again.
+  installed = (cloud.folder / 'home-0-0' / 'uv.log').read_text()
+  done = cloud.train(['finish'], '--delete_when_done')
+  _assert_ended(done, 0)
+  assert '[0.0] continuing at step 6' in done.stdout
+  assert installed.count('uv venv') == 1
+  assert '.venv is as launch/locks/tpu.txt has it' in done.stdout
+  assert [call[3] for call in cloud.calls('create', 'delete')] == [
+    'create',
+    'delete',
+  ]
+
+
+@pytest.mark.parametrize('event', ['preempt', 'vanish', 'lose_slice'])
+def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
+  done = cloud.train([event, 'finish'])
+  _assert_ended(done, 0)
+  assert 'preempted: made anew, and continued' in done.stdout
+  assert '[0.0] continuing at step 2' in done.stdout
+  # Of machines that vanish, the last line may not arrive.
+  for step in (1, 3, 4, 5, 6):
+    assert done.stdout.count(f'[0.0] step {step}\n') == 1
+  assert [call[3] for call in cloud.calls('create', 'delete')] == [
+    'create',
+    'delete',
+    'create',
+  ]
+
+
+def test_one_preempted_while_it_is_made_is_made_anew(cloud):
+  creations = [['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
+  done = cloud.train(['finish'], creations=creations)
+  _assert_ended(done, 0)
+  assert '# pair: SUSPENDED' in done.stdout
+  assert '[0.0] step 6' in done.stdout
+  assert [call[3] for call in cloud.calls('create', 'delete')] == [
+    'create',
+    'delete',
+    'create',
+  ]
+
+
+def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
+  done = cloud.train(['stop', 'finish'])
+  _assert_ended(done, 0)
+  assert 'the job told to stop, and saved' in done.stdout
+  assert '[0.0] continuing at step 2' in done.stdout
+  assert len(cloud.calls('create', 'delete')) == 1
+
+
+def test_a_connection_that_breaks_does_not_end_the_job(cloud):
+  done = cloud.train(['drop', 'finish'])
+  _assert_ended(done, 0)
+  lines = done.stdout.splitlines()
+  assert 'the job was lost from sight' in done.stdout
+  # It was started once, and every line of it was shown.
+  assert sum('continuing at' in line for line in lines) == 1
+  assert {f'[0.0] step {step}' for step in range(3, 7)} <= set(lines)
+
+
+def test_failures_in_a_row_end_it(cloud):
+  done = cloud.train(['crash', 'crash'], '--retries=1')
+  _assert_ended(done, 2)
+  assert 'failed 2 times in a row' in done.stderr
+  assert '--retries=1' in done.stderr
+  assert done.stdout.count('Traceback') == 2
+  assert not cloud.calls('delete')
+
+
+def test_bad_input_is_not_tried_again(cloud):
+  done = cloud.train(['refuse'])
+  _assert_ended(done, 2)
+  assert done.stdout.count('[0.1] Error: config.data') == 1
+  assert 'refused its input: 4 of 4 workers with status 2' in done.stdout
+
+
+def test_a_request_that_fails_says_why(cloud):
+  done = cloud.train([], creations=[['FAILED']])
+  _assert_ended(done, 2)
+  assert 'could not fill the request pair' in done.stderr
+
+
+def test_restarts_are_limited(cloud):
+  done = cloud.train(['stop', 'stop'], '--max_restarts=1')
+  _assert_ended(done, 2)
+  assert '--max_restarts=1' in done.stderr
+
+
+@pytest.mark.parametrize(
+  'statuses, gcloud, end',
+  [
+    ({'0.0': 0, '0.1': 0}, 0, job.End.DONE),
+    ({'0.0': 0}, 255, job.End.LOST),  # Of a worker nothing is known.
+    ({}, 1, job.End.LOST),
+    ({'0.0': 75, '0.1': 75}, 75, job.End.RESTART),
+    ({'0.0': 75, '0.1': 0}, 75, job.End.RESTART),
+    ({'0.0': 2, '0.1': 2}, 2, job.End.REFUSED),
+    ({'0.0': 1, '0.1': 2}, 1, job.End.FAILED),  # It tells the others.
+    ({'0.0': 75, '0.1': 137}, 75, job.End.FAILED),
+    ({'0.0': 76, '0.1': 76}, 76, job.End.FAILED),
+  ],
+)
+def test_how_an_attempt_ended(statuses, gcloud, end):
+  assert job.judge(statuses, gcloud) is end
+
+
+@pytest.mark.parametrize(
+  'change, said',
+  [
+    ({'--accelerator': 'v5e-16'}, 'say v5litepod-16'),
+    ({'--accelerator': 'v5p'}, '--accelerator=v5p is not known'),
+    ({'--zone': 'us-west4'}, '--zone=us-west4: give a zone'),
+    ({'--name': 'Pair'}, '--name=Pair: give 1 to 30 small letters'),
+    ({'--slices': '0'}, '--slices=0: give 1 or more'),
+    ({'--tier': 'cheap'}, "argument --tier: invalid choice: 'cheap'"),
+    ({'--records': '/data'}, '--records=/data: give the folder of a bucket'),
+    ({'--slice': '2'}, 'unrecognized arguments: --slice=2'),
+    ({'-- --workdir': 'runs/x'}, '--workdir=runs/x after --'),
+    ({'-- --workdir': ''}, '--workdir= of encdec_adapt.train is missing'),
+    ({'-- --config': 'configs/no.py'}, 'configs/no.py is not a file of this'),
+    ({'-- --process': '1'}, '--process=1 after --'),
+  ],
+)
+def test_bad_flags_are_named_before_anything_is_created(cloud, change, said):
+  own = {
+    '--name': 'pair',
+    '--zone': 'us-west4-a',
+    '--accelerator': 'v5litepod-16',
+  }
+  training = {'--config': 'configs/base.py', '--workdir': 'gs://b/r'}
+  for name, value in change.items():
+    if name.startswith('-- '):
+      training[name[3:]] = value
+    else:
+      own[name] = value
+  done = cloud.launch(
+    'tpu_vm',
+    'train',
+    *(f'{name}={value}' for name, value in own.items()),
+    '--',
+    *(f'{name}={value}' for name, value in training.items()),
+  )
+  assert done.returncode == commands.USER_ERROR
+  assert said in done.stderr and done.stderr.startswith('Error: ')
+  assert 'Traceback' not in done.stderr
+  assert cloud.calls() == []
+  assert not (cloud.root / 'runs').exists()
+
+
+def test_without_gcloud_it_says_so(tmp_path):
+  here = checkout.Checkout(tmp_path)
+  here.environment['PATH'] = str(here.bin)
+  done = here.launch('tpu_vm', 'delete', *WHERE)
+  assert done.returncode == commands.USER_ERROR
+  assert 'gcloud is not on PATH' in done.stderr
+
+
+def test_the_fake_refuses_flags_that_gcloud_does_not_have(cloud):
+  done = subprocess.run(
+    ['gcloud', 'compute', 'tpus', 'queued-resources', 'delete', '--forced'],
+    env=cloud.environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert 'unrecognized arguments: --forced' in done.stderr
