@@ -203,9 +203,10 @@ COMMANDS = {
       functools.partial(
         flags.DEFINE_enum,
         'dtype',
-        'float32',
+        None,
         _DTYPES,
-        'Of the tensors; training keeps float32.',
+        'Of the tensors; by default as they are stored: as they were imported,'
+        ' and float32 after training.',
       ),
       _string(
         'vision',

@@ -5,6 +5,7 @@ writes, and what it writes appears whole or not at all.
 """
 
 import json
+import math
 import pathlib
 
 from absl import flags
@@ -97,9 +98,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Makes a Hugging Face folder of a checkpoint."""
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
-  if values.shard_gb <= 0:
+  if not 0 < values.shard_gb < math.inf:
     raise errors.UserError(
-      f'--shard_gb is {values.shard_gb}; it must be above 0.'
+      f'--shard_gb is {values.shard_gb}; it must be a number above 0.'
     )
   source = source_lib.open_source(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
@@ -109,16 +110,21 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
+  arrays = {array.path: array for array in source.arrays()}
+  dtype = np.dtype(values.dtype) if values.dtype else None
+  dtypes = {dtype or array.dtype for array in arrays.values()}
+  name = ' and '.join(sorted(map(str, dtypes)))
+  print(f'tensors of {name}')
   export_lib.write(
     values.output,
     source.model,
-    {array.path: array for array in source.arrays()},
+    arrays,
     own=own,
-    dtype=np.dtype(values.dtype),
+    dtype=dtype,
     fields=fields,
     texts={
       origin.GENERATION: json.dumps(generation, indent=2) + '\n',
-      'README.md': model_card.write(source, own=own, dtype=values.dtype),
+      'README.md': model_card.write(source, own=own, dtype=name),
     },
     carried=origin.tokenizer_files(found, opened),
     vision=vision,
@@ -173,7 +179,20 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
     )
     return True
   print(f'transformers loads it as {raw["architectures"][0]}.')
+  _print_window(model, raw['model_type'])
   return False
+
+
+def _print_window(model: model_config.ModelConfig, model_type: str) -> None:
+  """Says where transformers looks further than our encoder."""
+  if model_type != 't5gemma' or model.encoder.window_rule != 'exclusive':
+    return
+  window = model.encoder.window
+  print(
+    f'note: local layers of the encoder look at less than {window} tokens on'
+    ' either side, as those of the authors; in transformers 5.23 with eager'
+    f' attention, at {window}.'
+  )
 
 
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:

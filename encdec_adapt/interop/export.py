@@ -76,8 +76,8 @@ def write(
   folder = pathlib.Path(folder)
   plans = _plan(config, layout, params, dtype)
   with new_folder.new_folder(folder) as draft:
-    names = sorted({str(np.dtype(plan.dtype)) for plan in plans})
-    text = {**raw, 'dtype': names[0]}
+    common = folder_lib.common_dtype(plan.dtype for plan in plans)
+    text = {**raw, 'dtype': str(common)}
     (draft / folder_lib.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
     for name, path in (carried or {}).items():
       (draft / name).parent.mkdir(exist_ok=True)

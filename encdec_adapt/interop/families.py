@@ -1,9 +1,10 @@
 """What a Hugging Face config.json says, as our configs, and back.
 
-A family is data: which of its fields is which of ours, what it fixes, and
-what its class takes where a file is silent. Both spellings of rotary and
-window fields are read, of transformers 4 and of 5; version 5's is written.
-Names, defaults and rules: transformers 5.23, `configuration_<family>.py`.
+A family is data: which of its fields is which of ours, and what it fixes;
+`class_defaults` has what its class takes where a file is silent. Both
+spellings of rotary and window fields are read, of transformers 4 and of 5;
+version 5's is written.
+Names and rules: transformers 5.23, `configuration_<family>.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,12 @@ import dataclasses
 import types
 from typing import Any, Literal
 
-from encdec_adapt.interop import raw_fields, rotary_fields, weights
+from encdec_adapt.interop import (
+  class_defaults,
+  raw_fields,
+  rotary_fields,
+  weights,
+)
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
@@ -50,7 +56,6 @@ class Family:
     aliases: other spellings of their fields -> the one used here.
     fields: their field -> ours, beside the common ones.
     fixed: fields of ours that every model of the family has.
-    defaults: their fields where a file is silent, as its class has them.
     layer_types: kinds of the layers where a file does not list them.
   """
 
@@ -65,8 +70,12 @@ class Family:
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   layer_types: Callable[[Raw], list[str]] = lambda raw: ['full_attention']
+
+  @property
+  def defaults(self) -> Raw:
+    """Their fields where a file is silent, as its class has them."""
+    return class_defaults.DEFAULTS[self.model_type]
 
   @property
   def local_theta(self) -> bool:
@@ -120,18 +129,6 @@ _GEMMA_FIELDS = {
   'query_pre_attn_scalar': 'query_scale',
   'final_logit_softcapping': 'final_softcap',
 }
-_GEMMA_DEFAULTS = {
-  'vocab_size': 256000,
-  'num_key_value_heads': 4,
-  'head_dim': 256,
-  'rms_norm_eps': 1e-6,
-  'tie_word_embeddings': True,
-  'query_pre_attn_scalar': 256,
-  'sliding_window': 4096,
-  'hidden_activation': 'gelu_pytorch_tanh',
-  'rope_theta': 10000.0,
-  'attention_bias': False,
-}
 # A pre-norm block without Gemma's extras.
 _PLAIN = {
   'norm_gain': 'direct',
@@ -140,34 +137,11 @@ _PLAIN = {
   'attention_softcap': None,
   'final_softcap': None,
 }
-_PLAIN_DEFAULTS = {
-  'rms_norm_eps': 1e-6,
-  'tie_word_embeddings': False,
-  'hidden_act': 'silu',
-  'rope_theta': 10000.0,
-  'attention_bias': False,
-  'mlp_bias': False,
-}
-_QWEN_DEFAULTS = {
-  'vocab_size': 151936,
-  'use_sliding_window': False,
-  'max_window_layers': 28,
-  'sliding_window': 4096,
-}
 _MOE_FIELDS = {
   'num_experts': 'experts',
   'num_experts_per_tok': 'experts_per_token',
   'moe_intermediate_size': 'expert_mlp_width',
   'norm_topk_prob': 'norm_topk',
-}
-_QWEN_MOE_DEFAULTS = {
-  **_PLAIN_DEFAULTS,
-  'vocab_size': 151936,
-  'use_sliding_window': False,
-  'sliding_window': 4096,
-  'norm_topk_prob': False,
-  'mlp_only_layers': None,
-  'decoder_sparse_step': 1,
 }
 
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
@@ -180,11 +154,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_GEMMA,
         activation='hidden_activation',
         fields={**_GEMMA_FIELDS, 'attn_logit_softcapping': 'attention_softcap'},
-        defaults={
-          **_GEMMA_DEFAULTS,
-          'attn_logit_softcapping': 50.0,
-          'final_logit_softcapping': 30.0,
-        },
         layer_types=_alternating(2),
       ),
       Family(
@@ -195,13 +164,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         fields=_GEMMA_FIELDS,
         # Its soft-cap of scores is in the file and not in the model.
         fixed={'qk_norm': True, 'attention_softcap': None},
-        defaults={
-          **_GEMMA_DEFAULTS,
-          'vocab_size': 262208,
-          'rope_theta': 1e6,
-          'rope_local_base_freq': 10000.0,
-          'final_logit_softcapping': None,
-        },
         layer_types=_alternating(6),
       ),
       Family(
@@ -210,7 +172,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_LLAMA,
         windows='none',
         fixed=_PLAIN,
-        defaults={**_PLAIN_DEFAULTS, 'vocab_size': 32000},
       ),
       Family(
         'mistral',
@@ -220,11 +181,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         bias_is_fixed=True,
         windows='all',
         fixed=_PLAIN,
-        defaults={
-          **_PLAIN_DEFAULTS,
-          'vocab_size': 32000,
-          'num_key_value_heads': 8,
-        },
         layer_types=_mistral_kinds,
       ),
       Family(
@@ -234,7 +190,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         bias='qkv',
         bias_is_fixed=True,
         fixed=_PLAIN,
-        defaults={**_PLAIN_DEFAULTS, **_QWEN_DEFAULTS},
         layer_types=_qwen_kinds,
       ),
       Family(
@@ -242,7 +197,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'Qwen3ForCausalLM',
         weights.DECODER_ONLY_LLAMA,
         fixed={**_PLAIN, 'qk_norm': True},
-        defaults={**_PLAIN_DEFAULTS, **_QWEN_DEFAULTS, 'head_dim': 128},
         layer_types=_qwen_kinds,
       ),
       Family(
@@ -258,15 +212,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
           'num_experts_per_tok': 'experts_per_token',
         },
         fixed={**_PLAIN, 'norm_topk': True},
-        defaults={
-          **_PLAIN_DEFAULTS,
-          'vocab_size': 32000,
-          'num_key_value_heads': 8,
-          'rms_norm_eps': 1e-5,
-          'rope_theta': 1e6,
-          'num_local_experts': 8,
-          'num_experts_per_tok': 2,
-        },
         layer_types=_mistral_kinds,
       ),
       Family(
@@ -281,14 +226,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
           'shared_expert_intermediate_size': 'shared_expert_width',
         },
         fixed={**_PLAIN, 'shared_expert_gate': True},
-        defaults={
-          **_QWEN_MOE_DEFAULTS,
-          'qkv_bias': True,
-          'num_experts': 60,
-          'num_experts_per_tok': 4,
-          'moe_intermediate_size': 1408,
-          'shared_expert_intermediate_size': 5632,
-        },
         layer_types=_full,
       ),
       Family(
@@ -301,13 +238,6 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         aliases={'num_local_experts': 'num_experts'},
         fields=_MOE_FIELDS,
         fixed={**_PLAIN, 'qk_norm': True},
-        defaults={
-          **_QWEN_MOE_DEFAULTS,
-          'num_key_value_heads': 4,
-          'num_experts': 128,
-          'num_experts_per_tok': 8,
-          'moe_intermediate_size': 768,
-        },
         layer_types=_all_or_none,
       ),
     )
@@ -326,7 +256,7 @@ def stack_from_raw(
     file: what errors call it.
 
   Raises:
-    UserError: a missing field, or a value that we have no model for.
+    UserError: a value that we have no model for.
   """
   spelled = {
     name: raw[other] for other, name in family.aliases.items() if other in raw
@@ -339,14 +269,6 @@ def stack_from_raw(
       fields[ours] = raw[theirs]
     elif theirs in family.fields:
       fields[ours] = None  # A cap that is off.
-  for theirs, ours in _COMMON.items():
-    if ours not in fields and theirs not in (
-      'head_dim',
-      'num_key_value_heads',
-    ):
-      raise errors.UserError(
-        f'{file} has no {theirs!r}; the folder is damaged.'
-      )
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])

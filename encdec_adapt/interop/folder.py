@@ -1,6 +1,6 @@
 """A Hugging Face folder as one of our models: config and lazy parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
 import os
@@ -25,6 +25,10 @@ from encdec_adapt.runtime import errors
 CONFIG = 'config.json'
 # Tensors that are no weights: old exports carry these buffers.
 _BUFFERS = ('.rotary_emb.inv_freq',)
+_FLOATS = tuple(
+  safetensors_header.DTYPES[name] for name in ('F64', 'F32', 'F16', 'BF16')
+)
+_TOGETHER = 1 << 22  # Elements of two copies that are compared at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class LazyArray:
   Attributes:
     path: of the parameter in our tree.
     shape: of the whole array, `layers` axis included.
-    dtype: of the tensors that it is made of.
+    dtype: of the tensors that it is made of; of several, one that holds all.
     read: an index (a tuple of slices, one per dimension) -> that part.
   """
 
@@ -83,7 +87,22 @@ class _Piece:
     return tensors.read(self.tensor, slice(number, number + 1))[0][rows]
 
 
-_Found = dict[str, list[tuple[weights.Weight, _Piece]]]
+# Each weight of our leaf with what is stored of it: mostly one piece; further
+# ones are copies, which have to be equal.
+_Found = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+  """The dtype that holds values of all of these exactly.
+
+  Args:
+    dtypes: of weights, at least one. NumPy knows of none for bfloat16 with
+      float16.
+  """
+  found = {np.dtype(dtype) for dtype in dtypes}
+  if len(found) == 1:
+    return found.pop()
+  return np.dtype(np.float64 if np.float64 in found else np.float32)
 
 
 class ModelFolder:
@@ -151,32 +170,72 @@ class ModelFolder:
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = leaves[names[0]].index is not None
-      _, piece = self._found[names[0]][0]
-      dtype = self.tensors.tensors[piece.tensor].dtype
+      dtype = self._dtype(names)
 
-      def read(index, names=tuple(names), stacked=stacked):
+      def read(index, names=tuple(names), stacked=stacked, dtype=dtype):
         if not stacked:
-          return self._read(names[0], index)
-        chosen = names[index[0]]
-        return np.stack([self._read(name, index[1:]) for name in chosen])
+          return self._read(names[0], index, dtype)
+        return np.stack(
+          [self._read(name, index[1:], dtype) for name in names[index[0]]]
+        )
 
       yield LazyArray(path, tuple(info.shape), dtype, read)
 
-  def _read(self, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
+  def _dtype(self, leaves: Iterable[str]) -> np.dtype:
+    """What holds everything that is stored of some leaves, exactly."""
+    return common_dtype(
+      self.tensors.tensors[pieces[0].tensor].dtype
+      for leaf in leaves
+      for _, pieces in self._found[leaf]
+    )
+
+  def _read(
+    self, leaf: str, index: tuple[slice, ...], dtype: np.dtype
+  ) -> np.ndarray:
     """Part of our leaf; of the file only that part is read."""
     found = self._found[leaf]
     if found[0][0].part is None:
-      return self._read_tensor(*found[0], index)
-    chosen = found[index[0]]
-    return np.stack([self._read_tensor(*one, index[1:]) for one in chosen])
+      return self._read_tensor(*found[0], index).astype(dtype, copy=False)
+    parts = (self._read_tensor(*one, index[1:]) for one in found[index[0]])
+    return np.stack([part.astype(dtype, copy=False) for part in parts])
 
   def _read_tensor(
+    self,
+    weight: weights.Weight,
+    pieces: list[_Piece],
+    index: tuple[slice, ...],
+  ) -> np.ndarray:
+    part, *copies = (self._read_piece(weight, one, index) for one in pieces)
+    for piece, copy in zip(pieces[1:], copies, strict=True):
+      if not _are_equal(part, copy):
+        first = pieces[0].tensor
+        raise errors.UserError(
+          f'{self._file(piece)}: {piece.tensor!r} differs from {first!r} in'
+          f' {self._file(pieces[0])}, and in this model they are one tensor.'
+          ' Remove the one that is not meant, or correct the config.json.'
+        )
+    return part
+
+  def _read_piece(
     self, weight: weights.Weight, piece: _Piece, index: tuple[slice, ...]
   ) -> np.ndarray:
     part = transposing.in_order(weight.to_ours(piece.read(self.tensors))[index])
-    file = str(self.tensors.tensors[piece.tensor].file)
-    tensor_folder.check_finite(piece.tensor, part, file)
+    tensor_folder.check_finite(piece.tensor, part, self._file(piece))
     return part
+
+  def _file(self, piece: _Piece) -> pathlib.Path:
+    return self.tensors.tensors[piece.tensor].file
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
+  """Whether two arrays have the same values; some rows at a time."""
+  if one.dtype != other.dtype:
+    return False
+  rows = max(1, _TOGETHER // max(1, one[:1].size))
+  return all(
+    np.array_equal(one[i : i + rows], other[i : i + rows])
+    for i in range(0, len(one), rows)
+  )
 
 
 def _read_config(folder: pathlib.Path) -> families.Raw:
@@ -194,7 +253,7 @@ def _match(
   tensors: tensor_folder.TensorFolder,
 ) -> tuple[_Found, dict[str, str]]:
   """Our leaf -> its weights and tensors; tensors that are none -> why."""
-  present = _pieces(layout, tensors)
+  present = _pieces(config, layout, tensors)
   wanted = weights.weights(config, layout)
   missing = [name for name in wanted if name not in present]
   if missing:
@@ -205,29 +264,48 @@ def _match(
       ' config is of another model.'
     )
   unused = {}
-  for canonical, piece in present.items():
-    weight, name = wanted.get(canonical), piece.tensor
-    info = tensors.tensors[name]
+  for canonical, pieces in present.items():
+    weight = wanted.get(canonical)
     if weight is None:
-      unused[name] = _why_unused(name, layout, info.file)
+      for name in dict.fromkeys(piece.tensor for piece in pieces):
+        file = tensors.tensors[name].file
+        unused[name] = _why_unused(name, layout, file)
       continue
-    if piece.shape != weight.their_shape:
-      of_one = ' of an expert' if piece.place else ''
-      raise errors.UserError(
-        f'{name} in {info.file} has shape {list(piece.shape)}{of_one}; the'
-        f' config.json beside it says {list(weight.their_shape)}.'
-      )
+    for piece in pieces:
+      _require_fits(weight, piece, tensors.tensors[piece.tensor])
+    for piece in pieces[1:]:
+      unused[piece.tensor] = f'a copy of {pieces[0].tensor}'
   found: _Found = {}
   for canonical, weight in wanted.items():  # Experts in their order.
     found.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return found, unused
 
 
+def _require_fits(
+  weight: weights.Weight, piece: _Piece, info: safetensors_header.TensorInfo
+) -> None:
+  """Refuses what is stored in another shape, or as integers."""
+  if piece.shape != weight.their_shape:
+    of_one = ' of an expert' if piece.place else ''
+    raise errors.UserError(
+      f'{piece.tensor} in {info.file} has shape {list(piece.shape)}{of_one};'
+      f' the config.json beside it says {list(weight.their_shape)}.'
+    )
+  if info.dtype not in _FLOATS:
+    raise errors.UserError(
+      f'{piece.tensor} in {info.file} is of {info.dtype}, and weights are of'
+      f' {", ".join(map(str, _FLOATS))}. These may be quantised: give the'
+      ' folder of the model as it was before.'
+    )
+
+
 def _pieces(
-  layout: weights.Layout, tensors: tensor_folder.TensorFolder
-) -> dict[str, _Piece]:
-  """Everything in a folder by its name in the layout."""
-  pieces = {}
+  config: config_lib.ModelConfig,
+  layout: weights.Layout,
+  tensors: tensor_folder.TensorFolder,
+) -> dict[str, list[_Piece]]:
+  """Everything in a folder by its name in the layout, copies last."""
+  pieces: dict[str, list[_Piece]] = {}
   for name, info in tensors.tensors.items():
     shape = tuple(info.shape)
     held = layout.pieces(layout.canonical(name), shape)
@@ -235,7 +313,10 @@ def _pieces(
       own = shape
       if place is not None:
         own = (place[1].stop - place[1].start, *shape[2:])
-      pieces[canonical] = _Piece(name, own, place)
+      pieces.setdefault(canonical, []).append(_Piece(name, own, place))
+  for copy, original in weights.copies(config, layout).items():
+    if copy in pieces:
+      pieces.setdefault(original, []).extend(pieces.pop(copy))
   return pieces
 
 
@@ -246,8 +327,6 @@ def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
     if layout is weights.PAIR_T5GEMMA2:
       return 'of the vision part, which is kept for export'
     return 'of the vision part; only text is a part of the model'
-  if layout.canonical(name) == layout.head:
-    return 'the head is tied to the embedding table'
   raise errors.UserError(
     f'{name} in {file} is no tensor of the model that config.json describes.'
     ' Nothing is dropped silently: remove it, or correct the config.'

@@ -161,10 +161,11 @@ def _raw_from_decoder(
 def _raw_from_pair(
   config: config_lib.EncoderDecoderConfig, pair: Pair
 ) -> dict[str, Any]:
-  if (config.shared_table, config.decoder.cross_merged) != (pair.merged,) * 2:
+  found = (config.shared_table, config.decoder.cross_merged)
+  if found != (pair.merged,) * 2:
     raise errors.UserError(
-      f'its table is {"" if pair.merged else "not "}shared and its attention'
-      f' {"" if pair.merged else "not "}merged.'
+      f'its models have {_sharing(pair.merged, pair.merged)}; this one has'
+      f' {_sharing(*found)}.'
     )
   raw: dict[str, Any] = {
     'model_type': pair.model_type,
@@ -217,6 +218,12 @@ def _raw_from_pair(
   return raw
 
 
+def _sharing(shared_table: bool, merged: bool) -> str:
+  """Words for what a pair's stacks have together."""
+  tables = 'one table' if shared_table else 'two tables'
+  return f'{tables} and {"merged " if merged else "separate cross-"}attention'
+
+
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
   """Where the fields of each stack are in a config.json."""
   return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
@@ -229,7 +236,7 @@ def _part(
     raw = raw.get(key)
     if not isinstance(raw, Mapping):
       raise errors.UserError(
-        f'{file} has no object {".".join(path)!r}; the folder is damaged.'
+        f'{file} needs an object {".".join(path)!r}, and has none.'
       )
   return dict(raw)
 
@@ -355,4 +362,10 @@ def model_from_raw(
   stacks['encoder'] = dataclasses.replace(
     stacks['encoder'], window_rule=encoder_window
   )
+  width = parts['decoder'].get('cross_attention_hidden_size')
+  if width is not None and width != stacks['encoder'].width:
+    raise errors.UserError(
+      f'decoder of {file} has cross_attention_hidden_size = {width!r}; the'
+      f' hidden_size of its encoder is {stacks["encoder"].width}.'
+    )
   return config_lib.encoder_decoder(**stacks), pair.layout

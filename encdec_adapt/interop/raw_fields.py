@@ -81,6 +81,12 @@ def check(raw: Mapping[str, Any], file: str) -> None:
   Raises:
     UserError: names the field, its value and what it should be.
   """
+  if raw.get('quantization_config'):
+    raise errors.UserError(
+      f'{file} has a quantization_config: its weights are quantised, and none'
+      ' of ours are. Give the folder of the model as it was before, or save'
+      ' it dequantised with transformers.'
+    )
   _check_fields(raw, file)
   for field in _OBJECTS:
     rope, where = raw.get(field) or {}, f'{field} of {file}'

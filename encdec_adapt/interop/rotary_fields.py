@@ -9,6 +9,7 @@ from typing import Any
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
+_Rope = Mapping[str, Any]
 _ROPE = {
   'factor': 'rope_factor',
   'low_freq_factor': 'rope_low_factor',
@@ -29,19 +30,10 @@ def fields_from_raw(
     local_theta: whether local layers have a base of their own (Gemma 3).
 
   Raises:
-    UserError: a scaling that we have not, or without its fields.
+    UserError: a scaling that we have not, or without its fields; or one for
+      all layers where local layers have a base of their own.
   """
-  given = raw.get('rope_parameters')
-  local: Mapping[str, Any] = {}
-  if given is None:  # transformers 4.
-    full = {'rope_theta': raw['rope_theta'], **(raw.get('rope_scaling') or {})}
-    if local_theta:
-      local = {'rope_theta': raw['rope_local_base_freq']}
-  elif any(isinstance(value, Mapping) for value in given.values()):
-    full = given['full_attention']
-    local = given.get('sliding_attention', full)
-  else:
-    full = given
+  full, local = (_by_kind if local_theta else _of_all)(raw, file)
   kind = full.get('rope_type', full.get('type', 'default'))
   if kind not in ('default', *_ROPE_FIELDS):
     raise errors.UserError(
@@ -65,9 +57,46 @@ def fields_from_raw(
         f'{file} scales the rotary embedding of sliding layers by'
         f' {local["rope_type"]!r}; only that of full layers can be scaled.'
       )
-    theta = local.get('rope_theta', raw.get('rope_local_base_freq'))
+    theta = local.get('rope_theta', raw['rope_theta'])
     fields['local_rope_theta'] = float(theta)
   return fields
+
+
+def _of_all(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
+  """Fields of full and of sliding layers; the latter empty if the same."""
+  del file
+  given = raw.get('rope_parameters')
+  if given is None:  # transformers 4.
+    scaling = raw.get('rope_scaling') or {}
+    return {'rope_theta': raw['rope_theta'], **scaling}, {}
+  if _is_by_kind(given):
+    full = given['full_attention']
+    return full, given.get('sliding_attention', full)
+  return given, {}
+
+
+def _by_kind(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
+  """The same, of a class that has a base of its own for either kind."""
+  full = {'rope_theta': raw['rope_theta']}
+  local = {'rope_theta': raw['rope_local_base_freq']}
+  given = raw.get('rope_parameters')
+  if not given:  # transformers 4, where only full layers are scaled.
+    return {**full, **(raw.get('rope_scaling') or {})}, local
+  if not _is_by_kind(given):
+    # Its class looks for either kind, and silently past these.
+    raise errors.UserError(
+      f'{file} has rope_parameters = {dict(given)!r}; those of'
+      f' {raw.get("model_type", "this model")} are by kind of layer: give them'
+      ' as full_attention and as sliding_attention.'
+    )
+  return (
+    {**full, **given['full_attention']},
+    {**local, **(given.get('sliding_attention') or {})},
+  )
+
+
+def _is_by_kind(given: _Rope) -> bool:
+  return any(isinstance(value, Mapping) for value in given.values())
 
 
 def raw_from_stack(

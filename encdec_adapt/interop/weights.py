@@ -119,6 +119,8 @@ class Layout:
     head: name of an untied head.
     aliases: other spellings of the start of a name -> the one used here.
     inner_aliases: of what stands inside a name.
+    copies: tensors that some writers store a second time, under the first
+      name -> where they are stored by their class.
     fused: end of the name of a tensor of all experts, as transformers 5 has
       them in memory and can save them -> the ends of those of one expert,
       which lie in it side by side.
@@ -132,6 +134,7 @@ class Layout:
   head: str
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   own: bool = False
 
@@ -216,6 +219,11 @@ PAIR_T5GEMMA2 = Layout(
   embedder={'decoder': 'model.encoder.embed_tokens.'},
   head='lm_head.out_proj.weight',
   aliases={'model.encoder.text_model.': 'model.encoder.'},
+  # As they are in memory.
+  copies={
+    f'model.decoder.embed_tokens.{name}': f'model.encoder.embed_tokens.{name}'
+    for name in ('weight', 'eoi_embedding')
+  },
 )
 OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
 
@@ -300,6 +308,19 @@ def weights(
       for weight in _weights(config, layout, leaf, info.shape)
     }
   )
+
+
+def copies(config: config_lib.ModelConfig, layout: Layout) -> Mapping[str, str]:
+  """Names of tensors that may be stored twice -> the name that counts.
+
+  Args:
+    config: the model. A head that is tied to a table is a copy of it.
+    layout: of its family.
+  """
+  if layout.own or not config.decoder.tied_head:
+    return layout.copies
+  table = f'{layout.embedder["decoder"]}weight'
+  return {**layout.copies, layout.head: table}
 
 
 def _weights(

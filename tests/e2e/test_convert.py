@@ -84,6 +84,27 @@ def test_export_in_bfloat16_and_shards(folder, imported):
   assert convert_('verify', imported, output, '--tolerance=1') == 0
 
 
+def test_what_is_imported_in_bfloat16_is_exported_so(folder, imported, capsys):
+  half, run, again = (folder / name for name in ('bf16', 'bf16_run', 'bf16_2'))
+  flags = [f'--checkpoint={imported}', f'--output={half}', '--dtype=bfloat16']
+  convert_('export', *flags)
+  convert_('import', f'--source={half}', f'--output={run}')
+  capsys.readouterr()
+  convert_('export', f'--checkpoint={run}', f'--output={again}')
+  assert 'tensors of bfloat16' in capsys.readouterr().out
+  for name in ('model.safetensors', 'config.json'):
+    assert (again / name).read_bytes() == (half / name).read_bytes(), name
+  assert 'exported in bfloat16 by' in (again / 'README.md').read_text()
+
+
+def test_export_tells_of_another_window(folder, adapted, capsys):
+  output = folder / 'windowed'
+  convert_('export', f'--checkpoint={adapted}', f'--output={output}')
+  said = capsys.readouterr().out
+  assert 'less than 8 tokens on either side' in said
+  assert 'in transformers 5.23 with eager attention, at 8.' in said
+
+
 def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
   account = json.loads((adapted / 'coverage.json').read_text())
   assert account['parameters']['fresh'] == 0

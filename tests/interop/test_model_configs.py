@@ -74,9 +74,10 @@ def test_both_spellings_of_rotary_fields(model_type, old, new):
   'model_type, fields, pattern',
   [
     ('gemma2', {}, ('local', 'global')),
-    ('gemma3_text', {}, ('local',)),
+    ('gemma3_text', {'num_hidden_layers': 13}, ('local',) * 5 + ('global',)),
     ('gemma3_text', {'sliding_window_pattern': 2}, ('local', 'global')),
     ('llama', {}, ('global',)),
+    ('mistral', {}, ('local',)),
     ('mistral', {'sliding_window': None}, ('global',)),
     ('mistral', {'sliding_window': 16}, ('local',)),
     ('qwen2', {'max_window_layers': 1}, ('global',)),
@@ -159,19 +160,6 @@ def test_gemma3_with_images_is_read_for_its_text():
   assert model_configs.model_from_raw(raw)[0].decoder == stack_of('gemma3_text')
 
 
-def test_defaults_of_the_classes():
-  raw = {k: v for k, v in SIZES.items() if 'key_value' not in k}
-  del raw['head_dim']
-  stack = model_configs.model_from_raw({'model_type': 'llama', **raw})[
-    0
-  ].decoder
-  assert (stack.kv_heads, stack.head_dim) == (4, 8)
-  assert stack.query_scale == 8.0
-  assert not stack.tied_head
-  assert stack_of('qwen2').attention_bias == 'qkv'
-  assert stack_of('gemma3_text').attention_softcap is None
-
-
 @pytest.mark.parametrize(
   'raw, message',
   [
@@ -208,6 +196,14 @@ def test_defaults_of_the_classes():
       {'model_type': 'gemma3_text', 'use_bidirectional_attention': True},
       'only causal decoders',
     ),
+    (
+      {'model_type': 'gemma3_text', 'rope_parameters': {'rope_theta': 5e5}},
+      'give them as full_attention and as sliding_attention',
+    ),
+    (
+      {'model_type': 'llama', 'quantization_config': {'bits': 4}},
+      'has a quantization_config',
+    ),
   ],
 )
 def test_configs_that_we_have_no_model_for(raw, message):
@@ -215,10 +211,28 @@ def test_configs_that_we_have_no_model_for(raw, message):
     model_configs.model_from_raw({**SIZES, **raw})
 
 
-def test_a_missing_field_is_named():
-  raw = {k: v for k, v in SIZES.items() if k != 'hidden_size'}
-  with pytest.raises(errors.UserError, match="'hidden_size'"):
-    model_configs.model_from_raw({'model_type': 'llama', **raw})
+def pair_raw(**decoder):
+  """A T5Gemma's config.json."""
+  stack = config_lib.encoder_decoder(stack_of('gemma2'), stack_of('gemma2'))
+  raw, _ = model_configs.raw_from_model(stack)
+  raw['decoder'] |= decoder
+  return raw
+
+
+def test_a_pair_needs_both_parts():
+  raw = pair_raw()
+  del raw['encoder']
+  with pytest.raises(errors.UserError, match="needs an object 'encoder'"):
+    model_configs.model_from_raw(raw)
+
+
+def test_cross_attention_has_the_width_of_the_encoder():
+  assert pair_raw()['decoder']['cross_attention_hidden_size'] == 32
+  raw = pair_raw(cross_attention_hidden_size=48)
+  with pytest.raises(errors.UserError, match='= 48; the hidden_size .* is 32'):
+    model_configs.model_from_raw(raw)
+  raw = pair_raw(cross_attention_hidden_size=None)
+  assert model_configs.model_from_raw(raw)[0].decoder.cross_width == 32
 
 
 def test_a_window_is_exported_only_as_a_class_that_has_it():
@@ -238,3 +252,14 @@ def test_models_without_a_class_say_why():
   llama = stack_of('llama')
   with pytest.raises(errors.UserError, match='t5gemma: '):
     model_configs.raw_from_model(config_lib.encoder_decoder(llama, llama))
+
+
+def test_a_pair_of_another_kind_says_what_it_has():
+  stack = stack_of('gemma3_text')
+  model = config_lib.encoder_decoder(stack, stack, cross_merged=True)
+  words = (
+    't5gemma: its models have two tables and separate cross-attention; this'
+    ' one has two tables and merged attention'
+  )
+  with pytest.raises(errors.UserError, match=words):
+    model_configs.raw_from_model(model)

@@ -1,0 +1,112 @@
+"""What a config.json that is silent means: the defaults of each class.
+
+Published folders leave out what equals them; that of Gemma 3 4B names five
+fields. Source: transformers 5.23, `configuration_<family>.py`; every entry is
+compared with the installed version in tests/parity. Fields that our models
+have no use for are left out.
+"""
+
+from collections.abc import Mapping
+import types
+from typing import Any
+
+_GEMMA = {
+  'vocab_size': 256000,
+  'hidden_size': 2304,
+  'intermediate_size': 9216,
+  'num_hidden_layers': 26,
+  'num_attention_heads': 8,
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'query_pre_attn_scalar': 256,
+  'sliding_window': 4096,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+}
+_PLAIN = {
+  'hidden_size': 4096,
+  'num_hidden_layers': 32,
+  'num_attention_heads': 32,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': False,
+  'hidden_act': 'silu',
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+  'mlp_bias': False,
+}
+_MISTRAL = {
+  **_PLAIN,
+  'vocab_size': 32000,
+  'intermediate_size': 14336,
+  'num_key_value_heads': 8,
+}
+_QWEN = {
+  **_PLAIN,
+  'vocab_size': 151936,
+  'intermediate_size': 22016,
+  'num_key_value_heads': 32,
+  'use_sliding_window': False,
+  'max_window_layers': 28,
+  'sliding_window': 4096,
+}
+_QWEN_MOE = {
+  **_PLAIN,
+  'vocab_size': 151936,
+  'hidden_size': 2048,
+  'num_hidden_layers': 24,
+  'use_sliding_window': False,
+  'sliding_window': 4096,
+  'norm_topk_prob': False,
+  'mlp_only_layers': None,
+  'decoder_sparse_step': 1,
+}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+  {
+    'gemma2': {
+      **_GEMMA,
+      'attn_logit_softcapping': 50.0,
+      'final_logit_softcapping': 30.0,
+    },
+    'gemma3_text': {
+      **_GEMMA,
+      'vocab_size': 262208,
+      'rope_theta': 1e6,
+      'rope_local_base_freq': 10000.0,
+      'final_logit_softcapping': None,
+    },
+    'llama': {**_PLAIN, 'vocab_size': 32000, 'intermediate_size': 11008},
+    'mistral': {**_MISTRAL, 'sliding_window': 4096},
+    'qwen2': _QWEN,
+    'qwen3': {**_QWEN, 'head_dim': 128},
+    'mixtral': {
+      **_MISTRAL,
+      'rms_norm_eps': 1e-5,
+      'rope_theta': 1e6,
+      'num_local_experts': 8,
+      'num_experts_per_tok': 2,
+    },
+    'qwen2_moe': {
+      **_QWEN_MOE,
+      'intermediate_size': 5632,
+      'num_attention_heads': 16,
+      'num_key_value_heads': 16,
+      'qkv_bias': True,
+      'num_experts': 60,
+      'num_experts_per_tok': 4,
+      'moe_intermediate_size': 1408,
+      'shared_expert_intermediate_size': 5632,
+    },
+    'qwen3_moe': {
+      **_QWEN_MOE,
+      'intermediate_size': 6144,
+      'num_key_value_heads': 4,
+      'num_experts': 128,
+      'num_experts_per_tok': 8,
+      'moe_intermediate_size': 768,
+    },
+  }
+)

@@ -1,0 +1,117 @@
+"""What a config.json leaves out is read as the class of transformers does."""
+
+import dataclasses
+
+import pytest
+
+from encdec_adapt.interop import class_defaults, families, model_configs
+from tests.parity import tiny_models
+
+pytestmark = pytest.mark.parity
+
+transformers = tiny_models.transformers
+CLASSES = {
+  'gemma2': transformers.Gemma2Config,
+  'gemma3_text': transformers.Gemma3TextConfig,
+  'llama': transformers.LlamaConfig,
+  'mistral': transformers.MistralConfig,
+  'qwen2': transformers.Qwen2Config,
+  'qwen3': transformers.Qwen3Config,
+  'mixtral': transformers.MixtralConfig,
+  'qwen2_moe': transformers.Qwen2MoeConfig,
+  'qwen3_moe': transformers.Qwen3MoeConfig,
+  't5gemma': transformers.T5GemmaConfig,
+  't5gemma2': transformers.T5Gemma2Config,
+}
+# Text of published Gemma 3 4B, whole.
+GEMMA3_4B = {
+  'hidden_size': 2560,
+  'intermediate_size': 10240,
+  'model_type': 'gemma3_text',
+  'num_hidden_layers': 34,
+  'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
+  'sliding_window': 1024,
+}
+
+
+def read(raw):
+  """The stacks of a config.json; a window that no layer has does not count."""
+  model, _ = model_configs.model_from_raw(raw)
+  return {
+    name: stack
+    if 'local' in stack.pattern
+    else dataclasses.replace(stack, window=1)
+    for name, stack in model.stacks.items()
+  }
+
+
+def without(raw, path):
+  """The object without the field at a path."""
+  name, *rest = path
+  if rest:
+    return {**raw, name: without(raw[name], rest)}
+  return {key: value for key, value in raw.items() if key != name}
+
+
+def paths_of(raw, parts=('encoder', 'decoder', 'text_config')):
+  """Every field that a family has a default for, where it is in an object."""
+  known = {'rope_parameters', 'rope_scaling', 'layer_types'}.union(
+    *class_defaults.DEFAULTS.values()
+  )
+  for name, value in raw.items():
+    if name in parts:
+      yield from ((name, *rest) for rest in paths_of(value))
+    elif name in known:
+      yield (name,)
+
+
+def test_every_family_is_compared():
+  expected = {*families.FAMILIES, *model_configs.PAIRS}
+  assert set(CLASSES) == expected
+
+
+@pytest.mark.parametrize('model_type', CLASSES)
+def test_each_field_left_out(model_type):
+  whole = CLASSES[model_type]().to_dict()
+  paths = list(paths_of(whole))
+  assert len(paths) > 10
+  for path in paths:
+    reduced = without(whole, path)
+    expected = CLASSES[model_type](**reduced).to_dict()
+    assert read(reduced) == read(expected), path
+
+
+@pytest.mark.parametrize('model_type', families.FAMILIES)
+def test_all_fields_left_out(model_type):
+  expected = CLASSES[model_type]().to_dict()
+  assert read({'model_type': model_type}) == read(expected)
+
+
+@pytest.mark.parametrize(
+  'rope',
+  [
+    {'full_attention': {'rope_type': 'linear', 'factor': 2.0}},
+    {
+      'full_attention': {'rope_type': 'default', 'rope_theta': 5e5},
+      'sliding_attention': {'rope_type': 'default'},
+    },
+    {},
+  ],
+)
+def test_rotary_fields_left_out(rope):
+  raw = {'model_type': 'gemma3_text', 'rope_parameters': rope}
+  expected = transformers.Gemma3TextConfig(rope_parameters=dict(rope)).to_dict()
+  assert read(raw) == read(expected)
+
+
+def test_published_gemma3_4b():
+  raw = {
+    'model_type': 'gemma3',
+    'text_config': GEMMA3_4B,
+    'vision_config': {'model_type': 'siglip_vision_model'},
+  }
+  expected = transformers.Gemma3Config(**raw).to_dict()
+  found = read(raw)
+  assert found == read(expected)
+  stack = found['decoder']
+  assert (stack.heads, stack.kv_heads, stack.head_dim) == (8, 4, 256)
