@@ -106,7 +106,10 @@ def place_model(
   try:
     where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
-    raise errors.UserError(str(error)) from error
+    raise errors.UserError(
+      f'{error} Change config.mesh, or'
+      ' config.model.*.vocab_multiple if it is the vocabulary.'
+    ) from error
   return where
 
 
