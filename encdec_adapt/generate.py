@@ -1,4 +1,4 @@
-"""Continues prompts with a trained model: text in, text out.
+r"""Continues prompts with a trained model: text in, text out.
 
     python -m encdec_adapt.generate --checkpoint=runs/adapted \
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]

@@ -235,6 +235,25 @@ def tokenizer_files(
   return files
 
 
+def added_note(opened: vocabularies.Opened | None) -> str:
+  """What to say where tokenizer files lack ids that the model has; or ''.
+
+  Args:
+    opened: the vocabularies of the model.
+  """
+  added = opened.decoder.added if opened else ()
+  if not added:
+    return ''
+  names = [opened.decoder.piece(i) for i in added]
+  sentinels = sum(name.startswith('<sentinel_') for name in names)
+  return (
+    f'{len(added)} tokens, {names[0]} to {names[-1]}, have the ids'
+    f' {added[0]} to {added[-1]}, which no tokenizer file has: they were added'
+    f' by config.data.add_sentinels={sentinels}. Set it again when this model'
+    ' is trained on.'
+  )
+
+
 def vocabulary_files(
   one: vocabulary.Vocabulary,
 ) -> dict[str, pathlib.Path]:

@@ -1,5 +1,6 @@
 """The public commands as a user gives them, on a tiny job."""
 
+import importlib
 import json
 import os
 import re
@@ -8,7 +9,9 @@ import shutil
 import jax
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, train
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors, metrics
 from encdec_adapt.training import checkpoint
 from tests import tiny
@@ -63,7 +66,10 @@ def adapted(folder, pairs, decoder):
 
 def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   coverage = json.loads((adapted / 'coverage.json').read_text())
-  assert coverage
+  count = parameters.count(config_lib.load_run(str(adapted)).model)
+  # A balanced pair takes everything from its source.
+  found = {'copied': count, 'fresh': 0, 'constant': 0}
+  assert coverage['parameters'] == found
   summary = json.loads((adapted / 'summary.json').read_text())
   assert summary['steps'] == 4
   own, source = (
@@ -188,6 +194,15 @@ GEMMA = (
   '--config.init.encoder=a',
   '--config.mesh.fsdp=8',
 )
+
+
+@pytest.mark.parametrize(
+  'name', ['convert', 'evaluate', 'generate', 'materialize', 'plan', 'train']
+)
+def test_help_breaks_its_lines(name):
+  main = importlib.import_module(f'encdec_adapt.{name}')
+  assert ' \\\n' in main.__doc__
+  assert max(map(len, main.__doc__.split('\n'))) <= 80
 
 
 def test_print_config_shows_what_flags_have_changed(capsys):

@@ -18,6 +18,7 @@ from encdec_adapt import evaluate, generate, train
 from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.training import checkpoint
 from tests import tiny
@@ -90,6 +91,10 @@ def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
   assert source_lib.open_source(adapted).step == 0
   settings = config_lib.load_run(str(adapted))
   assert settings.model.encoder.role == 'bidirectional'
+  # Rows of the tables that no token has are not counted.
+  assert settings.model.decoder.table_rows == 512
+  count = parameters.count(settings.model)
+  assert sum(account['parameters'].values()) == count
   cross = 'decoder/layers/1/cross_attention/query'
   assert account['target'][cross]['leaf'] == 'decoder/layers/1/attention/query'
 
@@ -179,6 +184,22 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert 'convert import` of `gemma`' in card
   assert convert_('verify', workdir, output, folders.ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+
+
+def test_a_card_says_which_ids_no_tokenizer_has(folder, imported):
+  workdir = shutil.copytree(imported, folder / 'with_sentinels')
+  config = json.loads((workdir / 'config.json').read_text())
+  config['data']['add_sentinels'] = 2
+  (workdir / 'config.json').write_text(json.dumps(config))
+  for run, is_said in ((workdir, True), (imported, False)):
+    output = folder / f'{run.name}_card'
+    assert convert_('export', f'--checkpoint={run}', f'--output={output}') == 0
+    card = (output / 'README.md').read_text()
+    words = (
+      '2 tokens, <sentinel_0> to <sentinel_1>, have the ids 400 to 401, which'
+      ' no tokenizer file has: they were added by config.data.add_sentinels=2.'
+    )
+    assert (words in card) == is_said
 
 
 def test_a_pair_comes_back_from_its_folder(folder, adapted):
