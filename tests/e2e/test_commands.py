@@ -1,5 +1,6 @@
 """The public commands as a user gives them, on a tiny job."""
 
+import functools
 import importlib
 import json
 import os
@@ -12,31 +13,15 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, train
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import command, errors, metrics
+from encdec_adapt.runtime import errors, metrics
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('commands')
-
-
-@pytest.fixture(scope='module')
-def pairs(folder):
-  """Flags of an encoder-decoder job."""
-  return tiny.make_records(folder)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-  monkeypatch.chdir(tiny.ROOT)
-
-
-def _train(*flags) -> int:
-  return train.main(command.parse(train.define_flags, flags))
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
+_train = functools.partial(tiny.call, train)
 
 
 @pytest.fixture(scope='module')
@@ -106,7 +91,7 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
     f'--checkpoint={decoder}',
     f'--records={folder}/prefix_lm/eval',
   ]
-  assert evaluate.main(command.parse(evaluate.define_flags, flags)) == 0
+  assert tiny.call(evaluate, *flags) == 0
   pair, alone = (
     json.loads((run / evaluate.FILE).read_text()) for run in (adapted, decoder)
   )
@@ -127,7 +112,7 @@ def test_generate_continues_every_prompt(folder, adapted, decoder):
       '--max_tokens=4',
       f'--output={output}',
     ]
-    assert generate.main(command.parse(generate.define_flags, flags)) == 0
+    assert tiny.call(generate, *flags) == 0
     samples = json.loads(output.read_text())
     assert [s['prompt'] for s in samples] == ['the quick brown', 'two cats']
 

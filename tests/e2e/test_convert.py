@@ -4,6 +4,7 @@ Hugging Face folders are made by our own exporter; that transformers reads and
 writes the same is the business of tests/parity.
 """
 
+import functools
 import json
 import os
 import re
@@ -28,7 +29,8 @@ pytestmark = [
   pytest.mark.e2e,
   pytest.mark.usefixtures('in_the_repository'),
 ]
-convert_ = folders.convert_
+convert_ = tiny.convert
+_train = functools.partial(tiny.call, train)
 
 
 def test_an_imported_folder_is_a_run(folder, gemma, imported):
@@ -47,9 +49,9 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
     '--max_tokens=2',
     f'--output={folder}/out.json',
   ]
-  assert generate.main(command.parse(generate.define_flags, flags)) == 0
+  assert tiny.call(generate, *flags) == 0
   flags = [f'--checkpoint={moved}', f'--records={folder}/causal_lm/eval']
-  assert evaluate.main(command.parse(evaluate.define_flags, flags)) == 0
+  assert tiny.call(evaluate, *flags) == 0
   assert json.loads((moved / evaluate.FILE).read_text())['eval_loss'] > 0
 
 
@@ -149,10 +151,6 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   convert_('export', f'--checkpoint={folder}/own_run', f'--output={again}')
   for name in ('model.safetensors', 'config.json'):
     assert (again / name).read_bytes() == (output / name).read_bytes()
-
-
-def _train(*flags) -> int:
-  return train.main(command.parse(train.define_flags, flags))
 
 
 def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):

@@ -12,7 +12,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import evaluate, generate
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.e2e import folders
@@ -56,7 +56,7 @@ def test_a_mesh_over_which_heads_do_not_divide_is_refused(odd):
 
 def _generate(output, *argv):
   flags = [*map(str, argv), '--max_tokens=9', f'--output={output}']
-  assert generate.main(command.parse(generate.define_flags, flags)) == 0
+  assert tiny.call(generate, *flags) == 0
   (sample,) = json.loads(output.read_text())
   return sample
 
@@ -95,7 +95,7 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
 def test_generate_needs_a_tokenizer(wide):
   flags = [f'--checkpoint={wide}', '--prompt=x']
   with pytest.raises(errors.UserError, match='has no tokenizer'):
-    generate.main(command.parse(generate.define_flags, flags))
+    tiny.call(generate, *flags)
 
 
 def test_evaluate_asks_for_an_import(gemma, folder):
@@ -104,7 +104,7 @@ def test_evaluate_asks_for_an_import(gemma, folder):
   with pytest.raises(
     errors.UserError, match='is a Hugging Face folder.*import'
   ):
-    evaluate.main(command.parse(evaluate.define_flags, flags))
+    tiny.call(evaluate, *flags)
 
 
 def test_importing_the_package_is_light():
