@@ -64,12 +64,8 @@ def _model(args):
     return opened.model, 0, opened.vocabularies
   encoder = _open(args['encoder'])
   decoder = _open(args['decoder']) if args['decoder'] else encoder
-  for name, opened in (('encoder', encoder), ('decoder', decoder)):
-    if not isinstance(opened.model, model_config.DecoderOnlyConfig):
-      raise errors.UserError(
-        f'{name}={args[name]} is an encoder-decoder; adaptation starts from'
-        ' decoder-only models.'
-      )
+  for opened in (encoder, decoder):
+    source.require_decoder_only(opened)
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
   pair = model_configs.pair_of(*stacks, target=args['target'])

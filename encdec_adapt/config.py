@@ -169,7 +169,7 @@ def load_run(workdir: str) -> Settings:
   """The settings with which the run in a folder was made.
 
   Raises:
-    UserError: the folder holds no run.
+    UserError: the folder holds no run, but perhaps a Hugging Face folder.
   """
   path = pathlib.Path(workdir) / RUN_CONFIG
   if not path.exists():
@@ -177,7 +177,13 @@ def load_run(workdir: str) -> Settings:
       f'{workdir} is not the work directory of a training job: it has no'
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
-  saved = ml_collections.ConfigDict(json.loads(path.read_text()))
+  content = json.loads(path.read_text())
+  if 'model_type' in content:
+    raise errors.UserError(
+      f'{workdir} is a Hugging Face folder, and this needs the work directory'
+      ' of a training job; make one of it with `convert import`.'
+    )
+  saved = ml_collections.ConfigDict(content)
   try:
     return load(saved, str(workdir))
   except AttributeError as error:  # Of sections that are read key by key.

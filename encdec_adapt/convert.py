@@ -1,4 +1,4 @@
-"""Models in and out: Hugging Face folders, our checkpoints, and between them.
+r"""Models in and out: Hugging Face folders, our checkpoints, and between them.
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
@@ -6,8 +6,9 @@
     python -m encdec_adapt.convert export --checkpoint=CKPT --output=HF_DIR
     python -m encdec_adapt.convert inspect PATH
     python -m encdec_adapt.convert diff A B
-    python -m encdec_adapt.convert merge A B ... --output=CKPT
-    python -m encdec_adapt.convert verify A B
+    python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
+      --output=CKPT
+    python -m encdec_adapt.convert verify A B [--tokens=FILE]
 
 SRC, A, B and PATH are Hugging Face folders or work directories of ours. CKPT
 is a work directory as training leaves one, with a checkpoint of step 0.

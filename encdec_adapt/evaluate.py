@@ -1,4 +1,4 @@
-"""Loss per target token of trained models on one set of held-out records.
+r"""Loss per target token of trained models on one set of held-out records.
 
     python -m encdec_adapt.evaluate --checkpoint=runs/adapted \
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval

@@ -1,18 +1,20 @@
-"""Continues prompts with a trained model: text in, text out.
+r"""Continues prompts with a trained model: text in, text out.
 
     python -m encdec_adapt.generate --checkpoint=runs/adapted \
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]
 
+The model is the newest checkpoint of a training job, or a Hugging Face folder.
 An encoder-decoder reads the prompt with its encoder, as in PrefixLM training;
 a decoder-only model continues it. With --chat a prompt is what a user says,
 and the model answers in the format of its vocabulary (`data/chat.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 import time
+from typing import Any
 
 from absl import flags
 import jax
@@ -22,8 +24,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.data import chat as chat_lib
 from encdec_adapt.data import vocabularies, vocabulary
+from encdec_adapt.exchange import facade, origin
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.models import build
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
@@ -76,6 +81,23 @@ class Continuation:
   ended: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """What continues prompts.
+
+  Attributes:
+    model: from `models.build`.
+    params: its parameters.
+    vocabularies: of its sides.
+    special_ids: as `origin.special_ids` gives them.
+  """
+
+  model: build.Model
+  params: Any
+  vocabularies: vocabularies.Opened
+  special_ids: Mapping[str, Any]
+
+
 @dataclasses.dataclass
 class Timing:
   """Seconds spent so far: compiling apart from generating."""
@@ -88,7 +110,10 @@ def define_flags(values: flags.FlagValues) -> None:
   """The flags of this command."""
   define = dict(flag_values=values)
   flags.DEFINE_string(
-    'checkpoint', None, 'Work directory of a training job.', **define
+    'checkpoint',
+    None,
+    'Work directory of a training job, or a Hugging Face folder.',
+    **define,
   )
   flags.DEFINE_multi_string(
     'prompt', [], 'Text to continue; may be repeated.', **define
@@ -130,13 +155,11 @@ def main(values: flags.FlagValues) -> int:
   )
   if values.output:
     _check_writable(values.output)
-  model, params, opened = load(values.checkpoint)
+  loaded = load(values.checkpoint)
 
   timing = Timing()
   done = []
-  for result in continue_prompts(
-    model, params, opened, prompts, options, timing
-  ):
+  for result in continue_prompts(loaded, prompts, options, timing):
     done.append(result)
     end = 'ended' if result.ended else 'cut'
     print(f'--- prompt {len(done)} of {len(prompts)}\n{result.prompt}')
@@ -203,16 +226,38 @@ def read_prompts(
   return prompts
 
 
-def load(workdir: str):
-  """Opens the newest checkpoint of a training job, on one device.
+def load(path: str) -> Loaded:
+  """Opens a Hugging Face folder, or the newest checkpoint of a training job.
 
-  Returns:
-    The model, its parameters and its vocabularies.
+  On one device.
+
+  Args:
+    path: the folder, or the job's work directory.
 
   Raises:
-    UserError: there is no job, no sound checkpoint or no vocabulary, or it is
-      not that of the checkpoint.
+    UserError: there is no model, no sound checkpoint or no vocabulary, or it
+      is not that of the checkpoint.
   """
+  read = _load_folder if source_lib.is_folder(path) else _load_run
+  model, params, opened = read(path)
+  special = origin.special_ids(origin.folders(path), opened)
+  return Loaded(model, params, opened, special)
+
+
+def _load_folder(path: str):
+  loaded = facade.load(path)
+  if loaded.vocabularies is None:
+    raise errors.UserError(
+      f'{path} has no tokenizer, so there is nothing to read prompts with; put'
+      ' its tokenizer.model or tokenizer.json beside the weights.'
+    )
+  opened = loaded.vocabularies.open()
+  for side, stack in loaded.config.stacks.items():
+    vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
+  return loaded.model, loaded.params, opened
+
+
+def _load_run(workdir: str):
   settings = config_lib.load_run(workdir)
   opened = settings.data.vocabularies.open()
   found = checkpoint.open_latest(workdir)
@@ -226,9 +271,7 @@ def load(workdir: str):
 
 
 def continue_prompts(
-  model,
-  params,
-  opened: vocabularies.Opened,
+  loaded: Loaded,
   prompts: Sequence[Prompt],
   options: Options,
   timing: Timing,
@@ -236,9 +279,7 @@ def continue_prompts(
   """Yields the continuation of each prompt, in order.
 
   Args:
-    model: from `models.build`.
-    params: its parameters.
-    opened: the model's vocabularies.
+    loaded: the model.
     prompts: what is continued.
     options: what is asked.
     timing: is added to.
@@ -246,16 +287,13 @@ def continue_prompts(
   Raises:
     UserError: a chat is asked for and a vocabulary has no template.
   """
+  model, opened = loaded.model, loaded.vocabularies
   has_encoder = 'encoder' in model.config.stacks
   reader = opened.encoder if has_encoder else opened.decoder
-  ends = [opened.decoder.eos]
+  ends = list(loaded.special_ids['eos'])
   if options.chat:
     ends.append(chat_lib.end_of_turn(opened.decoder))
-  special = {
-    'bos': opened.decoder.bos,
-    'eos': np.array(ends, np.int32),
-    'pad': opened.decoder.pad,
-  }
+  special = {**loaded.special_ids, 'eos': np.array(ends, np.int32)}
   size = min(options.batch_size, len(prompts))
   compiled = {}
   for start in range(0, len(prompts), size):
@@ -273,7 +311,7 @@ def continue_prompts(
       began = time.perf_counter()
       compiled[shape] = generation.generate.lower(
         model,
-        params,
+        loaded.params,
         *rows,
         **dynamic,
         max_tokens=options.max_tokens,
@@ -281,7 +319,7 @@ def continue_prompts(
       ).compile()
       timing.compiling += time.perf_counter() - began
     began = time.perf_counter()
-    result = jax.device_get(compiled[shape](params, *rows, **dynamic))
+    result = jax.device_get(compiled[shape](loaded.params, *rows, **dynamic))
     timing.generating += time.perf_counter() - began
     for text, tokens, length in zip(
       texts, result.tokens, result.lengths, strict=False

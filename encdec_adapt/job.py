@@ -106,7 +106,10 @@ def place_model(
   try:
     where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
-    raise errors.UserError(str(error)) from error
+    raise errors.UserError(
+      f'{error} Change config.mesh, or'
+      ' config.model.*.vocab_multiple if it is the vocabulary.'
+    ) from error
   return where
 
 
@@ -221,7 +224,7 @@ def check_sources(settings: config_lib.Settings) -> None:
     _open(settings, settings.teacher)
   if init.mode in ('adapt', 'embeddings'):
     for source in sources:
-      _require_decoder_only(source)
+      source_lib.require_decoder_only(source)
   if init.mode == 'adapt':
     plan.make_plan(
       settings.model,
@@ -238,14 +241,6 @@ def check_sources(settings: config_lib.Settings) -> None:
     if (source.path, own) not in seen:
       seen.add((source.path, own))
       vocabulary_checks.check_source(settings, source, side)
-
-
-def _require_decoder_only(source: source_lib.Source) -> None:
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{source.path} is an encoder-decoder; adaptation starts from'
-      ' decoder-only models.'
-    )
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:

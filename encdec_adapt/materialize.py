@@ -1,4 +1,4 @@
-"""Makes vocabulary and records from text, ahead of training.
+r"""Makes vocabulary and records from text, ahead of training.
 
     python -m encdec_adapt.materialize --config=configs/quickstart.py \
       --workdir=runs/quickstart [--passes=3] [--only=train] \

@@ -1,4 +1,4 @@
-"""Says what a configuration costs on hardware that is not here.
+r"""Says what a configuration costs on hardware that is not here.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]

@@ -1,4 +1,4 @@
-"""Trains a model: configuration, mesh, data, state, loop.
+r"""Trains a model: configuration, mesh, data, state, loop.
 
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/adapted [--config.train.steps=500]

@@ -9,11 +9,13 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
 from flax import traverse_util
 import jax
 import numpy as np
 
+from encdec_adapt import convert as commands
 from encdec_adapt.data import (
   batch,
   loader,
@@ -21,6 +23,7 @@ from encdec_adapt.data import (
   vocabularies,
   vocabulary_training,
 )
+from encdec_adapt.runtime import command
 from encdec_adapt.training import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -180,6 +183,16 @@ def environment(devices: int = 1) -> dict[str, str]:
     ),
     'PYTHONUNBUFFERED': '1',
   }
+
+
+def call(main: types.ModuleType, *argv) -> int:
+  """Runs a command with flags only in this process; returns its status."""
+  return main.main(command.parse(main.define_flags, [str(a) for a in argv]))
+
+
+def convert(*argv) -> int:
+  """Runs `convert` in this process; returns its status."""
+  return command.run_subcommand('', commands.COMMANDS, [str(a) for a in argv])
 
 
 def start(

@@ -38,7 +38,7 @@ TOKENIZER_CONFIG = {
   },
   'qwen': {
     'bos_token': None,
-    'eos_token': {'content': '<|im_end|>'},
+    'eos_token': {'__type': 'AddedToken', 'content': '<|im_end|>'},
     'pad_token': '<|endoftext|>',
   },
   'gemma': {name[1:-1] + '_token': name for name in GEMMA[:4]},

@@ -65,6 +65,8 @@ class Coverage:
     unused: by name of the source, leaf to the reason why it is not used.
     changes: settings in which the new model differs from its sources though
       its weights are theirs, such as a bidirectional encoder.
+    padding: parameters of a leaf that no token has (`parameters.padding`);
+      they are not counted.
   """
 
   target: Shapes
@@ -72,6 +74,7 @@ class Coverage:
   sources: Mapping[str, Shapes]
   unused: Mapping[str, Mapping[str, str]]
   changes: tuple[str, ...] = ()
+  padding: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def used(self, source: str) -> dict[str, list[str]]:
     """Leaf of `source` to the leaves of the new model that it filled."""
@@ -85,7 +88,8 @@ class Coverage:
     """Numbers of parameters by how they were filled."""
     counts = {'copied': 0, 'fresh': 0, 'constant': 0}
     for leaf, fill in self.filled.items():
-      counts[fill.how] += math.prod(self.target[leaf])
+      size = math.prod(self.target[leaf]) - self.padding.get(leaf, 0)
+      counts[fill.how] += size
     return counts
 
   def check(self) -> None:

@@ -125,6 +125,7 @@ def from_scratch(
     filled={name: coverage_lib.Fill('fresh') for name in names},
     sources={},
     unused={},
+    padding=parameters.padding(target),
   )
   account.check()
   return parameters.init(target, rng), account

@@ -8,7 +8,7 @@ from typing import Literal
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import steps as steps_lib
-from encdec_adapt.models import block
+from encdec_adapt.models import block, parameters
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.runtime import errors
@@ -119,6 +119,7 @@ def make_plan(
       side.source: _unused(side, filled, target) for side in sides.values()
     },
     changes=_changes(target, sides.values()),
+    padding=parameters.padding(target),
   )
   account.check()
   return account

@@ -211,6 +211,8 @@ def _named(beside: list[pathlib.Path]) -> dict[str, str | int]:
       if file.name == _MODEL_CONFIG:
         value = content.get(f'{role}_token_id')
         value = value[0] if isinstance(value, list) and value else value
+        if type(value) is int and value < 0:  # Old Llamas' -1 for none.
+          value = None
       else:
         value = content.get(f'{role}_token')
         value = value.get('content') if isinstance(value, dict) else value

@@ -146,6 +146,11 @@ class Vocabulary(abc.ABC):
     self.size = ids.stop
 
   @property
+  def added(self) -> range:
+    """Ids that were added at its end; no file of it has them."""
+    return range(self._own_size, self.size)
+
+  @property
   def ids(self) -> batch.SideIds:
     """What a side of a row is framed with."""
     return batch.SideIds(self.pad, self.eos, self.bos)

@@ -80,11 +80,7 @@ def _open_decoder_only(
   path: str, values: flags.FlagValues
 ) -> source_lib.Source:
   source = conversions.open_source(path, values)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'{path} is an encoder-decoder; adaptation starts from decoder-only'
-      ' models.'
-    )
+  source_lib.require_decoder_only(source)
   conversions.print_unused(source)
   return source
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -45,7 +46,7 @@ class LoadedModel:
   model: build.Model
   params: Any
   vocabularies: vocabularies.Choice | None
-  find_special_ids: Callable[[], Mapping[str, int]]
+  find_special_ids: Callable[[], Mapping[str, Any]]
 
   @property
   def config(self) -> model_config.ModelConfig:
@@ -53,10 +54,11 @@ class LoadedModel:
     return self.model.config
 
   @property
-  def special_ids(self) -> Mapping[str, int]:
-    """`bos`, `eos` and `pad` of the decoder.
+  def special_ids(self) -> Mapping[str, Any]:
+    """`bos` and `pad` of the decoder, ids, and `eos`, a tuple of ids.
 
-    As far as its vocabulary or the config.json that it came with says them.
+    As far as its vocabulary, or the config.json or generation config that it
+    came with, says them.
     """
     return self.find_special_ids()
 
@@ -126,7 +128,7 @@ class LoadedModel:
       seed: of all draws.
       bos: first token of an encoder-decoder's decoder. These three are
         `special_ids` unless they are given.
-      eos: token that ends a row, or several of them.
+      eos: token that ends a row, or several of them, any of which does.
       pad: token after the end.
 
     Raises:
@@ -171,21 +173,35 @@ def load(
     path: the folder.
     dtype: of activations and products.
     mesh: where parameters are sharded (`sharding.mesh.make_mesh`); None for
-      this process's first device.
+      this process's first device. A folder's tables are padded to divide.
     encoder_window: 'exclusive' (the authors' rule) or 'inclusive'
       (transformers 5.23, eager) in a T5Gemma folder.
 
   Raises:
-    UserError: there is no model, or it is damaged or unsupported.
+    UserError: there is no model, it is damaged or unsupported, or it does not
+      divide over the mesh.
   """
-  source = source_lib.open_source(path, encoder_window=encoder_window)
   if mesh is None:
     mesh = mesh_lib.make_mesh(
       mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
     )
-  where = state_lib.Placement(
-    build.build(source.model, dtype=dtype), mesh, rules_lib.named('fsdp')
+  rules = rules_lib.named('fsdp')
+  shards = math.prod(mesh.shape[axis] for axis in rules.vocab)
+  source = source_lib.open_source(
+    path,
+    encoder_window=encoder_window,
+    vocab_multiple=shards if shards > 1 else None,
   )
+  where = state_lib.Placement(
+    build.build(source.model, dtype=dtype), mesh, rules
+  )
+  try:
+    where.parameters  # noqa: B018  Checks divisibility.
+  except ValueError as error:
+    raise errors.UserError(
+      f'{path} cannot be loaded on this mesh: {error} Give another mesh'
+      ' (`sharding.mesh.make_mesh`), or None for one device.'
+    ) from error
   return LoadedModel(
     where.model,
     source.read(where),
@@ -194,13 +210,9 @@ def load(
   )
 
 
-def _special_ids(source: source_lib.Source) -> dict[str, int]:
-  """Of the decoder's vocabulary, else of config.json."""
-  if source.vocabularies:
-    return dataclasses.asdict(source.vocabularies.open().decoder.ids)
-  fields = origin.config_fields(origin.folders(source.path))['decoder']
-  names = {name: f'{name}_token_id' for name in ('bos', 'eos', 'pad')}
-  return {n: fields[field] for n, field in names.items() if field in fields}
+def _special_ids(source: source_lib.Source) -> dict[str, Any]:
+  opened = source.vocabularies.open() if source.vocabularies else None
+  return origin.special_ids(origin.folders(source.path), opened)
 
 
 def _framed(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

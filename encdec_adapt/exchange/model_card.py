@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.exchange import inspection, work_folder
+from encdec_adapt.exchange import inspection, origin, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
@@ -56,6 +56,7 @@ def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
     '',
     *_history(source.path, source.step),
     '',
+    *_tokenizer(source),
     _LOAD,
   ]
   if own:
@@ -88,6 +89,13 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
     yield f'| {name} | ' + ' | '.join(values) + ' |'
   sizes = [str(stack.vocab_size) for stack in model.stacks.values()]
   yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
+
+
+def _tokenizer(source: source_lib.Source) -> Iterator[str]:
+  """What its files do not say."""
+  opened = source.vocabularies.open() if source.vocabularies else None
+  if note := origin.added_note(opened):
+    yield from ('## Tokenizer', '', note, '')
 
 
 def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:

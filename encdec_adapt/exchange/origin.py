@@ -153,6 +153,40 @@ def config_fields(
   return fields
 
 
+def special_ids(
+  found: Folders, opened: vocabularies.Opened | None
+) -> dict[str, Any]:
+  """What a decoder's text is framed with, and all the tokens that end it.
+
+  A vocabulary has one EOS. A model that was tuned to converse ends its turns
+  with others, which its config.json or generation config lists.
+
+  Args:
+    found: as `folders` gives them.
+    opened: the vocabularies, which say `bos` and `pad` where there are any.
+
+  Returns:
+    `bos` and `pad`, ids; `eos`, a tuple of ids. Those that are known.
+
+  Raises:
+    UserError: a kept file is damaged.
+  """
+  kept = config_fields(found)['decoder']
+  generation = generation_config(found, {'decoder': kept}, is_pair=False)
+  ids = {name: kept.get(f'{name}_token_id') for name in ('bos', 'pad')}
+  ends = [kept.get('eos_token_id'), generation.get('eos_token_id')]
+  if opened:
+    ids |= {'bos': opened.decoder.bos, 'pad': opened.decoder.pad}
+    ends.insert(0, opened.decoder.eos)
+  known: dict[str, Any] = {
+    name: i for name, i in ids.items() if _is_token(i, name)
+  }
+  each = [i for end in ends for i in (end if isinstance(end, list) else [end])]
+  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i, 'eos'))):
+    known['eos'] = eos
+  return known
+
+
 def generation_config(
   found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
 ) -> dict[str, Any]:
@@ -201,6 +235,25 @@ def tokenizer_files(
   return files
 
 
+def added_note(opened: vocabularies.Opened | None) -> str:
+  """What to say where tokenizer files lack ids that the model has; or ''.
+
+  Args:
+    opened: the vocabularies of the model.
+  """
+  added = opened.decoder.added if opened else ()
+  if not added:
+    return ''
+  names = [opened.decoder.piece(i) for i in added]
+  sentinels = sum(name.startswith('<sentinel_') for name in names)
+  return (
+    f'{len(added)} tokens, {names[0]} to {names[-1]}, have the ids'
+    f' {added[0]} to {added[-1]}, which no tokenizer file has: they were added'
+    f' by config.data.add_sentinels={sentinels}. Set it again when this model'
+    ' is trained on.'
+  )
+
+
 def vocabulary_files(
   one: vocabulary.Vocabulary,
 ) -> dict[str, pathlib.Path]:
@@ -208,6 +261,16 @@ def vocabulary_files(
   if len(one.files) == 1 and one.files[0].suffix != '.json':
     return {vocabularies.SENTENCEPIECE: one.files[0]}
   return {file.name: file for file in one.files if file.name in TOKENIZER}
+
+
+def _is_token(value: Any, name: str) -> bool:
+  """Whether an id of a config is there; old Llamas have -1 for none."""
+  if value is not None and type(value) is not int:
+    raise errors.UserError(
+      f'{name}_token_id of the model is {value!r}, and an id is a number;'
+      f' mend its {folder_lib.CONFIG} or {GENERATION}.'
+    )
+  return value is not None and value >= 0
 
 
 def _tokenizer(folder: pathlib.Path) -> dict[str, pathlib.Path]:

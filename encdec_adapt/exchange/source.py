@@ -122,6 +122,19 @@ def vocabularies_of_pair(
   return dataclasses.replace(own, encoder=theirs.decoder)
 
 
+def require_decoder_only(source: Source) -> None:
+  """Refuses what cannot be adapted.
+
+  Raises:
+    UserError: it is an encoder-decoder.
+  """
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'{source.path} is an encoder-decoder; adaptation starts from'
+      ' decoder-only models.'
+    )
+
+
 def is_folder(path: str | os.PathLike[str]) -> bool:
   """Whether a Hugging Face folder is meant, not a work directory.
 

@@ -103,6 +103,17 @@ def count(config: ModelConfig) -> int:
   return sum(part.total for part in count_by_stack(config).values())
 
 
+def padding(config: ModelConfig) -> dict[str, int]:
+  """Path of each table with padding rows -> how many parameters they have."""
+  sizes = {}
+  for path, info in parameter_table(config).items():
+    stack_config = config.stacks[path.split('/')[0]]
+    if path.endswith('/table') and info.shape[0] > stack_config.vocab_size:
+      rows = info.shape[0] - stack_config.vocab_size
+      sizes[path] = rows * stack_config.width
+  return sizes
+
+
 def count_active(config: ModelConfig) -> int:
   """Parameters that a token meets: all but the experts it does not take."""
   idle = 0
@@ -120,12 +131,10 @@ def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
     name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
     for name in config.stacks
   }
+  unused = padding(config)
   for path, info in parameter_table(config).items():
     stack_name, *parts = path.split('/')
-    size = math.prod(info.shape)
-    if parts[-1] == 'table':
-      stack_config = config.stacks[stack_name]
-      size = stack_config.vocab_size * stack_config.width
+    size = math.prod(info.shape) - unused.get(path, 0)
     if parts[0] in ('embedder', 'head'):
       part = 'head' if parts[0] == 'head' else 'embedding'
     elif block.CROSS.keys() & set(parts):

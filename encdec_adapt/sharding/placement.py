@@ -52,8 +52,7 @@ def parameter_shardings(
       if size % shards:
         raise ValueError(
           f'{path}: dimension {logical!r} of {size} does not divide into'
-          f' {shards} shards (mesh axes {axes}); change config.mesh, or'
-          ' config.model.*.vocab_multiple if it is the vocabulary.'
+          f' {shards} shards (mesh axes {axes}).'
         )
     shardings[path] = NamedSharding(mesh, spec(rules, *info.axes))
   return shardings

@@ -2,16 +2,16 @@
 
 import dataclasses
 
-from flax import traverse_util
 import jax
 import numpy as np
 import pytest
 
 from encdec_adapt.adaptation import initialise
-from encdec_adapt.models import build, leaves
+from encdec_adapt.models import build
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.training import objectives, optimizers, schedules
 from encdec_adapt.training import state as state_lib
+from tests.adaptation import sources
 from tests.training import conftest as training
 
 STACK = dataclasses.replace(
@@ -37,19 +37,12 @@ def adapted():
   return params, made, coverage
 
 
-def by_name(config, params):
-  flat = traverse_util.flatten_dict(params, sep='/')
-  return {
-    name: np.asarray(
-      flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
-    )
-    for name, leaf in leaves.leaves_of(config).items()
-  }
-
-
 def test_every_expert_is_copied_into_both_stacks(adapted):
   params, made, coverage = adapted
-  source, target = by_name(SOURCE, params), by_name(TARGET, made)
+  source, target = (
+    sources.by_name(SOURCE, params),
+    sources.by_name(TARGET, made),
+  )
   names = [name for name in source if '/experts/' in name]
   # Router, three kernels, three of the shared one, in the second layer.
   assert len(names) == 7

@@ -45,7 +45,10 @@ def test_exchange(tmp_path):
   )
   rows = {row['what']: row for row in content['rows']}
   assert list(rows) == ['copy', 'import', 'export']
-  assert all(row['peak GB'] > 0 for row in rows.values())
+  # Ours import jax, which a copy does not; none holds more than a few GB.
+  peaks = {name: row['peak GB'] for name, row in rows.items()}
+  assert 0.005 < peaks['copy'] < 0.1 < peaks['import'] < 8
+  assert peaks['copy'] < peaks['export'] < 8
   assert not list(tmp_path.iterdir())
 
 

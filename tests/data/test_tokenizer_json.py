@@ -195,6 +195,16 @@ def test_other_files_name_special_tokens(tmp_path, name, content):
   assert [file.name for file in named.files] == ['tokenizer.json', name]
 
 
+def test_a_negative_id_names_none(tmp_path):
+  """As the first Llamas' config.json says that they have no padding."""
+  folder = tiny_tokenizers.save(
+    tmp_path / 'a', 'llama2', TEXTS, SIZE, config=False
+  )
+  plain = vocabularies.open_vocabulary(folder)
+  (folder / 'config.json').write_text('{"pad_token_id": -1}')
+  assert vocabularies.open_vocabulary(folder).ids == plain.ids
+
+
 @pytest.mark.parametrize(
   'files, message',
   [

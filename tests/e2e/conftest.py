@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from tests.e2e import folders
 
-convert_ = folders.convert_
+convert_ = tiny.convert
 
 
 @pytest.fixture(scope='module')

@@ -10,11 +10,9 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from encdec_adapt import convert
 from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import command
 from tests import tiny
 
 # The model of `tiny.flags`.
@@ -52,10 +50,6 @@ LLAMA = dict(
 ROUNDED = '--tolerance=1e-5'
 IDS = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
 FIELDS = {'decoder': {**IDS, 'max_position_embeddings': 77}}
-
-
-def convert_(*argv) -> int:
-  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
 
 
 def make_folder(path, shape, vocabulary=None, seed=0):

@@ -1,5 +1,6 @@
 """`convert adapt` and training's adaptation, with every option, by command."""
 
+import functools
 import json
 import os
 import re
@@ -15,58 +16,17 @@ from encdec_adapt import train
 from encdec_adapt.adaptation import initialise
 from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import errors
 from tests import tiny
 from tests.e2e import folders
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
 
-convert_ = folders.convert_
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('adapt')
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-  monkeypatch.chdir(tiny.ROOT)
-
-
-@pytest.fixture(scope='module')
-def pairs(folder):
-  """Flags of an encoder-decoder job."""
-  return tiny.make_records(folder)
-
-
-@pytest.fixture(scope='module')
-def gemma(folder, pairs):
-  return folders.make_folder(
-    folder / 'gemma', folders.GEMMA, folder / 'vocabulary.model'
-  )
-
-
-@pytest.fixture(scope='module')
-def wide(folder):
-  shape = {**folders.GEMMA, 'width': 24}
-  return folders.make_folder(folder / 'wide', shape, seed=1)
-
-
-@pytest.fixture(scope='module')
-def llama(folder):
-  return folders.make_folder(folder / 'llama', folders.LLAMA, seed=2)
-
-
-@pytest.fixture(scope='module')
-def adapted(folder, gemma):
-  output = folder / 'adapted'
-  assert convert_('adapt', f'--encoder={gemma}', f'--output={output}') == 0
-  return output
-
-
-def _train(*flags) -> int:
-  return train.main(command.parse(train.define_flags, flags))
+convert_ = tiny.convert
+_train = functools.partial(tiny.call, train)
 
 
 def _arrays(path):

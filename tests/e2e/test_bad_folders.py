@@ -12,13 +12,14 @@ from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
+from tests import tiny
 from tests.e2e import folders
 
 pytestmark = [
   pytest.mark.e2e,
   pytest.mark.usefixtures('in_the_repository'),
 ]
-convert_ = folders.convert_
+convert_ = tiny.convert
 
 
 def _damage(folder, tensors=None, config=None):

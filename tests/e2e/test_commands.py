@@ -1,5 +1,7 @@
 """The public commands as a user gives them, on a tiny job."""
 
+import functools
+import importlib
 import json
 import os
 import re
@@ -8,32 +10,18 @@ import shutil
 import jax
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, train
-from encdec_adapt.runtime import command, errors, metrics
+from encdec_adapt.models import parameters
+from encdec_adapt.runtime import errors, metrics
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('commands')
-
-
-@pytest.fixture(scope='module')
-def pairs(folder):
-  """Flags of an encoder-decoder job."""
-  return tiny.make_records(folder)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-  monkeypatch.chdir(tiny.ROOT)
-
-
-def _train(*flags) -> int:
-  return train.main(command.parse(train.define_flags, flags))
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
+_train = functools.partial(tiny.call, train)
 
 
 @pytest.fixture(scope='module')
@@ -63,7 +51,10 @@ def adapted(folder, pairs, decoder):
 
 def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   coverage = json.loads((adapted / 'coverage.json').read_text())
-  assert coverage
+  count = parameters.count(config_lib.load_run(str(adapted)).model)
+  # A balanced pair takes everything from its source.
+  found = {'copied': count, 'fresh': 0, 'constant': 0}
+  assert coverage['parameters'] == found
   summary = json.loads((adapted / 'summary.json').read_text())
   assert summary['steps'] == 4
   own, source = (
@@ -100,7 +91,7 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
     f'--checkpoint={decoder}',
     f'--records={folder}/prefix_lm/eval',
   ]
-  assert evaluate.main(command.parse(evaluate.define_flags, flags)) == 0
+  assert tiny.call(evaluate, *flags) == 0
   pair, alone = (
     json.loads((run / evaluate.FILE).read_text()) for run in (adapted, decoder)
   )
@@ -121,7 +112,7 @@ def test_generate_continues_every_prompt(folder, adapted, decoder):
       '--max_tokens=4',
       f'--output={output}',
     ]
-    assert generate.main(command.parse(generate.define_flags, flags)) == 0
+    assert tiny.call(generate, *flags) == 0
     samples = json.loads(output.read_text())
     assert [s['prompt'] for s in samples] == ['the quick brown', 'two cats']
 
@@ -188,6 +179,15 @@ GEMMA = (
   '--config.init.encoder=a',
   '--config.mesh.fsdp=8',
 )
+
+
+@pytest.mark.parametrize(
+  'name', ['convert', 'evaluate', 'generate', 'materialize', 'plan', 'train']
+)
+def test_help_breaks_its_lines(name):
+  main = importlib.import_module(f'encdec_adapt.{name}')
+  assert ' \\\n' in main.__doc__
+  assert max(map(len, main.__doc__.split('\n'))) <= 80
 
 
 def test_print_config_shows_what_flags_have_changed(capsys):

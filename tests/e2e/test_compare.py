@@ -7,13 +7,13 @@ import pytest
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors
-from tests.e2e import folders
+from tests import tiny
 
 pytestmark = [
   pytest.mark.e2e,
   pytest.mark.usefixtures('in_the_repository'),
 ]
-convert_ = folders.convert_
+convert_ = tiny.convert
 
 
 def test_inspect(adapted, gemma, capsys):

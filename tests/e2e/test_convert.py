@@ -4,6 +4,7 @@ Hugging Face folders are made by our own exporter; that transformers reads and
 writes the same is the business of tests/parity.
 """
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from encdec_adapt import evaluate, generate, train
 from encdec_adapt.data import vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.training import checkpoint
 from tests import tiny
@@ -27,7 +29,8 @@ pytestmark = [
   pytest.mark.e2e,
   pytest.mark.usefixtures('in_the_repository'),
 ]
-convert_ = folders.convert_
+convert_ = tiny.convert
+_train = functools.partial(tiny.call, train)
 
 
 def test_an_imported_folder_is_a_run(folder, gemma, imported):
@@ -46,9 +49,9 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
     '--max_tokens=2',
     f'--output={folder}/out.json',
   ]
-  assert generate.main(command.parse(generate.define_flags, flags)) == 0
+  assert tiny.call(generate, *flags) == 0
   flags = [f'--checkpoint={moved}', f'--records={folder}/causal_lm/eval']
-  assert evaluate.main(command.parse(evaluate.define_flags, flags)) == 0
+  assert tiny.call(evaluate, *flags) == 0
   assert json.loads((moved / evaluate.FILE).read_text())['eval_loss'] > 0
 
 
@@ -111,6 +114,10 @@ def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
   assert source_lib.open_source(adapted).step == 0
   settings = config_lib.load_run(str(adapted))
   assert settings.model.encoder.role == 'bidirectional'
+  # Rows of the tables that no token has are not counted.
+  assert settings.model.decoder.table_rows == 512
+  count = parameters.count(settings.model)
+  assert sum(account['parameters'].values()) == count
   cross = 'decoder/layers/1/cross_attention/query'
   assert account['target'][cross]['leaf'] == 'decoder/layers/1/attention/query'
 
@@ -167,10 +174,6 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
     assert (again / name).read_bytes() == (output / name).read_bytes()
 
 
-def _train(*flags) -> int:
-  return train.main(command.parse(train.define_flags, flags))
-
-
 def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   workdir, output = folder / 'trained', folder / 'trained_out'
   flags = [
@@ -200,6 +203,22 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert 'convert import` of `gemma`' in card
   assert convert_('verify', workdir, output, folders.ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+
+
+def test_a_card_says_which_ids_no_tokenizer_has(folder, imported):
+  workdir = shutil.copytree(imported, folder / 'with_sentinels')
+  config = json.loads((workdir / 'config.json').read_text())
+  config['data']['add_sentinels'] = 2
+  (workdir / 'config.json').write_text(json.dumps(config))
+  for run, is_said in ((workdir, True), (imported, False)):
+    output = folder / f'{run.name}_card'
+    assert convert_('export', f'--checkpoint={run}', f'--output={output}') == 0
+    card = (output / 'README.md').read_text()
+    words = (
+      '2 tokens, <sentinel_0> to <sentinel_1>, have the ids 400 to 401, which'
+      ' no tokenizer file has: they were added by config.data.add_sentinels=2.'
+    )
+    assert (words in card) == is_said
 
 
 def test_a_pair_comes_back_from_its_folder(folder, adapted):

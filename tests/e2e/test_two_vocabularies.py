@@ -250,7 +250,7 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   assert _convert('import', f'--source={exported}', f'--output={again}') == 0
   assert config_lib.load_run(str(again)).data.vocabularies.open().differ
   model = encdec_adapt.load(exported)
-  assert model.special_ids['eos'] == opened.decoder.eos
+  assert model.special_ids['eos'] == (opened.decoder.eos,)
   generated = model.generate([[opened.encoder.bos, 5, 6]], max_tokens=2)
   assert generated.tokens.shape == (1, 2)
 

@@ -128,7 +128,7 @@ def test_frame_prompts():
     (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'than a string: 3'),
     (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], '--max_tokens is 0'),
     (['--checkpoint=c', '--prompt=x', '--top_k=5'], 'do nothing at'),
-    (['--checkpoint=c', '--prompt=x'], 'c is not the work directory'),
+    (['--checkpoint=c', '--prompt=x'], 'c holds no model'),
     (
       ['--checkpoint=c', '--prompt=x', '--output=EMPTY/out.json'],
       'cannot be written',

@@ -10,14 +10,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from encdec_adapt import convert
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import flax_layout, model_configs
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters, presets
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import errors
+from tests import tiny
 
+convert_ = tiny.convert
 SHAPE = dict(
   layers=3,
   width=8,
@@ -200,10 +201,6 @@ def save(folder, arrays):
     branch[last] = array
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / 'flax', jax.tree.map(np.asarray, tree))
-
-
-def convert_(*argv) -> int:
-  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
 
 
 def test_the_import_command(tmp_path, capsys):

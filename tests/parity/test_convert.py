@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt import convert
-from encdec_adapt.runtime import command
+from tests import tiny
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
+convert_ = tiny.convert
 
 EOI = tiny_models.IMAGE_IDS['eoi_token_index']
 WIDTHS = {'balanced': (32, 32), 'unbalanced': (48, 32)}
-
-
-def convert_(*argv) -> int:
-  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
 
 
 @pytest.fixture(params=WIDTHS)

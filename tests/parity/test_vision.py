@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 
-from encdec_adapt import convert
 from encdec_adapt.interop import tensor_folder
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import errors
+from tests import tiny
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
+convert_ = tiny.convert
 PROJECTION = 'model.encoder.multi_modal_projector.mm_input_projection_weight'
-
-
-def convert_(*argv) -> int:
-  return command.run_subcommand('', convert.COMMANDS, [str(a) for a in argv])
 
 
 def import_export(folder, *flags):

@@ -381,6 +381,27 @@ def rms(difference: np.ndarray) -> float:
   return float(np.sqrt(np.mean(np.square(difference))))
 
 
+def prompts(rows: Batch) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens and mask [B, S] of what is continued."""
+  if rows.encoder is not None:
+    return rows.encoder, rows.encoder_mask
+  # Prompts of decoder-only models end where generation starts.
+  return rows.decoder[[0, 2]], rows.decoder_mask[[0, 2]]
+
+
+def their_text(model, rows: Batch) -> np.ndarray:
+  """What the model continues greedily, without prompt and BOS, [B, n]."""
+  tokens, mask = prompts(rows)
+  text = model.generate(
+    input_ids=torch.tensor(tokens).long(),
+    attention_mask=torch.tensor(mask).long(),
+    max_new_tokens=_GENERATED,
+    do_sample=False,
+  ).numpy()
+  # An encoder-decoder's text begins with BOS, a prompt's with the prompt.
+  return text[:, 1 if rows.encoder is not None else tokens.shape[1] :]
+
+
 def assert_same_text(ours, theirs, rows: Batch) -> None:
   """Greedy generation from padded prompts, token for token.
 
@@ -389,23 +410,10 @@ def assert_same_text(ours, theirs, rows: Batch) -> None:
     theirs: the same in torch.
     rows: the prompts.
   """
-  is_pair = rows.encoder is not None
-  tokens, mask = rows.encoder, rows.encoder_mask
-  if not is_pair:
-    # Prompts of decoder-only models end where generation starts.
-    tokens, mask = rows.decoder[[0, 2]], rows.decoder_mask[[0, 2]]
-  expected = theirs.generate(
-    input_ids=torch.tensor(tokens).long(),
-    attention_mask=torch.tensor(mask).long(),
-    max_new_tokens=_GENERATED,
-    do_sample=False,
-  ).numpy()
-  generated = ours.generate(tokens, mask, max_tokens=_GENERATED)
-  # An encoder-decoder's text begins with BOS, a prompt's with the prompt.
-  start = 1 if is_pair else tokens.shape[1]
+  expected = their_text(theirs, rows)
+  generated = ours.generate(*prompts(rows), max_tokens=_GENERATED)
   texts, lengths = np.asarray(generated.tokens), np.asarray(generated.lengths)
   assert lengths.max() > 1
   for row, length in enumerate(lengths):
-    end = start + length
-    np.testing.assert_array_equal(texts[row, :length], expected[row, start:end])
-    assert not expected[row, end:].any()  # Padding, on both sides.
+    np.testing.assert_array_equal(texts[row, :length], expected[row, :length])
+    assert not expected[row, length:].any()  # Padding, on both sides.

@@ -1,0 +1,122 @@
+"""`encdec_adapt.load` and `generate` on Hugging Face folders."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import evaluate, generate
+from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests import tiny
+from tests.e2e import folders
+
+pytestmark = pytest.mark.e2e
+
+ROWS = np.arange(24, dtype=np.int32).reshape(2, 12) + 3
+
+
+@pytest.fixture(scope='module')
+def odd(folder):
+  """A folder whose vocabulary divides over no mesh."""
+  shape = {**folders.GEMMA, 'vocab_size': 397, 'kv_heads': 2}
+  return folders.make_folder(folder / 'odd', shape)
+
+
+def _mesh(**axes):
+  config = mesh_lib.MeshConfig(**axes)
+  return mesh_lib.make_mesh(config, jax.devices()[:4])
+
+
+@pytest.mark.sharded
+def test_a_mesh_changes_no_logits(odd):
+  alone = encdec_adapt.load(odd)
+  meshed = encdec_adapt.load(odd, mesh=_mesh(fsdp=2, tensor=2))
+  table = meshed.params['decoder']['embedder']['table']
+  assert table.shape == (400, 16)
+  assert table.addressable_shards[0].data.shape == (100, 16)
+  logits = meshed.logits(ROWS)
+  assert logits.shape == (2, 12, 397)
+  np.testing.assert_allclose(logits, alone.logits(ROWS), atol=2e-5)
+  texts = (m.generate(ROWS, max_tokens=4).tokens for m in (meshed, alone))
+  np.testing.assert_array_equal(*texts)
+
+
+@pytest.mark.sharded
+def test_a_mesh_over_which_heads_do_not_divide_is_refused(odd):
+  with pytest.raises(errors.UserError, match="'kv_heads' of 2.*another mesh"):
+    encdec_adapt.load(odd, mesh=_mesh(tensor=4))
+
+
+def _generate(output, *argv):
+  flags = [*map(str, argv), '--max_tokens=9', f'--output={output}']
+  assert tiny.call(generate, *flags) == 0
+  (sample,) = json.loads(output.read_text())
+  return sample
+
+
+def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
+  """The same of a folder and of the run that was imported from it."""
+  copy = shutil.copytree(gemma, tmp_path / 'copy')
+  file = copy / 'generation_config.json'
+  file.write_text('{}')
+  output = tmp_path / 'out.json'
+  drawn = ['--prompt=the quick', '--temperature=1']
+  free = _generate(output, f'--checkpoint={copy}', *drawn)
+  loaded = generate.load(str(copy))
+  assert loaded.special_ids['eos'] == (1,)
+  reader = loaded.vocabularies.decoder
+  rows = np.array([[reader.bos, *reader.encode('the quick')]])
+  text = np.asarray(
+    encdec_adapt.load(copy).generate(rows, max_tokens=9, temperature=1).tokens
+  )
+  assert (free['tokens'], free['ended']) == (9, False)
+  # A token that does not come up before it ends it, once the folder says so.
+  at = next(n for n in range(1, 9) if text[0, n] not in text[0, :n])
+  end = int(text[0, at])
+  file.write_text(json.dumps({'eos_token_id': [1, end]}))
+  ended = _generate(output, f'--checkpoint={copy}', *drawn)
+  assert (ended['tokens'], ended['ended']) == (at + 1, True)
+  run = shutil.copytree(imported, tmp_path / 'run')
+  kept = run / 'hugging_face' / 'decoder' / 'generation_config.json'
+  kept.write_text(file.read_text())
+  assert _generate(output, f'--checkpoint={run}', *drawn) == {
+    **ended,
+    'run': 'run',
+  }
+
+
+def test_generate_needs_a_tokenizer(wide):
+  flags = [f'--checkpoint={wide}', '--prompt=x']
+  with pytest.raises(errors.UserError, match='has no tokenizer'):
+    tiny.call(generate, *flags)
+
+
+def test_evaluate_asks_for_an_import(gemma, folder):
+  flags = [f'--checkpoint={gemma}', f'--records={folder}/prefix_lm/eval']
+  flags.append(f'--batch_size={jax.device_count()}')
+  with pytest.raises(
+    errors.UserError, match='is a Hugging Face folder.*import'
+  ):
+    tiny.call(evaluate, *flags)
+
+
+def test_importing_the_package_is_light():
+  code = (
+    'import sys, encdec_adapt; print(*sorted({"jax", "flax", "tensorflow",'
+    ' "torch", "transformers", "seqio"} & set(sys.modules)))'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=pathlib.Path(tiny.ROOT),
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout.strip() == ''
