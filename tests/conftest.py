@@ -14,12 +14,21 @@ os.environ['XLA_FLAGS'] = (
 )
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
+import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 jaxtyping.install_import_hook(
   ['encdec_adapt.ops', 'encdec_adapt.models', 'encdec_adapt.training'],
   'beartype.beartype',
 )
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _forget_programs():
+  """Frees compiled programs, which add up to gigabytes over all tests."""
+  yield
+  jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):
