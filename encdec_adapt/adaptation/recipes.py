@@ -118,10 +118,7 @@ def make_recipes(
   """
   targets = leaves_lib.leaves_of(target)
   places = {name: leaves_lib.leaves_of(c) for name, c in sources.items()}
-  # The leaves of each stored array, in the order of its `layers` axis.
-  stored: dict[str, list[str]] = {}
-  for name in sorted(targets, key=lambda name: targets[name].index or 0):
-    stored.setdefault(targets[name].path, []).append(name)
+  stored = leaves_lib.stored_leaves(targets)
 
   def origin(name: str) -> _Origin | float:
     fill = account.filled[name]

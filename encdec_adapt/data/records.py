@@ -193,7 +193,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
-      _sync(self._temporary)
+      files.sync(self._temporary)
       entry = {
         **self.counts,
         **counts,
@@ -251,15 +251,6 @@ def file_hash(path: str | os.PathLike) -> str:
   """SHA-256 of a file, hexadecimal."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def _sync(path: pathlib.Path) -> None:
-  """Forces a file's (or folder's) content to disk."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 # -- Manifest ----------------------------------------------------------------

@@ -28,7 +28,7 @@ import numpy as np
 import tokenizers
 
 from encdec_adapt.data import vocabulary
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
 FILE = 'tokenizer.json'
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
@@ -138,17 +138,14 @@ def _read(path: pathlib.Path) -> tuple[bytes, dict[str, Any]]:
   """
   try:
     data = path.read_bytes()
-    content = json.loads(data)
-  except (OSError, ValueError) as error:
+    return data, files.parse_json(data, path)
+  except OSError as error:
     raise errors.UserError(
       f'vocabulary {str(path)!r}: cannot be read ({error}); copy it again, or'
       ' give another tokenizer'
     ) from None
-  if not isinstance(content, dict):
-    raise errors.UserError(
-      f'vocabulary {str(path)!r}: it is not a JSON object; copy it again'
-    )
-  return data, content
+  except errors.UserError as error:
+    raise errors.UserError(f'vocabulary {error}') from None
 
 
 def _load(content: dict[str, Any], path: pathlib.Path) -> tokenizers.Tokenizer:

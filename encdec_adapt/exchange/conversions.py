@@ -21,7 +21,7 @@ from encdec_adapt.exchange import (
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import export as export_lib
 from encdec_adapt.interop import folder as folder_lib
-from encdec_adapt.interop import model_configs, new_folder
+from encdec_adapt.interop import model_configs, new_folder, tensor_folder
 from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
@@ -83,7 +83,7 @@ def _is_flax(path: str) -> bool:
   Raises:
     UserError: it is neither.
   """
-  has_config = (pathlib.Path(path) / folder_lib.CONFIG).exists()
+  has_config = (pathlib.Path(path) / tensor_folder.CONFIG).exists()
   if not has_config and flax_source.is_flax_folder(path):
     return True
   if not source_lib.is_folder(path):

@@ -8,11 +8,10 @@ from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import (
   flax_layout,
   model_configs,
-  safetensors_header,
 )
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 from encdec_adapt.training import orbax_folder
 
 is_flax_folder = orbax_folder.is_orbax_folder
@@ -65,11 +64,7 @@ def open_flax(
 def _config(name: str) -> model_config.ModelConfig:
   """The config of a size, of two, or of a file."""
   if pathlib.Path(name).suffix == '.json':
-    try:
-      text = pathlib.Path(name).read_bytes()
-    except OSError as error:
-      raise safetensors_header.cannot_read(name, error) from error
-    raw = safetensors_header.parse_json(text, name)
+    raw = files.read_json(name)
     return model_configs.model_from_raw(raw, name)[0]
   if name in presets.STACKS:
     return presets.decoder_only(name)

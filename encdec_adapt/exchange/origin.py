@@ -8,7 +8,6 @@ Export carries them along.
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -16,9 +15,8 @@ from typing import Any
 
 from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.interop import folder as folder_lib
-from encdec_adapt.interop import model_configs, vision
-from encdec_adapt.runtime import errors
+from encdec_adapt.interop import model_configs, tensor_folder, vision
+from encdec_adapt.runtime import errors, files
 
 FOLDER = 'hugging_face'
 GENERATION = 'generation_config.json'
@@ -90,7 +88,7 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
   for name, path in found.items():
     folder = pathlib.Path(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (folder_lib.CONFIG, GENERATION, *TOKENIZER):
+    for file in (tensor_folder.CONFIG, GENERATION, *TOKENIZER):
       if (path / file).is_file():
         shutil.copyfile(path / file, folder / file)
     part = vision_part({name: path})
@@ -111,8 +109,8 @@ def vision_part(
   Raises:
     UserError: it is incomplete, or `folder` has none.
   """
-  file = found.get('decoder', pathlib.Path()) / folder_lib.CONFIG
-  raw = _read(file) if 'decoder' in found and file.is_file() else {}
+  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
+  raw = files.read_json(file) if 'decoder' in found and file.is_file() else {}
   is_own = raw.get('model_type') == vision.MODEL_TYPE
   if folder is None:
     return vision.open_vision(file.parent) if is_own else None
@@ -147,7 +145,9 @@ def config_fields(
         'pad_token_id': one.pad,
       }
   for name, path in found.items():
-    kept = model_configs.carried_fields(_read(path / folder_lib.CONFIG))
+    kept = model_configs.carried_fields(
+      files.read_json(path / tensor_folder.CONFIG)
+    )
     # The folder of a whole pair has both, that of a source the decoder's.
     fields |= {name: kept['decoder']} if len(kept) == 1 else kept
   return fields
@@ -201,7 +201,7 @@ def generation_config(
   content = {key: own[key] for key in model_configs.TOKEN_IDS if key in own}
   file = found.get('decoder', pathlib.Path()) / GENERATION
   if file.is_file():
-    kept = _read(file)
+    kept = files.read_json(file)
     content |= {k: kept[k] for k in _GENERATION_FIELDS if k in kept}
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
@@ -275,13 +275,3 @@ def _is_token(value: Any, name: str) -> bool:
 
 def _tokenizer(folder: pathlib.Path) -> dict[str, pathlib.Path]:
   return {n: folder / n for n in TOKENIZER if (folder / n).is_file()}
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    content = json.loads(path.read_bytes())
-  except (OSError, ValueError) as error:
-    raise errors.UserError(f'{path} cannot be read ({error}).') from error
-  if not isinstance(content, dict):
-    raise errors.UserError(f'{path} is not a JSON object.')
-  return content

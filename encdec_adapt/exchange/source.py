@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -13,9 +12,10 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.data import vocabularies
 from encdec_adapt.interop import folder as folder_lib
+from encdec_adapt.interop import tensor_folder
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
@@ -141,11 +141,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   Raises:
     UserError: it is neither.
   """
-  file = pathlib.Path(path) / folder_lib.CONFIG
+  file = pathlib.Path(path) / tensor_folder.CONFIG
   if not file.exists():
     is_flax = orbax_folder.is_orbax_folder(path)
     raise errors.UserError(
-      f'{path} holds no model: it has no {folder_lib.CONFIG}. '
+      f'{path} holds no model: it has no {tensor_folder.CONFIG}. '
       + (
         'It has arrays of Orbax: make a work directory of it with `convert'
         ' import`.'
@@ -154,12 +154,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
         ' folder.'
       )
     )
-  try:
-    content = json.loads(file.read_bytes())
-  except (OSError, ValueError) as error:
-    raise errors.UserError(f'{file} is not JSON ({error}).') from error
-  if not isinstance(content, dict):
-    raise errors.UserError(f'{file} is not a JSON object.')
+  content = files.read_json(file)
   # A run's has sections, each of them an object.
   return 'model_type' in content or 'train' not in content
 

@@ -78,7 +78,7 @@ def write(
   with new_folder.new_folder(folder) as draft:
     common = folder_lib.common_dtype(plan.dtype for plan in plans)
     text = {**raw, 'dtype': str(common)}
-    (draft / folder_lib.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
+    (draft / tensor_folder.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
     for name, path in (carried or {}).items():
       (draft / name).parent.mkdir(exist_ok=True)
       shutil.copyfile(path, draft / name)

@@ -119,9 +119,7 @@ class FlaxModel:
 
   def arrays(self) -> Iterator[folder_lib.LazyArray]:
     """Every parameter of our tree, unread, in the order of the table."""
-    stored: dict[str, list[str]] = {}
-    for name in sorted(self._leaves, key=lambda n: self._leaves[n].index or 0):
-      stored.setdefault(self._leaves[name].path, []).append(name)
+    stored = leaves_lib.stored_leaves(self._leaves)
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = self._leaves[names[0]].index is not None

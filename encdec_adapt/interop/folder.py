@@ -20,9 +20,8 @@ from encdec_adapt.interop import (
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
-CONFIG = 'config.json'
 # Tensors that are no weights: old exports carry these buffers.
 _BUFFERS = ('.rotary_emb.inv_freq',)
 _FLOATS = tuple(
@@ -151,9 +150,9 @@ class ModelFolder:
         unexpected or of another shape than the config says.
     """
     folder = pathlib.Path(folder)
-    raw = _read_config(folder)
+    raw = files.read_json(folder / tensor_folder.CONFIG)
     config, layout = model_configs.model_from_raw(
-      raw, str(folder / CONFIG), encoder_window=encoder_window
+      raw, str(folder / tensor_folder.CONFIG), encoder_window=encoder_window
     )
     if vocab_multiple is not None:
       config = config_lib.with_vocab_multiple(config, vocab_multiple)
@@ -164,9 +163,7 @@ class ModelFolder:
   def arrays(self) -> Iterator[LazyArray]:
     """Every parameter of our tree, unread, in the order of the table."""
     leaves = leaves_lib.leaves_of(self.config)
-    stored: dict[str, list[str]] = {}
-    for name in sorted(leaves, key=lambda name: leaves[name].index or 0):
-      stored.setdefault(leaves[name].path, []).append(name)
+    stored = leaves_lib.stored_leaves(leaves)
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = leaves[names[0]].index is not None
@@ -236,15 +233,6 @@ def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
     np.array_equal(one[i : i + rows], other[i : i + rows])
     for i in range(0, len(one), rows)
   )
-
-
-def _read_config(folder: pathlib.Path) -> families.Raw:
-  path = folder / CONFIG
-  try:
-    text = path.read_bytes()
-  except OSError as error:
-    raise safetensors_header.cannot_read(path, error) from error
-  return safetensors_header.parse_json(text, path)
 
 
 def _match(

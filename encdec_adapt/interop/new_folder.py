@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import shutil
 
-from encdec_adapt.runtime import disk, errors
+from encdec_adapt.runtime import disk, errors, files
 
 # What renaming a folder onto one that was filled meanwhile fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -50,7 +50,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     try:
       _sync(draft)
       os.rename(draft, path)
-      _sync_one(path.parent)
+      files.sync(path.parent)
     except OSError as error:
       if error.errno in _TAKEN:
         require_free(path)
@@ -91,13 +91,5 @@ def require_free(path: str | os.PathLike[str]) -> None:
 def _sync(folder: pathlib.Path) -> None:
   """Sees to it that everything in a folder is on the disk."""
   for path in sorted(folder.rglob('*')):
-    _sync_one(path)
-  _sync_one(folder)
-
-
-def _sync_one(path: pathlib.Path) -> None:
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
+    files.sync(path)
+  files.sync(folder)

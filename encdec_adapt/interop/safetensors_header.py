@@ -6,7 +6,7 @@ name -> dtype, shape, first and last byte of its data; perhaps
 little-endian. Source: the format's page of the `safetensors` project; what is
 accepted here, that library accepts too.
 
-Imports nothing else of ours but the errors. No data is read here.
+Imports nothing else of ours but errors and files. No data is read here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
 DTYPES = {
   'BOOL': np.dtype(np.bool_),
@@ -101,11 +101,11 @@ def read(file: str | os.PathLike[str]) -> Header:
   file = pathlib.Path(file)
   text, size = _read_text(file)
   if not text.startswith(b'{'):
-    raise damaged(file, "its header does not start with '{'")
-  entries = parse_json(text, file)
+    raise files.damaged(file, "its header does not start with '{'")
+  entries = files.parse_json(text, file)
   metadata = entries.pop(_METADATA, {})
   if not _is_text_by_name(metadata):
-    raise damaged(file, f'{_METADATA} is not text by name')
+    raise files.damaged(file, f'{_METADATA} is not text by name')
   first = _LENGTH.size + len(text)
   spans = [
     (*_offsets(file, name, entry), name, entry)
@@ -116,69 +116,18 @@ def read(file: str | os.PathLike[str]) -> Header:
   for begin, stop, name, entry in spans:
     if begin != end:
       what = 'overlaps the one before' if begin < end else 'leaves a gap before'
-      raise damaged(
+      raise files.damaged(
         file, f'tensor {name!r} {what}: it starts at byte {begin}, not {end}'
       )
     tensors[name] = _tensor(file, name, entry, first + begin, stop - begin)
     end = stop
   if first + end != size:
     last = f' (the last is {spans[-1][2]!r})' if spans else ''
-    raise damaged(
+    raise files.damaged(
       file,
       f'its tensors{last} need {first + end} bytes, the file has {size}',
     )
   return Header(tensors, metadata)
-
-
-def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
-  """The error to raise where a file contradicts itself."""
-  return errors.UserError(
-    f'{file}: {what}. The file is incomplete or damaged: fetch it again, or'
-    ' save it again where it came from.'
-  )
-
-
-def cannot_read(
-  path: str | os.PathLike[str], error: OSError
-) -> errors.UserError:
-  """The error to raise where reading `path` failed with `error`."""
-  return errors.UserError(
-    f'{path} cannot be read ({error.strerror or error}). Make it readable for'
-    ' this user, or fetch it again.'
-  )
-
-
-def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
-  """Parses a JSON object in which no key comes twice.
-
-  Raises:
-    UserError: it is not UTF-8, not JSON, no object, or has a key twice.
-  """
-
-  def unique(pairs):
-    found = {}
-    for key, value in pairs:
-      if key in found:
-        raise damaged(file, f'the key {key!r} comes twice')
-      # JSON can spell half characters, which UTF-8 cannot.
-      key.encode()
-      if isinstance(value, str):
-        value.encode()
-      found[key] = value
-    return found
-
-  def refuse(name):
-    raise ValueError(f'{name} is not JSON')
-
-  try:
-    content = json.loads(
-      text.decode(), object_pairs_hook=unique, parse_constant=refuse
-    )
-  except (ValueError, RecursionError) as error:
-    raise damaged(file, f'it has no valid JSON ({error})') from error
-  if not isinstance(content, dict):
-    raise damaged(file, f'its JSON is a {type(content).__name__}, no object')
-  return content
 
 
 def _read_text(file: pathlib.Path) -> tuple[bytes, int]:
@@ -193,29 +142,31 @@ def _read_text(file: pathlib.Path) -> tuple[bytes, int]:
           ' in its folder.'
         )
       if len(start) < _LENGTH.size:
-        raise damaged(file, f'it has {size} bytes, too few for any header')
+        raise files.damaged(
+          file, f'it has {size} bytes, too few for any header'
+        )
       (length,) = _LENGTH.unpack(start)
       if length > min(size - _LENGTH.size, _LONGEST):
-        raise damaged(
+        raise files.damaged(
           file,
           f'it says that its header has {length} bytes, but the file has'
           f' {size} and no header more than {_LONGEST}',
         )
       text = opened.read(length)
   except OSError as error:
-    raise cannot_read(file, error) from error
+    raise files.cannot_read(file, error) from error
   return text, size
 
 
 def _offsets(file: pathlib.Path, name: str, entry: Any) -> tuple[int, int]:
   """First and last byte of a tensor's data, from the end of the header."""
   if not isinstance(entry, dict) or set(entry) != _FIELDS:
-    raise damaged(
+    raise files.damaged(
       file, f'tensor {name!r} is not described by {", ".join(sorted(_FIELDS))}'
     )
   offsets = entry['data_offsets']
   if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-    raise damaged(file, f'tensor {name!r} has data_offsets {offsets!r}')
+    raise files.damaged(file, f'tensor {name!r} has data_offsets {offsets!r}')
   return offsets[0], offsets[1]
 
 
@@ -231,14 +182,16 @@ def _tensor(
       ' the model to bfloat16 and save it again.'
     )
   if not _are_counts(shape):
-    raise damaged(file, f'tensor {name!r} has shape {shape!r}')
+    raise files.damaged(file, f'tensor {name!r} has shape {shape!r}')
   # An axis of 0 would hide the others, which NumPy counts too.
   count = math.prod(size for size in shape if size)
   if len(shape) > _MOST_AXES or count * DTYPES[dtype].itemsize > _LARGEST:
-    raise damaged(file, f'tensor {name!r} has shape {shape!r}, out of bounds')
+    raise files.damaged(
+      file, f'tensor {name!r} has shape {shape!r}, out of bounds'
+    )
   info = TensorInfo(tuple(shape), DTYPES[dtype], file, offset)
   if info.nbytes != nbytes:
-    raise damaged(
+    raise files.damaged(
       file,
       f'tensor {name!r} of shape {shape} in {dtype} takes {info.nbytes} bytes'
       f' but has {nbytes}',

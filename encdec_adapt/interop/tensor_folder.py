@@ -15,9 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from encdec_adapt.interop import safetensors_header
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
 SINGLE = 'model.safetensors'
+CONFIG = 'config.json'
 INDEX = 'model.safetensors.index.json'
 _PICKLED = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
 _NOT_WEIGHTS = ('training_args.bin',)
@@ -77,9 +78,7 @@ class TensorFolder:
         return cls(folder, header.tensors, header.metadata)
       raise _nothing_to_read(folder)
     except OSError as error:
-      raise safetensors_header.cannot_read(
-        error.filename or folder, error
-      ) from error
+      raise files.cannot_read(error.filename or folder, error) from error
 
   @property
   def nbytes(self) -> int:
@@ -183,14 +182,14 @@ def _open_shards(
     for key in header.tensors:
       if places.get(key) != shard:
         where = f'in {places[key]}' if key in places else 'nowhere'
-        raise safetensors_header.damaged(
+        raise files.damaged(
           index, f'tensor {key!r} is in {shard}, but by the index {where}'
         )
     tensors.update(header.tensors)
     metadata.update(header.metadata)
   for key, place in places.items():
     if key not in tensors:
-      raise safetensors_header.damaged(
+      raise files.damaged(
         index, f'tensor {key!r} is by the index in {place}, but not there'
       )
   return tensors, metadata
@@ -198,10 +197,10 @@ def _open_shards(
 
 def _read_index(index: pathlib.Path) -> dict[str, str]:
   """The index's file name for each tensor."""
-  content = safetensors_header.parse_json(index.read_bytes(), index)
+  content = files.parse_json(index.read_bytes(), index)
   places = content.get('weight_map')
   if not isinstance(places, dict):
-    raise safetensors_header.damaged(index, 'it has no weight_map by name')
+    raise files.damaged(index, 'it has no weight_map by name')
   for key, place in places.items():
     # Only files of this folder: an index is not to be trusted with paths.
     if (
@@ -209,7 +208,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
       or pathlib.PurePath(place).name != place
       or not place.endswith('.safetensors')
     ):
-      raise safetensors_header.damaged(
+      raise files.damaged(
         index,
         f'tensor {key!r} is by the index in {place!r}, which is not the'
         ' name of a safetensors file',

@@ -18,15 +18,13 @@ import numpy as np
 
 from encdec_adapt.interop import (
   families,
-  safetensors_header,
   tensor_folder,
   tensor_writer,
 )
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, files
 
 FOLDER = 'vision'  # Where a work directory keeps the part, in a folder.
-CONFIG = 'config.json'
 MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has one.
 # What its names start with in a T5Gemma 2; others differ before these parts.
 _START = 'model.encoder.'
@@ -125,9 +123,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   names = {match.group(1): name for name, match in found.items() if match}
   if not names:
     return None
-  raw = safetensors_header.parse_json(
-    (folder / CONFIG).read_bytes(), folder / CONFIG
-  )
+  raw = files.read_json(folder / tensor_folder.CONFIG)
   if raw.get('model_type') != MODEL_TYPE:
     # Gemma 3 as transformers 4 wrote it.
     names = {
@@ -198,7 +194,7 @@ def _check(part: Vision) -> None:
     raise errors.UserError(
       f'{_PROJECTION} in {part.folder} has shape {list(shapes[_PROJECTION])}'
       f' and {_NORM} {list(shapes[_NORM])}; vision_config.hidden_size in its'
-      f' {CONFIG} is {width}.'
+      f' {tensor_folder.CONFIG} is {width}.'
     )
   layers = {
     int(found.group(1)) for found in map(_LAYER.search, part.names) if found
@@ -207,5 +203,6 @@ def _check(part: Vision) -> None:
   if layers != set(range(wanted)):
     raise errors.UserError(
       f'the vision tower in {part.folder} has {len(layers)} layers;'
-      f' vision_config.num_hidden_layers in its {CONFIG} is {wanted}.'
+      f' vision_config.num_hidden_layers in its {tensor_folder.CONFIG} is'
+      f' {wanted}.'
     )

@@ -64,6 +64,21 @@ def leaves_of(config: config_lib.ModelConfig) -> dict[str, Leaf]:
   return leaves
 
 
+def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
+  """The leaves of each stored array, in the order of its `layers` axis.
+
+  Args:
+    leaves: as `leaves_of` gives them.
+
+  Returns:
+    Path of the array -> names.
+  """
+  stored: dict[str, list[str]] = {}
+  for name in sorted(leaves, key=lambda name: leaves[name].index or 0):
+    stored.setdefault(leaves[name].path, []).append(name)
+  return stored
+
+
 def layer_of(leaf: str) -> int | None:
   """Layer number in a leaf's name, None outside the layers."""
   match = _LAYER.search(leaf)

@@ -13,6 +13,8 @@ import json
 import os
 import pathlib
 
+from encdec_adapt.runtime import files
+
 FILE = 'seal.json'
 _FORMAT = 1
 _THREADS = 4  # Hashing releases the interpreter's lock.
@@ -43,9 +45,9 @@ def write(folder: pathlib.Path) -> None:
     file.flush()
     os.fsync(file.fileno())
   for directory in {folder, *(folder / path for path in _folders(paths))}:
-    _sync_directory(directory)
+    files.sync(directory)
   os.replace(draft, folder / FILE)
-  _sync_directory(folder)
+  files.sync(folder)
 
 
 def problems(folder: pathlib.Path) -> list[str]:
@@ -112,11 +114,3 @@ def _entry(path: pathlib.Path, *, sync: bool) -> dict[str, int | str]:
 def _own_digest(body: dict) -> str:
   text = json.dumps(body, sort_keys=True).encode()
   return hashlib.blake2b(text, digest_size=32).hexdigest()
-
-
-def _sync_directory(folder: pathlib.Path) -> None:
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)

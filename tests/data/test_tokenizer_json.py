@@ -208,11 +208,11 @@ def test_a_negative_id_names_none(tmp_path):
 @pytest.mark.parametrize(
   'files, message',
   [
-    ({'tokenizer.json': '{'}, 'cannot be read'),
-    ({'tokenizer.json': '[]'}, 'not a JSON object'),
+    ({'tokenizer.json': '{'}, 'no valid JSON'),
+    ({'tokenizer.json': '[]'}, 'no object'),
     ({'tokenizer.json': '{"of": "x"}'}, 'it has no model.vocab'),
     ({'tokenizer.json': json.dumps(NO_MODEL)}, 'a damaged one'),
-    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json.*cannot be read'),
+    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json.*no valid JSON'),
     (
       {'tokenizer_config.json': '{"eos_token": "a"}'},
       "eos is 'a', which is no",

@@ -119,7 +119,7 @@ def _break_config(folder):
     (_forge, f'says that its header has {2**40} bytes'),
     (_lose_a_shard, 'is in model-00002-of-00002.safetensors, which is not th'),
     (_pickle, r'pickled weights only \(pytorch_model.bin\)'),
-    (_break_config, 'config.json is not JSON'),
+    (_break_config, 'config.json: it has no valid JSON'),
   ],
 )
 def test_damaged_files_leave_nothing_behind(damage, words, gemma, tmp_path):
@@ -175,6 +175,8 @@ def test_parameters_that_are_not_finite_are_not_exported(imported, tmp_path):
      'exists already'),
     (['export', '--checkpoint={imported}', '--output={tmp}/x', '--shard_gb=0'],
      'shard_gb is 0'),
+    (['export', '--checkpoint={imported}', '--output={tmp}/x',
+      '--shard_gb=nan'], 'shard_gb is nan'),
     (['adapt', '--encoder={gemma}', '--output={gemma}'], 'exists already'),
     (['adapt', '--encoder={adapted}', '--output={tmp}/x'],
      'is an encoder-decoder'),

@@ -1,3 +1,5 @@
+"""Folders appear whole or not at all, whatever happens meanwhile."""
+
 import os
 import shutil
 

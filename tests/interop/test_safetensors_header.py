@@ -1,3 +1,5 @@
+"""Headers of safetensors files, sound, damaged and hostile."""
+
 import json
 
 import hypothesis

@@ -1,3 +1,5 @@
+"""Tensors of a folder, one file or shards, and folders that are none."""
+
 import json
 import pathlib
 import subprocess

@@ -1,3 +1,5 @@
+"""Files of tensors as the library of the format reads and writes them."""
+
 import json
 import os
 import tracemalloc

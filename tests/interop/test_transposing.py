@@ -1,3 +1,5 @@
+"""Copies of views are the arrays that they show."""
+
 import ml_dtypes
 import numpy as np
 import pytest

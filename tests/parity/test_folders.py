@@ -75,7 +75,7 @@ def test_configs_of_transformers_4(name, tmp_path):
   theirs = tiny_models.make(tiny_models.CASES[name])
   theirs.save_pretrained(tmp_path)
   expected = folder_lib.ModelFolder.open(tmp_path).config
-  file = tmp_path / folder_lib.CONFIG
+  file = tmp_path / tensor_folder.CONFIG
   old = _fours(json.loads(file.read_text()))
   file.write_text(json.dumps(old))
   assert folder_lib.ModelFolder.open(tmp_path).config == expected
