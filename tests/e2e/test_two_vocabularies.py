@@ -112,7 +112,7 @@ def _flags(folder, **changes):
     'train.log_every': 1,
     'train.eval_every': 2,
     'train.eval_batch_size': 8,
-    'train.cross_attention_warmup': 1,
+    'train.cross_attention_warmup': 0,
     'checkpoint.every': 2,
     'optimizer.warmup_steps': 2,
     **changes,
