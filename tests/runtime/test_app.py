@@ -1,3 +1,5 @@
+"""How commands end: statuses, one paragraph for bad input, tracebacks else."""
+
 import subprocess
 import sys
 

@@ -1,3 +1,5 @@
+"""Programs compiled by one process are taken by the next."""
+
 import subprocess
 import sys
 

@@ -1,3 +1,5 @@
+"""What a run says of the machine and the code it ran on."""
+
 import json
 import subprocess
 

@@ -1,3 +1,5 @@
+"""Metrics on disk: whole, in order, and once for every step."""
+
 import json
 import math
 import os

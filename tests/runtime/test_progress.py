@@ -1,3 +1,5 @@
+"""Rates and times as they are shown, on a clock of the test."""
+
 import pytest
 
 from encdec_adapt.runtime import progress

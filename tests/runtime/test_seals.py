@@ -1,3 +1,5 @@
+"""A folder that has changed since it was sealed is told."""
+
 import pathlib
 
 import pytest
