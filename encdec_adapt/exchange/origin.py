@@ -268,7 +268,7 @@ def _is_token(value: Any, name: str) -> bool:
   if value is not None and type(value) is not int:
     raise errors.UserError(
       f'{name}_token_id of the model is {value!r}, and an id is a number;'
-      f' mend its {folder_lib.CONFIG} or {GENERATION}.'
+      f' mend its {tensor_folder.CONFIG} or {GENERATION}.'
     )
   return value is not None and value >= 0
 
