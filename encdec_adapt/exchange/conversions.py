@@ -106,6 +106,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
   opened = source.vocabularies.open() if source.vocabularies else None
+  if note := origin.added_note(opened):
+    print(f'note: {note}')
   fields = origin.config_fields(found, opened)
   vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
