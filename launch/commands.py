@@ -141,7 +141,7 @@ def check_training(arguments: list[str]) -> None:
       raise LaunchError(
         f'--{name}= of encdec_adapt.train is missing; give its flags after --,'
         ' as in `-- --config=configs/gemma2.py:size=2b_2b'
-        ' --workdir=gs://BUCKET/RUN`.'
+        ' --workdir=/mnt/runs/RUN`.'
       )
   for name in _OURS:
     if name in flags:
@@ -165,11 +165,12 @@ def check_shared_workdir(arguments: list[str], machines: str) -> None:
     machines: that would keep it, for the message.
   """
   workdir = flag_values(arguments)['workdir']
-  if not workdir.startswith(('gs://', '/')):
+  if not workdir.startswith('/'):
     raise LaunchError(
-      f'--workdir={workdir} after --: that folder would lie on the disks of'
-      f' {machines}, each its own, and go with them; give gs://BUCKET/FOLDER,'
-      ' or an absolute path that all of them mount.'
+      f'--workdir={workdir} after --: training writes to mounted file systems'
+      ' only, and a relative folder would lie on the disks of'
+      f' {machines}, each its own, and go with them; give an absolute path'
+      ' that all of them mount (a shared disk, or a bucket through gcsfuse).'
     )
 
 
