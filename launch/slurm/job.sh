@@ -53,8 +53,10 @@ case "$status" in
     fi
     ;;
 esac
-if scontrol show job "$SLURM_JOB_ID" | grep -q JobState=CANCELLED; then
-  printf 'launch: cancelled; not started again\n'
+# One that SLURM takes down is cancelled, and would come back, or preempted,
+# and SLURM itself puts it back in line.
+if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+  printf 'launch: SLURM has ended the job\n'
   exit "$status"
 fi
 printf 'launch: back in line; it continues from its work directory\n'

@@ -114,3 +114,51 @@ def test_a_refusal_of_process_0_ends_its_peer(tmp_path):
   assert paragraph.startswith('Error: process 0 of 2 failed')
   assert reason in paragraph
   assert 'Traceback' not in one
+
+
+@pytest.mark.parametrize('coordinator', ['auto', 'given'])
+def test_who_is_who_is_found_or_given(coordinator):
+  """SLURM's variables stand in for a TPU slice's machines, also for jax."""
+  port = tiny.free_port()
+  code = (
+    'import sys, jax\n'
+    'from encdec_adapt.runtime import distributed\n'
+    'me = int(sys.argv[1])\n'
+    "given = ('auto', None, None)\n"
+    "if sys.argv[2] == 'given':\n"
+    f"  given = ('localhost:{port}', 2, 1 - me)\n"
+    'distributed.initialize(*given)\n'
+    'print(jax.process_index(), jax.process_count(), len(jax.devices()),'
+    ' jax.config.values["jax_cuda_visible_devices"])\n'
+    "distributed.barrier('the end')\n"
+  )
+  slurm = {
+    'JAX_COORDINATOR_PORT': str(port),
+    'SLURM_JOB_ID': '7',
+    'SLURM_STEP_NODELIST': 'localhost',
+    'SLURM_NTASKS': '2',
+  }
+  members = [
+    subprocess.Popen(
+      [sys.executable, '-c', code, str(me), coordinator],
+      cwd=tiny.ROOT,
+      env=tiny.environment()
+      | slurm
+      | {'SLURM_PROCID': str(me), 'SLURM_LOCALID': str(me)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for me in range(2)
+  ]
+  try:
+    outputs = [member.communicate(timeout=120)[0] for member in members]
+  finally:
+    for member in members:
+      member.kill()
+  # Found: one device to a process, which is right on no TPU but here. Given:
+  # all that it sees, under SLURM too.
+  assert [output.split() for output in outputs] == (
+    [['0', '2', '2', '0'], ['1', '2', '2', '1']]
+    if coordinator == 'auto'
+    else [['1', '2', '2', 'all'], ['0', '2', '2', 'all']]
+  )

@@ -24,6 +24,8 @@ def test_one_process_needs_nothing():
     (('localhost:1234', 2, -1), 'process is -1 of 2'),
     (('localhost', 2, 0), "coordinator is 'localhost'"),
     ((':80', 2, 0), "coordinator is ':80'"),
+    (('auto', 2, 0), "coordinator is 'auto'"),
+    (('auto', 1, None), 'auto alone'),
   ],
 )
 def test_bad_flags_are_named(flags, said):
