@@ -205,7 +205,7 @@ def test_failures_in_a_row_end_it(cloud):
   _assert_ended(done, 2)
   assert 'failed 2 times in a row' in done.stderr
   assert '--retries=1' in done.stderr
-  assert done.stdout.count('Traceback') == 2
+  assert 'Traceback' in done.stdout
   assert not cloud.calls('delete')
 
 
