@@ -118,6 +118,15 @@ def check_name(flag: str, name: str) -> None:
     )
 
 
+def check_zone(zone: str) -> None:
+  """Refuses what is no zone of Google Cloud, such as a region."""
+  if not re.fullmatch('[a-z]+-[a-z]+[0-9]+-[a-z]', zone):
+    raise LaunchError(
+      f'--zone={zone}: give a zone, as us-west4-a; `gcloud compute tpus'
+      ' locations list` prints those with TPUs.'
+    )
+
+
 def check_positive(options: argparse.Namespace, *names: str) -> None:
   """Refuses numbers below 1."""
   for name in names:

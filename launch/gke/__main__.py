@@ -75,6 +75,8 @@ def _check(options: argparse.Namespace) -> None:
   for flag in ('name', 'cluster'):
     if flag in given:
       commands.check_name(flag, given[flag])
+  if 'zone' in given:
+    commands.check_zone(options.zone)
   if 'slices' in given:
     commands.check_positive(options, 'slices')
   if 'image' in given and ':' not in options.image.rpartition('/')[2]:

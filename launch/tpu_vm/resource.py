@@ -66,11 +66,7 @@ class Resource:
         ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
         ' (v4, v5p).'
       )
-    if not re.fullmatch('[a-z]+-[a-z]+[0-9]+-[a-z]', self.zone):
-      raise commands.LaunchError(
-        f'--zone={self.zone}: give a zone, as us-west4-a; `gcloud compute tpus'
-        ' locations list` prints those with TPUs.'
-      )
+    commands.check_zone(self.zone)
     if self.slices < 1:
       raise commands.LaunchError(f'--slices={self.slices}: give 1 or more.')
 

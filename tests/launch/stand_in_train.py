@@ -6,6 +6,7 @@ $FAKE_CLOUD/event says. Worker 0.0 leads.
 
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -30,6 +31,13 @@ def main(argv: list[str]) -> int:
     if LEAD:
       print('Traceback', flush=True)
     return 1 if LEAD else 2
+  if event == 'wait':
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    print('waiting', flush=True)
+    while not told:
+      time.sleep(0.02)
+    return 75
   last = STEPS if event in ('finish', 'drop') else 2
   while LEAD and step < last:
     step += 1

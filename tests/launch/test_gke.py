@@ -110,6 +110,7 @@ def test_a_command_that_fails_ends_it(here):
     ('image', ['--image=a/b'], '--image=a/b has no tag'),
     ('image', ['--image=localhost:5000/b'], 'has no tag'),
     ('create', [*WHERE, '--accelerator=v6e-8', '--tier=reserved'], 'reserv'),
+    ('status', ['--cluster=pod', '--zone=us-west4'], '--zone=us-west4: give'),
     ('delete', ['--name=a_b', *WHERE], '--name=a_b: give 1 to 30'),
     ('status', [*WHERE, *JOB], 'after -- is for a training job'),
     ('train', ['--name=a', *WHERE, IMAGE, *JOB], '--accelerator'),

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,6 +45,20 @@ class Cloud(checkout.Checkout):
     )
     return self.launch(
       'tpu_vm', 'train', *WHERE, *CREATION, *FAST, *flags, *JOB
+    )
+
+  def start_training(self, runs):
+    """Starts what `train` runs, and returns at once."""
+    (self.folder / 'scenario.json').write_text(
+      json.dumps({'runs': runs, 'creations': [['ACTIVE']]})
+    )
+    return subprocess.Popen(
+      [sys.executable, '-m', 'launch.tpu_vm', 'train', *WHERE, *CREATION]
+      + [*FAST, *JOB],
+      cwd=self.root,
+      env=self.environment,
+      stdout=subprocess.PIPE,
+      text=True,
     )
 
   def calls(self, *verbs):
@@ -188,6 +203,23 @@ def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
   assert 'the job told to stop, and saved' in done.stdout
   assert '[0.0] continuing at step 2' in done.stdout
   assert len(cloud.calls('create', 'delete')) == 1
+
+
+def test_stop_tells_the_job_on_every_worker(cloud):
+  log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
+  launcher = cloud.start_training(['wait', 'finish'])
+  try:
+    deadline = time.monotonic() + 60
+    while not log.exists() or log.read_text().count('waiting') < 4:
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+    done = cloud.launch('tpu_vm', 'stop', *WHERE, '--slices=2')
+    output, _ = launcher.communicate(timeout=60)
+  finally:
+    launcher.kill()
+  assert done.stdout.count('] launch: told to stop') == 4
+  assert 'the job told to stop, and saved: 4 of 4 workers' in output
+  assert launcher.returncode == 0
 
 
 def test_a_connection_that_breaks_does_not_end_the_job(cloud):
