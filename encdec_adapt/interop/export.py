@@ -109,7 +109,9 @@ def _plan(
 
     def make() -> np.ndarray:
       ours = stored[place] if place else stored
-      theirs = weight.to_theirs(np.asarray(ours))
+      return weight.to_theirs(np.asarray(ours))
+
+    def finish(theirs: np.ndarray) -> np.ndarray:
       with np.errstate(over='ignore'):  # It is looked for below.
         made = theirs.astype(kind, copy=False)
       made = transposing.in_order(made)
@@ -119,7 +121,7 @@ def _plan(
       return made
 
     return tensor_writer.PlannedTensor(
-      weight.name, weight.their_shape, kind, make
+      weight.name, weight.their_shape, kind, make, finish
     )
 
   order = sorted(

@@ -1,6 +1,7 @@
 """A Hugging Face folder as one of our models: config and lazy parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 import dataclasses
 import math
 import os
@@ -28,6 +29,7 @@ _FLOATS = tuple(
   safetensors_header.DTYPES[name] for name in ('F64', 'F32', 'F16', 'BF16')
 )
 _TOGETHER = 1 << 22  # Elements of two copies that are compared at a time.
+_THREADS = 4  # Layers made at a time: NumPy releases the interpreter's lock.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +168,20 @@ class ModelFolder:
     stored = leaves_lib.stored_leaves(leaves)
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
-      stacked = leaves[names[0]].index is not None
       dtype = self._dtype(names)
 
-      def read(index, names=tuple(names), stacked=stacked, dtype=dtype):
-        if not stacked:
+      def read(index, names=tuple(names), info=info, dtype=dtype):
+        if leaves[names[0]].index is None:
           return self._read(names[0], index, dtype)
-        return np.stack(
-          [self._read(name, index[1:], dtype) for name in names[index[0]]]
-        )
+        whole = np.empty(_extents(index, info.shape), dtype)
+
+        def fill(row: np.ndarray, name: str) -> None:
+          self._read(name, index[1:], dtype, row)
+
+        with futures.ThreadPoolExecutor(_THREADS) as pool:
+          for _ in pool.map(fill, whole, names[index[0]]):
+            pass  # An error of a layer is raised here.
+        return whole
 
       yield LazyArray(path, tuple(info.shape), dtype, read)
 
@@ -187,41 +194,76 @@ class ModelFolder:
     )
 
   def _read(
-    self, leaf: str, index: tuple[slice, ...], dtype: np.dtype
+    self,
+    leaf: str,
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+    out: np.ndarray | None = None,
   ) -> np.ndarray:
-    """Part of our leaf; of the file only that part is read."""
+    """Part of our leaf; of the file only that part is read.
+
+    Args:
+      leaf: its name.
+      index: of the part.
+      dtype: of the result.
+      out: where it goes. None: a new array, or the pages of the file where it
+        lies there as it is asked for.
+    """
     found = self._found[leaf]
     if found[0][0].part is None:
-      return self._read_tensor(*found[0], index).astype(dtype, copy=False)
-    parts = (self._read_tensor(*one, index[1:]) for one in found[index[0]])
-    return np.stack([part.astype(dtype, copy=False) for part in parts])
+      return self._read_tensor(*found[0], index, dtype, out)
+    chosen = found[index[0]]
+    if out is None:
+      shape = _extents(index[1:], chosen[0][0].shape)
+      out = np.empty((len(chosen), *shape), dtype)
+    for row, one in zip(out, chosen, strict=True):
+      self._read_tensor(*one, index[1:], dtype, row)
+    return out
 
   def _read_tensor(
     self,
     weight: weights.Weight,
     pieces: list[_Piece],
     index: tuple[slice, ...],
+    dtype: np.dtype,
+    out: np.ndarray | None,
   ) -> np.ndarray:
-    part, *copies = (self._read_piece(weight, one, index) for one in pieces)
-    for piece, copy in zip(pieces[1:], copies, strict=True):
+    """Part of what a tensor is; its copies have to be equal to it."""
+    part, *copies = (
+      weight.to_ours(piece.read(self.tensors))[index] for piece in pieces
+    )
+    shape = _extents(index, weight.shape)
+    lies_so = (part.shape, part.dtype) == (shape, dtype)
+    if out is None and lies_so and part.flags.c_contiguous:
+      out = part
+    else:
+      out = np.empty(shape, dtype) if out is None else out
+      transposing.copy(part, out[: len(part)])
+      out[len(part) :] = 0  # Rows of a table that are no tokens.
+    first, *others = pieces
+    tensor_folder.check_finite(first.tensor, out, self._file(first))
+    for piece, copy in zip(others, copies, strict=True):
       if not _are_equal(part, copy):
-        first = pieces[0].tensor
         raise errors.UserError(
-          f'{self._file(piece)}: {piece.tensor!r} differs from {first!r} in'
-          f' {self._file(pieces[0])}, and in this model they are one tensor.'
-          ' Remove the one that is not meant, or correct the config.json.'
+          f'{self._file(piece)}: {piece.tensor!r} differs from'
+          f' {first.tensor!r} in {self._file(first)}, and in this model they'
+          ' are one tensor. Remove the one that is not meant, or correct the'
+          ' config.json.'
         )
-    return part
-
-  def _read_piece(
-    self, weight: weights.Weight, piece: _Piece, index: tuple[slice, ...]
-  ) -> np.ndarray:
-    part = transposing.in_order(weight.to_ours(piece.read(self.tensors))[index])
-    tensor_folder.check_finite(piece.tensor, part, self._file(piece))
-    return part
+    return out
 
   def _file(self, piece: _Piece) -> pathlib.Path:
     return self.tensors.tensors[piece.tensor].file
+
+
+def _extents(
+  index: tuple[slice, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+  """Shape of a part of an array."""
+  return tuple(
+    len(range(*one.indices(size)))
+    for one, size in zip(index, shape, strict=True)
+  )
 
 
 def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:

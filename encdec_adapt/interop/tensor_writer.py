@@ -1,17 +1,21 @@
 """Writes tensors as safetensors, one at a time, in one file or in shards.
 
 Names, shapes and dtypes are known before the first value is: so headers and
-index come first, and each array goes to its place as it is made. Host memory
-stays near the largest tensor. The library of the format wants all arrays at
+index come first, and each array goes to its place as it is made: while some
+are converted and written, the next is read. Host memory stays near the largest
+tensor. The library of the format wants all arrays at
 once, hence this module; what it writes, that library reads.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import io
 import math
 import os
 import pathlib
+import threading
 
 import numpy as np
 
@@ -25,6 +29,8 @@ from encdec_adapt.runtime import disk, files
 SHARD_BYTES = 5_000_000_000
 PYTORCH = {'format': 'pt'}  # Without it, `transformers` refuses a file.
 _BLOCK = 64 << 20  # Bytes written between two reports of progress.
+_AHEAD = 256 << 20  # Bytes of arrays that wait or are written, beside one.
+_THREADS = 4  # NumPy and writing release the interpreter's lock.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +41,16 @@ class PlannedTensor:
     name: its key.
     shape: () for a scalar.
     dtype: one of `safetensors_header.DTYPES`.
-    make: gives the array, of exactly this shape and dtype; called once.
+    make: gives the array; called once, one tensor's after another's.
+    finish: makes of it an array of exactly this shape and dtype; called in a
+      thread, beside those of other tensors.
   """
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   make: Callable[[], np.ndarray]
+  finish: Callable[[np.ndarray], np.ndarray] = np.asarray
 
   @property
   def nbytes(self) -> int:
@@ -71,7 +80,7 @@ def write_tensors(
       all fits, there is one file and no index.
     metadata: free text for every file.
     on_progress: called with bytes done and bytes in all, first with 0 done,
-      then at least once per tensor that has any.
+      then at least once per tensor that has any; by one thread at a time.
 
   Returns:
     The files written, the index last if there is one.
@@ -86,17 +95,11 @@ def write_tensors(
   _check_plan(plan, shard_bytes)
   total = sum(tensor.nbytes for tensor in plan)
   disk.require_space(folder, total, what='the weights')
-  report = on_progress or (lambda done, total: None)
   shards = _shards(plan, shard_bytes)
   places = {}
   for name, shard in shards.items():
     places |= _write_header(folder / name, shard, metadata)
-  done = 0
-  report(done, total)
-  for tensor in plan:
-    for nbytes in _write_data(tensor, places[tensor.name]):
-      done += nbytes
-      report(done, total)
+  _write_plan(plan, places, _counter(total, on_progress))
   paths = [folder / name for name in shards]
   if len(shards) > 1:
     paths.append(folder / tensor_folder.INDEX)
@@ -161,11 +164,57 @@ def _write_header(
   return header.tensors
 
 
+def _counter(
+  total: int, on_progress: Callable[[int, int], None] | None
+) -> Callable[[int], None]:
+  """Adds up bytes that are done, for several threads, and reports them."""
+  lock, done = threading.Lock(), 0
+
+  def count(nbytes: int) -> None:
+    nonlocal done
+    with lock:
+      done += nbytes
+      if on_progress:
+        on_progress(done, total)
+
+  count(0)
+  return count
+
+
+def _write_plan(
+  plan: Sequence[PlannedTensor],
+  places: Mapping[str, safetensors_header.TensorInfo],
+  count: Callable[[int], None],
+) -> None:
+  """Makes the arrays in their order; others are meanwhile written."""
+  waiting, held = collections.deque(), 0
+  with futures.ThreadPoolExecutor(_THREADS) as pool:
+    try:
+      for tensor in plan:
+        while waiting and held + tensor.nbytes > _AHEAD:
+          future, nbytes = waiting.popleft()
+          future.result()
+          held -= nbytes
+        future = pool.submit(
+          _write_data, tensor, tensor.make(), places[tensor.name], count
+        )
+        waiting.append((future, tensor.nbytes))
+        held += tensor.nbytes
+      for future, _ in waiting:
+        future.result()
+    except BaseException:
+      pool.shutdown(cancel_futures=True)
+      raise
+
+
 def _write_data(
-  tensor: PlannedTensor, info: safetensors_header.TensorInfo
-) -> Iterator[int]:
-  """Makes an array and writes it; yields the bytes of each block."""
-  array = np.asarray(tensor.make())
+  tensor: PlannedTensor,
+  made: np.ndarray,
+  info: safetensors_header.TensorInfo,
+  count: Callable[[int], None],
+) -> None:
+  """Writes what `made` becomes to its place; counts the bytes."""
+  array = tensor.finish(made)
   if array.shape != info.shape or array.dtype != info.dtype:
     raise ValueError(
       f'tensor {tensor.name!r} was to be {list(info.shape)} in {info.dtype},'
@@ -176,7 +225,7 @@ def _write_data(
       file.seek(info.offset)
       for block in _blocks(array):
         _write_all(file, block)
-        yield block.nbytes
+        count(block.nbytes)
   except OSError as error:
     raise disk.cannot_write(info.file, error) from error
 

@@ -1,14 +1,13 @@
-"""Copies of transposed arrays, made in blocks that caches hold.
+"""Copies of transposed arrays, made in strips that caches hold.
 
 Kernels are stored as [out, in] and used as [in, out]. NumPy copies such a
-view element by element across the whole array, at a third of the speed.
+view element by element across the whole array, at a third of the speed. Each
+strip is one call of NumPy's, in which other threads run.
 """
-
-import itertools
 
 import numpy as np
 
-_BLOCK = 128  # Of the fastest axis and of another; 32 KB in bf16.
+_STRIP = 64  # Lines of memory that are read from side by side.
 
 
 def in_order(view: np.ndarray) -> np.ndarray:
@@ -19,15 +18,24 @@ def in_order(view: np.ndarray) -> np.ndarray:
   """
   if view.ndim < 2 or view.flags.c_contiguous:
     return view
-  copy = np.empty(view.shape, view.dtype)
-  axes = sorted(range(view.ndim), key=lambda axis: view.strides[axis])
-  fast = axes[0]
-  other = max(axes[1:], key=lambda axis: view.shape[axis])
-  starts = (range(0, view.shape[axis], _BLOCK) for axis in (fast, other))
-  index = [slice(None)] * view.ndim
-  for places in itertools.product(*starts):
-    for axis, start in zip((fast, other), places, strict=True):
-      index[axis] = slice(start, start + _BLOCK)
-    block = tuple(index)
-    copy[block] = view[block]
-  return copy
+  made = np.empty(view.shape, view.dtype)
+  copy(view, made)
+  return made
+
+
+def copy(view: np.ndarray, out: np.ndarray) -> None:
+  """Fills an array with what a view shows, cast to its dtype.
+
+  Args:
+    view: of any strides.
+    out: of its shape.
+  """
+  if view.ndim < 2 or view.flags.c_contiguous:
+    out[...] = view
+    return
+  fast = min(range(view.ndim), key=lambda axis: view.strides[axis])
+  others = [axis for axis in range(view.ndim) if axis != fast]
+  other = max(others, key=lambda axis: view.shape[axis])
+  for start in range(0, view.shape[other], _STRIP):
+    strip = (slice(None),) * other + (slice(start, start + _STRIP),)
+    out[strip] = view[strip]

@@ -264,10 +264,9 @@ class Weight:
     return (math.prod(self.shape[kernel:]), inner)
 
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
-    """Our leaf from their tensor, in its dtype; a view where possible."""
+    """Our leaf from their tensor, a view; of a table the rows of tokens."""
     if self.rows is not None:
-      padding = self.shape[0] - self.rows
-      return np.pad(tensor, [(0, padding), (0, 0)]) if padding else tensor
+      return tensor
     return (tensor.T if self._inputs else tensor).reshape(self.shape)
 
   def to_theirs(self, leaf: np.ndarray) -> np.ndarray:

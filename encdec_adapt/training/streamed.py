@@ -1,12 +1,13 @@
-"""Leaves of a checkpoint that are made one at a time while it is written.
+"""Leaves of a checkpoint that are made while it is written.
 
-So that host memory stays near the largest leaf when a model passes from files
-into a checkpoint. Beside `checkpoint` and `orbax_folder`, the only module that
+So that host memory stays near the largest two leaves when a model passes from
+files into a checkpoint: one is written and the next is made. Beside `checkpoint` and `orbax_folder`, the only module that
 imports Orbax.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import dataclasses
 import math
 
@@ -53,7 +54,7 @@ def register() -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes leaves as NumPy arrays, each before the next is made."""
+  """Writes leaves as NumPy arrays, each while the next is made."""
 
   async def serialize(self, values, infos, args=None):
     args = args or [ocp.SaveArgs()] * len(values)
@@ -69,8 +70,15 @@ class _Writes:
 
   def result(self, timeout: float | None = None) -> None:
     """Makes and writes what is left."""
-    while self._rest:
-      leaf, info, arg = self._rest.pop(0)
-      array = leaf.make()
-      for future in asyncio.run(self._serialize([array], [info], [arg])):
-        future.result(timeout)
+    rest, self._rest = self._rest, []
+    with futures.ThreadPoolExecutor(1) as maker:
+      coming = map(maker.submit, [leaf.make for leaf, _, _ in rest])
+      making = next(coming, None)
+      for _, info, arg in rest:
+        array, making = making.result(), next(coming, None)
+        self._write(array, info, arg, timeout)
+        del array  # Before the next is waited for.
+
+  def _write(self, array: np.ndarray, info, arg, timeout) -> None:
+    for future in asyncio.run(self._serialize([array], [info], [arg])):
+      future.result(timeout)

@@ -8,10 +8,7 @@ from tests.parity import tiny_models
 pytestmark = pytest.mark.parity
 
 
-@pytest.mark.parametrize(
-  'name',
-  ['gemma2', 'gemma3', 'llama3', 'qwen3', 't5gemma_unbalanced', 't5gemma2'],
-)
+@pytest.mark.parametrize('name', tiny_models.CASES)
 def test_greedy_text(name, tmp_path):
   case = tiny_models.CASES[name]
   theirs = tiny_models.make(case)

@@ -28,9 +28,7 @@ def gradients_folder(model, folder):
   return folder
 
 
-@pytest.mark.parametrize(
-  'name', ['gemma2', 'llama3', 'qwen3', 't5gemma_unbalanced', 't5gemma2']
-)
+@pytest.mark.parametrize('name', tiny_models.CASES)
 def test_gradients_of_all_parameters(name, tmp_path):
   case = tiny_models.CASES[name]
   model = tiny_models.make(case)
