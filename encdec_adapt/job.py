@@ -1,5 +1,6 @@
 """What the commands build from settings: mesh, models, data, parameters."""
 
+from collections.abc import Sequence
 import functools
 import math
 import multiprocessing
@@ -226,12 +227,7 @@ def check_sources(settings: config_lib.Settings) -> None:
     for source in sources:
       source_lib.require_decoder_only(source)
   if init.mode == 'adapt':
-    plan.make_plan(
-      settings.model,
-      *(source.model for source in sources),
-      cross_attention=init.cross_attention,
-      post_norm_gain=init.post_norm_gain,
-    )
+    _plan_adaptation(settings, sources)
   if not sources:
     return
   of_side = {'encoder': sources[0], 'decoder': sources[-1]}
@@ -241,6 +237,18 @@ def check_sources(settings: config_lib.Settings) -> None:
     if (source.path, own) not in seen:
       seen.add((source.path, own))
       vocabulary_checks.check_source(settings, source, side)
+
+
+def _plan_adaptation(
+  settings: config_lib.Settings, sources: Sequence[source_lib.Source]
+) -> coverage.Coverage:
+  """What would become of every weight."""
+  return plan.make_plan(
+    settings.model,
+    *(source.model for source in sources),
+    cross_attention=settings.init.cross_attention,
+    post_norm_gain=settings.init.post_norm_gain,
+  )
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -452,7 +460,20 @@ def describe(settings: config_lib.Settings) -> str:
     f' {settings.data.train.decoder_length} tokens,'
     f' {step_flops(settings, None):.3g} model FLOPs without a teacher'
   )
+  if settings.init.mode == 'adapt':
+    lines.append(_describe_adaptation(settings))
   return '\n'.join(lines)
+
+
+def _describe_adaptation(settings: config_lib.Settings) -> str:
+  """The coverage report, from configs alone; or why there is none."""
+  init = settings.init
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  for folder in folders:
+    if not os.path.exists(folder):
+      return f'adaptation: {folder} is not there yet, so nothing is known of it'
+  sources = [_open(settings, folder) for folder in folders]
+  return _plan_adaptation(settings, sources).table()
 
 
 def _device_bytes(tree) -> int:

@@ -55,7 +55,7 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_string('workdir', None, 'Folder of this job.', **define)
   flags.DEFINE_bool('print_config', False, 'Print it and stop.', **define)
   flags.DEFINE_bool(
-    'dry_run', False, 'Print shapes, parameters, memory; stop.', **define
+    'dry_run', False, 'Print shapes, memory, what is adapted; stop.', **define
   )
   flags.DEFINE_string(
     'coordinator', None, 'host:port of process 0, or auto.', **define

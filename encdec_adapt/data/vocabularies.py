@@ -74,9 +74,7 @@ def file_in(folder: str | os.PathLike[str]) -> pathlib.Path | None:
   file = pathlib.Path(folder) / SENTENCEPIECE
   if file.is_file():
     with open(file, 'rb') as content:
-      # A SentencePiece model starts with a piece, field 1 of its message;
-      # Llama 3's file of this name is text.
-      if content.read(1) == b'\n':
+      if vocabulary.is_sentencepiece(content.read(1)):
         return file
   file = pathlib.Path(folder) / TOKENIZER_JSON
   return file if file.is_file() else None

@@ -15,8 +15,11 @@ Special tokens are found by name. Sentinels and UL2's mode tokens are
 | (Llama 3)                        | three        |                |
 | none of these (Llama 2, Qwen)    | none         | none           |
 
-and any vocabulary can be given new ones at its end (`added_sentinels`). The
-papers do not say which ids Google used for sentinels and modes.
+and any vocabulary can be given new ones at its end: <sentinel_0> .., and
+<mode_R>, <mode_S>, <mode_X> where it has no modes (`added_sentinels`). An
+export writes them into the tokenizer's files (`added_tokens`), where they are
+found again. The papers do not say which ids Google used for sentinels and
+modes.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -41,8 +44,10 @@ MODES = ('R', 'S', 'X')
 # Names that never match in a text, whatever a file says of them.
 SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
-  r'|start_of_image|end_of_image|image_soft_token)>|\[@BOS@\]|<\|[^|]+\|>'
+  r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
+  r'|\[@BOS@\]|<\|[^|]+\|>'
 )
+_ADDED = re.compile(r'<(sentinel_\d+|mode_([RSX]))>')
 _GEMMA_SENTINELS = tuple(f'<unused{i}>' for i in range(96))
 _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
 _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
@@ -124,31 +129,45 @@ class Vocabulary(abc.ABC):
     self.pad, self.eos, self.bos = ids.pad, ids.eos, ids.bos
     self.unk, self.mask = ids.unk, ids.mask
     self.specials = dict(specials)
-    self._own_size = self.size = size
+    self._names = {i: name for name, i in self.specials.items()}
+    self._stored_size = self.size = size
+    self._own_size = _before_added(self._names, size)
     self.sentinels, self.mode_ids = _sentinels_and_modes(self.specials)
+    self._take(range(self._own_size, size))
     if added_sentinels:
       self._add(added_sentinels)
       digest = hashlib.sha256(
         f'{digest} and {added_sentinels} sentinels'.encode()
       ).hexdigest()
     self.fingerprint = digest
-    self._names = {i: name for name, i in self.specials.items()}
     self.note = self._loss()
 
   def _add(self, sentinels: int) -> None:
+    """Gives new sentinels, and modes where there are none, the next ids."""
+    if self._own_size < self.size:
+      raise errors.UserError(
+        f'vocabulary {self.path!r}: it has {self.size - self._own_size} added'
+        f' tokens already, from {self.piece(self._own_size)} on; set'
+        ' config.data.add_sentinels=0'
+      )
     new = [f'<sentinel_{i}>' for i in range(sentinels)]
-    modes = [] if self.mode_ids else [f'<mode_{mode}>' for mode in MODES]
-    ids = range(self.size, self.size + len(new) + len(modes))
-    self.specials.update(zip(new + modes, ids, strict=True))
-    self.sentinels = [*self.sentinels, *ids[:sentinels]]
-    if modes:
-      self.mode_ids = dict(zip(MODES, ids[sentinels:], strict=True))
+    new += [] if self.mode_ids else [f'<mode_{mode}>' for mode in MODES]
+    ids = range(self.size, self.size + len(new))
+    self.specials.update(zip(new, ids, strict=True))
+    self._names.update(zip(ids, new, strict=True))
+    self._take(ids)
     self.size = ids.stop
+
+  def _take(self, added: range) -> None:
+    """Sentinels and modes of ids that were added, now or by an export."""
+    modes = {i: _ADDED.fullmatch(self._names[i])[2] for i in added}
+    self.sentinels = [*self.sentinels, *(i for i in added if not modes[i])]
+    self.mode_ids |= {mode: i for i, mode in modes.items() if mode}
 
   @property
   def added(self) -> range:
-    """Ids that were added at its end; no file of it has them."""
-    return range(self._own_size, self.size)
+    """Ids that were added at its end and that no file of it has."""
+    return range(self._stored_size, self.size)
 
   @property
   def ids(self) -> batch.SideIds:
@@ -327,6 +346,22 @@ def _sentinels_and_modes(
     return [], {}
   sentinels, modes = ids[: -len(MODES)], ids[-len(MODES) :]
   return sentinels, dict(zip(MODES, modes, strict=True))
+
+
+def _before_added(names: Mapping[int, str], size: int) -> int:
+  """The size without the sentinels and modes that an export added."""
+  while _ADDED.fullmatch(names.get(size - 1, '')):
+    size -= 1
+  return size
+
+
+def is_sentencepiece(start: bytes) -> bool:
+  """Whether a tokenizer.model that begins so is of SentencePiece.
+
+  Such a model starts with a piece, field 1 of its message; Llama 3's file of
+  this name is text.
+  """
+  return start[:1] == b'\n'
 
 
 def digest_of(*parts: Any) -> str:

@@ -106,7 +106,14 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
   opened = source.vocabularies.open() if source.vocabularies else None
-  if note := origin.added_note(opened):
+  files = origin.tokenizer_files(found, opened)
+  carried = origin.with_added(files, opened)
+  notes = [
+    _window_note(source.model, own=own),
+    origin.added_note(opened, is_written=carried != files),
+  ]
+  notes = [note for note in notes if note]
+  for note in notes:
     print(f'note: {note}')
   fields = origin.config_fields(found, opened)
   vision = _vision(values.vision, source.model, found, own=own)
@@ -126,9 +133,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     fields=fields,
     texts={
       origin.GENERATION: json.dumps(generation, indent=2) + '\n',
-      'README.md': model_card.write(source, own=own, dtype=name),
+      'README.md': model_card.write(source, own=own, dtype=name, notes=notes),
     },
-    carried=origin.tokenizer_files(found, opened),
+    carried=carried,
     vision=vision,
     shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
@@ -181,19 +188,21 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
     )
     return True
   print(f'transformers loads it as {raw["architectures"][0]}.')
-  _print_window(model, raw['model_type'])
   return False
 
 
-def _print_window(model: model_config.ModelConfig, model_type: str) -> None:
-  """Says where transformers looks further than our encoder."""
-  if model_type != 't5gemma' or model.encoder.window_rule != 'exclusive':
-    return
+def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
+  """Where transformers looks further than our encoder; or ''."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if own or not is_pair or model.decoder.cross_merged:
+    return ''
   window = model.encoder.window
-  print(
-    f'note: local layers of the encoder look at less than {window} tokens on'
-    ' either side, as those of the authors; in transformers 5.23 with eager'
-    f' attention, at {window}.'
+  if model.encoder.window_rule != 'exclusive' or window is None:
+    return ''
+  return (
+    f'local layers of the encoder look at less than {window} tokens on either'
+    ' side, as those of the authors; in transformers 5.23 with eager attention,'
+    f' at {window}.'
   )
 
 

@@ -1,16 +1,15 @@
 """README.md of an exported folder: what the model is and what was done."""
 
-from collections.abc import Iterable, Iterator
-import json
+from collections.abc import Iterable, Iterator, Sequence
 import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.exchange import inspection, origin, work_folder
+from encdec_adapt.exchange import inspection, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import files
 from encdec_adapt.training import accounting
 
 _OWN = """No class of transformers can express this model. The folder is in
@@ -27,13 +26,20 @@ _LOAD = """## Loading
 """
 
 
-def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
+def write(
+  source: source_lib.Source,
+  *,
+  own: bool,
+  dtype: str,
+  notes: Sequence[str] = (),
+) -> str:
   """The card of a model that is exported.
 
   Args:
     source: the checkpoint or folder that it is exported from.
     own: it is written in our own layout.
     dtype: of the exported tensors.
+    notes: what its other files do not say, as the command has printed it.
 
   Raises:
     UserError: a file of the run is damaged.
@@ -56,7 +62,7 @@ def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
     '',
     *_history(source.path, source.step),
     '',
-    *_tokenizer(source),
+    *_notes(notes),
     _LOAD,
   ]
   if own:
@@ -91,11 +97,9 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
   yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
 
 
-def _tokenizer(source: source_lib.Source) -> Iterator[str]:
-  """What its files do not say."""
-  opened = source.vocabularies.open() if source.vocabularies else None
-  if note := origin.added_note(opened):
-    yield from ('## Tokenizer', '', note, '')
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+  if notes:
+    yield from ('## Notes', '', *(f'- {note}' for note in notes), '')
 
 
 def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
@@ -179,9 +183,4 @@ def _training(
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
   """A JSON file of a run; None where it is not there."""
-  if not path.exists():
-    return None
-  try:
-    return json.loads(path.read_bytes())
-  except ValueError as error:
-    raise errors.UserError(f'{path} is damaged ({error}).') from error
+  return files.read_json(path) if path.exists() else None

@@ -13,7 +13,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from encdec_adapt.data import vocabularies, vocabulary
+from encdec_adapt.data import added_tokens, vocabularies, vocabulary
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import model_configs, tensor_folder, vision
 from encdec_adapt.runtime import errors, files
@@ -235,22 +235,54 @@ def tokenizer_files(
   return files
 
 
-def added_note(opened: vocabularies.Opened | None) -> str:
-  """What to say where tokenizer files lack ids that the model has; or ''.
+def with_added(
+  carried: Mapping[str, pathlib.Path], opened: vocabularies.Opened | None
+) -> dict[str, pathlib.Path | bytes]:
+  """Tokenizer files with the tokens that were added to a vocabulary.
+
+  Args:
+    carried: as `tokenizer_files` gives them.
+    opened: the vocabularies of the model.
+
+  Returns:
+    `carried`, with the content for the file where it changes. Nothing does
+    where the files cannot give the tokens their ids.
+
+  Raises:
+    UserError: a file is damaged.
+  """
+  found: dict[str, pathlib.Path | bytes] = dict(carried)
+  for side, one in opened.sides.items() if opened else ():
+    start = '' if side == 'decoder' else f'{source_lib.ENCODER}/'
+    own = {
+      name.removeprefix(start): path
+      for name, path in carried.items()
+      if name.startswith(start)
+    }
+    new = added_tokens.contents(own, one)
+    found |= {f'{start}{name}': content for name, content in new.items()}
+  return found
+
+
+def added_note(opened: vocabularies.Opened | None, *, is_written: bool) -> str:
+  """What to say of ids that were added to a vocabulary; or ''.
 
   Args:
     opened: the vocabularies of the model.
+    is_written: the exported tokenizer files have them.
   """
   added = opened.decoder.added if opened else ()
   if not added:
     return ''
   names = [opened.decoder.piece(i) for i in added]
   sentinels = sum(name.startswith('<sentinel_') for name in names)
+  ids = f'{len(added)} tokens, {names[0]} to {names[-1]}, have the ids'
+  if is_written:
+    return f'{ids} {added[0]} to {added[-1]} in the tokenizer files.'
   return (
-    f'{len(added)} tokens, {names[0]} to {names[-1]}, have the ids'
-    f' {added[0]} to {added[-1]}, which no tokenizer file has: they were added'
-    f' by config.data.add_sentinels={sentinels}. Set it again when this model'
-    ' is trained on.'
+    f'{ids} {added[0]} to {added[-1]}, which no tokenizer file has: they were'
+    f' added by config.data.add_sentinels={sentinels}. Set it again when this'
+    ' model is trained on.'
   )
 
 

@@ -36,7 +36,7 @@ def write(
   dtype: np.dtype | None = None,
   fields: Mapping[str, Mapping[str, Any]] | None = None,
   texts: Mapping[str, str] | None = None,
-  carried: Mapping[str, pathlib.Path] | None = None,
+  carried: Mapping[str, pathlib.Path | bytes] | None = None,
   vision: vision_lib.Vision | None = None,
   shard_bytes: int = tensor_writer.SHARD_BYTES,
   on_progress: Callable[[int, int], None] | None = None,
@@ -53,8 +53,8 @@ def write(
     fields: further fields of config.json by stack, such as token ids; see
       `model_configs.carried_fields`.
     texts: further files, name -> text.
-    carried: further files, name -> the file to copy, such as the
-      tokenizer's. A name may lie in a folder.
+    carried: further files, name -> the file to copy, or its content, such as
+      the tokenizer's. A name may lie in a folder.
     vision: the vision part of a T5Gemma 2, in its own dtype; None for none.
     shard_bytes: size at which a new file begins.
     on_progress: called with the bytes written and those to write.
@@ -79,9 +79,12 @@ def write(
     common = folder_lib.common_dtype(plan.dtype for plan in plans)
     text = {**raw, 'dtype': str(common)}
     (draft / tensor_folder.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
-    for name, path in (carried or {}).items():
+    for name, file in (carried or {}).items():
       (draft / name).parent.mkdir(exist_ok=True)
-      shutil.copyfile(path, draft / name)
+      if isinstance(file, bytes):
+        (draft / name).write_bytes(file)
+      else:
+        shutil.copyfile(file, draft / name)
     for name, content in (texts or {}).items():
       (draft / name).write_text(content, encoding='utf-8')
     if vision is not None:

@@ -3,8 +3,8 @@
 Names, shapes and dtypes are known before the first value is: so headers and
 index come first, and each array goes to its place as it is made: while some
 are converted and written, the next is read. Host memory stays near the largest
-tensor. The library of the format wants all arrays at
-once, hence this module; what it writes, that library reads.
+tensor. The library of the format wants all arrays at once, hence this module;
+what it writes, that library reads.
 """
 
 import collections

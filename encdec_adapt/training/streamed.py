@@ -1,8 +1,8 @@
 """Leaves of a checkpoint that are made while it is written.
 
 So that host memory stays near the largest two leaves when a model passes from
-files into a checkpoint: one is written and the next is made. Beside `checkpoint` and `orbax_folder`, the only module that
-imports Orbax.
+files into a checkpoint: one is written and the next is made. Beside
+`checkpoint` and `orbax_folder`, the only module that imports Orbax.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, train
-from encdec_adapt.data import vocabulary_training
+from encdec_adapt.data import vocabularies, vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
@@ -104,8 +104,9 @@ def test_export_tells_of_another_window(folder, adapted, capsys):
   output = folder / 'windowed'
   convert_('export', f'--checkpoint={adapted}', f'--output={output}')
   said = capsys.readouterr().out
-  assert 'less than 8 tokens on either side' in said
-  assert 'in transformers 5.23 with eager attention, at 8.' in said
+  for words in (said, (output / 'README.md').read_text()):
+    assert 'less than 8 tokens on either side' in words
+    assert 'in transformers 5.23 with eager attention, at 8.' in words
 
 
 def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
@@ -205,20 +206,38 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert convert_('diff', workdir, adapted) == 1
 
 
-def test_a_card_says_which_ids_no_tokenizer_has(folder, imported):
-  workdir = shutil.copytree(imported, folder / 'with_sentinels')
+@pytest.mark.parametrize(
+  'vocabulary, says',
+  [
+    ('', '400 to 401 in the tokenizer files.'),
+    # Another's ids than those of the files that are carried along.
+    (
+      'bytes',
+      '359 to 360, which no tokenizer file has: they were added by'
+      ' config.data.add_sentinels=2.',
+    ),
+  ],
+)
+def test_added_sentinels_are_written_or_spoken_of(
+  vocabulary, says, folder, imported
+):
+  workdir = shutil.copytree(imported, folder / f'{vocabulary}_sentinels')
+  output = folder / f'{vocabulary}_sentinels_out'
   config = json.loads((workdir / 'config.json').read_text())
   config['data']['add_sentinels'] = 2
+  if vocabulary:
+    config['data']['vocabulary'] = vocabulary
   (workdir / 'config.json').write_text(json.dumps(config))
-  for run, is_said in ((workdir, True), (imported, False)):
-    output = folder / f'{run.name}_card'
-    assert convert_('export', f'--checkpoint={run}', f'--output={output}') == 0
-    card = (output / 'README.md').read_text()
-    words = (
-      '2 tokens, <sentinel_0> to <sentinel_1>, have the ids 400 to 401, which'
-      ' no tokenizer file has: they were added by config.data.add_sentinels=2.'
-    )
-    assert (words in card) == is_said
+  assert (
+    convert_('export', f'--checkpoint={workdir}', f'--output={output}') == 0
+  )
+  card = (output / 'README.md').read_text()
+  assert f'2 tokens, <sentinel_0> to <sentinel_1>, have the ids {says}' in card
+  found = vocabularies.open_vocabulary(output)
+  assert (found.specials.get('<sentinel_1>') == 401) == (not vocabulary)
+  before = (workdir / 'hugging_face/decoder/tokenizer.model').read_bytes()
+  after = (output / 'tokenizer.model').read_bytes()
+  assert (after == before) == bool(vocabulary)
 
 
 def test_a_pair_comes_back_from_its_folder(folder, adapted):

@@ -14,6 +14,10 @@ from tests.parity import tiny_models
 pytestmark = pytest.mark.parity
 
 
+# Cases with the parameters and the layers of another one of the family.
+_AS = ('gemma3_images', 'llama_tied', 'qwen2_window', 't5gemma')
+
+
 def gradients_folder(model, folder):
   """A folder whose tensors are the gradients of the model's weights.
 
@@ -28,7 +32,7 @@ def gradients_folder(model, folder):
   return folder
 
 
-@pytest.mark.parametrize('name', tiny_models.CASES)
+@pytest.mark.parametrize('name', [n for n in tiny_models.CASES if n not in _AS])
 def test_gradients_of_all_parameters(name, tmp_path):
   case = tiny_models.CASES[name]
   model = tiny_models.make(case)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from encdec_adapt.data import chat, vocabularies
+from encdec_adapt.data import added_tokens, chat, vocabularies
 from tests import tiny, tiny_tokenizers
 from tests.parity import tiny_models
 
@@ -111,3 +111,19 @@ def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
   assert ids == before(text, add_special_tokens=False).input_ids
   assert ids == own.encode(text).tolist()
   assert after.bos_token_id == own.bos and after.eos_token_id == own.eos
+
+
+def test_added_sentinels_have_their_ids_in_transformers(tmp_path):
+  folder, names = _save(tmp_path / 'qwen', 'qwen'), ['<sentinel_1>', '<mode_X>']
+  own = vocabularies.open_vocabulary(folder, added_sentinels=2)
+  files = {file.name: file for file in folder.iterdir()}
+  for name, content in added_tokens.contents(files, own).items():
+    (folder / name).write_bytes(content)
+  theirs = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)
+  ids = [own.specials[name] for name in names]
+  assert theirs.convert_tokens_to_ids(names) == ids
+  text = f'the fox{names[0]}jumps {names[1]}'
+  found = theirs(text, add_special_tokens=False).input_ids
+  assert [i for i in found if i in own.added] == ids
+  assert theirs.decode(found) == text
+  assert theirs.decode(found, skip_special_tokens=True) == 'the foxjumps '
