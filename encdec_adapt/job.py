@@ -469,10 +469,10 @@ def _describe_adaptation(settings: config_lib.Settings) -> str:
   """The coverage report, from configs alone; or why there is none."""
   init = settings.init
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  for folder in folders:
-    if not os.path.exists(folder):
-      return f'adaptation: {folder} is not there yet, so nothing is known of it'
-  sources = [_open(settings, folder) for folder in folders]
+  try:
+    sources = [_open(settings, folder) for folder in folders]
+  except errors.UserError as error:
+    return f'adaptation: not planned, a source cannot be opened: {error}'
   return _plan_adaptation(settings, sources).table()
 
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from absl import flags
 
-from encdec_adapt.runtime import command, errors, files, progress
+from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.runtime.progress import format_seconds
 from encdec_adapt.training import accounting
 
 
@@ -156,9 +157,9 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
   for stage in stages:
     extra = _best_rate(pathlib.Path(root), stage.rate_of)
     line = _command(stage, extra)
-    budget = progress.format_seconds(stage.budget_seconds)
     print(
-      f'\n[{stage.name}] budget {budget}\n$ {line}',
+      f'\n[{stage.name}] budget {format_seconds(stage.budget_seconds)}\n'
+      f'$ {line}',
       flush=True,
     )
     module = importlib.import_module(f'encdec_adapt.{stage.module}')
@@ -169,8 +170,8 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
     if status:
       return status
     print(
-      f'[{stage.name}] took {progress.format_seconds(seconds)} of'
-      f' {progress.format_seconds(stage.budget_seconds)}',
+      f'[{stage.name}] took {format_seconds(seconds)} of'
+      f' {format_seconds(stage.budget_seconds)}',
       flush=True,
     )
     files.write_json(
@@ -279,10 +280,10 @@ def _report(study: Study) -> None:
   for stage in stages:
     budget, took = stage['budget_seconds'], stage['seconds']
     print(
-      f'{stage["name"]:<28}{progress.format_seconds(budget):>9}{progress.format_seconds(took):>9}'
+      f'{stage["name"]:<28}{format_seconds(budget):>9}{format_seconds(took):>9}'
     )
   together = sum(stage['seconds'] for stage in stages)
-  print(f'{"together":<28}{"":>9}{progress.format_seconds(together):>9}\n')
+  print(f'{"together":<28}{"":>9}{format_seconds(together):>9}\n')
   for sentence in report.findings(collected):
     print(f'- {sentence}')
   print(f'\nreport: {root / "report.html"}')

@@ -30,3 +30,10 @@ def test_every_element_is_in_its_place(shape, axes, dtype):
 def test_what_is_in_order_is_not_copied():
   array = np.ones((3, 4))
   assert transposing.in_order(array) is array
+
+
+def test_a_copy_has_the_dtype_of_what_it_fills():
+  array = np.arange(1200).astype(ml_dtypes.bfloat16).reshape(300, 4)
+  filled = np.zeros((4, 300), np.float32)
+  transposing.copy(array.T, filled)
+  np.testing.assert_array_equal(filled, array.T.astype(np.float32))
