@@ -29,7 +29,7 @@ from encdec_adapt.runtime import disk, files
 SHARD_BYTES = 5_000_000_000
 PYTORCH = {'format': 'pt'}  # Without it, `transformers` refuses a file.
 _BLOCK = 64 << 20  # Bytes written between two reports of progress.
-_AHEAD = 256 << 20  # Bytes of arrays that wait or are written, beside one.
+_AHEAD = 128 << 20  # Bytes of arrays that wait or are written, beside one.
 _THREADS = 4  # NumPy and writing release the interpreter's lock.
 
 

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
 from tests.benchmarks import exchange
 
@@ -33,7 +34,7 @@ LARGEST = 9 * 512 * 1024 * 2
 # Two arrays, those that they are made from, and what the allocator keeps:
 # measured 4.0 of import and 5.6 of adapt, whose pair has 34 such arrays.
 MOST = 8 * LARGEST
-# Reads [[name, arguments], ..]; prints the peak above the start for each.
+# Reads lists of arguments; prints the peak above the start for each.
 SCRIPT = """
 import gc, json, sys
 from encdec_adapt import convert
@@ -62,7 +63,7 @@ def peaks(tmp_path_factory):
     source, run, pair = (
       folder / f'{name}_{kind}' for kind in ('source', 'run', 'pair')
     )
-    exchange.make_folder(source, presets.configs.DecoderOnlyConfig(stack))
+    exchange.make_folder(source, model_config.DecoderOnlyConfig(stack))
     jobs += [
       ['import', f'--source={source}', f'--output={run}'],
       ['adapt', f'--encoder={source}', f'--output={pair}'],
