@@ -69,6 +69,7 @@ SHARED = {
   'disk',
   'files',
   'seals',
+  'storage',
   'lock',
   'progress',
   'distributed',
