@@ -10,7 +10,7 @@ from encdec_adapt.exchange import inspection, origin, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 from encdec_adapt.training import accounting
 
 _OWN = """No class of transformers can express this model. The folder is in
@@ -44,7 +44,7 @@ def write(source: source_lib.Source, *, own: bool, dtype: str) -> str:
     f'library_name: {library}',
     'tags: [encdec_adapt]',
     '---',
-    f'# {source.path.name or source.path.resolve().name}',
+    f'# {source.path.name or storage.absolute(source.path).name}',
     '',
     f'A model with {parameters.count(source.model):,} parameters'
     f' ({inspection.kind_of(source.model)}), exported in {dtype} by'
@@ -98,7 +98,7 @@ def _tokenizer(source: source_lib.Source) -> Iterator[str]:
     yield from ('## Tokenizer', '', note, '')
 
 
-def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
+def _history(path: storage.Path, step: int | None) -> Iterator[str]:
   """What the files of a run say, and those of the runs it started from.
 
   Args:
@@ -131,10 +131,10 @@ def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
   for earlier in dict.fromkeys(sources):
-    yield from _earlier(pathlib.Path(earlier))
+    yield from _earlier(storage.at(earlier))
 
 
-def _earlier(path: pathlib.Path) -> Iterator[str]:
+def _earlier(path: storage.Path) -> Iterator[str]:
   """What was done to a source, where it is a finished run still there."""
   summary = _read(path / accounting.SUMMARY)
   if summary:
@@ -177,7 +177,7 @@ def _training(
     )
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _read(path: storage.Path) -> dict[str, Any] | None:
   """A JSON file of a run; None where it is not there."""
   if not path.exists():
     return None

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
 import os
-import pathlib
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from encdec_adapt.interop import (
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 # Tensors that are no weights: old exports carry these buffers.
 _BUFFERS = ('.rotary_emb.inv_freq',)
@@ -149,7 +148,7 @@ class ModelFolder:
       UserError: a damaged or unsupported folder; a tensor that is missing,
         unexpected or of another shape than the config says.
     """
-    folder = pathlib.Path(folder)
+    folder = storage.at(folder)
     raw = files.read_json(folder / tensor_folder.CONFIG)
     config, layout = model_configs.model_from_raw(
       raw, str(folder / tensor_folder.CONFIG), encoder_window=encoder_window
@@ -220,7 +219,7 @@ class ModelFolder:
     tensor_folder.check_finite(piece.tensor, part, self._file(piece))
     return part
 
-  def _file(self, piece: _Piece) -> pathlib.Path:
+  def _file(self, piece: _Piece) -> storage.Path:
     return self.tensors.tensors[piece.tensor].file
 
 
@@ -308,7 +307,7 @@ def _pieces(
   return pieces
 
 
-def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
+def _why_unused(name: str, layout: weights.Layout, file: storage.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
   if vision.is_vision(name):
