@@ -189,6 +189,9 @@ def get_config():
   config.optimizer.clip_norm = 1.0  # Global norm; 0 for no clipping.
   config.optimizer.decay_rate = 0.8  # Adafactor's second moment.
   config.optimizer.factored = True  # Adafactor's rows and columns.
+  config.optimizer.moment_dtype = 'float32'  # AdamW's first; or 'bfloat16'.
+  # Keep the state in the hosts' memory, and copy it for each update.
+  config.optimizer.offload = False
 
   config.train = ml_collections.ConfigDict()
   config.train.steps = 100
@@ -221,7 +224,9 @@ def get_config():
   config.mesh.fsdp = -1
   config.mesh.sequence = 1
   config.mesh.tensor = 1
-  config.mesh.rules = 'fsdp'  # Or 'data_parallel'.
+  # 'fsdp'; 'fsdp_replica', which shards all but the tables over replica too;
+  # or 'data_parallel'. Tables are sharded over at most 64 devices of fsdp.
+  config.mesh.rules = 'fsdp'
   return config
 
 

@@ -22,6 +22,7 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import checkpoint
 
 FILE = 'evaluation.json'
@@ -97,7 +98,9 @@ def evaluate(
     )
   vocabulary_checks.check_records(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
-  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig())
+  mesh = mesh_lib.make_mesh(
+    mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
+  )
   where = job.place_model(settings, settings.model, mesh)
   key = (where, settings.loss.chunk)
   if key not in evaluators:

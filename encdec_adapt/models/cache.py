@@ -14,6 +14,11 @@ import jax.numpy as jnp
 
 from encdec_adapt.models import layers_index
 from encdec_adapt.models.config import StackConfig
+from encdec_adapt.ops import partition
+
+# Logical axes: of keys and values, and of what is known of every entry.
+_ENTRIES = ('batch', 'kv_length', 'kv_heads', 'head_dim')
+_ROWS = ('batch', 'kv_length')
 
 
 @flax.struct.dataclass
@@ -65,12 +70,47 @@ def empty(
     full = shape if repeats is None else (repeats, *shape)
     return KeyValues(key=jnp.zeros(full, dtype), value=jnp.zeros(full, dtype))
 
-  return Cache(
+  cache = Cache(
     layers=layers_index.map_blocks(config, zeros),
     segments=jnp.zeros((batch, length), jnp.int32),
     positions=jnp.zeros((batch, length), jnp.int32),
     index=jnp.zeros((), jnp.int32),
   )
+  return shard(cache, axes(config))
+
+
+def axes(config: StackConfig) -> Cache:
+  """Logical axes of every leaf of the cache that `empty` makes."""
+  return Cache(
+    layers=layers_index.map_blocks(config, _entry_axes),
+    segments=_ROWS,
+    positions=_ROWS,
+    index=(),
+  )
+
+
+def cross_axes(config: StackConfig) -> CrossCache:
+  """Logical axes of a cache of cross-attention; None for layers without."""
+
+  def entry(prefix: str, repeats: int | None) -> KeyValues | None:
+    kind = layers_index.block_kind(config, prefix)
+    reads = config.reads_encoder(kind)
+    return _entry_axes(prefix, repeats) if reads else None
+
+  return CrossCache(
+    layers=layers_index.map_blocks(config, entry), segments=_ROWS
+  )
+
+
+def _entry_axes(prefix: str, repeats: int | None) -> KeyValues:
+  del prefix
+  names = _ENTRIES if repeats is None else ('layers', *_ENTRIES)
+  return KeyValues(key=names, value=names)
+
+
+def shard(cache: Any, names: Any) -> Any:
+  """Constrains every leaf of a cache by its logical axes."""
+  return jax.tree.map(lambda x, axes: partition.shard(x, *axes), cache, names)
 
 
 def write(entries: Any, new: Any, index: jax.Array) -> Any:

@@ -97,10 +97,11 @@ class EncoderDecoder(decoder_only.Decoder):
 
       return (fn if repeats is None else jax.vmap(fn))(kernels)
 
-    return caches.CrossCache(
+    cross = caches.CrossCache(
       layers=layers_index.map_blocks(stack, project),
       segments=encoder_segments,
     )
+    return caches.shard(cross, caches.cross_axes(stack))
 
   def decode_step(
     self,

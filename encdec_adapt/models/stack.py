@@ -114,6 +114,7 @@ class Stack(nn.Module):
     if cached is not None:
       index = cached.index + tokens.shape[1]
       cached = cached.replace(layers=updated, index=index)
+      cached = caches.shard(cached, caches.axes(cfg))
     return x, cached
 
   def _groups(self) -> dict[str, nn.Module]:

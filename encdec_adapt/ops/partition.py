@@ -81,7 +81,12 @@ def active() -> Partition | None:
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
-  """Constrains `x`, one logical name (or None) per dimension."""
+  """Constrains `x`, one logical name (or None) per dimension.
+
+  Raises:
+    ValueError: a dimension does not divide over the active mesh, or two of
+      them are mapped to one mesh axis; names them.
+  """
   partition = active()
   if partition is None:
     return x
@@ -90,6 +95,30 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
       f'shard() got {len(names)} axis names {names} for an array of shape'
       f' {x.shape}'
     )
+  _check(partition, x.shape, names)
   return jax.lax.with_sharding_constraint(
     x, NamedSharding(partition.mesh, partition.spec(*names))
   )
+
+
+def _check(
+  partition: Partition, shape: tuple[int, ...], names: tuple[str | None, ...]
+) -> None:
+  """Raises ValueError for axes that collide or do not divide, by name."""
+  owner: dict[str, str] = {}
+  for size, name in zip(shape, names, strict=True):
+    axes = partition.mesh_axes(name)
+    if size % partition.size(name):
+      raise ValueError(
+        f'an array of shape {shape} with axes {names} does not divide: its'
+        f' {name!r} of {size} is split {partition.size(name)} times, over mesh'
+        f' axes {axes}'
+      )
+    for axis in axes:
+      if axis in owner:
+        raise ValueError(
+          f'sharding rules map both {owner[axis]!r} and {name!r} of an array'
+          f' with axes {names} to mesh axis {axis!r}; an array uses a mesh'
+          ' axis once'
+        )
+      owner[axis] = name

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
 from encdec_adapt.evaluation import perplexity
+from encdec_adapt.models import cache as caches
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
@@ -34,12 +35,15 @@ class Program:
       'optimizer', 'teacher', 'batch', 'caches'.
     call: puts them in the function's order.
     donated: names of arguments whose memory the results take over.
+    axes: trees of the arguments' logical axes, a tuple for each leaf; empty
+      of a program whose arguments nobody lists.
   """
 
   function: Any
   arguments: Mapping[str, Any]
   call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
   donated: tuple[str, ...] = ()
+  axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
     """Traces it for the mesh's own platform."""
@@ -69,20 +73,27 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
     ),
     taught.model if taught else None,
   )
+  arguments = {
+    'parameters': state.params,
+    'optimizer': state.groups,
+    'teacher': taught.abstract_params() if taught else {},
+    'batch': batch(settings, where, settings.train.batch_size),
+  }
   return Program(
     step,
-    {
-      'parameters': state.params,
-      'optimizer': state.groups,
-      'teacher': taught.abstract_params() if taught else {},
-      'batch': batch(settings, where, settings.train.batch_size),
-    },
+    arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
       a['batch'],
       a['teacher'],
     ),
     donated=('parameters', 'optimizer'),
+    axes={
+      'parameters': where.axes(arguments['parameters']),
+      'optimizer': where.axes(arguments['optimizer']),
+      'teacher': taught.axes(arguments['teacher']) if taught else {},
+      'batch': _batch_axes(arguments['batch']),
+    },
   )
 
 
@@ -90,13 +101,13 @@ def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
   """The loss of one held-out batch."""
   where = job.place_model(settings, settings.model, mesh)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+  params = where.abstract_params()
+  fields = batch(settings, where, settings.train.eval_batch_size)
   return Program(
     evaluator.sums,
-    {
-      'parameters': where.abstract_params(),
-      'batch': batch(settings, where, settings.train.eval_batch_size),
-    },
+    {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
+    axes={'parameters': where.axes(params), 'batch': _batch_axes(fields)},
   )
 
 
@@ -115,7 +126,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
   )
   lengths = settings.data.train.lengths
 
-  def caches(params):
+  def make_caches(params):
     cache = model.init_cache(rows, lengths.decoder)
     if not isinstance(settings.model, model_config.EncoderDecoderConfig):
       return cache, None
@@ -137,7 +148,17 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
       )
       return model.logits(params, hidden), cache
 
-  cache, cross = _placed_caches(jax.eval_shape(caches, params), where)
+  shapes = jax.eval_shape(make_caches, params)
+  axes = (caches.axes(settings.model.decoder), None)
+  if shapes[1] is not None:
+    axes = (axes[0], caches.cross_axes(settings.model.decoder))
+  cache, cross = jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding
+    ),
+    shapes,
+    placement.shardings(shapes, axes, mesh, where.rules),
+  )
   tokens = jax.ShapeDtypeStruct(
     (rows, 1),
     jnp.int32,
@@ -148,6 +169,11 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
     {'parameters': params, 'batch': tokens, 'caches': (cache, cross)},
     lambda a: (a['parameters'], a['batch'], *a['caches']),
     donated=('caches',),
+    axes={
+      'parameters': where.axes(params),
+      'batch': ('batch', None),
+      'caches': axes,
+    },
   )
 
 
@@ -158,22 +184,8 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
 }
 
 
-def _placed_caches(caches, where: state_lib.Placement):
-  """Caches with shardings: rows over 'batch', heads over 'kv_heads'."""
-
-  def place(leaf):
-    names = {
-      5: (None, 'batch', None, 'kv_heads', None),
-      4: ('batch', None, 'kv_heads', None),
-      2: ('batch', None),
-      0: (),
-    }[len(leaf.shape)]
-    sharding = jax.NamedSharding(
-      where.mesh, placement.spec(where.rules, *names)
-    )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-  return jax.tree.map(place, caches)
+def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
+  return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
 
 
 def teacher(

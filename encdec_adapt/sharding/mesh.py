@@ -53,6 +53,12 @@ class MeshConfig:
     return tuple(devices // known if size == -1 else size for size in sizes)
 
 
+def in_groups(devices: int, largest: int) -> MeshConfig:
+  """Groups of `fsdp` of at most this many devices, replicas of each other."""
+  fsdp = max(n for n in range(1, largest + 1) if devices % n == 0)
+  return MeshConfig(replica=devices // fsdp, fsdp=fsdp)
+
+
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """Builds the mesh over `devices` (default: all).
 

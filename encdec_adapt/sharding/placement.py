@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from encdec_adapt.sharding import rules as rules_lib
 
@@ -19,13 +19,15 @@ def spec(rules: rules_lib.Rules, *names: str | None) -> PartitionSpec:
   return PartitionSpec(*(a or None for a in axes))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
   """The sharding of a scalar."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def parameter_shardings(
-  table: Mapping[str, Any], mesh: Mesh, rules: rules_lib.Rules
+  table: Mapping[str, Any],
+  mesh: Mesh | AbstractMesh,
+  rules: rules_lib.Rules,
 ) -> dict[str, NamedSharding]:
   """Sharding of every parameter.
 
@@ -39,10 +41,12 @@ def parameter_shardings(
     Path to NamedSharding.
 
   Raises:
-    ValueError: a dimension does not divide, or a mesh axis is used twice;
-      names the parameter.
+    ValueError: a dimension does not divide, or a mesh axis is used twice:
+      names the parameter; or the vocabulary is in too many pieces.
   """
   rules.check({path: info.axes for path, info in table.items()})
+  if any('vocab' in info.axes for info in table.values()):
+    rules.check_vocabulary(mesh.shape)
   mapping = rules.as_dict()
   shardings = {}
   for path, info in table.items():
@@ -58,43 +62,85 @@ def parameter_shardings(
   return shardings
 
 
-def like_parameters(
-  abstract: Tree,
-  table: Mapping[str, Any],
-  shardings: Mapping[str, NamedSharding],
-  mesh: Mesh,
-) -> Tree:
-  """Shardings of a tree that holds leaves made from parameters.
+def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
+  """Logical axes of a tree that holds parameters, or leaves made from them.
 
-  A leaf under a parameter's path and of its shape (a moment) is placed like
-  the parameter. Everything else (counts, Adafactor's factored rows and
-  columns, which are small) is replicated.
+  A leaf below a parameter's path has the parameter's axes where it has its
+  shape (a moment), and those that are left where it lacks one dimension
+  (Adafactor's rows and columns; of two dimensions of one size, the first is
+  taken to be the one that it lacks). Any other leaf (a count) has no names.
 
   Args:
-    abstract: tree of shaped leaves, parameter paths as flat dictionary keys.
-    table: parameter path to an object with `shape`.
-    shardings: parameter path to sharding.
+    tree: shaped leaves; parameter paths as keys, nested or joined with '/'.
+    table: parameter path to an object with `shape` and `axes`.
+
+  Returns:
+    A tuple of names, or None, for every leaf.
+  """
+
+  def name(path, leaf):
+    keys = path_string(path).split('/')
+    tails = ('/'.join(keys[start:]) for start in range(len(keys)))
+    info = next((table[tail] for tail in tails if tail in table), None)
+    if info is None:
+      return (None,) * len(leaf.shape)
+    if leaf.shape == info.shape:
+      return tuple(info.axes)
+    for i in range(len(info.shape)):
+      if leaf.shape == info.shape[:i] + info.shape[i + 1 :]:
+        return tuple(info.axes[:i] + info.axes[i + 1 :])
+    return (None,) * len(leaf.shape)
+
+  return jax.tree_util.tree_map_with_path(name, tree)
+
+
+def shardings(
+  tree: Tree, axes: Tree, mesh: Mesh | AbstractMesh, rules: rules_lib.Rules
+) -> Tree:
+  """Shardings of a tree by the logical axes of its leaves.
+
+  Args:
+    tree: shaped leaves.
+    axes: a tuple of names, or None, for every leaf.
     mesh: the device mesh.
+    rules: meaning of the logical axes.
 
   Returns:
     The tree with a NamedSharding for every leaf, scalars included: a leaf
     without one would be restored onto one device per process.
+
+  Raises:
+    ValueError: a leaf does not divide over the mesh; names it.
   """
 
-  def place(path, leaf):
-    """The sharding of the parameter that the leaf is made from, if any."""
-    for key in reversed(path):
-      name = getattr(key, 'key', None)
-      if isinstance(name, str) and name in shardings:
-        if leaf.shape == table[name].shape:
-          return shardings[name]
-    return replicated(mesh)
+  def place(path, leaf, names):
+    sharding = NamedSharding(mesh, spec(rules, *names))
+    try:
+      sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+      raise ValueError(
+        f'{path_string(path)} of shape {leaf.shape} and axes {names} does not'
+        f' divide over the mesh {dict(mesh.shape)} (spec {sharding.spec}).'
+      ) from error
+    return sharding
 
-  return jax.tree_util.tree_map_with_path(place, abstract)
+  return jax.tree_util.tree_map_with_path(place, tree, axes)
+
+
+def path_string(path: Any) -> str:
+  """A leaf's path in a tree, joined with '/'."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def batch_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
+  """Logical axes of a field of a batch: rows, and where it has them, tokens."""
+  return ('batch', 'length')[: len(shape)]
 
 
 def batch_sharding(
-  mesh: Mesh, rules: rules_lib.Rules, batch: Mapping[str, Any]
+  mesh: Mesh | AbstractMesh,
+  rules: rules_lib.Rules,
+  batch: Mapping[str, Any],
 ) -> dict[str, NamedSharding]:
   """Sharding of a batch: rows over `batch`, lengths over `length`.
 
@@ -103,8 +149,7 @@ def batch_sharding(
   """
   result = {}
   for name, value in batch.items():
-    names = ('batch', 'length')[: len(value.shape)]
-    sharding = NamedSharding(mesh, spec(rules, *names))
+    sharding = NamedSharding(mesh, spec(rules, *batch_axes(value.shape)))
     try:
       sharding.shard_shape(value.shape)
     except ValueError as error:

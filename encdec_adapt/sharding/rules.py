@@ -7,6 +7,12 @@ same mesh axis.
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import math
+
+# Most devices with tokens of their own among which the vocabulary is split:
+# each of them reads the hidden states of all, which from here on costs more
+# than the memory that a smaller piece of the table saves.
+VOCABULARY_GROUP = 64
 
 # Empty where an axis is not sharded.
 MeshAxes = tuple[str, ...]
@@ -63,12 +69,45 @@ class Rules:
             )
           owner[axis] = logical
 
+  def check_vocabulary(self, sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh that splits the vocabulary among too many devices.
 
-# `fsdp`: parameters and batch over fsdp, heads and mlp over tensor.
+    Args:
+      sizes: of the mesh axes, by name.
+
+    Raises:
+      ValueError: more than `VOCABULARY_GROUP` devices hold both tokens and
+        rows of the table that no other has; names a mesh that would do.
+    """
+    shared = [a for a in self.vocab if a in self.batch + self.length]
+    group = math.prod(sizes[axis] for axis in shared)
+    if group <= VOCABULARY_GROUP:
+      return
+    most = VOCABULARY_GROUP * sizes['fsdp'] // group
+    fits = [n for n in range(1, most + 1) if sizes['fsdp'] % n == 0]
+    fsdp = max(fits, default=1)
+    raise ValueError(
+      f'the vocabulary would be split among {group} devices (mesh axes'
+      f' {", ".join(shared)}), each of which reads the hidden states of all;'
+      f' the most is {VOCABULARY_GROUP}. Set config.mesh.replica to'
+      f' {sizes["replica"] * sizes["fsdp"] // fsdp} and config.mesh.fsdp to'
+      f' {fsdp}; with config.mesh.rules fsdp_replica the other parameters'
+      ' stay sharded over all of these devices.'
+    )
+
+
+# `fsdp`: parameters and batch over fsdp, heads and mlp over tensor; gradients
+# are summed over replica. For several slices, and for models whose state fits
+# on the devices of one fsdp group.
+# `fsdp_replica`: all but the tables also over replica, so that a device holds
+# less of the state; for one slice of more devices than the vocabulary may be
+# split among (parameters are gathered over replica, too, which between
+# slices is slow).
 # `data_parallel`: parameters replicated, batch over every data axis; for
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
+  'fsdp_replica': Rules(embed=('replica', 'fsdp')),
   'data_parallel': Rules(embed=(), vocab=()),
 }
 

@@ -19,6 +19,7 @@ from encdec_adapt.training import schedules
 Parameters = dict[str, Array]
 
 KINDS = ('adamw', 'adafactor')
+MOMENT_DTYPES = ('float32', 'bfloat16')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class OptimizerConfig:
     decay_rate: Adafactor's exponent of the second moment (T5X: 0.8).
     factored: Adafactor keeps row and column moments instead of full ones
       for matrices of at least 128 x 128.
+    moment_dtype: dtype in which AdamW's first moments are kept; the second
+      ones, whose changes are smaller than bfloat16's steps, stay float32.
+    offload: the state is kept in the hosts' memory between updates.
   """
 
   kind: str
@@ -47,12 +51,24 @@ class OptimizerConfig:
   clip_norm: float = 1.0
   decay_rate: float = 0.8
   factored: bool = True
+  moment_dtype: str = 'float32'
+  offload: bool = False
 
   def __post_init__(self):
     if self.kind not in KINDS:
       raise errors.UserError(
         f'config.optimizer.kind is {self.kind!r}; known optimizers:'
         f' {", ".join(KINDS)}.'
+      )
+    if self.moment_dtype not in MOMENT_DTYPES:
+      raise errors.UserError(
+        f'config.optimizer.moment_dtype is {self.moment_dtype!r}; it must be'
+        f' one of {", ".join(MOMENT_DTYPES)}.'
+      )
+    if self.kind == 'adafactor' and self.moment_dtype != 'float32':
+      raise errors.UserError(
+        f'config.optimizer.moment_dtype is {self.moment_dtype!r} with'
+        ' adafactor, which keeps no first moments; leave it float32.'
       )
     for name in ('b1', 'b2'):
       if not 0 <= getattr(self, name) < 1:
@@ -88,7 +104,9 @@ class Optimizer:
     self.config = config
     self._schedule = schedules.make_schedule(config.schedule)
     if config.kind == 'adamw':
-      self._transform = optax.scale_by_adam(config.b1, config.b2, config.eps)
+      self._transform = optax.scale_by_adam(
+        config.b1, config.b2, config.eps, mu_dtype=config.moment_dtype
+      )
     else:
       self._transform = optax.scale_by_factored_rms(
         factored=config.factored, decay_rate=config.decay_rate

@@ -9,11 +9,12 @@ from flax import traverse_util
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 
 from encdec_adapt.models import build
-from encdec_adapt.sharding import placement
+from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import memory, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import optimizers, phases
 
@@ -55,12 +56,12 @@ class Placement:
 
   Attributes:
     model: the model.
-    mesh: the device mesh.
+    mesh: the device mesh; an abstract one where nothing is computed.
     rules: meaning of logical axes on it.
   """
 
   model: build.Model
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   rules: rules_lib.Rules
 
   @functools.cached_property
@@ -86,29 +87,22 @@ class Placement:
       }
     )
 
+  def axes(self, tree: Any) -> Any:
+    """Logical axes of a tree made from parameters (nested or flat paths)."""
+    return placement.axes_like_parameters(tree, self.model.table)
+
   def shardings(self, tree: Any) -> Any:
     """Shardings of a tree made from parameters (nested or flat paths)."""
-    return placement.like_parameters(
-      tree, self.model.table, self.parameters, self.mesh
-    )
+    return placement.shardings(tree, self.axes(tree), self.mesh, self.rules)
 
   def place(self, make: Callable[..., Any], *args) -> Any:
     """Runs `make(*args)` so that its result is born sharded.
 
-    `make` returns parameters or a tree that holds them under flat paths.
-    No replicated copy of a parameter is ever made.
+    `make` returns parameters, or a tree made from them. No replicated copy of
+    a parameter is ever made.
     """
-    abstract = jax.eval_shape(make, *args)
-    if _is_params(abstract, self.model.table):
-      shardings = unflatten(self.parameters)
-    else:
-      shardings = self.shardings(abstract)
+    shardings = self.shardings(jax.eval_shape(make, *args))
     return jax.jit(make, out_shardings=shardings)(*args)
-
-
-def _is_params(tree: Any, table: Mapping[str, Any]) -> bool:
-  """Whether a tree is exactly the nested parameters."""
-  return isinstance(tree, dict) and flatten(tree).keys() == table.keys()
 
 
 def create(
@@ -147,7 +141,9 @@ def thaw(
   for name in active:
     if name not in groups:
       part = {path: flat[path] for path in phases.paths_of(assignment, name)}
-      groups[name] = where.place(optimizer.init, part)
+      shape = jax.eval_shape(optimizer.init, part)
+      shardings = _group_shardings(shape, optimizer, where)
+      groups[name] = jax.jit(optimizer.init, out_shardings=shardings)(part)
   return state.replace(groups=groups)
 
 
@@ -157,7 +153,12 @@ def abstract(
   active: Sequence[str],
   where: Placement,
 ) -> TrainState:
-  """The state as shapes with shardings: what a checkpoint is restored to."""
+  """The state as shapes with shardings: what a checkpoint is restored to.
+
+  Raises:
+    UserError: the optimizer's state is to be on hosts whose memory the
+      devices cannot read.
+  """
   params = where.abstract_params()
   flat = flatten(params)
   scalar = jax.ShapeDtypeStruct(
@@ -172,7 +173,7 @@ def abstract(
         leaf.shape, leaf.dtype, sharding=sharding
       ),
       shape,
-      where.shardings(shape),
+      _group_shardings(shape, optimizer, where),
     )
   return TrainState(
     step=scalar,
@@ -181,3 +182,38 @@ def abstract(
     skipped=scalar,
     skipped_in_row=scalar,
   )
+
+
+def _group_shardings(
+  shape: optimizers.GroupState,
+  optimizer: optimizers.Optimizer,
+  where: Placement,
+) -> optimizers.GroupState:
+  """Where a group's optimizer state is between updates."""
+  shardings = where.shardings(shape)
+  if not optimizer.config.offload:
+    return shardings
+  try:
+    memory.check_host(where.mesh)
+  except ValueError as error:
+    raise errors.UserError(
+      f'config.optimizer.offload is True, but {error} Set it to False.'
+    ) from error
+  # Counts stay: they are read before the update.
+  return jax.tree.map(
+    lambda leaf, sharding: memory.on_host(sharding) if leaf.ndim else sharding,
+    shape,
+    shardings,
+  )
+
+
+def fetch(
+  group: optimizers.GroupState,
+  optimizer: optimizers.Optimizer,
+  where: Placement,
+) -> optimizers.GroupState:
+  """A group's optimizer state in the devices' memory; to be traced."""
+  if not optimizer.config.offload:
+    return group
+  shardings = jax.tree.map(memory.on_device, where.shardings(group))
+  return jax.device_put(group, shardings)

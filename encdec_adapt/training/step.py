@@ -91,7 +91,9 @@ def make_train_step(
         objective, trained, batch, config.microbatches, places
       )
       gradients, norm = _clip(gradients, config.clip_norm)
-      new_state, rates = _apply(state, flat, gradients, norm, moving, optimizer)
+      new_state, rates = _apply(
+        state, flat, gradients, norm, moving, optimizer, where
+      )
     progress = {
       'tokens': _tokens(batch),
       'gradient_norm': norm,
@@ -149,7 +151,9 @@ def _tokens(batch):
 def _accumulate(objective, trained, batch, microbatches, places):
   """Gradients and sums over microbatches; fp32, memory of one microbatch.
 
-  What is accumulated is placed as the parameters are.
+  Beside what one microbatch needs there is one sum of gradients, placed as
+  the parameters are: each microbatch's gradients are reduced to that place
+  before they are added, and the sum is born there.
   """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
@@ -161,43 +165,42 @@ def _accumulate(objective, trained, batch, microbatches, places):
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
+  def place(gradients):
+    return jax.lax.with_sharding_constraint(gradients, places)
+
   def body(carry, part):
     """Adds the gradients and sums of one microbatch."""
     names = ('batch', 'length')
     part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
-    gradients, sums = jax.tree.map(jnp.add, carry, grad(trained, part))
-    gradients = jax.lax.with_sharding_constraint(gradients, places)
-    return (gradients, sums), None
+    gradients, sums = grad(trained, part)
+    before, sums_before = carry
+    gradients = jax.tree.map(jnp.add, before, place(gradients))
+    sums = jax.tree.map(jnp.add, sums_before, sums)
+    return (place(gradients), sums), None
 
   parts = {name: split(value) for name, value in batch.items()}
   first = {name: value[0] for name, value in parts.items()}
-  zeros = jax.tree.map(
+  gradients, sums = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype),
     jax.eval_shape(grad, trained, first),
   )
-  (gradients, sums), _ = jax.lax.scan(body, zeros, parts)
-  return gradients, sums
+  total, _ = jax.lax.scan(body, (place(gradients), sums), parts)
+  return total
 
 
-def _apply(state, flat, gradients, norm, moving, optimizer):
+def _apply(state, flat, gradients, norm, moving, optimizer, where):
   """Updates every moving group, or nothing if the gradient is not finite."""
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
   for name, paths in moving.items():
     old = {path: flat[path] for path in paths}
-    rates[f'learning_rate/{name}'] = optimizer.learning_rate(
-      state.groups[name], state.step
-    )
+    held = state_lib.fetch(state.groups[name], optimizer, where)
+    rates[f'learning_rate/{name}'] = optimizer.learning_rate(held, state.step)
     new, group = optimizer.update(
-      {path: gradients[path] for path in paths},
-      state.groups[name],
-      old,
-      state.step,
+      {path: gradients[path] for path in paths}, held, old, state.step
     )
     new, groups[name] = jax.tree.map(
-      lambda a, b: jnp.where(finite, a, b),
-      (new, group),
-      (old, state.groups[name]),
+      lambda a, b: jnp.where(finite, a, b), (new, group), (old, held)
     )
     params.update(new)
   bad = jnp.where(finite, 0, 1).astype(jnp.int32)

@@ -11,7 +11,10 @@ import pytest
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, parameters
 from encdec_adapt.models import config as config_lib
+from encdec_adapt.ops import partition
 from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
 
 # A scanned block and a tail; windows shorter than what is generated.
 STACK = config_lib.StackConfig(
@@ -189,3 +192,35 @@ def test_any_of_several_tokens_ends_a_row(kind):
     where = np.flatnonzero(np.isin(free[row], ends))
     assert got.lengths[row] == (where[0] + 1 if len(where) else STEPS)
   assert got.lengths[1] <= 2
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_on_a_mesh_the_tokens_are_the_same(kind):
+  prompts = [*PROMPTS, [2, 3, 4, 11]]
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=4, tensor=2))
+  model, params = _model(kind)
+
+  @jax.jit
+  def run(params):
+    with partition.use(mesh, rules_lib.named('fsdp').as_dict()):
+      generated = generation.generate_tokens(
+        model,
+        params,
+        *_padded(prompts),
+        rng=RNG,
+        max_tokens=STEPS,
+        bos=2,
+        eos=NEVER,
+        pad=0,
+      )
+      return generated, model.init_cache(len(prompts), STEPS)
+
+  found, cache = run(params)
+  # Rows over fsdp, heads over tensor, of the scanned block and of the tail.
+  for group, layers in (('blocks', (1,)), ('tail', ())):
+    key = cache.layers[group]['layer_0'].key
+    assert key.addressable_shards[0].data.shape == (*layers, 1, STEPS, 1, 4)
+  expected = _generate(kind, prompts)
+  np.testing.assert_array_equal(found.tokens, expected.tokens)
+  np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)

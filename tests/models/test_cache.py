@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, config
+from encdec_adapt.models import cache as caches
 
 
 def decode_cached(model, params, triple, length, sizes, **cross):
@@ -92,6 +93,38 @@ def test_the_cache_mirrors_the_parameters(small_stack):
   assert layers['blocks']['layer_1'].key.shape == (2, 2, 7, 2, 8)
   assert layers['tail']['layer_0'].value.shape == (2, 7, 2, 8)
   assert layers['tail']['layer_0'].value.dtype == jnp.bfloat16
+
+
+def test_every_leaf_of_a_cache_has_its_axes(small_stack):
+  """Experts after a dense layer, cross-attention in global layers only."""
+  stack = small_stack(
+    layers=6,
+    pattern=('local', 'global'),
+    experts=2,
+    experts_per_token=1,
+    dense_layers=1,
+  )
+  pair = config.encoder_decoder(stack, stack, cross_layers='global')
+  model = build.build(pair)
+
+  def make(params):
+    encoded, segments = jnp.zeros((2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
+    cross = model.prefill_cross(params, encoded, segments)
+    return model.init_cache(2, 7), cross
+
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  shapes = jax.eval_shape(make, params)
+  sizes = dict(batch=(2,), kv_length=(5, 7), kv_heads=(2,), head_dim=(8,))
+  sizes['layers'] = (2,)
+  axes = (caches.axes(pair.decoder), caches.cross_axes(pair.decoder))
+
+  def check(leaf, names):
+    assert len(names) == leaf.ndim
+    for size, name in zip(leaf.shape, names, strict=True):
+      assert size in sizes[name]
+    return 1
+
+  assert sum(jax.tree.leaves(jax.tree.map(check, shapes, axes))) >= 12
 
 
 def test_more_tokens_than_the_cache_holds_are_refused(

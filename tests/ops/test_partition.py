@@ -76,3 +76,18 @@ def test_shard_wants_a_name_per_dimension():
   with partition.use(make_mesh(), RULES):
     with pytest.raises(ValueError, match=r"\('batch',\).*\(4, 6\)"):
       partition.shard(jnp.ones((4, 6)), 'batch')
+
+
+@pytest.mark.sharded
+def test_shard_names_what_does_not_divide():
+  with partition.use(make_mesh(), RULES):
+    with pytest.raises(ValueError, match=r"\(4, 5\).*'mlp' of 5.*2 times"):
+      partition.shard(jnp.ones((4, 5)), 'batch', 'mlp')
+
+
+@pytest.mark.sharded
+def test_shard_names_axes_that_collide():
+  rules = {**RULES, 'heads': ('fsdp', 'tensor')}
+  with partition.use(make_mesh(), rules):
+    with pytest.raises(ValueError, match="'batch' and 'heads'.*'fsdp'"):
+      partition.shard(jnp.ones((4, 4)), 'batch', 'heads')

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.runtime import errors
 from encdec_adapt.training import optimizers, schedules
 
 RATE, DECAY = 0.1, 0.25
@@ -67,6 +68,38 @@ def test_adamw_is_the_formula_and_decays_all_but_norm_scales():
       decay = 0.0 if path in (SCALE, STACKED_SCALE) else DECAY * value
       now[path] = value - RATE * count / 2 * (mean / (root + 1e-3) + decay)
     _assert_equal(after[count - 1], now)
+
+
+def test_first_moments_in_bfloat16_change_updates_by_their_rounding():
+  shapes = {TABLE: (64, 8), SCALE: (8,)}
+  now = _draw(shapes, 0)
+  steps = [_draw(shapes, seed) for seed in range(1, 5)]
+  exact, _ = _run('adamw', now, steps)
+  rounded, state = _run('adamw', now, steps, moment_dtype='bfloat16')
+  dtypes = {
+    name: {str(leaf.dtype) for leaf in getattr(state.inner, name).values()}
+    for name in ('mu', 'nu')
+  }
+  assert dtypes == {'mu': {'bfloat16'}, 'nu': {'float32'}}
+  _assert_equal(rounded[0], exact[0])  # Of zeros: nothing to round yet.
+  for path, value in exact[-1].items():
+    moved = np.abs(value - now[path]).max()
+    apart = np.abs(rounded[-1][path] - value).max()
+    # 8 bits, of a few moments that nearly cancel.
+    assert 0 < apart < 2**-5 * moved, path
+
+
+@pytest.mark.parametrize(
+  'kind, dtype, words',
+  [
+    ('adamw', 'float16', "moment_dtype is 'float16'; .* float32, bfloat16"),
+    ('adafactor', 'bfloat16', 'adafactor, which keeps no first moments'),
+  ],
+)
+def test_moments_that_cannot_be_kept_so_are_refused(kind, dtype, words):
+  schedule = schedules.ScheduleConfig('constant', RATE, 2, 10)
+  with pytest.raises(errors.UserError, match=words):
+    optimizers.OptimizerConfig(kind, schedule, moment_dtype=dtype)
 
 
 def _rms(x):

@@ -1,17 +1,25 @@
 """The training step: divisor, accumulation, guards, phases, meshes."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.models import build
+from encdec_adapt.models import config as model_config
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
 from tests.training.conftest import (
   PAIR,
   SOURCE,
+  STACK,
   Trainer,
   host,
   make_batch,
@@ -70,6 +78,50 @@ def test_eight_devices_of_replicated_parameters_equal_one(reference):
   _assert_close(
     _updates(trainer, [make_batch(16, 0), make_batch(16, 1)]), reference
   )
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('microbatches', [2, 4])
+def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
+  wide = dataclasses.replace(STACK, width=128, mlp_width=512, head_dim=32)
+  model = build.build(model_config.DecoderOnlyConfig(wide))
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=8))
+  where = state_lib.Placement(model, mesh, rules_lib.named('fsdp'))
+  optimizer = Trainer().optimizer
+  groups = phases.cross_attention_warmup(0)
+  assignment = phases.assign(model.table, groups)
+  state = state_lib.abstract(optimizer, assignment, ['all'], where)
+  shapes = {
+    name: jax.ShapeDtypeStruct((32, 8), 'int32')
+    for name in ('decoder_tokens', 'decoder_segments', 'decoder_positions')
+  }
+  shapes['targets'] = shapes['decoder_tokens']
+  shapes['weights'] = jax.ShapeDtypeStruct((32, 8), 'float32')
+  places = placement.batch_sharding(mesh, where.rules, shapes)
+  batch = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name])
+    for name, x in shapes.items()
+  }
+
+  def temporary(parts):
+    step = step_lib.make_train_step(
+      where,
+      objectives.LossConfig(chunk=16),
+      optimizer,
+      assignment,
+      ['all'],
+      step_lib.StepConfig(parts),
+    )
+    compiled = step.lower(state, batch, {}).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  gradients = sum(
+    4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    for leaf in jax.tree.leaves(state.params)
+  )
+  one = temporary(1)
+  assert one > gradients  # The gradients are most of what there is.
+  assert temporary(microbatches) < one + 1.05 * gradients
 
 
 def test_divisor_is_the_weight_of_the_whole_batch():
