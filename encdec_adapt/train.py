@@ -62,6 +62,9 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+  flags.DEFINE_integer(
+    'start_seconds', distributed.START, 'To wait for all of them.', **define
+  )
   materialize.define_passes(values)
 
 
@@ -73,7 +76,17 @@ def main(values: flags.FlagValues) -> int:
     print(values.config)
     return 0
   with distributed.failing_as_one():
-    distributed.initialize(values.coordinator, values.processes, values.process)
+    distributed.initialize(
+      values.coordinator,
+      values.processes,
+      values.process,
+      told={
+        'config': values.config.to_dict(),
+        'workdir': values.workdir,
+        'dry_run': values.dry_run,
+      },
+      seconds=values.start_seconds,
+    )
     if values.dry_run:
       print(job.describe(config_lib.load(values.config, values.workdir or '')))
       return 0

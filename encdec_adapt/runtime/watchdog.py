@@ -1,11 +1,11 @@
 """Ends a job that hangs, with what is needed to see why.
 
-A peer that died, a collective that not everybody joined, a file system that
-does not answer: the process waits in C++ and no exception comes. A thread
-looks at the time since the last sign of life; when it is a multiple of the
-median step, it writes the stacks of all threads, the last meeting of the
-processes and every process's last step to `hang/`, and ends the process with
-`app.HANG`, which launchers restart on.
+A collective that not everybody joined, a file system that does not answer:
+the process waits in C++ and no exception comes. A thread looks at the time
+since the last sign of life; when it is a multiple of the median step, it
+writes the stacks of all threads, and the last step and meeting of every
+process, to `hang/`, and ends the process with `app.HANG`, which launchers
+restart on. So it does, at once, when another process of the job is gone.
 
 Every process leaves its sign of life in `heartbeat/`, for people and for the
 other processes' reports.
@@ -27,6 +27,7 @@ from encdec_adapt.runtime import app, distributed, files
 HEARTBEATS = 'heartbeat'
 REPORTS = 'hang'
 _EVERY = 5.0  # Seconds between heartbeats on disk.
+_WRITING = 20.0  # Seconds that writing a report may take.
 
 
 class Watchdog:
@@ -65,6 +66,8 @@ class Watchdog:
 
   def __enter__(self) -> 'Watchdog':
     self._last = (*self._last[:2], self._clock())
+    # For good: the last save, after the loop, needs the others too.
+    distributed.when_lost(self._end_without)
     if self._factor:
       self._thread.start()
     return self
@@ -90,7 +93,12 @@ class Watchdog:
       self._written = now
       files.write_json(
         self._folder / HEARTBEATS / f'{self._process}.json',
-        {'step': step, 'doing': doing, 'unix_time': time.time()},
+        {
+          'step': step,
+          'doing': doing,
+          'meeting': distributed.last_meeting(),
+          'unix_time': time.time(),
+        },
       )
 
   @property
@@ -107,27 +115,47 @@ class Watchdog:
   def _watch(self) -> None:
     while not self._stop.wait(min(1.0, self._least / 10)):
       if self.hangs():
-        self._report()
-        self._end(app.HANG)
+        step, doing, since = self._last
+        self._end_with(
+          f'process {self._process} hangs: {doing} at step {step} has taken'
+          f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.'
+        )
         return
 
-  def _report(self) -> None:
-    """Writes what is known, to the folder and to standard error."""
-    step, doing, since = self._last
+  def _end_without(self, lost: str) -> None:
+    """Ends this process because another one is gone."""
+    step, doing, _ = self._last
+    self._end_with(
+      f'{lost}; process {self._process}, in {doing} at step {step}, ends too.'
+    )
+
+  def _end_with(self, reason: str) -> None:
+    """Reports and ends, even where the folder's file system hangs as well."""
     lines = [
-      f'process {self._process} hangs: {doing} at step {step} has taken'
-      f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.',
-      f'last meeting of the processes: {distributed.last_meeting()}',
-      *heartbeats(self._folder),
+      reason,
+      f'last meeting of this process: {distributed.last_meeting()}',
     ]
+    print('\n'.join(lines), file=sys.stderr, flush=True)
+    written = threading.Event()
+    threading.Thread(
+      target=self._report, args=(lines, written), daemon=True
+    ).start()
+    if not written.wait(_WRITING):
+      faulthandler.dump_traceback(all_threads=True)
+    self._end(app.HANG)
+
+  def _report(self, lines: list[str], written: threading.Event) -> None:
+    """Writes what is known to the folder."""
+    beats = heartbeats(self._folder)
     path = self._folder / REPORTS / f'{self._process}.txt'
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'w', encoding='utf-8') as file:
-      file.write('\n'.join([*lines, '', '']))
+      file.write('\n'.join([*lines, *beats, '', '']))
       file.flush()
       faulthandler.dump_traceback(file, all_threads=True)
-    lines.append(f'stacks of all threads: {path}')
-    print('\n'.join(lines), file=sys.stderr, flush=True)
+    where = f'stacks of all threads: {path}'
+    print('\n'.join([*beats, where]), file=sys.stderr, flush=True)
+    written.set()
 
 
 def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
@@ -139,6 +167,6 @@ def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
     ago = time.time() - beat['unix_time']
     lines.append(
       f'process {path.stem}: {beat["doing"]} at step {beat["step"]},'
-      f' {ago:.0f} s ago'
+      f' {ago:.0f} s ago; last meeting: {beat["meeting"]}'
     )
   return lines

@@ -101,7 +101,7 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
   report = (tmp_path / watchdog.REPORTS / '3.txt').read_text()
   assert 'waits_for_nobody' in report
   assert 'process 3: step at step 7' in report
-  assert 'last meeting of the processes: none' in report
+  assert 'last meeting of this process: none' in report
 
 
 def test_an_end_in_time_is_no_hang(tmp_path):
