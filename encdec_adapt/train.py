@@ -242,8 +242,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         'target_tokens': cost.target_tokens,
       }
       writer.write('eval', step, values)
-      goodput = starts.goodput(cost.seconds)
-      writer.write('job', step, goodput | environment.memory_high_water())
+      values = starts.goodput(cost.seconds) | environment.memory_high_water()
+      values['compile_cache'] = settings.compute.compile_cache
+      writer.write('job', step, values)
     evaluated = step
     meter.pause()
 
@@ -266,7 +267,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     meter.update(step, values['tokens'])
     if lead:
       writer.write('train', step, values)
-      writer.write('time', step, split.take())
+      writer.write('time', step, split.take() | meter.rates())
     guard.check(step, values['skipped_in_row'], rows['row'])
     if step % train.log_every == 0 or step == train.steps:
       say(meter.line(values['loss'], grad=values['gradient_norm']))
@@ -310,12 +311,14 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           batch_lib.check_framing(rows, train_set.framing)
           say(job.describe_batch(rows, opened))
         profiler.before(step)
-        with split.spent('dispatch'):
+        with split.spent('compile' if compiling else 'dispatch'):
           batch = step_lib.place_batch(
             {k: v for k, v in rows.items() if k != 'row'}, where
           )
           state, values = train_step(state, batch, teacher_params)
-        profiler.after(step, values)
+        traced = profiler.after(step, values)
+        if traced and lead:
+          writer.write('profile', step + 1, traced)
       # The metrics of the step before are read while this one runs.
       if waiting:
         finish(*waiting)

@@ -189,7 +189,8 @@ def _call_roll(place: _Place, told: Mapping[str, Any], seconds: float) -> None:
   own = agreement.Member(
     place.process, environment.host(), agreement.facts(told)
   )
-  wait = dict(seconds=seconds, say=functools.partial(print, flush=True))
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  wait = dict(seconds=seconds, say=say)
   if place.process == 0:
     line = roll_call.gather(place.port, place.processes, own, **wait)
   else:

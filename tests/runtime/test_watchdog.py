@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -74,6 +75,7 @@ def test_heartbeats_are_written_now_and_then(tmp_path, clock):
   assert (beat['step'], beat['doing']) == (3, 'save')
   (line,) = watchdog.heartbeats(tmp_path)
   assert line.startswith('process 0: save at step 3, ')
+  assert line.endswith(' s ago; last meeting: none')
 
 
 def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
@@ -102,6 +104,25 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
   assert 'waits_for_nobody' in report
   assert 'process 3: step at step 7' in report
   assert 'last meeting of this process: none' in report
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_it_from_ending(
+  tmp_path, monkeypatch, clock
+):
+  ended, dumped = [], []
+  monkeypatch.setattr(watchdog, '_WRITING', 0.1)
+  monkeypatch.setattr(
+    watchdog.faulthandler,
+    'dump_traceback',
+    lambda *args, **options: dumped.append(args),
+  )
+  # As a file system that does not answer.
+  monkeypatch.setattr(
+    watchdog, 'heartbeats', lambda folder: threading.Event().wait()
+  )
+  watch = watched(tmp_path, clock, end=ended.append)
+  watch._end_without('process 1 (b) is gone')
+  assert ended == [app.HANG] and dumped == [()]
 
 
 def test_an_end_in_time_is_no_hang(tmp_path):
