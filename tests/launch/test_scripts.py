@@ -58,6 +58,22 @@ def checkout_help(module, verb):
   )
 
 
+@pytest.mark.parametrize(
+  'path',
+  ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test'],
+)
+def test_scripts_say_what_they_do(path):
+  done = subprocess.run(
+    ['bash', f'launch/{path}.sh', '--help'],
+    cwd=tiny.ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0 and not done.stderr
+  assert f'bash launch/{path}.sh' in done.stdout
+  assert 'set -euo' not in done.stdout
+
+
 def _locked(name):
   """Versions of a lock file, by package."""
   lines = (tiny.ROOT / 'launch' / 'locks' / f'{name}.txt').read_text()
