@@ -150,8 +150,8 @@ def _find_place(
     raise errors.UserError(
       f'process is {process} of {processes}; processes count from 0.'
     )
-  host, colon, port = coordinator.rpartition(':')
-  if not (host and colon and port.isdecimal()):
+  host, _, port = coordinator.rpartition(':')
+  if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
     raise errors.UserError(
       f'coordinator is {coordinator!r}; give host:port of process 0.'
     )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from encdec_adapt.data import loader, records
-from encdec_adapt.runtime import app, metrics, timing
+from encdec_adapt.runtime import app, metrics, timing, watchdog
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
@@ -48,6 +48,27 @@ def two(folder, flags):
   processes = _start_two(flags, workdir)
   assert tiny.wait_all(processes) == [0, 0], _said(workdir)
   return workdir
+
+
+@pytest.mark.slow
+def test_after_one_is_killed_both_continue(folder, flags, two):
+  workdir = folder / 'killed'
+  flags = [*flags, '--config.checkpoint.every=4']
+  processes = _start_two(flags, workdir)
+  try:
+    _wait_for_step(processes, workdir, 9)
+    processes[1].kill()
+    began = time.monotonic()
+  finally:
+    codes = tiny.wait_all(processes)
+  print(f'ended after {time.monotonic() - began:.1f} s')
+  assert codes == [app.HANG, -signal.SIGKILL], _said(workdir)
+  report = (workdir / watchdog.REPORTS / '0.txt').read_text()
+  assert report.startswith('process 1 (')
+  assert 'train.py' in report  # The stack of the main thread.
+  step = checkpoint.open_latest(workdir).step
+  assert step >= 4
+  _continue_by_two(flags, workdir, step, two)
 
 
 def _start_two(flags, workdir: pathlib.Path):
