@@ -92,10 +92,7 @@ class _Job:
     for process in self._processes:
       process.stdin.write('step\n')
       process.stdin.flush()
-    answers = [process.stdout.readline() for process in self._processes]
-    if not all(answers):
-      raise SystemExit('a worker of the benchmark failed; see its error above')
-    found = [json.loads(answer) for answer in answers]
+    found = [_answer(process) for process in self._processes]
     self.seconds.append(max(answer['seconds'] for answer in found))
     self.loss = found[0]['loss']
 
@@ -105,6 +102,14 @@ class _Job:
       process.stdin.close()
     for process in self._processes:
       process.wait()
+
+
+def _answer(process: subprocess.Popen) -> dict[str, float]:
+  """What a worker says next; gloo speaks on its standard output too."""
+  for line in process.stdout:
+    if line.startswith('{'):
+      return json.loads(line)
+  raise SystemExit('a worker of the benchmark failed; see its error above')
 
 
 def _work(arguments: argparse.Namespace) -> None:
