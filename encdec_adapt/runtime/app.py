@@ -13,7 +13,8 @@ USER_ERROR = 2
 # EX_TEMPFAIL: told to stop, saved; the same command continues. Launchers
 # restart on it.
 RESTART = 75
-# Ended by its watchdog. Launchers restart on it too.
+# Ended by its watchdog, or because another process of the job is missing.
+# Launchers restart on it too.
 HANG = 76
 
 
@@ -39,10 +40,13 @@ def run(
 
 
 def guard(function: Callable[[Any], Any], argument: Any) -> Any:
-  """Calls `function(argument)`; exits with `USER_ERROR` on bad input."""
+  """Calls `function(argument)`; on bad input, exits with `USER_ERROR`.
+
+  Where another process is missing, the status is `HANG`.
+  """
   try:
     return function(argument)
   except (errors.UserError, flags.Error) as error:
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
-    sys.exit(USER_ERROR)
+    sys.exit(HANG if isinstance(error, errors.AbsentError) else USER_ERROR)

@@ -1,5 +1,8 @@
 """Several processes of one job: starting, meeting, agreeing, failing as one.
 
+They report to process 0 first (`runtime.roll_call`), which says who is missing
+and what differs between them, and which notices later when one is gone.
+
 Processes meet at points that all of them come to in the same order. One that
 fails goes to the next of them as well, with its error, wherever it was: the
 others stop there with that error instead of waiting for it. Meetings are
@@ -7,21 +10,38 @@ barriers of the coordination service that `jax.distributed` starts, so they
 need no device, and devices that wait for each other do not hold them up.
 """
 
-from collections.abc import Callable, Iterator
+import atexit
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import dataclasses
+import faulthandler
+import functools
 import json
+import os
+import sys
 from typing import Any
 
 import jax
 
-# jax has no public name for the client of its coordination service.
+# jax has no public names for the client of its coordination service, and for
+# how it finds out who is who.
+from jax._src import clusters
 from jax._src import distributed as jax_distributed
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import (
+  agreement,
+  app,
+  environment,
+  errors,
+  roll_call,
+)
 
-# A dead process is noticed by its missing heartbeats. This is for one that
-# hangs; process 0 may be making records, or reading all of a checkpoint.
+# A dead process is noticed otherwise. This is for one that hangs; process 0
+# may be making records, or reading all of a checkpoint.
 _PATIENCE = 24 * 3600
+# Seconds for all processes to come at the start: machines are not equally
+# fast in starting, and in importing packages from a shared disk.
+START = 300
 # For the others to come to the next meeting when this process has failed, and
 # for all to have left at the end: they come from a meeting.
 _PARTING = 60
@@ -37,8 +57,34 @@ class PeerError(errors.UserError):
   """Another process of the job failed, which this one stops with."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Which process this is, and where process 0 is; by default it is alone."""
+
+  host: str = ''
+  port: int = 0
+  processes: int = 1
+  process: int = 0
+  devices: Any = None  # Of this process; None for all that it sees.
+
+
+def _end(lost: str) -> None:
+  """Ends this process because another one is gone."""
+  print(f'{lost}; this process ends too.', file=sys.stderr, flush=True)
+  faulthandler.dump_traceback(all_threads=True)
+  os._exit(app.HANG)
+
+
+_when_lost: Callable[[str], None] = _end
+
+
 def initialize(
-  coordinator: str | None, processes: int | None, process: int | None
+  coordinator: str | None,
+  processes: int | None,
+  process: int | None,
+  *,
+  told: Mapping[str, Any] | None = None,
+  seconds: float = START,
 ) -> None:
   """Joins the other processes of the job; one process needs nothing.
 
@@ -49,18 +95,52 @@ def initialize(
       'auto', alone, on TPU slices, where jax finds the others.
     processes: how many there are.
     process: which this is, from 0.
+    told: nested mapping of what this process was told to do; refused where
+      another one was told otherwise.
+    seconds: to wait for all to come.
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      with 'auto' the machines do not say who is who.
+      with 'auto' the machines do not say who is who; or the processes differ
+      in versions, flags, `told`, clocks or devices.
+    AbsentError: some process did not come.
   """
+  place = _find_place(coordinator, processes, process, seconds)
+  if place.processes == 1:
+    return
+  _call_roll(place, told or {}, seconds)
+  # Only the CPU backend reads the first; runtime/preemption.py has use for
+  # the second.
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.config.update('jax_enable_preemption_service', True)
+  jax.distributed.initialize(
+    coordinator_address=f'{place.host}:{place.port}',
+    num_processes=place.processes,
+    process_id=place.process,
+    local_device_ids=place.devices,
+    # Under SLURM jax would leave each process the GPU of its number only.
+    cluster_detection_method='deactivate',
+    shutdown_timeout_seconds=_PARTING,
+  )
+  # Processes wait for each other's devices; from here on, they only meet.
+  jax.devices()
+  agree('devices', environment.devices())
+
+
+def _find_place(
+  coordinator: str | None,
+  processes: int | None,
+  process: int | None,
+  seconds: float,
+) -> _Place:
+  """Checks who is who, or finds it out; arguments as of `initialize`."""
   given = (coordinator, processes, process)
   if all(value is None for value in given):
-    return
+    return _Place()
+  devices = None
   if given == (AUTO, None, None):
-    _connect()
-    return
-  if any(value is None for value in given):
+    coordinator, processes, process, devices = _ask_machines(seconds)
+  elif any(value is None for value in given):
     raise errors.UserError(
       f'coordinator is {coordinator}, processes {processes} and process'
       f' {process}: give all three for a job of several processes,'
@@ -70,38 +150,67 @@ def initialize(
     raise errors.UserError(
       f'process is {process} of {processes}; processes count from 0.'
     )
-  host, colon, port = coordinator.rpartition(':')
-  if not (host and colon and port.isdecimal()):
+  host, _, port = coordinator.rpartition(':')
+  if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
     raise errors.UserError(
       f'coordinator is {coordinator!r}; give host:port of process 0.'
     )
-  if processes == 1:
-    return
-  _connect(
-    coordinator_address=coordinator,
-    num_processes=processes,
-    process_id=process,
-    # Under SLURM jax would leave each process the GPU of its number only.
-    cluster_detection_method='deactivate',
+  return _Place(host, int(port), processes, process, devices)
+
+
+def _ask_machines(seconds: float) -> tuple[str, int, int, Any]:
+  """Asks the machines of a TPU slice who is who.
+
+  Returns:
+    As jax has them: coordinator, processes, process, and the devices that
+    this process is to use; None for all.
+  """
+  needs = (
+    'coordinator=auto needs the machines of a TPU slice; elsewhere give'
+    ' host:port, processes and process.'
   )
-
-
-def _connect(**who: Any) -> None:
-  """Joins the processes, by what jax is told or else finds out."""
-  # Only the CPU backend reads the first; runtime/preemption.py has use for
-  # the second.
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  jax.config.update('jax_enable_preemption_service', True)
   try:
-    jax.distributed.initialize(**who, shutdown_timeout_seconds=_PARTING)
-  except ValueError as error:
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+      None, None, None, None, None, int(seconds)
+    )
+  except (ValueError, RuntimeError, OSError) as error:
     raise errors.UserError(
-      f'the processes of this job cannot be found: {error} coordinator=auto'
-      ' needs the machines of a TPU slice; elsewhere give host:port,'
-      ' processes and process.'
+      f'the processes of this job cannot be found ({error}); {needs}'
     ) from error
-  # Processes wait for each other's devices; from here on, they only meet.
-  jax.devices()
+  if None in found[:3]:
+    raise errors.UserError(
+      f'the processes of this job cannot be found; {needs}'
+    )
+  return found
+
+
+def _call_roll(place: _Place, told: Mapping[str, Any], seconds: float) -> None:
+  """Meets the others before jax does; see `runtime.roll_call`."""
+  own = agreement.Member(
+    place.process, environment.host(), agreement.facts(told)
+  )
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  wait = dict(seconds=seconds, say=say)
+  if place.process == 0:
+    line = roll_call.gather(place.port, place.processes, own, **wait)
+  else:
+    line = roll_call.join(
+      place.host.strip('[]'), place.port, place.processes, own, **wait
+    )
+  # Whatever ends this process in order runs this.
+  atexit.register(line.leave)
+  line.watch(lambda lost: _when_lost(lost))
+
+
+def when_lost(end: Callable[[str], None]) -> None:
+  """Says what is to be called when another process is gone.
+
+  Args:
+    end: called in a thread, with a line that names the process; does not
+      return. Before any is given, the process ends with `app.HANG`.
+  """
+  global _when_lost
+  _when_lost = end
 
 
 def is_lead() -> bool:
@@ -118,7 +227,7 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
 
   Raises:
     PeerError: another process failed on its way here.
-    UserError: somebody did not come in time.
+    AbsentError: somebody did not come in time.
   """
   client = jax_distributed.global_state.client
   if client is None:
@@ -140,7 +249,7 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
       f' stops with it: {message}'
     ) from late
   if late:
-    raise errors.UserError(
+    raise errors.AbsentError(
       f'process {jax.process_index()} waited {seconds:g} seconds at'
       f' {name!r} for the other {jax.process_count() - 1}; see what they say.'
     ) from late
@@ -171,6 +280,40 @@ def from_lead(find: Callable[[], Any]) -> Any:
     client.key_value_set(key, json.dumps(find()))
   barrier('from_lead')
   return json.loads(client.key_value_try_get(key))
+
+
+def agree(name: str, facts: Mapping[str, Any]) -> None:
+  """Refuses to go on where processes differ.
+
+  Args:
+    name: of the meeting.
+    facts: what has to be the same in all processes; JSON can hold it.
+
+  Raises:
+    UserError: they differ; all processes raise it, with fields, hosts and
+      values.
+  """
+  client = jax_distributed.global_state.client
+  if client is None:
+    return
+  here = _met + 1
+  own = {'host': environment.host(), 'facts': dict(facts)}
+  client.key_value_set(
+    _key(here, 'facts', str(jax.process_index())), json.dumps(own)
+  )
+  barrier(name)
+
+  def compare():
+    handed_in = client.key_value_dir_get(_key(here, 'facts'))
+    members = [
+      agreement.Member(_process(key), **json.loads(value))
+      for key, value in handed_in
+    ]
+    return agreement.problem(sorted(members, key=lambda m: m.process))
+
+  problem = from_lead(compare)
+  if problem:
+    raise errors.UserError(problem)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """What a run depends on outside of its config: versions, hardware, source."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import functools
 import hashlib
 from importlib import metadata
+import json
 import os
 import pathlib
 import platform
@@ -29,29 +31,86 @@ _JAX_OPTIONS = (
   'jax_numpy_dtype_promotion',
   'jax_threefry_partitionable',
 )
-# Part of `report` that bit-equal continuation does not depend on.
-_NOT_IN_FINGERPRINT = ('python', 'orbax-checkpoint', 'numpy', 'git', 'host')
+# Our own, where it is installed; and the TPU's compiler.
+_ALSO = ('encdec_adapt', 'libtpu')
+# Part of `report` that bit-equal continuation does not depend on; that on
+# libtpu is told by `platform_version`.
+_NOT_IN_FINGERPRINT = (
+  *('python', 'orbax-checkpoint', 'numpy', 'git', 'host'),
+  *_ALSO,
+)
 _GIT_SECONDS = 10
 
 
 def report() -> dict[str, Any]:
   """Everything that could explain why two runs differ; JSON can hold it."""
-  devices = jax.devices()
   return {
-    'python': platform.python_version(),
-    **{package: _version(package) for package in _PACKAGES},
-    'platform': devices[0].platform,
-    'platform_version': devices[0].client.platform_version,
-    'device_kind': devices[0].device_kind,
-    'devices': len(devices),
+    **versions(),
+    **_kind(),
+    'devices': len(jax.devices()),
     'processes': jax.process_count(),
     'cores': _cores(),
     'cpu': _cpu(),
-    'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
-    **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
-    'host': platform.node(),
+    **options(),
+    'host': host(),
     'git': git_revision(),
   }
+
+
+def versions() -> dict[str, str | None]:
+  """Versions of Python and of packages; None for what is not installed."""
+  return {
+    'python': platform.python_version(),
+    **{package: _version(package) for package in (*_PACKAGES, *_ALSO)},
+  }
+
+
+def options() -> dict[str, Any]:
+  """What the compiler and jax were told; no device is asked."""
+  return {
+    'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
+    **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
+  }
+
+
+def devices() -> dict[str, Any]:
+  """What this process computes on: kind and number of its own devices."""
+  return {**_kind(), 'local_devices': jax.local_device_count()}
+
+
+def _kind() -> dict[str, str]:
+  device = jax.local_devices()[0]
+  return {
+    'platform': device.platform,
+    'platform_version': device.client.platform_version,
+    'device_kind': device.device_kind,
+  }
+
+
+def host() -> str:
+  """Name of this machine."""
+  return platform.node()
+
+
+@functools.cache
+def source_digest() -> str:
+  """Hash of the package's modules: two copies of one version may differ."""
+  folder = pathlib.Path(__file__).resolve().parent.parent
+  digest = hashlib.blake2b(digest_size=8)
+  for path in sorted(folder.rglob('*.py')):
+    digest.update(path.relative_to(folder).as_posix().encode())
+    digest.update(path.read_bytes())
+  return digest.hexdigest()
+
+
+def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+  """Leaves of a nested mapping by dotted key, as JSON has them."""
+  for key, value in json.loads(json.dumps(tree)).items():
+    if isinstance(value, dict):
+      for below, leaf in flat(value):
+        yield f'{key}.{below}', leaf
+    else:
+      yield key, value
 
 
 def fingerprint() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""The exceptions that mean "the user can mend this"."""
 
 
 class UserError(Exception):
@@ -6,4 +6,12 @@ class UserError(Exception):
 
   Mains print it without a traceback and exit with status 2, before any long
   work has started and with nothing half written.
+  """
+
+
+class AbsentError(UserError):
+  """Another process of the job did not come in time.
+
+  Nothing is wrong with the input: mains exit with a status on which launchers
+  start the job again.
   """

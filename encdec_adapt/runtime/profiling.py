@@ -35,6 +35,7 @@ class Profiler:
     self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
     self._asked = False
+    self._since = first  # Step that the last trace began with.
     self._until: int | None = None  # Traced before this step.
     self._handler = None
 
@@ -57,16 +58,21 @@ class Profiler:
       self._staged = contextlib.ExitStack()
       place = self._staged.enter_context(storage.staged(self._folder))
       jax.profiler.start_trace(str(place))
-      self._until = step + steps
+      self._since, self._until = step, step + steps
 
-  def after(self, step: int, result: object) -> None:
-    """Ends the trace when its last step, `step`, has made `result`."""
-    if self._until is not None and step + 1 >= self._until:
-      jax.block_until_ready(result)
-      self._stop()
-      print(
-        f'profile up to step {step}: {self._folder} (tensorboard, perfetto)'
-      )
+  def after(self, step: int, result: object) -> dict[str, str | int]:
+    """Ends the trace when its last step, `step`, has made `result`.
+
+    Returns:
+      For the metrics, where a trace has ended: its `folder`, `first` and
+      `last` step; otherwise nothing.
+    """
+    if self._until is None or step + 1 < self._until:
+      return {}
+    jax.block_until_ready(result)
+    self._stop()
+    print(f'profile up to step {step}: {self._folder} (tensorboard, perfetto)')
+    return {'folder': self._folder, 'first': self._since, 'last': step}
 
   def _stop(self) -> None:
     if self._until is not None:

@@ -69,6 +69,11 @@ class Progress:
       return None
     return self.steps_per_second * self._flops / self._peak
 
+  def rates(self) -> dict[str, float]:
+    """For the metrics: `tokens_per_second`, and `mfu` where it is known."""
+    known = {} if self.utilisation is None else {'mfu': self.utilisation}
+    return {'tokens_per_second': self.tokens_per_second, **known}
+
   @property
   def seconds_left(self) -> float | None:
     """At the recent rate; None before there is one."""

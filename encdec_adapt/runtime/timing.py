@@ -17,9 +17,10 @@ from encdec_adapt.runtime import storage
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
-# Waiting for the next rows; placing them and launching the step; waiting for
-# its results; and, between steps, what their names say.
-PARTS = ('data', 'dispatch', 'device', 'evaluate', 'save')
+# Waiting for the next rows; placing them and launching the step, or, the
+# first time, compiling it; waiting for its results; and, between steps, what
+# their names say.
+PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
 
 
 class Split:

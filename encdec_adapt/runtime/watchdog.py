@@ -1,11 +1,11 @@
 """Ends a job that hangs, with what is needed to see why.
 
-A peer that died, a collective that not everybody joined, a file system that
-does not answer: the process waits in C++ and no exception comes. A thread
-looks at the time since the last sign of life; when it is a multiple of the
-median step, it writes the stacks of all threads, the last meeting of the
-processes and every process's last step to `hang/`, and ends the process with
-`app.HANG`, which launchers restart on.
+A collective that not everybody joined, a file system that does not answer:
+the process waits in C++ and no exception comes. A thread looks at the time
+since the last sign of life; when it is a multiple of the median step, it
+writes the stacks of all threads, and the last step and meeting of every
+process, to `hang/`, and ends the process with `app.HANG`, which launchers
+restart on. So it does, at once, when another process of the job is gone.
 
 Every process leaves its sign of life in `heartbeat/`, for people and for the
 other processes' reports.
@@ -70,6 +70,8 @@ class Watchdog:
 
   def __enter__(self) -> 'Watchdog':
     self._last = (*self._last[:2], self._clock())
+    # For good: the last save, after the loop, needs the others too.
+    distributed.when_lost(self._end_without)
     if self._factor:
       self._thread.start()
     return self
@@ -103,7 +105,12 @@ class Watchdog:
     try:
       files.write_json(
         self._folder / HEARTBEATS / f'{self._process}.json',
-        {'step': step, 'doing': doing, 'unix_time': time.time()},
+        {
+          'step': step,
+          'doing': doing,
+          'meeting': distributed.last_meeting(),
+          'unix_time': time.time(),
+        },
       )
     except OSError as error:
       print(f'Warning: no heartbeat of step {step}: {error}', file=sys.stderr)
@@ -122,24 +129,31 @@ class Watchdog:
   def _watch(self) -> None:
     while not self._stop.wait(min(1.0, self._least / 10)):
       if self.hangs():
-        self._report()
-        self._end(app.HANG)
+        step, doing, since = self._last
+        self._end_with(
+          f'process {self._process} hangs: {doing} at step {step} has taken'
+          f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.'
+        )
         return
 
-  def _report(self) -> None:
-    """Writes what is known, to standard error and to the folder."""
-    step, doing, since = self._last
+  def _end_without(self, lost: str) -> None:
+    """Ends this process because another one is gone."""
+    step, doing, _ = self._last
+    self._end_with(
+      f'{lost}; process {self._process}, in {doing} at step {step}, ends too.'
+    )
+
+  def _end_with(self, reason: str) -> None:
+    """Reports and ends, even where the folder gives no answer either."""
     head = [
-      f'process {self._process} hangs: {doing} at step {step} has taken'
-      f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.',
-      f'last meeting of the processes: {distributed.last_meeting()}',
+      reason,
+      f'last meeting of this process: {distributed.last_meeting()}',
     ]
     print('\n'.join(head), file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as file:
       faulthandler.dump_traceback(file, all_threads=True)
       file.seek(0)
       stacks = file.read().decode()
-    # What hangs may be the folder itself.
     thread = threading.Thread(
       target=self._write_report, args=(head, stacks), daemon=True
     )
@@ -147,6 +161,7 @@ class Watchdog:
     thread.join(_PATIENCE)
     if thread.is_alive():
       print(f'{self._folder} gives no answer\n{stacks}', file=sys.stderr)
+    self._end(app.HANG)
 
   def _write_report(self, head: list[str], stacks: str) -> None:
     if self._writing.is_alive():
@@ -167,6 +182,6 @@ def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
     ago = time.time() - beat['unix_time']
     lines.append(
       f'process {path.stem}: {beat["doing"]} at step {beat["step"]},'
-      f' {ago:.0f} s ago'
+      f' {ago:.0f} s ago; last meeting: {beat["meeting"]}'
     )
   return lines

@@ -1,7 +1,6 @@
 """What a job may be continued as, and what is said of the differences."""
 
-from collections.abc import Callable, Iterator, Mapping
-import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from encdec_adapt.runtime import environment, errors
@@ -45,7 +44,7 @@ def report_differences(
     say: takes a paragraph.
   """
   changed = environment.difference(
-    dict(_flat(before['config'])), dict(_flat(now['config']))
+    *(dict(environment.flat({'config': m['config']})) for m in (before, now))
   )
   if changed:
     say('the configuration has changed:\n  ' + '\n  '.join(changed))
@@ -55,14 +54,3 @@ def report_differences(
       'this is not where the checkpoint was written, so that it continues to'
       ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
     )
-
-
-def _flat(
-  tree: Mapping[str, Any], prefix: str = 'config'
-) -> Iterator[tuple[str, Any]]:
-  """Leaves of a nested configuration by dotted key, as JSON has them."""
-  for key, value in json.loads(json.dumps(tree)).items():
-    if isinstance(value, dict):
-      yield from _flat(value, f'{prefix}.{key}')
-    else:
-      yield f'{prefix}.{key}', value

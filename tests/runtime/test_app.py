@@ -10,12 +10,16 @@ from encdec_adapt.runtime import app
 _MAIN = """
 from absl import flags
 from encdec_adapt.runtime import app, errors
-_DO = flags.DEFINE_enum('do', 'none', ['none', 'refuse', 'break', 'stop'], '')
+_DO = flags.DEFINE_enum(
+  'do', 'none', ['none', 'refuse', 'miss', 'break', 'stop'], ''
+)
 
 def main(argv):
   print('doing', argv[1:])
   if _DO.value == 'refuse':
     raise errors.UserError('config.train.steps is -1;\\n  give at least 1.')
+  if _DO.value == 'miss':
+    raise errors.AbsentError('process 3 has not come.')
   if _DO.value == 'break':
     raise RuntimeError('a defect')
   return app.RESTART if _DO.value == 'stop' else None
@@ -42,6 +46,12 @@ def test_a_user_error_is_one_paragraph():
   done = _run('--do=refuse')
   assert done.returncode == app.USER_ERROR == 2
   assert done.stderr == ('Error: config.train.steps is -1; give at least 1.\n')
+
+
+def test_a_missing_process_has_a_status_that_launchers_restart_on():
+  done = _run('--do=miss')
+  assert done.returncode == app.HANG == 76
+  assert done.stderr == 'Error: process 3 has not come.\n'
 
 
 @pytest.mark.parametrize('flag', ['--do=dance', '--unknown'])

@@ -1,4 +1,4 @@
-"""Bad flags; that processes meet is tested in training/test_checkpoint.py."""
+"""Bad flags; that processes meet is tested in multiproc/."""
 
 import pytest
 
@@ -24,6 +24,8 @@ def test_one_process_needs_nothing():
     (('localhost:1234', 2, -1), 'process is -1 of 2'),
     (('localhost', 2, 0), "coordinator is 'localhost'"),
     ((':80', 2, 0), "coordinator is ':80'"),
+    (('h:70000', 2, 0), "coordinator is 'h:70000'"),
+    (('auto', None, None), 'cannot be found; coordinator=auto needs'),
     (('auto', 2, 0), "coordinator is 'auto'"),
     (('auto', 1, None), 'auto alone'),
   ],

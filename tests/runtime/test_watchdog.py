@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -82,6 +83,7 @@ def test_heartbeats_are_written_now_and_then(tmp_path, clock):
   assert (beat['step'], beat['doing']) == (3, 'save')
   (line,) = watchdog.heartbeats(tmp_path)
   assert line.startswith('process 0: save at step 3, ')
+  assert line.endswith(' s ago; last meeting: none')
 
 
 def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
@@ -109,7 +111,23 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
   report = (tmp_path / watchdog.REPORTS / '3.txt').read_text()
   assert 'waits_for_nobody' in report
   assert 'process 3: step at step 7' in report
-  assert 'last meeting of the processes: none' in report
+  assert 'last meeting of this process: none' in report
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_it_from_ending(
+  tmp_path, monkeypatch, clock, capsys
+):
+  ended = []
+  monkeypatch.setattr(watchdog, '_PATIENCE', 0.1)
+  # As a file system that does not answer.
+  monkeypatch.setattr(
+    watchdog, 'heartbeats', lambda folder: threading.Event().wait()
+  )
+  watch = watched(tmp_path, clock, end=ended.append)
+  watch._end_without('process 1 (b) is gone')
+  assert ended == [app.HANG]
+  said = capsys.readouterr().err
+  assert 'gives no answer' in said and 'in _end_without' in said
 
 
 def test_an_end_in_time_is_no_hang(tmp_path):
