@@ -104,6 +104,10 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     shape = shape[0] // shards.length, keys - keys % -block_kv
     q_shards = 1
   mask = _mask(spec.reach, shape, 0 if halo is None else halo[0])
+  if q_shards > 1 and spec.needs_positions:
+    # A mask as blocks in memory: JAX cannot shard those that it computes
+    # inside the kernels (up to 0.12 it joins a list of none of them).
+    mask &= kernel_masks.FullMask(shape)
   kernel = kernels.make_splash_mha(
     kernel_masks.MultiHeadMask([mask] * q.shape[2]),
     block_sizes=kernels.BlockSizes(
