@@ -96,18 +96,19 @@ def _whole_blocks(
 
 def _kernel(spec, q, k, blocks, softcap, shards, interpret):
   """The kernel for all heads, forward and backward, and how it is sharded."""
-  shape, (block_q, block_kv) = (q.shape[1], k.shape[1]), blocks
-  halo, q_shards = shards.halo(spec, k.shape[1]), shards.length
+  (block_q, block_kv), halo = blocks, shards.halo(spec, k.shape[1])
+  queries, keys, q_shards = q.shape[1], k.shape[1], shards.length
   if halo is not None:
     # All shards are alike: queries begin a halo after their keys.
-    keys = shape[1] // shards.length + sum(halo)
-    shape = shape[0] // shards.length, keys - keys % -block_kv
-    q_shards = 1
-  mask = _mask(spec.reach, shape, 0 if halo is None else halo[0])
-  if q_shards > 1 and spec.needs_positions:
+    keys = keys // shards.length + sum(halo)
+    keys -= keys % -block_kv
+  if halo is not None or not spec.needs_positions:
+    queries, q_shards = queries // shards.length, 1
+  mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
+  if q_shards > 1:
     # A mask as blocks in memory: JAX cannot shard those that it computes
     # inside the kernels (up to 0.12 it joins a list of none of them).
-    mask &= kernel_masks.FullMask(shape)
+    mask &= kernel_masks.FullMask((queries, keys))
   kernel = kernels.make_splash_mha(
     kernel_masks.MultiHeadMask([mask] * q.shape[2]),
     block_sizes=kernels.BlockSizes(
@@ -130,7 +131,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
   )
   if shards.mesh is None:
     return kernel, None
-  axes = shards.spec('heads', 'length' if halo is None else None)
+  axes = shards.spec('heads', 'length' if q_shards > 1 else None)
   return kernel, kernel.manual_sharding_spec(NamedSharding(shards.mesh, axes))
 
 

@@ -85,9 +85,9 @@ def results(attend, mesh, cases):
   def one(arrays, spec):
     def loss(*arrays):
       out = attend(*arrays, spec, scale=0.3, softcap=5.0)
-      return jnp.sum(
-        jnp.sin(out) * (1 + jnp.arange(out.shape[1])[:, None, None])
-      ), out
+      length = out.shape[1]
+      weights = (1 + jnp.arange(length)) / length  # Every query's own.
+      return jnp.sum(jnp.sin(out) * weights[:, None, None]), out
 
     gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
     return out, *gradients
@@ -144,7 +144,7 @@ def test_kernels_on_a_sharded_length(backend):
   kernel = functools.partial(backend.attend, interpret=True)
   reference = functools.partial(attention.attention, backend='reference')
   expected = results(reference, None, cases)
-  assert_same(results(kernel, make_mesh((2, 1, 2, 1)), cases), expected, 1e-3)
+  assert_same(results(kernel, make_mesh((2, 1, 2, 1)), cases), expected, 5e-5)
 
 
 def collectives(spec, shape=(1, 1, 8, 1)):
