@@ -3,8 +3,9 @@
 Queries are those of the device's part of the length. Keys and values are
 sharded in the same way; a device gathers those that its queries may see: all
 of them, or where a window says by index what is seen, the few beside its own
-(a halo). A ring of keys sends as many bytes and saves little memory where key
-heads are few: `tests/benchmarks/sequence_parallel.py` has the numbers.
+(a halo). A ring of keys, which passes their gradients on too, sends nearly
+twice as much to keep one copy less of the few key heads, and no kernel of
+ours works in one: `tests/benchmarks/sequence_parallel.py` has the numbers.
 """
 
 from collections.abc import Callable, Sequence
