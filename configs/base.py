@@ -91,7 +91,8 @@ def get_config():
   # attention outputs), 'dots' (all but matrix products), 'full'.
   config.compute.remat = 'none'
   # 'chunked'; 'splash' on TPU (JAX's kernels; refused where they cannot do
-  # what is asked, such as merged attention); or 'reference'.
+  # what is asked, such as merged attention); 'triton' on GPU (ours, every
+  # mask); or 'reference'.
   config.compute.attention = 'chunked'
   config.compute.attention_chunk = 256  # Queries whose scores exist at once.
   config.compute.scan_unroll = 1  # Layers of the scan unrolled at a time.

@@ -18,7 +18,7 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.exchange import origin
 from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.models import build, decoder_only, parameters
+from encdec_adapt.models import build, decoder_only, model_flops, parameters
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.runtime import (
@@ -356,62 +356,11 @@ def step_flops(
 ) -> float:
   """Model FLOPs of one step, teacher's forward pass included."""
   lengths = settings.data.train.lengths
-  total = flops.TRAINING * _forward_flops(settings.model, lengths)
+  sizes = lengths.encoder, lengths.decoder, lengths.teacher
+  total = flops.TRAINING * model_flops.forward(settings.model, *sizes)
   if teacher:
-    total += _forward_flops(teacher.model.config, lengths)
+    total += model_flops.forward(teacher.model.config, *sizes)
   return float(total * settings.train.batch_size)
-
-
-def _forward_flops(
-  model: model_config.ModelConfig, lengths: batch_lib.Lengths
-) -> int:
-  """FLOPs of one row, forward."""
-  total = flops.vocabulary(
-    model.decoder.width, model.decoder.vocab_size, lengths.decoder
-  )
-  if isinstance(model, model_config.EncoderDecoderConfig):
-    total += flops.forward(_shape(model.encoder), lengths.encoder)
-    return total + flops.forward(
-      _shape(model.decoder), lengths.decoder, source_length=lengths.encoder
-    )
-  # A decoder-only model reads pairs as one row; see `data.batch`.
-  length = lengths.teacher if lengths.encoder else lengths.decoder
-  return total + flops.forward(_shape(model.decoder), length)
-
-
-def _shape(stack: model_config.StackConfig) -> flops.StackShape:
-  return flops.StackShape(
-    width=stack.width,
-    mlp=stack.mlp_width,
-    query_heads=stack.heads,
-    kv_heads=stack.kv_heads,
-    head_dim=stack.head_dim,
-    windows=tuple(
-      stack.window if stack.layer_kind(i) == 'local' else None
-      for i in range(stack.layers)
-    ),
-    causal=stack.role == 'causal',
-    window_rule=stack.window_rule,
-    cross_width=stack.cross_width,
-    cross_layers=sum(
-      stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
-    ),
-    cross_merged=stack.cross_merged,
-    **_sparse_shape(stack),
-  )
-
-
-def _sparse_shape(stack: model_config.StackConfig) -> dict[str, int]:
-  """Fields of `flops.StackShape` of layers with experts."""
-  if not stack.experts:
-    return {}
-  return {
-    'sparse_layers': stack.layers - stack.dense_layers,
-    'sparse_mlp': (
-      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
-    ),
-    'router_outputs': stack.experts + stack.shared_expert_gate,
-  }
 
 
 def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:

@@ -72,8 +72,8 @@ class Execution:
   def cached_attention_backend(self) -> str:
     """The backend where keys come from a cache.
 
-    Its few queries are no work for TPU kernels, which want positions that
-    are indices besides.
+    Its few queries are no work for kernels, some of which want positions
+    that are indices besides.
     """
-    kernels = self.attention_backend == 'splash'
-    return 'chunked' if kernels else self.attention_backend
+    chosen = self.attention_backend
+    return 'chunked' if attention.BACKENDS[chosen].kernels else chosen

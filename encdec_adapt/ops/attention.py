@@ -9,6 +9,7 @@ and add a `Backend` to `BACKENDS`; the tests run over all of them.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -17,15 +18,17 @@ from jaxtyping import Array, Float
 from encdec_adapt.ops import (
   attention_chunked,
   attention_reference,
+  attention_shards,
   attention_splash,
+  attention_triton,
   masks,
   partition,
 )
 
 DEFAULT_CHUNK = 256
 # Name of what a rematerialisation policy keeps so that attention is not run
-# again: the output, and of splash attention also its normalisers.
-SAVED = attention_splash.SAVED
+# again: the output, and of kernels also their normalisers.
+SAVED = attention_shards.SAVED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Capabilities:
       (`MaskSpec.aligned`).
     dtypes: dtypes of q, k and v by name.
     head_multiple: the head dimension must be a multiple of it.
+    max_head_dim: and not greater than this; None for no limit.
     platforms: platforms that it runs on.
   """
 
@@ -53,6 +57,7 @@ class Capabilities:
   unaligned: bool
   dtypes: frozenset[str]
   head_multiple: int
+  max_head_dim: int | None
   platforms: frozenset[str]
 
 
@@ -64,13 +69,15 @@ class Backend:
     attend: the function, called as the module docstring says.
     capabilities: what it honours.
     takes_chunk: whether `attend` has the argument `chunk`.
-    names_saved: whether it names what is to be kept `SAVED` itself.
+    kernels: whether it is made of kernels, which go through
+      `attention_shards` on every mesh, name what is to be kept `SAVED`
+      themselves, and are no work for the few queries of a decoding step.
   """
 
   attend: Callable[..., jax.Array]
   capabilities: Capabilities
   takes_chunk: bool = False
-  names_saved: bool = False
+  kernels: bool = False
 
 
 ALL_MASKS = frozenset(
@@ -92,6 +99,7 @@ _XLA = Capabilities(
   unaligned=True,
   dtypes=frozenset({'float32', 'bfloat16', 'float16'}),
   head_multiple=1,
+  max_head_dim=None,
   platforms=frozenset({'cpu', 'gpu', 'tpu'}),
 )
 BACKENDS: dict[str, Backend] = {
@@ -106,7 +114,16 @@ BACKENDS: dict[str, Backend] = {
       dtypes=frozenset({'float32', 'bfloat16'}),
       platforms=frozenset({'tpu'}),
     ),
-    names_saved=True,
+    kernels=True,
+  ),
+  'triton': Backend(
+    attention_triton.attend,
+    dataclasses.replace(
+      _XLA,
+      max_head_dim=attention_triton.MAX_HEAD_DIM,
+      platforms=frozenset({'gpu'}),
+    ),
+    kernels=True,
   ),
 }
 
@@ -148,6 +165,7 @@ def unsupported(
     f'dtype {dtype}': dtype in capabilities.dtypes,
     f'a head dimension of {head_dim}': (
       head_dim % capabilities.head_multiple == 0
+      and head_dim <= (capabilities.max_head_dim or head_dim)
     ),
     f'platform {platform!r}': platform in capabilities.platforms,
   }
@@ -206,9 +224,19 @@ def attention(
       f' Backends that can: {", ".join(able) or "none"}'
     )
   options = {'chunk': chunk} if chosen.takes_chunk else {}
+  attend = functools.partial(
+    chosen.attend, scale=scale, softcap=softcap, **options
+  )
   with jax.named_scope(f'attention_{backend}'):
-    out = chosen.attend(q, k, v, spec, scale=scale, softcap=softcap, **options)
-  return out if chosen.names_saved else checkpoint_name(out, SAVED)
+    if chosen.kernels:
+      return attend(q, k, v, spec)
+    if attention_shards.Shards.active().length > 1:
+      # XLA by itself would run a chunk of queries where they are, while the
+      # other shards wait.
+      out = attention_shards.run(attend, q, k, v, spec)
+    else:
+      out = attend(q, k, v, spec)
+  return checkpoint_name(out, SAVED)
 
 
 def _check(q, k, v, spec, softcap, chunk) -> None:

@@ -3,11 +3,10 @@
 The kernels know masks by index. Positions are compared by index here, which
 is the same thing where `MaskSpec.aligned` holds; other masks are refused.
 Lengths are padded to whole blocks with keys of a segment that nobody has.
-On a mesh the kernels run under `shard_map`: rows over 'batch', heads over
-'act_heads', queries over 'length'; every shard of queries reads all keys.
+On a mesh the kernels run under `attention_shards`.
 """
 
-import dataclasses
+import functools
 
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -17,10 +16,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as kernel_masks,
 )
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import masks, partition
+from encdec_adapt.ops import attention_shards, masks
 
 # Queries and keys of one kernel block. With head_dim 256, 1024 overflows the
 # vector memory of TPU v4, v5e and v5p in the backward pass.
@@ -28,7 +27,6 @@ _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
 # Segments of padding; unlike, so that padding sees nothing.
 _NO_QUERY, _NO_KEY = -1, -2
-SAVED = 'attention_saved'  # See `attention.SAVED`.
 
 
 def attend(
@@ -53,31 +51,24 @@ def attend(
     interpret: run the kernels as ordinary operations, on any platform.
 
   Raises:
-    ValueError: heads or queries do not divide over the active mesh.
+    ValueError: rows, heads or lengths do not divide over the active mesh.
   """
   queries, keys = q.shape[1], k.shape[1]
-  shards = _Shards.active()
+  shards = attention_shards.Shards.active()
   block_q = block(-(-queries // shards.length))
-  block_kv = block(keys)
-  seen = _sees_a_key(spec)  # [B, T]
-  q_segments = jnp.where(spec.q_segments > 0, spec.q_segments, _NO_QUERY)
-  kv_segments = jnp.where(spec.kv_segments > 0, spec.kv_segments, _NO_KEY)
-  whole_q, whole_kv = block_q * shards.length, block_kv
+  block_kv = block(-(-keys // shards.length))
+  whole_q, whole_kv = block_q * shards.length, block_kv * shards.length
+  spec = _whole_blocks(spec, whole_q, whole_kv)
   q = _pad((q * scale).astype(q.dtype), whole_q)
   k, v = _pad(k, whole_kv), _pad(v, whole_kv)
-  q_segments = _pad(q_segments, whole_q, _NO_QUERY)
-  kv_segments = _pad(kv_segments, whole_kv, _NO_KEY)
-  kernel = _kernel(
-    _mask(spec, q.shape[1], k.shape[1]),
-    q.shape[2],
-    (block_q, block_kv),
-    softcap,
-    shards,
-    interpret,
+  kernel, kernel_spec = _kernel(
+    spec, q, k, (block_q, block_kv), softcap, shards, interpret
   )
-  out = shards.run(kernel, q, k, v, q_segments, kv_segments)
-  out = out[:, :queries].astype(q.dtype)
-  return jnp.where(seen[:, :, None, None], out, 0)
+  local = functools.partial(_rows, aligned=spec.aligned, block_kv=block_kv)
+  out = attention_shards.run(
+    local, q, k, v, spec, operands=[kernel], operand_specs=[kernel_spec]
+  )
+  return out[:, :queries].astype(q.dtype)
 
 
 def block(length: int) -> int:
@@ -85,49 +76,41 @@ def block(length: int) -> int:
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
-def _pad(x: jax.Array, multiple: int, value: int = 0) -> jax.Array:
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
+  """Zeros after dimension 1, which are padding by their segment."""
   padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
-  return jnp.pad(x, padding, constant_values=value)
+  return jnp.pad(x, padding)
 
 
-def _sees_a_key(spec: masks.MaskSpec) -> jax.Array:
-  """[B, T] whether a query sees any key."""
-  real = spec.q_segments > 0
-  if spec.aligned:
-    return real  # Itself.
-  same = spec.q_segments[:, :, None] == spec.kv_segments[:, None, :]
-  return real & jnp.any(same, axis=-1)
+def _whole_blocks(
+  spec: masks.MaskSpec, whole_q: int, whole_kv: int
+) -> masks.MaskSpec:
+  """The mask, padded; without positions, which the kernels do not read."""
+  return spec.replace(
+    q_segments=_pad(spec.q_segments, whole_q),
+    kv_segments=_pad(spec.kv_segments, whole_kv),
+    q_positions=None,
+    kv_positions=None,
+  )
 
 
-def _mask(spec: masks.MaskSpec, queries: int, keys: int) -> kernel_masks.Mask:
-  """The kernels' own mask, by index."""
-  shape = (queries, keys)
-  window = spec.window
-  if spec.kind == 'causal':
-    if window is None:
-      return kernel_masks.CausalMask(shape)
-    return kernel_masks.LocalMask(shape, (window - 1, 0), 0)
-  if window is None:
-    return kernel_masks.FullMask(shape)
-  return kernel_masks.LocalMask(shape, sides(window, spec.window_rule), 0)
-
-
-def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
-  """Keys before and after its own that a bidirectional query sees."""
-  if window is None:
-    return None, None
-  return {
-    'exclusive': (window - 1, window - 1),
-    'inclusive': (window, window),
-    'centered': ((window + 1) // 2 - 1, window // 2),
-  }[rule]
-
-
-def _kernel(mask, heads, blocks, softcap, shards, interpret):
-  """The kernel for all heads, forward and backward."""
-  block_q, block_kv = blocks
-  return kernels.make_splash_mha(
-    kernel_masks.MultiHeadMask([mask] * heads),
+def _kernel(spec, q, k, blocks, softcap, shards, interpret):
+  """The kernel for all heads, forward and backward, and how it is sharded."""
+  (block_q, block_kv), halo = blocks, shards.halo(spec, k.shape[1])
+  queries, keys, q_shards = q.shape[1], k.shape[1], shards.length
+  if halo is not None:
+    # All shards are alike: queries begin a halo after their keys.
+    keys = keys // shards.length + sum(halo)
+    keys -= keys % -block_kv
+  if halo is not None or not spec.needs_positions:
+    queries, q_shards = queries // shards.length, 1
+  mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
+  if q_shards > 1:
+    # A mask as blocks in memory: JAX cannot shard those that it computes
+    # inside the kernels (up to 0.12 it joins a list of none of them).
+    mask &= kernel_masks.FullMask((queries, keys))
+  kernel = kernels.make_splash_mha(
+    kernel_masks.MultiHeadMask([mask] * q.shape[2]),
     block_sizes=kernels.BlockSizes(
       block_q=block_q,
       block_kv=block_kv,
@@ -141,83 +124,42 @@ def _kernel(mask, heads, blocks, softcap, shards, interpret):
       block_kv_dq=block_kv,
     ),
     head_shards=shards.heads,
-    q_seq_shards=shards.length,
+    q_seq_shards=q_shards,
     attn_logits_soft_cap=softcap,
-    residual_checkpoint_name=SAVED,
+    residual_checkpoint_name=attention_shards.SAVED,
     interpret=interpret,
   )
+  if shards.mesh is None:
+    return kernel, None
+  axes = shards.spec('heads', 'length' if q_shards > 1 else None)
+  return kernel, kernel.manual_sharding_spec(NamedSharding(shards.mesh, axes))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shards:
-  """How the active partition splits rows, queries and heads.
-
-  Attributes:
-    mesh: None for one device.
-    batch, queries, head_axes: mesh axes.
-    length, heads: number of shards.
-  """
-
-  mesh: Mesh | None = None
-  batch: tuple[str, ...] = ()
-  queries: tuple[str, ...] = ()
-  head_axes: tuple[str, ...] = ()
-  length: int = 1
-  heads: int = 1
-
-  @classmethod
-  def active(cls) -> '_Shards':
-    """Those of the active partition."""
-    active = partition.active()
-    if active is None:
-      return cls()
-    return cls(
-      mesh=active.mesh,
-      batch=active.mesh_axes('batch'),
-      queries=active.mesh_axes('length'),
-      head_axes=active.mesh_axes('act_heads'),
-      length=active.size('length'),
-      heads=active.size('act_heads'),
-    )
-
-  def run(self, kernel, q, k, v, q_segments, kv_segments):
-    """The kernel on every device's share: [B, T, N, H]."""
-    if self.mesh is None:
-      return _rows(kernel, q, k, v, q_segments, kv_segments)
-    for what, size in (('query', q.shape[2]), ('key/value', k.shape[2])):
-      if size % self.heads:
-        raise ValueError(
-          f'{size} {what} heads do not divide over mesh axes {self.head_axes}'
-          f' of {self.heads} devices; change config.mesh.tensor'
-        )
-    spec = PartitionSpec
-    batch, heads = self.batch or None, self.head_axes or None
-    queries = self.queries or None
-    masked = kernel.manual_sharding_spec(
-      NamedSharding(self.mesh, spec(heads, queries))
-    )
-    return jax.shard_map(
-      _rows,
-      mesh=self.mesh,
-      in_specs=(
-        masked,
-        spec(batch, queries, heads),
-        spec(batch, None, heads),
-        spec(batch, None, heads),
-        spec(batch, queries),
-        spec(batch),
-      ),
-      out_specs=spec(batch, queries, heads),
-      # The kernels do not say over which axes their results vary.
-      check_vma=False,
-    )(kernel, q, k, v, q_segments, kv_segments)
+def _mask(
+  reach: tuple[int | None, int | None], shape: tuple[int, int], offset: int
+) -> kernel_masks.Mask:
+  """The kernels' own mask, by index."""
+  if reach == (None, None):
+    return kernel_masks.FullMask(shape)
+  if reach == (None, 0):
+    return kernel_masks.CausalMask(shape)
+  return kernel_masks.LocalMask(shape, reach, offset)
 
 
-def _rows(kernel, q, k, v, q_segments, kv_segments):
+def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
   """The kernel, which takes [N, T, H], for each row of [B, T, N, H]."""
+  k, v = _pad(k, block_kv), _pad(v, block_kv)
+  kv_segments = _pad(spec.kv_segments, block_kv)
+  seen = spec.q_segments > 0  # [B, T] whether a query sees any key.
+  if not aligned:  # Otherwise it sees itself.
+    same = spec.q_segments[:, :, None] == kv_segments[:, None, :]
+    seen &= jnp.any(same, axis=-1)
+  q_segments = jnp.where(spec.q_segments > 0, spec.q_segments, _NO_QUERY)
+  kv_segments = jnp.where(kv_segments > 0, kv_segments, _NO_KEY)
 
   def row(q, k, v, q_segments, kv_segments):
     segments = kernels.SegmentIds(q_segments, kv_segments)
     return kernel(*(x.swapaxes(0, 1) for x in (q, k, v)), segments)
 
-  return jax.vmap(row)(q, k, v, q_segments, kv_segments).swapaxes(1, 2)
+  out = jax.vmap(row)(q, k, v, q_segments, kv_segments).swapaxes(1, 2)
+  return jnp.where(seen[:, :, None, None], out, 0)

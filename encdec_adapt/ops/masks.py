@@ -82,6 +82,31 @@ class MaskSpec:
     """Whether visibility depends on positions."""
     return self.kind == 'causal' or self.window is not None
 
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    """Positions before and after its own that a query sees; None for all."""
+    if self.kind == 'causal':
+      return None if self.window is None else self.window - 1, 0
+    return sides(self.window, self.window_rule)
+
+
+def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
+  """Positions before and after its own that a bidirectional query sees."""
+  if window is None:
+    return None, None
+  return {
+    'exclusive': (window - 1, window - 1),
+    'inclusive': (window, window),
+    'centered': ((window + 1) // 2 - 1, window // 2),
+  }[rule]
+
+
+def by_index(spec: MaskSpec) -> MaskSpec:
+  """The mask of an aligned spec with indices in the place of positions."""
+  index = jnp.arange(spec.q_segments.shape[1], dtype=jnp.int32)
+  index = jnp.broadcast_to(index, spec.q_segments.shape)
+  return spec.replace(q_positions=index, kv_positions=index)
+
 
 def causal(
   segments: Int[Array, 'B T'],
@@ -193,16 +218,12 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
     return visible
   # How far behind the query the key is; negative for the future.
   behind = spec.q_positions[:, :, None] - spec.kv_positions[:, None, :]
-  if spec.kind == 'causal':
-    near = behind >= 0
-    if spec.window is not None:
-      near &= behind < spec.window
-  elif spec.window_rule == 'exclusive':
-    near = jnp.abs(behind) < spec.window
-  elif spec.window_rule == 'inclusive':
-    near = jnp.abs(behind) <= spec.window
-  else:
-    near = (behind < (spec.window + 1) // 2) & (-behind <= spec.window // 2)
+  left, right = spec.reach
+  near = jnp.ones_like(visible)
+  if left is not None:
+    near &= behind <= left
+  if right is not None:
+    near &= -behind <= right
   if spec.memory:
     keys = spec.kv_segments.shape[1]
     near |= jnp.arange(keys) >= keys - spec.memory

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from encdec_adapt.models import config as model_config
-from encdec_adapt.ops import attention_splash
+from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
 
 # Products [block, H] x [H, block] of a block: scores and values; scores,
@@ -89,7 +89,7 @@ def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:
   window = stack.window if kind == 'local' else None
   if stack.role == 'causal':
     return Attention(length, length, window and window - 1, 0)
-  sides = attention_splash.sides(window, stack.window_rule)
+  sides = masks.sides(window, stack.window_rule)
   return Attention(length, length, *sides)
 
 

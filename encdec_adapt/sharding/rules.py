@@ -37,7 +37,7 @@ class Rules:
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')
   length: MeshAxes = ('sequence',)
-  kv_length: MeshAxes = ()
+  kv_length: MeshAxes = ('sequence',)
   act_embed: MeshAxes = ()
   act_heads: MeshAxes = ('tensor',)
   act_mlp: MeshAxes = ('tensor',)

@@ -120,7 +120,8 @@ def _work(arguments: argparse.Namespace) -> None:
     arguments.coordinator, int(arguments.processes), int(arguments.process)
   )
   arguments.dtypes = [arguments.dtype]
-  run, _ = training_step.make_ours(arguments)
+  runs, _ = training_step.make_ours(arguments)
+  run = runs['step']
   for _ in sys.stdin:
     start = time.perf_counter()
     loss = run()

@@ -1,15 +1,31 @@
 """The benchmarks run at small sizes, and what they claim of fill holds."""
 
+import functools
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import mesh as mesh_lib
 from tests.benchmarks import (
   exchange,
+  gpu_kernels,
+  gpu_step,
   packing,
   processes,
   records,
+  sequence_parallel,
   vocabulary_loss,
+)
+
+TINY_STEP = (
+  ['--layers=2', '--width=16', '--mlp_width=32', '--heads=2', '--kv_heads=1']
+  + ['--head_dim=8', '--vocab_size=64', '--attention_chunk=8']
+  + ['--encoder_length=32', '--decoder_length=16', '--dtype=float32']
+  + ['--platform=cpu', '--steps=1', '--remat=full', '--backends=chunked']
 )
 
 
@@ -69,6 +85,87 @@ def test_exchange(tmp_path):
   assert 0.005 < peaks['copy'] < 0.1 < peaks['import'] < 8
   assert peaks['copy'] < peaks['export'] < 8
   assert not list(tmp_path.iterdir())
+
+
+def test_gpu_step(monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '')  # One device.
+  flags = [*TINY_STEP, '--batches', '2', '--examples', '3']
+  (row,) = gpu_step.main([*flags, '--peer_attentions'])['rows']
+  assert (row['attention'], row['examples'], row['batch']) == ('chunked', 3, 2)
+  assert row['tokens/s'] > 0 and row['MFU'] > 0
+  assert row['forward s'] < row['step s'] and row['loss'] > 3
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+def test_gpu_step_of_the_peer(monkeypatch):
+  pytest.importorskip('transformers')
+  monkeypatch.setenv('XLA_FLAGS', '')
+  flags = [*TINY_STEP, '--batches', '1', '--examples', '1']
+  peer = ['--peer_attentions', 'eager', '--peer_eager_mode']
+  ours, theirs = gpu_step.main(flags + peer)['rows']
+  assert theirs['implementation'] == 'transformers'
+  assert theirs['speed ratio'] == 1 and theirs['FLOP/s'] > 0
+  assert ours['loss'] == pytest.approx(theirs['loss'], rel=0.2)
+
+
+def test_gpu_kernels():
+  content = gpu_kernels.main(
+    ['--batch=1', '--length=16', '--window=4', '--heads=2', '--kv_heads=1']
+    + ['--head_dim=8', '--width=8', '--vocab_size=64', '--steps=1']
+    + ['--dtype=float32', '--backends', 'chunked', '--examples', '2']
+  )
+  *attentions, loss = content['rows']
+  assert len(attentions) == 10 and loss['kernel'] == 'vocabulary loss'
+  assert all(row['of roofline'] > 0 for row in content['rows'])
+
+
+@pytest.mark.sharded
+def test_sequence_parallel():
+  sizes = ['--shards=4', '--length=128', '--window=16', '--chunk=16']
+  sizes += ['--heads=2', '--kv_heads=1', '--head_dim=8']
+  rows = {
+    (row['mask'], row['keys']): row
+    for row in sequence_parallel.main(sizes)['rows']
+  }
+  gathered, ring = (rows['full', keys] for keys in ('gathered', 'ring'))
+  assert gathered['of it collective-permute'] == 0 == ring['of it all-gather']
+  # Keys and values of 128 tokens of 8 numbers, of other shards, twice.
+  assert gathered['of it all-gather'] * 2**20 >= 2 * 128 * 8 * 4 * 3 / 4
+  assert ring['of it collective-permute'] > gathered['sent MiB']
+  window = rows['full exclusive window', 'gathered']
+  assert window['sent MiB'] < gathered['sent MiB'] / 2
+
+
+@pytest.mark.sharded
+def test_the_ring_that_is_compared_computes_the_same():
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(sequence=4), jax.devices()[:4])
+  rng = np.random.default_rng(0)
+  arrays = [
+    jnp.asarray(rng.normal(size=(1, 32, n, 8)), jnp.float32) for n in (2, 1, 1)
+  ]
+  segments = jnp.array([[1] * 20 + [2] * 8 + [0] * 4])
+  positions = jnp.array([[*range(20), *range(8), *[0] * 4]])
+  make_mask = sequence_parallel.make_masks(5)['causal']
+  options = {'scale': 0.3, 'chunk': 4}
+
+  def by_reference(q, k, v, spec):
+    with partition.use(mesh, {'batch': (), 'length': (), 'act_heads': ()}):
+      return sequence_parallel.attention.attention(
+        q, k, v, spec, scale=0.3, backend='reference'
+      )
+
+  got, expected = (
+    sequence_parallel.gradient(attend, mesh, make_mask)(
+      *arrays, segments, positions
+    )
+    for attend in (
+      functools.partial(sequence_parallel.attend_ring, **options),
+      by_reference,
+    )
+  )
+  for x, y in zip(got, expected, strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 @pytest.mark.parity

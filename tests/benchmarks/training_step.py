@@ -1,4 +1,4 @@
-"""Our training step against the same T5Gemma in transformers on torch, CPU.
+"""Our training step against the same T5Gemma in transformers on torch.
 
 A step is forward pass, backward pass, clipping by the global norm and AdamW,
 on the same batch without padding, for the same shapes of model (the numbers
@@ -6,11 +6,14 @@ of parameters are compared). The two run in processes of their own, so that
 peak memory is each one's, and take turns step by step, so that whatever else
 the machine does disturbs both; it should do nothing else all the same. Ratios
 are ours over the peer's. Needs `pip install -e .[peer]`.
+
+The sizes are those of a CPU; `gpu_step` runs the same workers on a GPU.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -23,6 +26,7 @@ from tests.benchmarks import results
 IMPLEMENTATIONS = ('ours', 'transformers')
 LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0
+Run = Callable[[], float]  # Runs something and gives the loss.
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +46,32 @@ def add_model(parser: argparse.ArgumentParser) -> None:
   }
   for name, default in sizes.items():
     parser.add_argument(f'--{name}', type=int, default=default)
+  parser.add_argument(
+    '--pair', default='', help='such as 2b_2b, in the place of the sizes'
+  )
+  parser.add_argument(
+    '--examples', type=int, default=1, help='packed in each row'
+  )
   ours = parser.add_argument_group('how ours is computed')
   ours.add_argument('--scan_unroll', type=int, default=1)
   ours.add_argument('--remat', default='none')
+  ours.add_argument('--attention', default='chunked')
   ours.add_argument('--attention_chunk', type=int, default=256)
   ours.add_argument('--loss_chunk', type=int, default=1024)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+  """The flags of this benchmark and of its workers."""
   parser = results.parser(__doc__)
   add_model(parser)
   parser.add_argument('--dtypes', nargs='+', default=['float32', 'bfloat16'])
+  peer = parser.add_argument_group('how the peer is computed')
+  # transformers builds its attention without the soft-cap otherwise, and
+  # sdpa cannot do it.
+  peer.add_argument('--peer_attention', default='eager')
+  peer.add_argument('--peer_device', default='cpu')
+  peer.add_argument('--peer_compile', action='store_true')
+  peer.add_argument('--peer_checkpointing', action='store_true')
   parser.add_argument(
     '--worker', choices=IMPLEMENTATIONS, help=argparse.SUPPRESS
   )
@@ -60,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
-  """A batch of full rows of one pair each, in our framing."""
+  """A batch of full rows of so many examples each, in our framing."""
   import numpy as np
 
   from encdec_adapt.data import batch
@@ -68,39 +87,38 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
 
   lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
   rng = np.random.default_rng(0)
+
+  def cut(length: int) -> np.ndarray:
+    """Lengths of the row's examples, each at least two."""
+    places = rng.permutation(length // 2 - 1)[: arguments.examples - 1] + 1
+    return np.diff([0, *sorted(2 * places), length])
+
   rows = []
   for _ in range(arguments.batch_size):
-    tokens = [
-      rng.integers(5, arguments.vocab_size, length, dtype=np.int32)
-      for length in (lengths.encoder - 1, lengths.decoder)
+    pairs = [
+      batch.Pair(
+        *(
+          rng.integers(
+            5, make_pair(arguments).decoder.vocab_size, size, np.int32
+          )
+          for size in (inputs - 1, targets)
+        )
+      )
+      for inputs, targets in zip(
+        cut(lengths.encoder), cut(lengths.decoder), strict=True
+      )
     ]
-    rows.append(
-      batch.frame_row([batch.Pair(*tokens)], lengths, framing.FRAMING)
-    )
+    rows.append(batch.frame_row(pairs, lengths, framing.FRAMING))
   return batch.stack_rows(rows)
 
 
-def make_ours(
-  arguments: argparse.Namespace,
-) -> tuple[Callable[[], float], int]:
-  """Our step, as `train.py` runs it, and the number of parameters.
-
-  In a job of several processes, each takes its share of the batch.
-  """
-  import jax
-
-  from encdec_adapt.models import build
+def make_pair(arguments: argparse.Namespace) -> Any:
+  """The shape of the model, a `models.config.EncoderDecoderConfig`."""
   from encdec_adapt.models import config as configs
-  from encdec_adapt.sharding import mesh, rules
-  from encdec_adapt.training import (
-    objectives,
-    optimizers,
-    phases,
-    schedules,
-    state,
-    step,
-  )
+  from encdec_adapt.models import presets
 
+  if arguments.pair:
+    return presets.t5gemma(arguments.pair)
   stack = configs.StackConfig(
     layers=arguments.layers,
     width=arguments.width,
@@ -111,10 +129,33 @@ def make_ours(
     vocab_size=arguments.vocab_size,
     query_scale=float(arguments.head_dim),
   )
+  return configs.encoder_decoder(stack, stack)
+
+
+def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
+  """Our step, as `train.py` runs it, its parts, and how many parameters.
+
+  In a job of several processes, each takes its share of the batch.
+  """
+  import jax
+
+  from encdec_adapt.models import build
+  from encdec_adapt.ops import partition
+  from encdec_adapt.sharding import mesh, rules
+  from encdec_adapt.training import (
+    objectives,
+    optimizers,
+    phases,
+    schedules,
+    state,
+    step,
+  )
+
   model = build.build(
-    configs.encoder_decoder(stack, stack),
+    make_pair(arguments),
     dtype=arguments.dtypes[0],
     remat=arguments.remat,
+    attention_backend=arguments.attention,
     attention_chunk=arguments.attention_chunk,
     scan_unroll=arguments.scan_unroll,
   )
@@ -133,9 +174,10 @@ def make_ours(
   active = phases.active(groups, 0)
   params = where.place(model.init, jax.random.key(0))
   current = state.create(params, optimizer, assignment, active, where)
+  config = objectives.LossConfig(chunk=arguments.loss_chunk)
   train = step.make_train_step(
     where,
-    objectives.LossConfig(chunk=arguments.loss_chunk),
+    config,
     optimizer,
     assignment,
     active,
@@ -147,46 +189,71 @@ def make_ours(
     {name: rows[mine] for name, rows in make_batch(arguments).items()}, where
   )
 
+  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  del params  # Donated.
+
   def run() -> float:
     nonlocal current
     current, metrics = train(current, batch, None)
     return float(metrics['loss'])
 
-  return run, sum(leaf.size for leaf in jax.tree.leaves(params))
+  @jax.jit
+  def forward(params, batch):
+    with partition.use(where.mesh, where.rules.as_dict()):
+      sums = objectives.loss_sums(model, params, batch, config, None)
+      return sums.total / sums.weight
+
+  @jax.jit
+  def backward(params, batch):
+    return jax.value_and_grad(forward)(params, batch)
+
+  runs = {
+    'step': run,
+    'forward': lambda: float(forward(current.params, batch)),
+    'gradient': lambda: float(
+      jax.block_until_ready(backward(current.params, batch))[0]
+    ),
+  }
+  return runs, count
 
 
 def make_transformers(
   arguments: argparse.Namespace,
-) -> tuple[Callable[[], float], int]:
+) -> tuple[dict[str, Run], int]:
   """The peer's step, and the number of parameters."""
   import torch
   import transformers
 
-  def module(**fields):
+  pair = make_pair(arguments)
+
+  def module(stack):
     return transformers.T5GemmaModuleConfig(
-      num_hidden_layers=arguments.layers,
-      hidden_size=arguments.width,
-      intermediate_size=arguments.mlp_width,
-      num_attention_heads=arguments.heads,
-      num_key_value_heads=arguments.kv_heads,
-      head_dim=arguments.head_dim,
-      vocab_size=arguments.vocab_size,
-      query_pre_attn_scalar=arguments.head_dim,
-      # transformers builds its attention without the soft-cap otherwise.
-      attn_implementation='eager',
-      **fields,
+      num_hidden_layers=stack.layers,
+      hidden_size=stack.width,
+      intermediate_size=stack.mlp_width,
+      num_attention_heads=stack.heads,
+      num_key_value_heads=stack.kv_heads,
+      head_dim=stack.head_dim,
+      vocab_size=stack.vocab_size,
+      query_pre_attn_scalar=int(stack.query_scale),
+      sliding_window=stack.window,
+      attn_implementation=arguments.peer_attention,
     )
 
   torch.manual_seed(0)
-  model = transformers.T5GemmaForConditionalGeneration(
-    transformers.T5GemmaConfig(
-      encoder=module(),
-      decoder=module(),
-      vocab_size=arguments.vocab_size,
-      attn_implementation='eager',
+  device = arguments.peer_device
+  with torch.device(device):
+    model = transformers.T5GemmaForConditionalGeneration(
+      transformers.T5GemmaConfig(
+        encoder=module(pair.encoder),
+        decoder=module(pair.decoder),
+        vocab_size=pair.decoder.vocab_size,
+        attn_implementation=arguments.peer_attention,
+      )
     )
-  )
   model.train()
+  if arguments.peer_checkpointing:
+    model.gradient_checkpointing_enable({'use_reentrant': False})
   optimizer = torch.optim.AdamW(
     model.parameters(),
     lr=LEARNING_RATE,
@@ -195,16 +262,16 @@ def make_transformers(
     fused=True,
   )
   batch = {
-    name: torch.from_numpy(value).long()
+    name: torch.from_numpy(value).long().to(device)
     for name, value in make_batch(arguments).items()
     if name in ('encoder_tokens', 'decoder_tokens', 'targets')
   }
-
+  apply = torch.compile(model) if arguments.peer_compile else model
   mixed = arguments.dtypes == ['bfloat16']
 
   def run() -> float:
-    with torch.autocast('cpu', torch.bfloat16, enabled=mixed):
-      loss = model(
+    with torch.autocast(device, torch.bfloat16, enabled=mixed):
+      loss = apply(
         input_ids=batch['encoder_tokens'],
         decoder_input_ids=batch['decoder_tokens'],
         labels=batch['targets'],
@@ -216,19 +283,26 @@ def make_transformers(
     optimizer.zero_grad(set_to_none=True)
     return float(loss)
 
-  return run, sum(p.numel() for p in model.parameters())
+  return {'step': run}, sum(p.numel() for p in model.parameters())
 
 
 def _work(arguments: argparse.Namespace) -> None:
-  """Runs one step per line of standard input; answers in JSON lines."""
+  """Runs what each line of standard input names; answers in JSON lines."""
   if arguments.worker == 'ours':
-    run, parameters = make_ours(arguments)
+    runs, parameters = make_ours(arguments)
+    import jax
+
+    from encdec_adapt.runtime import flops
+
+    peak_flops = flops.peak(jax.devices())
   else:
-    run, parameters = make_transformers(arguments)
-  print(json.dumps({'parameters': parameters}), flush=True)
-  for _ in sys.stdin:
+    runs, parameters = make_transformers(arguments)
+    peak_flops = None
+  about = {'parameters': parameters, 'peak_flops': peak_flops}
+  print(json.dumps(about), flush=True)
+  for line in sys.stdin:
     start, processor = time.perf_counter(), time.process_time()
-    loss = run()
+    loss = runs[line.strip()]()
     answer = {
       'seconds': time.perf_counter() - start,
       'processor_seconds': time.process_time() - processor,
@@ -239,28 +313,59 @@ def _work(arguments: argparse.Namespace) -> None:
 
 
 def _peak_mib() -> float:
-  """Largest resident memory of this process so far."""
+  """Largest memory of this process so far: of its GPU where it has one."""
+  torch, jax = sys.modules.get('torch'), sys.modules.get('jax')
+  if torch is not None and torch.cuda.is_available():
+    return torch.cuda.max_memory_allocated() / 2**20
+  if torch is None and jax.default_backend() == 'gpu':
+    return jax.local_devices()[0].memory_stats()['peak_bytes_in_use'] / 2**20
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / 2**20 if sys.platform == 'darwin' else peak / 2**10
 
 
-class _Worker:
-  """One implementation in a process of its own."""
+class WorkerError(SystemExit):
+  """A worker's process ended."""
 
-  def __init__(self, implementation: str, dtype: str, flags: Sequence[str]):
+
+class Worker:
+  """One implementation in a process of its own.
+
+  Attributes:
+    parameters: of its model.
+    peak_flops: FLOP/s of its devices; only ours knows.
+    answers: what it said of each run.
+
+  Raises:
+    WorkerError: the process ended, here or in a method.
+  """
+
+  def __init__(
+    self,
+    implementation: str,
+    dtype: str,
+    flags: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+  ):
     command = [sys.executable, '-m', 'tests.benchmarks.training_step', *flags]
     command += [f'--worker={implementation}', '--dtypes', dtype]
     self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env={**os.environ, **(environment or {})},
     )
-    self.parameters = self._answer()['parameters']
+    about = self._answer()
+    self.parameters = about['parameters']
+    self.peak_flops = about['peak_flops']
     self.answers: list[dict[str, float]] = []
 
-  def step(self) -> None:
-    """Runs one step."""
-    self._process.stdin.write('step\n')
+  def step(self, part: str = 'step') -> dict[str, float]:
+    """Runs one step, or a part of it."""
+    self._process.stdin.write(part + '\n')
     self._process.stdin.flush()
     self.answers.append(self._answer())
+    return self.answers[-1]
 
   def close(self) -> None:
     """Ends the process."""
@@ -270,13 +375,13 @@ class _Worker:
   def _answer(self) -> dict[str, float]:
     line = self._process.stdout.readline()
     if not line:
-      raise SystemExit('a worker of the benchmark failed; see its error above')
+      raise WorkerError('a worker of the benchmark failed; see its error above')
     return json.loads(line)
 
 
 def _compare(dtype: str, arguments, flags) -> list[dict[str, Any]]:
   """Rows of both implementations with products in `dtype`."""
-  workers = {name: _Worker(name, dtype, flags) for name in IMPLEMENTATIONS}
+  workers = {name: Worker(name, dtype, flags) for name in IMPLEMENTATIONS}
   counts = {name: worker.parameters for name, worker in workers.items()}
   if len(set(counts.values())) > 1:
     raise SystemExit(f'the two models differ in parameters: {counts}')
@@ -316,7 +421,7 @@ def _compare(dtype: str, arguments, flags) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
   """Measures and prints; ratios are ours over the peer's."""
   flags = list(sys.argv[1:] if argv is None else argv)
-  arguments = _parser().parse_args(flags)
+  arguments = make_parser().parse_args(flags)
   if arguments.worker:
     _work(arguments)
     return None

@@ -8,27 +8,12 @@ import pytest
 
 from encdec_adapt.models import build, config
 from encdec_adapt.ops import partition
+from encdec_adapt.sharding import rules
 
 pytestmark = pytest.mark.sharded
 
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')
-RULES = {
-  'embed': 'fsdp',
-  'table_embed': None,
-  'vocab': ('fsdp', 'tensor'),
-  'heads': 'tensor',
-  'kv_heads': 'tensor',
-  'head_dim': None,
-  'mlp': 'tensor',
-  'layers': None,
-  'batch': ('replica', 'fsdp'),
-  'length': 'sequence',
-  'kv_length': None,
-  'act_embed': None,
-  'act_heads': 'tensor',
-  'act_mlp': 'tensor',
-  'act_vocab': 'tensor',
-}
+RULES = rules.named('fsdp').as_dict()
 
 
 @pytest.fixture(scope='module')
@@ -55,7 +40,16 @@ def case(small_stack, redraw, pack):
 
 
 @pytest.mark.parametrize(
-  'shape', [(2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1)], ids=str
+  'shape',
+  [
+    (2, 2, 1, 2),
+    (1, 2, 2, 2),
+    (1, 2, 4, 1),
+    pytest.param((1, 1, 8, 1), marks=pytest.mark.slow),
+    pytest.param((2, 1, 4, 1), marks=pytest.mark.slow),
+    pytest.param((1, 1, 4, 2), marks=pytest.mark.slow),
+  ],
+  ids=str,
 )
 def test_meshes_equal_one_device(case, shape):
   model, (params, encoder, decoder), loss, expected = case

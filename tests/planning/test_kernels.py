@@ -32,7 +32,7 @@ def test_blocks_equal_those_of_the_dense_mask(kind, window):
     spec = masks.bidirectional(
       segments, positions, window=window, window_rule=kind
     )
-    sides = attention_splash.sides(window, kind)
+    sides = masks.sides(window, kind)
   found = kernels.Attention(length, length, *sides)
   assert found.blocks == dense_blocks(spec, length, length)
   assert found.pairs() == found.blocks[0] * 512 * 512

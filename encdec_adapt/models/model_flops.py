@@ -1,0 +1,62 @@
+"""FLOPs of a model's forward pass, by the formula of `runtime.flops`."""
+
+from encdec_adapt.models import config as configs
+from encdec_adapt.runtime import flops
+
+
+def forward(
+  model: configs.ModelConfig, encoder: int, decoder: int, teacher: int
+) -> int:
+  """FLOPs of one row.
+
+  Args:
+    model: the model.
+    encoder: S, or 0 without inputs.
+    decoder: T.
+    teacher: length of the row in which a decoder-only model reads a pair.
+  """
+  total = flops.vocabulary(
+    model.decoder.width, model.decoder.vocab_size, decoder
+  )
+  if isinstance(model, configs.EncoderDecoderConfig):
+    total += flops.forward(_shape(model.encoder), encoder)
+    return total + flops.forward(
+      _shape(model.decoder), decoder, source_length=encoder
+    )
+  length = teacher if encoder else decoder
+  return total + flops.forward(_shape(model.decoder), length)
+
+
+def _shape(stack: configs.StackConfig) -> flops.StackShape:
+  return flops.StackShape(
+    width=stack.width,
+    mlp=stack.mlp_width,
+    query_heads=stack.heads,
+    kv_heads=stack.kv_heads,
+    head_dim=stack.head_dim,
+    windows=tuple(
+      stack.window if stack.layer_kind(i) == 'local' else None
+      for i in range(stack.layers)
+    ),
+    causal=stack.role == 'causal',
+    window_rule=stack.window_rule,
+    cross_width=stack.cross_width,
+    cross_layers=sum(
+      stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
+    ),
+    cross_merged=stack.cross_merged,
+    **_sparse_shape(stack),
+  )
+
+
+def _sparse_shape(stack: configs.StackConfig) -> dict[str, int]:
+  """Fields of `flops.StackShape` of layers with experts."""
+  if not stack.experts:
+    return {}
+  return {
+    'sparse_layers': stack.layers - stack.dense_layers,
+    'sparse_mlp': (
+      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
+    ),
+    'router_outputs': stack.experts + stack.shared_expert_gate,
+  }

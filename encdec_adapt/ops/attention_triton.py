@@ -1,0 +1,218 @@
+"""Attention on GPUs: flash kernels of our own, in Pallas for Triton.
+
+Segments and positions are compared token by token, so every `MaskSpec` is
+honoured as it stands. Which blocks of keys a block of queries visits is worked
+out before, from the least and the greatest segment and position of each:
+neither those outside a causal or windowed range nor those of other examples
+of a packed row. On a mesh the kernels run under `attention_shards`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from encdec_adapt.ops import attention_shards, flash_kernels, masks
+
+_FAR = 2**29  # Farther than any position, and above any segment.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Blocks of the forward kernel and of the two backward ones."""
+
+  forward: flash_kernels.Tile
+  queries: flash_kernels.Tile
+  keys: flash_kernels.Tile
+
+  def smaller(self) -> 'Tiles':
+    """A quarter of each block, for numbers of twice the size."""
+
+    def halve(tile: flash_kernels.Tile) -> flash_kernels.Tile:
+      return dataclasses.replace(
+        tile, queries=tile.queries // 2, keys=tile.keys // 2
+      )
+
+    return Tiles(halve(self.forward), halve(self.queries), halve(self.keys))
+
+
+def _tiles(*sizes: tuple[int, int, int, int]) -> Tiles:
+  return Tiles(*(flash_kernels.Tile(*size) for size in sizes))
+
+
+# By head dimension, for 16-bit numbers: (queries, keys, warps, stages).
+# Shared memory holds the block that a kernel keeps and `stages` of the two
+# that its loop loads: 192 KiB at a head dimension of 256, of the 227 KiB that
+# a block has on Hopper and Blackwell.
+_TILES = {
+  64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+  128: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+  256: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+}
+MAX_HEAD_DIM = max(_TILES)
+
+
+def attend(
+  q: Float[Array, 'B T N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
+  spec: masks.MaskSpec,
+  *,
+  scale: float,
+  softcap: float | None,
+  interpret: bool = False,
+) -> Float[Array, 'B T N H']:
+  """Attention by flash kernels; see `attention.attention`.
+
+  Args:
+    q: queries; H is at most `MAX_HEAD_DIM`.
+    k: keys.
+    v: values.
+    spec: any mask.
+    scale: factor of the scores.
+    softcap: cap of the scores.
+    interpret: run the kernels as ordinary operations, on any platform.
+
+  Raises:
+    ValueError: heads or lengths do not divide over the active mesh.
+  """
+  local = functools.partial(
+    _attend, scale=scale, softcap=softcap, interpret=interpret
+  )
+  if spec.aligned and spec.needs_positions:
+    # Tighter than positions, which start again with every segment.
+    spec = masks.by_index(spec)
+  return attention_shards.run(local, q, k, v, spec)
+
+
+def choose_tiles(head_dim: int, itemsize: int) -> Tiles:
+  """Blocks for a head dimension and the bytes of a number."""
+  chosen = next(_TILES[size] for size in sorted(_TILES) if head_dim <= size)
+  return chosen if itemsize <= 2 else chosen.smaller()
+
+
+def _attend(q, k, v, spec, *, scale, softcap, interpret):
+  """`attend` on one device."""
+  queries, head_dim = q.shape[1], q.shape[3]
+  tiles = choose_tiles(head_dim, q.dtype.itemsize)
+  sizes = [tiles.forward, tiles.queries, tiles.keys]
+  whole_q = max(tile.queries for tile in sizes)
+  whole_kv = max(tile.keys for tile in sizes)
+  left, right = spec.reach
+  call = flash_kernels.Call(
+    left, right, k.shape[1], spec.memory, scale, softcap, interpret
+  )
+  out = _flash(
+    _pad(q, whole_q),
+    _pad(k, whole_kv),
+    _pad(v, whole_kv),
+    _tokens(spec.q_segments, spec.q_positions, whole_q),
+    _tokens(spec.kv_segments, spec.kv_positions, whole_kv),
+    tiles,
+    call,
+  )
+  return out[:, :queries, :, :head_dim]
+
+
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
+  """[B, L, N, H] padded to whole blocks, and H to a power of two."""
+  head = max(16, pl.next_power_of_2(x.shape[3])) - x.shape[3]
+  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, head)])
+
+
+def _tokens(segments, positions, multiple: int) -> jax.Array:
+  """Segments and positions [B, 2, L], padded with segment 0."""
+  if positions is None:
+    positions = jnp.zeros_like(segments)
+  tokens = jnp.stack([segments, positions], axis=1)
+  padding = -segments.shape[1] % multiple
+  return jnp.pad(tokens, [(0, 0), (0, 0), (0, padding)])
+
+
+def visited(
+  q_tokens: Int[Array, 'B 2 T'],
+  kv_tokens: Int[Array, 'B 2 S'],
+  tile: flash_kernels.Tile,
+  call: flash_kernels.Call,
+) -> Bool[Array, 'B Q K']:
+  """Whether some query of a block may see some key of another.
+
+  True of some blocks that see nothing, never False of one that sees.
+  """
+  q_low, q_high = (
+    x[..., None] for x in _extremes(q_tokens, tile.queries)
+  )  # [B, 2, Q, 1]
+  kv_low, kv_high = (
+    x[:, :, None] for x in _extremes(kv_tokens, tile.keys)
+  )  # [B, 2, 1, K]
+  # Blocks of padding have no low and no high.
+  same = (q_low[:, 0] <= kv_high[:, 0]) & (kv_low[:, 0] <= q_high[:, 0])
+  near = jnp.ones_like(same)
+  if call.left is not None:
+    near &= q_low[:, 1] - kv_high[:, 1] <= call.left
+  if call.right is not None:
+    near &= kv_low[:, 1] - q_high[:, 1] <= call.right
+  if call.memory:
+    ends = tile.keys * jnp.arange(1, same.shape[2] + 1)
+    near |= ends > call.keys - call.memory
+  return same & near
+
+
+def _extremes(
+  tokens: Int[Array, 'B 2 L'], size: int
+) -> tuple[jax.Array, jax.Array]:
+  """Least and greatest segment and position of each block: [B, 2, blocks]."""
+  tokens = tokens.reshape(*tokens.shape[:2], -1, size)
+  real = tokens[:, :1] > 0
+  return (
+    jnp.min(jnp.where(real, tokens, _FAR), axis=-1),
+    jnp.max(jnp.where(real, tokens, -_FAR), axis=-1),
+  )
+
+
+def _span(blocks: Bool[Array, 'B X Y']) -> Int[Array, 'B X 2']:
+  """First and one past the last True in Y."""
+  first = jnp.argmax(blocks, axis=-1)
+  last = blocks.shape[-1] - jnp.argmax(blocks[..., ::-1], axis=-1)
+  last = jnp.where(jnp.any(blocks, axis=-1), last, first)
+  return jnp.stack([first, last], axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _flash(q, k, v, q_tokens, kv_tokens, tiles: Tiles, call):
+  """Attention of whole blocks: [B, T, N, H]."""
+  return _forward(q, k, v, q_tokens, kv_tokens, tiles, call)[0]
+
+
+def _forward(q, k, v, q_tokens, kv_tokens, tiles, call):
+  tile = tiles.forward
+  visits = _span(visited(q_tokens, kv_tokens, tile, call))
+  out, sums = flash_kernels.run_forward(
+    q, k, v, q_tokens, kv_tokens, visits, tile, call
+  )
+  out = checkpoint_name(out, attention_shards.SAVED)
+  sums = checkpoint_name(sums, attention_shards.SAVED)
+  return out, (q, k, v, q_tokens, kv_tokens, out, sums)
+
+
+def _backward(tiles, call, saved, d_out):
+  *operands, out, sums = saved
+  q_tokens, kv_tokens = operands[3:]
+  inner = jnp.einsum(
+    'BTNH,BTNH->BNT', out, d_out, preferred_element_type=jnp.float32
+  )
+  operands += [d_out, sums, inner]
+  by_queries = _span(visited(q_tokens, kv_tokens, tiles.queries, call))
+  d_q = flash_kernels.run_queries(*operands, by_queries, tiles.queries, call)
+  by_keys = visited(q_tokens, kv_tokens, tiles.keys, call)
+  d_k, d_v = flash_kernels.run_keys(
+    *operands, _span(by_keys.swapaxes(1, 2)), tiles.keys, call
+  )
+  return d_q, d_k, d_v, None, None
+
+
+_flash.defvjp(_forward, _backward)

@@ -1,0 +1,185 @@
+"""Attention and the vocabulary loss alone, against their rooflines.
+
+    python -m tests.benchmarks.gpu_kernels --output=gpu_kernels.json
+
+The attentions of Gemma 2 2B, forward and with their backward pass, packed and
+not, by every backend; and the loss with its gradient. FLOPs are model FLOPs:
+of pairs of positions inside the mask and window (packing does not change the
+number, so kernels that skip other examples' keys may pass the roofline),
+three passes for training; bytes are those of the arguments, results
+and cotangents, once. The roofline is the longer of FLOPs at the device's
+dense bf16 peak and bytes at its memory's bandwidth.
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from encdec_adapt.ops import attention, masks, vocabulary_loss
+from encdec_adapt.planning import chips
+from encdec_adapt.runtime import flops
+from tests.benchmarks import results
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+  """Measures and prints."""
+  parser = results.parser(__doc__)
+  for name, size in {
+    'batch': 4,
+    'length': 4096,
+    'window': 4096,
+    'heads': 8,
+    'kv_heads': 4,
+    'head_dim': 256,
+    'width': 2304,
+    'vocab_size': 256_000,
+    'loss_chunk': 1024,
+    'steps': 10,
+  }.items():
+    parser.add_argument(f'--{name}', type=int, default=size)
+  parser.add_argument('--backends', nargs='+', default=['triton', 'chunked'])
+  parser.add_argument('--examples', type=int, nargs='+', default=[1, 8])
+  parser.add_argument('--dtype', default='bfloat16')
+  arguments = parser.parse_args(argv)
+  rows = []
+  for examples in arguments.examples:
+    for backend in arguments.backends:
+      for mask, spec in make_masks(arguments, examples).items():
+        rows += _attention(backend, mask, spec, examples, arguments)
+  rows.append(_loss(arguments))
+  return results.report('gpu_kernels', rows, arguments)
+
+
+def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
+  """Those of a pair, by name, of rows of equal examples."""
+  length = arguments.length
+  index = np.arange(length)
+  size = -(-length // examples)
+  shape = arguments.batch, length
+  segments, positions = (
+    jnp.asarray(np.broadcast_to(x, shape), jnp.int32)
+    for x in (1 + index // size, index % size)
+  )
+  tokens = {'segments': segments, 'positions': positions, 'aligned': True}
+  window = {'window': arguments.window}
+  return {
+    'causal': masks.causal(**tokens),
+    'causal window': masks.causal(**tokens, **window),
+    'full': masks.bidirectional(**tokens),
+    'full exclusive window': masks.bidirectional(**tokens, **window),
+    'cross': masks.cross(segments, segments),
+  }
+
+
+def _attention(backend, mask, spec, examples, arguments):
+  """Rows of one attention: forward, and with its backward pass."""
+  batch, length, head_dim = (
+    arguments.batch,
+    arguments.length,
+    arguments.head_dim,
+  )
+  heads = arguments.heads, arguments.kv_heads, arguments.kv_heads
+  keys = jax.random.split(jax.random.key(0), 3)
+  arrays = [
+    jax.random.normal(key, (batch, length, n, head_dim), arguments.dtype)
+    for key, n in zip(keys, heads, strict=True)
+  ]
+  attend = functools.partial(
+    attention.attention, scale=head_dim**-0.5, softcap=50.0, backend=backend
+  )
+
+  def loss(q, k, v, spec):
+    return jnp.sum(attend(q, k, v, spec).astype(jnp.float32))
+
+  pairs = flops.visible_pairs(
+    length, causal=spec.kind == 'causal', window=spec.window
+  )
+  work = batch * 4 * arguments.heads * head_dim * pairs
+  size = sum(x.nbytes for x in arrays) + arrays[0].nbytes
+  what = {'kernel': f'attention, {mask}', 'backend': backend}
+  return [
+    what
+    | {'examples': examples, 'passes': passes}
+    | _timed(
+      jax.jit(run), (*arrays, spec), factor * work, size * factor, arguments
+    )
+    for passes, run, factor in (
+      ('forward', attend, 1),
+      ('both', jax.grad(loss, (0, 1, 2)), flops.TRAINING),
+    )
+  ]
+
+
+def _loss(arguments) -> dict[str, Any]:
+  """The row of the vocabulary loss with its gradient."""
+  tokens, width = arguments.batch * arguments.length, arguments.width
+  keys = jax.random.split(jax.random.key(0), 3)
+  hidden = jax.random.normal(keys[0], (1, tokens, width), arguments.dtype)
+  table = jax.random.normal(keys[1], (arguments.vocab_size, width))
+  targets = jax.random.randint(keys[2], (1, tokens), 0, arguments.vocab_size)
+
+  @jax.jit
+  def run(hidden, table, targets):
+    def loss(hidden, table):
+      return vocabulary_loss.cross_entropy(
+        hidden,
+        table,
+        targets,
+        jnp.ones(targets.shape),
+        vocab_size=arguments.vocab_size,
+        softcap=30.0,
+        chunk=arguments.loss_chunk,
+      ).total
+
+    return jax.grad(loss, (0, 1))(hidden, table)
+
+  work = flops.TRAINING * flops.vocabulary(width, arguments.vocab_size, tokens)
+  size = 2 * (hidden.nbytes + table.nbytes)
+  what = {'kernel': 'vocabulary loss', 'backend': 'xla'}
+  return (
+    what
+    | {'examples': 1, 'passes': 'both'}
+    | _timed(run, (hidden, table, targets), work, size, arguments)
+  )
+
+
+def _timed(
+  run: Callable[..., Any], operands, work: float, size: float, arguments
+) -> dict[str, float]:
+  """Median seconds, and the share of the roofline that they are."""
+  jax.block_until_ready(run(*operands))
+  seconds = []
+  for _ in range(arguments.steps):
+    start = time.perf_counter()
+    jax.block_until_ready(run(*operands))
+    seconds.append(time.perf_counter() - start)
+  middle, (peak, bandwidth) = statistics.median(seconds), _ceilings()
+  limit = float(np.nanmax([work / peak, size / bandwidth]))
+  return {
+    'ms': 1e3 * middle,
+    'TFLOP/s': work / middle / 1e12,
+    'roofline ms': 1e3 * limit,
+    'of roofline': limit / middle,
+  }
+
+
+@functools.cache
+def _ceilings() -> tuple[float, float]:
+  """FLOP/s and bytes/s of the device; nan of a CPU's memory."""
+  device = jax.devices()[0]
+  kind = device.device_kind.lower()
+  bandwidth = next(
+    (c.hbm_bandwidth for c in chips.CHIPS.values() if c.name in kind),
+    float('nan'),
+  )
+  return flops.peak([device]), bandwidth
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,207 @@
+"""Attention whose lengths are sharded equals that of one device."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+import pytest
+
+from encdec_adapt.ops import (
+  attention,
+  attention_shards,
+  attention_splash,
+  attention_triton,
+  masks,
+  partition,
+)
+from encdec_adapt.sharding import rules
+
+pytestmark = pytest.mark.sharded
+
+AXES = ('replica', 'fsdp', 'sequence', 'tensor')
+RULES = rules.named('fsdp').as_dict()
+B, T, S, N, K, H = 4, 16, 24, 8, 4, 8
+# All meshes of eight devices that shard the length; some in the default run.
+DEFAULT = [(1, 1, 8, 1), (1, 2, 4, 1), (2, 1, 2, 2)]
+SHAPES = [
+  pytest.param(shape, marks=[] if shape in DEFAULT else pytest.mark.slow)
+  for shape in itertools.product((1, 2, 4, 8), repeat=4)
+  if math.prod(shape) == 8 and shape[2] > 1
+]
+
+
+def make_mesh(shape):
+  devices = jax.devices()[: math.prod(shape)]
+  return jax.make_mesh(
+    shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices
+  )
+
+
+def packed(length):
+  """Segments and positions of rows of two examples and some padding."""
+  segments, positions = np.zeros((2, B, length), np.int32)
+  for row in range(B):
+    first, rest = length // 3 + row, length - length // 3 - 2 * row - 1
+    segments[row, :first], positions[row, :first] = 1, np.arange(first)
+    end = min(length, first + rest)
+    segments[row, first:end] = 2
+    positions[row, first:end] = np.arange(end - first)
+  return jnp.asarray(segments), jnp.asarray(positions)
+
+
+def specs(length=T, source=S, window=3):
+  """Every kind of mask, by name."""
+  tokens = packed(length)
+  found = {
+    'causal': masks.causal(*tokens, aligned=True),
+    'causal window': masks.causal(*tokens, window=window, aligned=True),
+    'full': masks.bidirectional(*tokens, aligned=True),
+    'not by index': masks.causal(*tokens, window=window),
+    'cross': masks.cross(tokens[0], packed(source)[0]),
+  }
+  for rule in masks.WINDOW_RULES:
+    found[f'full {rule} window'] = masks.bidirectional(
+      *tokens, window=window, window_rule=rule, aligned=True
+    )
+  found['merged'] = masks.with_memory(found['causal'], packed(source)[0])
+  return found
+
+
+def qkv(queries, keys, seed=0, heads=(N, K), head_dim=H):
+  rng = np.random.default_rng(seed)
+  shapes = ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
+  return tuple(
+    jnp.asarray(rng.normal(size=(B, *s, head_dim)), jnp.float32) for s in shapes
+  )
+
+
+def results(attend, mesh, cases):
+  """Output and gradients of a loss of every case, of one program."""
+
+  def one(arrays, spec):
+    def loss(*arrays):
+      out = attend(*arrays, spec, scale=0.3, softcap=5.0)
+      length = out.shape[1]
+      weights = (1 + jnp.arange(length)) / length  # Every query's own.
+      return jnp.sum(jnp.sin(out) * weights[:, None, None]), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+    return out, *gradients
+
+  @jax.jit
+  def every(cases):
+    run = functools.partial(jax.tree.map, lambda case: one(*case))
+    is_case = {'is_leaf': lambda x: isinstance(x, tuple)}
+    if mesh is None:
+      return run(cases, **is_case)
+    with partition.use(mesh, RULES):
+      return run(cases, **is_case)
+
+  return every(cases)
+
+
+def cases_of(found, **options):
+  return {
+    name: (
+      qkv(spec.q_segments.shape[1], spec.kv_segments.shape[1], **options),
+      spec,
+    )
+    for name, spec in found.items()
+  }
+
+
+def assert_same(got, expected, atol=2e-5):
+  for name in expected:
+    for x, y in zip(got[name], expected[name], strict=True):
+      np.testing.assert_allclose(x, y, atol=atol, rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope='module')
+def on_one_device():
+  attend = functools.partial(attention.attention, backend='reference')
+  return results(attend, None, cases_of(specs()))
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+def test_every_mask_on_every_mesh(shape, on_one_device):
+  attend = functools.partial(attention.attention, backend='chunked', chunk=3)
+  got = results(attend, make_mesh(shape), cases_of(specs()))
+  assert_same(got, on_one_device)
+
+
+@pytest.mark.parametrize('backend', [attention_splash, attention_triton])
+def test_kernels_on_a_sharded_length(backend):
+  block = 128
+  # A window that is less than the neighbours', and one that is not.
+  found = specs(2 * block, 4 * block, window=17)
+  found = {n: found[n] for n in ('causal', 'full centered window', 'cross')}
+  wide = specs(2 * block, window=block + 40)['causal window']
+  cases = cases_of(found | {'wide': wide}, heads=(2, 1), head_dim=64)
+  kernel = functools.partial(backend.attend, interpret=True)
+  reference = functools.partial(attention.attention, backend='reference')
+  expected = results(reference, None, cases)
+  assert_same(results(kernel, make_mesh((2, 1, 2, 1)), cases), expected, 5e-5)
+
+
+def collectives(spec, shape=(1, 1, 8, 1)):
+  """Text of the compiled program of one attention."""
+  arrays = qkv(spec.q_segments.shape[1], spec.kv_segments.shape[1])
+
+  @jax.jit
+  def run(q, k, v, spec):
+    with partition.use(make_mesh(shape), RULES):
+      return attention.attention(q, k, v, spec, scale=1.0)
+
+  return run.lower(*arrays, spec).compile().as_text()
+
+
+def test_windows_gather_their_neighbours_alone():
+  found = specs(32)
+  window = collectives(found['causal window'])
+  assert 'collective-permute' in window and 'all-gather' not in window
+  whole = collectives(found['causal'])
+  assert 'all-gather' in whole and 'collective-permute' not in whole
+
+
+@pytest.mark.parametrize(
+  'name, expected',
+  [
+    ('causal window', (2, 0)),
+    ('full exclusive window', (2, 2)),
+    ('full inclusive window', (3, 3)),
+    ('full centered window', (1, 1)),
+    ('causal', None),
+    ('cross', None),
+    ('not by index', None),
+    ('merged', None),
+  ],
+)
+def test_halo(name, expected):
+  shards = attention_shards.Shards(length=4)
+  assert shards.halo(specs()[name], 16) == expected
+  # Not where all keys are no more.
+  assert shards.halo(specs()[name], 2) is None
+
+
+@pytest.mark.parametrize(
+  'shape, q_shape, k_shape, message',
+  [
+    ((1, 1, 2, 4), (4, 15, 8), (4, 24, 4), "15 queries .*'sequence'.* of 2"),
+    ((2, 1, 2, 2), (3, 16, 8), (3, 24, 4), '3 rows do not divide'),
+    ((1, 1, 2, 4), (4, 16, 6), (4, 24, 2), '6 query heads do not divide'),
+    ((1, 1, 2, 4), (4, 16, 8), (4, 24, 2), '2 key/value heads do not'),
+    ((1, 1, 2, 4), (4, 16, 8), (4, 23, 4), '23 keys do not divide'),
+  ],
+)
+def test_what_does_not_divide_is_refused(shape, q_shape, k_shape, message):
+  q, k = jnp.zeros((*q_shape, H)), jnp.zeros((*k_shape, H))
+  segments = [jnp.ones(x.shape[:2], jnp.int32) for x in (q, k)]
+  with (
+    partition.use(make_mesh(shape), RULES),
+    pytest.raises(ValueError, match=message),
+  ):
+    attention.attention(q, k, k, masks.cross(*segments), scale=1.0)

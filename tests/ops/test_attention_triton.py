@@ -1,0 +1,224 @@
+"""Flash kernels, interpreted, against the reference; and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
+import numpy as np
+import pytest
+
+from encdec_adapt.ops import (
+  attention,
+  attention_reference,
+  attention_triton,
+  flash_kernels,
+  masks,
+)
+
+B, N, K, H = 2, 4, 2, 32
+# Small ones, so that short rows have several blocks.
+TILE = flash_kernels.Tile(32, 16, 4, 2)
+TILES = attention_triton.Tiles(TILE, TILE, flash_kernels.Tile(16, 32, 4, 2))
+interpreted = functools.partial(attention_triton.attend, interpret=True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+  monkeypatch.setattr(attention_triton, 'choose_tiles', lambda *_: TILES)
+
+
+def packed(length):
+  """Segments and positions of two pairs and some padding per row."""
+  first = length // 3
+  second = length - first - 7
+  segments = [1] * first + [2] * second + [0] * 7
+  positions = [*range(first), *range(second), *[0] * 7]
+  return (
+    jnp.array([segments] * B, jnp.int32),
+    jnp.array([positions] * B, jnp.int32),
+  )
+
+
+def spec_of(name, length, *, aligned=True):
+  segments, positions = packed(length)
+  if name == 'merged':
+    spec = masks.causal(segments, positions, window=9)
+    return masks.with_memory(spec, segments)
+  make = masks.causal
+  if name.startswith('full'):
+    rule = name.split()[1] if 'window' in name else 'exclusive'
+    make = functools.partial(masks.bidirectional, window_rule=rule)
+  window = 17 if 'window' in name else None
+  return make(segments, positions, window=window, aligned=aligned)
+
+
+def qkv(queries, keys, dtype=jnp.float32, head_dim=H):
+  rng = np.random.default_rng(0)
+  shapes = (B, queries, N), (B, keys, K), (B, keys, K)
+  return tuple(
+    jnp.asarray(rng.normal(size=(*s, head_dim)), dtype) for s in shapes
+  )
+
+
+def results(attend, q, k, v, spec, softcap):
+  """Output and gradients of a loss of it."""
+
+  @jax.jit
+  def run(q, k, v, spec):
+    def loss(q, k, v):
+      out = attend(q, k, v, spec, scale=0.3, softcap=softcap)
+      return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, *gradients
+
+  return run(q, k, v, spec)
+
+
+def assert_like_reference(q, k, v, spec, softcap=5.0, rtol=1e-6):
+  expected = results(attention_reference.attend, q, k, v, spec, softcap)
+  got = results(interpreted, q, k, v, spec, softcap)
+  for x, y in zip(got, expected, strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_allclose(
+      np.asarray(x, np.float32),
+      np.asarray(y, np.float32),
+      rtol=rtol,
+      atol=max(2e-5, rtol),
+    )
+
+
+@pytest.mark.parametrize('name', sorted(attention.ALL_MASKS) + ['merged'])
+@pytest.mark.usefixtures('small_blocks')
+def test_equals_the_reference(name):
+  spec = spec_of(name, 75)
+  keys = spec.kv_segments.shape[1]
+  assert_like_reference(*qkv(75, keys), spec)
+
+
+@pytest.mark.usefixtures('small_blocks')
+def test_positions_that_are_not_indices():
+  # Keys in reverse order, as a cache may have them.
+  spec = spec_of('causal window', 75, aligned=False)
+  flip = {'kv_segments': spec.kv_segments, 'kv_positions': spec.kv_positions}
+  spec = spec.replace(**jax.tree.map(lambda x: x[:, ::-1], flip))
+  assert_like_reference(*qkv(75, 75), spec, softcap=None)
+
+
+def test_cross_attention_with_the_blocks_of_its_own_and_odd_head_dimension():
+  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * B, jnp.int32)
+  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * B, jnp.int32)
+  spec = masks.cross(q_segments, kv_segments)
+  q, k, v = qkv(100, 200, head_dim=20)
+  assert_like_reference(q, k, v, spec)
+  out = interpreted(q, k, v, spec, scale=0.3, softcap=None)
+  assert jnp.all(out[:, 50:] == 0) and jnp.any(out[:, :50] != 0)
+
+
+@pytest.mark.usefixtures('small_blocks')
+def test_bfloat16():
+  spec = spec_of('causal', 75)
+  assert_like_reference(*qkv(75, 75, jnp.bfloat16), spec, rtol=0.03)
+
+
+@pytest.mark.usefixtures('small_blocks')
+@pytest.mark.parametrize('softcap', [None, 2.0])
+def test_huge_scores_stay_finite(softcap):
+  arrays = [x * 1e4 for x in qkv(75, 75)]
+  for x in results(interpreted, *arrays, spec_of('causal', 75), softcap):
+    assert np.isfinite(x).all()
+
+
+def visited(spec, tile):
+  left, right = spec.reach
+  keys = spec.kv_segments.shape[1]
+  call = flash_kernels.Call(left, right, keys, spec.memory, 1.0, None, True)
+  tokens = (
+    jnp.stack([spec.q_segments, spec.q_positions], axis=1),
+    jnp.stack([spec.kv_segments, spec.kv_positions], axis=1),
+  )
+  return np.asarray(attention_triton.visited(*tokens, tile, call))
+
+
+def test_no_block_is_visited_in_vain():
+  ones = jnp.ones((1, 8), jnp.int32)
+  index = jnp.arange(8)[None]
+  tile = flash_kernels.Tile(2, 2, 4, 2)
+  causal = visited(masks.causal(ones, index), tile)
+  np.testing.assert_array_equal(causal[0], np.tri(4))
+  window = visited(masks.causal(ones, index, window=2), tile)
+  np.testing.assert_array_equal(window[0], np.tri(4) - np.tri(4, k=-2))
+  # Two examples and padding: each block sees its own example only.
+  segments = jnp.array([[1, 1, 1, 1, 2, 2, 0, 0]])
+  full = visited(masks.bidirectional(segments, index), tile)
+  np.testing.assert_array_equal(
+    full[0], [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+  )
+  memory = masks.with_memory(masks.causal(ones, index), ones[:, :2])
+  np.testing.assert_array_equal(
+    visited(memory, tile)[0],
+    np.pad(np.tri(4), [(0, 0), (0, 1)], constant_values=1),
+  )
+
+
+@pytest.mark.parametrize('name', sorted(attention.ALL_MASKS) + ['merged'])
+def test_every_block_that_sees_is_visited(name):
+  spec = spec_of(name, 80)
+  tile = flash_kernels.Tile(16, 8, 4, 2)
+  sees = np.asarray(masks.dense_mask(spec))
+  sees = sees.reshape(B, -1, 16, sees.shape[2] // 8, 8).any((2, 4))
+  assert not (sees & ~visited(spec, tile)).any()
+
+
+@pytest.mark.parametrize('head_dim', [64, 128, 256])
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+def test_lowers_for_cuda(head_dim, dtype):
+  q, k, v = (
+    jax.ShapeDtypeStruct((1, 256, heads, head_dim), dtype)
+    for heads in (4, 2, 2)
+  )
+  ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+  def run(q, k, v, segments, positions):
+    spec = masks.causal(segments, positions, window=100, aligned=True)
+
+    def loss(q, k, v):
+      out = attention_triton.attend(q, k, v, spec, scale=1.0, softcap=50.0)
+      return jnp.sum(out.astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+  device = AbstractDevice('NVIDIA H100 80GB HBM3', None, 'gpu')
+  mesh = AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    traced = jax.jit(run).trace(q, k, v, ids, ids)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert text.count('gpu.triton') == 3
+
+
+@pytest.mark.parametrize('head_dim', [32, 64, 128, 256])
+@pytest.mark.parametrize('itemsize', [2, 4])
+def test_blocks_fit_in_the_shared_memory_of_hopper(head_dim, itemsize):
+  tiles = attention_triton.choose_tiles(head_dim, itemsize)
+  row = head_dim * itemsize
+  for tile, kept, loaded in (
+    (tiles.forward, tiles.forward.queries, 2 * tiles.forward.keys),
+    (tiles.queries, 2 * tiles.queries.queries, 2 * tiles.queries.keys),
+    (tiles.keys, 2 * tiles.keys.keys, 2 * tiles.keys.queries),
+  ):
+    assert (kept + loaded * tile.stages) * row <= 192 * 1024
+    assert min(tile.queries, tile.keys) >= 16
+
+
+def refused(spec, q, k):
+  capabilities = attention.BACKENDS['triton'].capabilities
+  return ' '.join(attention.unsupported(capabilities, q, k, spec, 1.0))
+
+
+def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
+  q, k, _ = qkv(32, 32)
+  spec = spec_of('causal', 32)
+  assert refused(spec, q, k) == "platform 'cpu'"
+  q, k, _ = qkv(32, 32, head_dim=512)
+  assert 'a head dimension of 512' in refused(spec, q, k)
