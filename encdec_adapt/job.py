@@ -352,16 +352,17 @@ def _forward_flops(
     model.decoder.width, model.decoder.vocab_size, lengths.decoder
   )
   if isinstance(model, model_config.EncoderDecoderConfig):
-    total += flops.forward(_shape(model.encoder), lengths.encoder)
+    total += flops.forward(stack_shape(model.encoder), lengths.encoder)
     return total + flops.forward(
-      _shape(model.decoder), lengths.decoder, source_length=lengths.encoder
+      stack_shape(model.decoder), lengths.decoder, source_length=lengths.encoder
     )
   # A decoder-only model reads pairs as one row; see `data.batch`.
   length = lengths.teacher if lengths.encoder else lengths.decoder
-  return total + flops.forward(_shape(model.decoder), length)
+  return total + flops.forward(stack_shape(model.decoder), length)
 
 
-def _shape(stack: model_config.StackConfig) -> flops.StackShape:
+def stack_shape(stack: model_config.StackConfig) -> flops.StackShape:
+  """The numbers of a stack that FLOPs depend on."""
   return flops.StackShape(
     width=stack.width,
     mlp=stack.mlp_width,

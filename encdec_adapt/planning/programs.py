@@ -7,6 +7,7 @@ adapted from.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
-from encdec_adapt.training import optimizers, phases
+from encdec_adapt.training import objectives, optimizers, phases
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -83,6 +84,51 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
       a['teacher'],
     ),
     donated=('parameters', 'optimizer'),
+  )
+
+
+def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """The vocabulary's part of a microbatch's loss, and its gradients, alone."""
+  where = job.place_model(settings, settings.model, mesh)
+  taught = teacher(settings, mesh)
+  rows = settings.train.batch_size // settings.train.microbatches
+  fields = batch(settings, where, rows)
+  used = {name: fields[name] for name in ('targets', 'weights')}
+
+  def states(model):
+    shape = (*used['targets'].shape, model.config.decoder.width)
+    names = ('batch', 'length', 'act_embed')
+    sharding = jax.NamedSharding(mesh, placement.spec(where.rules, *names))
+    return jax.ShapeDtypeStruct(
+      shape, settings.compute.dtype, sharding=sharding
+    )
+
+  def head(placed):
+    return placed.model.head(placed.abstract_params())
+
+  students = {'hidden': states(where.model), 'table': head(where)}
+  teachers = {}
+  if taught:
+    teachers = {'hidden': states(taught.model), 'table': head(taught)}
+
+  def total(students, teachers, batch):
+    with partition.use(mesh, settings.rules.as_dict()):
+      source = None
+      if taught:
+        source = (taught.model.config.decoder, *teachers.values())
+      sums = objectives.vocabulary_sums(
+        where.model.config.decoder,
+        *students.values(),
+        batch,
+        settings.loss,
+        source,
+      )
+    return sums.total
+
+  return Program(
+    jax.jit(jax.grad(total)),
+    {'parameters': students, 'teacher': teachers, 'batch': used},
+    lambda a: (a['parameters'], a['teacher'], a['batch']),
   )
 
 
@@ -174,6 +220,21 @@ def _placed_caches(caches, where: state_lib.Placement):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   return jax.tree.map(place, caches)
+
+
+def argument_bytes(program: Program) -> dict[str, float]:
+  """Bytes of the arguments on one device, by what they are."""
+  return {
+    name: float(sum(map(device_bytes, jax.tree.leaves(tree))))
+    for name, tree in program.arguments.items()
+    if jax.tree.leaves(tree)
+  }
+
+
+def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  """Bytes of one device's share of an array."""
+  shape = leaf.sharding.shard_shape(leaf.shape)
+  return math.prod(shape) * leaf.dtype.itemsize
 
 
 def teacher(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import dataclasses
-import math
 import re
 import time
 from typing import Any
@@ -62,7 +61,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
       'memory': {
         'budget': question.budget,
         'peak': needed,
-        'arguments': _argument_bytes(program),
+        'arguments': programs.argument_bytes(program),
       },
       'trace_s': traced - began,
       'compile_s': time.perf_counter() - traced,
@@ -128,24 +127,11 @@ def _memory(compiled, program, question) -> dict[str, Any]:
     'peak': float(
       found.argument_size_in_bytes + found.temp_size_in_bytes + results + code
     ),
-    'arguments': _argument_bytes(program),
+    'arguments': programs.argument_bytes(program),
     'temporary': float(found.temp_size_in_bytes),
     'results': float(results),
     'code': float(code),
   }
-
-
-def _argument_bytes(program: programs.Program) -> dict[str, float]:
-  return {
-    name: float(sum(map(_device_bytes, jax.tree.leaves(tree))))
-    for name, tree in program.arguments.items()
-    if jax.tree.leaves(tree)
-  }
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  shape = leaf.sharding.shard_shape(leaf.shape)
-  return math.prod(shape) * leaf.dtype.itemsize
 
 
 def replicated(program: programs.Program) -> list[dict[str, Any]]:
@@ -153,7 +139,7 @@ def replicated(program: programs.Program) -> list[dict[str, Any]]:
   found = []
   for name, tree in program.arguments.items():
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-      size = _device_bytes(leaf)
+      size = programs.device_bytes(leaf)
       whole = leaf.sharding.is_fully_replicated and size >= _LARGE
       if whole and leaf.sharding.mesh.size > 1:
         key = jax.tree_util.keystr(path, simple=True, separator='/')

@@ -69,6 +69,7 @@ class Rules:
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
+  'fsdp_replica': Rules(embed=('replica', 'fsdp')),
   'data_parallel': Rules(embed=(), vocab=()),
 }
 
