@@ -112,7 +112,7 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'toy_large': _toy(6, 256, 8),
   }
 )
-# In transformers the 4B and 12B of Gemma 3 have 64 rows more than tokens in use.
+# In transformers the larger ones have 64 rows more than tokens in use.
 _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     '270m': _gemma3(18, 640, 2048, 4, 1),

@@ -1,6 +1,6 @@
 """How far estimates are from what was measured and published.
 
-`runs()` lists decoder-only training whose speed somebody published; the
+`RUNS` lists decoder-only training whose speed somebody published; the
 table beside this module has what a plan says of each, written by
 
     python -m encdec_adapt.plan --calibrate
@@ -8,11 +8,9 @@ table beside this module has what a plan says of each, written by
 
 from collections.abc import Mapping
 import dataclasses
-import importlib.resources
 import json
+import pathlib
 from typing import Any
-
-TABLE = 'calibration.json'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +72,29 @@ RUNS: Mapping[str, Run] = {
 }
 
 
+def path() -> pathlib.Path:
+  """The stored table."""
+  return pathlib.Path(__file__).parent / 'calibration.json'
+
+
 def table() -> list[dict[str, Any]]:
-  """The stored rows: `name, topology, published, estimated, source`."""
-  folder = importlib.resources.files('encdec_adapt.planning')
-  return json.loads((folder / TABLE).read_text())
+  """The stored rows, as `row` makes them."""
+  return json.loads(path().read_text()) if path().exists() else []
+
+
+def row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+  """A row of the table: what was published of a run, and what a plan says."""
+  run = RUNS[name]
+  return {
+    'name': name,
+    'config': run.config,
+    'topology': run.topology,
+    'source': run.source,
+    'published': run.mfu,
+    'estimated': plan['mfu'],
+    'by': plan['source'],
+    'gib': plan['memory']['peak'] / 2**30,
+  }
 
 
 def text(rows: list[dict[str, Any]]) -> str:

@@ -24,6 +24,8 @@ from encdec_adapt.training import objectives, optimizers, phases
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
+_LARGE = 64 * 2**20  # Bytes from which a replicated array is named.
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -99,9 +101,8 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
     shape = (*used['targets'].shape, model.config.decoder.width)
     names = ('batch', 'length', 'act_embed')
     sharding = jax.NamedSharding(mesh, placement.spec(where.rules, *names))
-    return jax.ShapeDtypeStruct(
-      shape, settings.compute.dtype, sharding=sharding
-    )
+    dtype = jnp.dtype(settings.compute.dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   def head(placed):
     return placed.model.head(placed.abstract_params())
@@ -235,6 +236,19 @@ def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   """Bytes of one device's share of an array."""
   shape = leaf.sharding.shard_shape(leaf.shape)
   return math.prod(shape) * leaf.dtype.itemsize
+
+
+def replicated(program: Program) -> list[dict[str, Any]]:
+  """Arguments of 64 MiB and more that every device holds whole."""
+  found = []
+  for name, tree in program.arguments.items():
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      size = device_bytes(leaf)
+      whole = leaf.sharding.is_fully_replicated and size >= _LARGE
+      if whole and leaf.sharding.mesh.size > 1:
+        key = jax.tree_util.keystr(path, simple=True, separator='/')
+        found.append({'name': f'{name}/{key}', 'bytes': size})
+  return found
 
 
 def teacher(

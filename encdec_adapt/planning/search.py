@@ -77,7 +77,7 @@ def ranked(
           settings.train, batch_size=batch, microbatches=1
         ),
       )
-      plan = shapes.train(changed, mesh, where)
+      plan = shapes.train(changed, mesh, where, budget)
       smallest = min(smallest, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:
         flags = {f'mesh.{a}': getattr(mesh_config, a) for a in mesh_lib.AXES}
