@@ -16,6 +16,10 @@ ranks those again.
     python -m encdec_adapt.plan --calibrate
 
 plans training whose speed was published, and keeps how far off it is.
+
+    python -m encdec_adapt.plan --table=configs/plans
+
+prints a table of plans that were written with --output.
 """
 
 import dataclasses
@@ -35,6 +39,7 @@ from encdec_adapt.planning import (
   report,
   search,
   shapes,
+  stored,
 )
 from encdec_adapt.runtime import command, errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -63,6 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
     "Published runs to plan anew, by parts of their names; 'all' of them.",
     **define,
   )
+  flags.DEFINE_string('table', '', 'Folder of written plans.', **define)
   flags.DEFINE_string('output', '', 'JSON file of the report.', **define)
 
 
@@ -70,6 +76,9 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   if values.calibrate:
     return _calibrate(values.calibrate)
+  if values.table:
+    print(stored.markdown(stored.read(values.table)))
+    return 0
   command.require(values, 'config', 'topology')
   where = chips.parse(values.topology, values.num_slices)
   for name in values.programs:
@@ -89,7 +98,8 @@ def main(values: flags.FlagValues) -> int:
   if any(plan.get('mfu') for plan in plans.values()):
     print(calibration.text(calibration.table()))
   if values.output:
-    files.write_json(values.output, plans)
+    asked = stored.question(values['config'], where)
+    files.write_json(values.output, {**asked, 'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
