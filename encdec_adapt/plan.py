@@ -225,6 +225,10 @@ def _search(settings, where, budget, count, output) -> int:
 def _calibrate(names: list[str]) -> int:
   """Plans the published runs and writes the table of errors."""
   rows = {row['name']: row for row in calibration.table()}
+  topologies = [chips.parse(run.topology) for run in calibration.RUNS.values()]
+  shapes.stand_in_devices(
+    max(where.devices for where in topologies if where.chip.kind == 'gpu')
+  )
   for name, run in calibration.RUNS.items():
     if names != ['all'] and not any(part in name for part in names):
       continue

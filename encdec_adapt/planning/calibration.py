@@ -33,13 +33,14 @@ class Run:
 _TIERS = 'MaxText docs/reference/models/tiering.md'
 RUNS: Mapping[str, Run] = {
   'Llama 3.1 8B, v6e x 256': Run(
-    'configs/published.py:shape=llama3.1_8b,length=8192,rows=1024,replica=16',
+    'configs/published.py:shape=llama3.1_8b,length=8192,rows=1024,replica=16,'
+    'remat=attention',
     'v6e:16x16',
     0.4546,
     _TIERS,
   ),
   'Llama 2 70B, v6e x 256': Run(
-    'configs/published.py:shape=llama2_70b,length=4096,rows=1024,replica=16',
+    'configs/published.py:shape=llama2_70b,length=4096,rows=768,replica=16',
     'v6e:16x16',
     0.438,
     _TIERS,
@@ -55,6 +56,12 @@ RUNS: Mapping[str, Run] = {
     'v6e:16x16',
     0.381,
     'tpu-recipes training/trillium/Gemma3-12B-MaxText/v6e-256',
+  ),
+  'dense 32B, v5e x 256': Run(
+    'configs/published.py:shape=dense_32b,length=2048,rows=1024,replica=16',
+    'v5e:16x16',
+    0.669,
+    'MaxText configs/tpu/v5e/README.md',
   ),
   'Llama 2 7B, H100 x 8': Run(
     'configs/published.py:shape=llama2_7b,length=4096,rows=32,attention=chunked',

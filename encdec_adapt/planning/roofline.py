@@ -1,6 +1,7 @@
 """Time of a step from what it computes, moves and sends.
 
-The compiler states cycles for everything but kernels and collectives. Kernels
+The compiler states cycles for everything but kernels and collectives; what
+hardware takes of them is `chips.Chip.cycle_share`. Kernels
 are added by their FLOPs at `KERNEL_EFFICIENCY`, collectives by bytes over the
 links they cross. A collective that the compiler overlaps costs only what
 exceeds the other work of its computation; the others cost all of it.
@@ -89,9 +90,10 @@ def estimate(
   """
   chip = where.chip
   kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
-  compute = sum(totals.cycles.values()) / chip.clock
+  clock = chip.clock / chip.cycle_share
+  compute = sum(totals.cycles.values()) / clock
   network = Network(mesh, where)
-  busy = {name: cycles / chip.clock for name, cycles in totals.cycles.items()}
+  busy = {name: cycles / clock for name, cycles in totals.cycles.items()}
   calls = sum(k.times for k in totals.kernels)
   for kernel in totals.kernels:
     share = kernels * kernel.times / calls

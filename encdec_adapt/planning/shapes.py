@@ -299,8 +299,10 @@ def _traffic(
 def stand_in_devices(count: int) -> np.ndarray:
   """Devices that only have to be as many as those planned for.
 
-  Call it before anything else asks JAX for devices.
+  The first call, before anything else asks JAX for devices, has to be that
+  for the most.
   """
   jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', count)
-  return np.array(jax.devices())
+  if jax.config.jax_num_cpu_devices < count:
+    jax.config.update('jax_num_cpu_devices', count)
+  return np.array(jax.devices()[:count])
