@@ -110,7 +110,7 @@ def train(
   work = (model + again) / mesh.size
   peak = where.chip.flops
   compute = work / peak / PRODUCT_EFFICIENCY
-  traffic = _traffic(settings, mesh, where, shares, bool(teacher))
+  traffic = _traffic(settings, mesh, where, shares, rows)
   collectives = sum(row['seconds'] for row in traffic)
   state = sum(arguments.values())
   memory_seconds = 2 * state / where.chip.hbm_bandwidth
@@ -240,46 +240,14 @@ def _recomputed(settings, rows) -> float:
 
 
 def _traffic(
-  settings, mesh: Mesh, where: chips.Slice, shares: _Shares, taught: bool
+  settings, mesh: Mesh, where: chips.Slice, shares: _Shares, rows: list[_Row]
 ) -> list[dict[str, Any]]:
   """Collectives of a step, by what they are for."""
   network = roofline.Network(mesh, where)
-  rules, item = settings.rules.as_dict(), _itemsize(settings)
-  count = parameters.count_by_stack(settings.model)
-  weights = sum(c.other + c.cross for c in count.values()) / shares.tensor
-  model = settings.model.decoder
-  teacher = 0
-  if taught:
-    alone = programs.alone(model)
-    teacher = parameters.count_by_stack(alone)['decoder'].other / shares.tensor
-  passes = _parts(settings)
-  own = settings.train.batch_size / shares.rows / shares.length
-  own *= settings.data.train.lengths.decoder
-  chosen = {
-    'weights': (rules['embed'], 'all-gather', (2 * weights + teacher) * item),
-    'gradients': (rules['embed'], 'reduce-scatter', weights * _FP32),
-  }
-  exchange = tuple(
-    a for a in (*rules['batch'], *rules['length']) if a in rules['vocab']
-  )
-  states = own / passes * shares.exchange * model.width
-  chosen['hidden states'] = (exchange, 'all-gather', states * item)
-  chosen['their gradients'] = (exchange, 'reduce-scatter', states * _FP32)
-  rest = tuple(a for a in rules['batch'] if a not in rules['embed'])
-  chosen['replicas'] = (
-    rest,
-    'all-reduce',
-    weights * _FP32 / math.prod(mesh.shape[a] for a in rules['embed']),
-  )
-  if shares.tensor > 1:
-    layers = sum(s.layers for s in settings.model.stacks.values())
-    chosen['activations'] = (
-      rules['mlp'],
-      'all-reduce',
-      own / passes * model.width * item * 4 * layers,
-    )
-  result = []
-  for name, (axes, kind, size) in chosen.items():
+  passes, result = _parts(settings), []
+  for name, (axes, kind, size) in _exchanges(
+    settings, mesh, shares, rows
+  ).items():
     sent, seconds = network.along(axes, kind, size * passes)
     if sent:
       result.append(
@@ -294,6 +262,47 @@ def _traffic(
         }
       )
   return result
+
+
+def _exchanges(
+  settings, mesh: Mesh, shares: _Shares, rows: list[_Row]
+) -> dict[str, tuple[tuple[str, ...], str, float]]:
+  """Mesh axes, kind, and bytes of the whole array, of one microbatch."""
+  rules, item = settings.rules.as_dict(), _itemsize(settings)
+  counts = parameters.count_by_stack(settings.model).values()
+  weights = sum(c.other + c.cross for c in counts) / shares.tensor
+  read = 2 * weights
+  if not rows[-1].trained:
+    alone = programs.alone(settings.model.decoder)
+    read += parameters.count_by_stack(alone)['decoder'].other / shares.tensor
+  tokens = (*rules['batch'], *rules['length'])
+  exchange = tuple(a for a in tokens if a in rules['vocab'])
+  # Logits are formed of the decoder's states.
+  decoder = next(r for r in rows if r.stack is settings.model.decoder)
+  states = _tokens(settings, decoder, shares) * decoder.stack.width
+  rest = tuple(a for a in rules['batch'] if a not in rules['embed'])
+  shards = math.prod(mesh.shape[a] for a in rules['embed'])
+  # Sums of what each share of the heads and of the feed-forward adds.
+  sums = sum(
+    _tokens(settings, row, shares)
+    * row.stack.width
+    * row.stack.layers
+    * (2 + bool(row.source_length))
+    * (3 if row.trained else 1)
+    for row in rows
+  )
+  return {
+    'weights': (rules['embed'], 'all-gather', read * item),
+    'gradients': (rules['embed'], 'reduce-scatter', weights * _FP32),
+    'replicas': (rest, 'all-reduce', weights * _FP32 / shards),
+    'hidden states': (exchange, 'all-gather', states * shares.exchange * item),
+    'their gradients': (
+      exchange,
+      'reduce-scatter',
+      states * shares.exchange * _FP32,
+    ),
+    'activations': (rules['mlp'], 'all-reduce', sums * item),
+  }
 
 
 def stand_in_devices(count: int) -> np.ndarray:
