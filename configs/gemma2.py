@@ -14,7 +14,15 @@ PrefixLM cut in half at 4096 + 4096 tokens with distillation from the
 decoder's source, UL2 at 8192 + 8192 without, about 4.2M tokens a batch, 1000
 steps of cross-attention warm-up for unbalanced pairs. Learning rate,
 schedule and optimizer were not published: the values here are ours.
+
+`topology` says how the same recipe is spread over chips, so that it fits them:
+
+    --config=configs/gemma2.py:size=9b_2b,topology=v5e:16x16,slices=2
+
+What such a job needs of each chip is planned in configs/plans.
 """
+
+import math
 
 from configs import base
 from encdec_adapt.models import presets
@@ -22,10 +30,18 @@ from encdec_adapt.runtime import errors
 
 
 def get_config(arg=None):
-  """`size` is a pair such as 2b_2b, 9b_2b, s_s; `objective` prefixlm or ul2."""
-  args = base.parse_arg(arg, size='2b_2b', objective='prefixlm')
+  """`size` is a pair such as 2b_2b, 9b_2b, s_s; `objective` prefixlm or ul2.
+
+  `topology` is of TPUs, such as v5e:4x4, `slices` how many of them.
+  """
+  args = base.parse_arg(
+    arg, size='2b_2b', objective='prefixlm', topology='', slices=1
+  )
   pair = presets.t5gemma(args['size'], vocab_multiple=128)
-  return recipe(pair, args['objective'])
+  config = recipe(pair, args['objective'])
+  if args['topology']:
+    spread(config, args['topology'], args['slices'])
+  return config
 
 
 def recipe(pair, objective):
@@ -65,3 +81,34 @@ def recipe(pair, objective):
   config.optimizer.warmup_steps = 100
   config.checkpoint.every = 1000
   return config
+
+
+# Positions of one side that a chip trains on at a time.
+_TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 16384}
+# Chips that share one table of the vocabulary.
+_TABLE_GROUP = 64
+
+
+def spread(config, topology, slices):
+  """Sets mesh, microbatches and kernels for TPUs.
+
+  Parameters are sharded over all chips of a slice, tables over at most 64;
+  slices hold copies.
+  """
+  kind, _, extents = topology.partition(':')
+  if kind not in _TOKENS or not extents:
+    raise errors.UserError(
+      f'topology={topology} is not known; it is one of'
+      f' {", ".join(_TOKENS)} and extents, as in v5e:4x4.'
+    )
+  chips = slices * math.prod(int(n) for n in extents.split('x'))
+  config.mesh.fsdp = min(_TABLE_GROUP, chips // slices)
+  config.mesh.replica = chips // config.mesh.fsdp
+  if slices == 1 < config.mesh.replica:
+    config.mesh.rules = 'fsdp_replica'
+  config.compute.attention = 'splash'
+  config.compute.remat = 'attention'
+  rows = max(1, _TOKENS[kind] // config.data.decoder_length)
+  batch = config.train.batch_size
+  config.train.microbatches = max(1, batch // (chips * rows))
+  config.train.eval_batch_size = max(chips, config.train.eval_batch_size)

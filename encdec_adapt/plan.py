@@ -4,21 +4,46 @@ r"""Says what a configuration costs on hardware that is not here.
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]
 
 Compiles the programs with the TPU's own compiler (libtpu), which needs no TPU,
-and reports memory, FLOPs, collectives and a roofline estimate per device.
+and reports memory, FLOPs, collectives and a roofline estimate per device. Of
+GPUs (--topology=h100:64) it reports the training step from shapes alone.
 Exits with status 3 where a program does not fit into memory.
+
+    python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
+
+ranks meshes, remat policies and batches by shapes, compiles the best six, and
+ranks those again.
+
+    python -m encdec_adapt.plan --calibrate
+
+plans training whose speed was published, and keeps how far off it is.
+
+    python -m encdec_adapt.plan --table=configs/plans
+
+prints a table of plans that were written with --output.
 """
 
 import dataclasses
 import os
+import time
 
 from absl import flags
 import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
-from encdec_adapt.planning import chips, kernels, programs, report
+from encdec_adapt.planning import (
+  calibration,
+  chips,
+  kernels,
+  programs,
+  report,
+  search,
+  shapes,
+  stored,
+)
 from encdec_adapt.runtime import command, errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import report as sharding_report
 
 DOES_NOT_FIT = 3  # Exit status.
 
@@ -28,18 +53,39 @@ def define_flags(values: flags.FlagValues) -> None:
   command.define_config(values)
   define = dict(flag_values=values)
   flags.DEFINE_string(
-    'topology', None, 'Chips, such as v5e:4x4 or v5p:8x8x8.', **define
+    'topology', None, 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.', **define
   )
   flags.DEFINE_integer('num_slices', 1, 'Slices of that shape.', **define)
   flags.DEFINE_list('programs', ['train'], 'Of train, eval, decode.', **define)
   flags.DEFINE_float(
     'hbm_gib', 0.0, 'Memory budget of a device; 0: all it has.', **define
   )
+  flags.DEFINE_bool(
+    'sharding',
+    False,
+    'Print how every array is sharded, and compile nothing.',
+    **define,
+  )
+  flags.DEFINE_integer(
+    'search', 0, 'Candidates to compile of those that rank best.', **define
+  )
+  flags.DEFINE_list(
+    'calibrate',
+    None,
+    "Published runs to plan anew, by parts of their names; 'all' of them.",
+    **define,
+  )
+  flags.DEFINE_string('table', '', 'Folder of written plans.', **define)
   flags.DEFINE_string('output', '', 'JSON file of the report.', **define)
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
+  if values.calibrate:
+    return _calibrate(values.calibrate)
+  if values.table:
+    print(stored.markdown(stored.read(values.table)))
+    return 0
   command.require(values, 'config', 'topology')
   where = chips.parse(values.topology, values.num_slices)
   for name in values.programs:
@@ -49,12 +95,24 @@ def main(values: flags.FlagValues) -> int:
         f' {", ".join(programs.PROGRAMS)}.'
       )
   settings = config_lib.load(values.config, sources=False)
-  plans = make(settings, where, values.programs, values.hbm_gib)
+  budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
+  if values.sharding:
+    mesh = _mesh(settings, devices_of(where))
+    for name in values.programs:
+      program = programs.PROGRAMS[name](settings, mesh)
+      print(f'[{name}]\n{sharding_report.text(programs.rows(program))}')
+    return 0
+  if values.search:
+    return _search(settings, where, budget, values.search, values.output)
+  plans = make(settings, where, values.programs, budget)
   for name, plan in plans.items():
     print(f'[{name}] {where.name} x {where.count}: {where.devices} chips')
     print(report.text(plan))
+  if any(plan.get('mfu') for plan in plans.values()):
+    print(calibration.text(calibration.table()))
   if values.output:
-    files.write_json(values.output, plans)
+    asked = stored.question(values['config'], where)
+    files.write_json(values.output, {**asked, 'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
@@ -62,7 +120,7 @@ def make(
   settings: config_lib.Settings,
   where: chips.Slice,
   names: list[str],
-  hbm_gib: float = 0.0,
+  budget: float,
 ) -> dict[str, dict]:
   """Plans of the named programs; see `report.describe`.
 
@@ -70,21 +128,57 @@ def make(
     UserError: the mesh or a batch does not divide, libtpu is missing, or
       the topology does not exist.
   """
+  devices = devices_of(where)
+  mesh = _mesh(settings, devices)
+  if where.chip.kind == 'gpu':
+    if names != ['train']:
+      raise errors.UserError(
+        f'--programs={",".join(names)}: of {where.chip.name} only the training'
+        ' step is planned, from shapes; leave --programs=train.'
+      )
+    plans = {'train': shapes.train(settings, mesh, where, budget)}
+  else:
+    plans = {
+      name: _compiled(name, settings, mesh, where, budget) for name in names
+    }
+  for plan in plans.values():
+    if not plan['fits']:
+      plan['remedies'] = _remedies(settings, where, devices, budget)
+  return plans
+
+
+def devices_of(where: chips.Slice):
+  """Devices of the chips, or others that stand for GPUs.
+
+  Raises:
+    UserError: libtpu is missing, or the topology does not exist.
+  """
+  if where.chip.kind == 'gpu':
+    return shapes.stand_in_devices(where.devices)
   # The compiler needs neither a TPU nor to be alone, and asks no server.
   jax.config.update('jax_platforms', 'cpu')
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  return chips.devices_of(where)
+
+
+def _mesh(settings: config_lib.Settings, devices):
   try:
-    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
+    mesh = mesh_lib.make_mesh(settings.mesh, devices)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
   job.check_batches(settings, mesh)
+  return mesh
+
+
+def _compiled(name, settings, mesh, where, budget) -> dict:
+  """The plan of one program, compiled."""
   lengths = settings.data.train.lengths
   taught = bool(settings.loss.distillation)
   question = report.Question(
     where,
     mesh,
-    hbm_gib * 2**30 or where.chip.hbm_bytes,
+    budget,
     kernels.attentions(
       settings.model,
       lengths.encoder,
@@ -93,16 +187,74 @@ def make(
     ),
     0.0,
   )
-  plans = {}
-  for name in names:
-    program = programs.PROGRAMS[name](settings, mesh)
-    asked = question
-    if name == 'train':
-      teacher = programs.teacher(settings, mesh)
-      model_flops = job.step_flops(settings, teacher)
-      asked = dataclasses.replace(question, model_flops=model_flops)
-    plans[name] = report.describe(program, asked)
-  return plans
+  if name == 'train':
+    teacher = programs.teacher(settings, mesh)
+    question = dataclasses.replace(
+      question,
+      model_flops=job.step_flops(settings, teacher),
+      loss=programs.loss(settings, mesh),
+    )
+  return report.describe(programs.PROGRAMS[name](settings, mesh), question)
+
+
+def _remedies(settings, where, devices, budget) -> list[str]:
+  """Flags with which the same chips would do, the fastest three."""
+  try:
+    found = search.ranked(settings, where, devices, budget)
+  except errors.UserError as error:
+    return [str(error)]
+  fit = [c for c in found if c.plan['fits']]
+  return [' '.join(c.flags) for c in fit[:3]]
+
+
+def _search(settings, where, budget, count, output) -> int:
+  """Ranks candidates by shapes, compiles the first, ranks them again."""
+  devices = devices_of(where)
+  found = search.ranked(settings, where, devices, budget)
+  chosen = found[:count]
+  print(f'{len(found)} candidates may fit into {where.name} x {where.count}')
+  print(search.text(chosen, float('inf')))
+  if where.chip.kind == 'tpu':
+    for i, one in enumerate(chosen):
+      began = time.monotonic()
+      mesh = _mesh(one.settings, devices)
+      plan = _compiled('train', one.settings, mesh, where, budget)
+      chosen[i] = dataclasses.replace(one, plan=plan)
+      peak = plan['memory']['peak'] / 2**30
+      print(
+        f'{i + 1}/{len(chosen)}: {peak:.1f} GiB,'
+        f' {"fits" if plan["fits"] else "does not fit"},'
+        f' {time.monotonic() - began:.0f} s: {" ".join(one.flags)}',
+        flush=True,
+      )
+  fit = [one for one in chosen if one.plan['fits']]
+  print(search.text(fit, budget))
+  if output:
+    rows = [{'flags': one.flags, 'plan': one.plan} for one in fit]
+    files.write_json(output, rows)
+  return 0 if fit else DOES_NOT_FIT
+
+
+def _calibrate(names: list[str]) -> int:
+  """Plans the published runs and writes the table of errors."""
+  rows = {row['name']: row for row in calibration.table()}
+  topologies = [chips.parse(run.topology) for run in calibration.RUNS.values()]
+  shapes.stand_in_devices(
+    max(where.devices for where in topologies if where.chip.kind == 'gpu')
+  )
+  for name, run in calibration.RUNS.items():
+    if names != ['all'] and not any(part in name for part in names):
+      continue
+    values = command.parse(define_flags, [f'--config={run.config}'])
+    settings = config_lib.load(values.config, sources=False)
+    where = chips.parse(run.topology)
+    plan = make(settings, where, ['train'], where.chip.hbm_bytes)['train']
+    print(f'[{name}]\n{report.text(plan)}', flush=True)
+    rows[name] = calibration.row(name, plan)
+    ordered = [rows[n] for n in calibration.RUNS if n in rows]
+    files.write_json(calibration.path(), ordered)
+  print(calibration.text(list(rows.values())))
+  return 0
 
 
 if __name__ == '__main__':

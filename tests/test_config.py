@@ -8,9 +8,11 @@ from encdec_adapt import study, train
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
 from encdec_adapt.runtime import command, errors
+from encdec_adapt.sharding import rules as rules_lib
 
 BASE = '--config=configs/base.py'
 SOURCE = '--config.init.encoder=a'
+NOT = ('--config.loss.distillation=0',)
 TEACHER = (SOURCE, '--config.teacher.checkpoint=b')
 
 
@@ -37,6 +39,27 @@ def test_gemma2_configs_are_the_presets(size, objective):
   assert settings.train.batch_size * 2 * length == 4_194_304
   balanced = settings.model.encoder.width == settings.model.decoder.width
   assert settings.train.cross_attention_warmup == (0 if balanced else 1000)
+
+
+@pytest.mark.parametrize(
+  'arg, chips, replica, rules, microbatches',
+  [
+    ('topology=v5e:4x4', 16, 1, 'fsdp', 32),
+    ('topology=v6e:16x16', 256, 4, 'fsdp_replica', 1),
+    ('topology=v5e:16x16,slices=2', 512, 8, 'fsdp', 1),
+    ('topology=v5p:4x4x4', 64, 1, 'fsdp', 2),
+    ('topology=v5e:8x8,objective=ul2', 64, 1, 'fsdp', 4),
+  ],
+)
+def test_the_recipe_is_spread_over_chips(
+  arg, chips, replica, rules, microbatches
+):
+  settings = _load(f'--config=configs/gemma2.py:{arg}', *TEACHER[:1], *NOT)
+  assert settings.mesh.sizes(chips) == (replica, chips // replica, 1, 1)
+  assert settings.rules == rules_lib.named(rules)
+  assert settings.train.microbatches == microbatches
+  assert settings.train.batch_size % (chips * microbatches) == 0
+  assert settings.train.eval_batch_size % chips == 0
 
 
 def test_presets_by_name():
@@ -184,6 +207,7 @@ def test_bad_input_is_named(flags, words):
     ('configs/gemma2.py:size=3b', "'3b'.*9b"),
     ('configs/gemma2.py:sizes=2b_2b', "'sizes=2b_2b'.*size"),
     ('configs/gemma2.py:objective=t5', 'prefixlm or ul2'),
+    ('configs/gemma2.py:topology=v4', 'topology=v4 is not known.*v5e:4x4'),
     ('configs/quickstart.py:run=x', 'run=x.*adapted'),
   ],
 )

@@ -19,15 +19,16 @@ def forward(
     model.decoder.width, model.decoder.vocab_size, decoder
   )
   if isinstance(model, configs.EncoderDecoderConfig):
-    total += flops.forward(_shape(model.encoder), encoder)
+    total += flops.forward(stack_shape(model.encoder), encoder)
     return total + flops.forward(
-      _shape(model.decoder), decoder, source_length=encoder
+      stack_shape(model.decoder), decoder, source_length=encoder
     )
   length = teacher if encoder else decoder
-  return total + flops.forward(_shape(model.decoder), length)
+  return total + flops.forward(stack_shape(model.decoder), length)
 
 
-def _shape(stack: configs.StackConfig) -> flops.StackShape:
+def stack_shape(stack: configs.StackConfig) -> flops.StackShape:
+  """The numbers of a stack that FLOPs depend on."""
   return flops.StackShape(
     width=stack.width,
     mlp=stack.mlp_width,

@@ -69,6 +69,10 @@ def _plain(*sizes, **fields):
   return _shape(*sizes, **{**plain, **fields})
 
 
+def _llama2(*sizes):
+  return _plain(*sizes, vocab_size=32000, norm_eps=1e-5, tied_head=False)
+
+
 def _llama3(*sizes, factor, **fields):
   return _plain(
     *sizes,
@@ -108,7 +112,7 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'toy_large': _toy(6, 256, 8),
   }
 )
-# In transformers the 4B of Gemma 3 has 64 rows more than tokens in use.
+# In transformers the larger ones have 64 rows more than tokens in use.
 _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     '270m': _gemma3(18, 640, 2048, 4, 1),
@@ -124,6 +128,17 @@ _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
       rope_scaling='linear',
       rope_factor=8.0,
     ),
+    '12b': _gemma3(
+      48,
+      3840,
+      15360,
+      16,
+      8,
+      vocab_size=262208,
+      window=1024,
+      rope_scaling='linear',
+      rope_factor=8.0,
+    ),
   }
 )
 # Layers, width, mlp width, heads, key/value heads, head dim.
@@ -131,6 +146,8 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     **_GEMMA2,
     **{f'gemma3_{size}': shape for size, shape in _GEMMA3.items()},
+    'llama2_7b': _llama2(32, 4096, 11008, 32, 32, 128),
+    'llama2_70b': _llama2(80, 8192, 28672, 64, 8, 128),
     'llama3.2_1b': _llama3(16, 2048, 8192, 32, 8, 64, factor=32),
     'llama3.2_3b': _llama3(28, 3072, 8192, 24, 8, 128, factor=32),
     'llama3.1_8b': _llama3(

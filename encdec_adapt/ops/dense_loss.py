@@ -61,15 +61,27 @@ def distillation(
   table: Float[Array, 'V D'],
   teacher_hidden: Float[Array, 'B T E'],
   teacher_table: Float[Array, 'W E'],
+  targets: Int[Array, 'B T'],
   weights: Float[Array, 'B T'],
   *,
   vocab_size: int,
+  share: float = 1.0,
   softcap: float | None = None,
   teacher_softcap: float | None = None,
   temperature: float = 1.0,
   z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
 ) -> distillation_loss.DistillationSums:
   """`distillation_loss.distillation`, densely."""
+  data = cross_entropy(
+    hidden,
+    table,
+    targets,
+    weights,
+    vocab_size=vocab_size,
+    softcap=softcap,
+    label_smoothing=label_smoothing,
+  )
   student = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
   teacher = jax.lax.stop_gradient(
     logits(
@@ -79,17 +91,18 @@ def distillation(
       softcap=teacher_softcap,
     )
   )
-  student, teacher = student / temperature, teacher / temperature
-  log_normaliser = jax.nn.logsumexp(student, axis=-1)
-  student_log_probs = jax.nn.log_softmax(student)
-  teacher_log_probs = jax.nn.log_softmax(teacher)
+  z_term = z_loss * jnp.square(jax.nn.logsumexp(student, axis=-1))
+  student_log_probs = jax.nn.log_softmax(student / temperature)
+  teacher_log_probs = jax.nn.log_softmax(teacher / temperature)
   teacher_probs = jnp.exp(teacher_log_probs)
-  cross_entropy = -jnp.sum(teacher_probs * student_log_probs, axis=-1)
+  to_teacher = -jnp.sum(teacher_probs * student_log_probs, axis=-1)
   entropy = -jnp.sum(teacher_probs * teacher_log_probs, axis=-1)
-  z_term = z_loss * jnp.square(log_normaliser)
+  soft = jnp.sum(weights * (share * temperature**2 * to_teacher + z_term))
   return distillation_loss.DistillationSums(
-    total=jnp.sum(weights * (temperature**2 * cross_entropy + z_term)),
-    kl=jnp.sum(weights * (cross_entropy - entropy)),
+    total=soft + (1 - share) * data.total,
+    cross_entropy=data.cross_entropy,
+    kl=jnp.sum(weights * (to_teacher - entropy)),
     z_loss=jnp.sum(weights * z_term),
-    weight=jnp.sum(weights),
+    correct=data.correct,
+    weight=data.weight,
   )

@@ -1,17 +1,19 @@
 """Distillation from a teacher's whole distribution, in one pass.
 
 Student and teacher may differ in width; they share the vocabulary. Their
-logits exist for one chunk of tokens at a time, as in `vocabulary_loss`.
+logits exist for one chunk of tokens at a time, as in `vocabulary_loss`. The
+data's own loss is taken from the same logits.
 """
 
+from collections.abc import Mapping
 import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from encdec_adapt.ops import vocabulary_parallel
+from encdec_adapt.ops import vocabulary_loss, vocabulary_parallel
 
 
 @flax.struct.dataclass
@@ -19,17 +21,22 @@ class DistillationSums:
   """Float32 sums over the tokens of a batch; only `total` has a gradient.
 
   Attributes:
-    total: the objective: weights * (temperature^2 * cross-entropy of the
-      student to the teacher, plus z_loss * log(normaliser)^2).
+    total: the objective: weights * (share * temperature^2 * cross-entropy of
+      the student to the teacher, plus (1 - share) * cross-entropy to the
+      targets with label smoothing, plus z_loss * log(normaliser)^2).
+    cross_entropy: weights * -log p(target), without smoothing.
     kl: weights * KL(teacher || student), both at the temperature; not
       multiplied by its square.
     z_loss: the z-loss part of `total`.
+    correct: weight of the tokens whose target has the largest logit.
     weight: sum of the weights.
   """
 
   total: vocabulary_parallel.Sum
+  cross_entropy: vocabulary_parallel.Sum
   kl: vocabulary_parallel.Sum
   z_loss: vocabulary_parallel.Sum
+  correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
 
 
@@ -38,13 +45,16 @@ def distillation(
   table: Float[Array, 'V D'],
   teacher_hidden: Float[Array, 'B T E'],
   teacher_table: Float[Array, 'W E'],
+  targets: Int[Array, 'B T'],
   weights: Float[Array, 'B T'],
   *,
   vocab_size: int,
+  share: float = 1.0,
   softcap: float | None = None,
   teacher_softcap: float | None = None,
   temperature: float = 1.0,
   z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
 ) -> DistillationSums:
   """Sums of the student's cross-entropy to the teacher, per position.
@@ -60,12 +70,15 @@ def distillation(
     teacher_hidden: final hidden states of the teacher at the positions that
       predict the same tokens.
     teacher_table: the teacher's output table, possibly padded differently.
+    targets: ids in [0, vocab_size), as for `vocabulary_loss.cross_entropy`.
     weights: any finite values; 0 hides a token.
     vocab_size: number of real tokens, the same for both.
+    share: of the teacher, in [0, 1]; the targets have the rest.
     softcap: the student's soft-cap, or None.
     teacher_softcap: the teacher's soft-cap, or None.
     temperature: of both distributions.
-    z_loss: coefficient of log(normaliser)^2, the student's at `temperature`.
+    z_loss: coefficient of log(normaliser)^2, the student's at temperature 1.
+    label_smoothing: of the targets' part.
     chunk: most tokens of one device whose logits exist at a time.
 
   Returns:
@@ -82,23 +95,33 @@ def distillation(
     vocabulary_parallel.check_arguments(
       states, rows, vocab_size=vocab_size, softcap=cap, chunk=chunk
     )
-  if temperature <= 0:
-    raise ValueError(f'temperature={temperature} must be positive')
+  if temperature <= 0 or not 0 <= share <= 1:
+    raise ValueError(
+      f'temperature={temperature} must be positive and share={share} in [0, 1]'
+    )
 
   run = functools.partial(
     _run,
     vocab_size=vocab_size,
     chunk=chunk,
-    softcap=softcap,
-    teacher_softcap=teacher_softcap,
-    temperature=temperature,
-    z_loss=z_loss,
+    of_teacher=dict(
+      softcap=softcap,
+      teacher_softcap=teacher_softcap,
+      temperature=temperature,
+      share=share,
+    ),
+    of_data=dict(
+      softcap=softcap,
+      share=1 - share,
+      z_loss=z_loss,
+      label_smoothing=label_smoothing,
+    ),
   )
   teacher = jax.lax.stop_gradient(
     (teacher_hidden, _with_rows(teacher_table, table.shape[0]))
   )
   return vocabulary_parallel.stored_gradients(
-    run, hidden, table, weights, *teacher
+    run, hidden, table, weights, *teacher, targets
   )
 
 
@@ -108,31 +131,39 @@ def _run(
   weights: jax.Array,
   teacher_hidden: jax.Array,
   teacher_table: jax.Array,
+  targets: jax.Array,
   *,
   with_gradients: bool,
   vocab_size: int,
   chunk: int,
-  **options: float | None,
+  of_teacher: Mapping[str, float | None],
+  of_data: Mapping[str, float | None],
 ) -> tuple[DistillationSums, jax.Array, jax.Array | None, jax.Array | None]:
   """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
 
-  `options` are those of `_chunk`.
+  `of_teacher` are options of `_terms`, `of_data` of `vocabulary_loss.terms`.
   """
+  # Where the data has no share its terms are only reported.
+  data_counts = of_data['share'] > 0 or of_data['z_loss'] > 0
 
   def step(columns, tokens, tables):
-    """`_chunk` of these tokens' products with both tables."""
-    x, x_teacher, w = tokens
-    return _chunk(
-      columns,
-      vocabulary_parallel.product(x, tables[0]),  # [rows, v]
-      vocabulary_parallel.product(x_teacher, tables[1]),  # [rows, v]
-      w if with_gradients else None,
-      **options,
+    """Terms of these tokens' products with both tables."""
+    x, x_teacher, y, w = tokens
+    logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
+    teacher_logits = vocabulary_parallel.product(x_teacher, tables[1])
+    w = w if with_gradients else None
+    values, dlogits = _terms(columns, logits, teacher_logits, w, **of_teacher)
+    data, of_targets = vocabulary_loss.terms(
+      columns, logits, y, w if data_counts else None, **of_data
     )
+    total = values['total'] + data['total']
+    if of_targets is not None:
+      dlogits = dlogits + of_targets
+    return {**data, **values, 'total': total}, dlogits
 
   values, dhidden, dtable = vocabulary_parallel.sweep(
     step,
-    (hidden, teacher_hidden, weights),
+    (hidden, teacher_hidden, targets, weights),
     (table.astype(hidden.dtype), teacher_table.astype(teacher_hidden.dtype)),
     vocab_size=vocab_size,
     chunk=chunk,
@@ -153,7 +184,7 @@ def _with_rows(table: jax.Array, rows: int) -> jax.Array:
   return table[:rows]
 
 
-def _chunk(
+def _terms(
   columns: vocabulary_parallel.Columns,
   logits: jax.Array,
   teacher_logits: jax.Array,
@@ -162,7 +193,7 @@ def _chunk(
   softcap: float | None,
   teacher_softcap: float | None,
   temperature: float,
-  z_loss: float,
+  share: float,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
   """Values per row, and the gradient of the raw logits if given weights.
 
@@ -173,8 +204,8 @@ def _chunk(
     weights: [rows], or None for no gradient.
 
   Returns:
-    'total', 'kl' and 'z_loss', each [rows], without weights; the gradient
-    [rows, v] of weights * total, or None.
+    'total' and 'kl', each [rows], without weights; the gradient [rows, v] of
+    weights * total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   wanted, _ = vocabulary_parallel.soft_cap(teacher_logits, teacher_softcap)
@@ -193,18 +224,16 @@ def _chunk(
   wanted_log_normaliser = wanted_shift + jnp.log(wanted_normaliser)
   cross_entropy = log_normaliser - cross / wanted_normaliser
   entropy = wanted_log_normaliser - self_term / wanted_normaliser
-  z_term = z_loss * jnp.square(log_normaliser)
   values = {
-    'total': temperature**2 * cross_entropy + z_term,
+    'total': share * temperature**2 * cross_entropy,
     'kl': cross_entropy - entropy,
-    'z_loss': z_term,
   }
   if weights is None:
     return values, None
   # The scores are capped / temperature: one factor of it goes.
-  weights = weights.astype(jnp.float32)
-  scale = weights * (temperature + 2 * z_loss / temperature * log_normaliser)
-  dlogits = scale[:, None] * jnp.exp(scores - log_normaliser[:, None]) - (
-    weights * temperature
-  )[:, None] * jnp.exp(wanted - wanted_log_normaliser[:, None])
+  scale = share * temperature * weights.astype(jnp.float32)
+  dlogits = scale[:, None] * (
+    jnp.exp(scores - log_normaliser[:, None])
+    - jnp.exp(wanted - wanted_log_normaliser[:, None])
+  )
   return values, dlogits if slope is None else dlogits * slope

@@ -1,12 +1,20 @@
-"""Embedding lookup that never gathers the table.
+"""Embedding lookup in a table that is sharded over the vocabulary.
 
-Where the active partition shards 'vocab', each device takes the rows that it
-holds, zeros elsewhere, and a reduction over the vocabulary's mesh axes
-assembles them. Batch and vocabulary usually share the `fsdp` axis: tokens
-(small) are gathered over the shared axes, every device looks all of them up,
-and the reduction scatters the rows back to the batch's shards.
+Batch and vocabulary usually share the `fsdp` axis: a device holds tokens of
+its own and rows that others want. There are two ways to bring them together:
+
+- rows travel: tokens (small) are gathered over the shared axes, every device
+  looks all of them up in its piece, zeros elsewhere, and a reduction scatters
+  the rows to the tokens' owners; in proportion to the tokens of all devices;
+- the table travels, some columns at a time, and every device looks its own
+  tokens up; in proportion to the table.
+
+The first holds the rows of all devices at once: it is taken where it sends
+less than a quarter of what the second does, by shapes alone.
 """
 
+from collections.abc import Iterable
+import dataclasses
 import functools
 import math
 
@@ -41,13 +49,11 @@ def lookup(
   dtype = table.dtype if dtype is None else jnp.dtype(dtype)
   partition = partition_lib.active()
   if partition is None or not _sharded(partition):
-    return _take(table, tokens, 0, table.shape[0]).astype(dtype)
+    exists = (tokens >= 0) & (tokens < table.shape[0])
+    return _take(table, tokens, exists, exists).astype(dtype)
   _check(partition, table, tokens)
-  look_up = functools.partial(
-    _lookup_local, partition=partition, rows=table.shape[0], dtype=dtype
-  )
   return jax.shard_map(
-    look_up,
+    _Lookup(partition, table.shape[0], dtype),
     mesh=partition.mesh,
     in_specs=(
       partition.spec('vocab', 'table_embed'),
@@ -63,79 +69,158 @@ def _sharded(partition: partition_lib.Partition) -> bool:
 
 
 def _take(
-  table: jax.Array, tokens: jax.Array, first: jax.Array | int, rows: int
+  table: jax.Array, index: jax.Array, here: jax.Array, exists: jax.Array
 ) -> jax.Array:
-  """Rows at `tokens` of a piece of the table.
+  """Rows of a piece of the table.
 
   Args:
-    table: [rows of the piece, D], the table from row `first` on.
-    tokens: [B, L] ids of the whole table.
-    first: row of the whole table at which the piece starts.
-    rows: rows of the whole table.
+    table: [rows of the piece, D].
+    index: [B, L] rows of the piece, anything where not `here`.
+    here: [B, L] whether the piece has the token's row.
+    exists: [B, L] whether any piece has it.
 
   Returns:
     [B, L, D]: zeros where another piece has the row, NaN where none has.
   """
-  local = tokens - first
-  here = (local >= 0) & (local < table.shape[0])
-  taken = table.at[jnp.where(here, local, 0)].get(mode='promise_in_bounds')
-  nowhere = (tokens < 0) | (tokens >= rows)
-  absent = jnp.where(nowhere, jnp.nan, 0.0).astype(table.dtype)
-  return jnp.where(here[..., None], taken, absent[..., None])
+  # What is filled in leaves no mask [B, L, D] for the backward pass to keep.
+  index = jnp.where(here, index, table.shape[0])
+  taken = table.at[index].get(mode='fill', fill_value=0)
+  return taken + jnp.where(exists, 0.0, jnp.nan).astype(table.dtype)[..., None]
 
 
-def _lookup_local(
-  table: jax.Array,
-  tokens: jax.Array,
-  *,
-  partition: partition_lib.Partition,
-  rows: int,
-  dtype: jnp.dtype,
-) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
   """What one device does inside `shard_map`.
 
-  Args:
-    table: [V / vocab shards, D / table_embed shards], this device's piece.
-    tokens: [B / batch shards, L / length shards].
+  Attributes:
     partition: the active partition.
     rows: V.
     dtype: dtype of the result.
-
-  Returns:
-    [B / batch shards, L / length shards, D / table_embed shards].
   """
-  vocab = partition.mesh_axes('vocab')
-  # Mesh axes over which other devices hold other tokens but also other rows,
-  # with the dimension of `tokens` that they shard.
-  shared = [
-    (axis, dimension)
-    for dimension, name in enumerate(('batch', 'length'))
-    for axis in partition.mesh_axes(name)
-    if axis in vocab
-  ]
-  for axis, dimension in reversed(shared):  # the innermost axis first
-    tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
-  first = jax.lax.axis_index(vocab) * table.shape[0] if vocab else 0
 
-  def take(tokens):
-    return _take(table, tokens, first, rows).astype(dtype)
+  partition: partition_lib.Partition
+  rows: int
+  dtype: jnp.dtype
 
-  shards = math.prod(partition.mesh.shape[axis] for axis, _ in shared)
-  if shards > 1 and tokens.shape[0] % shards == 0:
-    # The share of one device at a time: their rows, and in the backward pass
-    # their gradients in the table's dtype, would exist at once.
-    pieces = tokens.reshape(shards, -1, tokens.shape[1])
-    out = jax.lax.map(take, pieces)
-    out = out.reshape(*tokens.shape, table.shape[1])
-  else:
-    out = take(tokens)
-  alone = tuple(a for a in vocab if a not in dict(shared))
-  out = jax.lax.psum(out, alone) if alone else out
-  for axis, dimension in shared:
-    out = jax.lax.psum_scatter(
-      out, axis, scatter_dimension=dimension, tiled=True
-    )
-  return out
+  def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Looks this device's tokens up.
+
+    Args:
+      table: [V / vocab shards, D / table_embed shards], this device's piece.
+      tokens: [B / batch shards, L / length shards].
+
+    Returns:
+      [B / batch shards, L / length shards, D / table_embed shards].
+    """
+    shards = self._size(self._shared)
+    if shards == 1:
+      out = self._in_piece(table, tokens)
+    else:
+      bytes_of_rows = shards * tokens.size * self.dtype.itemsize
+      bytes_of_table = shards * table.shape[0] * table.dtype.itemsize
+      if 4 * bytes_of_rows > bytes_of_table:
+        out = self._move_table(table, tokens)
+      else:
+        return self._move_rows(table, tokens)
+    alone = self._alone
+    return jax.lax.psum(out, alone) if alone else out
+
+  @property
+  def _vocab(self) -> tuple[str, ...]:
+    return self.partition.mesh_axes('vocab')
+
+  @functools.cached_property
+  def _shared(self) -> dict[str, int]:
+    """Mesh axes over which other devices hold other tokens and other rows.
+
+    With the dimension of `tokens` that they shard.
+    """
+    return {
+      axis: dimension
+      for dimension, name in enumerate(('batch', 'length'))
+      for axis in self.partition.mesh_axes(name)
+      if axis in self._vocab
+    }
+
+  @property
+  def _alone(self) -> tuple[str, ...]:
+    """Mesh axes over which others hold other rows but the same tokens."""
+    return tuple(a for a in self._vocab if a not in self._shared)
+
+  def _size(self, axes: Iterable[str]) -> int:
+    return math.prod(self.partition.mesh.shape[axis] for axis in axes)
+
+  def _in_piece(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows that this device's piece has of any tokens."""
+    first = 0
+    if self._vocab:
+      first = jax.lax.axis_index(self._vocab) * table.shape[0]
+    index = tokens - first
+    here = (index >= 0) & (index < table.shape[0])
+    return _take(table, index, here, self._exists(tokens)).astype(self.dtype)
+
+  def _exists(self, tokens: jax.Array) -> jax.Array:
+    return (tokens >= 0) & (tokens < self.rows)
+
+  def _move_rows(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    shared = self._shared
+    for axis, dimension in reversed(shared.items()):  # innermost first
+      tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
+    shards = self._size(shared)
+    if tokens.shape[0] % shards == 0:
+      # The share of one device at a time: their rows, and in the backward
+      # pass their gradients in the table's dtype, would exist at once.
+      pieces = tokens.reshape(shards, -1, tokens.shape[1])
+      out = jax.lax.map(functools.partial(self._in_piece, table), pieces)
+      out = out.reshape(*tokens.shape, table.shape[1])
+    else:
+      out = self._in_piece(table, tokens)
+    out = jax.lax.psum(out, self._alone) if self._alone else out
+    for axis, dimension in shared.items():
+      out = jax.lax.psum_scatter(
+        out, axis, scatter_dimension=dimension, tiled=True
+      )
+    return out
+
+  def _move_table(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    gathered = tuple(a for a in self._vocab if a in self._shared)
+    # Where a token's row lies: the device's place on every axis, from the
+    # innermost, then the row in its piece.
+    owner, places = tokens // table.shape[0], {}
+    for axis in reversed(self._vocab):
+      size = self.partition.mesh.shape[axis]
+      places[axis], owner = owner % size, owner // size
+    exists = self._exists(tokens)
+    here = exists
+    for axis in self._alone:
+      here &= places[axis] == jax.lax.axis_index(axis)
+    index = 0
+    for axis in gathered:
+      index = index * self.partition.mesh.shape[axis] + places[axis]
+    index = index * table.shape[0] + tokens % table.shape[0]
+
+    def take(columns):
+      whole = jax.lax.all_gather(columns, gathered, axis=0, tiled=True)
+      return _take(whole, index, here, exists).astype(self.dtype)
+
+    count = _parts(table, self._size(gathered))
+    columns = table.reshape(table.shape[0], count, -1).swapaxes(0, 1)
+    out = jax.lax.map(take, columns)  # [parts, B, L, D / parts]
+    return jnp.moveaxis(out, 0, 2).reshape(*tokens.shape, table.shape[1])
+
+
+def _parts(table: jax.Array, shards: int) -> int:
+  """In how many parts of its columns a table is gathered.
+
+  The fewest that keep a part of all shards together below 128 MiB.
+  """
+  size = shards * table.size * table.dtype.itemsize
+  width = table.shape[1]
+  return next(n for n in range(1, width + 1) if _fits(size, n, width))
+
+
+def _fits(size: int, parts: int, width: int) -> bool:
+  return width % parts == 0 and (size <= parts * 2**27 or parts == width)
 
 
 def _check(partition: partition_lib.Partition, table, tokens) -> None:

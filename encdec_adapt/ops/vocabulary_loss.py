@@ -108,13 +108,13 @@ def _run(
 ) -> tuple[LossSums, jax.Array, jax.Array | None, jax.Array | None]:
   """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
 
-  `options` are those of `_chunk`.
+  `options` are those of `terms`.
   """
 
   def step(columns, tokens, tables):
     x, y, w = tokens
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
-    return _chunk(columns, logits, y, w if with_gradients else None, **options)
+    return terms(columns, logits, y, w if with_gradients else None, **options)
 
   values, dhidden, dtable = vocabulary_parallel.sweep(
     step,
@@ -132,13 +132,14 @@ def _run(
   return LossSums(**sums), values['total'], dhidden, dtable
 
 
-def _chunk(
+def terms(
   columns: vocabulary_parallel.Columns,
   logits: jax.Array,
   targets: jax.Array,
   weights: jax.Array | None,
   *,
   softcap: float | None,
+  share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
 ) -> tuple[dict[str, jax.Array], jax.Array | None]:
@@ -149,6 +150,7 @@ def _chunk(
     logits: [rows, v] float32, before the soft-cap.
     targets: [rows] int32.
     weights: [rows], or None for no gradient.
+    share: factor of the cross-entropy in 'total', not of the z-loss.
 
   Returns:
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
@@ -162,10 +164,10 @@ def _chunk(
     columns.only_tokens(logits, vocabulary_parallel.EXCLUDED)
   )[0]
   shift, _ = vocabulary_parallel.soft_cap(largest, softcap)
-  terms = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
+  added = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
   if label_smoothing:
-    terms.append(columns.only_tokens(capped, 0.0))
-  sums = columns.sum(*terms)  # [terms, rows]
+    added.append(columns.only_tokens(capped, 0.0))
+  sums = columns.sum(*added)  # [terms, rows]
   log_normaliser = shift + jnp.log(sums[0])
   target_score, _ = vocabulary_parallel.soft_cap(sums[1], softcap)
   in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
@@ -176,7 +178,7 @@ def _chunk(
     smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform
   z_term = z_loss * jnp.square(log_normaliser)
   values = {
-    'total': smoothed + z_term,
+    'total': share * smoothed + z_term,
     'cross_entropy': nll,
     'z_loss': z_term,
     'correct': (sums[1] >= largest).astype(jnp.float32),
@@ -184,10 +186,11 @@ def _chunk(
   if weights is None:
     return values, None
   weights = weights.astype(jnp.float32)
-  scale = weights * (1 + 2 * z_loss * log_normaliser)  # [rows]
+  scale = weights * (share + 2 * z_loss * log_normaliser)  # [rows]
   probabilities = jnp.exp(scores - log_normaliser[:, None])
   wanted = _wanted(columns, is_target, label_smoothing)
-  dlogits = scale[:, None] * probabilities - weights[:, None] * wanted
+  dlogits = scale[:, None] * probabilities
+  dlogits -= (share * weights)[:, None] * wanted
   return values, dlogits if slope is None else dlogits * slope
 
 

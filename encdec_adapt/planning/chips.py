@@ -36,6 +36,10 @@ class Chip:
     dimensions: of the torus.
     wraps_at: extent of a dimension from which it closes to a ring.
     host_chips: chips of one host.
+    cycle_share: share of the cycles estimated by the compiler that published
+      training took, apart from kernels and collectives: set so that the
+      estimates of those runs are right in the mean (`planning.calibration`);
+      1 where none was published.
   """
 
   name: str
@@ -49,6 +53,7 @@ class Chip:
   dimensions: int = 0
   wraps_at: int = 0
   host_chips: int = 8
+  cycle_share: float = 1.0
 
 
 # A cycle of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs in each matrix unit,
@@ -67,11 +72,11 @@ CHIPS = {
     ),
     Chip(
       'v5p', 'tpu', 459e12, 95.74 * _GIB, 2765e9, 200e9, 6.25e9,
-      clock=1.75e9, dimensions=3, wraps_at=4, host_chips=4,
+      clock=1.75e9, dimensions=3, wraps_at=4, host_chips=4, cycle_share=0.82,
     ),
     Chip(
       'v6e', 'tpu', 918e12, 31.25 * _GIB, 1640e9, 200e9, 12.5e9,
-      clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4,
+      clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4, cycle_share=0.75,
     ),
     Chip('a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 600e9, 25e9),
     Chip('h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 900e9, 50e9),

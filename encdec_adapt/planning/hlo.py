@@ -6,7 +6,7 @@ their trip count, which stands in the condition. Of a fusion the compiler
 states `estimated_cycles`; products inside it are counted by their shapes.
 
 A collective that overlaps with products is cut into several fusions that
-share its channel: it is counted once per channel. A reduce-scatter is written
+share its channel: it is counted once. A reduce-scatter is written
 as a fusion of an all-reduce and a slice.
 """
 
@@ -148,14 +148,14 @@ class Totals:
     flops: of products (2 per multiplication and addition), kernels apart.
     cycles: of everything but kernels and collectives, as estimated by the
       compiler, by computation; loop bodies as often as they run.
-    collectives: by channel.
+    collectives: each of them once.
     kernels: every call.
     instructions: number of instructions in the text, as a measure of size.
   """
 
   flops: float = 0.0
   cycles: dict[str, float] = dataclasses.field(default_factory=dict)
-  collectives: dict[str, Collective] = dataclasses.field(default_factory=dict)
+  collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
   kernels: list[Kernel] = dataclasses.field(default_factory=list)
   instructions: int = 0
 
@@ -295,14 +295,17 @@ class _Walk:
       size = sum(nbytes(types[o]) for o in it.operands if o in types)
     elif it.opcode.endswith('-start'):
       size = max(_BYTES[d] * math.prod(s) for d, s in arrays(it.type))
-    channel = it.attribute('channel_id') or it.name
-    known = self.result.collectives.get(channel)
-    self.result.collectives[channel] = Collective(
+    groups, channel = _groups(it.attributes), it.attribute('channel_id')
+    # Parts of one that is cut up stand in one computation and share its
+    # channel, as unlike ones may.
+    key = (where, kind, size, groups, channel) if fused else (where, it.name)
+    known = self.result.collectives.get(key)
+    self.result.collectives[key] = Collective(
       kind,
       size,
-      _groups(it.attributes),
+      groups,
       max(times, known.times if known else 0),
-      fused or it.opcode.endswith('-start') or bool(known and known.overlapped),
+      fused or it.opcode.endswith('-start'),
       where,
       it.op_name,
     )

@@ -20,7 +20,8 @@ from encdec_adapt.models import cache as caches
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
-from encdec_adapt.training import optimizers, phases
+from encdec_adapt.sharding import report as sharding_report
+from encdec_adapt.training import objectives, optimizers, phases
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -94,6 +95,50 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
       'teacher': taught.axes(arguments['teacher']) if taught else {},
       'batch': _batch_axes(arguments['batch']),
     },
+  )
+
+
+def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """The vocabulary's part of a microbatch's loss, and its gradients, alone."""
+  where = job.place_model(settings, settings.model, mesh)
+  taught = teacher(settings, mesh)
+  rows = settings.train.batch_size // settings.train.microbatches
+  fields = batch(settings, where, rows)
+  used = {name: fields[name] for name in ('targets', 'weights')}
+
+  def states(model):
+    shape = (*used['targets'].shape, model.config.decoder.width)
+    names = ('batch', 'length', 'act_embed')
+    sharding = jax.NamedSharding(mesh, placement.spec(where.rules, *names))
+    dtype = jnp.dtype(settings.compute.dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  def head(placed):
+    return placed.model.head(placed.abstract_params())
+
+  students = {'hidden': states(where.model), 'table': head(where)}
+  teachers = {}
+  if taught:
+    teachers = {'hidden': states(taught.model), 'table': head(taught)}
+
+  def total(students, teachers, batch):
+    with partition.use(mesh, settings.rules.as_dict()):
+      source = None
+      if taught:
+        source = (taught.model.config.decoder, *teachers.values())
+      sums = objectives.vocabulary_sums(
+        where.model.config.decoder,
+        *students.values(),
+        batch,
+        settings.loss,
+        source,
+      )
+    return sums.total
+
+  return Program(
+    jax.jit(jax.grad(total)),
+    {'parameters': students, 'teacher': teachers, 'batch': used},
+    lambda a: (a['parameters'], a['teacher'], a['batch']),
   )
 
 
@@ -186,6 +231,30 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
 
 def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
   return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
+
+
+def argument_bytes(program: Program) -> dict[str, float]:
+  """Bytes of the arguments in one device's memory, by what they are."""
+  sums: dict[str, float] = {}
+  for row in rows(program):
+    part = row.name.partition('/')[0]
+    if not row.host:
+      sums[part] = sums.get(part, 0.0) + row.bytes
+  return sums
+
+
+def replicated(program: Program) -> list[dict[str, Any]]:
+  """Large arguments that every device holds whole."""
+  return [
+    {'name': row.name, 'bytes': row.bytes}
+    for row in rows(program)
+    if row.wasteful
+  ]
+
+
+def rows(program: Program) -> list[sharding_report.Row]:
+  """How every argument is sharded."""
+  return sharding_report.describe(program.arguments, program.axes)
 
 
 def teacher(

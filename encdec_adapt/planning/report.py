@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import dataclasses
-import math
 import re
 import time
 from typing import Any
@@ -15,7 +14,6 @@ from encdec_adapt.runtime import disk
 
 # Collective matrix products would be cut into loops that the totals miscount.
 _OPTIONS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-_LARGE = 64 * 2**20  # Bytes from which a replicated array is named.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +27,8 @@ class Question:
     known: attentions of the model and its teacher.
     model_flops: FLOPs of one run on all devices by the stated formula
       (`runtime.flops`), 0 where there is none.
+    loss: the part of it that is the vocabulary's loss, to be told apart in
+      memory.
   """
 
   where: chips.Slice
@@ -36,6 +36,7 @@ class Question:
   budget: float
   known: list[kernels.Attention]
   model_flops: float
+  loss: programs.Program | None = None
 
 
 def describe(program: programs.Program, question: Question) -> dict[str, Any]:
@@ -51,22 +52,22 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   lowered = program.lower(question.mesh)
   traced = time.perf_counter()
   try:
-    with jax.set_mesh(question.mesh):
-      compiled = lowered.compile(compiler_options=_OPTIONS)
+    compiled = _compile(lowered, question)
   except jax.errors.JaxRuntimeError as error:
     needed = out_of_memory(str(error))
     if needed is None:
       raise
     return {
+      'source': 'compiled',
       'fits': False,
       'memory': {
         'budget': question.budget,
         'peak': needed,
-        'arguments': _argument_bytes(program),
+        'arguments': programs.argument_bytes(program),
       },
       'trace_s': traced - began,
       'compile_s': time.perf_counter() - traced,
-      'replicated': replicated(program),
+      'replicated': programs.replicated(program),
     }
   compile_seconds = time.perf_counter() - traced
   totals = hlo.totals(compiled.as_text())
@@ -82,6 +83,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   share = question.model_flops / question.mesh.size
   peak = question.where.chip.flops
   return {
+    'source': 'compiled',
     'fits': memory['peak'] <= question.budget,
     'memory': memory,
     'flops': {
@@ -103,7 +105,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     'trace_s': traced - began,
     'compile_s': compile_seconds,
     'instructions': totals.instructions,
-    'replicated': replicated(program),
+    'replicated': programs.replicated(program),
   }
 
 
@@ -118,47 +120,33 @@ def out_of_memory(message: str) -> float | None:
   return float(found[1]) * 1024**power
 
 
+def _compile(lowered, question: Question):
+  with jax.set_mesh(question.mesh):
+    return lowered.compile(compiler_options=_OPTIONS)
+
+
 def _memory(compiled, program, question) -> dict[str, Any]:
-  """Bytes on one device."""
+  """Bytes on one device; those of `parts` are of what is temporary."""
   found = compiled.memory_analysis()
   results = found.output_size_in_bytes - found.alias_size_in_bytes
   code = found.generated_code_size_in_bytes
+  temporary, parts = float(found.temp_size_in_bytes), {}
+  if question.loss is not None:
+    alone = _compile(question.loss.lower(question.mesh), question)
+    of_loss = alone.memory_analysis()
+    parts['loss'] = float(
+      of_loss.temp_size_in_bytes + of_loss.output_size_in_bytes
+    )
+    parts['activations'] = max(0.0, temporary - parts['loss'])
   return {
     'budget': question.budget,
-    'peak': float(
-      found.argument_size_in_bytes + found.temp_size_in_bytes + results + code
-    ),
-    'arguments': _argument_bytes(program),
-    'temporary': float(found.temp_size_in_bytes),
+    'peak': float(found.argument_size_in_bytes + results + code) + temporary,
+    'arguments': programs.argument_bytes(program),
+    'temporary': temporary,
+    'parts': parts,
     'results': float(results),
     'code': float(code),
   }
-
-
-def _argument_bytes(program: programs.Program) -> dict[str, float]:
-  return {
-    name: float(sum(map(_device_bytes, jax.tree.leaves(tree))))
-    for name, tree in program.arguments.items()
-    if jax.tree.leaves(tree)
-  }
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  shape = leaf.sharding.shard_shape(leaf.shape)
-  return math.prod(shape) * leaf.dtype.itemsize
-
-
-def replicated(program: programs.Program) -> list[dict[str, Any]]:
-  """Arguments of 64 MiB and more that every device holds whole."""
-  found = []
-  for name, tree in program.arguments.items():
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-      size = _device_bytes(leaf)
-      whole = leaf.sharding.is_fully_replicated and size >= _LARGE
-      if whole and leaf.sharding.mesh.size > 1:
-        key = jax.tree_util.keystr(path, simple=True, separator='/')
-        found.append({'name': f'{name}/{key}', 'bytes': size})
-  return found
 
 
 def _kernels(totals, known, peak) -> list[dict[str, Any]]:
@@ -188,22 +176,31 @@ def text(plan: Mapping[str, Any]) -> str:
     f'memory per device: {disk.format_bytes(memory["peak"])} of'
     f' {disk.format_bytes(memory["budget"])}: {verdict}'
   ]
+  if plan['source'] == 'shapes':
+    lines.append('from shapes alone: nothing was compiled')
   parts = {
     **memory['arguments'],
     **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
+    **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }
-  lines += [f'  {k:<12}{disk.format_bytes(v):>12}' for k, v in parts.items()]
+  lines += [f'  {k:<14}{disk.format_bytes(v):>12}' for k, v in parts.items()]
   for one in plan['replicated']:
     lines.append(
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
     )
-  if 'roofline' not in plan:
-    return '\n'.join(lines)
+  lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
+  if 'roofline' in plan:
+    lines += _times(plan)
+  return '\n'.join(lines)
+
+
+def _times(plan: Mapping[str, Any]) -> list[str]:
+  """FLOPs, kernels, collectives and seconds, a line each."""
   work, times = plan['flops'], plan['roofline']
-  lines.append(
+  lines = [
     f'FLOPs per device: {work["products"]:.4g} in products,'
     f' {work["kernels"]:.4g} in kernels; {work["model"]:.4g} by the formula'
-  )
+  ]
   for kernel in plan['kernels']:
     lines.append(
       f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
@@ -223,7 +220,9 @@ def text(plan: Mapping[str, Any]) -> str:
   )
   if plan['mfu'] is not None:
     lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
-  lines.append(
-    f'traced in {plan["trace_s"]:.1f} s, compiled in {plan["compile_s"]:.1f} s'
-  )
-  return '\n'.join(lines)
+  if plan['source'] == 'compiled':
+    lines.append(
+      f'traced in {plan["trace_s"]:.1f} s, compiled in'
+      f' {plan["compile_s"]:.1f} s'
+    )
+  return lines

@@ -1,6 +1,7 @@
 """Time of a step from what it computes, moves and sends.
 
-The compiler states cycles for everything but kernels and collectives. Kernels
+The compiler states cycles for everything but kernels and collectives; what
+hardware takes of them is `chips.Chip.cycle_share`. Kernels
 are added by their FLOPs at `KERNEL_EFFICIENCY`, collectives by bytes over the
 links they cross. A collective that the compiler overlaps costs only what
 exceeds the other work of its computation; the others cost all of it.
@@ -89,9 +90,10 @@ def estimate(
   """
   chip = where.chip
   kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
-  compute = sum(totals.cycles.values()) / chip.clock
-  network = _Network(mesh, where)
-  busy = {name: cycles / chip.clock for name, cycles in totals.cycles.items()}
+  clock = chip.clock / chip.cycle_share
+  compute = sum(totals.cycles.values()) / clock
+  network = Network(mesh, where)
+  busy = {name: cycles / clock for name, cycles in totals.cycles.items()}
   calls = sum(k.times for k in totals.kernels)
   for kernel in totals.kernels:
     share = kernels * kernel.times / calls
@@ -134,8 +136,8 @@ def _summed(
   return tuple(sorted(found, key=lambda t: -t.seconds))
 
 
-class _Network:
-  """Which links the devices of a group talk over."""
+class Network:
+  """Which links the devices of a group talk over, and how long that takes."""
 
   def __init__(self, mesh: Mesh, where: chips.Slice):
     self.mesh, self.where = mesh, where
@@ -152,10 +154,32 @@ class _Network:
       return 'one device', 0.0, 0.0
     key = frozenset(frozenset(map(int, group)) for group in ids)
     axes = self.groups.get(key, f'{size} devices')
-    share = (size - 1) / size * (2 if one.kind == 'all-reduce' else 1)
-    sent = one.bytes * share
-    members = [self.devices[i] for i in ids[0]]
-    return axes, sent, sent / self._bandwidth(members)
+    return axes, *self._exchange(one.kind, one.bytes, ids[0])
+
+  def along(
+    self, axes: Sequence[str], kind: str, size: float
+  ) -> tuple[float, float]:
+    """Bytes that a device sends, and seconds, over mesh axes.
+
+    Args:
+      axes: names of mesh axes.
+      kind: such as 'all-gather'.
+      size: bytes of the array that is whole.
+    """
+    names = self.mesh.axis_names
+    axes = [a for a in axes if self.mesh.shape[a] > 1]
+    if not axes:
+      return 0.0, 0.0
+    ids = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
+    first = tuple(slice(None) if name in axes else 0 for name in names)
+    return self._exchange(kind, size, ids[first].ravel())
+
+  def _exchange(
+    self, kind: str, size: float, ids: Sequence[int]
+  ) -> tuple[float, float]:
+    count = len(ids)
+    sent = size * (count - 1) / count * (2 if kind == 'all-reduce' else 1)
+    return sent, sent / self._bandwidth([self.devices[i] for i in ids])
 
   def _bandwidth(self, members) -> float:
     """Bytes/s at which the members can exchange, each."""

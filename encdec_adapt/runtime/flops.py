@@ -127,26 +127,33 @@ def forward(stack: StackShape, length: int, *, source_length: int = 0) -> int:
   dense = 3 * stack.mlp * (layers - stack.sparse_layers)
   routed = (3 * stack.sparse_mlp + stack.router_outputs) * stack.sparse_layers
   total = length * (layers * projections + 2 * stack.width * (dense + routed))
-  for window in stack.windows:
-    total += (
-      4
-      * heads
-      * visible_pairs(
-        length,
-        causal=stack.causal,
-        window=window,
-        window_rule=stack.window_rule,
-      )
-    )
   if stack.cross_width is not None:
-    layers = stack.cross_layers
     own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
-    total += (len(stack.windows) if layers is None else layers) * (
-      own
-      + 2 * stack.cross_width * 2 * kv_heads * source_length
-      + 4 * heads * length * source_length
+    total += _cross_layers(stack) * (
+      own + 2 * stack.cross_width * 2 * kv_heads * source_length
     )
-  return total
+  return total + scores(stack, length, source_length=source_length)
+
+
+def scores(stack: StackShape, length: int, *, source_length: int = 0) -> int:
+  """The part of `forward` that is scores and weighted sums of attention."""
+  pairs = sum(
+    visible_pairs(
+      length,
+      causal=stack.causal,
+      window=window,
+      window_rule=stack.window_rule,
+    )
+    for window in stack.windows
+  )
+  if stack.cross_width is not None:
+    pairs += _cross_layers(stack) * length * source_length
+  return 4 * stack.query_heads * stack.head_dim * pairs
+
+
+def _cross_layers(stack: StackShape) -> int:
+  known = stack.cross_layers
+  return len(stack.windows) if known is None else known
 
 
 def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:

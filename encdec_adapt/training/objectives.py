@@ -169,87 +169,78 @@ def loss_sums(
   """
   routing = []
   hidden = predict(model, params, batch, routing=routing)
-  table = model.head(params)
-  zero = jnp.zeros((), jnp.float32)
-  total, divergence, z_loss = zero, zero, zero
-  hard = 1.0 - config.distillation
-  data = _from_data(model, hidden, table, batch, config)
-  if hard:
-    total = hard * data.total
-    z_loss = hard * data.z_loss
+  taught = None
   if config.distillation:
-    soft = _from_teacher(model, hidden, table, batch, config, *teacher)
-    total = total + config.distillation * soft.total
-    divergence = soft.kl
-    z_loss = z_loss + soft.z_loss
-  routed = None
-  if routing:
-    # By the batch's weight, as what is summed over it.
-    routed = jax.tree.map(
-      lambda mean: data.weight * mean, experts.mean_losses(routing)
+    other, other_params = teacher
+    taught = (
+      other.config.decoder,
+      predict(other, other_params, batch),
+      other.head(other_params),
     )
-    total = total + config.load_balance * routed.balance
-    total = total + config.router_z_loss * routed.z
-  return StepSums(
-    total=total,
-    cross_entropy=data.cross_entropy,
-    distillation=divergence,
-    z_loss=z_loss,
-    correct=data.correct,
-    weight=data.weight,
-    routing=routed,
+  sums = vocabulary_sums(
+    model.config.decoder, hidden, model.head(params), batch, config, taught
   )
+  if not routing:
+    return sums
+  # By the batch's weight, as what is summed over it.
+  routed = jax.tree.map(
+    lambda mean: sums.weight * mean, experts.mean_losses(routing)
+  )
+  total = sums.total + config.load_balance * routed.balance
+  total = total + config.router_z_loss * routed.z
+  return sums.replace(total=total, routing=routed)
 
 
-def _from_data(
-  model: build.Model,
-  hidden: jax.Array,
-  table: jax.Array,
+def vocabulary_sums(
+  stack: model_config.StackConfig,
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
   batch: Batch,
   config: LossConfig,
-) -> vocabulary_loss.LossSums:
-  """Cross-entropy to the targets; the z-loss where the data has a share."""
-  stack = model.config.decoder
-  hard = 1.0 - config.distillation
-  # Where the data's share is 0 its cross-entropy is only reported, and the
-  # one-pass loss must not compute gradients for it.
-  if not hard:
-    hidden, table = jax.lax.stop_gradient((hidden, table))
-  return vocabulary_loss.cross_entropy(
-    hidden,
-    table,
-    batch['targets'],
-    batch['weights'],
+  teacher: tuple[model_config.StackConfig, Array, Array] | None = None,
+) -> StepSums:
+  """The part of `loss_sums` that is computed from logits.
+
+  Args:
+    stack: the decoder's.
+    hidden: states that predict the targets.
+    table: the output table.
+    batch: `targets` and `weights`.
+    config: weights of the parts.
+    teacher: the same three of the teacher.
+  """
+  options = dict(
     vocab_size=stack.vocab_size,
     softcap=stack.final_softcap,
-    # The z-loss is not shared out: it is config.z_loss in full.
-    z_loss=config.z_loss / hard if hard else 0.0,
+    z_loss=config.z_loss,
     label_smoothing=config.label_smoothing,
     chunk=config.chunk,
   )
-
-
-def _from_teacher(
-  model: build.Model,
-  hidden: jax.Array,
-  table: jax.Array,
-  batch: Batch,
-  config: LossConfig,
-  teacher: build.Model,
-  teacher_params: decoder_only.Params,
-) -> distillation_loss.DistillationSums:
-  """Cross-entropy to the teacher; the z-loss where it has all of the loss."""
-  stack = model.config.decoder
-  return distillation_loss.distillation(
-    hidden,
-    table,
-    predict(teacher, teacher_params, batch),
-    teacher.head(teacher_params),
-    batch['weights'],
-    vocab_size=stack.vocab_size,
-    softcap=stack.final_softcap,
-    teacher_softcap=teacher.config.decoder.final_softcap,
-    temperature=config.temperature,
-    z_loss=config.z_loss if config.distillation == 1 else 0.0,
-    chunk=config.chunk,
+  targets, weights = batch['targets'], batch['weights']
+  if config.distillation:
+    shape, *states = teacher
+    sums = distillation_loss.distillation(
+      hidden,
+      table,
+      *states,
+      targets,
+      weights,
+      share=config.distillation,
+      teacher_softcap=shape.final_softcap,
+      temperature=config.temperature,
+      **options,
+    )
+    divergence = sums.kl
+  else:
+    sums = vocabulary_loss.cross_entropy(
+      hidden, table, targets, weights, **options
+    )
+    divergence = jnp.zeros((), jnp.float32)
+  return StepSums(
+    total=sums.total,
+    cross_entropy=sums.cross_entropy,
+    distillation=divergence,
+    z_loss=sums.z_loss,
+    correct=sums.correct,
+    weight=sums.weight,
   )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import report
+from encdec_adapt.planning import report, stored
 from tests import tiny
 
 pytestmark = [
@@ -58,7 +58,15 @@ def plans(tmp_path_factory):
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert '[train] v5e:2x2 x 1: 4 chips' in done.stdout
-  return json.loads(output.read_text())
+  written = json.loads(output.read_text())
+  assert written['config'] == 'configs/base.py'
+  assert written['overrides']['compute.remat'] == 'attention'
+  assert stored.flags(written)[-3:] == [
+    '--topology=v5e:2x2',
+    '--num_slices=1',
+    '--programs=train,decode',
+  ]
+  return written['programs']
 
 
 def test_the_training_step_is_counted(plans):
@@ -89,6 +97,8 @@ def test_memory_adds_up(plans):
     2 * arguments['parameters'], rel=0.01
   )
   parts = sum(memory[k] for k in ('temporary', 'results', 'code'))
+  assert memory['temporary'] == pytest.approx(sum(memory['parts'].values()))
+  assert 0 < memory['parts']['loss'] < memory['temporary']
   assert memory['peak'] == pytest.approx(
     parts + sum(arguments.values()), rel=0.05
   )

@@ -31,18 +31,21 @@ def make_case(
   teacher_table = jnp.asarray(2 * rng.normal(size=(W, E)), jnp.float32)
   weights = np.maximum(rng.normal(size=(B, T)) + 0.5, 0.0)
   weights = jnp.asarray(weights, jnp.float32)
-  return hidden, table, teacher_hidden, teacher_table, weights
+  targets = jnp.asarray(rng.integers(0, vocab_size, (B, T)), jnp.int32)
+  return hidden, table, teacher_hidden, teacher_table, targets, weights
 
 
 def with_gradients(loss, jit=True, **options):
-  """(sums, gradients of total in all five arrays)."""
+  """(sums, gradients of total in all arrays but the targets)."""
 
   def total(*arrays):
     sums = loss(*arrays, **options)
     return 3.0 * sums.total, sums
 
   def run(*arrays):
-    gradients, sums = jax.grad(total, argnums=range(5), has_aux=True)(*arrays)
+    gradients, sums = jax.grad(total, argnums=(0, 1, 2, 3, 5), has_aux=True)(
+      *arrays
+    )
     return sums, gradients
 
   return run if not jit else jax.jit(run)
@@ -66,19 +69,26 @@ def test_literal_value():
     jnp.zeros((2, 1)),
     one,
     jnp.log(jnp.array([[1.0], [3.0]])),
+    jnp.array([[0]]),
     jnp.array([[2.0]]),
     vocab_size=2,
   )
   np.testing.assert_allclose(sums.total, 2 * np.log(2), rtol=1e-6)
   kl = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
   np.testing.assert_allclose(sums.kl, 2 * kl, rtol=1e-5)
+  np.testing.assert_allclose(sums.cross_entropy, 2 * np.log(2), rtol=1e-6)
   assert float(sums.weight) == 2.0
 
 
 @pytest.mark.parametrize('chunk', [5, 64])
 @pytest.mark.parametrize('softcap,teacher_softcap', [(None, 4.0), (3.0, None)])
-@pytest.mark.parametrize('temperature,z_loss', [(1.0, 0.0), (2.5, 1e-2)])
-def test_equals_dense(chunk, softcap, teacher_softcap, temperature, z_loss):
+@pytest.mark.parametrize(
+  'temperature, z_loss, share, label_smoothing',
+  [(1.0, 0.0, 1.0, 0.0), (2.5, 1e-2, 1.0, 0.1), (2.5, 1e-2, 0.3, 0.1)],
+)
+def test_equals_dense(
+  chunk, softcap, teacher_softcap, temperature, z_loss, share, label_smoothing
+):
   case = make_case()
   options = dict(
     vocab_size=21,
@@ -86,6 +96,8 @@ def test_equals_dense(chunk, softcap, teacher_softcap, temperature, z_loss):
     teacher_softcap=teacher_softcap,
     temperature=temperature,
     z_loss=z_loss,
+    share=share,
+    label_smoothing=label_smoothing,
   )
   actual = with_gradients(
     distillation_loss.distillation, chunk=chunk, **options
@@ -135,29 +147,29 @@ def test_bfloat16_products_keep_float32_sums_and_table_gradient():
 
 
 def test_a_student_equal_to_its_teacher_has_no_gradient():
-  hidden, table, _, _, weights = make_case()
+  hidden, table, _, _, targets, weights = make_case()
   sums, gradients = with_gradients(
     distillation_loss.distillation,
     vocab_size=21,
     softcap=5.0,
     teacher_softcap=5.0,
     temperature=2.0,
-  )(hidden, table, hidden, table, weights)
+  )(hidden, table, hidden, table, targets, weights)
   np.testing.assert_allclose(sums.kl, 0.0, atol=1e-5)
   for gradient in gradients[:4]:
     np.testing.assert_allclose(gradient, 0.0, atol=1e-5)
 
 
 def test_padding_rows_change_nothing():
-  hidden, table, teacher_hidden, teacher_table, weights = make_case()
+  hidden, table, teacher_hidden, teacher_table, *rest = make_case()
   run = with_gradients(distillation_loss.distillation, vocab_size=21)
-  expected = run(hidden, table, teacher_hidden, teacher_table, weights)
+  expected = run(hidden, table, teacher_hidden, teacher_table, *rest)
   actual = run(
     hidden,
     table.at[21:].set(1e4),
     teacher_hidden,
     teacher_table.at[21:].set(1e4),
-    weights,
+    *rest,
   )
   assert_same(actual, expected, rtol=0, atol=0)
   dtable = expected[1][1]
@@ -179,6 +191,7 @@ def test_bad_arguments():
   for options, message in (
     (dict(vocab_size=23), 'vocab_size=23'),
     (dict(vocab_size=21, temperature=0.0), 'temperature=0.0'),
+    (dict(vocab_size=21, share=1.5), 'share=1.5'),
     (dict(vocab_size=21, teacher_softcap=-1.0), 'softcap=-1.0'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -192,6 +205,7 @@ def test_memory_does_not_hold_all_logits():
     jax.ShapeDtypeStruct((V, D), jnp.float32),
     jax.ShapeDtypeStruct((1, N, D), jnp.float32),
     jax.ShapeDtypeStruct((V, D), jnp.float32),
+    jax.ShapeDtypeStruct((1, N), jnp.int32),
     jax.ShapeDtypeStruct((1, N), jnp.float32),
   )
 
@@ -240,6 +254,7 @@ def one_device():
     softcap=5.0,
     temperature=2.0,
     z_loss=1e-2,
+    share=0.4,
   )
   return run, jax.jit(run)(*mesh_case())
 

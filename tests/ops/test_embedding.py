@@ -118,12 +118,14 @@ def test_gradients_of_bfloat16_rows_add_up_in_fp32():
 
 @pytest.mark.sharded
 @pytest.mark.parametrize('dtype', [None, jnp.bfloat16])
+@pytest.mark.parametrize('rows', [256, 8], ids=['rows move', 'table moves'])
 @pytest.mark.parametrize('name', SHARDINGS)
-def test_sharded_equals_one_device(name, dtype):
+def test_sharded_equals_one_device(name, rows, dtype):
   shape, rules = SHARDINGS[name]
-  run = value_and_gradient(tokens(), dtype, make_mesh(shape), rules)
-  gradient, out = run(table())
-  expected_gradient, expected = value_and_gradient(tokens(), dtype)(table())
+  ids, values = tokens(rows), table(rows)
+  run = value_and_gradient(ids, dtype, make_mesh(shape), rules)
+  gradient, out = run(values)
+  expected_gradient, expected = value_and_gradient(ids, dtype)(values)
   assert out.dtype == expected.dtype
   np.testing.assert_array_equal(out, expected)
   np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
@@ -131,7 +133,7 @@ def test_sharded_equals_one_device(name, dtype):
 
 
 @pytest.mark.sharded
-def test_the_table_is_never_gathered():
+def test_few_tokens_never_gather_the_table():
   rows, width = 1024, 56  # sizes that nothing else has
   mesh = make_mesh(SHAPE)
   rules = {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')}
@@ -148,15 +150,49 @@ def test_the_table_is_never_gathered():
   assert gradient.sharding.is_equivalent_to(sharding, 2)
 
 
+def test_no_mask_of_rows_is_kept_for_the_backward_pass():
+  ids = tokens()
+  _, pull = jax.vjp(lambda t: embedding.lookup(t, ids), table())
+  sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
+  assert max(sizes) <= max(V * D, ids.size)
+
+
+@pytest.mark.sharded
+def test_many_tokens_gather_columns_of_the_table():
+  rows, width = 2**16, 2**12  # 1 GiB, in 8 parts
+  mesh = make_mesh(SHAPE)
+  rules = {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')}
+  with partition.use(mesh, RULES | rules) as active:
+    specs = [active.spec('vocab', None), active.spec('batch', 'length')]
+  values, ids = (
+    jax.ShapeDtypeStruct(
+      shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
+    for shape, dtype, spec in zip(
+      [(rows, width), (4, rows)], [jnp.float32, jnp.int32], specs, strict=True
+    )
+  )
+
+  def run(table, ids):
+    with partition.use(mesh, RULES | rules):
+      return embedding.lookup(table, ids, jnp.bfloat16)
+
+  program = jax.jit(run).lower(values, ids).compile().as_text()
+  # Halves of the rows, of the two devices that share tokens' axis.
+  assert f'f32[{rows // 2},{width // 4}]' in program
+  assert f'f32[{rows // 2},{width}]' not in program
+
+
 @pytest.mark.sharded
 @pytest.mark.parametrize('on_mesh', [False, True])
-def test_ids_outside_the_table_give_nan(on_mesh):
-  ids = tokens().at[2, 3].set(V).at[3, 1].set(-1)
+@pytest.mark.parametrize('V', [256, 8], ids=['rows move', 'table moves'])
+def test_ids_outside_the_table_give_nan(on_mesh, V):
+  ids = tokens(V).at[2, 3].set(V).at[3, 1].set(-1)
   outside = np.zeros((B, L), bool)
   outside[2, 3] = outside[3, 1] = True
   shape, rules = SHARDINGS['vocabulary over two axes, one of them shared']
   mesh = make_mesh(shape) if on_mesh else None
-  _, out = value_and_gradient(ids, None, mesh, rules)(table())
+  _, out = value_and_gradient(ids, None, mesh, rules)(table(V))
   np.testing.assert_array_equal(np.isnan(out).all(-1), outside)
   np.testing.assert_array_equal(np.isnan(out).any(-1), outside)
 

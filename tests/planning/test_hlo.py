@@ -17,7 +17,7 @@ def test_a_loop_counts_as_often_as_it_runs():
   found = hlo.totals(PROGRAM)
   assert found.flops == 12 * 2 * 256 * 512 * 512
   assert found.cycles['body.1'] == 12 * (1000 + 50)
-  gathered, summed = found.collectives['1'], found.collectives['2']
+  gathered, summed = found.collectives.values()
   assert (gathered.kind, gathered.bytes, gathered.times) == (
     'all-gather',
     512 * 512 * 2,
@@ -30,15 +30,35 @@ def test_a_loop_counts_as_often_as_it_runs():
   assert kernel.operands == ((256, 512),)
 
 
+def in_fusions(channels):
+  """The program whose gather is in fusions instead, one for each channel."""
+  (line,) = [x for x in PROGRAM.splitlines() if ' %all-gather.1 =' in x]
+  parts, calls = [], []
+  for index, channel in enumerate(channels):
+    name = 'all-gather.1' if index == 0 else f'piece.{index}'
+    inside = line.replace('channel_id=1', f'channel_id={channel}')
+    parts.append(
+      f'%fused.{index} (w: bf16[128,512]) -> bf16[512,512] {{\n'
+      '  %w = bf16[128,512]{1,0} parameter(0)\n' + inside + '\n}\n'
+    )
+    calls.append(
+      f'  %{name} = bf16[512,512]{{1,0}} fusion(%w), kind=kOutput,'
+      f' calls=%fused.{index}'
+    )
+  head, rest = PROGRAM.replace(line, '\n'.join(calls)).split('\n', 1)
+  return '\n'.join([head, *parts, rest])
+
+
 def test_a_collective_in_pieces_counts_once():
-  piece = (
-    '  %w = bf16[128,512]{1,0:T(8,128)(2,1)} get-tuple-element(%param.4),'
-    ' index=2\n'
-  )
-  lines = [line for line in PROGRAM.splitlines() if 'all-gather(' in line]
-  again = lines[0].replace('%all-gather.1 =', '%all-gather.2 =')
-  text = PROGRAM.replace(piece, f'{piece}{again}\n')
-  assert text != PROGRAM
+  found = hlo.totals(in_fusions(['7', '7'])).collectives
+  assert [c.kind for c in found.values()] == ['all-gather', 'all-reduce']
+  gathered = next(iter(found.values()))
+  assert gathered.overlapped and gathered.times == 12
+  assert len(hlo.totals(in_fusions(['7', '8'])).collectives) == 3
+
+
+def test_collectives_of_one_channel_outside_of_fusions_are_others():
+  text = PROGRAM.replace('channel_id=2', 'channel_id=1')
   assert len(hlo.totals(text).collectives) == 2
 
 

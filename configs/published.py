@@ -1,0 +1,60 @@
+"""Decoder-only training whose speed was published: what plans are held against.
+
+    python -m encdec_adapt.plan --calibrate
+
+compiles each of `RUNS` and writes how far its estimate is from what was
+measured. Batches are the published recipes' (MaxText's benchmark files) where
+they are known; what they keep in the host's memory is recomputed here.
+"""
+
+import dataclasses
+
+from configs import base
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import presets
+
+
+def _dense_32b():
+  """The 32B of MaxText's v5e table: its base shape times 4, 4, 4 and 2."""
+  return dataclasses.replace(
+    presets.stack('llama2_7b', vocab_multiple=256),
+    layers=32,
+    width=8192,
+    mlp_width=28672,
+    heads=64,
+    kv_heads=64,
+  )
+
+
+def get_config(arg=None):
+  """`shape` of `presets.STACKS` or dense_32b; `length` of a row, `rows` of all.
+
+  `replica` above 1 splits the chips into groups that share a table of the
+  vocabulary; everything else is sharded over all of them.
+  """
+  args = base.parse_arg(
+    arg,
+    shape='llama3.1_8b',
+    length=8192,
+    rows=1024,
+    replica=1,
+    remat='full',
+    attention='splash',
+  )
+  config = base.get_config()
+  if args['shape'] == 'dense_32b':
+    stack = _dense_32b()
+  else:
+    stack = presets.stack(args['shape'], vocab_multiple=256)
+  base.set_model(config.model, model_config.DecoderOnlyConfig(stack))
+  config.data.train_vocabulary = False
+  config.data.decoder_length = args['length']
+  config.train.batch_size = config.train.eval_batch_size = args['rows']
+  config.compute.dtype = 'bfloat16'
+  config.compute.attention = args['attention']
+  config.compute.remat = args['remat']
+  config.loss.chunk = 256
+  if args['replica'] > 1:
+    config.mesh.replica = args['replica']
+    config.mesh.rules = 'fsdp_replica'
+  return config

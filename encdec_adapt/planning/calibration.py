@@ -1,0 +1,117 @@
+"""How far estimates are from what was measured and published.
+
+`RUNS` lists decoder-only training whose speed somebody published; the
+table beside this module has what a plan says of each, written by
+
+    python -m encdec_adapt.plan --calibrate
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Training whose speed was published.
+
+  Attributes:
+    config: the configuration of the same job here.
+    topology: chips, as `planning.chips.parse` reads them.
+    mfu: model FLOPs utilisation, causal attention counted half.
+    source: where it was published.
+  """
+
+  config: str
+  topology: str
+  mfu: float
+  source: str
+
+
+_TIERS = 'MaxText docs/reference/models/tiering.md'
+RUNS: Mapping[str, Run] = {
+  'Llama 3.1 8B, v6e x 256': Run(
+    'configs/published.py:shape=llama3.1_8b,length=8192,rows=1024,replica=16,'
+    'remat=attention',
+    'v6e:16x16',
+    0.4546,
+    _TIERS,
+  ),
+  'Llama 2 70B, v6e x 256': Run(
+    'configs/published.py:shape=llama2_70b,length=4096,rows=768,replica=16',
+    'v6e:16x16',
+    0.438,
+    _TIERS,
+  ),
+  'Llama 2 70B, v5p x 512': Run(
+    'configs/published.py:shape=llama2_70b,length=4096,rows=2048,replica=16',
+    'v5p:8x8x8',
+    0.654,
+    _TIERS,
+  ),
+  'Gemma 3 12B, v6e x 256': Run(
+    'configs/published.py:shape=gemma3_12b,length=32768,rows=256,replica=16',
+    'v6e:16x16',
+    0.381,
+    'tpu-recipes training/trillium/Gemma3-12B-MaxText/v6e-256',
+  ),
+  'dense 32B, v5e x 256': Run(
+    'configs/published.py:shape=dense_32b,length=2048,rows=1024,replica=16',
+    'v5e:16x16',
+    0.669,
+    'MaxText configs/tpu/v5e/README.md',
+  ),
+  'Llama 2 7B, H100 x 8': Run(
+    'configs/published.py:shape=llama2_7b,length=4096,rows=32,attention=chunked',
+    'h100:8',
+    0.497,
+    'MaxText configs/gpu/a3/llama_2_7b/README.md',
+  ),
+  'Llama 2 7B, H100 x 128': Run(
+    'configs/published.py:shape=llama2_7b,length=4096,rows=512,replica=16,'
+    'attention=chunked',
+    'h100:128',
+    0.379,
+    'MaxText configs/gpu/a3/llama_2_7b/README.md',
+  ),
+}
+
+
+def path() -> pathlib.Path:
+  """The stored table."""
+  return pathlib.Path(__file__).parent / 'calibration.json'
+
+
+def table() -> list[dict[str, Any]]:
+  """The stored rows, as `row` makes them."""
+  return json.loads(path().read_text()) if path().exists() else []
+
+
+def row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+  """A row of the table: what was published of a run, and what a plan says."""
+  run = RUNS[name]
+  return {
+    'name': name,
+    'config': run.config,
+    'topology': run.topology,
+    'source': run.source,
+    'published': run.mfu,
+    'estimated': plan['mfu'],
+    'by': plan['source'],
+    'gib': plan['memory']['peak'] / 2**30,
+  }
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+  """The rows for people, one a line."""
+  lines = ['what such estimates are of runs whose MFU was published:']
+  for row in rows:
+    error = 100 * (row['estimated'] - row['published'])
+    lines.append(
+      f'  {row["name"]:<26}{row["published"]:>6.1%} published,'
+      f' {row["estimated"]:>6.1%} here ({error:+.1f} points,'
+      f' {row["by"]})'
+    )
+  return '\n'.join(lines)

@@ -1,0 +1,127 @@
+"""Plans that the repository ships: they fit, and come out the same again."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import plan
+from encdec_adapt.planning import calibration, chips, stored
+from encdec_adapt.runtime import command
+from tests import tiny
+
+FOLDER = tiny.ROOT / 'configs' / 'plans'
+PATHS = sorted(FOLDER.glob('*.json'))
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
+# The shapes of a plan, small: what divides and what overlaps stays.
+SMALL = {
+  'layers': 2,
+  'width': 512,
+  'mlp_width': 1024,
+  'heads': 2,
+  'kv_heads': 2,
+  'head_dim': 128,
+  'vocab_size': 8192,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+
+
+@pytest.mark.parametrize('path', PATHS, ids=lambda path: path.stem)
+def test_a_shipped_plan_fits(path):
+  written = json.loads(path.read_text())
+  train_step = written['programs']['train']
+  memory = train_step['memory']
+  assert train_step['fits'] and train_step['source'] == 'compiled'
+  where = chips.parse(written['topology'], written['num_slices'])
+  assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
+  assert not train_step['replicated']
+  values = command.parse(plan.define_flags, stored.flags(written))
+  settings = config_lib.load(values.config, sources=False)
+  assert settings.mesh.sizes(where.devices)
+
+
+def test_the_readme_has_the_table():
+  table = stored.markdown(stored.read(str(FOLDER)))
+  assert table in (tiny.ROOT / 'README.md').read_text()
+
+
+def test_estimates_of_published_runs_are_within_ten_points():
+  rows = {row['name']: row for row in calibration.table()}
+  assert set(rows) == set(calibration.RUNS)
+  for name, row in rows.items():
+    assert row['published'] == calibration.RUNS[name].mfu
+    assert row['config'] == calibration.RUNS[name].config
+    assert abs(row['estimated'] - row['published']) < 0.10, name
+
+
+def run(output, flags):
+  done = subprocess.run(
+    [sys.executable, '-m', 'encdec_adapt.plan', *flags, f'--output={output}'],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+    timeout=3600,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return json.loads(pathlib.Path(output).read_text())['programs']['train']
+
+
+@needs_libtpu
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize('path', PATHS, ids=lambda path: path.stem)
+def test_a_shipped_plan_comes_out_again(path, tmp_path):
+  written = json.loads(path.read_text())
+  before = written['programs']['train']
+  now = run(tmp_path / 'plan.json', stored.flags(written))
+  assert now['memory']['peak'] == pytest.approx(
+    before['memory']['peak'], rel=0.02
+  )
+  assert now['flops'] == pytest.approx(before['flops'], rel=0.01)
+  assert now['mfu'] == pytest.approx(before['mfu'], rel=0.03)
+
+
+@needs_libtpu
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  'arg, topology, slices',
+  [
+    ('objective=prefixlm', 'v5e:2x4', 1),
+    ('objective=ul2', 'v6e:2x2', 2),
+  ],
+)
+def test_a_small_model_of_the_recipe_compiles(arg, topology, slices, tmp_path):
+  where = chips.parse(topology, slices)
+  flags = [
+    f'--config=configs/gemma2.py:{arg},topology={topology},slices={slices}',
+    f'--topology={topology}',
+    f'--num_slices={slices}',
+    f'--config.train.batch_size={2 * where.devices}',
+    '--config.train.microbatches=2',
+    f'--config.mesh.fsdp={where.devices // slices}',
+    f'--config.mesh.replica={slices}',
+    '--config.data.encoder_length=512',
+    '--config.data.decoder_length=512',
+  ]
+  flags += [
+    f'--config.model.{side}.{key}={value}'
+    for side in ('encoder', 'decoder')
+    for key, value in SMALL.items()
+  ]
+  found = run(tmp_path / 'plan.json', flags)
+  assert found['fits'] and found['kernels'] and 0 < found['mfu'] < 1
+  axes = {row['axes'] for row in found['collectives']}
+  assert 'fsdp' in axes
+  assert ('replica' in axes) == (slices > 1)

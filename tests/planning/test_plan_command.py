@@ -1,0 +1,73 @@
+"""The command for GPUs, whose programs cannot be compiled everywhere."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt import plan
+from tests import tiny
+
+FLAGS = [
+  '--config=configs/presets.py:encoder=toy',
+  '--config.data.encoder_length=64',
+  '--config.data.decoder_length=64',
+  '--config.train.batch_size=64',
+  '--topology=h100:16',
+]
+
+
+def run(*flags):
+  return subprocess.run(
+    [sys.executable, '-m', 'encdec_adapt.plan', *FLAGS, *flags],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+    timeout=300,
+  )
+
+
+def test_a_plan_from_shapes_says_so(tmp_path):
+  output = tmp_path / 'plan.json'
+  done = run(f'--output={output}', '--config.mesh.replica=2')
+  assert done.returncode == 0, done.stderr
+  assert 'h100:16 x 1: 16 chips' in done.stdout
+  assert 'from shapes alone: nothing was compiled' in done.stdout
+  assert 'Llama 2 7B, H100 x 8' in done.stdout
+  written = json.loads(output.read_text())
+  assert written['overrides']['mesh.replica'] == 2
+  train = written['programs']['train']
+  assert train['source'] == 'shapes' and 0 < train['mfu'] < 1
+  assert {'memory', 'flops', 'collectives', 'kernels', 'roofline'} < set(train)
+
+
+def test_over_the_budget_it_says_what_would_fit():
+  done = run('--hbm_gib=0.02', '--config.compute.remat=none')
+  assert done.returncode == plan.DOES_NOT_FIT, done.stdout + done.stderr
+  assert 'DOES NOT FIT' in done.stdout
+  assert 'would fit by shapes: --config.mesh.replica=' in done.stdout
+
+
+def test_a_search_ranks_what_fits(tmp_path):
+  output = tmp_path / 'search.json'
+  done = run('--search=4', f'--output={output}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  rows = json.loads(output.read_text())
+  assert len(rows) == 4
+  assert all(row['plan']['fits'] and row['flags'] for row in rows)
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--programs=decode'], 'of h100 only the training step is planned'),
+    (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:16'),
+    (['--table=nowhere'], '--table=nowhere has no plans'),
+  ],
+)
+def test_bad_questions(flags, words):
+  done = run(*flags)
+  assert done.returncode == 2, done.stdout + done.stderr
+  assert words in done.stderr

@@ -1,0 +1,130 @@
+"""Estimates from shapes: exact where they can be, and in the right order."""
+
+import jax
+import pytest
+
+from configs import base
+from encdec_adapt import config as config_lib
+from encdec_adapt import job
+from encdec_adapt.models import config as model_config
+from encdec_adapt.models import model_flops, presets
+from encdec_adapt.planning import chips, programs, roofline, search, shapes
+from encdec_adapt.runtime import errors, flops
+from encdec_adapt.sharding import mesh as mesh_lib
+
+WHERE = chips.parse('h100:8')
+BUDGET = 64 * 2**20
+ROWS, LENGTH = 16, 64
+
+
+def settings(**changes):
+  config = base.get_config()
+  pair = model_config.EncoderDecoderConfig(
+    *(presets.t5gemma('toy_toy').stacks[s] for s in ('encoder', 'decoder'))
+  )
+  base.set_model(config.model, pair)
+  config.data.objective = 'prefix_lm'
+  config.data.encoder_length = config.data.decoder_length = LENGTH
+  config.train.batch_size = ROWS
+  config.compute.dtype = 'bfloat16'
+  config.compute.remat = 'full'
+  for key, value in changes.items():
+    section, _, name = key.partition('__')
+    config[section][name] = value
+  return config_lib.load(config, sources=False)
+
+
+def plan(**changes):
+  asked = settings(**changes)
+  mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
+  return asked, mesh, shapes.train(asked, mesh, WHERE, BUDGET)
+
+
+def test_what_follows_from_shardings_is_exact():
+  asked, mesh, found = plan()
+  memory = found['memory']
+  assert memory['arguments'] == programs.argument_bytes(
+    programs.train(asked, mesh)
+  )
+  assert memory['peak'] == memory['temporary'] + sum(
+    memory['arguments'].values()
+  )
+  assert memory['temporary'] == sum(memory['parts'].values())
+  assert found['fits'] == (memory['peak'] <= BUDGET)
+  assert found['source'] == 'shapes'
+
+
+def test_rematerialisation_computes_the_blocks_again():
+  asked, _, found = plan()
+  model = found['flops']['model']
+  assert model == job.step_flops(asked, None) / 8
+  again = {}
+  for remat in ('none', 'attention', 'full'):
+    again[remat] = plan(compute__remat=remat)[2]['flops']['products'] - model
+  stacks = asked.model.stacks.values()
+  lengths = [(LENGTH, 0), (LENGTH, LENGTH)]
+  blocks = scores = 0
+  for stack, (length, source) in zip(stacks, lengths, strict=True):
+    shape = model_flops.stack_shape(stack)
+    blocks += flops.forward(shape, length, source_length=source)
+    scores += flops.scores(shape, length, source_length=source)
+  assert again == {
+    'none': 0,
+    'attention': ROWS * (blocks - scores) / 8,
+    'full': ROWS * blocks / 8,
+  }
+
+
+def peak(**changes):
+  return plan(**changes)[2]['memory']['peak']
+
+
+def test_memory_rises_with_what_is_kept():
+  kept = [
+    peak(compute__remat=remat)
+    for remat in ('full', 'attention', 'dots', 'none')
+  ]
+  assert kept == sorted(set(kept))
+  assert peak(train__batch_size=32) > peak()
+  parts = {
+    n: plan(train__batch_size=64, train__microbatches=n)[2]['memory']['parts']
+    for n in (1, 2)
+  }
+  assert parts[2]['activations'] == parts[1]['activations'] / 2
+  assert parts[2]['gradients'] == 2 * parts[1]['gradients']
+
+
+@pytest.mark.parametrize(
+  'axes, kind, sent, seconds',
+  [
+    (('fsdp',), 'all-gather', 7e9, 7e9 / 900e9),
+    (('replica', 'fsdp'), 'all-reduce', 14e9, 14e9 / 900e9),
+    (('tensor',), 'all-gather', 0, 0),
+  ],
+)
+def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:8])
+  network = roofline.Network(mesh, WHERE)
+  assert network.along(axes, kind, 8e9) == pytest.approx((sent, seconds))
+
+
+def test_candidates_are_ranked_and_divide():
+  asked = settings()
+  found = search.ranked(asked, WHERE, jax.devices()[:8], BUDGET)
+  rates = [one.rate for one in found]
+  assert rates == sorted(rates, reverse=True)
+  assert len({one.flags for one in found}) == len(found)
+  for one in found:
+    mesh = one.settings.mesh
+    assert mesh.replica * mesh.fsdp * mesh.sequence * mesh.tensor == 8
+    assert one.settings.train.batch_size % (mesh.replica * mesh.fsdp) == 0
+    assert f'--config.compute.remat={one.settings.compute.remat}' in one.flags
+  assert {one.settings.mesh.tensor for one in found} == {1, 2}
+  text = search.text(found, BUDGET)
+  fit = [one for one in found if one.plan['fits']]
+  assert len(text.splitlines()) == 1 + len(fit)
+
+
+def test_a_model_that_nothing_fits_is_refused():
+  with pytest.raises(errors.UserError, match='least that any mesh.*GiB'):
+    search.ranked(settings(), WHERE, jax.devices()[:8], 2**10)
