@@ -13,13 +13,12 @@ again. This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Mapping
 import json
-import pathlib
 from typing import Any
 
 import tokenizers
 
 from encdec_adapt.data import vocabulary
-from encdec_adapt.runtime import files
+from encdec_adapt.runtime import files, storage
 
 _JSON, _SENTENCEPIECE = 'tokenizer.json', 'tokenizer.model'
 _CONFIG, _NAMES = 'tokenizer_config.json', 'added_tokens.json'
@@ -33,7 +32,7 @@ _KIND = {
 
 
 def contents(
-  paths: Mapping[str, pathlib.Path], one: vocabulary.Vocabulary
+  paths: Mapping[str, storage.Path], one: vocabulary.Vocabulary
 ) -> dict[str, bytes]:
   """What the files of a tokenizer are with the tokens that were added.
 
@@ -71,7 +70,7 @@ def contents(
   return models
 
 
-def _in_json(path: pathlib.Path, tokens: Mapping[str, int]) -> bytes | None:
+def _in_json(path: storage.Path, tokens: Mapping[str, int]) -> bytes | None:
   """tokenizer.json with the tokens; None where it numbers them otherwise."""
   content = files.read_json(path)
   new = [{'id': i, 'content': name} | _KIND for name, i in tokens.items()]
