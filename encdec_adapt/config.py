@@ -8,14 +8,13 @@ would be right.
 from collections.abc import Callable, Mapping, Set
 import dataclasses
 import json
-import pathlib
 from typing import Any
 
 import ml_collections
 
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import objectives, optimizers, schedules
@@ -162,7 +161,7 @@ def load(
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Writes the resolved configuration into a run's folder."""
-  files.write_json(pathlib.Path(workdir) / RUN_CONFIG, config.to_dict())
+  files.write_json(storage.join(workdir, RUN_CONFIG), config.to_dict())
 
 
 def load_run(workdir: str) -> Settings:
@@ -171,7 +170,7 @@ def load_run(workdir: str) -> Settings:
   Raises:
     UserError: the folder holds no run, but perhaps a Hugging Face folder.
   """
-  path = pathlib.Path(workdir) / RUN_CONFIG
+  path = storage.at(workdir) / RUN_CONFIG
   if not path.exists():
     raise errors.UserError(
       f'{workdir} is not the work directory of a training job: it has no'
@@ -269,10 +268,10 @@ def _stack(name: str, section: ml_collections.ConfigDict):
 
 def _data(config, model, workdir: str) -> DataConfig:
   data = config.data
-  folder = data.folder or str(pathlib.Path(workdir) / 'records')
+  folder = data.folder or storage.join(workdir, 'records')
   choice = vocabularies.Choice(
     _below(data.vocabulary, workdir)
-    or str(pathlib.Path(folder) / 'vocabulary.model'),
+    or storage.join(folder, 'vocabulary.model'),
     _below(data.encoder_vocabulary, workdir),
     data.add_sentinels,
   )
@@ -327,7 +326,7 @@ def _data(config, model, workdir: str) -> DataConfig:
 def _below(path: str, workdir: str) -> str:
   """A path that may start with the work directory's place."""
   if path.startswith(WORKDIR):
-    return str(pathlib.Path(workdir) / path.removeprefix(WORKDIR).lstrip('/'))
+    return storage.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
   return path
 
 

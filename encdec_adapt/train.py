@@ -6,7 +6,6 @@ r"""Trains a model: configuration, mesh, data, state, loop.
 A job that ended early continues when the same command is given again.
 """
 
-import pathlib
 import time
 
 from absl import flags
@@ -33,6 +32,7 @@ from encdec_adapt.runtime import (
   preemption,
   profiling,
   progress,
+  storage,
   timing,
   watchdog,
 )
@@ -98,7 +98,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> int:
   settings = config_lib.load(config, workdir)
   if not distributed.is_lead():
     return _run(config, settings, workdir)
-  with lock.WorkdirLock(workdir):
+  with lock.hold(workdir):
     return _run(config, settings, workdir)
 
 
@@ -118,7 +118,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
   assignment = phases.assign(where.model.table, groups)
   checkpoints = checkpoint.Checkpoints(
-    pathlib.Path(workdir) / checkpoint.FOLDER,
+    storage.join(workdir, checkpoint.FOLDER),
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every or None,
   )
@@ -151,9 +151,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     if report and settings.init.mode != 'random':
       say(report.table())
     if report and lead:
-      files.write_json(
-        pathlib.Path(workdir) / 'coverage.json', report.to_json()
-      )
+      files.write_json(storage.join(workdir, 'coverage.json'), report.to_json())
     if lead:
       job.keep_origin(settings, workdir)
   else:
@@ -169,7 +167,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   if lead:
     config_lib.save(config, workdir)
     files.write_json(
-      pathlib.Path(workdir) / 'environment.json', meta['environment']
+      storage.join(workdir, 'environment.json'), meta['environment']
     )
   teacher_params = {}
   if teacher:
@@ -238,6 +236,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     nonlocal saved_at
     watch.beat(step, 'save')
     with split.spent('save'):
+      if lead:
+        writer.flush()
       checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
     saved_at = step
     meter.pause()

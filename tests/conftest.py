@@ -24,6 +24,23 @@ jaxtyping.install_import_hook(
 )
 
 
+@pytest.fixture(scope='session')
+def store():
+  """A fake of GCS, which all clients in this process talk to."""
+  from tests import fake_gcs
+
+  with fake_gcs.serve() as served:
+    os.environ.update(served.environment())
+    yield served
+
+
+@pytest.fixture
+def bucket(store):
+  """Address of a folder of the fake with nothing in it."""
+  store.refuses = 0
+  return store.new_folder()
+
+
 @pytest.fixture(autouse=True, scope='module')
 def _forget_programs():
   """Frees compiled programs, which add up to gigabytes over all tests."""

@@ -70,6 +70,7 @@ SHARED = {
   'disk',
   'files',
   'seals',
+  'storage',
   'lock',
   'progress',
   'distributed',

@@ -32,7 +32,7 @@ from array_record.python import array_record_module
 from grain import sources
 
 from encdec_adapt.data import batch, rows
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
 FORMAT = 3
@@ -193,7 +193,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
-      files.sync(self._temporary)
+      storage.sync(self._temporary)
       entry = {
         **self.counts,
         **counts,

@@ -7,40 +7,45 @@ import os
 import pathlib
 import secrets
 import shutil
+import tempfile
 
-from encdec_adapt.runtime import disk, errors, files
+from encdec_adapt.runtime import disk, errors, storage
 
+# Models of ours and of others have it; without it a folder in a bucket is
+# none, so it comes last.
+MARKER = 'config.json'
 # What renaming a folder onto one that was filled meanwhile fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-  """Makes a folder under another name and renames it when all went well.
+  """Makes a folder in another place and puts it where it belongs at the end.
 
   Whatever the body raises, the draft is removed and `path` is as it was. Only
   a killed process leaves its draft, `.NAME.XXXXXXXX.partial`, beside `path`.
+
+  For a bucket the draft lies among temporary files ($TMPDIR), and is copied
+  with checksums, `MARKER` last.
 
   Args:
     path: not there yet, or an empty folder. Folders above it are made.
 
   Yields:
-    The draft, on the same file system as `path`; all that is in it at the end
-    is synced to the disk and belongs to the new folder.
+    The draft, on a file system, that of `path` if it is on one; all that is
+    in it at the end belongs to the new folder.
 
   Raises:
-    UserError: `path` is taken, a mount point or a bucket's address, or the
-      folder above it cannot be written.
+    UserError: `path` is taken or a mount point, or the folder above it cannot
+      be written.
   """
-  if '://' in str(path):
-    raise errors.UserError(
-      f'{path} is a bucket address; give a path on a local or mounted file'
-      ' system.'
-    )
-  path = pathlib.Path(path).resolve()
+  path = storage.absolute(path)
   require_free(path)
   disk.require_writable(path.parent)
-  draft = path.with_name(f'.{path.name}.{secrets.token_hex(4)}.partial')
+  above = path.parent
+  if storage.is_bucket(path):
+    above = pathlib.Path(tempfile.gettempdir())
+  draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
   try:
     try:
       draft.mkdir()
@@ -48,15 +53,25 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
       raise disk.cannot_write(draft, error) from error
     yield draft
     try:
-      _sync(draft)
-      os.rename(draft, path)
-      files.sync(path.parent)
+      _commit(draft, path)
     except OSError as error:
       if error.errno in _TAKEN:
         require_free(path)
       raise disk.cannot_write(path, error) from error
   finally:
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def _commit(draft: pathlib.Path, path: storage.Path) -> None:
+  """Puts the draft in its place, where it was free."""
+  if storage.is_bucket(path):
+    storage.upload(draft, path, MARKER)
+    return
+  for below in sorted(draft.rglob('*')):
+    storage.sync(below)
+  storage.sync(draft)
+  os.rename(draft, path)
+  storage.sync(path.parent)
 
 
 def require_free(path: str | os.PathLike[str]) -> None:
@@ -69,7 +84,7 @@ def require_free(path: str | os.PathLike[str]) -> None:
     UserError: it is a file, a folder with something in it, a mount point, or
       cannot be looked into.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   try:
     if not path.exists():
       return
@@ -86,10 +101,3 @@ def require_free(path: str | os.PathLike[str]) -> None:
     f'{path} exists already, and nothing is overwritten. Give another folder,'
     ' or remove this one.'
   )
-
-
-def _sync(folder: pathlib.Path) -> None:
-  """Sees to it that everything in a folder is on the disk."""
-  for path in sorted(folder.rglob('*')):
-    files.sync(path)
-  files.sync(folder)

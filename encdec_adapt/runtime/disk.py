@@ -1,49 +1,38 @@
 """Folders a job writes to: can they be written, have they room.
 
-Owns the questions asked of a disk before a job starts. Imports nothing else
-of ours but the errors.
+Owns the questions asked of a disk or a bucket before a job starts.
 """
 
 import errno
 import os
 import pathlib
 import shutil
+import socket
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 # Written, synced and removed to find out whether a folder can be written.
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def require_writable(folder: str | os.PathLike[str]) -> pathlib.Path:
+def require_writable(folder: str | os.PathLike[str]) -> storage.Path:
   """Makes the folder if need be and writes a probe file into it.
 
   Args:
-    folder: a path on a local or mounted file system.
+    folder: where it is going to be.
 
   Returns:
     The folder.
 
   Raises:
-    UserError: it is a bucket address, or it cannot be made or written.
+    UserError: it cannot be made or written.
   """
-  if '://' in str(folder):
-    raise errors.UserError(
-      f'The folder {folder} is a bucket address; give a path on a local or'
-      ' mounted file system.'
-    )
-  folder = pathlib.Path(folder)
-  probe = folder / f'.probe-{os.getpid()}'
+  folder = storage.at(folder)
+  name = f'.probe-{socket.gethostname()}-{os.getpid()}'
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-      with open(probe, 'wb') as file:
-        file.write(bytes(_PROBE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    finally:
-      probe.unlink(missing_ok=True)
+    storage.write(folder / name, bytes(_PROBE_BYTES))
+    (folder / name).unlink()
   except OSError as error:
     raise cannot_write(folder, error) from error
   return folder
@@ -69,7 +58,7 @@ def require_space(
   """Refuses a disk with less free space than a job is going to need.
 
   Args:
-    folder: where the bytes will go; need not exist yet.
+    folder: where the bytes will go; need not exist yet. A bucket has room.
     nbytes: how many are going to be written.
     what: what they are, for the message.
     remedy: what else would help, to end the message.
@@ -77,6 +66,8 @@ def require_space(
   Raises:
     UserError: fewer than `nbytes` are free for this user.
   """
+  if storage.is_bucket(folder):
+    return
   existing = pathlib.Path(folder).absolute()
   while not existing.exists():
     existing = existing.parent

@@ -2,41 +2,19 @@
 
 import json
 import os
-import pathlib
 from typing import Any
 
-from encdec_adapt.runtime import errors
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-  """Sees to it that a file's content, or a folder's names, are on the disk.
-
-  Raises:
-    OSError: it cannot be opened, or the disk fails.
-  """
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
+from encdec_adapt.runtime import errors, storage
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-  """Writes JSON under a temporary name, syncs it, and renames it.
+  """Writes JSON by the rules of `storage.write`.
 
   Args:
     path: of the file; what was there is replaced. Its folder is made.
     content: what JSON can hold.
   """
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  draft = path.with_name(path.name + '.tmp')
-  with open(draft, 'w', encoding='utf-8') as file:
-    json.dump(content, file, indent=2)
-    file.write('\n')
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(draft, path)
+  storage.write(path, (json.dumps(content, indent=2) + '\n').encode())
 
 
 def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
@@ -97,7 +75,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     UserError: it cannot be read, or is none.
   """
   try:
-    text = pathlib.Path(path).read_bytes()
+    text = storage.at(path).read_bytes()
   except OSError as error:
     raise cannot_read(path, error) from error
   return parse_json(text, path)

@@ -1,24 +1,36 @@
 """The lock of a work directory: one job at a time, and it dies with its owner.
 
-An flock on a file: the kernel drops it when the last copy of the descriptor
-is closed, so a restart after SIGKILL neither waits nor asks. Started programs
-do not inherit the descriptor (O_CLOEXEC) and forked children close it, so
-that an orphaned worker cannot keep the directory locked.
+On a file system it is an flock on a file: the kernel drops it when the last
+copy of the descriptor is closed, so a restart after SIGKILL neither waits nor
+asks. Started programs do not inherit the descriptor (O_CLOEXEC) and forked
+children close it, so that an orphaned worker cannot keep the directory
+locked. In a bucket it is an object: `bucket_lock`.
 """
 
-import datetime
 import fcntl
 import json
 import os
 import pathlib
-import socket
 import weakref
 
-from encdec_adapt.runtime import disk, errors
+from encdec_adapt.runtime import bucket_lock, disk, storage
 
-FILE = 'job.lock'
+FILE = bucket_lock.FILE
 
 _held: 'weakref.WeakSet[WorkdirLock]' = weakref.WeakSet()
+
+
+def hold(
+  folder: str | os.PathLike[str],
+) -> 'WorkdirLock | bucket_lock.BucketLock':
+  """The lock of a work directory, wherever it is; a context manager.
+
+  Args:
+    folder: made if it does not exist, when the lock is taken.
+  """
+  if storage.is_bucket(folder):
+    return bucket_lock.BucketLock(folder)
+  return WorkdirLock(folder)
 
 
 class WorkdirLock:
@@ -62,11 +74,7 @@ class WorkdirLock:
       _write_owner(descriptor)
     except BlockingIOError:
       os.close(descriptor)
-      raise errors.UserError(
-        f'The work directory {self.folder} is in use by another job:'
-        f' {_describe_owner(path)}. Wait for it, stop it, or give another'
-        ' --workdir.'
-      ) from None
+      raise bucket_lock.in_use(self.folder, _describe_owner(path)) from None
     except OSError as error:
       os.close(descriptor)
       raise disk.cannot_write(path, error) from error
@@ -82,21 +90,14 @@ class WorkdirLock:
 
 
 def _write_owner(descriptor: int) -> None:
-  owner = {
-    'pid': os.getpid(),
-    'host': socket.gethostname(),
-    'started': datetime.datetime.now().astimezone().isoformat(' ', 'seconds'),
-  }
+  owner = bucket_lock.describe_this_process()
   os.ftruncate(descriptor, 0)
   os.pwrite(descriptor, json.dumps(owner).encode() + b'\n', 0)
 
 
 def _describe_owner(path: pathlib.Path) -> str:
   try:
-    owner = json.loads(path.read_bytes())
-    return (
-      f'process {owner["pid"]} on {owner["host"]}, started {owner["started"]}'
-    )
+    return bucket_lock.describe(json.loads(path.read_bytes()))
   except (OSError, ValueError, KeyError, TypeError):
     # Between its taking the lock and its writing who it is.
     return 'one that has only just started'

@@ -2,7 +2,9 @@
 
 `metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
 "loss": ...}`. Every line goes to the kernel in one write, so SIGKILL loses at
-most the line being written. TensorBoard's record format and messages are
+most the line being written; in a bucket, `growing` says what it loses, and
+`flush` before a checkpoint sees to it that this is computed again.
+TensorBoard's record format and messages are
 used without its file layer, which would import TensorFlow where installed.
 """
 
@@ -10,7 +12,6 @@ from collections.abc import Iterator, Mapping
 import json
 import math
 import os
-import pathlib
 import socket
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer import record_writer
 
-from encdec_adapt.runtime import disk
+from encdec_adapt.runtime import disk, growing, storage
 
 FILE = 'metrics.jsonl'
 EVENTS = 'tensorboard'  # Folder of event files.
@@ -50,12 +51,12 @@ class MetricWriter:
     Raises:
       UserError: the folder cannot be written.
     """
-    self.path = pathlib.Path(folder) / FILE
+    self.path = storage.at(folder) / FILE
     events = self.path.parent / EVENTS
     try:
       events.mkdir(parents=True, exist_ok=True)
       self._last, self.dropped = _drop_beyond(self.path, first_step)
-      self._lines = open(self.path, 'ab', buffering=0)
+      self._lines = growing.append(self.path)
       self._events = _EventFile(events, first_step)
     except OSError as error:
       raise disk.cannot_write(self.path.parent, error) from error
@@ -100,6 +101,18 @@ class MetricWriter:
       raise disk.cannot_write(self.path, error) from error
     self._last[kind] = step
 
+  def flush(self) -> None:
+    """Sees to it that SIGKILL loses nothing that was written so far.
+
+    Raises:
+      UserError: the disk is full, or gone.
+    """
+    try:
+      self._lines.flush()
+      self._events.flush()
+    except OSError as error:
+      raise disk.cannot_write(self.path, error) from error
+
   def last(self, kind: str) -> int | None:
     """Step of the last record of a kind, None if there is none."""
     return self._last.get(kind)
@@ -119,7 +132,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   Returns:
     The records; a last line that is still being written is left out.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   return [
     {name: _decode(value) for name, value in record.items()}
     for record, _ in _records(path / FILE if path.is_dir() else path)
@@ -129,10 +142,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class _EventFile:
   """One TensorBoard event file, written through at every record."""
 
-  def __init__(self, folder: pathlib.Path, first_step: int):
+  def __init__(self, folder: storage.Path, first_step: int):
     now = time.time()
     name = f'events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}'
-    self._file = open(folder / name, 'wb', buffering=0)
+    self._file = growing.append(folder / name)
     self._writer = record_writer.RecordWriter(self._file)
     self._add(event_pb2.Event(wall_time=now, file_version='brain.Event:2'))
     # Makes TensorBoard forget what earlier files say of later steps.
@@ -155,19 +168,22 @@ class _EventFile:
   def _add(self, event: event_pb2.Event) -> None:
     self._writer.write(event.SerializeToString())
 
+  def flush(self) -> None:
+    self._file.flush()
+
   def close(self) -> None:
     self._writer.close()
 
 
 def _drop_beyond(
-  path: pathlib.Path, step: int
+  path: storage.Path, step: int
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
   """Keeps the records up to a step.
 
   Returns:
     The last step of each kind, and the records that were dropped.
   """
-  if not path.exists():
+  if not growing.exists(path):
     return {}, []
   last: dict[str, int] = {}
   lines, dropped = [], []
@@ -178,31 +194,30 @@ def _drop_beyond(
     else:
       dropped.append(record)
   kept = b''.join(lines)
-  if len(kept) != path.stat().st_size:
-    draft = path.with_name(path.name + '.tmp')
-    with open(draft, 'wb') as file:
-      file.write(kept)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(draft, path)
+  if kept != growing.read(path):
+    growing.replace(path, kept)
   return last, dropped
 
 
-def _records(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-  """Yields every whole record and the line it is in."""
-  with open(path, 'rb') as file:
-    for number, line in enumerate(file, 1):
-      if not line.endswith(b'\n'):
-        return
-      try:
-        record = json.loads(line)
-        record['kind'], record['step']
-      except (ValueError, KeyError, TypeError):
-        print(
-          f'Warning: {path}, line {number} is not a record; left out.',
-          file=sys.stderr,
-        )
-        continue
+def _records(path: storage.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+  """Yields every whole record and the line it is in, once."""
+  last: dict[str, int] = {}
+  lines = growing.read(path).splitlines(keepends=True)
+  for number, line in enumerate(lines, 1):
+    if not line.endswith(b'\n'):
+      return
+    try:
+      record = json.loads(line)
+      kind, step = record['kind'], record['step']
+    except (ValueError, KeyError, TypeError):
+      print(
+        f'Warning: {path}, line {number} is not a record; left out.',
+        file=sys.stderr,
+      )
+      continue
+    # A kill while a bucket's parts were replaced left them twice.
+    if not storage.is_bucket(path) or step > last.get(kind, -1):
+      last[kind] = step
       yield record, line
 
 

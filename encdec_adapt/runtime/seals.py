@@ -3,54 +3,61 @@
 A sealed folder is complete, on disk, and can later be shown to be unchanged:
 a flipped byte, a truncation, a missing or unreadable file, and damage to the
 seal itself are all found. Files that came after the seal are not looked at.
-Imports nothing else of ours.
+
+On a file system, files are hashed as they are read back. In a bucket, where
+reading back a checkpoint would take as long as saving it, the seal has the
+CRC32C that the store computed of every object that it received and checks
+what it sends against; one list shows them all. A folder that was copied from
+one to the other is checked by what its seal has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 import hashlib
 import json
 import os
 import pathlib
 
-from encdec_adapt.runtime import files
+from encdec_adapt.runtime import storage
 
 FILE = 'seal.json'
 _FORMAT = 1
+_BLAKE, _CRC = 'blake2b-256', 'crc32c'
 _THREADS = 4  # Hashing releases the interpreter's lock.
 
+_Entries = dict[str, dict[str, int | str]]
 
-def is_sealed(folder: pathlib.Path) -> bool:
+
+def is_sealed(folder: storage.Path) -> bool:
   """Whether the folder has a seal, sound or not."""
   return (folder / FILE).exists()
 
 
-def write(folder: pathlib.Path) -> None:
+def write(folder: storage.Path) -> None:
   """Syncs every file of the folder and writes their checksums.
 
-  The seal appears in one rename, after everything it speaks of is on disk.
+  The seal appears at once, after everything it speaks of is on disk.
 
   Raises:
     OSError: a file could not be read, or the seal not be written.
   """
-  paths = _files(folder)
-  body = {
-    'format': _FORMAT,
-    'digest': 'blake2b-256',
-    'files': _map(lambda path: _entry(folder / path, sync=True), paths),
-  }
-  draft = folder / (FILE + '.tmp')
-  with open(draft, 'w', encoding='utf-8') as file:
-    json.dump({'body': body, 'own_digest': _own_digest(body)}, file, indent=1)
-    file.flush()
-    os.fsync(file.fileno())
-  for directory in {folder, *(folder / path for path in _folders(paths))}:
-    files.sync(directory)
-  os.replace(draft, folder / FILE)
-  files.sync(folder)
+  if storage.is_bucket(folder):
+    found = storage.objects(folder)
+    digest, entries = _CRC, {path: found[path] for path in _sealed(found)}
+  else:
+    paths = _sealed(storage.tree(folder))
+    read = lambda path: _entry(folder / path, _BLAKE, sync=True)  # noqa: E731
+    digest, entries = _BLAKE, _map(read, paths)
+    for directory in {folder, *(folder / path for path in _folders(paths))}:
+      storage.sync(directory)
+  body = {'format': _FORMAT, 'digest': digest, 'files': entries}
+  document = {'body': body, 'own_digest': _own_digest(body)}
+  storage.write(folder / FILE, json.dumps(document, indent=1).encode())
+  if not storage.is_bucket(folder):
+    storage.sync(folder)
 
 
-def problems(folder: pathlib.Path) -> list[str]:
+def problems(folder: storage.Path) -> list[str]:
   """Says what is wrong with a sealed folder; empty means unchanged."""
   try:
     document = json.loads((folder / FILE).read_bytes())
@@ -62,32 +69,51 @@ def problems(folder: pathlib.Path) -> list[str]:
     return [f'{FILE} is damaged']
   if body['format'] != _FORMAT:
     return [f'{FILE} has format {body["format"]}, not {_FORMAT}']
-  wanted = body['files']
-  found = _map(lambda path: _problem(folder / path, wanted[path]), wanted)
+  wanted, digest = body['files'], body['digest']
+  if storage.is_bucket(folder) and digest == _CRC:
+    listed = storage.objects(folder)
+    found = {path: _listed(listed.get(path), wanted[path]) for path in wanted}
+  else:
+    found = _map(
+      lambda path: _problem(folder / path, wanted[path], digest), wanted
+    )
   return [f'{path} {found[path]}' for path in sorted(wanted) if found[path]]
 
 
-def _problem(path: pathlib.Path, wanted: dict[str, int | str]) -> str | None:
+def _problem(
+  path: storage.Path, wanted: dict[str, int | str], digest: str
+) -> str | None:
   """What is wrong with one file, or None."""
   try:
-    size = path.stat().st_size
-    if size != wanted['bytes']:
-      return f'has {size} bytes instead of {wanted["bytes"]}'
-    if _entry(path, sync=False) != wanted:
-      return 'has other contents than were written'
+    if wrong := _size_problem(storage.size(path), wanted):
+      return wrong
+    return _listed(_entry(path, digest, sync=False), wanted)
   except FileNotFoundError:
     return 'is missing'
   except OSError as error:
     return f'cannot be read ({error.strerror or error})'
+
+
+def _listed(
+  found: dict[str, int | str] | None, wanted: dict[str, int | str]
+) -> str | None:
+  """What is wrong with a file of which size and checksum are known."""
+  if found is None:
+    return 'is missing'
+  if wrong := _size_problem(found['bytes'], wanted):
+    return wrong
+  return None if found == wanted else 'has other contents than were written'
+
+
+def _size_problem(size: int, wanted: dict[str, int | str]) -> str | None:
+  if size != wanted['bytes']:
+    return f'has {size} bytes instead of {wanted["bytes"]}'
   return None
 
 
-def _files(folder: pathlib.Path) -> list[str]:
-  return sorted(
-    path.relative_to(folder).as_posix()
-    for path in folder.rglob('*')
-    if path.is_file() and path.name not in (FILE, FILE + '.tmp')
-  )
+def _sealed(paths: Iterable[str]) -> list[str]:
+  """What a seal speaks of: all but itself, and drafts that a kill left."""
+  return [path for path in paths if not path.startswith(FILE)]
 
 
 def _folders(paths: list[str]) -> set[pathlib.PurePosixPath]:
@@ -96,19 +122,24 @@ def _folders(paths: list[str]) -> set[pathlib.PurePosixPath]:
   }
 
 
-def _map(function: Callable, paths) -> dict:
+def _map(function: Callable, paths) -> _Entries:
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     return dict(zip(paths, pool.map(function, paths), strict=True))
 
 
-def _entry(path: pathlib.Path, *, sync: bool) -> dict[str, int | str]:
-  with open(path, 'rb') as file:
-    digest = hashlib.file_digest(
+def _entry(
+  path: storage.Path, digest: str, *, sync: bool
+) -> dict[str, int | str]:
+  """Reads a file for its size and checksum."""
+  if digest == _CRC:
+    return {'bytes': storage.size(path), 'digest': storage.file_crc32c(path)}
+  with path.open('rb') as file:
+    found = hashlib.file_digest(
       file, lambda: hashlib.blake2b(digest_size=32)
     ).hexdigest()
     if sync:
       os.fsync(file.fileno())
-    return {'bytes': file.tell(), 'digest': digest}
+    return {'bytes': file.tell(), 'digest': found}
 
 
 def _own_digest(body: dict) -> str:

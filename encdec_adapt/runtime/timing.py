@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
-import pathlib
 import time
 from typing import Any
+
+from encdec_adapt.runtime import storage
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
@@ -75,17 +76,17 @@ class Starts:
       clock: unix seconds.
     """
     self._clock = clock
-    path = pathlib.Path(folder) / STARTS
+    path = storage.at(folder) / STARTS
     start = {
       'unix_time': clock(),
       'step': step,
       'lost_steps': len(lost),
       'lost_seconds': sum(r.get(_PREFIX + 'total', 0.0) for r in lost),
     }
-    with open(path, 'a', encoding='utf-8') as file:
-      file.write(json.dumps(start) + '\n')
-    lines = path.read_text(encoding='utf-8').splitlines()
-    self._starts = [json.loads(line) for line in lines]
+    before = path.read_bytes() if path.exists() else b''
+    lines = before + json.dumps(start).encode() + b'\n'
+    storage.write(path, lines)
+    self._starts = [json.loads(line) for line in lines.splitlines()]
 
   def goodput(self, seconds: float) -> dict[str, float]:
     """What became of the time since the first start.

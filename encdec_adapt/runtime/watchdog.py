@@ -16,17 +16,19 @@ from collections.abc import Callable
 import faulthandler
 import json
 import os
-import pathlib
 import statistics
 import sys
+import tempfile
 import threading
 import time
 
-from encdec_adapt.runtime import app, distributed, files
+from encdec_adapt.runtime import app, distributed, files, storage
 
 HEARTBEATS = 'heartbeat'
 REPORTS = 'hang'
-_EVERY = 5.0  # Seconds between heartbeats on disk.
+_EVERY = 5.0  # Seconds between heartbeats on disk,
+_EVERY_IN_BUCKET = 30.0  # and in a bucket, where each is paid for.
+_PATIENCE = 30.0  # Seconds for a report to get to a bucket.
 
 
 class Watchdog:
@@ -54,12 +56,15 @@ class Watchdog:
       clock: seconds.
       end: ends the process with a status.
     """
-    self._folder, self._process = pathlib.Path(folder), process
+    self._folder, self._process = storage.at(folder), process
+    in_bucket = storage.is_bucket(folder)
+    self._every = _EVERY_IN_BUCKET if in_bucket else _EVERY
     self._factor, self._least = factor, least
     self._clock, self._end = clock, end
     self._steps = collections.deque[float](maxlen=50)  # Seconds each.
     self._last = (0, 'start', clock())
     self._written = float('-inf')
+    self._writing = threading.Thread()
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -86,12 +91,22 @@ class Watchdog:
     if was == 'step' and step == before + 1:
       self._steps.append(now - since)
     self._last = (step, doing, now)
-    if now - self._written >= _EVERY:
+    if now - self._written >= self._every and not self._writing.is_alive():
       self._written = now
+      self._writing = threading.Thread(
+        target=self._write_heartbeat, args=(step, doing), daemon=True
+      )
+      self._writing.start()
+
+  def _write_heartbeat(self, step: int, doing: str) -> None:
+    """In a thread: a step waits neither for a disk nor for a bucket."""
+    try:
       files.write_json(
         self._folder / HEARTBEATS / f'{self._process}.json',
         {'step': step, 'doing': doing, 'unix_time': time.time()},
       )
+    except OSError as error:
+      print(f'Warning: no heartbeat of step {step}: {error}', file=sys.stderr)
 
   @property
   def limit(self) -> float:
@@ -112,28 +127,41 @@ class Watchdog:
         return
 
   def _report(self) -> None:
-    """Writes what is known, to the folder and to standard error."""
+    """Writes what is known, to standard error and to the folder."""
     step, doing, since = self._last
-    lines = [
+    head = [
       f'process {self._process} hangs: {doing} at step {step} has taken'
       f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.',
       f'last meeting of the processes: {distributed.last_meeting()}',
-      *heartbeats(self._folder),
     ]
-    path = self._folder / REPORTS / f'{self._process}.txt'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'w', encoding='utf-8') as file:
-      file.write('\n'.join([*lines, '', '']))
-      file.flush()
+    print('\n'.join(head), file=sys.stderr, flush=True)
+    with tempfile.TemporaryFile() as file:
       faulthandler.dump_traceback(file, all_threads=True)
-    lines.append(f'stacks of all threads: {path}')
-    print('\n'.join(lines), file=sys.stderr, flush=True)
+      file.seek(0)
+      stacks = file.read().decode()
+    # What hangs may be the folder itself.
+    thread = threading.Thread(
+      target=self._write_report, args=(head, stacks), daemon=True
+    )
+    thread.start()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+      print(f'{self._folder} gives no answer\n{stacks}', file=sys.stderr)
+
+  def _write_report(self, head: list[str], stacks: str) -> None:
+    if self._writing.is_alive():
+      self._writing.join()
+    others = heartbeats(self._folder)
+    path = self._folder / REPORTS / f'{self._process}.txt'
+    storage.write(path, '\n'.join([*head, *others, '', stacks]).encode())
+    others.append(f'stacks of all threads: {path}')
+    print('\n'.join(others), file=sys.stderr, flush=True)
 
 
 def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
   """A line for every process that has left a sign of life."""
   lines = []
-  paths = (pathlib.Path(folder) / HEARTBEATS).glob('*.json')
+  paths = (storage.at(folder) / HEARTBEATS).glob('*.json')
   for path in sorted(paths, key=lambda p: int(p.stem)):
     beat = json.loads(path.read_text())
     ago = time.time() - beat['unix_time']

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import os
-import pathlib
 from typing import Any
 
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 SUMMARY = 'summary.json'
 
@@ -40,7 +39,7 @@ def write_summary(
 ) -> dict[str, Any]:
   """Writes a finished run's summary; arguments and result as `summarise`."""
   summary = summarise(workdir, own, cost, sources)
-  files.write_json(pathlib.Path(workdir) / SUMMARY, summary)
+  files.write_json(storage.join(workdir, SUMMARY), summary)
   return summary
 
 
@@ -63,9 +62,9 @@ def summarise(
     The summary; `inclusive` holds the totals with all sources.
   """
   # By resolved path, so that a folder counts once however it is spelled.
-  ledger = {str(pathlib.Path(workdir).resolve()): cost.as_dict()}
+  ledger = {str(storage.absolute(workdir)): cost.as_dict()}
   for source in sources:
-    path = pathlib.Path(source) / SUMMARY
+    path = storage.at(source) / SUMMARY
     if not path.exists():
       raise errors.UserError(
         f'{source} has no {SUMMARY}, so that what it cost is not known; let'

@@ -8,10 +8,11 @@ items `state` (the pytree), `data` (the position in the data) and `meta`
 A save copies the state to host memory and returns; a background thread waits
 for Orbax to commit, syncs and seals the step, and only then deletes what
 retention no longer keeps. What can be found at the next start:
-- `<step>.orbax-checkpoint-tmp`, `deleting-*`: left by a kill; removed.
+- `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
+  `commit_success.txt`: left by a kill; removed.
 - a committed step without a seal (killed between the two): Orbax commits by
-  a rename once all is written, so it is read in full, array by array, and
-  sealed if that succeeds, else set aside.
+  a rename, or in a bucket by that object, once all is written, so it is read
+  in full, array by array, and sealed if that succeeds, else set aside.
 - a sealed step whose files differ from the seal: set aside under the name
   `damaged-<step>`, with a warning, and the one before it is used. Orbax
   would restore flipped bytes without complaint, and would then silently
@@ -19,21 +20,26 @@ retention no longer keeps. What can be found at the next start:
 
 With several processes, process 0 seals, renames and deletes, and tells the
 others what it found; every process calls every public method. The folder is
-on a local or mounted file system.
+on a mounted file system or in a bucket.
 """
 
 from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import os
-import pathlib
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from encdec_adapt.runtime import disk, distributed, errors, seals
+from encdec_adapt.runtime import (
+  disk,
+  distributed,
+  errors,
+  seals,
+  storage,
+)
 from encdec_adapt.training import leaves, step_folders
 
 FOLDER = step_folders.FOLDER  # Inside a work directory.
@@ -57,11 +63,11 @@ class Checkpoint:
     step: the step.
   """
 
-  folder: pathlib.Path
+  folder: storage.Path
   step: int
 
   @property
-  def path(self) -> pathlib.Path:
+  def path(self) -> storage.Path:
     """The step's own folder."""
     return self.folder / str(self.step)
 
@@ -190,7 +196,7 @@ class Checkpoints:
     """Opens the folder, making it if need be.
 
     Args:
-      folder: of the checkpoints, on a local or mounted file system.
+      folder: of the checkpoints.
       keep: the newest so many sealed steps are kept; at least 1.
       keep_every: multiples of this step are kept for ever.
 
@@ -204,12 +210,12 @@ class Checkpoints:
         f'keep_every is {keep_every}; give a number of steps, or None.'
       )
     self._keep, self._keep_every = keep, keep_every
-    self.folder = pathlib.Path(folder).absolute()
+    self.folder = storage.absolute(folder)
     if distributed.is_lead():
       disk.require_writable(self.folder)
       step_folders.clean(self.folder)
     distributed.barrier('checkpoints-open')
-    self._manager = self._open_manager()
+    self._manager: ocp.CheckpointManager | None = self._open_manager()
     self._threads = futures.ThreadPoolExecutor(1, 'seal')
     self._pending: futures.Future | None = None
     self._pending_step: int | None = None
@@ -248,7 +254,7 @@ class Checkpoints:
     """
     self.wait()
     try:
-      started = self._manager.save(
+      started = self._orbax.save(
         step,
         args=ocp.args.Composite(
           **{
@@ -259,11 +265,11 @@ class Checkpoints:
         ),
       )
     except Exception as error:
-      self._renew_manager()
+      self._drop_manager()
       raise self._not_saved(step, error) from error
     if not started:
       raise self._not_saved(
-        step, f'the folder holds step {self._manager.latest_step()} already'
+        step, f'the folder holds step {self._orbax.latest_step()} already'
       )
     self._sound.discard(step)
     self._pending_step = step
@@ -288,7 +294,8 @@ class Checkpoints:
       self._join()
     finally:
       self._threads.shutdown()
-      self._manager.close()
+      if self._manager is not None:
+        self._manager.close()
 
   def latest(self) -> int | None:
     """The newest step that is as it was written; None if there is none.
@@ -299,7 +306,7 @@ class Checkpoints:
     self.wait()
     found = distributed.from_lead(self._newest_sound)
     # Orbax remembers steps; those set aside would be refused to a new save.
-    self._manager.reload()
+    self._orbax.reload()
     return found
 
   def restore(self, step: int, abstract_state: Any) -> Any:
@@ -319,7 +326,7 @@ class Checkpoints:
       lambda: step if self._is_sound(step) else None
     )
     if sound is None:
-      self._manager.reload()
+      self._orbax.reload()
       raise errors.UserError(
         f'There is no sound checkpoint of step {step} in {self.folder}; it'
         f' has steps {self.all_steps()}.'
@@ -363,13 +370,22 @@ class Checkpoints:
       options=ocp.CheckpointManagerOptions(create=False),
     )
 
-  def _renew_manager(self) -> None:
+  @property
+  def _orbax(self) -> ocp.CheckpointManager:
+    """The manager; opened anew where a save had failed."""
+    if self._manager is None:
+      self._manager = self._open_manager()
+    return self._manager
+
+  def _drop_manager(self) -> None:
     """A manager whose save failed raises that error for ever after."""
+    manager, self._manager = self._manager, None
+    if manager is None:
+      return
     try:
-      self._manager.close()
+      manager.close()
     except Exception as error:  # The failure that is being reported.
       step_folders.warn(f'closing the checkpoint manager: {error}')
-    self._manager = self._open_manager()
 
   def _not_saved(self, step: int, why: object) -> CheckpointError:
     return CheckpointError(
@@ -384,12 +400,12 @@ class Checkpoints:
     try:
       pending.result()
     except Exception as error:
-      self._renew_manager()
+      self._drop_manager()
       raise self._not_saved(self._pending_step, error) from error
 
   def _finalise(self, step: int) -> None:
     """In the background: commit, seal, then drop what is not kept."""
-    self._manager.wait_until_finished()
+    self._orbax.wait_until_finished()
     if not distributed.is_lead():
       return
     if not self.at(step).path.is_dir():
@@ -462,7 +478,7 @@ def restore_params(path: _Path, abstract_params: Any) -> Any:
   return open_latest(path).restore_params(abstract_params)
 
 
-def _newest_sealed(folder: pathlib.Path, steps: Sequence[int]) -> int | None:
+def _newest_sealed(folder: storage.Path, steps: Sequence[int]) -> int | None:
   for step in reversed(steps):
     checkpoint = Checkpoint(folder, step)
     if not seals.is_sealed(checkpoint.path):

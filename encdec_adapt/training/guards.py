@@ -5,12 +5,11 @@ after too many in a row and leaves behind which rows they were.
 """
 
 from collections import deque
-import pathlib
 
 import jax
 import numpy as np
 
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 FILE = 'nonfinite-{process}.json'
 
@@ -25,7 +24,7 @@ class NonFiniteGuard:
   def __init__(self, workdir: str, limit: int):
     self.limit = limit
     name = FILE.format(process=jax.process_index())
-    self._path = pathlib.Path(workdir) / name
+    self._path = storage.join(workdir, name)
     self._rows: deque[dict] = deque(maxlen=limit)
 
   def check(self, step: int, skipped_in_row: int, rows: np.ndarray) -> None:

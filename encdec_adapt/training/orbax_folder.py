@@ -5,13 +5,12 @@ Beside `checkpoint` and `streamed`, the only module that imports Orbax.
 
 from collections.abc import Iterable, Mapping
 import os
-import pathlib
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 from encdec_adapt.training import leaves
 
 # Files that Orbax leaves in a folder of arrays: of now, and of before 2024.
@@ -21,7 +20,7 @@ _ITEM = 'default'  # Where a manager puts the only item.
 
 def is_orbax_folder(path: str | os.PathLike[str]) -> bool:
   """Whether Orbax wrote this folder."""
-  return any((pathlib.Path(path) / name).exists() for name in _MARKS)
+  return any((storage.at(path) / name).exists() for name in _MARKS)
 
 
 class OrbaxFolder:
@@ -41,7 +40,7 @@ class OrbaxFolder:
     Raises:
       UserError: it cannot be read as arrays.
     """
-    self.path = pathlib.Path(path).absolute()
+    self.path = storage.absolute(path)
     if not (self.path / '_METADATA').exists() and (self.path / _ITEM).is_dir():
       self.path /= _ITEM
     try:

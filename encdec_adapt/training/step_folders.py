@@ -1,15 +1,14 @@
-"""Folders of checkpoints as a file system shows them: names, order, moves.
+"""Folders of checkpoints as they are stored: names, order, moves.
 
-One folder per step, named by the number. Any other name is not a step.
+One folder per step, named by the number. Any other name is not a step, nor is
+in a bucket one without the object by which Orbax commits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import os
-import pathlib
-import shutil
 import sys
 
-from encdec_adapt.runtime import disk
+from encdec_adapt.runtime import disk, seals, storage
 
 FOLDER = 'checkpoints'  # Inside a work directory.
 
@@ -17,20 +16,30 @@ _DELETING = 'deleting'
 _DAMAGED = 'damaged'
 # What kills leave behind: half written steps, half deleted steps.
 _LEFTOVERS = ('*.orbax-checkpoint-tmp*', f'{_DELETING}-*')
+# Orbax puts it last, in a bucket; source: its path/atomicity.py.
+COMMITTED = 'commit_success.txt'
+_MARKERS = (seals.FILE, COMMITTED)
 
 
-def steps(folder: pathlib.Path) -> list[int]:
+def steps(folder: storage.Path) -> list[int]:
   """The steps in a folder, ascending; none if the folder does not exist."""
-  if not folder.is_dir():
-    return []
-  return sorted(
-    int(path.name)
-    for path in folder.iterdir()
-    if path.name.isdecimal() and path.is_dir()
-  )
+  return sorted(int(p.name) for p in _numbered(folder) if _is_committed(p))
 
 
-def locate(path: str | os.PathLike[str]) -> tuple[pathlib.Path, Sequence[int]]:
+def _numbered(folder: storage.Path) -> Iterator[storage.Path]:
+  """Folders that are named like steps."""
+  if folder.is_dir():
+    for path in folder.iterdir():
+      if path.name.isdecimal() and path.is_dir():
+        yield path
+
+
+def _is_committed(path: storage.Path) -> bool:
+  """Whether all of a step is there; a file system shows no other."""
+  return not storage.is_bucket(path) or (path / COMMITTED).exists()
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[storage.Path, Sequence[int]]:
   """Finds what a user's path means.
 
   Args:
@@ -39,7 +48,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[pathlib.Path, Sequence[int]]:
   Returns:
     The folder of checkpoints, and the steps in it that are meant.
   """
-  path = pathlib.Path(path).absolute()
+  path = storage.absolute(path)
   if path.name.isdecimal() and not (path / FOLDER).is_dir() and path.is_dir():
     if not steps(path):
       return path.parent, [int(path.name)]
@@ -47,19 +56,25 @@ def locate(path: str | os.PathLike[str]) -> tuple[pathlib.Path, Sequence[int]]:
   return folder, steps(folder)
 
 
-def clean(folder: pathlib.Path) -> None:
+def clean(folder: storage.Path) -> None:
   """Removes what killed saves and deletions left behind."""
   for pattern in _LEFTOVERS:
     for path in folder.glob(pattern):
-      shutil.rmtree(path)
+      storage.remove(path)
+  for path in _numbered(folder):
+    if not _is_committed(path):
+      storage.remove(path)
 
 
-def delete(folder: pathlib.Path, step: int) -> None:
+def delete(folder: storage.Path, step: int) -> None:
   """Deletes a step. Killed halfway, it leaves nothing that looks like one."""
-  shutil.rmtree(_move(folder / str(step), _DELETING))
+  path = folder / str(step)
+  if not storage.is_bucket(folder):
+    path = _move(path, _DELETING)
+  storage.remove(path, _MARKERS)
 
 
-def set_aside(folder: pathlib.Path, step: int, problems: list[str]) -> None:
+def set_aside(folder: storage.Path, step: int, problems: list[str]) -> None:
   """Renames a damaged step to `damaged-...` and says so on standard error.
 
   Raises:
@@ -81,12 +96,13 @@ def warn(text: str) -> None:
   print(f'Warning: {text}', file=sys.stderr, flush=True)
 
 
-def _move(path: pathlib.Path, prefix: str) -> pathlib.Path:
-  """Renames step 12 to `prefix-00000012`, numbered if that is taken."""
+def _move(path: storage.Path, prefix: str) -> storage.Path:
+  """Moves step 12 to `prefix-00000012`, numbered if that is taken."""
   name = f'{prefix}-{int(path.name):08d}'
   target = path.with_name(name)
   number = 1
   while target.exists():
     number += 1
     target = path.with_name(f'{name}-{number}')
-  return path.rename(target)
+  storage.move(path, target, _MARKERS)
+  return target

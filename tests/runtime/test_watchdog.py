@@ -23,6 +23,11 @@ def clock():
   return Clock()
 
 
+def written(watch):
+  """Waits for the heartbeat that is being written."""
+  watch._writing.join()
+
+
 def watched(folder, clock, **options):
   options = {'factor': 10, 'least': 30, **options}
   return watchdog.Watchdog(folder, 0, clock=clock, **options)
@@ -66,10 +71,13 @@ def test_heartbeats_are_written_now_and_then(tmp_path, clock):
   watch = watched(tmp_path, clock)
   file = tmp_path / watchdog.HEARTBEATS / '0.json'
   watch.beat(1)
+  written(watch)
   watch.beat(2)
+  written(watch)
   assert json.loads(file.read_text())['step'] == 1
   clock.now += 6
   watch.beat(3, 'save')
+  written(watch)
   beat = json.loads(file.read_text())
   assert (beat['step'], beat['doing']) == (3, 'save')
   (line,) = watchdog.heartbeats(tmp_path)

@@ -1,0 +1,390 @@
+"""An object store on loopback: the part of GCS's JSON API that clients use.
+
+What it holds are whole objects by name, each with a generation. There are no
+folders, no renames and no appending; an upload that breaks off leaves
+nothing; a list shows what was put before it. Conditions on generations hold.
+Source: the reference of the API, cloud.google.com/storage/docs/json_api.
+
+    with fake_gcs.serve() as store:
+      store.environment()  # For a process that shall use it.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import hashlib
+from http import server
+import itertools
+import json
+import re
+import sys
+import threading
+from urllib import parse
+
+import google_crc32c
+
+BUCKET = 'bucket'
+URL = f'gs://{BUCKET}'
+_OBJECT = re.compile(r'(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)')
+_COPY = re.compile(
+  r'/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)'
+)
+_UPLOAD = re.compile(r'(?:/resumable)?/upload/storage/v1/b/([^/]+)/o')
+_LIST = re.compile(r'/storage/v1/b/([^/]+)/o')
+_BUCKET = re.compile(r'/storage/v1/b/([^/]+)')
+_PAGE = 1000  # Items of a list that are sent at once.
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+  """What is stored under a name."""
+
+  data: bytes
+  generation: int
+
+  def describe(self, name: str) -> dict[str, str]:
+    """Its resource, as the API sends it."""
+    crc = google_crc32c.Checksum(self.data).digest()
+    return {
+      'kind': 'storage#object',
+      'name': name,
+      'bucket': BUCKET,
+      'generation': str(self.generation),
+      'metageneration': '1',
+      'size': str(len(self.data)),
+      'crc32c': base64.b64encode(crc).decode(),
+      'md5Hash': base64.b64encode(hashlib.md5(self.data).digest()).decode(),
+      'contentType': 'application/octet-stream',
+      'timeCreated': '2026-01-01T00:00:00.000Z',
+      'updated': '2026-01-01T00:00:00.000Z',
+    }
+
+
+class Store:
+  """The objects of one bucket, and the server that speaks for them.
+
+  Attributes:
+    objects: by name.
+    requests: 'METHOD path' of all so far.
+    refuses: every request, with this status; 0 for not at all.
+  """
+
+  def __init__(self):
+    self.objects: dict[str, Object] = {}
+    self.requests: list[str] = []
+    self.lock = threading.Lock()
+    self.uploads: dict[str, tuple[Mapping[str, str], bytearray]] = {}
+    self.refuses = 0
+    self._folders = itertools.count()
+    self._generations = itertools.count(1_000_000)
+    self.port = 0
+
+  @property
+  def address(self) -> str:
+    """Of the server."""
+    return f'http://127.0.0.1:{self.port}'
+
+  def environment(self) -> dict[str, str]:
+    """Variables by which clients find it, and ask for no credentials."""
+    return {
+      'STORAGE_EMULATOR_HOST': self.address,
+      'TENSORSTORE_GCS_HTTP_URL': self.address,
+      'GCE_METADATA_ROOT': '127.0.0.1:1',
+      'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
+      'GOOGLE_CLOUD_PROJECT': 'project',
+      'NO_GCE_CHECK': 'true',
+    }
+
+  def new_folder(self) -> str:
+    """Address of a folder that nobody uses."""
+    return f'{URL}/folder-{next(self._folders)}'
+
+  def key(self, path: object) -> str:
+    """Name of the object at an address."""
+    return str(path).removeprefix(f'{URL}/')
+
+  def names(self, prefix: str = '') -> list[str]:
+    """Names of the objects, in order."""
+    with self.lock:
+      return sorted(name for name in self.objects if name.startswith(prefix))
+
+  def put(self, name: str, data: bytes) -> Object:
+    """Stores an object, as a client does that gives no condition."""
+    with self.lock:
+      return self._put(name, data)
+
+  def _put(self, name: str, data: bytes) -> Object:
+    self.objects[name] = Object(bytes(data), next(self._generations))
+    return self.objects[name]
+
+  def put_if(
+    self, name: str, data: bytes, query: Mapping[str, str]
+  ) -> Object | None:
+    """Stores an object where its generation is as the query wants it."""
+    with self.lock:
+      if not self._holds(name, query):
+        return None
+      return self._put(name, data)
+
+  def delete_if(self, name: str, query: Mapping[str, str]) -> int:
+    """Deletes an object; returns the status."""
+    with self.lock:
+      if name not in self.objects:
+        return 404
+      if not self._holds(name, query):
+        return 412
+      del self.objects[name]
+      return 204
+
+  def _holds(self, name: str, query: Mapping[str, str]) -> bool:
+    found = self.objects.get(name)
+    generation = found.generation if found else 0
+    wanted = query.get('ifGenerationMatch')
+    return wanted is None or int(wanted) == generation
+
+
+class _Handler(server.BaseHTTPRequestHandler):
+  """One connection."""
+
+  protocol_version = 'HTTP/1.1'
+  # An answer leaves in one piece, at once.
+  wbufsize = 1 << 16
+  disable_nagle_algorithm = True
+  store: Store  # Set by `serve`.
+
+  def log_message(self, *unused) -> None:
+    """Tests' output is for tests."""
+
+  def _begin(self) -> tuple[str, dict[str, str], bytes]:
+    """Path, query and body of the request."""
+    body = self._body()
+    path, _, query = self.path.partition('?')
+    self.store.requests.append(f'{self.command} {parse.unquote(path)}')
+    return path, dict(parse.parse_qsl(query)), body
+
+  def _body(self) -> bytes:
+    if self.headers.get('Transfer-Encoding', '') != 'chunked':
+      return self.rfile.read(int(self.headers.get('Content-Length') or 0))
+    parts = []
+    while size := int(self.rfile.readline().split(b';')[0], 16):
+      parts.append(self.rfile.read(size))
+      self.rfile.readline()
+    self.rfile.readline()
+    return b''.join(parts)
+
+  def _send(
+    self, status: int, body: bytes = b'', headers: Mapping[str, str] = {}
+  ) -> None:
+    self.send_response(status)
+    for name, value in headers.items():
+      self.send_header(name, value)
+    if status != 304:
+      self.send_header('Content-Length', str(len(body)))
+    self.end_headers()
+    if self.command != 'HEAD' and status != 304:
+      self.wfile.write(body)
+
+  def _send_json(self, content: object, status: int = 200) -> None:
+    self._send(
+      status,
+      json.dumps(content).encode(),
+      {'Content-Type': 'application/json; charset=UTF-8'},
+    )
+
+  def _send_error(self, status: int) -> None:
+    text = {403: 'Forbidden', 404: 'Not Found', 412: 'Precondition Failed'}
+    message = text.get(status, 'Bad Request')
+    self._send_json({'error': {'code': status, 'message': message}}, status)
+
+  def do_GET(self) -> None:
+    path, query, _ = self._begin()
+    if self.store.refuses:
+      self._send_error(self.store.refuses)
+    elif found := _OBJECT.fullmatch(path):
+      self._get_object(parse.unquote(found[2]), query)
+    elif _LIST.fullmatch(path):
+      self._list(query)
+    elif found := _BUCKET.fullmatch(path):
+      if found[1] == BUCKET:
+        self._send_json({'kind': 'storage#bucket', 'name': BUCKET})
+      else:
+        self._send_error(404)
+    else:
+      self._send_error(404)
+
+  def _get_object(self, name: str, query: Mapping[str, str]) -> None:
+    found = self.store.objects.get(name)
+    generation = found.generation if found else 0
+    if not found:
+      return self._send_error(404)
+    if query.get('ifGenerationNotMatch') == str(generation):
+      return self._send(304)
+    if query.get('ifGenerationMatch', str(generation)) != str(generation):
+      return self._send_error(412)
+    resource = found.describe(name)
+    if query.get('alt') != 'media':
+      return self._send_json(resource)
+    data, status, headers = found.data, 200, {}
+    if asked := self.headers.get('Range'):
+      first, _, last = asked.removeprefix('bytes=').partition('-')
+      start = int(first) if first else len(data) - int(last)
+      stop = int(last) + 1 if first and last else len(data)
+      if start >= len(data):
+        return self._send(416)
+      stop = min(stop, len(data))
+      headers = {'Content-Range': f'bytes {start}-{stop - 1}/{len(data)}'}
+      data, status = data[start:stop], 206
+    self._send(
+      status,
+      data,
+      {
+        **headers,
+        'Content-Type': 'application/octet-stream',
+        'ETag': f'"{generation}"',
+        'x-goog-generation': str(generation),
+        'x-goog-metageneration': '1',
+        'x-goog-stored-content-length': str(len(found.data)),
+        'x-goog-hash': f'crc32c={resource["crc32c"]}',
+      },
+    )
+
+  def _list(self, query: Mapping[str, str]) -> None:
+    prefix, delimiter = query.get('prefix', ''), query.get('delimiter')
+    start = max(query.get('startOffset', ''), query.get('pageToken', ''))
+    end = query.get('endOffset')
+    entries: dict[str, Object | None] = {}
+    for name in self.store.names(prefix):
+      if name < start or (end and name >= end):
+        continue
+      rest = name[len(prefix) :]
+      if delimiter and delimiter in rest:
+        folder = prefix + rest.partition(delimiter)[0] + delimiter
+        entries.setdefault(folder, None)
+      else:
+        entries[name] = self.store.objects[name]
+    size = min(int(query.get('maxResults') or _PAGE), _PAGE)
+    names = list(entries)
+    page = names[:size]
+    content: dict[str, object] = {
+      'kind': 'storage#objects',
+      'items': [entries[n].describe(n) for n in page if entries[n]],
+      'prefixes': [n for n in page if entries[n] is None],
+    }
+    if len(names) > size:
+      content['nextPageToken'] = names[size]
+    self._send_json(content)
+
+  def do_POST(self) -> None:
+    path, query, body = self._begin()
+    if self.store.refuses:
+      return self._send_error(self.store.refuses)
+    if 'upload_id' in query:
+      return self._add_part(query, body)
+    if _UPLOAD.fullmatch(path):
+      return self._upload(query, body)
+    if found := _COPY.fullmatch(path):
+      source = self.store.objects.get(parse.unquote(found[2]))
+      if source is None:
+        return self._send_error(404)
+      name = parse.unquote(found[4])
+      made = self.store.put_if(name, source.data, query)
+      if made is None:
+        return self._send_error(412)
+      size = str(len(source.data))
+      return self._send_json(
+        {
+          'done': True,
+          'objectSize': size,
+          'totalBytesRewritten': size,
+          'resource': made.describe(name),
+        }
+      )
+    self._send_error(404)
+
+  def _upload(self, query: Mapping[str, str], body: bytes) -> None:
+    kind = query.get('uploadType')
+    if kind == 'resumable':
+      name = query.get('name') or json.loads(body)['name']
+      key = str(len(self.store.uploads) + 1)
+      self.store.uploads[key] = ({**query, 'name': name}, bytearray())
+      place = f'{self.store.address}/resumable/upload/storage/v1/b/{BUCKET}/o'
+      return self._send(200, b'', {'Location': f'{place}?upload_id={key}'})
+    if kind == 'multipart':
+      boundary = re.search('boundary="?([^";]+)', self.headers['Content-Type'])[
+        1
+      ]
+      parts = body.split(f'--{boundary}'.encode())
+      about = json.loads(_payload(parts[1]))
+      query = {**query, 'name': query.get('name') or about['name']}
+      body = _payload(parts[2]).removesuffix(b'\r\n').removesuffix(b'\n')
+    self._store(query, body)
+
+  def _store(self, query: Mapping[str, str], data: bytes) -> None:
+    made = self.store.put_if(query['name'], data, query)
+    if made is None:
+      self._send_error(412)
+    else:
+      self._send_json(made.describe(query['name']))
+
+  def do_PUT(self) -> None:
+    _, query, body = self._begin()
+    if self.store.refuses:
+      return self._send_error(self.store.refuses)
+    self._add_part(query, body)
+
+  def _add_part(self, query: Mapping[str, str], body: bytes) -> None:
+    """A part of an upload in parts; the object is there after the last."""
+    wanted, so_far = self.store.uploads[query['upload_id']]
+    so_far += body
+    total = self.headers.get('Content-Range', '*/*').rpartition('/')[2]
+    if total == '*' or len(so_far) < int(total):
+      last = {'Range': f'bytes=0-{len(so_far) - 1}'} if so_far else {}
+      return self._send(308, b'', last)
+    self._store(wanted, bytes(so_far))
+
+  def do_DELETE(self) -> None:
+    path, query, _ = self._begin()
+    if self.store.refuses:
+      return self._send_error(self.store.refuses)
+    found = _OBJECT.fullmatch(path)
+    if not found:
+      return self._send_error(404)
+    status = self.store.delete_if(parse.unquote(found[2]), query)
+    self._send(204) if status == 204 else self._send_error(status)
+
+
+def _payload(part: bytes) -> bytes:
+  """What comes after the headers of a part."""
+  for end in (b'\r\n\r\n', b'\n\n'):
+    if end in part:
+      return part.partition(end)[2]
+  raise ValueError('a part without headers')
+
+
+class _Server(server.ThreadingHTTPServer):
+  """One thread per connection."""
+
+  daemon_threads = True
+
+  def handle_error(self, request, client_address) -> None:
+    """Clients may leave before the answer; anything else is shown."""
+    if not isinstance(sys.exc_info()[1], ConnectionError):
+      super().handle_error(request, client_address)
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Store]:
+  """Runs an empty store in threads of this process."""
+  store = Store()
+  handler = type('Handler', (_Handler,), {'store': store})
+  listening = _Server(('127.0.0.1', 0), handler)
+  store.port = listening.server_address[1]
+  thread = threading.Thread(target=listening.serve_forever, daemon=True)
+  thread.start()
+  try:
+    yield store
+  finally:
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
