@@ -6,7 +6,7 @@ import setuptools
 CORE = [
   'absl-py>=2.1',
   'array-record>=0.8',
-  'etils[epath]>=1.9',
+  'etils[epath]>=1.15',
   'flax>=0.12.8',
   'grain>=0.2.18',
   'jax>=0.10.2,<0.13',
@@ -29,6 +29,8 @@ DATA = [
   'tensorflow-datasets>=4.9.9',
 ]
 REPORT = ['matplotlib>=3.9']
+# Buckets: gs:// paths. It brings what Orbax asks of them, too.
+GCS = ['gcsfs>=2026.9']
 # Parity and the benchmark against Hugging Face; a CPU build is enough.
 PEER = ['torch==2.13.0', 'transformers>=5.0,<6']
 TEST = [
@@ -38,6 +40,7 @@ TEST = [
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'safetensors>=0.8',
+  *GCS,
 ]
 
 setuptools.setup(
@@ -51,5 +54,5 @@ setuptools.setup(
   python_requires='>=3.11,<3.14',
   packages=setuptools.find_packages(include=['encdec_adapt*']),
   install_requires=CORE + DATA + REPORT,
-  extras_require={'test': TEST, 'peer': PEER, 'tpu': ['jax[tpu]']},
+  extras_require={'test': TEST, 'peer': PEER, 'gcs': GCS, 'tpu': ['jax[tpu]']},
 )

@@ -10,7 +10,6 @@ evaluation.json into each run's folder.
 """
 
 import dataclasses
-import pathlib
 from typing import Any
 
 from absl import flags
@@ -21,7 +20,7 @@ from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.runtime import command, errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
 
@@ -55,7 +54,7 @@ def main(values: flags.FlagValues) -> int:
   print(f'{len(record_set):,} rows of {values.records}')
   for path, settings in runs.items():
     result = evaluate(path, settings, record_set, values.batch_size, evaluators)
-    files.write_json(pathlib.Path(path) / FILE, result)
+    files.write_json(storage.join(path, FILE), result)
     shuffled = result['eval_loss_shuffled_prefix']
     print(
       f'{path}: {result["eval_loss"]:.4f} nats per target token'

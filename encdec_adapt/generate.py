@@ -29,7 +29,7 @@ from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import build
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.runtime import command, disk, errors, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
 
@@ -200,7 +200,7 @@ def read_prompts(
     where = f'--prompts={file}, line {{}}'
     try:
       # Not splitlines(), which also splits at form feeds and the like.
-      lines = pathlib.Path(file).read_text(encoding='utf-8').split('\n')
+      lines = storage.at(file).read_text(encoding='utf-8').split('\n')
     except (OSError, UnicodeDecodeError) as error:
       raise errors.UserError(
         f'--prompts={file} cannot be read as UTF-8 text ({error}).'
@@ -406,18 +406,13 @@ def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
 
 def _check_writable(output: str) -> None:
   """Refuses an output that cannot be written, before the long work."""
-  path = pathlib.Path(output)
-  existed = path.exists()
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.open('a').close()
-    if not existed:
-      path.unlink()  # What follows may fail; it leaves nothing half written.
-  except OSError as error:
+  path = storage.at(output)
+  if path.is_dir():
     raise errors.UserError(
-      f'--output={output} cannot be written ({error.strerror}); name a file'
-      ' in a folder of yours.'
-    ) from error
+      f'--output={output} cannot be written (it is a folder); name a file in a'
+      ' folder of yours.'
+    )
+  disk.require_writable(path.parent)
 
 
 def _write(output: str, run: str, results: Sequence[Continuation]) -> None:
@@ -432,9 +427,8 @@ def _write(output: str, run: str, results: Sequence[Continuation]) -> None:
     }
     for result in results
   ]
-  pathlib.Path(output).write_text(
-    json.dumps(samples, indent=2, ensure_ascii=False) + '\n', encoding='utf-8'
-  )
+  text = json.dumps(samples, indent=2, ensure_ascii=False) + '\n'
+  storage.write(output, text.encode())
 
 
 if __name__ == '__main__':

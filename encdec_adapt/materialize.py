@@ -30,12 +30,13 @@ from encdec_adapt.data import (
   mixtures,
   packing,
   randomness,
+  record_copy,
   records,
   vocabularies,
   vocabulary_training,
   workers,
 )
-from encdec_adapt.runtime import command, errors, lock, progress
+from encdec_adapt.runtime import command, errors, lock, progress, storage
 
 PARTS = ('all', 'vocabulary', 'train', 'eval')
 _LINE_SECONDS = 10.0  # between progress lines
@@ -214,25 +215,23 @@ def materialize_sets(
   if workers < 1:
     raise errors.UserError(f'data: workers={workers} must be at least 1')
   opened = choice.open()
-  sets = [
-    (fill_in(spec, opened), pathlib.Path(folder)) for spec, folder in sets
-  ]
+  sets = [(fill_in(spec, opened), storage.at(folder)) for spec, folder in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
-      stack.enter_context(lock.WorkdirLock(folder))
+      stack.enter_context(lock.hold(folder))
     entries = {}
     jobs = []
     for spec, folder in sets:
-      _check_other_records(folder, spec)
-      for leftover in folder.glob('pass-*/*.tmp'):  # Of killed workers.
+      place = _place_of_shards(folder, spec)
+      for leftover in place.glob('pass-*/*.tmp'):  # Of killed workers.
         leftover.unlink()
       for pass_index in range(spec.passes):
         for shard in range(spec.shards):
-          done = records.finished_shard(folder, spec, pass_index, shard)
-          entries[folder, pass_index, shard] = done
+          done = records.finished_shard(place, spec, pass_index, shard)
+          entries[place, pass_index, shard] = done
           if done is None:
             jobs.append(
-              ShardJob(str(folder), spec, choice, pass_index, shard, read)
+              ShardJob(str(place), spec, choice, pass_index, shard, read)
             )
     for job, entry in _make_shards(jobs, len(entries), workers, say):
       key = pathlib.Path(job.folder), job.pass_index, job.shard
@@ -263,8 +262,14 @@ def fill_in(
   return dataclasses.replace(spec, **found)
 
 
-def _check_other_records(folder, spec: records.RecordSpec) -> None:
-  """Refuses to write over a finished set of another spec."""
+def _place_of_shards(
+  folder: storage.Path, spec: records.RecordSpec
+) -> pathlib.Path:
+  """Where shards are made: in the folder, or on this machine for a bucket.
+
+  Raises:
+    UserError: the folder has a finished set of another spec.
+  """
   manifest = records.read_manifest(folder)
   if manifest is not None:
     # More or fewer passes leave every shard as it is.
@@ -272,6 +277,9 @@ def _check_other_records(folder, spec: records.RecordSpec) -> None:
     records.check_spec(
       folder, manifest, dataclasses.replace(spec, passes=passes)
     )
+    if storage.is_bucket(folder):
+      return record_copy.fetch(folder, records.shards(manifest))
+  return record_copy.place(folder)
 
 
 def _make_shards(
@@ -322,14 +330,18 @@ def _make_shards(
 
 def _finish(spec, folder, entries, opened, say) -> dict[str, Any]:
   """Writes the manifest and sums up."""
-  own = {key[1:]: value for key, value in entries.items() if key[0] == folder}
+  place = record_copy.place(folder)
+  own = {key[1:]: value for key, value in entries.items() if key[0] == place}
   if not any(entry['rows'] for entry in own.values()):
     raise errors.UserError(
       f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
       ' use more text, or another fraction'
     )
-  manifest = records.write_manifest(folder, spec, own, opened.describe())
+  manifest = records.write_manifest(place, spec, own, opened.describe())
+  if storage.is_bucket(folder):
+    say(f'{folder}: copying the records there')
+    storage.upload(place, folder, records.MANIFEST)
   say(f'{folder}: {summary(manifest)}')
   return manifest
 
@@ -358,9 +370,9 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def set_folders(
   data: Any,
-) -> dict[str, tuple[records.RecordSpec, pathlib.Path]]:
+) -> dict[str, tuple[records.RecordSpec, storage.Path]]:
   """Specs and folders of a `config.DataConfig`, by part."""
-  folder = pathlib.Path(data.folder)
+  folder = storage.at(data.folder)
   return {
     'train': (data.train, folder / 'train'),
     'eval': (data.evaluation, folder / 'eval'),
@@ -415,7 +427,7 @@ def open_vocabularies(
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabularies.exists(choice.decoder):
-    path = pathlib.Path(choice.decoder)
+    path = storage.at(choice.decoder)
     # Our own have mode tokens, so that sentinels are all that is added.
     size = data.table_sizes['decoder'] - choice.added_sentinels
     say(f'vocabulary: training {path} with {size:,} pieces')

@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import flags
 
-from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.runtime import command, disk, errors, files, storage
 from encdec_adapt.runtime.progress import format_seconds
 from encdec_adapt.training import accounting
 
@@ -125,8 +125,8 @@ def run(study: Study) -> int:
   # Here, because it imports what trains; a study is listed without it.
   from encdec_adapt import job
 
-  root = pathlib.Path(study.root)
-  (root / 'stages').mkdir(parents=True, exist_ok=True)
+  root = storage.at(study.root)
+  disk.require_writable(root / 'stages')
   _check_same_study(root, study)
   print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
   waiting = list(study.stages)
@@ -155,7 +155,7 @@ def run(study: Study) -> int:
 def run_stages(root: str, stages: Sequence[Stage]) -> int:
   """Runs commands in this process; returns the first status that is not 0."""
   for stage in stages:
-    extra = _best_rate(pathlib.Path(root), stage.rate_of)
+    extra = _best_rate(storage.at(root), stage.rate_of)
     line = _command(stage, extra)
     print(
       f'\n[{stage.name}] budget {format_seconds(stage.budget_seconds)}\n'
@@ -164,7 +164,7 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
     )
     module = importlib.import_module(f'encdec_adapt.{stage.module}')
     values = command.parse(module.define_flags, (*stage.flags, *extra))
-    with _timed(pathlib.Path(root), stage) as clock:
+    with _timed(storage.at(root), stage) as clock:
       status = module.main(values)
     seconds = clock()
     if status:
@@ -175,7 +175,7 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
       flush=True,
     )
     files.write_json(
-      _marker(pathlib.Path(root), stage),
+      _marker(storage.at(root), stage),
       {
         'name': stage.name,
         'command': line,
@@ -195,12 +195,12 @@ def _command(stage: Stage, extra: Sequence[str]) -> str:
   )
 
 
-def _marker(root: pathlib.Path, stage: Stage) -> pathlib.Path:
+def _marker(root: storage.Path, stage: Stage) -> storage.Path:
   return root / 'stages' / f'{stage.name}.json'
 
 
 @contextlib.contextmanager
-def _timed(root: pathlib.Path, stage: Stage):
+def _timed(root: storage.Path, stage: Stage):
   """Seconds that a stage has taken, over all its starts but killed ones."""
   path = root / 'stages' / f'{stage.name}.seconds'
   before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
@@ -215,7 +215,7 @@ def _timed(root: pathlib.Path, stage: Stage):
     files.write_json(path, {'seconds': clock()})
 
 
-def _check_same_study(root: pathlib.Path, study: Study) -> None:
+def _check_same_study(root: storage.Path, study: Study) -> None:
   """Refuses a folder with stages of another version of the study."""
   path = root / 'study.json'
   if path.exists() and json.loads(path.read_text())['digest'] != study.digest:
@@ -227,11 +227,11 @@ def _check_same_study(root: pathlib.Path, study: Study) -> None:
   files.write_json(path, {'digest': study.digest})
 
 
-def _summary(root: pathlib.Path, name: str) -> dict[str, Any]:
+def _summary(root: storage.Path, name: str) -> dict[str, Any]:
   return json.loads((root / name / accounting.SUMMARY).read_text())
 
 
-def _best(root: pathlib.Path, names: Sequence[str]) -> str:
+def _best(root: storage.Path, names: Sequence[str]) -> str:
   """The run with the lowest held-out loss; one that diverged never is."""
   losses = {name: _summary(root, name)['eval_loss'] for name in names}
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
@@ -240,7 +240,7 @@ def _best(root: pathlib.Path, names: Sequence[str]) -> str:
   return min(finite, key=finite.get)
 
 
-def _best_rate(root: pathlib.Path, names: Sequence[str]) -> tuple[str, ...]:
+def _best_rate(root: storage.Path, names: Sequence[str]) -> tuple[str, ...]:
   """The flag with the learning rate of the best of these runs."""
   if not names:
     return ()
@@ -253,7 +253,7 @@ def _report(study: Study) -> None:
   from encdec_adapt.evaluation import report
   from encdec_adapt.runtime import environment
 
-  root = pathlib.Path(study.root)
+  root = storage.at(study.root)
   folders = {name: name for name in study.runs}
   for name, candidates in study.best_of.items():
     best = _best(root, candidates)
@@ -289,7 +289,7 @@ def _report(study: Study) -> None:
   print(f'\nreport: {root / "report.html"}')
 
 
-def _run(root: pathlib.Path, folder: str) -> dict[str, Any]:
+def _run(root: storage.Path, folder: str) -> dict[str, Any]:
   """One run as the report wants it."""
   from encdec_adapt.runtime import metrics
 

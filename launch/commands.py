@@ -150,7 +150,7 @@ def check_training(arguments: list[str]) -> None:
       raise LaunchError(
         f'--{name}= of encdec_adapt.train is missing; give its flags after --,'
         ' as in `-- --config=configs/gemma2.py:size=2b_2b'
-        ' --workdir=/mnt/runs/RUN`.'
+        ' --workdir=gs://BUCKET/runs/RUN`.'
       )
   for name in _OURS:
     if name in flags:
@@ -174,12 +174,12 @@ def check_shared_workdir(arguments: list[str], machines: str) -> None:
     machines: that would keep it, for the message.
   """
   workdir = flag_values(arguments)['workdir']
-  if not workdir.startswith('/'):
+  if not re.match('/|gs://[^/]+/[^/]', workdir):
     raise LaunchError(
-      f'--workdir={workdir} after --: training writes to mounted file systems'
-      ' only, and a relative folder would lie on the disks of'
-      f' {machines}, each its own, and go with them; give an absolute path'
-      ' that all of them mount (a shared disk, or a bucket through gcsfuse).'
+      f'--workdir={workdir} after --: it would lie on the disks of {machines},'
+      ' each its own, and go with them; give a folder of a bucket,'
+      ' gs://BUCKET/RUN, or the absolute path of a file system that all of'
+      ' them mount.'
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from array_record.python import array_record_module
 from grain import sources
 
-from encdec_adapt.data import batch, rows
+from encdec_adapt.data import batch, record_copy, rows
 from encdec_adapt.runtime import errors, files, storage
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
@@ -198,7 +198,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         **self.counts,
         **counts,
         'bytes': self._temporary.stat().st_size,
-        'sha256': file_hash(self._temporary),
+        'sha256': record_copy.file_hash(self._temporary),
       }
       os.replace(self._temporary, self._path)
       files.write_json(
@@ -237,20 +237,11 @@ def finished_shard(
   path = shard_path(folder, spec, pass_index, shard)
   try:
     entry = json.loads(path.with_suffix('.json').read_text())
-    size = path.stat().st_size
   except (FileNotFoundError, json.JSONDecodeError):
     return None
   if entry.pop('identity', None) != spec.shard_identity():
     return None
-  if size != entry['bytes'] or file_hash(path) != entry['sha256']:
-    return None
-  return entry
-
-
-def file_hash(path: str | os.PathLike) -> str:
-  """SHA-256 of a file, hexadecimal."""
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
+  return entry if record_copy.is_whole(path, entry) else None
 
 
 # -- Manifest ----------------------------------------------------------------
@@ -313,9 +304,9 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
   Raises:
     UserError: there is one, but of another format or not readable.
   """
-  path = pathlib.Path(folder) / MANIFEST
+  path = storage.at(folder) / MANIFEST
   try:
-    manifest = json.loads(path.read_text())
+    manifest = json.loads(path.read_bytes())
   except FileNotFoundError:
     return None
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -374,7 +365,7 @@ class RecordSet:
     """Opens a record set and checks that it is the one that is meant.
 
     Args:
-      folder: of the record set.
+      folder: of the record set. Of a bucket, a copy on this machine is read.
       expect: refuse a set made from anything else. A fingerprint that is ''
         in it is not compared.
       verify: read every shard and compare its hash (about a second per GB);
@@ -383,7 +374,7 @@ class RecordSet:
     Raises:
       UserError: no records, made from something else, damaged, or empty.
     """
-    folder = pathlib.Path(folder)
+    folder = storage.at(folder)
     manifest = read_manifest(folder)
     if manifest is None:
       raise errors.UserError(
@@ -392,8 +383,11 @@ class RecordSet:
       )
     if expect is not None:
       check_spec(folder, manifest, expect)
-    for entry in _shards(manifest):
-      _check_shard(folder / entry['file'], entry, verify)
+    if storage.is_bucket(folder):
+      folder = record_copy.fetch(folder, shards(manifest))
+    else:
+      for entry in _shards(manifest):
+        _check_shard(folder / entry['file'], entry, verify)
     if not manifest['totals']['rows']:
       raise errors.UserError(f'the records in {folder} have no rows')
     return cls(folder, manifest)
@@ -457,6 +451,11 @@ def check_spec(
     )
 
 
+def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+  """Entries of all shards by their names below the folder."""
+  return {entry['file']: entry for entry in _shards(manifest)}
+
+
 def _shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
   for entry in manifest['passes']:
     yield from entry['shards']
@@ -470,7 +469,7 @@ def _check_shard(
     what = 'is missing'
   elif (size := path.stat().st_size) != entry['bytes']:
     what = f'has {size} bytes, the manifest says {entry["bytes"]}'
-  elif verify and file_hash(path) != entry['sha256']:
+  elif verify and record_copy.file_hash(path) != entry['sha256']:
     what = 'has another SHA-256 than the manifest says'
   else:
     return

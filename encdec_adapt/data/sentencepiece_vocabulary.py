@@ -15,12 +15,11 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import hashlib
-import pathlib
 
 import sentencepiece
 
 from encdec_adapt.data import vocabulary
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 _SPACE = '\u2581'
 
@@ -28,7 +27,7 @@ _SPACE = '\u2581'
 class SentencePieceVocabulary(vocabulary.Vocabulary):
   """A SentencePiece model."""
 
-  def __init__(self, path: pathlib.Path, *, added_sentinels: int = 0):
+  def __init__(self, path: storage.Path, *, added_sentinels: int = 0):
     """Opens a model file.
 
     Args:
@@ -40,11 +39,11 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     """
     name = str(path)
     try:
-      data = pathlib.Path(path).read_bytes()
+      data = storage.at(path).read_bytes()
     except OSError as error:
       raise errors.UserError(
-        f'vocabulary {name!r}: cannot be read ({error.strerror}); give the'
-        ' path of a tokenizer, or train one'
+        f'vocabulary {name!r}: cannot be read ({error.strerror or error}); give'
+        ' the path of a tokenizer, or train one'
       ) from None
     self._model = _load(data, name)
     self._prefix = ' ' if _puts_prefix(self._model) else ''
@@ -61,7 +60,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
         if self._model.is_control(i) or self._model.is_unknown(i)
       },
       _roles(self._model, name),
-      files=[pathlib.Path(path)],
+      files=[storage.at(path)],
       added_sentinels=added_sentinels,
     )
 

@@ -21,14 +21,13 @@ from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
-import pathlib
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from encdec_adapt.data import vocabulary
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 FILE = 'tokenizer.json'
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
@@ -45,7 +44,7 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
 class TokenizerJson(vocabulary.Vocabulary):
   """A tokenizer.json."""
 
-  def __init__(self, path: pathlib.Path, *, added_sentinels: int = 0):
+  def __init__(self, path: storage.Path, *, added_sentinels: int = 0):
     """Opens a file.
 
     Args:
@@ -56,7 +55,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       UserError: it or a file beside it is missing or damaged, has no EOS or
         BOS, reads special tokens in text, or loses text.
     """
-    path = pathlib.Path(path)
+    path = storage.at(path)
     beside = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
     beside = [file for file in beside if file.is_file()]
     data, content = _read(path)
@@ -130,7 +129,7 @@ class TokenizerJson(vocabulary.Vocabulary):
     return text[1:] if head else text
 
 
-def _read(path: pathlib.Path) -> tuple[bytes, dict[str, Any]]:
+def _read(path: storage.Path) -> tuple[bytes, dict[str, Any]]:
   """A file, and the JSON object that it is.
 
   Raises:
@@ -148,7 +147,7 @@ def _read(path: pathlib.Path) -> tuple[bytes, dict[str, Any]]:
     raise errors.UserError(f'vocabulary {error}') from None
 
 
-def _load(content: dict[str, Any], path: pathlib.Path) -> tokenizers.Tokenizer:
+def _load(content: dict[str, Any], path: storage.Path) -> tokenizers.Tokenizer:
   """The tokenizer without what it does after tokenising, such as framing."""
   content = {
     **content,
@@ -164,7 +163,7 @@ def _load(content: dict[str, Any], path: pathlib.Path) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _damaged(path: pathlib.Path, why: object) -> errors.UserError:
+def _damaged(path: storage.Path, why: object) -> errors.UserError:
   return errors.UserError(
     f'vocabulary {str(path)!r}: not a tokenizer.json of Hugging Face, or a'
     f' damaged one ({why}); copy it again'
@@ -172,7 +171,7 @@ def _damaged(path: pathlib.Path, why: object) -> errors.UserError:
 
 
 def _added_tokens(
-  content: dict[str, Any], path: pathlib.Path
+  content: dict[str, Any], path: storage.Path
 ) -> list[dict[str, Any]]:
   added = content.get('added_tokens') or []
   try:
@@ -187,7 +186,7 @@ def _added_tokens(
 
 
 def _model_tokens(
-  content: dict[str, Any], path: pathlib.Path
+  content: dict[str, Any], path: storage.Path
 ) -> dict[str, int]:
   """Tokens of the model, without those that were added."""
   model = content.get('model')
@@ -199,7 +198,7 @@ def _model_tokens(
   return tokens
 
 
-def _named(beside: list[pathlib.Path]) -> dict[str, str | int]:
+def _named(beside: list[storage.Path]) -> dict[str, str | int]:
   """Role -> the special token that the files name, or its id."""
   found: dict[str, str | int] = {}
   for file in beside:
@@ -221,7 +220,7 @@ def _named(beside: list[pathlib.Path]) -> dict[str, str | int]:
 def _roles(
   named: Mapping[str, str | int],
   specials: Mapping[str, int],
-  beside: list[pathlib.Path],
+  beside: list[storage.Path],
   path: str,
 ) -> vocabulary.SpecialIds:
   """Ids by role.

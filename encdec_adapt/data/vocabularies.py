@@ -16,7 +16,6 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 import dataclasses
 import os
-import pathlib
 from typing import Any
 
 from encdec_adapt.data import (
@@ -26,7 +25,7 @@ from encdec_adapt.data import (
   tokenizer_json,
   vocabulary,
 )
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 BYTES = byte_vocabulary.NAME
 SENTENCEPIECE = 'tokenizer.model'
@@ -48,7 +47,7 @@ def open_vocabulary(
   """
   if os.fspath(path) == BYTES:
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
-  path = pathlib.Path(path)
+  path = storage.at(path)
   if path.is_dir():
     found = file_in(path)
     if found is None:
@@ -66,17 +65,17 @@ def open_vocabulary(
 
 def exists(path: str) -> bool:
   """Whether there is something to open at a path."""
-  return path == BYTES or pathlib.Path(path).exists()
+  return path == BYTES or storage.at(path).exists()
 
 
-def file_in(folder: str | os.PathLike[str]) -> pathlib.Path | None:
+def file_in(folder: str | os.PathLike[str]) -> storage.Path | None:
   """The file that `open_vocabulary` opens of a folder; None for none."""
-  file = pathlib.Path(folder) / SENTENCEPIECE
+  file = storage.at(folder) / SENTENCEPIECE
   if file.is_file():
-    with open(file, 'rb') as content:
+    with file.open('rb') as content:
       if vocabulary.is_sentencepiece(content.read(1)):
         return file
-  file = pathlib.Path(folder) / TOKENIZER_JSON
+  file = storage.at(folder) / TOKENIZER_JSON
   return file if file.is_file() else None
 
 

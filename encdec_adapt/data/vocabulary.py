@@ -30,14 +30,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pathlib
 import re
 from typing import Any
 
 import numpy as np
 
 from encdec_adapt.data import batch
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
@@ -106,7 +105,7 @@ class Vocabulary(abc.ABC):
     specials: Mapping[str, int],
     ids: SpecialIds,
     *,
-    files: Sequence[pathlib.Path] = (),
+    files: Sequence[storage.Path] = (),
     added_sentinels: int = 0,
   ):
     """For subclasses.

@@ -14,12 +14,11 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Iterable, Iterator
 import io
 import os
-import pathlib
 
 import sentencepiece
 
 from encdec_adapt.data import sentencepiece_vocabulary
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
 _UNUSED = tuple(f'<unused{i}>' for i in range(99))
@@ -51,21 +50,21 @@ def train_vocabulary(
   Raises:
     UserError: there is too little text for `size`, or none.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   data = _train(texts, path, size, max_bytes)
   try:
-    _write(path, data)
+    storage.write(path, data)
   except OSError as error:
     raise errors.UserError(
-      f'vocabulary {str(path)!r}: cannot be written ({error.strerror}); free'
-      ' some space or choose another path'
+      f'vocabulary {str(path)!r}: cannot be written'
+      f' ({error.strerror or error}); free some space or choose another path'
     ) from None
   return sentencepiece_vocabulary.SentencePieceVocabulary(path)
 
 
 def _train(
   texts: Iterable[str],
-  path: pathlib.Path,
+  path: storage.Path,
   size: int,
   max_bytes: int,
 ) -> bytes:
@@ -124,16 +123,3 @@ def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
           break
       if share <= 0:
         break
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-  try:
-    with open(temporary, 'wb') as file:
-      file.write(data)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)

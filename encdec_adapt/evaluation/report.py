@@ -26,7 +26,6 @@ from collections.abc import Mapping
 import json
 import math
 import os
-import pathlib
 from typing import Any
 
 from encdec_adapt.evaluation import (
@@ -34,6 +33,7 @@ from encdec_adapt.evaluation import (
   report_findings,
   report_page,
 )
+from encdec_adapt.runtime import storage
 
 Report = Mapping[str, Any]
 
@@ -43,7 +43,7 @@ def findings(report: Report) -> list[str]:
   return report_findings.findings(report)
 
 
-def write(report: Report, folder: str | os.PathLike) -> pathlib.Path:
+def write(report: Report, folder: str | os.PathLike) -> storage.Path:
   """Writes the report.
 
   Args:
@@ -55,20 +55,17 @@ def write(report: Report, folder: str | os.PathLike) -> pathlib.Path:
     it. `report.json` is the dictionary with `findings` added; a number that
     is not finite is null there.
   """
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
   found = findings(report)
   content = json.dumps(
     _finite({**report, 'findings': found}), indent=1, allow_nan=False
   )
-  (folder / 'report.json').write_text(content + '\n', encoding='utf-8')
-  picture = folder / 'curves.png'
-  report_figures.draw_curves(report, picture)
-  page = folder / 'report.html'
-  page.write_text(
-    report_page.render(report, found, [picture]), encoding='utf-8'
-  )
-  return page
+  with storage.staged(folder) as place:
+    (place / 'report.json').write_text(content + '\n', encoding='utf-8')
+    picture = place / 'curves.png'
+    report_figures.draw_curves(report, picture)
+    page = report_page.render(report, found, [picture])
+    (place / 'report.html').write_text(page, encoding='utf-8')
+  return storage.at(folder) / 'report.html'
 
 
 def _finite(value: Any) -> Any:

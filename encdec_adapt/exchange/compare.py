@@ -4,7 +4,6 @@ from collections.abc import Iterator
 import dataclasses
 import json
 import os
-import pathlib
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ from encdec_adapt.exchange import facade
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import leaves as leaves_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 _FIRST_DRAWN = 4  # Ids below are special in most vocabularies.
 
@@ -153,7 +152,7 @@ def read_rows(path: str, model: model_config.ModelConfig) -> Rows:
     UserError: the file cannot be read, or a line is not what it should be.
   """
   try:
-    lines = pathlib.Path(path).read_text(encoding='utf-8').splitlines()
+    lines = storage.at(path).read_text(encoding='utf-8').splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise errors.UserError(f'--tokens={path} cannot be read ({error}).') from (
       error

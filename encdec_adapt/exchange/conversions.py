@@ -6,7 +6,6 @@ writes, and what it writes appears whole or not at all.
 
 import json
 import math
-import pathlib
 
 from absl import flags
 import numpy as np
@@ -25,7 +24,7 @@ from encdec_adapt.interop import model_configs, new_folder, tensor_folder
 from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import command, errors, progress
+from encdec_adapt.runtime import command, errors, progress, storage
 
 
 def open_source(path: str, values: flags.FlagValues) -> source_lib.Source:
@@ -83,7 +82,7 @@ def _is_flax(path: str) -> bool:
   Raises:
     UserError: it is neither.
   """
-  has_config = (pathlib.Path(path) / tensor_folder.CONFIG).exists()
+  has_config = (storage.at(path) / tensor_folder.CONFIG).exists()
   if not has_config and flax_source.is_flax_folder(path):
     return True
   if not source_lib.is_folder(path):

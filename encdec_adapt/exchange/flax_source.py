@@ -11,7 +11,7 @@ from encdec_adapt.interop import (
 )
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 from encdec_adapt.training import orbax_folder
 
 is_flax_folder = orbax_folder.is_orbax_folder
@@ -37,7 +37,7 @@ def open_flax(
   Raises:
     UserError: it is damaged, or not of the model that the config says.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   folder = orbax_folder.OrbaxFolder(path)
   given = None if config is None else _config(config)
   model = flax_layout.model_of(folder.arrays, given, str(path))

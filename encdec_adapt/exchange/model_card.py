@@ -9,7 +9,7 @@ from encdec_adapt.exchange import inspection, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import files
+from encdec_adapt.runtime import files, storage
 from encdec_adapt.training import accounting
 
 _OWN = """No class of transformers can express this model. The folder is in
@@ -50,7 +50,7 @@ def write(
     f'library_name: {library}',
     'tags: [encdec_adapt]',
     '---',
-    f'# {source.path.name or source.path.resolve().name}',
+    f'# {source.path.name or storage.absolute(source.path).name}',
     '',
     f'A model with {parameters.count(source.model):,} parameters'
     f' ({inspection.kind_of(source.model)}), exported in {dtype} by'
@@ -102,7 +102,7 @@ def _notes(notes: Sequence[str]) -> Iterator[str]:
     yield from ('## Notes', '', *(f'- {note}' for note in notes), '')
 
 
-def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
+def _history(path: storage.Path, step: int | None) -> Iterator[str]:
   """What the files of a run say, and those of the runs it started from.
 
   Args:
@@ -135,10 +135,10 @@ def _history(path: pathlib.Path, step: int | None) -> Iterator[str]:
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
   for earlier in dict.fromkeys(sources):
-    yield from _earlier(pathlib.Path(earlier))
+    yield from _earlier(storage.at(earlier))
 
 
-def _earlier(path: pathlib.Path) -> Iterator[str]:
+def _earlier(path: storage.Path) -> Iterator[str]:
   """What was done to a source, where it is a finished run still there."""
   summary = _read(path / accounting.SUMMARY)
   if summary:
@@ -181,6 +181,6 @@ def _training(
     )
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _read(path: storage.Path) -> dict[str, Any] | None:
   """A JSON file of a run; None where it is not there."""
   return files.read_json(path) if path.exists() else None

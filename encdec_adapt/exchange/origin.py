@@ -10,13 +10,12 @@ from collections.abc import Mapping
 import dataclasses
 import os
 import pathlib
-import shutil
 from typing import Any
 
 from encdec_adapt.data import added_tokens, vocabularies, vocabulary
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import model_configs, tensor_folder, vision
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 FOLDER = 'hugging_face'
 GENERATION = 'generation_config.json'
@@ -40,7 +39,7 @@ _GENERATION_FIELDS = (
   'top_p',
 )
 
-Folders = Mapping[str, pathlib.Path]
+Folders = Mapping[str, storage.Path]
 
 
 def folders(path: str | os.PathLike[str]) -> Folders:
@@ -49,7 +48,7 @@ def folders(path: str | os.PathLike[str]) -> Folders:
   Args:
     path: a Hugging Face folder, or a work directory.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   if source_lib.is_folder(path):
     return {'decoder': path}
   kept = path / FOLDER
@@ -86,11 +85,11 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
     found: as `folders` and `of_pair` give them.
   """
   for name, path in found.items():
-    folder = pathlib.Path(workdir) / FOLDER / name
+    folder = storage.at(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     for file in (tensor_folder.CONFIG, GENERATION, *TOKENIZER):
       if (path / file).is_file():
-        shutil.copyfile(path / file, folder / file)
+        storage.copy(path / file, folder / file)
     part = vision_part({name: path})
     if part:
       vision.keep(part, folder)
@@ -210,7 +209,7 @@ def generation_config(
 
 def tokenizer_files(
   found: Folders, opened: vocabularies.Opened | None
-) -> dict[str, pathlib.Path]:
+) -> dict[str, storage.Path]:
   """Tokenizer files to carry: name in the new folder -> file.
 
   An encoder's own go to the folder encoder/, where they are not the
@@ -288,7 +287,7 @@ def added_note(opened: vocabularies.Opened | None, *, is_written: bool) -> str:
 
 def vocabulary_files(
   one: vocabulary.Vocabulary,
-) -> dict[str, pathlib.Path]:
+) -> dict[str, storage.Path]:
   """Files of a vocabulary, by their names in a tokenizer's folder."""
   if len(one.files) == 1 and one.files[0].suffix != '.json':
     return {vocabularies.SENTENCEPIECE: one.files[0]}
@@ -305,5 +304,5 @@ def _is_token(value: Any, name: str) -> bool:
   return value is not None and value >= 0
 
 
-def _tokenizer(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def _tokenizer(folder: storage.Path) -> dict[str, storage.Path]:
   return {n: folder / n for n in TOKENIZER if (folder / n).is_file()}

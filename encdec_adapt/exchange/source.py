@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import tensor_folder
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
@@ -39,7 +38,7 @@ class Source:
     unused: tensors that are no part of the model -> why.
   """
 
-  path: pathlib.Path
+  path: storage.Path
   model: model_config.ModelConfig
   vocabularies: vocabularies.Choice | None
   arrays: Callable[[], Iterator[folder_lib.LazyArray]]
@@ -73,7 +72,7 @@ def open_source(
   Raises:
     UserError: it is neither, or damaged.
   """
-  path = pathlib.Path(path)
+  path = storage.at(path)
   if is_folder(path):
     return _open_folder(path, encoder_window, vocab_multiple)
   settings = config_lib.load_run(str(path))
@@ -141,7 +140,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   Raises:
     UserError: it is neither.
   """
-  file = pathlib.Path(path) / tensor_folder.CONFIG
+  file = storage.at(path) / tensor_folder.CONFIG
   if not file.exists():
     is_flax = orbax_folder.is_orbax_folder(path)
     raise errors.UserError(
@@ -160,7 +159,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _open_folder(
-  path: pathlib.Path, encoder_window: str, vocab_multiple: int | None
+  path: storage.Path, encoder_window: str, vocab_multiple: int | None
 ) -> Source:
   opened = folder_lib.ModelFolder.open(
     path, encoder_window=encoder_window, vocab_multiple=vocab_multiple
@@ -179,7 +178,7 @@ def _open_folder(
   )
 
 
-def vocabularies_in(path: pathlib.Path) -> vocabularies.Choice | None:
+def vocabularies_in(path: storage.Path) -> vocabularies.Choice | None:
   """Those of a Hugging Face folder; an encoder's own are in a folder of it."""
   decoder = vocabularies.file_in(path)
   encoder = vocabularies.file_in(path / ENCODER)

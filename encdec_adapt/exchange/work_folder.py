@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -25,7 +24,13 @@ from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import new_folder
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import disk, environment, errors, files
+from encdec_adapt.runtime import (
+  disk,
+  environment,
+  errors,
+  files,
+  storage,
+)
 from encdec_adapt.training import accounting, checkpoint, streamed
 from encdec_adapt.training import state as state_lib
 
@@ -110,7 +115,7 @@ def write(
       more tokens than the table rows.
     CheckpointError: the checkpoint was not written.
   """
-  output = pathlib.Path(output)
+  output = storage.at(output)
   opened = _open_vocabularies(contents)
   config = _config(contents.model)
   if opened:
@@ -125,9 +130,7 @@ def write(
   disk.require_space(output, nbytes, what='the parameters')
   sources = dict.fromkeys(contents.made_by['sources'])
   counted = [
-    path
-    for path in sources
-    if (pathlib.Path(path) / accounting.SUMMARY).exists()
+    path for path in sources if (storage.at(path) / accounting.SUMMARY).exists()
   ]
   summary = accounting.summarise(
     output,
@@ -248,4 +251,4 @@ def _keep_vocabularies(
     names |= {file.name: file for file in one.files if file.suffix == '.json'}
     for name, file in names.items():
       folder.mkdir(parents=True, exist_ok=True)
-      shutil.copyfile(file, folder / name)
+      storage.copy(file, folder / name)

@@ -6,8 +6,6 @@ In the layout that transformers loads, or in our own (`weights.OWN`).
 from collections.abc import Callable, Mapping
 import json
 import os
-import pathlib
-import shutil
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from encdec_adapt.interop import (
 from encdec_adapt.interop import vision as vision_lib
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
+from encdec_adapt.runtime import storage
 
 
 def write(
@@ -36,11 +35,11 @@ def write(
   dtype: np.dtype | None = None,
   fields: Mapping[str, Mapping[str, Any]] | None = None,
   texts: Mapping[str, str] | None = None,
-  carried: Mapping[str, pathlib.Path | bytes] | None = None,
+  carried: Mapping[str, storage.Path | bytes] | None = None,
   vision: vision_lib.Vision | None = None,
   shard_bytes: int = tensor_writer.SHARD_BYTES,
   on_progress: Callable[[int, int], None] | None = None,
-) -> pathlib.Path:
+) -> storage.Path:
   """Writes config.json and safetensors, whole or not at all.
 
   Args:
@@ -73,7 +72,7 @@ def write(
   raw = model_configs.with_fields(raw, fields or {})
   if vision is not None:
     raw = vision_lib.with_vision(raw, vision)
-  folder = pathlib.Path(folder)
+  folder = storage.at(folder)
   plans = _plan(config, layout, params, dtype)
   with new_folder.new_folder(folder) as draft:
     common = folder_lib.common_dtype(plan.dtype for plan in plans)
@@ -84,7 +83,7 @@ def write(
       if isinstance(file, bytes):
         (draft / name).write_bytes(file)
       else:
-        shutil.copyfile(file, draft / name)
+        storage.copy(file, draft / name)
     for name, content in (texts or {}).items():
       (draft / name).write_text(content, encoding='utf-8')
     if vision is not None:

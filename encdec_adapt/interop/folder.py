@@ -5,7 +5,6 @@ from concurrent import futures
 import dataclasses
 import math
 import os
-import pathlib
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from encdec_adapt.interop import (
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import leaves as leaves_lib
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 # Tensors that are no weights: old exports carry these buffers.
 _BUFFERS = ('.rotary_emb.inv_freq',)
@@ -151,7 +150,7 @@ class ModelFolder:
       UserError: a damaged or unsupported folder; a tensor that is missing,
         unexpected or of another shape than the config says.
     """
-    folder = pathlib.Path(folder)
+    folder = storage.at(folder)
     raw = files.read_json(folder / tensor_folder.CONFIG)
     config, layout = model_configs.model_from_raw(
       raw, str(folder / tensor_folder.CONFIG), encoder_window=encoder_window
@@ -252,7 +251,7 @@ class ModelFolder:
         )
     return out
 
-  def _file(self, piece: _Piece) -> pathlib.Path:
+  def _file(self, piece: _Piece) -> storage.Path:
     return self.tensors.tensors[piece.tensor].file
 
 
@@ -350,7 +349,7 @@ def _pieces(
   return pieces
 
 
-def _why_unused(name: str, layout: weights.Layout, file: pathlib.Path) -> str:
+def _why_unused(name: str, layout: weights.Layout, file: storage.Path) -> str:
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
   if vision.is_vision(name):

@@ -14,14 +14,13 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import struct
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 DTYPES = {
   'BOOL': np.dtype(np.bool_),
@@ -60,7 +59,7 @@ class TensorInfo:
 
   shape: tuple[int, ...]
   dtype: np.dtype
-  file: pathlib.Path
+  file: storage.Path
   offset: int
 
   @property
@@ -98,7 +97,7 @@ def read(file: str | os.PathLike[str]) -> Header:
     UserError: the file cannot be read or is not what its header says; names
       the tensor where there is one.
   """
-  file = pathlib.Path(file)
+  file = storage.at(file)
   text, size = _read_text(file)
   if not text.startswith(b'{'):
     raise files.damaged(file, "its header does not start with '{'")
@@ -130,11 +129,11 @@ def read(file: str | os.PathLike[str]) -> Header:
   return Header(tensors, metadata)
 
 
-def _read_text(file: pathlib.Path) -> tuple[bytes, int]:
+def _read_text(file: storage.Path) -> tuple[bytes, int]:
   """The header's bytes, and the size of the file."""
   try:
-    with open(file, 'rb') as opened:
-      size = os.fstat(opened.fileno()).st_size
+    with file.open('rb') as opened:
+      size = storage.size(file)
       start = opened.read(_LENGTH.size)
       if start == b'version ':
         raise errors.UserError(
@@ -158,7 +157,7 @@ def _read_text(file: pathlib.Path) -> tuple[bytes, int]:
   return text, size
 
 
-def _offsets(file: pathlib.Path, name: str, entry: Any) -> tuple[int, int]:
+def _offsets(file: storage.Path, name: str, entry: Any) -> tuple[int, int]:
   """First and last byte of a tensor's data, from the end of the header."""
   if not isinstance(entry, dict) or set(entry) != _FIELDS:
     raise files.damaged(
@@ -171,7 +170,7 @@ def _offsets(file: pathlib.Path, name: str, entry: Any) -> tuple[int, int]:
 
 
 def _tensor(
-  file: pathlib.Path, name: str, entry: dict, offset: int, nbytes: int
+  file: storage.Path, name: str, entry: dict, offset: int, nbytes: int
 ) -> TensorInfo:
   """Checks dtype and shape against the bytes that the tensor has."""
   shape, dtype = entry['shape'], entry['dtype']
@@ -256,7 +255,7 @@ def build(
       name: TensorInfo(
         tuple(shape),
         dtype,
-        pathlib.Path(file),
+        storage.at(file),
         first + entries[name]['data_offsets'][0],
       )
       for name, shape, dtype in ordered

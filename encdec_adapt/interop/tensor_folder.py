@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from encdec_adapt.interop import safetensors_header
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 SINGLE = 'model.safetensors'
 CONFIG = 'config.json'
@@ -43,7 +43,7 @@ class TensorFolder:
 
   def __init__(
     self,
-    folder: pathlib.Path,
+    folder: storage.Path,
     tensors: Mapping[str, safetensors_header.TensorInfo],
     metadata: Mapping[str, str],
   ):
@@ -64,7 +64,7 @@ class TensorFolder:
       UserError: there are no such files, or pickled ones only; an index, a
         shard or a header is missing, damaged or contradicts another.
     """
-    folder = pathlib.Path(folder)
+    folder = storage.at(folder)
     try:
       if not folder.is_dir():
         raise errors.UserError(
@@ -86,9 +86,9 @@ class TensorFolder:
     return sum(info.nbytes for info in self.tensors.values())
 
   def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-    """Maps one tensor into memory.
+    """Maps one tensor into memory; of a bucket, reads it.
 
-    The file's pages are read as they are used and dropped with the array.
+    A file's pages are read as they are used and dropped with the array.
 
     Args:
       name: of the tensor.
@@ -158,7 +158,7 @@ def check_finite(
 
 
 def _open_shards(
-  folder: pathlib.Path,
+  folder: storage.Path,
 ) -> tuple[dict[str, safetensors_header.TensorInfo], dict[str, str]]:
   """Tensors and metadata of all shards, each tensor where the index says."""
   index = folder / INDEX
@@ -195,7 +195,7 @@ def _open_shards(
   return tensors, metadata
 
 
-def _read_index(index: pathlib.Path) -> dict[str, str]:
+def _read_index(index: storage.Path) -> dict[str, str]:
   """The index's file name for each tensor."""
   content = files.parse_json(index.read_bytes(), index)
   places = content.get('weight_map')
@@ -216,7 +216,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
   return places
 
 
-def _nothing_to_read(folder: pathlib.Path) -> errors.UserError:
+def _nothing_to_read(folder: storage.Path) -> errors.UserError:
   """The error for a folder with neither a single file nor an index."""
   found = sorted(path.name for path in folder.iterdir())
   pickled = [
@@ -254,13 +254,11 @@ def _map(
   start = offset - offset % mmap.ALLOCATIONGRANULARITY
   nbytes = count * info.dtype.itemsize
   try:
-    with open(info.file, 'rb') as file:
-      pages = mmap.mmap(
-        file.fileno(),
-        offset - start + nbytes,
-        access=mmap.ACCESS_READ,
-        offset=start,
-      )
+    if storage.is_bucket(info.file):
+      start = offset
+      pages = storage.read_range(info.file, offset, nbytes)
+    else:
+      pages = _map_pages(info.file, start, offset - start + nbytes)
   except (OSError, ValueError) as error:
     raise errors.UserError(
       f'{info.file}: tensor {name!r} cannot be read any more ({error}). The'
@@ -271,3 +269,10 @@ def _map(
     array = array.copy()
     array.flags.writeable = False
   return array.reshape(shape)
+
+
+def _map_pages(path: pathlib.Path, start: int, nbytes: int) -> mmap.mmap:
+  with open(path, 'rb') as file:
+    return mmap.mmap(
+      file.fileno(), nbytes, access=mmap.ACCESS_READ, offset=start
+    )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import os
-import pathlib
 import re
 from typing import Any
 
@@ -22,7 +21,7 @@ from encdec_adapt.interop import (
   tensor_writer,
 )
 from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 FOLDER = 'vision'  # Where a work directory keeps the part, in a folder.
 MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has one.
@@ -60,7 +59,7 @@ class Vision:
     names: the name in a T5Gemma 2 folder -> the one in `tensors`.
   """
 
-  folder: pathlib.Path
+  folder: storage.Path
   fields: Mapping[str, Any]
   tensors: tensor_folder.TensorFolder
   names: Mapping[str, str]
@@ -110,7 +109,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   Raises:
     UserError: it is incomplete, or contradicts its config.json.
   """
-  folder = pathlib.Path(folder)
+  folder = storage.at(folder)
   kept = folder / FOLDER
   weights = kept if kept.is_dir() else folder
   if not any(
@@ -136,15 +135,15 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   return part
 
 
-def keep(part: Vision, folder: pathlib.Path) -> None:
+def keep(part: Vision, folder: storage.Path) -> None:
   """Copies a part to where `open_vision(folder)` finds it.
 
   Args:
     part: the part.
     folder: has, or will have, the config.json of the part's folder.
   """
-  (folder / FOLDER).mkdir()
-  tensor_writer.write_tensors(folder / FOLDER, part.planned())
+  with storage.staged(folder / FOLDER) as place:
+    tensor_writer.write_tensors(place, part.planned())
 
 
 def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 
 import jax
 
-from encdec_adapt.runtime import disk, environment
+from encdec_adapt.runtime import disk, environment, storage
 
 # Shorter compilations are not worth a file.
 _SECONDS = 0.5
@@ -28,6 +28,6 @@ def enable(folder: str | os.PathLike[str]) -> None:
   """
   machine = json.dumps(environment.fingerprint(), sort_keys=True).encode()
   digest = hashlib.blake2b(machine, digest_size=8).hexdigest()
-  path = disk.require_writable(os.path.join(folder, digest))
-  jax.config.update('jax_compilation_cache_dir', str(path.absolute()))
+  path = disk.require_writable(storage.join(folder, digest))
+  jax.config.update('jax_compilation_cache_dir', str(storage.absolute(path)))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', _SECONDS)

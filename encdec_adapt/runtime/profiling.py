@@ -4,12 +4,14 @@ Asked for in the configuration (a first step and a number of them), or of a
 job that is running, by SIGUSR1: then the next steps are traced.
 """
 
+import contextlib
 import os
-import pathlib
 import signal
 import types
 
 import jax
+
+from encdec_adapt.runtime import storage
 
 FOLDER = 'profile'
 ON_SIGNAL = 3  # Steps traced after SIGUSR1.
@@ -29,7 +31,8 @@ class Profiler:
       first: step that is traced first, from 0.
       steps: how many; 0 for none.
     """
-    self._folder = str(pathlib.Path(workdir) / FOLDER)
+    self._folder = storage.join(workdir, FOLDER)
+    self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
     self._asked = False
     self._until: int | None = None  # Traced before this step.
@@ -51,7 +54,9 @@ class Profiler:
     if self._asked:
       self._asked, steps = False, max(steps, ON_SIGNAL)
     if steps:
-      jax.profiler.start_trace(self._folder)
+      self._staged = contextlib.ExitStack()
+      place = self._staged.enter_context(storage.staged(self._folder))
+      jax.profiler.start_trace(str(place))
       self._until = step + steps
 
   def after(self, step: int, result: object) -> None:
@@ -66,6 +71,7 @@ class Profiler:
   def _stop(self) -> None:
     if self._until is not None:
       jax.profiler.stop_trace()
+      self._staged.close()
       self._until = None
 
   def _ask(self, number: int, frame: types.FrameType | None) -> None:

@@ -26,6 +26,7 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import tempfile
 from typing import Any
 
 from etils import epath
@@ -199,21 +200,39 @@ def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
   remove(folder, markers)
 
 
-def upload(folder: pathlib.Path, target: Path, marker: str) -> None:
+def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   """Copies a folder into a bucket, the file that says it is whole last.
 
   Args:
     folder: on a file system.
     target: in a bucket.
-    marker: name of that file.
+    marker: name of that file; '' for none.
 
   Raises:
     OSError: a file cannot be read or written.
   """
   names = [name for name in tree(folder) if name != marker]
   _each(names, lambda name: copy(folder / name, target / name))
-  if (folder / marker).exists():
+  if marker and (folder / marker).exists():
     copy(folder / marker, target / marker)
+
+
+@contextlib.contextmanager
+def staged(folder: AnyPath) -> Iterator[pathlib.Path]:
+  """A folder for what only writes to file systems.
+
+  Yields:
+    The folder itself, made; for one in a bucket a temporary one, of which all
+    is copied there at the end.
+  """
+  folder = at(folder)
+  if not is_bucket(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    return
+  with tempfile.TemporaryDirectory() as draft:
+    yield pathlib.Path(draft)
+    upload(pathlib.Path(draft), folder)
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:

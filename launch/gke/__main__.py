@@ -6,7 +6,7 @@
   python3 -m launch.gke train --name=pair --cluster=pod --zone=us-west4-a \\
     --accelerator=v5litepod-16 --image=... -- \\
     --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
-    --workdir=/mnt/runs/pair
+    --workdir=gs://BUCKET/runs/pair
   python3 -m launch.gke logs --name=pair
   python3 -m launch.gke delete --name=pair --cluster=pod --zone=us-west4-a
   python3 -m launch.gke delete_cluster --cluster=pod --zone=us-west4-a

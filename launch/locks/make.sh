@@ -48,7 +48,7 @@ lock() {
   local name=$1 extra=${2:-} file=launch/locks/$1.txt
   {
     printf '# Written by launch/locks/make.sh, with\n'
-    printf '#   uv pip compile %ssetup.py --constraint=tested.txt \\\n' \
+    printf '#   uv pip compile %ssetup.py --extra=gcs --constraint=tested.txt \\\n' \
       "${extra:+extra.in }"
     printf '#     --python-version=3.11 --python-platform=%s\n' "$PLATFORM"
     printf '# tested.txt: an environment in which the tests pass'
@@ -59,7 +59,8 @@ lock() {
   printf '%s\n' "$extra" >"$folder/extra.in"
   uv pip compile --quiet --no-header --no-annotate --no-emit-index-url \
     --no-emit-find-links --python-version 3.11 --python-platform "$PLATFORM" \
-    --constraint "$folder/tested.txt" setup.py "$folder/extra.in" \
+    --constraint "$folder/tested.txt" --extra gcs setup.py \
+    "$folder/extra.in" \
     >>"$folder/$name.txt"
   for version in 3.11 3.12; do
     uv pip compile --quiet --no-header --no-annotate \

@@ -3,7 +3,7 @@
   python3 -m launch.tpu_vm train --name=pair --zone=us-west4-a \\
     --accelerator=v5litepod-16 -- \\
     --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
-    --workdir=/mnt/runs/pair
+    --workdir=gs://BUCKET/runs/pair
   python3 -m launch.tpu_vm delete --name=pair --zone=us-west4-a
 
 `train` creates the resource unless it is there, waits for it, copies this

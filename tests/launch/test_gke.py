@@ -14,7 +14,7 @@ import pytest
 from tests.launch import checkout
 
 WHERE = ('--cluster=pod', '--zone=us-west4-a')
-JOB = ('--', '--config=configs/base.py', "--workdir=/b/it's")
+JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's")
 IMAGE = '--image=europe-docker.pkg.dev/p/r/encdec_adapt:1'
 # Of every verb, what is given and what is printed.
 COMMANDS = {
@@ -43,7 +43,7 @@ COMMANDS = {
       ' --termination-grace-period-seconds=120 '
       + shlex.quote(
         '--command=exec python -m encdec_adapt.train --coordinator=auto'
-        " --config=configs/base.py '--workdir=/b/it'\"'\"'s'"
+        " --config=configs/base.py '--workdir=gs://b/it'\"'\"'s'"
       )
     ],
   ),
@@ -152,6 +152,6 @@ def test_xpk_takes_what_is_printed():
   assert read['train']['restart_on_exit_codes'] == '75,76'
   assert int(read['train']['max_restarts']) == 1000
   assert int(read['train']['termination_grace_period_seconds']) == 120
-  assert shlex.split(read['train']['command'])[-1] == "--workdir=/b/it's"
+  assert shlex.split(read['train']['command'])[-1] == "--workdir=gs://b/it's"
   assert read['create']['spot'] is True
   assert read['create']['num_slices'] == 2

@@ -15,7 +15,7 @@ from tests.launch import checkout
 WHERE = ('--name=pair', '--zone=us-west4-a')
 CREATION = ('--accelerator=v5litepod-16', '--slices=2')
 FAST = ('--poll_seconds=0.05', '--grace_seconds=1')
-JOB = ('--', '--config=configs/base.py', "--workdir=/b/it's", '--x=a b')
+JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's", '--x=a b')
 
 
 class Cloud(checkout.Checkout):
@@ -93,7 +93,7 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
   )
   run = shlex.quote(
     '--command=bash worker.sh run attempt-1 --config=configs/base.py'
-    " '--workdir=/b/it'\"'\"'s' '--x=a b'"
+    " '--workdir=gs://b/it'\"'\"'s' '--x=a b'"
   )
   assert done.stdout.splitlines() == [
     f"$ {gcloud} describe pair '--format=value(state.state)' {where}",
@@ -143,7 +143,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   lines = done.stdout.splitlines()
   assert (
     '[0.0] continuing at step 0; --coordinator=auto --config=configs/base.py'
-    " --workdir=/b/it's --x=a b" in lines
+    " --workdir=gs://b/it's --x=a b" in lines
   )
   for worker in ('0.0', '0.1', '1.0', '1.1'):
     assert f'[{worker}] launch: ended with status 0' in lines
@@ -290,6 +290,8 @@ def test_how_an_attempt_ended(statuses, gcloud, end):
     ({'--records': '/data'}, '--records=/data: give the folder of a bucket'),
     ({'--slice': '2'}, 'unrecognized arguments: --slice=2'),
     ({'-- --workdir': 'runs/x'}, '--workdir=runs/x after --'),
+    ({'-- --workdir': 's3://b/r'}, 'give a folder of a bucket, gs://'),
+    ({'-- --workdir': 'gs://b'}, '--workdir=gs://b after --'),
     ({'-- --workdir': ''}, '--workdir= of encdec_adapt.train is missing'),
     ({'-- --config': 'configs/no.py'}, 'configs/no.py is not a file of this'),
     ({'-- --process': '1'}, '--process=1 after --'),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from encdec_adapt.runtime import app, metrics
+from encdec_adapt.runtime import app, lock, metrics, seals, storage
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
@@ -50,7 +50,7 @@ def _last_step(workdir: pathlib.Path) -> int:
   return max([r['step'] for r in metrics.read_metrics(path)], default=0)
 
 
-def _assert_same(workdir: pathlib.Path, reference: pathlib.Path):
+def _assert_same(workdir: storage.Path, reference: pathlib.Path):
   mine, wanted = (
     [r for r in metrics.read_metrics(w) if r['kind'] in ('train', 'eval')]
     for w in (workdir, reference)
@@ -78,13 +78,13 @@ def _wait(process: subprocess.Popen, due) -> bool:
   return False
 
 
-def _kill(flags, workdir: pathlib.Path, due) -> bool:
+def _kill(flags, workdir: storage.Path, due, log=None) -> bool:
   """Starts the job and kills it once `due()`; whether it was running."""
   process = tiny.start(
     'train',
     *flags,
     f'--workdir={workdir}',
-    log=workdir.with_suffix('.log'),
+    log=log or workdir.with_suffix('.log'),
   )
   try:
     _wait(process, due)
@@ -127,6 +127,39 @@ def test_killed_during_a_save_and_at_random_steps(folder, flags, uninterrupted):
   done = tiny.run('train', *flags, f'--workdir={workdir}')
   assert done.returncode == 0, done.stdout + done.stderr
   _assert_same(workdir, uninterrupted)
+
+
+def _saves(store, workdir: storage.Path) -> dict[int, bool]:
+  """The steps in a bucket of which anything is there: whether all is."""
+  saves = storage.join(workdir, checkpoint.FOLDER)
+  found: dict[int, bool] = {}
+  for name in store.names(store.key(saves) + '/'):
+    step, _, below = name.removeprefix(store.key(saves) + '/').partition('/')
+    whole = below == seals.FILE
+    found[int(step)] = found.get(int(step), False) or whole
+  return found
+
+
+def test_killed_in_a_bucket(folder, flags, uninterrupted, store, bucket):
+  """The store has half a save after the first kill, and a lock after both."""
+  workdir, log = storage.at(bucket) / 'run', folder / 'bucket.log'
+  half = lambda: not all(_saves(store, workdir).values())  # noqa: E731
+  for _ in range(3):  # A save may end just before the signal arrives.
+    assert _kill(flags, workdir, half, log)
+    if half():
+      break
+  else:
+    pytest.fail('every kill missed the save that it was meant for')
+  assert store.key(workdir / lock.FILE) in store.objects
+  half_made = max(s for s, whole in _saves(store, workdir).items() if not whole)
+  assert _kill(
+    flags, workdir, lambda: _saves(store, workdir).get(half_made), log
+  )
+  done = tiny.run('train', *flags, f'--workdir={workdir}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert f'continuing at step {half_made}' in done.stdout
+  _assert_same(workdir, uninterrupted)
+  assert store.key(workdir / lock.FILE) not in store.objects
 
 
 def test_sigterm_saves_and_exits_with_its_own_status(

@@ -1,0 +1,134 @@
+"""Records of a bucket: copied once, verified, gone on with; and made."""
+
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import materialize
+from encdec_adapt.data import record_copy, records
+from encdec_adapt.runtime import command, errors, storage
+from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  return tmp_path / 'cache'
+
+
+@pytest.fixture
+def put(bucket, tmp_path):
+  """Records in a bucket; gives their folder and that they were copied from."""
+  tiny.make_records(tmp_path / 'made', 24)
+  folder = storage.at(f'{bucket}/records')
+  here = tmp_path / 'made' / 'prefix_lm' / 'train'
+  storage.upload(here, folder, records.MANIFEST)
+  return folder, here
+
+
+def _reads(store, start):
+  return [r for r in store.requests[start:] if r.endswith('.array_record')]
+
+
+def test_read_from_a_copy_that_is_made_once(put, store, cache):
+  folder, here = put
+  wanted = records.RecordSet.open(here)
+  found = records.RecordSet.open(folder)
+  assert cache in found.folder.parents
+  assert found.digests == wanted.digests
+  for mine, theirs in zip(found.read(range(24)), wanted.read(range(24))):
+    assert [p.targets.tolist() for p in mine] == [
+      p.targets.tolist() for p in theirs
+    ]
+  start = len(store.requests)
+  records.RecordSet.open(folder)
+  assert _reads(store, start) == []
+
+
+@pytest.mark.parametrize('damage', ['flip', 'truncate', 'part'])
+def test_a_damaged_or_half_made_copy_is_made_whole(put, cache, damage):
+  folder, here = put
+  place = records.RecordSet.open(folder).folder
+  (shard,) = place.rglob('*.array_record')
+  data = bytearray(shard.read_bytes())
+  if damage == 'flip':
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+  elif damage == 'truncate':
+    shard.write_bytes(data[:-1])
+  else:
+    shard.unlink()
+    shard.with_name(shard.name + '.part').write_bytes(data[:100])
+  assert len(records.RecordSet.open(folder)) == 24
+  (wanted,) = here.rglob('*.array_record')
+  assert shard.read_bytes() == wanted.read_bytes()
+
+
+def test_damage_in_the_bucket_is_refused(put):
+  folder, here = put
+  (shard,) = here.rglob('*.array_record')
+  name = shard.relative_to(here).as_posix()
+  storage.write(folder / name, shard.read_bytes()[:-1] + b'x')
+  with pytest.raises(errors.UserError, match='not what the manifest says'):
+    records.RecordSet.open(folder)
+  (folder / name).unlink()
+  with pytest.raises(errors.UserError, match='cannot be copied'):
+    records.RecordSet.open(folder)
+
+
+def test_without_its_manifest_a_set_is_none(put):
+  folder, _ = put
+  (folder / records.MANIFEST).unlink()
+  with pytest.raises(errors.UserError, match='no records in gs://'):
+    records.RecordSet.open(folder)
+
+
+def test_a_manifest_that_leads_outside_is_refused(bucket):
+  entry = {'../../x': {'bytes': 1, 'sha256': ''}}
+  with pytest.raises(errors.UserError, match="names a file '../../x' outside"):
+    record_copy.fetch(storage.at(bucket), entry)
+
+
+def test_made_here_and_put_there(bucket, tmp_path, store):
+  """Another machine adds a pass to what it finds in the bucket."""
+  text = tmp_path / 'text'
+  text.mkdir()
+  for number, document in enumerate(tiny.text(60)):
+    (text / f'{number}.txt').write_text(document)
+
+  def settings(workdir, passes):
+    values = command.parse(
+      command.define_config,
+      [
+        *tiny.flags(tmp_path, 'prefix_lm'),
+        f'--config.data.source=text:{text}/*.txt',
+        '--config.data.folder=',
+        '--config.data.vocabulary=',
+        '--config.data.train_vocabulary=True',
+        f'--config.data.passes={passes}',
+        '--config.data.workers=1',
+      ],
+    )
+    return config_lib.load(values.config, workdir).data
+
+  local, there = (
+    settings(str(tmp_path / 'local'), 1),
+    settings(f'{bucket}/run', 1),
+  )
+  for data in (local, there):
+    assert materialize.missing(data)
+    materialize.run(data)
+    assert not materialize.missing(data)
+  opened = there.vocabularies.open()
+  found, wanted = (
+    materialize.open_sets(data, opened)[0] for data in (there, local)
+  )
+  assert found.digests == wanted.digests
+  record_copy.place(storage.at(f'{bucket}/run/records/train')).rename(
+    tmp_path / 'gone'
+  )
+  more = settings(f'{bucket}/run', 2)
+  lines = []
+  materialize.run(more, say=lines.append)
+  assert 'records: 1 of 3 shards to make' in '\n'.join(lines)
+  found = materialize.open_sets(more, opened)[0]
+  assert found.passes == 2 and found.digests[:1] == wanted.digests
