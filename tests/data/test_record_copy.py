@@ -35,7 +35,9 @@ def test_read_from_a_copy_that_is_made_once(put, store, cache):
   found = records.RecordSet.open(folder)
   assert cache in found.folder.parents
   assert found.digests == wanted.digests
-  for mine, theirs in zip(found.read(range(24)), wanted.read(range(24))):
+  for mine, theirs in zip(
+    found.read(range(24)), wanted.read(range(24)), strict=True
+  ):
     assert [p.targets.tolist() for p in mine] == [
       p.targets.tolist() for p in theirs
     ]

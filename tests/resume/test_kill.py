@@ -131,12 +131,13 @@ def test_killed_during_a_save_and_at_random_steps(folder, flags, uninterrupted):
 
 def _saves(store, workdir: storage.Path) -> dict[int, bool]:
   """The steps in a bucket of which anything is there: whether all is."""
-  saves = storage.join(workdir, checkpoint.FOLDER)
+  saves = store.key(storage.join(workdir, checkpoint.FOLDER)) + '/'
   found: dict[int, bool] = {}
-  for name in store.names(store.key(saves) + '/'):
-    step, _, below = name.removeprefix(store.key(saves) + '/').partition('/')
-    whole = below == seals.FILE
-    found[int(step)] = found.get(int(step), False) or whole
+  for name in store.names(saves):
+    step, _, below = name.removeprefix(saves).partition('/')
+    if step.isdecimal():
+      whole = below == seals.FILE
+      found[int(step)] = found.get(int(step), False) or whole
   return found
 
 

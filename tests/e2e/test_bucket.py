@@ -1,0 +1,109 @@
+"""Jobs and conversions of which nothing is on a disk, on a fake store."""
+
+import json
+
+import pytest
+
+from encdec_adapt import evaluate, generate, train
+from encdec_adapt.data import records
+from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.interop import new_folder
+from encdec_adapt.runtime import errors, metrics, storage
+from encdec_adapt.training import checkpoint
+from tests import tiny
+
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
+convert = tiny.convert
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+
+
+@pytest.fixture
+def put(bucket, gemma):
+  """The address of a Hugging Face folder in the bucket."""
+  target = storage.at(f'{bucket}/gemma')
+  storage.upload(gemma, target, new_folder.MARKER)
+  return str(target)
+
+
+def test_import_then_export_gives_the_same_bytes(bucket, put, gemma):
+  run, output = f'{bucket}/run', f'{bucket}/exported'
+  assert convert('import', f'--source={put}', f'--output={run}') == 0
+  assert not checkpoint.open_latest(run).problems()
+  flags = [f'--checkpoint={run}', f'--output={output}']
+  assert convert('export', *flags, '--shard_gb=1e-5') == 0
+  assert len(list(storage.at(output).glob('*.safetensors'))) > 1
+  assert convert('diff', output, str(gemma)) == 0
+  assert convert('verify', run, put) == 0
+  names = ('config.json', 'chat_template.json', 'tokenizer.model')
+  for name in names:
+    found = (storage.at(output) / name).read_bytes()
+    assert found == (gemma / name).read_bytes(), name
+  card = (storage.at(output) / 'README.md').read_text()
+  assert 'convert import` of `gemma`' in card
+  with pytest.raises(errors.UserError, match='exists already'):
+    convert('export', *flags)
+
+
+def test_a_folder_without_its_marker_is_none(put):
+  (storage.at(put) / new_folder.MARKER).unlink()
+  with pytest.raises(errors.UserError, match='holds no model'):
+    source_lib.open_source(put)
+
+
+def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
+  """Sources, vocabulary, records, work directory, outputs."""
+  for split in ('train', 'eval'):
+    storage.upload(
+      folder / 'prefix_lm' / split,
+      storage.at(f'{bucket}/records/{split}'),
+      records.MANIFEST,
+    )
+  vocabulary = f'{bucket}/vocabulary.model'
+  storage.copy(folder / 'vocabulary.model', vocabulary)
+  workdir = f'{bucket}/runs/adapted'
+  flags = [
+    *pairs,
+    f'--config.data.folder={bucket}/records',
+    f'--config.data.vocabulary={vocabulary}',
+    '--config.init.mode=adapt',
+    f'--config.init.encoder={put}',
+    '--config.train.steps=4',
+    '--config.checkpoint.every=2',
+    '--config.train.profile_from=3',
+    '--config.train.profile_steps=1',
+    f'--workdir={workdir}',
+  ]
+  assert tiny.call(train, *flags) == 0
+  place = storage.at(workdir)
+  summary = json.loads((place / 'summary.json').read_text())
+  assert summary['steps'] == 4 and list(summary['ledger']) == [workdir]
+  steps = [r['step'] for r in metrics.read_metrics(workdir)]
+  assert max(steps) == 4
+  names = storage.tree(place)
+  assert 'coverage.json' in names and 'environment.json' in names
+  assert 'hugging_face/decoder/tokenizer.model' in names
+  assert any(name.startswith('profile/') for name in names)
+  assert any(name.startswith('heartbeat/') for name in names)
+  capsys.readouterr()
+  assert tiny.call(train, *flags) == 0
+  assert 'continuing at step 4' in capsys.readouterr().out
+  flags = [f'--checkpoint={workdir}', f'--records={bucket}/records/eval']
+  assert tiny.call(evaluate, *flags) == 0
+  assert json.loads((place / evaluate.FILE).read_text())['eval_loss'] > 0
+  output = f'{bucket}/out/samples.json'
+  flags = [
+    f'--checkpoint={workdir}',
+    '--prompt=the quick',
+    '--max_tokens=2',
+    f'--output={output}',
+  ]
+  assert tiny.call(generate, *flags) == 0
+  (sample,) = json.loads(storage.at(output).read_text())
+  assert sample['run'] == 'adapted' and sample['tokens'] > 0
