@@ -272,7 +272,7 @@ def _report(study: Study) -> None:
     },
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
-    'samples': json.loads(pathlib.Path(study.samples).read_text()),
+    'samples': json.loads(storage.at(study.samples).read_text()),
     'environment': environment.report(),
   }
   report.write(collected, root)

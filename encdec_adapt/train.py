@@ -6,6 +6,7 @@ r"""Trains a model: configuration, mesh, data, state, loop.
 A job that ended early continues when the same command is given again.
 """
 
+import contextlib
 import time
 
 from absl import flags
@@ -270,7 +271,10 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   profiler = profiling.Profiler(
     workdir, train.profile_from, train.profile_steps
   )
-  with preemption.StopSignal() as stop, profiler, watch:
+  ending = contextlib.ExitStack()
+  if lead:  # What was going on when a job fails is among the last records.
+    ending.callback(writer.flush)
+  with preemption.StopSignal() as stop, profiler, watch, ending:
     if start is None:
       evaluate(0)
     while step < train.steps:

@@ -130,7 +130,7 @@ def _copy(
 @contextlib.contextmanager
 def _alone(target: pathlib.Path):
   """Holds the copy for this process; others of the machine wait."""
-  with open(target / 'copy.lock', 'ab') as file:
+  with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

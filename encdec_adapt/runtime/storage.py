@@ -203,6 +203,9 @@ def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
 def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   """Copies a folder into a bucket, the file that says it is whole last.
 
+  What is there already and the same is left alone, so that a copy that broke
+  off goes on.
+
   Args:
     folder: on a file system.
     target: in a bucket.
@@ -211,8 +214,15 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   Raises:
     OSError: a file cannot be read or written.
   """
-  names = [name for name in tree(folder) if name != marker]
-  _each(names, lambda name: copy(folder / name, target / name))
+  there = objects(target)
+
+  def put(name: str) -> None:
+    found, path = there.get(name), folder / name
+    same = found and found['bytes'] == size(path)
+    if not same or found['digest'] != file_crc32c(path):
+      copy(path, target / name)
+
+  _each([name for name in tree(folder) if name != marker], put)
   if marker and (folder / marker).exists():
     copy(folder / marker, target / marker)
 
@@ -264,6 +274,7 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
       'digest': base64.b64decode(info['crc32c']).hex(),
     }
     for name, info in found.items()
+    if len(name) > start
   }
 
 

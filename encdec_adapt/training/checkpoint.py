@@ -465,19 +465,6 @@ def open_latest(path: _Path) -> Checkpoint:
   return Checkpoint(folder, step)
 
 
-def restore_params(path: _Path, abstract_params: Any) -> Any:
-  """Reads the parameters of a run's newest sound checkpoint.
-
-  Args:
-    path: as for `open_latest`.
-    abstract_params: as for `Checkpoint.restore_params`.
-
-  Raises:
-    UserError: there is no sound checkpoint, or it is of another model.
-  """
-  return open_latest(path).restore_params(abstract_params)
-
-
 def _newest_sealed(folder: storage.Path, steps: Sequence[int]) -> int | None:
   for step in reversed(steps):
     checkpoint = Checkpoint(folder, step)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from encdec_adapt.data import loader, records
-from encdec_adapt.runtime import app, metrics
+from encdec_adapt.runtime import app, metrics, storage
 from encdec_adapt.training import checkpoint
 from tests import tiny
 
@@ -88,6 +88,35 @@ def test_two_processes_equal_one(folder, flags, two):
   one = tiny.run('train', *flags, f'--workdir={folder}/one', devices=4)
   assert one.returncode == 0, one.stdout + one.stderr
   _assert_equal_to_rounding(folder / 'one', two, 2e-5)
+
+
+def test_two_processes_in_a_bucket(
+  folder, flags, two, bucket, tmp_path, monkeypatch
+):
+  """Work directory and records there; one copy of these for both."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  for split in ('train', 'eval'):
+    here = folder / 'prefix_lm' / split
+    there = storage.at(f'{bucket}/records/{split}')
+    storage.upload(here, there, records.MANIFEST)
+  workdir, logs = storage.at(bucket) / 'two', folder / 'bucket_logs'
+  processes = tiny.start_several(
+    2,
+    'train',
+    *flags,
+    f'--config.data.folder={bucket}/records',
+    f'--config.checkpoint.every={STEPS // 2}',
+    f'--workdir={workdir}',
+    devices=2,
+    logs=logs,
+  )
+  statuses = tiny.wait_all(processes)
+  said = '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
+  assert statuses == [0, 0], said
+  assert said.count('records: copying 1 of 1 shards') == 2  # Of two sets.
+  assert _records(workdir) == _records(two)
+  tiny.assert_same_params(workdir, two)
+  assert storage.tree(workdir / 'heartbeat') == ['0.json', '1.json']
 
 
 def _assert_equal_to_rounding(workdir, reference, tolerance: float):

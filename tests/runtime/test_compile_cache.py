@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from encdec_adapt.runtime import compile_cache, errors
+from encdec_adapt.runtime import compile_cache, errors, storage
 
 _PROGRAM = """
 import sys
@@ -27,11 +27,15 @@ print(hits > 0, float(x.sum()).hex())
 """
 
 
-def test_a_second_process_takes_the_same_program(tmp_path):
+@pytest.mark.parametrize('place', ['file system', 'bucket'])
+def test_a_second_process_takes_the_same_program(tmp_path, place, request):
+  folder = tmp_path / 'cache'
+  if place == 'bucket':
+    folder = storage.at(request.getfixturevalue('bucket'))
   hits, sums = [], []
   for _ in range(2):
     done = subprocess.run(
-      [sys.executable, '-c', _PROGRAM, str(tmp_path / 'cache')],
+      [sys.executable, '-c', _PROGRAM, str(folder)],
       capture_output=True,
       text=True,
       check=True,
@@ -41,7 +45,7 @@ def test_a_second_process_takes_the_same_program(tmp_path):
     sums.append(total)
   assert hits == ['False', 'True']
   assert sums[0] == sums[1]
-  (machine,) = (tmp_path / 'cache').iterdir()
+  (machine,) = folder.iterdir()
   assert len(machine.name) == 16
 
 

@@ -90,6 +90,7 @@ def test_another_hosts_objects_are_seen_at_once(store, bucket):
 def test_markers_go_first_and_come_last(store, bucket, tmp_path):
   folder = storage.at(bucket)
   _fill(tmp_path / 'draft')
+  storage.write(folder / 'xy' / 'a', b'')  # Of another folder.
   start = len(store.requests)
   storage.upload(tmp_path / 'draft', folder / 'x', marker='a')
   written = [r for r in store.requests[start:] if r.startswith('POST')]
@@ -97,6 +98,11 @@ def test_markers_go_first_and_come_last(store, bucket, tmp_path):
   generations = {n: o.generation for n, o in store.objects.items()}
   newest = max(generations, key=generations.get)
   assert newest == store.key(f'{bucket}/x/a') and len(written) == 3
+  (folder / 'x' / 'a').unlink()
+  start = len(store.requests)
+  storage.upload(tmp_path / 'draft', folder / 'x', marker='a')
+  written = [r for r in store.requests[start:] if r.startswith('POST')]
+  assert len(written) == 1  # The rest is there.
   start = len(store.requests)
   storage.remove(folder / 'x', markers=('a',))
   removed = [r for r in store.requests[start:] if r.startswith('DELETE')]

@@ -336,7 +336,7 @@ def test_parameters_alone_and_cast(tmp_path):
   }
   kernel = _state(6).params['decoder']['kernel'].astype(jnp.bfloat16)
   for path in ('', 'checkpoints', 'checkpoints/6'):
-    restored = checkpoint.restore_params(tmp_path / path, wanted)
+    restored = checkpoint.open_latest(tmp_path / path).restore_params(wanted)
     np.testing.assert_array_equal(restored['decoder']['kernel'], kernel)
     np.testing.assert_array_equal(restored['decoder']['scale'], np.arange(16))
     assert restored['decoder']['scale'].sharding == _sharding((4, 2), 'fsdp')
