@@ -7,27 +7,13 @@ measured. Batches are the published recipes' (MaxText's benchmark files) where
 they are known; what they keep in the host's memory is recomputed here.
 """
 
-import dataclasses
-
 from configs import base
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
 
 
-def _dense_32b():
-  """The 32B of MaxText's v5e table: its base shape times 4, 4, 4 and 2."""
-  return dataclasses.replace(
-    presets.stack('llama2_7b', vocab_multiple=256),
-    layers=32,
-    width=8192,
-    mlp_width=28672,
-    heads=64,
-    kv_heads=64,
-  )
-
-
 def get_config(arg=None):
-  """`shape` of `presets.STACKS` or dense_32b; `length` of a row, `rows` of all.
+  """`shape` of `presets.STACKS`; `length` of a row, `rows` of a batch.
 
   `replica` above 1 splits the chips into groups that share a table of the
   vocabulary; everything else is sharded over all of them.
@@ -42,10 +28,7 @@ def get_config(arg=None):
     attention='splash',
   )
   config = base.get_config()
-  if args['shape'] == 'dense_32b':
-    stack = _dense_32b()
-  else:
-    stack = presets.stack(args['shape'], vocab_multiple=256)
+  stack = presets.stack(args['shape'], vocab_multiple=256)
   base.set_model(config.model, model_config.DecoderOnlyConfig(stack))
   config.data.train_vocabulary = False
   config.data.decoder_length = args['length']

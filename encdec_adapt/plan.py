@@ -167,6 +167,12 @@ def _mesh(settings: config_lib.Settings, devices):
     mesh = mesh_lib.make_mesh(settings.mesh, devices)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
+  if mesh.shape['sequence'] > 1 and settings.compute.attention == 'splash':
+    raise errors.UserError(
+      f'config.mesh.sequence={mesh.shape["sequence"]}: what splash kernels'
+      ' read of a sharded length is not counted yet; plan with'
+      ' --config.compute.attention=chunked, whose memory is alike.'
+    )
   job.check_batches(settings, mesh)
   return mesh
 

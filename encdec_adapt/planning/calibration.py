@@ -40,7 +40,7 @@ RUNS: Mapping[str, Run] = {
     _TIERS,
   ),
   'Llama 2 70B, v6e x 256': Run(
-    'configs/published.py:shape=llama2_70b,length=4096,rows=768,replica=16',
+    'configs/published.py:shape=llama2_70b,length=4096,rows=1024,replica=16',
     'v6e:16x16',
     0.438,
     _TIERS,
@@ -50,18 +50,6 @@ RUNS: Mapping[str, Run] = {
     'v5p:8x8x8',
     0.654,
     _TIERS,
-  ),
-  'Gemma 3 12B, v6e x 256': Run(
-    'configs/published.py:shape=gemma3_12b,length=32768,rows=256,replica=16',
-    'v6e:16x16',
-    0.381,
-    'tpu-recipes training/trillium/Gemma3-12B-MaxText/v6e-256',
-  ),
-  'dense 32B, v5e x 256': Run(
-    'configs/published.py:shape=dense_32b,length=2048,rows=1024,replica=16',
-    'v5e:16x16',
-    0.669,
-    'MaxText configs/tpu/v5e/README.md',
   ),
   'Llama 2 7B, H100 x 8': Run(
     'configs/published.py:shape=llama2_7b,length=4096,rows=32,attention=chunked',

@@ -127,6 +127,7 @@ def test_over_the_budget_is_a_status():
     (['--topology=v5e:3x5'], 'cannot be built'),
     (['--topology=v5e:2x2', '--programs=fly'], '--programs=fly is not known'),
     (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'does not multiply'),
+    (['--topology=v5e:2x2', '--config.mesh.sequence=2'], 'sequence=2: what'),
     (['--topology=v5e:2x2', '--config.train.batch_size=6'], 'batch_size is 6'),
   ],
 )

@@ -1,6 +1,7 @@
 """The benchmarks run at small sizes, and what they claim of fill holds."""
 
 import functools
+import importlib.util
 import json
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.benchmarks import (
+  compile_scaling,
   exchange,
   gpu_kernels,
   gpu_step,
@@ -121,6 +123,19 @@ def test_gpu_kernels():
 
 
 @pytest.mark.sharded
+@pytest.mark.aot
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
+def test_compile_scaling():
+  found = compile_scaling.main(['--layers', '2', '4', '--topologies=v5e:2x2'])
+  few, more = found['rows']
+  assert (few['layers'], more['layers']) == ('2 + 2', '4 + 4')
+  # Layers are scanned over: only numbers in the text change.
+  assert more['text ratio'] == pytest.approx(1, abs=0.02)
+
+
 def test_sequence_parallel():
   sizes = ['--shards=4', '--length=128', '--window=16', '--chunk=16']
   sizes += ['--heads=2', '--kv_heads=1', '--head_dim=8']
