@@ -201,13 +201,15 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=4, tensor=2))
   model, params = _model(kind)
 
+  padded = [jax.numpy.asarray(field) for field in _padded(prompts)]
+
   @jax.jit
   def run(params):
     with partition.use(mesh, rules_lib.named('fsdp').as_dict()):
       generated = generation.generate_tokens(
         model,
         params,
-        *_padded(prompts),
+        *padded,
         rng=RNG,
         max_tokens=STEPS,
         bos=2,
