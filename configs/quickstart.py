@@ -7,10 +7,10 @@ runs the study below; each of its stages is a command of its own, for example
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/quickstart/adapted
 
-`size=default` takes under 10 minutes on two cores; the stages of `size=full`
-have budgets of 1 h 45 in all, and took 2 h 19 on two cores with other work. It
-holds what the README shows: three learning rates and three seeds of
-`adapted` and `scratch`, and the controls. `size=smoke` is for tests.
+`size=default` takes under 10 minutes on two cores, and `size=full`, whose
+stages have budgets of 1 h 20 in all, under 2 hours. It holds what the README
+shows: three learning rates and three seeds of `adapted` and `scratch`, and the
+controls. `size=smoke` is for tests.
 """
 
 import dataclasses
@@ -87,11 +87,11 @@ SIZES = {
     base=_shape(4, 128, 512),
     small=_shape(3, 96, 384),
     # The prefix is worth little to a decoder that has seen a few tokens per
-    # parameter, and then an encoder has nothing to add; this is eight.
+    # parameter, and then an encoder has nothing to add; this is six.
     passes=3,
-    pretrain_steps=2500,
-    small_steps=1000,
-    adapt_steps=160,
+    pretrain_steps=1800,
+    small_steps=700,
+    adapt_steps=130,
     eval_rows=192,
   ),
 }
