@@ -25,6 +25,10 @@ from encdec_adapt.ops import attention_shards, masks
 # vector memory of TPU v4, v5e and v5p in the backward pass.
 _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
+# Up to so many blocks of keys the backward pass is one kernel, which computes
+# the scores once; it writes partial query gradients for every block of keys,
+# gigabytes on longer rows.
+_FUSED = 8
 # Segments of padding; unlike, so that padding sees nothing.
 _NO_QUERY, _NO_KEY = -1, -2
 
@@ -76,6 +80,11 @@ def block(length: int) -> int:
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
+def is_fused(keys: int) -> bool:
+  """Whether one kernel computes all gradients; `keys` is their length."""
+  return -(-keys // block(keys)) <= _FUSED
+
+
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
   """Zeros after dimension 1, which are padding by their segment."""
   padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
@@ -104,6 +113,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     keys -= keys % -block_kv
   if halo is not None or not spec.needs_positions:
     queries, q_shards = queries // shards.length, 1
+  fused = is_fused(keys)
   mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
   if q_shards > 1:
     # A mask as blocks in memory: JAX cannot shard those that it computes
@@ -118,10 +128,9 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
       block_q_dkv=block_q,
       block_kv_dkv=block_kv,
       block_kv_dkv_compute=block_kv,
-      # Not fused: the fused kernel writes partial query gradients for every
-      # block of keys, a gigabyte at 8192 tokens.
-      block_q_dq=block_q,
-      block_kv_dq=block_kv,
+      use_fused_bwd_kernel=fused,
+      block_q_dq=None if fused else block_q,
+      block_kv_dq=None if fused else block_kv,
     ),
     head_shards=shards.heads,
     q_seq_shards=q_shards,

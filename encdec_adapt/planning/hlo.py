@@ -7,7 +7,8 @@ states `estimated_cycles`; products inside it are counted by their shapes.
 
 A collective that overlaps with products is cut into several fusions that
 share its channel: it is counted once. A reduce-scatter is written
-as a fusion of an all-reduce and a slice.
+as a fusion of an all-reduce and a slice. A program of several slices is that
+of one of them; what crosses slices is sent to the host and received from it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,8 @@ _COLLECTIVES = (
   'collective-permute',
 )
 KERNEL = 'tpu_custom_call'
+SLICES = 'slices'
+_ACROSS = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +107,9 @@ class Collective:
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
     bytes: of the array that is whole: an all-gather's result, the operand of
-      the others; on one device, in one run.
-    groups: text of its replica groups.
+      the others (one slice's part of what crosses slices); on one device, in
+      one run.
+    groups: text of its replica groups, or `SLICES`: one device of each slice.
     times: how often it runs.
     overlapped: whether the compiler runs it beside other work.
     computation: where it stands.
@@ -288,14 +292,18 @@ class _Walk:
   def _collective(self, where, it, types, times, *, fused) -> bool:
     """Records a collective; whether it is one."""
     kind = it.opcode.removesuffix('-start')
+    across = _ACROSS.search(it.attributes) if kind == 'send' else None
+    if across:
+      kind = across[1].lower().replace('_', '-')
     if kind not in _COLLECTIVES:
       return it.opcode.removesuffix('-done') in _COLLECTIVES
     size = nbytes(it.type)
-    if kind != 'all-gather':
+    if across or kind != 'all-gather':
       size = sum(nbytes(types[o]) for o in it.operands if o in types)
     elif it.opcode.endswith('-start'):
       size = max(_BYTES[d] * math.prod(s) for d, s in arrays(it.type))
-    groups, channel = _groups(it.attributes), it.attribute('channel_id')
+    groups = SLICES if across else _groups(it.attributes)
+    channel = it.attribute('channel_id')
     # Parts of one that is cut up stand in one computation and share its
     # channel, as unlike ones may.
     key = (where, kind, size, groups, channel) if fused else (where, it.name)
@@ -305,7 +313,7 @@ class _Walk:
       size,
       groups,
       max(times, known.times if known else 0),
-      fused or it.opcode.endswith('-start'),
+      bool(across) or fused or it.opcode.endswith('-start'),
       where,
       it.op_name,
     )

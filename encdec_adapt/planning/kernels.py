@@ -14,8 +14,10 @@ from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
 
 # Products [block, H] x [H, block] of a block: scores and values; scores,
-# their gradient, queries; those, keys and values.
+# their gradient, queries; those, keys and values. A fused backward pass has
+# only the last, which then has the queries' too.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
+_FUSED_PRODUCTS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,10 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
       )
     pairs = sum(a.pairs() for a in chosen) / len(chosen)
     rows = math.prod(query[:-3])
-    work = _PRODUCTS[parts[0]] * 2 * heads * head_dim * pairs
+    products = _PRODUCTS[parts[0]]
+    if parts[0] == 'dkv' and attention_splash.is_fused(key[-2]):
+      products = _FUSED_PRODUCTS
+    work = products * 2 * heads * head_dim * pairs
     total += rows * work * call.times
   return total
 

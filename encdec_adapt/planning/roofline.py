@@ -31,7 +31,8 @@ class Traffic:
 
   Attributes:
     kind: such as 'all-gather'.
-    axes: mesh axes, joined by '+'; 'pairs' for a permutation.
+    axes: mesh axes, joined by '+'; 'pairs' for a permutation, 'slices' for
+      what leaves a slice.
     count: how many run in a step.
     bytes: that one device sends in a step.
     seconds: at the bandwidth of the links.
@@ -142,19 +143,33 @@ class Network:
   def __init__(self, mesh: Mesh, where: chips.Slice):
     self.mesh, self.where = mesh, where
     self.devices = list(mesh.devices.flat)
-    self.groups = dict(_mesh_groups(mesh))
+    by_slice: dict[int, list[int]] = {}
+    for index, device in enumerate(self.devices):
+      key = getattr(device, 'slice_index', 0)
+      by_slice.setdefault(key, []).append(index)
+    # Devices of a program, which is that of one slice; and one of each slice.
+    self.inside = next(iter(by_slice.values()))
+    self.across = [members[0] for members in by_slice.values()]
+    self.groups: dict[frozenset, str] = {}
+    for groups, axes in _mesh_groups(mesh, self.inside):
+      self.groups.setdefault(groups, axes)
 
   def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
     """Axes, bytes that a device sends, and seconds, of one run."""
     if one.kind == 'collective-permute':
       return 'pairs', one.bytes, one.bytes / self.where.chip.link_bandwidth
-    ids = replica_groups(one.groups, len(self.devices))
+    if one.groups == hlo.SLICES:
+      parts = len(self.across) if one.kind == 'all-gather' else 1
+      size = one.bytes * parts
+      return hlo.SLICES, *self._exchange(one.kind, size, self.across)
+    ids = replica_groups(one.groups, len(self.inside))
     size = ids.shape[1]
     if size == 1:
       return 'one device', 0.0, 0.0
     key = frozenset(frozenset(map(int, group)) for group in ids)
     axes = self.groups.get(key, f'{size} devices')
-    return axes, *self._exchange(one.kind, one.bytes, ids[0])
+    members = [self.inside[i] for i in ids[0]]
+    return axes, *self._exchange(one.kind, one.bytes, members)
 
   def along(
     self, axes: Sequence[str], kind: str, size: float
@@ -198,8 +213,13 @@ class Network:
     return total or chip.link_bandwidth
 
 
-def _mesh_groups(mesh: Mesh):
-  """Partitions of the devices along every set of mesh axes, with its name."""
+def _mesh_groups(mesh: Mesh, inside: Sequence[int]):
+  """Partitions of a slice's devices along every set of mesh axes, and names.
+
+  Devices have the numbers that they have in `inside`, their positions in the
+  mesh.
+  """
+  numbers = {position: number for number, position in enumerate(inside)}
   names = [a for a in mesh.axis_names if mesh.shape[a] > 1]
   ids = np.arange(mesh.size).reshape(mesh.devices.shape)
   for count in range(1, len(names) + 1):
@@ -208,7 +228,11 @@ def _mesh_groups(mesh: Mesh):
       outer = [i for i in range(ids.ndim) if i not in inner]
       size = math.prod(mesh.shape[name] for name in chosen)
       groups = ids.transpose(outer + inner).reshape(-1, size)
-      yield frozenset(frozenset(map(int, g)) for g in groups), '+'.join(chosen)
+      mine = {
+        frozenset(numbers[int(i)] for i in group if i in numbers)
+        for group in groups
+      }
+      yield frozenset(mine - {frozenset()}), '+'.join(chosen)
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:

@@ -124,5 +124,5 @@ def test_a_small_model_of_the_recipe_compiles(arg, topology, slices, tmp_path):
   ]
   found = run(tmp_path / 'plan.json', flags)
   assert found['fits'] and found['kernels'] and 0 < found['mfu'] < 1
-  if slices == 1:
-    assert 'fsdp' in {row['axes'] for row in found['collectives']}
+  axes = {row['axes'] for row in found['collectives']}
+  assert 'fsdp' in axes and ('slices' in axes) == (slices > 1)

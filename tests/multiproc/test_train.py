@@ -134,7 +134,7 @@ def test_two_processes_in_a_bucket(
     f'--config.data.folder={bucket}/records',
     f'--config.checkpoint.every={STEPS // 2}',
     f'--workdir={workdir}',
-    devices=2,
+    devices=DEVICES,
     logs=logs,
   )
   statuses = tiny.wait_all(processes)

@@ -84,7 +84,10 @@ def test_equals_the_reference(name):
   assert_like_reference(interpreted, *qkv(150, 150), spec_of(name, 150))
 
 
-def test_several_blocks_without_a_cap():
+@pytest.mark.parametrize('fused', [True, False])
+def test_several_blocks_without_a_cap(fused, monkeypatch):
+  # One kernel for all gradients, or two: the longest rows have two.
+  monkeypatch.setattr(attention_splash, '_FUSED', 2 if fused else 1)
   assert_like_reference(
     interpreted, *qkv(600, 600), spec_of('causal window', 600), softcap=None
   )

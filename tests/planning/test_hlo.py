@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from encdec_adapt.planning import hlo, roofline
+from encdec_adapt.planning import chips, hlo, roofline
 
 # A loop of 12 whose body multiplies [256, 512] by [512, 512], gathers the
 # weight from four devices and sums the result; afterwards a kernel.
@@ -60,6 +60,56 @@ def test_a_collective_in_pieces_counts_once():
 def test_collectives_of_one_channel_outside_of_fusions_are_others():
   text = PROGRAM.replace('channel_id=2', 'channel_id=1')
   assert len(hlo.totals(text).collectives) == 2
+
+
+SENT = """  %send.1 = (bf16[128,512]{1,0}, u32[], token[]) send(%w, %after),\
+ channel_id=6, is_host_transfer=true, frontend_attributes={\
+_xla_host_transfer_handler_name="xla_megascale_runtime",\
+_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+"""
+
+
+def test_what_crosses_slices_is_counted():
+  (line,) = [x for x in PROGRAM.splitlines() if ' %all-gather.1 =' in x]
+  found = hlo.totals(PROGRAM.replace(line, f'{line}\n{SENT}')).collectives
+  (sent,) = [c for c in found.values() if c.groups == hlo.SLICES]
+  assert (sent.kind, sent.bytes, sent.times) == (
+    'all-reduce',
+    128 * 512 * 2,
+    12,
+  )
+  assert sent.overlapped and len(found) == 3
+
+
+class Device:
+  """One of 2x2 chips of one of two slices."""
+
+  def __init__(self, index):
+    self.slice_index, inside = divmod(index, 4)
+    self.coords = (inside // 2, inside % 2, 0)
+
+
+def test_axes_of_a_program_of_two_slices():
+  devices = np.array([Device(i) for i in range(8)], object)
+
+  class Mesh:
+    axis_names = ('replica', 'fsdp', 'tensor')
+    shape = {'replica': 2, 'fsdp': 2, 'tensor': 2}
+    size = 8
+
+  Mesh.devices = devices.reshape(2, 2, 2)
+  where = chips.parse('v5e:2x2', 2)
+  network = roofline.Network(Mesh, where)
+
+  def one(groups, kind='all-reduce'):
+    return network.cost(hlo.Collective(kind, 100.0, groups, 1, False, '', ''))
+
+  assert one('{{0,1},{2,3}}')[:2] == ('tensor', 100.0)
+  assert one('{{0,2},{1,3}}')[0] == 'fsdp'
+  assert one('{{0,1,2,3}}')[:2] == ('fsdp+tensor', 150.0)
+  seconds = 100 / where.chip.network_bandwidth
+  assert one(hlo.SLICES) == (hlo.SLICES, 100.0, seconds)
+  assert one(hlo.SLICES, 'all-gather') == (hlo.SLICES, 100.0, seconds)
 
 
 def test_a_loop_without_a_constant_is_refused():
