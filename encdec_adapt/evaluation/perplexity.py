@@ -15,6 +15,7 @@ import numpy as np
 from encdec_adapt.models import decoder_only
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import compiler
 from encdec_adapt.training import objectives
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -71,7 +72,7 @@ class Evaluator:
         )
       return {name: getattr(loss, name) for name in _SUMS}
 
-    self.sums = jax.jit(sums)
+    self.sums = jax.jit(sums, compiler_options=compiler.options(where.mesh))
 
   def __call__(
     self,

@@ -19,7 +19,7 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import report as sharding_report
 from encdec_adapt.training import objectives, optimizers, phases
 from encdec_adapt.training import state as state_lib
@@ -136,7 +136,7 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
     return sums.total
 
   return Program(
-    jax.jit(jax.grad(total)),
+    jax.jit(jax.grad(total), compiler_options=compiler.options(mesh)),
     {'parameters': students, 'teacher': teachers, 'batch': used},
     lambda a: (a['parameters'], a['teacher'], a['batch']),
   )
@@ -210,7 +210,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
     sharding=jax.NamedSharding(mesh, placement.spec(where.rules, 'batch')),
   )
   return Program(
-    jax.jit(step, donate_argnums=2),
+    jax.jit(step, donate_argnums=2, compiler_options=compiler.options(mesh)),
     {'parameters': params, 'batch': tokens, 'caches': (cache, cross)},
     lambda a: (a['parameters'], a['batch'], *a['caches']),
     donated=('caches',),

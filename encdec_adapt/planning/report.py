@@ -12,9 +12,6 @@ from jax.sharding import Mesh
 from encdec_adapt.planning import chips, hlo, kernels, programs, roofline
 from encdec_adapt.runtime import disk
 
-# Collective matrix products would be cut into loops that the totals miscount.
-_OPTIONS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -122,7 +119,7 @@ def out_of_memory(message: str) -> float | None:
 
 def _compile(lowered, question: Question):
   with jax.set_mesh(question.mesh):
-    return lowered.compile(compiler_options=_OPTIONS)
+    return lowered.compile()
 
 
 def _memory(compiled, program, question) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import optax
 
 from encdec_adapt.models import build
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import objectives, optimizers, phases
 from encdec_adapt.training import state as state_lib
 
@@ -111,6 +111,7 @@ def make_train_step(
     in_shardings=(shardings, None, None),
     out_shardings=(shardings, placement.replicated(where.mesh)),
     donate_argnums=0,
+    compiler_options=compiler.options(where.mesh),
   )
 
 
