@@ -1,0 +1,14 @@
+"""Options of XLA: a plan compiles with those that training runs with."""
+
+from jax.sharding import Mesh
+
+_TPU = {
+  # No collective matrix products: cut into loops they cost more than weights
+  # that are gathered ahead, and a plan's totals would miscount them.
+  'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
+}
+
+
+def options(mesh: Mesh) -> dict[str, str] | None:
+  """For `jax.jit(compiler_options=)` of a program that runs on a mesh."""
+  return dict(_TPU) if mesh.devices.flat[0].platform == 'tpu' else None
