@@ -25,10 +25,12 @@ from encdec_adapt.ops import attention_shards, masks
 # vector memory of TPU v4, v5e and v5p in the backward pass.
 _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
-# Up to so many blocks of keys the backward pass is one kernel, which computes
-# the scores once; it writes partial query gradients for every block of keys,
-# gigabytes on longer rows.
-_FUSED = 8
+# Where every query may see every key, the backward pass is one kernel, which
+# computes the scores once and writes partial query gradients for every part
+# of the keys: at most so many parts, of at most so many bytes of keys, which is
+# what the vector memory of TPU v5e holds.
+_PARTS = 8
+_PART_BYTES = 2**20
 # Segments of padding; unlike, so that padding sees nothing.
 _NO_QUERY, _NO_KEY = -1, -2
 
@@ -80,9 +82,22 @@ def block(length: int) -> int:
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
-def is_fused(keys: int) -> bool:
-  """Whether one kernel computes all gradients; `keys` is their length."""
-  return -(-keys // block(keys)) <= _FUSED
+def joined(keys: int, row_bytes: int) -> int:
+  """Blocks of keys in a part of the fused backward pass; 1: it is not fused.
+
+  Parts are wide because the partial gradients of all of them are summed. A
+  causal mask or a window leaves blocks out, which wide parts would compute.
+
+  Args:
+    keys: their number.
+    row_bytes: of one key of one head.
+  """
+  blocks = -(-keys // block(keys))
+  for count in (4, 2):
+    size = count * block(keys) * row_bytes
+    if blocks % count == 0 and blocks <= count * _PARTS and size <= _PART_BYTES:
+      return count
+  return 1
 
 
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
@@ -113,7 +128,10 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     keys -= keys % -block_kv
   if halo is not None or not spec.needs_positions:
     queries, q_shards = queries // shards.length, 1
-  fused = is_fused(keys)
+  parts = 1
+  if all(side is None or side >= max(queries, keys) - 1 for side in spec.reach):
+    parts = joined(keys, k.shape[-1] * k.dtype.itemsize)
+  fused = parts > 1
   mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
   if q_shards > 1:
     # A mask as blocks in memory: JAX cannot shard those that it computes
@@ -126,7 +144,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
       block_kv=block_kv,
       block_kv_compute=block_kv,
       block_q_dkv=block_q,
-      block_kv_dkv=block_kv,
+      block_kv_dkv=parts * block_kv,
       block_kv_dkv_compute=block_kv,
       use_fused_bwd_kernel=fused,
       block_q_dq=None if fused else block_q,

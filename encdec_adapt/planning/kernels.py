@@ -130,7 +130,9 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     pairs = sum(a.pairs() for a in chosen) / len(chosen)
     rows = math.prod(query[:-3])
     products = _PRODUCTS[parts[0]]
-    if parts[0] == 'dkv' and attention_splash.is_fused(key[-2]):
+    # A fused pass takes several blocks of keys at a time.
+    blocks = key[-2] // attention_splash.block(key[-2])
+    if parts[0] == 'dkv' and grid[-2] < blocks:
       products = _FUSED_PRODUCTS
     work = products * 2 * heads * head_dim * pairs
     total += rows * work * call.times

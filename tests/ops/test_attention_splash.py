@@ -84,13 +84,47 @@ def test_equals_the_reference(name):
   assert_like_reference(interpreted, *qkv(150, 150), spec_of(name, 150))
 
 
-@pytest.mark.parametrize('fused', [True, False])
-def test_several_blocks_without_a_cap(fused, monkeypatch):
-  # One kernel for all gradients, or two: the longest rows have two.
-  monkeypatch.setattr(attention_splash, '_FUSED', 2 if fused else 1)
+def test_several_blocks_without_a_cap():
   assert_like_reference(
     interpreted, *qkv(600, 600), spec_of('causal window', 600), softcap=None
   )
+
+
+@pytest.mark.parametrize('name', ['full', 'full inclusive window', 'causal'])
+def test_one_backward_kernel_where_all_see_all(name, monkeypatch):
+  monkeypatch.setattr(attention_splash, '_BLOCK', 128)
+  used = []
+  sizes = attention_splash.kernels.BlockSizes
+
+  def record(**given):
+    used.append(given)
+    return sizes(**given)
+
+  monkeypatch.setattr(attention_splash.kernels, 'BlockSizes', record)
+  spec = spec_of(name, 500)
+  if 'window' in name:  # One that nobody can see the end of.
+    spec = spec.replace(window=511)
+  assert_like_reference(interpreted, *qkv(500, 500), spec)
+  fused = name != 'causal'
+  assert used[-1]['use_fused_bwd_kernel'] == fused
+  assert used[-1]['block_kv_dkv'] == (512 if fused else 128)
+
+
+@pytest.mark.parametrize(
+  'keys, row_bytes, count',
+  [
+    (4096, 512, 4),
+    (8192, 512, 4),
+    (16384, 512, 4),
+    (32768, 512, 1),  # 16 parts.
+    (4096, 1024, 2),  # Twice as many bytes.
+    (3072, 512, 2),
+    (2560, 512, 1),  # Five blocks.
+    (300, 512, 1),
+  ],
+)
+def test_blocks_of_a_part(keys, row_bytes, count):
+  assert attention_splash.joined(keys, row_bytes) == count
 
 
 def test_cross_attention_of_other_lengths_and_rows_that_see_nothing():

@@ -52,12 +52,12 @@ def test_flops_of_calls():
   block = 512 * 512 * 4 * 64  # Pairs of all heads, times their dimension.
   got = kernels.flops([call('fwd', 1024, 1024, (1, 2, 2))], known)
   assert got == 2 * 3 * 2 * 2 * 3 * block
-  # One kernel for all gradients, unless there are more than 8 blocks of keys.
-  got = kernels.flops([call('dkv', 1024, 512, (1, 2, 1))], known)
-  assert got == 2 * 3 * 2 * 5 * 2 * block
-  long = kernels.Attention(1024, 4608, None, None)
-  got = kernels.flops([call('dkv', 1024, 4608, (1, 2, 9))], [long])
-  assert got == 2 * 3 * 2 * 4 * 18 * block
+  got = kernels.flops([call('dkv', 1024, 512, (1, 1, 2))], known)
+  assert got == 2 * 3 * 2 * 4 * 2 * block
+  # One kernel for all gradients: two blocks of keys at a time.
+  full = kernels.Attention(1024, 1024, None, None)
+  got = kernels.flops([call('dkv', 1024, 1024, (1, 1, 2))], [full])
+  assert got == 2 * 3 * 2 * 5 * 4 * block
 
 
 @pytest.mark.parametrize(
