@@ -1,6 +1,6 @@
 """Options of XLA: a plan compiles with those that training runs with."""
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 _TPU = {
   # No collective matrix products: cut into loops they cost more than weights
@@ -9,6 +9,12 @@ _TPU = {
 }
 
 
-def options(mesh: Mesh) -> dict[str, str] | None:
-  """For `jax.jit(compiler_options=)` of a program that runs on a mesh."""
+def options(mesh: Mesh | AbstractMesh) -> dict[str, str] | None:
+  """For `jax.jit(compiler_options=)` of a program that runs on a mesh.
+
+  None where nothing is asked of the compiler, or no device is there to compile
+  for.
+  """
+  if isinstance(mesh, AbstractMesh):
+    return None
   return dict(_TPU) if mesh.devices.flat[0].platform == 'tpu' else None

@@ -64,6 +64,7 @@ def test_records():
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_processes():
   content = processes.main(
     ['--layers=1', '--width=16', '--mlp_width=16', '--heads=2', '--head_dim=8']
@@ -89,6 +90,7 @@ def test_exchange(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_gpu_step(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '')  # One device.
   flags = [*TINY_STEP, '--batches', '2', '--examples', '3']
@@ -128,6 +130,7 @@ def test_gpu_kernels():
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
+@pytest.mark.slow
 def test_compile_scaling():
   found = compile_scaling.main(['--layers', '2', '4', '--topologies=v5e:2x2'])
   few, more = found['rows']

@@ -134,7 +134,9 @@ def test_what_is_not_seen_changes_nothing(pair, redraw, pack, run):
   assert np.abs(after - before)[second].max() > 1e-3
 
 
-@pytest.mark.parametrize('remat', ['dots', 'full'])
+@pytest.mark.parametrize(
+  'remat', ['dots', pytest.param('full', marks=pytest.mark.slow)]
+)
 def test_remat_changes_nothing(remat, small_stack, redraw, pack):
   stack = small_stack(**EXPERTS, dense_layers=1)
   rows = pack([[9, 3], [7]], 12)
@@ -224,7 +226,11 @@ def meshed(pair, redraw, pack):
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize('shape', [(2, 2, 1, 2), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  'shape',
+  [pytest.param((2, 2, 1, 2), marks=pytest.mark.slow), (1, 2, 2, 2)],
+  ids=str,
+)
 def test_meshes_equal_one_device(shape, meshed):
   model, params, loss, expected = meshed
   axes = ('replica', 'fsdp', 'sequence', 'tensor')

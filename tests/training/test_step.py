@@ -55,8 +55,12 @@ def reference():
   'mesh, microbatches',
   [
     (mesh_lib.MeshConfig(fsdp=1), 4),
-    (mesh_lib.MeshConfig(fsdp=8), 2),
-    (mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2), 4),
+    pytest.param(mesh_lib.MeshConfig(fsdp=8), 2, marks=pytest.mark.slow),
+    pytest.param(
+      mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2),
+      4,
+      marks=pytest.mark.slow,
+    ),
     (mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2), 1),
   ],
   ids=['one', 'fsdp', 'replica-fsdp-tensor', 'fsdp-sequence-tensor'],
@@ -71,6 +75,7 @@ def test_meshes_and_microbatches_equal_one_large_batch(
 
 
 @pytest.mark.sharded
+@pytest.mark.slow
 def test_eight_devices_of_replicated_parameters_equal_one(reference):
   trainer = Trainer(
     mesh_lib.MeshConfig(replica=2, fsdp=4), rules='data_parallel'
@@ -81,7 +86,9 @@ def test_eight_devices_of_replicated_parameters_equal_one(reference):
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize('microbatches', [2, 4])
+@pytest.mark.parametrize(
+  'microbatches', [pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
   wide = dataclasses.replace(STACK, width=128, mlp_width=512, head_dim=32)
   model = build.build(model_config.DecoderOnlyConfig(wide))
@@ -281,7 +288,9 @@ def test_distillation_alone_has_no_gradient_of_the_data():
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize('share', [0.5, 1.0])
+@pytest.mark.parametrize(
+  'share', [0.5, pytest.param(1.0, marks=pytest.mark.slow)]
+)
 def test_distillation_on_a_mesh_equals_one_device(share):
   teacher = build.build(SOURCE)
   params = teacher.init(jax.random.key(1))
