@@ -66,6 +66,7 @@ def ranked(
     mesh = mesh_lib.make_mesh(mesh_config, devices)
     rules = rules_lib.named(name)
     rows_shards = mesh_config.replica * mesh_config.fsdp
+    given = None
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
       batch = rows * rows_shards
       changed = dataclasses.replace(
@@ -77,7 +78,8 @@ def ranked(
           settings.train, batch_size=batch, microbatches=1
         ),
       )
-      plan = shapes.train(changed, mesh, where, budget)
+      given = given or shapes.Arguments.of(changed, mesh)
+      plan = shapes.train(changed, mesh, where, budget, given)
       smallest = min(smallest, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:
         flags = {f'mesh.{a}': getattr(mesh_config, a) for a in mesh_lib.AXES}

@@ -76,11 +76,41 @@ class _Shares:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+  """What a step is given, on one device.
+
+  Attributes:
+    bytes: by what they are; see `programs.Program`.
+    replicated: large ones that every device holds whole.
+    rows: of the batch.
+  """
+
+  bytes: dict[str, float]
+  replicated: list[dict[str, Any]]
+  rows: int
+
+  @classmethod
+  def of(cls, settings: config_lib.Settings, mesh: Mesh) -> 'Arguments':
+    """Those of a job; they do not depend on what is rematerialised."""
+    program = programs.train(settings, mesh)
+    return cls(
+      programs.argument_bytes(program),
+      programs.replicated(program),
+      settings.train.batch_size,
+    )
+
+  def of_rows(self, rows: int) -> dict[str, float]:
+    """The bytes with a batch of another size."""
+    return {**self.bytes, 'batch': self.bytes['batch'] * rows / self.rows}
+
+
 def train(
   settings: config_lib.Settings,
   mesh: Mesh,
   where: chips.Slice,
   budget: float,
+  given: Arguments | None = None,
 ) -> dict[str, Any]:
   """The plan of a training step, as `report.describe` writes one.
 
@@ -89,16 +119,18 @@ def train(
     mesh: of the devices, which may stand for others.
     where: what they stand for.
     budget: bytes of memory that a device may use.
+    given: of the job on this mesh with any batch; by default made here, which
+      takes most of the time.
 
   Returns:
     JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (none),
     `roofline`, `mfu`, `replicated`, and 'shapes' as `source`.
   """
   teacher = programs.teacher(settings, mesh)
-  program = programs.train(settings, mesh)
+  given = given or Arguments.of(settings, mesh)
   shares = _Shares.of(settings, mesh)
   rows = list(_rows(settings, bool(teacher)))
-  arguments = programs.argument_bytes(program)
+  arguments = given.of_rows(settings.train.batch_size)
   parts = {
     'loss': _loss(settings, shares, bool(teacher)),
     'activations': _activations(settings, rows, shares),
@@ -138,7 +170,7 @@ def train(
       'step_s': step,
     },
     'mfu': model / mesh.size / peak / step,
-    'replicated': programs.replicated(program),
+    'replicated': given.replicated,
   }
 
 

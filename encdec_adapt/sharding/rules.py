@@ -45,7 +45,7 @@ class Rules:
 
   def as_dict(self) -> dict[str, MeshAxes]:
     """The mapping that `ops.partition.use` takes."""
-    return dataclasses.asdict(self)
+    return dict(vars(self))
 
   def check(self, arrays: Mapping[str, Iterable[str | None]]) -> None:
     """Refuses a rule set that uses a mesh axis twice in one array.
