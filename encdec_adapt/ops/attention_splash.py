@@ -82,20 +82,19 @@ def block(length: int) -> int:
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
-def joined(keys: int, row_bytes: int) -> int:
+def joined(blocks: int, block_bytes: int) -> int:
   """Blocks of keys in a part of the fused backward pass; 1: it is not fused.
 
   Parts are wide because the partial gradients of all of them are summed. A
   causal mask or a window leaves blocks out, which wide parts would compute.
 
   Args:
-    keys: their number.
-    row_bytes: of one key of one head.
+    blocks: of keys, in all.
+    block_bytes: of one block of one head.
   """
-  blocks = -(-keys // block(keys))
   for count in (4, 2):
-    size = count * block(keys) * row_bytes
-    if blocks % count == 0 and blocks <= count * _PARTS and size <= _PART_BYTES:
+    fits = blocks <= count * _PARTS and count * block_bytes <= _PART_BYTES
+    if fits and blocks % count == 0:
       return count
   return 1
 
@@ -128,10 +127,11 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     keys -= keys % -block_kv
   if halo is not None or not spec.needs_positions:
     queries, q_shards = queries // shards.length, 1
-  parts = 1
-  if all(side is None or side >= max(queries, keys) - 1 for side in spec.reach):
-    parts = joined(keys, k.shape[-1] * k.dtype.itemsize)
-  fused = parts > 1
+  joint, farthest = 1, max(queries, keys) - 1
+  if all(side is None or side >= farthest for side in spec.reach):
+    block_bytes = block_kv * k.shape[-1] * k.dtype.itemsize
+    joint = joined(keys // block_kv, block_bytes)
+  fused = joint > 1
   mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
   if q_shards > 1:
     # A mask as blocks in memory: JAX cannot shard those that it computes
@@ -144,7 +144,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
       block_kv=block_kv,
       block_kv_compute=block_kv,
       block_q_dkv=block_q,
-      block_kv_dkv=parts * block_kv,
+      block_kv_dkv=joint * block_kv,
       block_kv_dkv_compute=block_kv,
       use_fused_bwd_kernel=fused,
       block_q_dq=None if fused else block_q,

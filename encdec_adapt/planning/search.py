@@ -66,19 +66,22 @@ def ranked(
     mesh = mesh_lib.make_mesh(mesh_config, devices)
     rules = rules_lib.named(name)
     rows_shards = mesh_config.replica * mesh_config.fsdp
-    given = None
+    on_mesh = dataclasses.replace(
+      settings,
+      mesh=mesh_config,
+      rules=rules,
+      train=dataclasses.replace(
+        settings.train, batch_size=rows_shards, microbatches=1
+      ),
+    )
+    given = shapes.Arguments.of(on_mesh, mesh)
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
       batch = rows * rows_shards
       changed = dataclasses.replace(
-        settings,
-        mesh=mesh_config,
-        rules=rules,
+        on_mesh,
         compute=dataclasses.replace(settings.compute, remat=remat),
-        train=dataclasses.replace(
-          settings.train, batch_size=batch, microbatches=1
-        ),
+        train=dataclasses.replace(on_mesh.train, batch_size=batch),
       )
-      given = given or shapes.Arguments.of(changed, mesh)
       plan = shapes.train(changed, mesh, where, budget, given)
       smallest = min(smallest, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:

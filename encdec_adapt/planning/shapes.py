@@ -92,7 +92,7 @@ class Arguments:
 
   @classmethod
   def of(cls, settings: config_lib.Settings, mesh: Mesh) -> 'Arguments':
-    """Those of a job; they do not depend on what is rematerialised."""
+    """Those of a job; they do not depend on its `compute.remat`."""
     program = programs.train(settings, mesh)
     return cls(
       programs.argument_bytes(program),

@@ -3,8 +3,8 @@
 from jax.sharding import AbstractMesh, Mesh
 
 _TPU = {
-  # No collective matrix products: cut into loops they cost more than weights
-  # that are gathered ahead, and a plan's totals would miscount them.
+  # No collective matrix products: a plan's totals would miscount the loops
+  # that they are cut into.
   'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
 }
 

@@ -240,7 +240,8 @@ def test_the_other_of_one_that_is_killed_ends_and_reports(tmp_path, killed):
   assert "last meeting of this process: left 'the start', number 3" in report
   for index in range(2):
     assert f'\nprocess {index}: step at step ' in report
-  assert '\nThread 0x' in report  # The stacks.
+  # The stacks, with at least the frames of the thread that writes them.
+  assert '\nThread 0x' in report and 'watchdog.py", line' in report
   assert where in said.read_text()
 
 

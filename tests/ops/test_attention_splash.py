@@ -111,20 +111,20 @@ def test_one_backward_kernel_where_all_see_all(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'keys, row_bytes, count',
+  'blocks, block_kib, count',
   [
-    (4096, 512, 4),
-    (8192, 512, 4),
-    (16384, 512, 4),
-    (32768, 512, 1),  # 16 parts.
-    (4096, 1024, 2),  # Twice as many bytes.
-    (3072, 512, 2),
-    (2560, 512, 1),  # Five blocks.
-    (300, 512, 1),
+    (8, 256, 4),
+    (16, 256, 4),
+    (32, 256, 4),
+    (64, 256, 1),  # 16 parts.
+    (8, 512, 2),  # Twice as many bytes.
+    (6, 256, 2),
+    (5, 256, 1),
+    (1, 256, 1),
   ],
 )
-def test_blocks_of_a_part(keys, row_bytes, count):
-  assert attention_splash.joined(keys, row_bytes) == count
+def test_blocks_of_a_part(blocks, block_kib, count):
+  assert attention_splash.joined(blocks, block_kib * 2**10) == count
 
 
 def test_cross_attention_of_other_lengths_and_rows_that_see_nothing():
@@ -143,8 +143,16 @@ def test_bfloat16():
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize('sizes', [(1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2)])
-def test_on_a_mesh(sizes):
+@pytest.mark.parametrize(
+  'sizes, name',
+  [
+    ((1, 2, 1, 1), 'full exclusive window'),
+    ((1, 1, 1, 2), 'full exclusive window'),
+    ((2, 1, 2, 2), 'full exclusive window'),
+    ((2, 1, 2, 2), 'full'),  # Its backward pass is one kernel.
+  ],
+)
+def test_on_a_mesh(sizes, name):
   devices = jax.devices()[: int(np.prod(sizes))]
   mesh = jax.make_mesh(
     sizes,
@@ -158,8 +166,7 @@ def test_on_a_mesh(sizes):
     with partition.use(mesh, RULES):
       return interpreted(q, k, v, spec, scale=scale, softcap=softcap)
 
-  spec = spec_of('full exclusive window', 256)
-  assert_like_reference(attend, *qkv(256, 256), spec)
+  assert_like_reference(attend, *qkv(256, 256), spec_of(name, 256))
 
 
 def test_heads_that_do_not_divide_are_refused():
