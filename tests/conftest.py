@@ -1,16 +1,12 @@
-"""Every test process: CPU, eight fake devices, shapes checked at calls.
-
-Programs are compiled without LLVM's optimisations: the tests run tiny models,
-and most of their time is compiling.
-"""
+"""Every test process: CPU, eight fake devices, shapes checked at calls."""
 
 import os
 
+from tests import xla_flags
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
-  os.environ.get('XLA_FLAGS', '')
-  + ' --xla_force_host_platform_device_count=8'
-  + ' --xla_backend_optimization_level=0'
+  os.environ.get('XLA_FLAGS', '') + ' ' + xla_flags.cpu(8)
 )
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 

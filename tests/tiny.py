@@ -25,6 +25,7 @@ from encdec_adapt.data import (
 )
 from encdec_adapt.runtime import command
 from encdec_adapt.training import checkpoint
+from tests import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
@@ -176,11 +177,7 @@ def environment(devices: int = 1) -> dict[str, str]:
   return {
     **os.environ,
     'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': (
-      f'--xla_force_host_platform_device_count={devices}'
-      ' --xla_backend_optimization_level=0'
-      ' --xla_llvm_disable_expensive_passes=true'
-    ),
+    'XLA_FLAGS': xla_flags.cpu(devices),
     'PYTHONUNBUFFERED': '1',
   }
 

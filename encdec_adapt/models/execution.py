@@ -12,7 +12,7 @@ from encdec_adapt.runtime import errors
 # What the backward pass finds saved of each block, besides its input.
 #   none: everything; no rematerialisation.
 #   full: nothing.
-#   dots: results of products with weights.
+#   dots: results of products with weights, and attention outputs.
 #   attention: attention outputs, so that attention itself runs once more
 #     only inside its own backward pass.
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
@@ -20,7 +20,9 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(experts.PRODUCT),
+    jax.checkpoint_policies.save_only_these_names(
+      experts.PRODUCT, attention.SAVED
+    ),
   ),
   'attention': jax.checkpoint_policies.save_only_these_names(attention.SAVED),
 }

@@ -213,9 +213,10 @@ def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
     kept += attentions * heads
   elif remat in ('dots', 'none'):
     mlp = stack.mlp_width / shares.tensor
-    kept += attentions * (heads + stack.width) + both + 2 * mlp + stack.width
+    kept += attentions * (2 * heads + both + stack.width)
+    kept += 2 * mlp + stack.width
   if remat == 'none':
-    kept += 4 * stack.width + attentions * heads + both + mlp
+    kept += 4 * stack.width + both + mlp
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
   return kept * item + statistics
 

@@ -24,9 +24,12 @@ with lock.WorkdirLock(sys.argv[1]):
 
 _FORK = """
   import os
+  ready, tell = os.pipe()
   child = os.fork()
   if not child:
+    os.write(tell, b'.')  # Only now it runs, and has let the lock go.
     time.sleep(120)
+  os.read(ready, 1)
   print(child, flush=True)
 """
 
