@@ -88,8 +88,9 @@ def get_config():
   config.compute = ml_collections.ConfigDict()
   config.compute.dtype = 'float32'  # Of products; 'bfloat16' on TPU and GPU.
   # What the backward pass recomputes: 'none', 'attention' (all but the
-  # attention outputs), 'dots' (all but those and products with weights),
-  # 'full' (all).
+  # attention outputs), 'narrow_dots' (all but those and products with weights
+  # that do not widen, as an MLP's first do), 'dots' (all but those and all
+  # products with weights), 'full' (all).
   config.compute.remat = 'none'
   # 'chunked'; 'splash' on TPU (JAX's kernels; refused where they cannot do
   # what is asked, such as merged attention); 'triton' on GPU (ours, every

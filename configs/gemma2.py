@@ -84,7 +84,11 @@ def recipe(pair, objective):
 
 
 # Positions of one side that a chip trains on at a time.
-_TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 16384}
+_TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096}
+# A v5p keeps products with weights for the backward pass, the widest of an MLP
+# only if those of all layers take at most so many bytes.
+_WIDEST = 30e9
+_BFLOAT16 = 2  # Bytes.
 # Chips that share one table of the vocabulary.
 _TABLE_GROUP = 64
 
@@ -107,8 +111,21 @@ def spread(config, topology, slices):
   if slices == 1 < config.mesh.replica:
     config.mesh.rules = 'fsdp_replica'
   config.compute.attention = 'splash'
-  config.compute.remat = 'attention'
+  config.compute.remat = _remat(config, kind)
   rows = max(1, _TOKENS[kind] // config.data.decoder_length)
   batch = config.train.batch_size
   config.train.microbatches = max(1, batch // (chips * rows))
   config.train.eval_batch_size = max(chips, config.train.eval_batch_size)
+
+
+def _remat(config, kind):
+  """What the backward pass recomputes: as little as a chip's memory allows."""
+  if kind != 'v5p':
+    return 'attention'
+  lengths = (config.data.encoder_length, config.data.decoder_length)
+  stacks = (config.model.encoder, config.model.decoder)
+  widest = sum(
+    length * stack.layers * 2 * stack.mlp_width * _BFLOAT16
+    for length, stack in zip(lengths, stacks, strict=True)
+  )
+  return 'dots' if widest <= _WIDEST else 'narrow_dots'

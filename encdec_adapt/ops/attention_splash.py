@@ -28,9 +28,9 @@ _LANES = 128  # A block is a multiple of a vector register's lanes.
 # Where every query may see every key, the backward pass is one kernel, which
 # computes the scores once and writes partial query gradients for every part
 # of the keys: at most so many parts, of at most so many bytes of keys, which is
-# what the vector memory of TPU v5e holds.
+# what the compiler grants kernels of the vector memory of TPU v5e holds.
 _PARTS = 8
-_PART_BYTES = 2**20
+_PART_BYTES = 2**19
 # Segments of padding; unlike, so that padding sees nothing.
 _NO_QUERY, _NO_KEY = -1, -2
 

@@ -211,10 +211,11 @@ def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
   kept = stack.width
   if remat == 'attention':
     kept += attentions * heads
-  elif remat in ('dots', 'none'):
-    mlp = stack.mlp_width / shares.tensor
-    kept += attentions * (2 * heads + both + stack.width)
-    kept += 2 * mlp + stack.width
+  elif remat in ('narrow_dots', 'dots', 'none'):
+    kept += attentions * (2 * heads + both + stack.width) + stack.width
+  mlp = stack.mlp_width / shares.tensor
+  if remat in ('dots', 'none'):
+    kept += 2 * mlp
   if remat == 'none':
     kept += 4 * stack.width + both + mlp
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
@@ -262,13 +263,15 @@ def _loss(settings, shares: _Shares, taught: bool) -> float:
 def _recomputed(settings, rows) -> float:
   """FLOPs of all devices that the backward pass does once more."""
   remat, total = settings.compute.remat, 0
-  for row in rows if remat in ('full', 'attention') else ():
-    if row.trained:
-      lengths = dict(length=row.length, source_length=row.source_length)
-      shape = model_flops.stack_shape(row.stack)
+  for row in (row for row in rows if row.trained):
+    stack, shape = row.stack, model_flops.stack_shape(row.stack)
+    lengths = dict(length=row.length, source_length=row.source_length)
+    if remat in ('full', 'attention'):
       total += flops.forward(shape, **lengths)
-      if remat == 'attention':
-        total -= flops.scores(shape, **lengths)
+    if remat == 'attention':
+      total -= flops.scores(shape, **lengths)
+    if remat == 'narrow_dots':  # Both products that widen.
+      total += 4 * stack.layers * row.length * stack.width * stack.mlp_width
   return float(total * settings.train.batch_size)
 
 

@@ -121,13 +121,19 @@ def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
 
 
 @pytest.mark.parametrize(
-  'remat, products, kept',
-  [('full', False, False), ('dots', True, False), ('attention', False, True)],
+  'remat, wide, narrow, kept',
+  [
+    ('full', False, False, False),
+    ('attention', False, False, True),
+    ('narrow_dots', False, True, True),
+    ('dots', True, True, True),
+  ],
 )
 def test_policies_save_what_they_say(
-  remat, products, kept, small_stack, capsys
+  remat, wide, narrow, kept, small_stack, capsys
 ):
-  stack = small_stack(layers=1)  # in the tail, so that nothing is in a loop
+  # In the tail, so that nothing is in a loop.
+  stack = small_stack(layers=1, mlp_width=40)
   model = build.build(config.DecoderOnlyConfig(stack), remat=remat)
   params = jax.jit(model.init)(jax.random.key(0))
   ids = jnp.ones((2, 4), jnp.int32)
@@ -135,8 +141,8 @@ def test_policies_save_what_they_say(
     lambda p: model.decode(p, ids, ids, ids).sum(), params
   )
   saved = capsys.readouterr().out
-  # [B, L, F] is made by products only, [B, L, N, H] is named.
-  assert ('f32[2,4,24]' in saved) == products
+  assert ('f32[2,4,40] output of dot_general' in saved) == wide
+  assert ('f32[2,4,2,8] output of dot_general' in saved) == narrow
   assert (attention.SAVED in saved) == kept
 
 

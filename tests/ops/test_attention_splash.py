@@ -113,11 +113,11 @@ def test_one_backward_kernel_where_all_see_all(name, monkeypatch):
 @pytest.mark.parametrize(
   'blocks, block_kib, count',
   [
-    (8, 256, 4),
-    (16, 256, 4),
-    (32, 256, 4),
-    (64, 256, 1),  # 16 parts.
-    (8, 512, 2),  # Twice as many bytes.
+    (8, 128, 4),
+    (8, 256, 2),
+    (16, 256, 2),
+    (32, 256, 1),  # 16 parts.
+    (8, 512, 1),  # Twice as many bytes.
     (6, 256, 2),
     (5, 256, 1),
     (1, 256, 1),

@@ -59,17 +59,19 @@ def test_rematerialisation_computes_the_blocks_again():
   model = found['flops']['model']
   assert model == job.step_flops(asked, None) / 8
   again = {}
-  for remat in ('none', 'attention', 'full'):
+  for remat in ('none', 'narrow_dots', 'attention', 'full'):
     again[remat] = plan(compute__remat=remat)[2]['flops']['products'] - model
   stacks = asked.model.stacks.values()
   lengths = [(LENGTH, 0), (LENGTH, LENGTH)]
-  blocks = scores = 0
+  blocks = scores = widening = 0
   for stack, (length, source) in zip(stacks, lengths, strict=True):
     shape = model_flops.stack_shape(stack)
     blocks += flops.forward(shape, length, source_length=source)
     scores += flops.scores(shape, length, source_length=source)
+    widening += stack.layers * 2 * length * stack.width * 2 * stack.mlp_width
   assert again == {
     'none': 0,
+    'narrow_dots': ROWS * widening / 8,
     'attention': ROWS * (blocks - scores) / 8,
     'full': ROWS * blocks / 8,
   }
@@ -82,7 +84,7 @@ def peak(**changes):
 def test_memory_rises_with_what_is_kept():
   kept = [
     peak(compute__remat=remat)
-    for remat in ('full', 'attention', 'dots', 'none')
+    for remat in ('full', 'attention', 'narrow_dots', 'dots', 'none')
   ]
   assert kept == sorted(set(kept))
   assert peak(train__batch_size=32) > peak()
