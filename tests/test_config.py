@@ -193,6 +193,21 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['--config.loss.distillation=1'], 'teacher.checkpoint is empty'),
     (['--config.mesh.rules=fdsp'], "'fdsp'.*data_parallel"),
     (['--config.compute.dtype=int8'], "'int8'.*bfloat16"),
+    (['--config.compute.remat=foo'], "compute.remat is 'foo'.*none, full"),
+    (['--config.compute.attention=foo'], "compute.attention is 'foo'.*splash"),
+    (['--config.compute.attention_chunk=0'], 'compute.attention_chunk is 0'),
+    (['--config.compute.scan_unroll=0'], 'compute.scan_unroll is 0'),
+    (
+      ['--config.data.objective=foo', '--config.data.encoder_length=8'],
+      "data.objective is 'foo'.*prefix_lm",
+    ),
+    (['--config.data.sentinels=foo'], "data.sentinels is 'foo'.*recycle"),
+    (['--config.data.workers=0'], 'data.workers is 0; it must be at least 1'),
+    (['--config.optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
+    (['--config.optimizer.learning_rate=inf'], 'learning_rate is inf.*finite'),
+    (['--config.optimizer.clip_norm=nan'], 'config.optimizer.clip_norm is nan'),
+    (['--config.loss.z_loss=nan'], 'config.loss.z_loss is nan'),
+    (['--config.model.decoder.rope_factor=-inf'], 'rope_factor is -inf'),
   ],
 )
 def test_bad_input_is_named(flags, words):
