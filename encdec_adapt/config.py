@@ -8,12 +8,16 @@ would be right.
 from collections.abc import Callable, Mapping, Set
 import dataclasses
 import json
+import math
 from typing import Any
 
 import ml_collections
 
+from encdec_adapt.data import objectives as data_objectives
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.models import config as model_config
+from encdec_adapt.models import execution
+from encdec_adapt.ops import attention
 from encdec_adapt.runtime import errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -137,6 +141,7 @@ def load(
   Raises:
     UserError: names the key, its value and what would be right.
   """
+  _finite('config', config.to_dict())
   _at_least('train.steps', config.train.steps, 1)
   model = _model(config.model)
   settings = Settings(
@@ -233,6 +238,18 @@ def _at_least(key: str, value: float, least: float) -> None:
     )
 
 
+def _finite(key: str, value: Any) -> None:
+  """Refuses NaN and infinity, which pass every comparison with a range."""
+  if isinstance(value, Mapping):
+    for name, inner in value.items():
+      _finite(f'{key}.{name}', inner)
+  elif isinstance(value, tuple | list):
+    for index, inner in enumerate(value):
+      _finite(f'{key}[{index}]', inner)
+  elif isinstance(value, float) and not math.isfinite(value):
+    raise errors.UserError(f'{key} is {value}; it must be a finite number.')
+
+
 def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
   _one_of('model.kind', section.kind, ('decoder_only', 'encoder_decoder'))
   decoder = _stack('decoder', section.decoder)
@@ -268,6 +285,10 @@ def _stack(name: str, section: ml_collections.ConfigDict):
 
 def _data(config, model, workdir: str) -> DataConfig:
   data = config.data
+  _one_of('data.objective', data.objective, data_objectives.OBJECTIVES)
+  policies = data_objectives.SENTINEL_POLICIES
+  _one_of('data.sentinels', data.sentinels, policies)
+  _at_least('data.workers', data.workers, 1)
   folder = data.folder or storage.join(workdir, 'records')
   choice = vocabularies.Choice(
     _below(data.vocabulary, workdir)
@@ -371,13 +392,21 @@ def _optimizer(config) -> optimizers.OptimizerConfig:
 
 def _check(settings: Settings, sources: bool) -> None:
   """Rules that ranges of one section cannot state."""
-  _one_of('compute.dtype', settings.compute.dtype, ('float32', 'bfloat16'))
+  _check_compute(settings.compute)
   _at_least('checkpoint.every', settings.checkpoint.every, 1)
   _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
   _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
   _check_train(settings.train)
   _check_init(settings.init, settings.model, sources)
   _check_teacher(settings, sources)
+
+
+def _check_compute(compute: ComputeConfig) -> None:
+  _one_of('compute.dtype', compute.dtype, ('float32', 'bfloat16'))
+  _one_of('compute.remat', compute.remat, tuple(execution.REMAT_POLICIES))
+  _one_of('compute.attention', compute.attention, tuple(attention.BACKENDS))
+  for name in ('attention_chunk', 'scan_unroll'):
+    _at_least(f'compute.{name}', getattr(compute, name), 1)
 
 
 def _check_train(train: TrainConfig) -> None:

@@ -87,7 +87,8 @@ def evaluate(
     pairs) in nats per target token.
 
   Raises:
-    UserError: the vocabulary of the records is not the model's.
+    UserError: the vocabulary of the records is not the model's, or the
+      devices cannot run its attention backend.
   """
   lengths = record_set.spec.lengths
   pairs = isinstance(settings.model, model_config.EncoderDecoderConfig)
@@ -101,6 +102,7 @@ def evaluate(
   mesh = mesh_lib.make_mesh(
     mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
   )
+  job.check_attention(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
   key = (where, settings.loss.chunk)
   if key not in evaluators:

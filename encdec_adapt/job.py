@@ -20,6 +20,7 @@ from encdec_adapt.exchange import origin
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import build, decoder_only, model_flops, parameters
 from encdec_adapt.models import config as model_config
+from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.runtime import (
   app,
@@ -79,6 +80,24 @@ def check_batches(settings: config_lib.Settings, mesh: Mesh) -> None:
         f'config.{key} is {size}; it must divide {split}over the mesh'
         f' {dict(mesh.shape)}, so by {shards}. Change it or config.mesh.'
       )
+
+
+def check_attention(settings: config_lib.Settings, mesh: Mesh) -> None:
+  """Refuses an attention backend that the devices of a mesh cannot run.
+
+  Raises:
+    UserError: names the key, its value and what the devices can run.
+  """
+  chosen = settings.compute.attention
+  platform = mesh.devices.flat[0].platform
+  able = attention.on_platform(platform)
+  if chosen not in able:
+    where = sorted(attention.BACKENDS[chosen].capabilities.platforms)
+    raise errors.UserError(
+      f'config.compute.attention is {chosen!r}, which needs'
+      f' {" or ".join(where)}; the devices here are {platform}, which can run'
+      f' {", ".join(able)}.'
+    )
 
 
 def place_model(

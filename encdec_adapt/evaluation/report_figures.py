@@ -1,6 +1,6 @@
 """Pictures of a report, drawn with matplotlib (imported when drawing)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import itertools
 import pathlib
 from typing import Any
@@ -107,12 +107,35 @@ def _draw_model(axes, runs, model, colour, sources=False) -> None:
   label += f'  ({len(names)} seeds)'
   for x, y in curves:
     axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-  if all(x == curves[0][0] for x, _ in curves):
-    losses = zip(*(y for _, y in curves), strict=True)
-    middle = [numbers.mean(at) for at in losses]
-    axes.plot(curves[0][0], middle, color=colour, linewidth=2, label=label)
-  else:
-    axes.plot([], [], color=colour, linewidth=2, label=label)
+  middle = mean_curve([runs[name]['curve']['step'] for name in names], curves)
+  axes.plot(*middle, color=colour, linewidth=2, label=label)
+
+
+def mean_curve(
+  steps: Sequence[Sequence[int]],
+  curves: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> tuple[list[float], list[float]]:
+  """The mean of curves, at the steps that all of them have.
+
+  Seeds pack other rows, so that the same step is at other counts of tokens.
+
+  Args:
+    steps: of every curve.
+    curves: x and y of each at its steps.
+
+  Returns:
+    Means of x and y, by rising step.
+  """
+  points = [
+    dict(zip(at, zip(*curve, strict=True), strict=True))
+    for at, curve in zip(steps, curves, strict=True)
+  ]
+  common = sorted(set.intersection(*map(set, points)))
+  x, y = (
+    [numbers.mean([of[step][axis] for of in points]) for step in common]
+    for axis in (0, 1)
+  )
+  return x, y
 
 
 def _finish(axes) -> None:

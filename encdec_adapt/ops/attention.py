@@ -128,6 +128,15 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+def on_platform(platform: str) -> list[str]:
+  """Names of the backends that run on a platform ('cpu', 'gpu', 'tpu')."""
+  return sorted(
+    name
+    for name, backend in BACKENDS.items()
+    if platform in backend.capabilities.platforms
+  )
+
+
 def mask_name(spec: masks.MaskSpec) -> str:
   """Name of the mask in `Capabilities.masks`."""
   if spec.window is None:

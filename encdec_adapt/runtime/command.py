@@ -96,8 +96,8 @@ def parse_operands(
         values.config.to_dict()  # A file that failed to load says so here.
   except errors.UserError:
     raise
-  except (flags.Error, KeyError, AttributeError, TypeError) as error:
-    raise errors.UserError(_explain(error)) from error
+  except (flags.Error, LookupError, AttributeError, TypeError) as error:
+    raise errors.UserError(_explain(error, values)) from error
   except (OSError, ImportError) as error:
     raise errors.UserError(
       f'the configuration file could not be read: {_last_line(error)}; give'
@@ -202,8 +202,19 @@ def _argv(arguments: Sequence[str]):
     sys.argv = saved
 
 
-def _explain(error: Exception) -> str:
-  text = str(error).strip('"\'')
+# What a value must be, by the name that absl gives its flag's type.
+_TYPES = {
+  'int': 'an integer',
+  'float': 'a number',
+  'bool': 'True or False',
+}
+
+
+def _explain(error: Exception, values: flags.FlagValues) -> str:
+  """What is wrong with a flag, its key or its value."""
+  text = str(error)
+  if isinstance(error, KeyError):
+    text = text.strip('"\'')  # It shows its message as Python writes it.
   found = re.search(r'[Dd]id you mean "(.*?)" instead of "(.*?)"', text)
   if found:
     right, wrong = found.groups()
@@ -211,13 +222,37 @@ def _explain(error: Exception) -> str:
       f'the configuration has no key {wrong!r}; the nearest is {right!r}.'
       ' configs/base.py lists every key.'
     )
-  if isinstance(error, KeyError | AttributeError):
-    key = re.search(r"'([^']+)", str(error))
+  if isinstance(error, LookupError | AttributeError):
+    # The whole path where it is given, as of what is below a leaf.
+    key = re.search(r'(?:lookup: |\(in: )([^\s)]+)', text)
+    key = key or re.search(r"'([^']+)", str(error))
     name = key.group(1) if key else text
     return (
       f'the configuration has no key {name!r}; configs/base.py lists every key.'
     )
-  return f'{text}. See --help, and configs/base.py for every key.'
+  return _wrong_type(text, error.__context__, values) or (
+    f'{text}. See --help, and configs/base.py for every key.'
+  )
+
+
+def _wrong_type(
+  text: str, cause: BaseException | None, values: flags.FlagValues
+) -> str:
+  """Says what type a flag has; '' where the error is another.
+
+  Args:
+    text: absl's 'flag --NAME=VALUE: CAUSE'.
+    cause: what the parser of the value raised.
+    values: the flags, which know their types.
+  """
+  flag = re.match(r'flag --([^=]+)=', text)
+  if not flag or flag[1] not in values:
+    return ''
+  wanted = _TYPES.get(values[flag[1]].flag_type())
+  if not wanted:
+    return ''
+  given = text[flag.end() :].removesuffix(f': {cause}')
+  return f'{flag[1]} is {given!r}; it must be {wanted}.'
 
 
 def _last_line(error: Exception) -> str:

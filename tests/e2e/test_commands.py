@@ -123,6 +123,9 @@ def test_generate_continues_every_prompt(folder, adapted, decoder):
     (['--config.train.batch_size=12'], 'train.batch_size is 12'),
     (['--config.train.eval_batch_size=4'], 'train.eval_batch_size is 4'),
     (['--config.mesh.fsdp=3'], 'fsdp=3'),
+    (['--config.compute.attention=splash'],
+     "compute.attention is 'splash', which needs tpu; .* chunked, reference"),
+    (['--config.compute.attention=triton'], "'triton', which needs gpu"),
     (['--config.data.decoder_length=32'], 'decoder_length'),
     (['--config.model.decoder.vocab_size=64'], 'vocab'),
     (['--config.init.mode=checkpoint', '--config.init.encoder=nowhere'],
@@ -135,6 +138,21 @@ def test_bad_input_before_any_work(tmp_path, pairs, flags, words):
   with pytest.raises(errors.UserError, match=words):
     _train(*pairs, *flags, f'--workdir={tmp_path}/run')
   assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+def test_attention_of_a_run_that_these_devices_cannot_run(
+  folder, adapted, tmp_path
+):
+  copy = tmp_path / 'copy'
+  shutil.copytree(adapted, copy)
+  saved = json.loads((copy / 'config.json').read_text())
+  saved['compute']['attention'] = 'splash'
+  (copy / 'config.json').write_text(json.dumps(saved))
+  records = f'--records={folder}/prefix_lm/eval'
+  with pytest.raises(errors.UserError, match="attention is 'splash'.*chunked"):
+    tiny.call(evaluate, f'--checkpoint={copy}', records)
+  with pytest.raises(errors.UserError, match="attention is 'splash'.*chunked"):
+    tiny.call(generate, f'--checkpoint={copy}', '--prompt=two cats')
 
 
 def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):

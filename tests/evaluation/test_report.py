@@ -7,6 +7,7 @@ import math
 import pytest
 
 from encdec_adapt.evaluation import report as report_lib
+from encdec_adapt.evaluation import report_figures
 from encdec_adapt.evaluation import report_numbers as numbers
 
 
@@ -219,3 +220,13 @@ def test_write(report, tmp_path):
 )
 def test_numbers(got, expected):
   assert got == expected
+
+
+def test_the_mean_of_seeds_is_by_step_where_their_tokens_differ():
+  steps = [[0, 10, 20], [0, 10, 20, 25]]
+  curves = [([0, 100, 200], [4.0, 3.0, 2.0])]
+  curves += [([0, 104, 210, 260], [6.0, 4.0, 3.0, 2.9])]
+  assert report_figures.mean_curve(steps, curves) == (
+    [0, 102, 205],
+    [5.0, 3.5, 2.5],
+  )

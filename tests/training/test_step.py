@@ -61,7 +61,7 @@ def reference():
       4,
       marks=pytest.mark.slow,
     ),
-    (mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2), 1),
+    (mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2), 4),
   ],
   ids=['one', 'fsdp', 'replica-fsdp-tensor', 'fsdp-sequence-tensor'],
 )
