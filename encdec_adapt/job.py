@@ -28,6 +28,7 @@ from encdec_adapt.runtime import (
   distributed,
   errors,
   flops,
+  orphans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import optimizers, phases
@@ -191,6 +192,8 @@ def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
 def run_apart(function, *args) -> None:
   """Calls `function(*args)` in a fresh process and waits for it.
 
+  The process dies with this one, however this one is killed.
+
   Raises:
     UserError: the process died.
     SystemExit: it was given bad input; its message was printed.
@@ -217,6 +220,7 @@ def run_apart(function, *args) -> None:
 
 def _guarded(function, *args) -> None:
   """What the process of `run_apart` runs: bad input ends in one paragraph."""
+  orphans.end_with_parent()  # It holds the locks of the records.
   sys.exit(app.guard(lambda _: function(*args), None))
 
 
