@@ -231,6 +231,21 @@ def _continue(folder, workdir, *flags) -> int:
   )
 
 
+def test_without_a_sound_checkpoint_it_says_that_it_starts_anew(
+  folder, copied, capsys
+):
+  for step in (3, 4):
+    path = copied / checkpoint.FOLDER / str(step) / 'data' / 'metadata'
+    path.write_bytes(path.read_bytes() + b' ')
+  assert _continue(folder, copied) == 0
+  shown = capsys.readouterr()
+  assert shown.err.count('is damaged') == 2
+  assert shown.err.count('there is none before it') == 1
+  assert 'no sound checkpoint: starting anew (damaged-00000003,' in shown.out
+  assert re.search(r'^\d+ records of metrics are dropped', shown.out, re.M)
+  assert checkpoint.open_latest(copied).step == 4
+
+
 def test_another_seed_is_refused(folder, copied):
   with pytest.raises(errors.UserError, match='config.seed'):
     _continue(folder, copied, '--config.seed=1')
