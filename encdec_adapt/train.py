@@ -89,7 +89,9 @@ def main(values: flags.FlagValues) -> int:
       seconds=values.start_seconds,
     )
     if values.dry_run:
-      print(job.describe(config_lib.load(values.config, values.workdir or '')))
+      workdir = values.workdir or ''
+      settings = config_lib.load(values.config, workdir, sources=False)
+      print(job.describe(settings))
       return 0
     command.require(values, 'workdir')
     return run(values.config, values.workdir)
