@@ -227,7 +227,6 @@ def test_killed_while_records_are_made(folder, flags):
   flags = flags + [
     f'--config.data.source=text:{folder}/document-*.txt',
     '--config.data.folder=',
-    '--config.data.shards=2',
     '--config.data.workers=2',
     '--config.data.eval_fraction=0.3',
     '--config.data.pack=False',
@@ -246,7 +245,7 @@ def test_killed_while_records_are_made(folder, flags):
       assert process.wait() == -number
     finally:
       process.kill()
-  done = tiny.run('train', *flags, f'--workdir={workdir}')
+  done = tiny.run('train', *flags, f'--workdir={workdir}', timeout=600)
   assert done.returncode == 0, done.stdout + done.stderr
   assert not any(map(_is_running, children))
   assert 'shards to make' in done.stdout
