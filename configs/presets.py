@@ -2,7 +2,7 @@
 
     python -m encdec_adapt.train \
       --config=configs/presets.py:encoder=gemma3_1b,target=t5gemma2 \
-      --dry_run --config.init.encoder=GEMMA --config.loss.distillation=0
+      --dry_run --config.init.encoder=GEMMA
 
 Names are those of `encdec_adapt.models.presets.STACKS`: gemma3_270m,
 llama3.2_1b, qwen3_0.6b, .. `configs/pretrained.py` takes the same from the

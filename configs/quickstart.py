@@ -160,7 +160,6 @@ def get_config(arg=None):
   config.optimizer.warmup_steps = min(20, config.train.steps // 4)
   config.train.eval_every = max(config.train.steps // 8, 1)
   config.checkpoint.every = max(config.train.steps // 2, 1)
-  config.checkpoint.keep = 1
   return config
 
 

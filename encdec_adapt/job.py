@@ -29,6 +29,8 @@ from encdec_adapt.runtime import (
   distributed,
   errors,
   flops,
+  orphans,
+  storage,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import optimizers, phases
@@ -210,6 +212,8 @@ def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
 def run_apart(function, *args) -> None:
   """Calls `function(*args)` in a fresh process and waits for it.
 
+  The process dies with this one, however this one is killed.
+
   Raises:
     UserError: the process died.
     SystemExit: it was given bad input; its message was printed.
@@ -236,6 +240,7 @@ def run_apart(function, *args) -> None:
 
 def _guarded(function, *args) -> None:
   """What the process of `run_apart` runs: bad input ends in one paragraph."""
+  orphans.end_with_parent()  # It holds the locks of the records.
   sys.exit(app.guard(lambda _: function(*args), None))
 
 
@@ -398,16 +403,20 @@ def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
 def describe(settings: config_lib.Settings) -> str:
   """What a job would hold in memory, without making any of it.
 
-  Activations are not estimated here; they depend on what XLA makes of the
-  program.
+  Sources and a teacher that are not given, or not there yet, are left out,
+  and that is said. Activations are not estimated here; they depend on what
+  XLA makes of the program.
+
+  Args:
+    settings: loaded with or without sources.
+
+  Raises:
+    UserError: the job would be refused for its mesh, its batches, or a source
+      or teacher that is there.
   """
   mesh = make_mesh(settings)
+  check_batches(settings, mesh)
   where = place_model(settings, settings.model, mesh)
-  optimizer = optimizers.Optimizer(settings.optimizer)
-  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
-  assignment = phases.assign(where.model.table, groups)
-  names = [group.name for group in groups]
-  state = state_lib.abstract(optimizer, assignment, names, where)
   lines = [
     f'{path:<60} {str(info.shape):<28} {info.axes}'
     for path, info in where.model.table.items()
@@ -421,36 +430,79 @@ def describe(settings: config_lib.Settings) -> str:
   active = parameters.count_active(settings.model)
   a_part = f', {active:,} of them for a token' if active < count else ''
   lines.append(f'together: {count:,} parameters{a_part}')
-  sizes = {
-    'parameters': _device_bytes(state.params),
-    'gradients': _device_bytes(state.params),
-    'optimizer state': _device_bytes(state.groups),
-  }
-  if settings.loss.distillation:
-    teacher = place_teacher(settings, mesh)
-    sizes['teacher'] = _device_bytes(teacher.abstract_params())
-  lines.append(f'mesh {dict(mesh.shape)}; bytes per device, fp32:')
-  for name, size in {**sizes, 'together': sum(sizes.values())}.items():
-    lines.append(f'  {name:<16} {disk.format_bytes(size)}')
+  lines += _describe_memory(settings, where)
   lines.append(
     f'a step: {settings.train.batch_size} rows of'
     f' {settings.data.train.encoder_length} +'
     f' {settings.data.train.decoder_length} tokens,'
     f' {step_flops(settings, None):.3g} model FLOPs without a teacher'
   )
-  if settings.init.mode == 'adapt':
-    lines.append(_describe_adaptation(settings))
+  if settings.init.mode != 'random':
+    lines.append(_describe_sources(settings))
   return '\n'.join(lines)
 
 
-def _describe_adaptation(settings: config_lib.Settings) -> str:
-  """The coverage report, from configs alone; or why there is none."""
+def _describe_memory(
+  settings: config_lib.Settings, where: state_lib.Placement
+) -> list[str]:
+  """Lines: bytes per device of the state and the teacher."""
+  optimizer = optimizers.Optimizer(settings.optimizer)
+  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
+  assignment = phases.assign(where.model.table, groups)
+  names = [group.name for group in groups]
+  state = state_lib.abstract(optimizer, assignment, names, where)
+  sizes = {
+    'parameters': _device_bytes(state.params),
+    'gradients': _device_bytes(state.params),
+    'optimizer state': _device_bytes(state.groups),
+  }
+  absent = ''
+  if settings.loss.distillation:
+    absent = _absent('teacher.checkpoint', settings.teacher)
+    if not absent:
+      teacher = place_teacher(settings, where.mesh)
+      sizes['teacher'] = _device_bytes(teacher.abstract_params())
+  lines = [f'mesh {dict(where.mesh.shape)}; bytes per device, fp32:']
+  for name, size in {**sizes, 'together': sum(sizes.values())}.items():
+    lines.append(f'  {name:<16} {disk.format_bytes(size)}')
+  if absent:
+    lines.append(f'  {"teacher":<16} {absent}: not counted')
+  lines.append(
+    '  without activations, which follow from the compiled program: python -m'
+    ' encdec_adapt.plan'
+  )
+  return lines
+
+
+def _absent(key: str, path: str) -> str:
+  """Says that a model is not given, or not there yet; '' where it is there."""
+  if not path:
+    return f'config.{key} is not given'
+  return '' if storage.at(path).exists() else f'{path} is not there'
+
+
+def _describe_sources(settings: config_lib.Settings) -> str:
+  """What an adaptation does with every weight, or why it is not known.
+
+  Reads configs alone.
+
+  Raises:
+    UserError: a source that is there does not suit.
+  """
   init = settings.init
+  absent = _absent('init.encoder', init.encoder) or (
+    init.decoder and _absent('init.decoder', init.decoder)
+  )
+  if absent:
+    return f'sources: {absent}: not looked at'
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  try:
-    sources = [_open(settings, folder) for folder in folders]
-  except errors.UserError as error:
-    return f'adaptation: not planned, a source cannot be opened: {error}'
+  sources = [_open(settings, folder) for folder in folders]
+  if init.mode == 'checkpoint':
+    return f'source: {init.encoder}'
+  for source in sources:
+    source_lib.require_decoder_only(source)
+  if init.mode == 'embeddings':
+    return f'embeddings: of {" and ".join(folders)}'
   return _plan_adaptation(settings, sources).table()
 
 

@@ -89,7 +89,9 @@ def main(values: flags.FlagValues) -> int:
       seconds=values.start_seconds,
     )
     if values.dry_run:
-      print(job.describe(config_lib.load(values.config, values.workdir or '')))
+      workdir = values.workdir or ''
+      settings = config_lib.load(values.config, workdir, sources=False)
+      print(job.describe(settings))
       return 0
     command.require(values, 'workdir')
     return run(values.config, values.workdir)
@@ -158,6 +160,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   }
   start = checkpoints.latest()
   if start is None:
+    if damaged := checkpoints.damaged():
+      say(f'no sound checkpoint: starting anew ({", ".join(damaged)})')
     params, report = job.initial_params(settings, where)
     cost = accounting.Cost()
     active = phases.active(groups, 0)
@@ -207,6 +211,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   writer = starts = None
   if lead:
     writer = metrics.MetricWriter(workdir, -1 if start is None else start)
+    if writer.dropped and start is None:
+      say(f'{len(writer.dropped):,} records of metrics are dropped')
     lost = [r for r in writer.dropped if r['kind'] == 'time']
     starts = timing.Starts(workdir, start or 0, lost)
   split = timing.Split()

@@ -103,25 +103,44 @@ progress_lines() {
   done
 }
 
-# Makes the environment ready.
-#   $1: extra to install, such as 'test'; empty for none.
-prepare_environment() {
-  local extra=$1 key stamp target=.
-  make_venv
-  key=$(installation_key)
-  # Whoever has an extra has what comes without it.
-  for stamp in "$VENV/installed" "$VENV/installed-test" \
-    "$VENV/installed-test,peer"; do
-    case "$stamp" in
-      *"$extra"*) ;;
-      *) continue ;;
-    esac
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
-      return
+# Whether an installation with at least these extras is there and up to date.
+#   $1: extras with commas between them; empty for none.
+#   $2: what it should have been made from, see installation_key.
+is_installed() {
+  local stamp has extra missing
+  for stamp in "$VENV"/installed "$VENV"/installed-*; do
+    # What install.sh made has the versions of a lock file, and its own key.
+    if [ "$stamp" = "$VENV/installed-from-lock" ] || [ ! -f "$stamp" ] ||
+      [ "$(cat "$stamp")" != "$2" ]; then
+      continue
+    fi
+    has=${stamp#"$VENV/installed"}
+    has=,${has#-},
+    missing=
+    for extra in ${1//,/ }; do
+      case "$has" in
+        *",$extra,"*) ;;
+        *) missing=$extra ;;
+      esac
+    done
+    if [ -z "$missing" ]; then
+      return 0
     fi
   done
-  if [ -n "$extra" ]; then
-    target=".[$extra]"
+  return 1
+}
+
+# Makes the environment ready.
+#   $1: extras to install, such as 'test,peer'; empty for none.
+prepare_environment() {
+  local extras=$1 key target=.
+  make_venv
+  key=$(installation_key)
+  if is_installed "$extras" "$key"; then
+    return
+  fi
+  if [ -n "$extras" ]; then
+    target=".[$extras]"
   fi
   # The line buffer of pip's output is Python's.
   show "$VENV/bin/python" -m pip install --editable "$target"
@@ -129,5 +148,5 @@ prepare_environment() {
     --disable-pip-version-check --no-input --progress-bar off \
     --editable "$target" | progress_lines ||
     fail "installing failed, see above; run the same command again"
-  printf '%s\n' "$key" >"$VENV/installed${extra:+-$extra}"
+  printf '%s\n' "$key" >"$VENV/installed${extras:+-$extras}"
 }

@@ -72,6 +72,7 @@ SHARED = {
   'seals',
   'storage',
   'lock',
+  'orphans',
   'progress',
   'distributed',
   'environment',

@@ -14,6 +14,8 @@ from encdec_adapt.runtime import errors
 
 Tree = Mapping[str, Any]
 
+_LEAD, _BLOCKS, _TAIL = 'lead', 'blocks', 'tail'
+
 
 def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
   """Location of layer `i`'s leaves inside the stack's parameters.
@@ -35,16 +37,26 @@ def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
       f'layer {i} does not exist; the stack has layers 0 to {stack.layers - 1}.'
     )
   if i < len(stack.lead):
-    return f'lead/layer_{i}', None
+    return f'{_LEAD}/layer_{i}', None
   repeat, j = divmod(i - len(stack.lead), len(stack.pattern))
   if repeat < stack.repeats:
-    return f'blocks/layer_{j}', repeat
-  return f'tail/layer_{j}', None
+    return f'{_BLOCKS}/layer_{j}', repeat
+  return f'{_TAIL}/layer_{j}', None
+
+
+def in_layer(path: str) -> bool:
+  """Whether a parameter ('decoder/tail/layer_0/mlp/up') is of a layer."""
+  return path.split('/')[1] in (_LEAD, _BLOCKS, _TAIL)
+
+
+def is_stacked(path: str) -> bool:
+  """Whether a parameter's leading axis goes through layers."""
+  return path.split('/')[1] == _BLOCKS
 
 
 def block_kind(stack: StackConfig, prefix: str) -> LayerKind:
   """Kind of the layers whose leaves are at a prefix of `layer_location`."""
-  kinds = stack.lead if prefix.startswith('lead/') else stack.cycle
+  kinds = stack.lead if prefix.startswith(f'{_LEAD}/') else stack.cycle
   return kinds[int(prefix.rpartition('_')[2])]
 
 

@@ -45,7 +45,7 @@ def leaves_of(config: config_lib.ModelConfig) -> dict[str, Leaf]:
   stored = set()
   for name, stack in config.stacks.items():
     for path, info in table.items():
-      if path.startswith(f'{name}/') and not _in_layer(path):
+      if path.startswith(f'{name}/') and not layers_index.in_layer(path):
         leaves[path] = Leaf(tuple(info.shape), path, None)
         stored.add(path)
     for layer in range(stack.layers):
@@ -123,7 +123,3 @@ def flatten_checked(
         f' says {list(info.shape)}. {remedy}'
       )
   return flat
-
-
-def _in_layer(path: str) -> bool:
-  return path.split('/')[1] in ('lead', 'blocks', 'tail')

@@ -14,9 +14,9 @@ retention no longer keeps. What can be found at the next start:
   a rename, or in a bucket by that object, once all is written, so it is read
   in full, array by array, and sealed if that succeeds, else set aside.
 - a sealed step whose files differ from the seal: set aside under the name
-  `damaged-<step>`, with a warning, and the one before it is used. Orbax
-  would restore flipped bytes without complaint, and would then silently
-  refuse to save that step again.
+  `damaged-<step>`, with a warning, and the one before it is used if there is
+  one. Orbax would restore flipped bytes without complaint, and would then
+  silently refuse to save that step again.
 
 With several processes, process 0 seals, renames and deletes, and tells the
 others what it found; every process calls every public method. The folder is
@@ -33,13 +33,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from encdec_adapt.runtime import (
-  disk,
-  distributed,
-  errors,
-  seals,
-  storage,
-)
+from encdec_adapt.runtime import disk, distributed, errors, seals, storage
 from encdec_adapt.training import leaves, step_folders
 
 FOLDER = step_folders.FOLDER  # Inside a work directory.
@@ -308,6 +302,10 @@ class Checkpoints:
     # Orbax remembers steps; those set aside would be refused to a new save.
     self._orbax.reload()
     return found
+
+  def damaged(self) -> list[str]:
+    """Names of the steps that were set aside, now or at an earlier start."""
+    return step_folders.damaged(self.folder)
 
   def restore(self, step: int, abstract_state: Any) -> Any:
     """Reads a verified step onto the shardings of `abstract_state`.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 import optax
 
+from encdec_adapt.models import layers_index
 from encdec_adapt.runtime import errors
 from encdec_adapt.training import schedules
 
@@ -166,7 +167,7 @@ def _adafactor_scale(path: str, direction: Array, parameter: Array) -> Array:
   has scale 1.
   """
   # Layers that are stacked for the scan are parameters of their own.
-  axes = tuple(range(1 if '/blocks/' in path else 0, direction.ndim))
+  axes = tuple(range(layers_index.is_stacked(path), direction.ndim))
 
   def rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))

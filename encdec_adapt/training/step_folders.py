@@ -77,6 +77,8 @@ def delete(folder: storage.Path, step: int) -> None:
 def set_aside(folder: storage.Path, step: int, problems: list[str]) -> None:
   """Renames a damaged step to `damaged-...` and says so on standard error.
 
+  The warning tells which step, unverified, is the one before it.
+
   Raises:
     UserError: the folder cannot be written.
   """
@@ -84,11 +86,18 @@ def set_aside(folder: storage.Path, step: int, problems: list[str]) -> None:
     moved = _move(folder / str(step), _DAMAGED)
   except OSError as error:
     raise disk.cannot_write(folder, error) from error
+  older = [other for other in steps(folder) if other < step]
+  before = f'the one before it is of step {older[-1]}' if older else ''
   warn(
     f'the checkpoint of step {step} is damaged: {"; ".join(problems)}. It is'
-    f' set aside as {moved} (delete it when you like), and the one before it'
-    ' is used.'
+    f' set aside as {moved} (delete it when you like);'
+    f' {before or "there is none before it"}.'
   )
+
+
+def damaged(folder: storage.Path) -> list[str]:
+  """Names of the damaged steps that were set aside, in order."""
+  return sorted(path.name for path in folder.glob(f'{_DAMAGED}-*'))
 
 
 def warn(text: str) -> None:

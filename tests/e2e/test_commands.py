@@ -228,7 +228,76 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   found = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
   assert float(found.group(1)) == pytest.approx(parameters, abs=0.06)
   assert 'decoder/blocks/layer_0/cross_attention/key' in shown
-  assert 'adaptation: not planned, a source cannot be opened: a ' in shown
+  assert 'sources: a is not there: not looked at' in shown
+  assert 'without activations' in shown
+
+
+@pytest.mark.parametrize(
+  'flags, said',
+  [
+    (
+      ['--config=configs/gemma2.py:size=2b_2b,objective=prefixlm'],
+      [
+        r'teacher +config.teacher.checkpoint is not given: not counted',
+        r'sources: config.init.encoder is not given: not looked at',
+      ],
+    ),
+    (
+      [
+        '--config=configs/quickstart.py:size=smoke,run=unbalanced',
+        '--config.teacher.checkpoint=runs/nobody',
+        '--config.init.encoder=runs/nobody',
+      ],
+      [
+        r'teacher +runs/nobody is not there: not counted',
+        r'sources: runs/nobody is not there: not looked at',
+      ],
+    ),
+  ],
+)
+def test_dry_run_needs_no_source_and_no_teacher(capsys, flags, said):
+  assert _train(*flags, '--config.train.batch_size=64', '--dry_run') == 0
+  shown = capsys.readouterr().out
+  for pattern in said:
+    assert re.search(pattern, shown), pattern
+  assert re.search(r'without activations.*encdec_adapt\.plan', shown)
+
+
+def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
+  pairs, decoder, adapted, capsys
+):
+  flags = [
+    '--config.init.mode=adapt',
+    f'--config.init.encoder={decoder}',
+    '--config.loss.distillation=0.5',
+  ]
+  teacher = '--config.teacher.checkpoint='
+  assert _train(*pairs, *flags, f'{teacher}{decoder}', '--dry_run') == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'^  teacher +[\d.]+ \w', shown, re.MULTILINE)
+  assert 'not counted' not in shown and 'not looked at' not in shown
+  assert 'decoder/layers' in shown
+  with pytest.raises(errors.UserError, match='is an encoder-decoder'):
+    _train(*pairs, *flags, f'{teacher}{adapted}', '--dry_run')
+
+
+@pytest.mark.parametrize(
+  'flag, words',
+  [
+    ('--config.train.batch_size=12', 'train.batch_size is 12'),
+    ('--config.mesh.fsdp=3', 'fsdp=3'),
+    ('--config.init.encoder=runs/other', "init.mode 'random'"),
+  ],
+)
+def test_dry_run_refuses_what_the_job_would_refuse(pairs, flag, words):
+  with pytest.raises(errors.UserError, match=words):
+    _train(*pairs, flag, '--dry_run')
+
+
+def test_dry_run_refuses_a_source_that_holds_no_model(pairs, tmp_path):
+  flags = ['--config.init.mode=adapt', f'--config.init.encoder={tmp_path}']
+  with pytest.raises(errors.UserError, match=str(tmp_path)):
+    _train(*pairs, *flags, '--dry_run')
 
 
 @pytest.fixture
@@ -247,6 +316,21 @@ def _continue(folder, workdir, *flags) -> int:
     *flags,
     f'--workdir={workdir}',
   )
+
+
+def test_without_a_sound_checkpoint_it_says_that_it_starts_anew(
+  folder, copied, capsys
+):
+  for step in (3, 4):
+    path = copied / checkpoint.FOLDER / str(step) / 'data' / 'metadata'
+    path.write_bytes(path.read_bytes() + b' ')
+  assert _continue(folder, copied) == 0
+  shown = capsys.readouterr()
+  assert shown.err.count('is damaged') == 2
+  assert shown.err.count('there is none before it') == 1
+  assert 'no sound checkpoint: starting anew (damaged-00000003,' in shown.out
+  assert re.search(r'^\d+ records of metrics are dropped', shown.out, re.M)
+  assert checkpoint.open_latest(copied).step == 4
 
 
 def test_another_seed_is_refused(folder, copied):

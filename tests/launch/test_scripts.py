@@ -170,3 +170,66 @@ def test_the_container_copies_what_installing_needs():
       for path in line.split()[1:-1]:
         assert (tiny.ROOT / path).exists(), path
         assert any(path.startswith(folder) for folder in kept), path
+
+
+SOURCE = 'set -euo pipefail; source launch/environment.sh'
+# A python whose pip notes what it is asked to install.
+PYTHON = """#!/usr/bin/env bash
+if [ "$1 $2" = '-m pip' ]; then
+  echo "$@" >>pip.log
+else
+  exec {python} "$@"
+fi
+"""
+
+
+@pytest.fixture
+def prepare(tmp_path):
+  """Prepares a checkout with some extras; returns what pip installed."""
+  here = checkout.Checkout(tmp_path)
+  python = here.root / '.venv' / 'bin' / 'python'
+  python.parent.mkdir(parents=True)
+  python.write_text(PYTHON.format(python=sys.executable))
+  python.chmod(0o755)
+  log = here.root / 'pip.log'
+
+  def call(extras):
+    log.write_text('')
+    script = f"{SOURCE}; prepare_environment '{extras}'"
+    done = subprocess.run(
+      ['bash', '-c', script],
+      cwd=here.root,
+      env={k: v for k, v in here.environment.items() if k != 'PYTHON'},
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return re.findall(r' install .*--editable (\S+)', log.read_text())
+
+  call.root = here.root
+  return call
+
+
+@pytest.mark.parametrize('extras', ['', 'test', 'test,peer,tpu'])
+def test_what_is_installed_is_not_installed_again(prepare, extras):
+  assert prepare(extras) == [f'.[{extras}]' if extras else '.']
+  assert prepare(extras) == []
+  with open(prepare.root / 'setup.py', 'a') as file:
+    file.write('# Another version.\n')
+  assert len(prepare(extras)) == 1
+
+
+def test_whoever_has_more_extras_has_the_fewer_ones(prepare):
+  assert prepare('test,peer,tpu') == ['.[test,peer,tpu]']
+  for fewer in ('', 'test', 'peer', 'tpu,test'):
+    assert prepare(fewer) == [], fewer
+  # Part of a name is not the extra, and one of two is not both.
+  assert prepare('te') == ['.[te]']
+  assert prepare('test,gcs') == ['.[test,gcs]']
+
+
+def test_what_a_lock_file_made_is_no_installation_with_extras(prepare):
+  prepare('test')
+  stamp = prepare.root / '.venv' / 'installed-test'
+  stamp.rename(stamp.with_name('installed-from-lock'))
+  assert prepare('') == ['.']

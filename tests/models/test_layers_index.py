@@ -48,6 +48,20 @@ def test_location_is_a_bijection_onto_the_leaves(stack):
   assert len(set(map(frozenset, slots.values()))) == 1
 
 
+def test_a_path_says_whether_it_is_of_layers_and_stacked(small_stack):
+  pair = config.encoder_decoder(
+    small_stack(layers=5), small_stack(layers=3, pattern=('global',))
+  )
+  found = {'outside': 0, 'tail': 0, 'stacked': 0}
+  for path, info in parameters.parameter_table(pair).items():
+    stacked = layers_index.is_stacked(path)
+    assert stacked == ('layers' in info.axes), path
+    assert layers_index.in_layer(path) == ('/layer_' in path), path
+    where = 'tail' if '/layer_' in path else 'outside'
+    found['stacked' if stacked else where] += 1
+  assert all(found.values()), found
+
+
 def test_location_agrees_with_the_kind_of_layer(stack):
   for i in range(stack.layers):
     prefix, _ = layers_index.layer_location(stack, i)

@@ -198,3 +198,55 @@ def test_a_second_job_on_the_directory_is_refused(folder, flags):
   finally:
     first.kill()
     first.wait()
+
+
+def _children(process: int) -> list[int]:
+  """Processes that a process has started, and those that they have."""
+  done = subprocess.run(
+    ['ps', '-A', '-o', 'pid=,ppid='], capture_output=True, text=True, check=True
+  )
+  pairs = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+  found = [process]
+  for parent in found:  # Grows on the way.
+    found += [pid for pid, its in pairs if its == parent]
+  return found[1:]
+
+
+def _is_running(process: int) -> bool:
+  done = subprocess.run(
+    ['ps', '-o', 'stat=', '-p', str(process)], capture_output=True, text=True
+  )
+  return done.stdout.strip()[:1] not in ('', 'Z')
+
+
+def test_killed_while_records_are_made(folder, flags):
+  """The process that makes them, and its workers, die with the job."""
+  workdir = folder / 'materializing'
+  for index, document in enumerate(tiny.text(200)):
+    (folder / f'document-{index}.txt').write_text(document)
+  flags = flags + [
+    f'--config.data.source=text:{folder}/document-*.txt',
+    '--config.data.folder=',
+    '--config.data.workers=2',
+    '--config.data.eval_fraction=0.3',
+    '--config.data.pack=False',
+    '--config.train.steps=5',
+  ]
+  for number in (signal.SIGKILL, signal.SIGTERM):
+    log = folder / f'materializing-{number}.log'
+    process = tiny.start('train', *flags, f'--workdir={workdir}', log=log)
+    try:
+      made = lambda: 'shards to make, 2 at' in log.read_text()  # noqa: B023, E731
+      assert _wait(process, made), log.read_text()
+      # What makes the records, its workers, and multiprocessing's tracker.
+      assert _wait(process, lambda: len(_children(process.pid)) >= 4)  # noqa: B023
+      children = _children(process.pid)
+      process.send_signal(number)
+      assert process.wait() == -number
+    finally:
+      process.kill()
+  done = tiny.run('train', *flags, f'--workdir={workdir}', timeout=600)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert not any(map(_is_running, children))
+  assert 'shards to make' in done.stdout
+  assert _last_step(workdir) == 5

@@ -213,6 +213,7 @@ def test_damage_is_set_aside_and_the_step_saved_again(
     warning = capsys.readouterr().err
     assert 'step 6 is damaged' in warning
     assert re.search(said, warning)
+    assert 'the one before it is of step 3' in warning
     assert (tmp_path / 'damaged-00000006').is_dir()
     assert checkpoints.all_steps() == [3]
     _assert_equal(checkpoints.restore(3, _abstract()), _state(3))
@@ -220,6 +221,20 @@ def test_damage_is_set_aside_and_the_step_saved_again(
   with checkpoint.Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.latest() == 6
     _assert_equal(checkpoints.restore(6, _abstract()), _state(60))
+
+
+def test_of_a_damaged_only_step_no_other_is_promised(tmp_path, capsys):
+  with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+    _save(checkpoints, 3)
+    _save(checkpoints, 5)
+  _flip(_largest(tmp_path / '5' / 'state'))
+  with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+    assert checkpoints.damaged() == []
+    assert checkpoints.latest() is None
+    assert checkpoints.damaged() == ['damaged-00000005']
+  warning = capsys.readouterr().err
+  assert 'step 5 is damaged' in warning
+  assert 'there is none before it' in warning
 
 
 def test_a_damaged_step_asked_for_by_number_is_refused(tmp_path):
