@@ -12,19 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.ops import attention, masks
+from encdec_adapt.ops import (
+  attention,
+  attention_splash,
+  attention_triton,
+  masks,
+)
 
 # One shape for every example, so that little is compiled.
-L, S, N, K, H = 10, 7, 2, 1, 4
+L, S, N, K, H = 10, 7, 2, 1, 16
 CHUNK = 4
 WINDOW = 3
 
-BACKENDS = sorted(
-  name
-  for name, backend in attention.BACKENDS.items()
-  if 'cpu' in backend.capabilities.platforms
-)
-every_backend = pytest.mark.parametrize('backend', BACKENDS)
+INTERPRETED = {
+  'splash': functools.partial(attention_splash.attend, interpret=True),
+  'triton': functools.partial(attention_triton.attend, interpret=True),
+}
+every_backend = pytest.mark.parametrize('backend', sorted(attention.BACKENDS))
 kinds = pytest.mark.parametrize(
   'kind, window, rule',
   [
@@ -33,6 +37,7 @@ kinds = pytest.mark.parametrize(
     ('full', None, 'exclusive'),
     ('full', WINDOW, 'exclusive'),
     ('full', WINDOW, 'inclusive'),
+    ('full', WINDOW, 'centered'),
   ],
 )
 quick = settings(max_examples=12, deadline=None)
@@ -40,6 +45,8 @@ seeds = st.integers(0, 2**31)
 
 
 def attend(q, k, v, spec, backend):
+  if backend in INTERPRETED:
+    return INTERPRETED[backend](q, k, v, spec, scale=0.5, softcap=4.0)
   return attention.attention(
     q, k, v, spec, scale=0.5, softcap=4.0, backend=backend, chunk=CHUNK
   )
@@ -85,7 +92,7 @@ def changed(arrays, where, seed):
   )
 
 
-def self_spec(kind, window, rule, segments, positions):
+def self_spec(kind, window, rule, segments, positions, aligned=True):
   return masks.MaskSpec(
     kind=kind,
     window=window,
@@ -94,6 +101,7 @@ def self_spec(kind, window, rule, segments, positions):
     kv_segments=jnp.asarray(segments),
     q_positions=jnp.asarray(positions),
     kv_positions=jnp.asarray(positions),
+    aligned=aligned,
   )
 
 
@@ -173,6 +181,7 @@ def test_the_future_does_not_leak(backend, window):
     ('causal', 'exclusive', WINDOW - 1, 0),
     ('full', 'exclusive', WINDOW - 1, WINDOW - 1),
     ('full', 'inclusive', WINDOW, WINDOW),
+    ('full', 'centered', (WINDOW + 1) // 2 - 1, WINDOW // 2),
   ],
 )
 def test_beyond_the_window_does_not_leak(
@@ -181,8 +190,10 @@ def test_beyond_the_window_does_not_leak(
   @quick
   @given(seeds, st.integers(0, L - 1), st.booleans())
   def check(seed, token, reverse):
-    # One segment: its order in the row means nothing, positions do.
+    # One segment: its order in the row means nothing, positions do, but to
+    # kernels that take tokens as they stand.
     positions = np.arange(L, dtype=np.int32)[None]
+    reverse &= backend != 'splash'
     positions = positions[:, ::-1].copy() if reverse else positions
     segments = np.ones((1, L), np.int32)
     before = content(seed)
@@ -191,7 +202,7 @@ def test_beyond_the_window_does_not_leak(
     after = (
       np.where(where[None, :, None, None], before[0], after[0]),
     ) + after[1:]
-    spec = self_spec(kind, WINDOW, rule, segments, positions)
+    spec = self_spec(kind, WINDOW, rule, segments, positions, not reverse)
     x, y = outputs(before, after, spec, backend)
     ahead_of_token = positions[0] - token
     sees = (ahead_of_token <= reach_back) & (-ahead_of_token <= reach_ahead)
@@ -221,7 +232,38 @@ def test_cross_attention_does_not_leak(backend):
   check()
 
 
-@every_backend
+@pytest.mark.parametrize(
+  'backend',
+  sorted(
+    name
+    for name, backend in attention.BACKENDS.items()
+    if backend.capabilities.memory
+  ),
+)
+def test_other_segments_of_a_memory_do_not_leak(backend):
+  @quick
+  @given(rows(L, minimum_segments=2), rows(S), seeds, st.integers(0, 4))
+  def check(decoder, encoder, seed, victim):
+    segments, positions = decoder
+    memory = encoder[0]
+    own = masks.causal(
+      jnp.asarray(segments), jnp.asarray(positions), window=WINDOW
+    )
+    spec = masks.with_memory(own, jnp.asarray(memory))
+    before = content(seed, keys=L + S)
+    where = np.concatenate([np.full(L, False), memory[0] == victim])
+    after = before[:1] + changed(before[1:], where, seed + 1)
+    x, y = outputs(before, after, spec, backend)
+    sees = (segments[0] == victim) & (victim != 0) & where.any()
+    assert_same_bits(x, y, ~sees)
+    assert (x[sees] != y[sees]).any(axis=(1, 2)).all()
+
+  check()
+
+
+@pytest.mark.parametrize(
+  'backend', sorted(set(attention.BACKENDS) - set(INTERPRETED))
+)
 @kinds
 def test_nothing_leaks_untraced(backend, kind, window, rule):
   # Few examples: outside jit, each call compiles its loops anew.
