@@ -165,7 +165,7 @@ def load(
   *,
   dtype=jnp.float32,
   mesh: Mesh | None = None,
-  encoder_window: str = 'exclusive',
+  encoder_window: str | None = None,
 ) -> LoadedModel:
   """Loads a Hugging Face folder or the newest checkpoint of a run.
 
@@ -174,12 +174,14 @@ def load(
     dtype: of activations and products.
     mesh: where parameters are sharded (`sharding.mesh.make_mesh`); None for
       this process's first device. A folder's tables are padded to divide.
-    encoder_window: 'exclusive' (the authors' rule) or 'inclusive'
-      (transformers 5.23, eager) in a T5Gemma folder.
+    encoder_window: of the local layers of a bidirectional encoder,
+      'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
+      eager). None for the rule of the run, or of a folder's config.json; a
+      T5Gemma's that says none is exclusive.
 
   Raises:
-    UserError: there is no model, it is damaged or unsupported, or it does not
-      divide over the mesh.
+    UserError: there is no model, it is damaged or unsupported, it does not
+      divide over the mesh, or it has no such encoder.
   """
   if mesh is None:
     mesh = mesh_lib.make_mesh(

@@ -19,6 +19,7 @@ from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
 OnProgress = Callable[[int, int], None]
+WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 ENCODER = 'encoder'  # Folder of an encoder's own tokenizer in a folder.
 _TOGETHER = 128 << 20  # Bytes of a checkpoint that are read at a time.
 
@@ -55,7 +56,7 @@ class Source:
 def open_source(
   path: str | os.PathLike[str],
   *,
-  encoder_window: str = 'exclusive',
+  encoder_window: str | None = None,
   vocab_multiple: int | None = None,
 ) -> Source:
   """Opens the work directory of a run, or a Hugging Face folder.
@@ -64,17 +65,58 @@ def open_source(
 
   Args:
     path: the folder.
-    encoder_window: how the encoder of a T5Gemma folder looks around; see
-      `interop.model_configs.model_from_raw`.
+    encoder_window: see `with_window`; None for the rule that is stored.
     vocab_multiple: to which the tables of a Hugging Face folder are padded,
       so that they divide over a mesh; None for not at all.
 
   Raises:
-    UserError: it is neither, or damaged.
+    UserError: it is neither, or damaged; or as `with_window`.
   """
   path = storage.at(path)
-  if is_folder(path):
-    return _open_folder(path, encoder_window, vocab_multiple)
+  open_it = _open_folder if is_folder(path) else _open_run
+  source = open_it(path, vocab_multiple)
+  model = with_window(source.model, encoder_window, str(path))
+  return dataclasses.replace(source, model=model)
+
+
+def with_window(
+  model: model_config.ModelConfig, encoder_window: str | None, name: str
+) -> model_config.ModelConfig:
+  """A model whose encoder's local layers look as far as asked for.
+
+  Args:
+    model: the model.
+    encoder_window: 'exclusive', |q-k| < W (the authors of T5Gemma), or
+      'inclusive', |q-k| <= W (transformers 5.23, eager); None for no change.
+    name: what errors call the model.
+
+  Raises:
+    UserError: no such rule, or the model has no bidirectional encoder apart
+      from its decoder's attention.
+  """
+  if encoder_window is None:
+    return model
+  if encoder_window not in WINDOWS:
+    raise errors.UserError(
+      f'encoder_window is {encoder_window!r}; it is one of'
+      f' {", ".join(WINDOWS)}.'
+    )
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if not is_pair or model.encoder.role != 'bidirectional':
+    why = 'no encoder that looks both ways'
+  elif model.decoder.cross_merged:
+    why = 'merged attention, whose windows are those of T5Gemma 2'
+  else:
+    encoder = dataclasses.replace(model.encoder, window_rule=encoder_window)
+    return dataclasses.replace(model, encoder=encoder)
+  raise errors.UserError(
+    f'encoder_window is {encoder_window!r}, and {name} has {why}; leave it out.'
+  )
+
+
+def _open_run(path: storage.Path, vocab_multiple: int | None) -> Source:
+  """A work directory; its tables are as they are."""
+  del vocab_multiple
   settings = config_lib.load_run(str(path))
   found = checkpoint.open_latest(path)
   choice = settings.data.vocabularies
@@ -158,12 +200,8 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   return 'model_type' in content or 'train' not in content
 
 
-def _open_folder(
-  path: storage.Path, encoder_window: str, vocab_multiple: int | None
-) -> Source:
-  opened = folder_lib.ModelFolder.open(
-    path, encoder_window=encoder_window, vocab_multiple=vocab_multiple
-  )
+def _open_folder(path: storage.Path, vocab_multiple: int | None) -> Source:
+  opened = folder_lib.ModelFolder.open(path, vocab_multiple=vocab_multiple)
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
     return read_placed(opened.arrays(), where, on_progress)

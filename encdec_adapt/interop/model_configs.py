@@ -203,9 +203,7 @@ def _raw_from_pair(
     raw['decoder']['is_decoder'] = True
     raw['decoder']['cross_attention_hidden_size'] = config.encoder.width
   rule = config.encoder.window_rule
-  back, _ = model_from_raw(
-    raw, 'the exported config', encoder_window='exclusive'
-  )
+  back, _ = model_from_raw(raw, 'the exported config')
   same = dataclasses.replace(
     back,
     encoder=_comparable(back.encoder, config.encoder),
@@ -310,18 +308,15 @@ def _comparable(
 
 
 def model_from_raw(
-  raw: families.Raw,
-  file: str = 'config.json',
-  *,
-  encoder_window: str = 'exclusive',
+  raw: families.Raw, file: str = 'config.json'
 ) -> tuple[config_lib.ModelConfig, weights.Layout]:
   """The model that a config.json describes, and the names of its tensors.
+
+  The window of T5Gemma's encoder is 'exclusive', as its authors'.
 
   Args:
     raw: the parsed file.
     file: what errors call it.
-    encoder_window: T5Gemma's `window_rule`: 'exclusive' as its authors, or
-      'inclusive' as transformers 5.23 with eager attention.
 
   Raises:
     UserError: a family that is not supported, or as `families.stack_from_raw`.
@@ -359,9 +354,6 @@ def model_from_raw(
   if pair.merged:
     eoi_token = shared['eoi_token_index']
     return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
-  stacks['encoder'] = dataclasses.replace(
-    stacks['encoder'], window_rule=encoder_window
-  )
   width = parts['decoder'].get('cross_attention_hidden_size')
   if width is not None and width != stacks['encoder'].width:
     raise errors.UserError(

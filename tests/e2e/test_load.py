@@ -92,6 +92,48 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
   }
 
 
+@pytest.fixture
+def own_layout(folder, cross_family):
+  output = folder / 'own_layout'
+  flags = [f'--checkpoint={cross_family}', f'--output={output}']
+  assert tiny.convert('export', *flags) == 0
+  return output
+
+
+def test_the_window_is_as_stored_unless_it_is_given(
+  adapted, own_layout, tmp_path
+):
+  def rule(path, **given):
+    return encdec_adapt.load(path, **given).config.encoder.window_rule
+
+  t5gemma = tmp_path / 't5gemma'
+  flags = [f'--checkpoint={adapted}', f'--output={t5gemma}']
+  assert tiny.convert('export', *flags) == 0
+  for path in (adapted, t5gemma, own_layout):
+    assert rule(path) == rule(path, encoder_window='exclusive') == 'exclusive'
+    assert rule(path, encoder_window='inclusive') == 'inclusive'
+  # Both sides of a comparison have the same one.
+  flags = ['--encoder_window=inclusive', folders.ROUNDED]
+  assert tiny.convert('verify', adapted, t5gemma, *flags) == 0
+  inclusive = tmp_path / 'inclusive'
+  flags = [f'--source={t5gemma}', f'--output={inclusive}']
+  assert tiny.convert('import', *flags, '--encoder_window=inclusive') == 0
+  assert rule(inclusive) == 'inclusive'
+  assert rule(inclusive, encoder_window='exclusive') == 'exclusive'
+
+
+def test_windows_that_there_are_not_are_refused(gemma, adapted, tmp_path):
+  with pytest.raises(errors.UserError, match="'foo'; it is one of excl"):
+    encdec_adapt.load(gemma, encoder_window='foo')
+  with pytest.raises(errors.UserError, match='no encoder that looks both'):
+    encdec_adapt.load(gemma, encoder_window='exclusive')
+  merged = tmp_path / 'merged'
+  flags = [f'--encoder={gemma}', '--cross_merged', f'--output={merged}']
+  assert tiny.convert('adapt', *flags) == 0
+  with pytest.raises(errors.UserError, match='has merged attention'):
+    encdec_adapt.load(merged, encoder_window='inclusive')
+
+
 def test_generate_needs_a_tokenizer(wide):
   flags = [f'--checkpoint={wide}', '--prompt=x']
   with pytest.raises(errors.UserError, match='has no tokenizer'):

@@ -106,7 +106,7 @@ class Case:
     covers: what it is there for, in the words of the parity table.
     is_pair: an encoder-decoder.
     encoder_window: the rule of this version of transformers, with eager
-      attention, where it is not ours by default.
+      attention, where it is not that of our default.
     eoi: id of the end of an image, None where there is none.
   """
 
@@ -114,7 +114,7 @@ class Case:
   settings: Callable[[], Any]
   covers: str
   is_pair: bool = False
-  encoder_window: str = 'exclusive'
+  encoder_window: str | None = None
   eoi: int | None = None
 
 
