@@ -191,13 +191,21 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
 
 
 def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
-  """Where transformers looks further than our encoder; or ''."""
+  """Where software differs in how far the encoder looks; or ''."""
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   if own or not is_pair or model.decoder.cross_merged:
     return ''
   window = model.encoder.window
-  if model.encoder.window_rule != 'exclusive' or window is None:
+  if window is None or 'local' not in model.encoder.pattern:
     return ''
+  if model.encoder.window_rule == 'inclusive':
+    return (
+      f'local layers of the encoder look at {window} tokens on either side, as'
+      ' in transformers 5.23 with eager attention; the code of the authors,'
+      ' older transformers and FlashAttention look at less than'
+      f' {window}. config.json says it to encdec_adapt, by'
+      f' {model_configs.WINDOW}.'
+    )
   return (
     f'local layers of the encoder look at less than {window} tokens on either'
     ' side, as those of the authors; in transformers 5.23 with eager attention,'

@@ -22,7 +22,7 @@ padding rows.
 _LOAD = """## Loading
 
     import encdec_adapt
-    model = encdec_adapt.load('PATH')
+    model = encdec_adapt.load({})
 """
 
 
@@ -63,7 +63,7 @@ def write(
     *_history(source.path, source.step),
     '',
     *_notes(notes),
-    _LOAD,
+    _LOAD.format(_arguments(source.model, own=own)),
   ]
   if own:
     lines.append(_OWN)
@@ -82,6 +82,14 @@ def write(
     'Weights that were made from others are under the terms of those others.',
   ]
   return '\n'.join(lines) + '\n'
+
+
+def _arguments(model: model_config.ModelConfig, *, own: bool) -> str:
+  """Those of `load`, as code; with the window that is not T5Gemma's own."""
+  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
+  if own or rule != 'inclusive':
+    return "'PATH'"
+  return "'PATH', encoder_window='inclusive'"
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:

@@ -63,6 +63,9 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
   }
 )
 
+# A field of ours in the config.json of a T5Gemma whose encoder has another
+# rule than its authors'. Transformers ignores it.
+WINDOW = 'encoder_window'
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # What export carries from the config.json that a model came with.
 CARRIED = (
@@ -203,6 +206,8 @@ def _raw_from_pair(
     raw['decoder']['is_decoder'] = True
     raw['decoder']['cross_attention_hidden_size'] = config.encoder.width
   rule = config.encoder.window_rule
+  if rule == 'inclusive':
+    raw[WINDOW] = rule
   back, _ = model_from_raw(raw, 'the exported config')
   same = dataclasses.replace(
     back,
@@ -312,7 +317,8 @@ def model_from_raw(
 ) -> tuple[config_lib.ModelConfig, weights.Layout]:
   """The model that a config.json describes, and the names of its tensors.
 
-  The window of T5Gemma's encoder is 'exclusive', as its authors'.
+  The window of T5Gemma's encoder is 'exclusive', as its authors', unless the
+  file has our field `WINDOW`.
 
   Args:
     raw: the parsed file.
@@ -354,6 +360,12 @@ def model_from_raw(
   if pair.merged:
     eoi_token = shared['eoi_token_index']
     return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
+  rule = raw.get(WINDOW, 'exclusive')
+  if rule not in ('exclusive', 'inclusive'):
+    raise errors.UserError(
+      f'{file} has {WINDOW} = {rule!r}; it must be exclusive or inclusive.'
+    )
+  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
   width = parts['decoder'].get('cross_attention_hidden_size')
   if width is not None and width != stacks['encoder'].width:
     raise errors.UserError(

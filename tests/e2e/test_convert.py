@@ -240,7 +240,7 @@ def test_added_sentinels_are_written_or_spoken_of(
   assert (after == before) == bool(vocabulary)
 
 
-def test_a_pair_comes_back_from_its_folder(folder, adapted):
+def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   """With both stacks' fields, and the encoder's window as asked for."""
   one, other = folder / 'pair_out', folder / 'pair_again'
   convert_('export', f'--checkpoint={adapted}', f'--output={one}')
@@ -249,9 +249,19 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   settings = config_lib.load_run(f'{folder}/pair_run')
   assert settings.model.encoder.window_rule == 'inclusive'
   convert_('export', f'--checkpoint={folder}/pair_run', f'--output={other}')
-  for name in ('model.safetensors', 'config.json', 'chat_template.json'):
+  for name in ('model.safetensors', 'chat_template.json'):
     assert (one / name).read_bytes() == (other / name).read_bytes(), name
   assert convert_('diff', adapted, f'{folder}/pair_run') == 1  # The window.
+  # Which is kept, and said, though transformers has no field for it.
+  raws = [json.loads((f / 'config.json').read_text()) for f in (one, other)]
+  assert raws[1] == {**raws[0], 'encoder_window': 'inclusive'}
+  card = (other / 'README.md').read_text()
+  for words in (capsys.readouterr().out, card):
+    assert 'look at 8 tokens on either side, as in transformers 5.23' in words
+  assert "load('PATH', encoder_window='inclusive')" in card
+  flags = [f'{folder}/pair_run', other, folders.ROUNDED]
+  assert convert_('verify', *flags) == 0
+  assert convert_('verify', one, *flags[1:]) == 1
 
 
 def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
