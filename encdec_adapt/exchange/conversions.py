@@ -233,6 +233,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
         f'{sources[0].path} and {source.path} are not of one shape:'
         f' {"; ".join(found)}. Only models of the same config are averaged.'
       )
+    source_lib.require_same_vocabularies(sources[0], source)
   contents = work_folder.Contents(
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},

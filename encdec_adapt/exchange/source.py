@@ -152,15 +152,42 @@ def vocabularies_of_pair(
     UserError: a tokenizer is damaged.
   """
   own, theirs = decoder.vocabularies, encoder.vocabularies
-  if own is None or theirs is None or own.decoder == theirs.decoder:
+  if own is None or theirs is None:
     return own
-  digests = {
-    vocabularies.open_vocabulary(choice.decoder).tokens_digest
-    for choice in (own, theirs)
-  }
-  if len(digests) == 1:
+  if _mean_the_same(own.decoder, theirs.decoder):
     return own
   return dataclasses.replace(own, encoder=theirs.decoder)
+
+
+def require_same_vocabularies(one: Source, other: Source) -> None:
+  """Refuses two models of one shape whose ids mean other text.
+
+  A model without a tokenizer beside it is taken at its shape.
+
+  Raises:
+    UserError: names the stack and both tokenizers; or one is damaged.
+  """
+  if one.vocabularies is None or other.vocabularies is None:
+    return
+  for side in one.model.stacks:
+    paths = [source.vocabularies.path(side) for source in (one, other)]
+    if not _mean_the_same(*paths):
+      raise errors.UserError(
+        f'the {side} of {one.path} has the tokenizer {paths[0]}, that of'
+        f' {other.path} has {paths[1]}, and the same id means other text to'
+        ' them: their average would mean neither. Give models of one'
+        ' vocabulary.'
+      )
+
+
+def _mean_the_same(one: str, other: str) -> bool:
+  """Whether ids mean the same text in the vocabularies at two paths."""
+  if one == other:
+    return True
+  digests = {
+    vocabularies.open_vocabulary(path).tokens_digest for path in (one, other)
+  }
+  return len(digests) == 1
 
 
 def require_decoder_only(source: Source) -> None:

@@ -354,6 +354,22 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
   assert 'decoder/layers/1/mlp/up' in capsys.readouterr().out
 
 
+def test_models_with_other_tokenizers_are_not_merged(
+  folder, gemma, imported, tmp_path
+):
+  other = tmp_path / 'other.model'
+  vocabulary_training.train_vocabulary(tiny.text(200, seed=5), other, tiny.VOCAB)
+  theirs = folders.make_folder(tmp_path / 'theirs', folders.GEMMA, other, 5)
+  flags = [f'--output={tmp_path}/merged']
+  with pytest.raises(errors.UserError, match='decoder of .*/theirs/tokenizer'):
+    convert_('merge', imported, theirs, *flags)
+  assert not (tmp_path / 'merged').exists()
+  # Another file with the same tokens.
+  file = folder / 'vocabulary.model'
+  same = folders.make_folder(tmp_path / 'same', folders.GEMMA, file, 5)
+  assert convert_('merge', gemma, same, *flags) == 0
+
+
 def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
   source = folders.make_folder(
     tmp_path / 'source',
