@@ -358,7 +358,9 @@ def test_models_with_other_tokenizers_are_not_merged(
   folder, gemma, imported, tmp_path
 ):
   other = tmp_path / 'other.model'
-  vocabulary_training.train_vocabulary(tiny.text(200, seed=5), other, tiny.VOCAB)
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other, tiny.VOCAB
+  )
   theirs = folders.make_folder(tmp_path / 'theirs', folders.GEMMA, other, 5)
   flags = [f'--output={tmp_path}/merged']
   with pytest.raises(errors.UserError, match='decoder of .*/theirs/tokenizer'):
