@@ -49,6 +49,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
+  report = source_lib.with_outside(report, encoder, decoder)
   choice = source_lib.vocabularies_of_pair(encoder, decoder)
   _check_vocabularies(choice, encoder, decoder, shared=target.shared_table)
   print(report.table())
@@ -81,7 +82,6 @@ def _open_decoder_only(
 ) -> source_lib.Source:
   source = conversions.open_source(path, values)
   source_lib.require_decoder_only(source)
-  conversions.print_unused(source)
   return source
 
 

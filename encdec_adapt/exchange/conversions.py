@@ -10,6 +10,7 @@ import math
 from absl import flags
 import numpy as np
 
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import merge
 from encdec_adapt.exchange import (
   flax_source,
@@ -263,12 +264,8 @@ def _averages(sources: list[source_lib.Source], weights: list[float]):
 
 def print_unused(source: source_lib.Source) -> None:
   """Says what is left out: all of it is in summary.json."""
-  names: dict[str, list[str]] = {}
-  for name, reason in source.unused.items():
-    names.setdefault(reason, []).append(name)
-  for reason, some in names.items():
-    more = f' and {len(some) - 1} more' if len(some) > 1 else ''
-    print(f'unused: {some[0]}{more} ({reason})')
+  for line in coverage_lib.by_reason(source.unused):
+    print(f'unused: {line}')
 
 
 def _weights(text: str | None, models: int) -> list[float]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.data import vocabularies
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import tensor_folder
@@ -188,6 +189,24 @@ def _mean_the_same(one: str, other: str) -> bool:
     vocabularies.open_vocabulary(path).tokens_digest for path in (one, other)
   }
   return len(digests) == 1
+
+
+def with_outside(
+  report: coverage_lib.Coverage, encoder: Source, decoder: Source
+) -> coverage_lib.Coverage:
+  """The account of an adaptation, with what the sources' models leave out.
+
+  Args:
+    report: made of the models.
+    encoder: source of the encoder.
+    decoder: source of the decoder, maybe the same.
+  """
+  unused = {
+    'encoder_source': encoder.unused,
+    'decoder_source': decoder.unused,
+  }
+  outside = {name: unused[name] for name in report.sources if unused[name]}
+  return dataclasses.replace(report, outside=outside)
 
 
 def require_decoder_only(source: Source) -> None:

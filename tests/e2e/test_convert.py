@@ -264,7 +264,38 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   assert convert_('verify', one, *flags[1:]) == 1
 
 
-def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
+EYES = 'vision_tower.patches.weight'
+
+
+@pytest.fixture(scope='module')
+def seeing(folder, wide):
+  """The wider one, with a tensor of a part that reads images."""
+  path = shutil.copytree(wide, folder / 'seeing')
+  tensors = safetensors.load_file(path / 'model.safetensors')
+  tensors[EYES] = np.ones(4, np.float32)
+  safetensors.save_file(tensors, path / 'model.safetensors', {'format': 'pt'})
+  return path
+
+
+def test_what_is_no_part_of_the_model_is_reported(
+  folder, seeing, gemma, tmp_path, capsys
+):
+  said = f'not part of the model: {EYES} (of the vision part'
+  flags = [f'--encoder={seeing}', f'--decoder={gemma}']
+  assert convert_('adapt', *flags, f'--output={tmp_path}/pair') == 0
+  assert said in capsys.readouterr().out
+  account = json.loads((tmp_path / 'pair' / 'coverage.json').read_text())
+  assert list(account['not_part_of_the_model']) == ['encoder_source']
+  flags = [
+    f'--config=configs/pretrained.py:encoder={seeing},decoder={gemma}',
+    f'--config.data.vocabulary={folder}/vocabulary.model',
+  ]
+  assert _train(*flags, '--dry_run') == 0
+  assert said in capsys.readouterr().out
+
+
+def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
+  wide = seeing
   flags = [
     '--config.init.mode=adapt',
     f'--config.init.encoder={wide}',
@@ -285,6 +316,8 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   assert (workdir / 'hugging_face' / 'encoder' / 'config.json').exists()
   account = json.loads((workdir / 'coverage.json').read_text())
   assert account['parameters']['copied'] > account['parameters']['fresh'] > 0
+  assert EYES in account['not_part_of_the_model']['encoder_source']
+  assert f'not part of the model: {EYES}' in shown
 
 
 def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
