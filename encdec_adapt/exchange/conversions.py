@@ -108,15 +108,16 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   opened = source.vocabularies.open() if source.vocabularies else None
   files = origin.tokenizer_files(found, opened)
   carried = origin.with_added(files, opened)
+  vision = _vision(values.vision, source.model, found, own=own)
   notes = [
     _window_note(source.model, own=own),
     origin.added_note(opened, is_written=carried != files),
+    _vision_note(vision, values.vision, source.model, own=own),
   ]
   notes = [note for note in notes if note]
   for note in notes:
     print(f'note: {note}')
   fields = origin.config_fields(found, opened)
-  vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   arrays = {array.path: array for array in source.arrays()}
@@ -151,9 +152,8 @@ def _vision(
   *,
   own: bool,
 ) -> vision_lib.Vision | None:
-  """The vision part to export; says so where a T5Gemma 2 gets none."""
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if own or not is_pair or not model.decoder.cross_merged:
+  """The vision part to export; None where there is none."""
+  if not _may_read_images(model, own=own):
     if folder:
       raise errors.UserError(
         f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
@@ -161,16 +161,37 @@ def _vision(
       )
     return None
   part = origin.vision_part(found, folder)
-  if part is None:
-    print(
-      'only the text part is written: transformers will report as missing,'
-      f' and draw anew, {", ".join(vision_lib.MISSING)}. Give --vision=FOLDER'
-      ' to take them from another model.'
-    )
-  else:
+  if part is not None:
     part.require_fits(model)
-    print(f'vision part: {len(part.names)} tensors of {part.folder}')
   return part
+
+
+def _vision_note(
+  part: vision_lib.Vision | None,
+  folder: str | None,
+  model: model_config.ModelConfig,
+  *,
+  own: bool,
+) -> str:
+  """Where a T5Gemma 2's vision part is from, or that it has none; or ''."""
+  if not _may_read_images(model, own=own):
+    return ''
+  if part is None:
+    return (
+      'only the text part is written: transformers reports as missing, and'
+      f' draws anew, {", ".join(vision_lib.MISSING)}. `export --vision=FOLDER`'
+      ' takes them from another model.'
+    )
+  name = 'the model it was imported from'
+  if folder:
+    name = f'`{storage.at(folder).name}`'
+  return f'its vision part, {len(part.names)} tensors, is that of {name}.'
+
+
+def _may_read_images(model: model_config.ModelConfig, *, own: bool) -> bool:
+  """Whether transformers loads what is exported as a T5Gemma 2."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  return is_pair and not own and model.decoder.cross_merged
 
 
 def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:

@@ -126,8 +126,10 @@ def _history(path: storage.Path, step: int | None) -> Iterator[str]:
   made_by = (summary or {}).get('made_by')
   if made_by:
     sources = made_by['sources']
-    yield f'- Made by `encdec_adapt.convert {made_by["command"]}` of' + (
-      f' {_names(sources)}.'
+    weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
+    yield (
+      f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
+      f' {_names(sources)}' + f', weighted {weights}' * bool(weights) + '.'
     )
   else:
     init = config['init']

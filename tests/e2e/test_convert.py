@@ -382,6 +382,10 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
     mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
     np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)
   assert (output / 'vocabulary' / 'decoder' / 'tokenizer.model').exists()
+  exported = folder / 'merged_out'
+  convert_('export', f'--checkpoint={output}', f'--output={exported}')
+  card = (exported / 'README.md').read_text()
+  assert 'merge` of `imported` and `other_gemma`, weighted 0.25, 0.75.' in card
   capsys.readouterr()
   assert convert_('diff', imported, output) == 1
   assert 'decoder/layers/1/mlp/up' in capsys.readouterr().out
