@@ -208,7 +208,7 @@ COMMANDS = {
         None,
         _DTYPES,
         'Of the tensors; by default as they are stored: as they were imported,'
-        ' and float32 after training.',
+        ' and float32 after training, adapt and merge.',
       ),
       _string(
         'vision',

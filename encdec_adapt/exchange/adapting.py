@@ -1,7 +1,7 @@
 """The conversion of decoder-only models into an encoder-decoder.
 
 Planned from configs alone; then each array of the new model is made when it
-is written, so that host memory stays near the largest of them.
+is written, so that host memory grows with the largest of them alone.
 """
 
 from collections.abc import Iterator, Mapping
