@@ -69,6 +69,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     origin.of_pair(encoder.path, decoder.path),
     choice,
     report,
+    can_extend=True,
   )
   arrays = _arrays(target, report, encoder, decoder, values.seed)
   lazy = work_folder.lazy_params(arrays, progress.ByteProgress('made'))

@@ -52,6 +52,7 @@ class Contents:
     kept: Hugging Face files (`origin`).
     choice: of vocabularies; None for none.
     coverage: the account of an adaptation.
+    can_extend: the command has flags for larger tables, `SIDE_vocab_size`.
   """
 
   model: model_config.ModelConfig
@@ -59,6 +60,7 @@ class Contents:
   kept: origin.Folders
   choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
+  can_extend: bool = False
 
 
 def require(output: str | os.PathLike[str]) -> None:
@@ -232,7 +234,8 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
     print(f'note: not used as a vocabulary: {error}')
     return None
   for side, stack in contents.model.stacks.items():
-    vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
+    key = f'--{side}_vocab_size' if contents.can_extend else ''
+    vocabularies.check_size(opened.sides[side], stack.vocab_size, side, key=key)
   return opened
 
 

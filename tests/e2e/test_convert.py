@@ -415,6 +415,14 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
     {**folders.GEMMA, 'vocab_size': 300},
     folder / 'vocabulary.model',
   )
-  with pytest.raises(errors.UserError, match='400 tokens.*300 rows'):
-    convert_('import', f'--source={source}', f'--output={tmp_path}/out')
+  output = f'--output={tmp_path}/out'
+  with pytest.raises(errors.UserError, match='400 tokens and .*300 rows') as e:
+    convert_('import', f'--source={source}', output)
+  assert str(e.value).endswith('give the vocabulary of this model.')
+  flags = [f'--encoder={source}', output]
+  with pytest.raises(errors.UserError, match='set --encoder_vocab_size=400'):
+    convert_('adapt', *flags)
+  flags.append('--encoder_vocab_size=400')
+  with pytest.raises(errors.UserError, match='set --decoder_vocab_size=400'):
+    convert_('adapt', *flags)
   assert os.listdir(tmp_path) == ['source']
