@@ -174,10 +174,11 @@ class LoadedModel:
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
     if mask is None:
       mask = np.ones(tokens.shape, bool)
-    elif np.shape(mask) != tokens.shape:
+    mask = _array(mask, f'the mask of the {side}')
+    if mask.shape != tokens.shape:
       raise errors.UserError(
-        f'the mask of the {side} has the shape {list(np.shape(mask))}, its'
-        f' tokens {list(tokens.shape)}; give one value for each token.'
+        f'the mask of the {side} has the shape {list(mask.shape)}, its tokens'
+        f' {list(tokens.shape)}; give one value for each token.'
       )
     segments = (jnp.asarray(mask) != 0).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -245,20 +246,25 @@ def _special_ids(source: source_lib.Source) -> dict[str, Any]:
   return origin.special_ids(origin.folders(source.path), opened)
 
 
+def _array(values: Any, what: str) -> np.ndarray | jax.Array:
+  """An array; refuses rows of different lengths."""
+  if isinstance(values, jax.Array):
+    return values
+  try:
+    return np.asarray(values)
+  except ValueError as error:
+    raise errors.UserError(
+      f'{what} have rows of several lengths; pad them, and give a mask.'
+    ) from error
+
+
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
   """Ids [B, L] below `size`; those of a traced array are taken as they are.
 
   Raises:
     UserError: they are not that.
   """
-  if not isinstance(tokens, jax.Array):
-    try:
-      tokens = np.asarray(tokens)
-    except ValueError as error:
-      raise errors.UserError(
-        f'the rows of the {side} have not the same length; pad them, and give'
-        ' a mask.'
-      ) from error
+  tokens = _array(tokens, f'tokens of the {side}')
   if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
     raise errors.UserError(
       f'tokens of the {side} are {tokens.dtype} of shape'

@@ -360,12 +360,9 @@ def model_from_raw(
   if pair.merged:
     eoi_token = shared['eoi_token_index']
     return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
-  rule = raw.get(WINDOW, 'exclusive')
-  if rule not in ('exclusive', 'inclusive'):
-    raise errors.UserError(
-      f'{file} has {WINDOW} = {rule!r}; it must be exclusive or inclusive.'
-    )
-  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
+  stacks['encoder'] = dataclasses.replace(
+    stacks['encoder'], window_rule=_window(raw, file)
+  )
   width = parts['decoder'].get('cross_attention_hidden_size')
   if width is not None and width != stacks['encoder'].width:
     raise errors.UserError(
@@ -373,3 +370,13 @@ def model_from_raw(
       f' hidden_size of its encoder is {stacks["encoder"].width}.'
     )
   return config_lib.encoder_decoder(**stacks), pair.layout
+
+
+def _window(raw: families.Raw, file: str) -> str:
+  """The `window_rule` of a T5Gemma's encoder."""
+  rule = raw.get(WINDOW, 'exclusive')
+  if rule not in ('exclusive', 'inclusive'):
+    raise errors.UserError(
+      f'{file} has {WINDOW} = {rule!r}; it must be exclusive or inclusive.'
+    )
+  return rule
