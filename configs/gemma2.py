@@ -6,8 +6,9 @@
       --config.data.source=jsonl:/data/*.jsonl \
       --config.data.vocabulary=/data/gemma2.model
 
-The default objective, prefixlm, distills: it also needs the work directory of
-a decoder-only run, --config.teacher.checkpoint=GEMMA_2B.
+The default objective, prefixlm, distills: it also needs a teacher,
+--config.teacher.checkpoint=GEMMA_2B, the work directory of a decoder-only run
+or a Hugging Face folder.
 
 What Encoder-Decoder Gemma states (arXiv 2504.06225, section 4) is set here:
 PrefixLM cut in half at 4096 + 4096 tokens with distillation from the

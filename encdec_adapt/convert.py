@@ -35,10 +35,11 @@ _OUTPUT = _string('output', 'Folder to make; must not exist, or be empty.')
 _WINDOW = functools.partial(
   flags.DEFINE_enum,
   'encoder_window',
-  'exclusive',
-  ['exclusive', 'inclusive'],
-  "Local window of a T5Gemma folder's encoder: |q-k| < W, as its authors, or"
-  ' <= W, as transformers 5.23.',
+  None,
+  list(source_lib.WINDOWS),
+  'Local window of the encoder, a bidirectional one: |q-k| < W, as the authors'
+  " of T5Gemma, or <= W, as transformers 5.23. By default a run's own; of a"
+  " folder, what its config.json says, or the authors'.",
 )
 _MULTIPLE = functools.partial(
   flags.DEFINE_integer,
@@ -207,7 +208,7 @@ COMMANDS = {
         None,
         _DTYPES,
         'Of the tensors; by default as they are stored: as they were imported,'
-        ' and float32 after training.',
+        ' and float32 after training, adapt and merge.',
       ),
       _string(
         'vision',

@@ -277,12 +277,13 @@ def _plan_adaptation(
   settings: config_lib.Settings, sources: Sequence[source_lib.Source]
 ) -> coverage.Coverage:
   """What would become of every weight."""
-  return plan.make_plan(
+  report = plan.make_plan(
     settings.model,
     *(source.model for source in sources),
     cross_attention=settings.init.cross_attention,
     post_norm_gain=settings.init.post_norm_gain,
   )
+  return source_lib.with_outside(report, sources[0], sources[-1])
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -314,7 +315,8 @@ def initial_params(
     _compare(source, where)
     return source.read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  sources = [_read_source(folder, settings, where.mesh) for folder in folders]
+  sources = [_open(settings, folder) for folder in folders]
+  read = [_read_source(source, settings, where.mesh) for source in sources]
   function = {
     'random': initialise.from_scratch,
     'embeddings': initialise.fresh_except_embeddings,
@@ -327,19 +329,23 @@ def initial_params(
   reports = []
 
   def make(rng, *params):
-    pairs = zip((config for config, _ in sources), params, strict=True)
+    pairs = zip((source.model for source in sources), params, strict=True)
     result, report = function(where.model.config, *pairs, rng=rng)
     reports.append(report)
     return result
 
-  params = where.place(make, rng, *(params for _, params in sources))
-  return params, reports[-1]
+  params = where.place(make, rng, *read)
+  report = reports[-1]
+  if sources:
+    report = source_lib.with_outside(report, sources[0], sources[-1])
+  return params, report
 
 
-def _read_source(folder, settings, mesh):
-  """Config and parameters of a decoder-only model."""
-  source = _open(settings, folder)
-  return source.model, source.read(place_model(settings, source.model, mesh))
+def _read_source(
+  source: source_lib.Source, settings: config_lib.Settings, mesh: Mesh
+) -> decoder_only.Params:
+  """Parameters of a decoder-only model."""
+  return source.read(place_model(settings, source.model, mesh))
 
 
 def _compare(source: source_lib.Source, where: state_lib.Placement) -> None:

@@ -438,7 +438,8 @@ def open_vocabularies(
     )
   opened = choice.open()
   for side, rows in data.table_sizes.items():
-    vocabularies.check_size(opened.sides[side], rows, side)
+    key = f'config.model.{side}.vocab_size'
+    vocabularies.check_size(opened.sides[side], rows, side, key=key)
   return opened
 
 

@@ -28,7 +28,8 @@ def check_sizes(
 ) -> None:
   """Refuses opened vocabularies with more tokens than the tables have rows."""
   for side, rows in settings.data.table_sizes.items():
-    vocabularies.check_size(opened.sides[side], rows, side)
+    key = f'config.model.{side}.vocab_size'
+    vocabularies.check_size(opened.sides[side], rows, side, key=key)
 
 
 def check_records(

@@ -67,6 +67,8 @@ class Coverage:
       its weights are theirs, such as a bidirectional encoder.
     padding: parameters of a leaf that no token has (`parameters.padding`);
       they are not counted.
+    outside: by name of the source, tensors beside it that are no part of the
+      model, such as a vision tower -> why.
   """
 
   target: Shapes
@@ -75,6 +77,9 @@ class Coverage:
   unused: Mapping[str, Mapping[str, str]]
   changes: tuple[str, ...] = ()
   padding: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  outside: Mapping[str, Mapping[str, str]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def used(self, source: str) -> dict[str, list[str]]:
     """Leaf of `source` to the leaves of the new model that it filled."""
@@ -138,6 +143,10 @@ class Coverage:
       ]
       if rows:
         lines += _columns(('unused', 'shape', 'reason'), _by_layers(rows))
+      lines += [
+        f'  not part of the model: {line}'
+        for line in by_reason(self.outside.get(source, {}))
+      ]
     lines += [f'differs from its source: {change}' for change in self.changes]
     return '\n'.join(lines)
 
@@ -164,8 +173,23 @@ class Coverage:
         for leaf, fill in self.filled.items()
       },
       'sources': sources,
+      'not_part_of_the_model': {
+        name: dict(some) for name, some in self.outside.items()
+      },
       'changes': list(self.changes),
     }
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[str]:
+  """Names with reasons as text, a line for each reason."""
+  names: dict[str, list[str]] = {}
+  for name, reason in reasons.items():
+    names.setdefault(reason, []).append(name)
+  more = {r: f' and {len(some) - 1} more' for r, some in names.items()}
+  return [
+    f'{some[0]}{more[reason] * (len(some) > 1)} ({reason})'
+    for reason, some in names.items()
+  ]
 
 
 def _refuse(what: str, leaves: Iterable[str]) -> None:

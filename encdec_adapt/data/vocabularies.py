@@ -79,24 +79,30 @@ def file_in(folder: str | os.PathLike[str]) -> storage.Path | None:
   return file if file.is_file() else None
 
 
-def check_size(one: vocabulary.Vocabulary, rows: int, side: str) -> None:
+def check_size(
+  one: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
+) -> None:
   """Refuses a vocabulary with ids that a model has no row for.
 
   Args:
     one: the vocabulary.
     rows: tokens of the model's table.
     side: the stack that reads it.
+    key: of the configuration, or the flag, that sets the rows; '' for none.
 
   Raises:
-    UserError: names both sizes.
+    UserError: names both sizes, and the key.
   """
-  if one.size > rows:
-    raise errors.UserError(
-      f'the vocabulary {one.path} has {one.size} tokens, those that'
-      f" config.data.add_sentinels adds included, and the {side}'s table"
-      f' {rows} rows; give the vocabulary of this model, or set'
-      f' config.model.{side}.vocab_size={one.size}'
-    )
+  if one.size <= rows:
+    return
+  added = len(one.added)
+  raise errors.UserError(
+    f'the vocabulary {one.path} has {one.size} tokens'
+    + f', {added} that config.data.add_sentinels adds included,' * bool(added)
+    + f" and the {side}'s table {rows} rows; give the vocabulary of this model"
+    + f', or set {key}={one.size}' * bool(key)
+    + '.'
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The conversion of decoder-only models into an encoder-decoder.
 
 Planned from configs alone; then each array of the new model is made when it
-is written, so that host memory stays near the largest of them.
+is written, so that host memory grows with the largest of them alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,6 +49,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
+  report = source_lib.with_outside(report, encoder, decoder)
   choice = source_lib.vocabularies_of_pair(encoder, decoder)
   _check_vocabularies(choice, encoder, decoder, shared=target.shared_table)
   print(report.table())
@@ -68,6 +69,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     origin.of_pair(encoder.path, decoder.path),
     choice,
     report,
+    can_extend=True,
   )
   arrays = _arrays(target, report, encoder, decoder, values.seed)
   lazy = work_folder.lazy_params(arrays, progress.ByteProgress('made'))
@@ -81,7 +83,6 @@ def _open_decoder_only(
 ) -> source_lib.Source:
   source = conversions.open_source(path, values)
   source_lib.require_decoder_only(source)
-  conversions.print_unused(source)
   return source
 
 

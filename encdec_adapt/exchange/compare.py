@@ -243,14 +243,15 @@ def verify(
   paths: tuple[str | os.PathLike[str], str | os.PathLike[str]],
   rows: Rows,
   *,
-  encoder_window: str,
+  encoder_window: str | None = None,
 ) -> Agreement:
   """Compares the logits of two models, computed in float32.
 
   Args:
     paths: of the models.
     rows: tokens that both read.
-    encoder_window: of T5Gemma folders.
+    encoder_window: of both, see `source.with_window`; None for the rule of
+      each.
   """
   logits = []
   for path in paths:

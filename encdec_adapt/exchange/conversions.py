@@ -10,6 +10,7 @@ import math
 from absl import flags
 import numpy as np
 
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import merge
 from encdec_adapt.exchange import (
   flax_source,
@@ -107,15 +108,16 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   opened = source.vocabularies.open() if source.vocabularies else None
   files = origin.tokenizer_files(found, opened)
   carried = origin.with_added(files, opened)
+  vision = _vision(values.vision, source.model, found, own=own)
   notes = [
     _window_note(source.model, own=own),
     origin.added_note(opened, is_written=carried != files),
+    _vision_note(vision, values.vision, source.model, own=own),
   ]
   notes = [note for note in notes if note]
   for note in notes:
     print(f'note: {note}')
   fields = origin.config_fields(found, opened)
-  vision = _vision(values.vision, source.model, found, own=own)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
   generation = origin.generation_config(found, fields, is_pair=is_pair)
   arrays = {array.path: array for array in source.arrays()}
@@ -150,9 +152,8 @@ def _vision(
   *,
   own: bool,
 ) -> vision_lib.Vision | None:
-  """The vision part to export; says so where a T5Gemma 2 gets none."""
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if own or not is_pair or not model.decoder.cross_merged:
+  """The vision part to export; None where there is none."""
+  if not _may_read_images(model, own=own):
     if folder:
       raise errors.UserError(
         f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
@@ -160,16 +161,37 @@ def _vision(
       )
     return None
   part = origin.vision_part(found, folder)
-  if part is None:
-    print(
-      'only the text part is written: transformers will report as missing,'
-      f' and draw anew, {", ".join(vision_lib.MISSING)}. Give --vision=FOLDER'
-      ' to take them from another model.'
-    )
-  else:
+  if part is not None:
     part.require_fits(model)
-    print(f'vision part: {len(part.names)} tensors of {part.folder}')
   return part
+
+
+def _vision_note(
+  part: vision_lib.Vision | None,
+  folder: str | None,
+  model: model_config.ModelConfig,
+  *,
+  own: bool,
+) -> str:
+  """Where a T5Gemma 2's vision part is from, or that it has none; or ''."""
+  if not _may_read_images(model, own=own):
+    return ''
+  if part is None:
+    return (
+      'only the text part is written: transformers reports as missing, and'
+      f' draws anew, {", ".join(vision_lib.MISSING)}. `export --vision=FOLDER`'
+      ' takes them from another model.'
+    )
+  name = 'the model it was imported from'
+  if folder:
+    name = f'`{storage.at(folder).name}`'
+  return f'its vision part, {len(part.names)} tensors, is that of {name}.'
+
+
+def _may_read_images(model: model_config.ModelConfig, *, own: bool) -> bool:
+  """Whether transformers loads what is exported as a T5Gemma 2."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  return is_pair and not own and model.decoder.cross_merged
 
 
 def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
@@ -191,13 +213,21 @@ def _is_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
 
 
 def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
-  """Where transformers looks further than our encoder; or ''."""
+  """Where software differs in how far the encoder looks; or ''."""
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   if own or not is_pair or model.decoder.cross_merged:
     return ''
   window = model.encoder.window
-  if model.encoder.window_rule != 'exclusive' or window is None:
+  if window is None or 'local' not in model.encoder.pattern:
     return ''
+  if model.encoder.window_rule == 'inclusive':
+    return (
+      f'local layers of the encoder look at {window} tokens on either side, as'
+      ' in transformers 5.23 with eager attention; the code of the authors,'
+      ' older transformers and FlashAttention look at less than'
+      f' {window}. config.json says it to encdec_adapt, by'
+      f' {model_configs.WINDOW}.'
+    )
   return (
     f'local layers of the encoder look at less than {window} tokens on either'
     ' side, as those of the authors; in transformers 5.23 with eager attention,'
@@ -225,6 +255,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
         f'{sources[0].path} and {source.path} are not of one shape:'
         f' {"; ".join(found)}. Only models of the same config are averaged.'
       )
+    source_lib.require_same_vocabularies(sources[0], source)
   contents = work_folder.Contents(
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
@@ -254,12 +285,8 @@ def _averages(sources: list[source_lib.Source], weights: list[float]):
 
 def print_unused(source: source_lib.Source) -> None:
   """Says what is left out: all of it is in summary.json."""
-  names: dict[str, list[str]] = {}
-  for name, reason in source.unused.items():
-    names.setdefault(reason, []).append(name)
-  for reason, some in names.items():
-    more = f' and {len(some) - 1} more' if len(some) > 1 else ''
-    print(f'unused: {some[0]}{more} ({reason})')
+  for line in coverage_lib.by_reason(source.unused):
+    print(f'unused: {line}')
 
 
 def _weights(text: str | None, models: int) -> list[float]:

@@ -66,10 +66,10 @@ class LoadedModel:
     """The encoder's states after its final norm, [B, S, E].
 
     Raises:
-      UserError: a decoder-only model.
+      UserError: a decoder-only model; or as `_framed`.
     """
     self._require_encoder()
-    return _encode(self.model, self.params, *_framed(tokens, mask))
+    return _encode(self.model, self.params, *self._framed(tokens, mask))
 
   def logits(
     self,
@@ -87,20 +87,26 @@ class LoadedModel:
       decoder_mask: mask of the decoder's tokens.
 
     Raises:
-      UserError: encoder tokens are missing, or there is no encoder.
+      UserError: encoder tokens are missing, there is no encoder, or both
+        have not as many rows; or as `_framed`.
     """
+    decoder = self._framed(decoder_tokens, decoder_mask, 'decoder')
     encoder = None
     if isinstance(self.config, model_config.EncoderDecoderConfig):
       if encoder_tokens is None:
         raise errors.UserError(
           'an encoder-decoder needs encoder_tokens beside decoder_tokens.'
         )
-      encoder = _framed(encoder_tokens, encoder_mask)
+      encoder = self._framed(encoder_tokens, encoder_mask)
+      rows = len(encoder[0]), len(decoder[0])
+      if rows[0] != rows[1]:
+        raise errors.UserError(
+          f'encoder_tokens have {rows[0]} rows and decoder_tokens {rows[1]};'
+          ' row by row they belong together.'
+        )
     elif encoder_tokens is not None:
       self._require_encoder()
-    return _logits(
-      self.model, self.params, _framed(decoder_tokens, decoder_mask), encoder
-    )
+    return _logits(self.model, self.params, decoder, encoder)
 
   def generate(
     self,
@@ -132,7 +138,8 @@ class LoadedModel:
       pad: token after the end.
 
     Raises:
-      UserError: one of the last three is neither given nor known.
+      UserError: one of the last three is neither given nor known; or as
+        `_framed`.
     """
     given = {'bos': bos, 'eos': eos, 'pad': pad}
     ids = {name: i for name, i in given.items() if i is not None}
@@ -146,7 +153,7 @@ class LoadedModel:
     return generation.generate(
       self.model,
       self.params,
-      *_framed(tokens, mask),
+      *self._framed(tokens, mask, next(iter(self.config.stacks))),
       rng=jax.random.key(seed),
       max_tokens=max_tokens,
       sampling=sampling.SamplingConfig(temperature, top_k, top_p),
@@ -154,6 +161,28 @@ class LoadedModel:
       eos=np.atleast_1d(ids['eos']),
       pad=ids['pad'],
     )
+
+  def _framed(
+    self, tokens: Any, mask: Any, side: str = 'encoder'
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, segments and positions of what a stack reads, [B, L] each.
+
+    Raises:
+      UserError: tokens are no integers [B, L] below the stack's vocabulary, or
+        the mask is of another shape.
+    """
+    tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
+    if mask is None:
+      mask = np.ones(tokens.shape, bool)
+    mask = _array(mask, f'the mask of the {side}')
+    if mask.shape != tokens.shape:
+      raise errors.UserError(
+        f'the mask of the {side} has the shape {list(mask.shape)}, its tokens'
+        f' {list(tokens.shape)}; give one value for each token.'
+      )
+    segments = (jnp.asarray(mask) != 0).astype(jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return tokens, segments, positions
 
   def _require_encoder(self) -> None:
     if not isinstance(self.config, model_config.EncoderDecoderConfig):
@@ -165,7 +194,7 @@ def load(
   *,
   dtype=jnp.float32,
   mesh: Mesh | None = None,
-  encoder_window: str = 'exclusive',
+  encoder_window: str | None = None,
 ) -> LoadedModel:
   """Loads a Hugging Face folder or the newest checkpoint of a run.
 
@@ -174,12 +203,14 @@ def load(
     dtype: of activations and products.
     mesh: where parameters are sharded (`sharding.mesh.make_mesh`); None for
       this process's first device. A folder's tables are padded to divide.
-    encoder_window: 'exclusive' (the authors' rule) or 'inclusive'
-      (transformers 5.23, eager) in a T5Gemma folder.
+    encoder_window: of the local layers of a bidirectional encoder,
+      'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
+      eager). None for the rule of the run, or of a folder's config.json; a
+      T5Gemma's that says none is exclusive.
 
   Raises:
-    UserError: there is no model, it is damaged or unsupported, or it does not
-      divide over the mesh.
+    UserError: there is no model, it is damaged or unsupported, it does not
+      divide over the mesh, or it has no such encoder.
   """
   if mesh is None:
     mesh = mesh_lib.make_mesh(
@@ -215,14 +246,38 @@ def _special_ids(source: source_lib.Source) -> dict[str, Any]:
   return origin.special_ids(origin.folders(source.path), opened)
 
 
-def _framed(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Tokens, segments and positions."""
-  tokens = jnp.asarray(tokens, jnp.int32)
-  if mask is None:
-    mask = jnp.ones_like(tokens, bool)
-  segments = jnp.asarray(mask).astype(jnp.int32)
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  return tokens, segments, positions
+def _array(values: Any, what: str) -> np.ndarray | jax.Array:
+  """An array; refuses rows of different lengths."""
+  if isinstance(values, jax.Array):
+    return values
+  try:
+    return np.asarray(values)
+  except ValueError as error:
+    raise errors.UserError(
+      f'{what} have rows of several lengths; pad them, and give a mask.'
+    ) from error
+
+
+def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
+  """Ids [B, L] below `size`; those of a traced array are taken as they are.
+
+  Raises:
+    UserError: they are not that.
+  """
+  tokens = _array(tokens, f'tokens of the {side}')
+  if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+    raise errors.UserError(
+      f'tokens of the {side} are {tokens.dtype} of shape'
+      f' {list(tokens.shape)}; give integers [rows, length].'
+    )
+  if tokens.size and not isinstance(tokens, jax.core.Tracer):
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= size:
+      raise errors.UserError(
+        f'tokens of the {side} are {least} to {most}; its vocabulary has the'
+        f' ids 0 to {size - 1}. Padding needs one too.'
+      )
+  return jnp.asarray(tokens, jnp.int32)
 
 
 @jax.jit(static_argnames='model')

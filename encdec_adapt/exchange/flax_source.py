@@ -1,6 +1,5 @@
 """A folder of Gemma 2 or T5Gemma as their authors' Flax code saves it."""
 
-import dataclasses
 import os
 import pathlib
 
@@ -21,7 +20,7 @@ def open_flax(
   path: str | os.PathLike[str],
   config: str | None,
   *,
-  encoder_window: str = 'exclusive',
+  encoder_window: str | None = None,
   vocab_multiple: int | None = None,
 ) -> source_lib.Source:
   """Opens such a folder; reads names and shapes only.
@@ -35,15 +34,14 @@ def open_flax(
     vocab_multiple: as there.
 
   Raises:
-    UserError: it is damaged, or not of the model that the config says.
+    UserError: it is damaged, or not of the model that the config says; or as
+      `source.with_window`.
   """
   path = storage.at(path)
   folder = orbax_folder.OrbaxFolder(path)
   given = None if config is None else _config(config)
   model = flax_layout.model_of(folder.arrays, given, str(path))
-  if isinstance(model, model_config.EncoderDecoderConfig):
-    encoder = dataclasses.replace(model.encoder, window_rule=encoder_window)
-    model = dataclasses.replace(model, encoder=encoder)
+  model = source_lib.with_window(model, encoder_window, str(path))
   if vocab_multiple is not None:
     model = model_config.with_vocab_multiple(model, vocab_multiple)
   found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))

@@ -22,7 +22,7 @@ padding rows.
 _LOAD = """## Loading
 
     import encdec_adapt
-    model = encdec_adapt.load('PATH')
+    model = encdec_adapt.load({})
 """
 
 
@@ -63,7 +63,7 @@ def write(
     *_history(source.path, source.step),
     '',
     *_notes(notes),
-    _LOAD,
+    _LOAD.format(_arguments(source.model, own=own)),
   ]
   if own:
     lines.append(_OWN)
@@ -82,6 +82,14 @@ def write(
     'Weights that were made from others are under the terms of those others.',
   ]
   return '\n'.join(lines) + '\n'
+
+
+def _arguments(model: model_config.ModelConfig, *, own: bool) -> str:
+  """Those of `load`, as code; with the window that is not T5Gemma's own."""
+  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
+  if own or rule != 'inclusive':
+    return "'PATH'"
+  return "'PATH', encoder_window='inclusive'"
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
@@ -118,8 +126,10 @@ def _history(path: storage.Path, step: int | None) -> Iterator[str]:
   made_by = (summary or {}).get('made_by')
   if made_by:
     sources = made_by['sources']
-    yield f'- Made by `encdec_adapt.convert {made_by["command"]}` of' + (
-      f' {_names(sources)}.'
+    weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
+    yield (
+      f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
+      f' {_names(sources)}' + f', weighted {weights}' * bool(weights) + '.'
     )
   else:
     init = config['init']

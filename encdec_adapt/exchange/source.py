@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.data import vocabularies
 from encdec_adapt.interop import folder as folder_lib
 from encdec_adapt.interop import tensor_folder
@@ -19,6 +20,7 @@ from encdec_adapt.training import checkpoint, orbax_folder
 from encdec_adapt.training import state as state_lib
 
 OnProgress = Callable[[int, int], None]
+WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 ENCODER = 'encoder'  # Folder of an encoder's own tokenizer in a folder.
 _TOGETHER = 128 << 20  # Bytes of a checkpoint that are read at a time.
 
@@ -55,7 +57,7 @@ class Source:
 def open_source(
   path: str | os.PathLike[str],
   *,
-  encoder_window: str = 'exclusive',
+  encoder_window: str | None = None,
   vocab_multiple: int | None = None,
 ) -> Source:
   """Opens the work directory of a run, or a Hugging Face folder.
@@ -64,17 +66,58 @@ def open_source(
 
   Args:
     path: the folder.
-    encoder_window: how the encoder of a T5Gemma folder looks around; see
-      `interop.model_configs.model_from_raw`.
+    encoder_window: see `with_window`; None for the rule that is stored.
     vocab_multiple: to which the tables of a Hugging Face folder are padded,
       so that they divide over a mesh; None for not at all.
 
   Raises:
-    UserError: it is neither, or damaged.
+    UserError: it is neither, or damaged; or as `with_window`.
   """
   path = storage.at(path)
-  if is_folder(path):
-    return _open_folder(path, encoder_window, vocab_multiple)
+  open_it = _open_folder if is_folder(path) else _open_run
+  source = open_it(path, vocab_multiple)
+  model = with_window(source.model, encoder_window, str(path))
+  return dataclasses.replace(source, model=model)
+
+
+def with_window(
+  model: model_config.ModelConfig, encoder_window: str | None, name: str
+) -> model_config.ModelConfig:
+  """A model whose encoder's local layers look as far as asked for.
+
+  Args:
+    model: the model.
+    encoder_window: 'exclusive', |q-k| < W (the authors of T5Gemma), or
+      'inclusive', |q-k| <= W (transformers 5.23, eager); None for no change.
+    name: what errors call the model.
+
+  Raises:
+    UserError: no such rule, or the model has no bidirectional encoder apart
+      from its decoder's attention.
+  """
+  if encoder_window is None:
+    return model
+  if encoder_window not in WINDOWS:
+    raise errors.UserError(
+      f'encoder_window is {encoder_window!r}; it is one of'
+      f' {", ".join(WINDOWS)}.'
+    )
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if not is_pair or model.encoder.role != 'bidirectional':
+    why = 'no encoder that looks both ways'
+  elif model.decoder.cross_merged:
+    why = 'merged attention, whose windows are those of T5Gemma 2'
+  else:
+    encoder = dataclasses.replace(model.encoder, window_rule=encoder_window)
+    return dataclasses.replace(model, encoder=encoder)
+  raise errors.UserError(
+    f'encoder_window is {encoder_window!r}, and {name} has {why}; leave it out.'
+  )
+
+
+def _open_run(path: storage.Path, vocab_multiple: int | None) -> Source:
+  """A work directory; its tables are as they are."""
+  del vocab_multiple
   settings = config_lib.load_run(str(path))
   found = checkpoint.open_latest(path)
   choice = settings.data.vocabularies
@@ -110,15 +153,60 @@ def vocabularies_of_pair(
     UserError: a tokenizer is damaged.
   """
   own, theirs = decoder.vocabularies, encoder.vocabularies
-  if own is None or theirs is None or own.decoder == theirs.decoder:
+  if own is None or theirs is None:
     return own
-  digests = {
-    vocabularies.open_vocabulary(choice.decoder).tokens_digest
-    for choice in (own, theirs)
-  }
-  if len(digests) == 1:
+  if _mean_the_same(own.decoder, theirs.decoder):
     return own
   return dataclasses.replace(own, encoder=theirs.decoder)
+
+
+def require_same_vocabularies(one: Source, other: Source) -> None:
+  """Refuses two models of one shape whose ids mean other text.
+
+  A model without a tokenizer beside it is taken at its shape.
+
+  Raises:
+    UserError: names the stack and both tokenizers; or one is damaged.
+  """
+  if one.vocabularies is None or other.vocabularies is None:
+    return
+  for side in one.model.stacks:
+    paths = [source.vocabularies.path(side) for source in (one, other)]
+    if not _mean_the_same(*paths):
+      raise errors.UserError(
+        f'the {side} of {one.path} has the tokenizer {paths[0]}, that of'
+        f' {other.path} has {paths[1]}, and the same id means other text to'
+        ' them: their average would mean neither. Give models of one'
+        ' vocabulary.'
+      )
+
+
+def _mean_the_same(one: str, other: str) -> bool:
+  """Whether ids mean the same text in the vocabularies at two paths."""
+  if one == other:
+    return True
+  digests = {
+    vocabularies.open_vocabulary(path).tokens_digest for path in (one, other)
+  }
+  return len(digests) == 1
+
+
+def with_outside(
+  report: coverage_lib.Coverage, encoder: Source, decoder: Source
+) -> coverage_lib.Coverage:
+  """The account of an adaptation, with what the sources' models leave out.
+
+  Args:
+    report: made of the models.
+    encoder: source of the encoder.
+    decoder: source of the decoder, maybe the same.
+  """
+  unused = {
+    'encoder_source': encoder.unused,
+    'decoder_source': decoder.unused,
+  }
+  outside = {name: unused[name] for name in report.sources if unused[name]}
+  return dataclasses.replace(report, outside=outside)
 
 
 def require_decoder_only(source: Source) -> None:
@@ -158,12 +246,8 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   return 'model_type' in content or 'train' not in content
 
 
-def _open_folder(
-  path: storage.Path, encoder_window: str, vocab_multiple: int | None
-) -> Source:
-  opened = folder_lib.ModelFolder.open(
-    path, encoder_window=encoder_window, vocab_multiple=vocab_multiple
-  )
+def _open_folder(path: storage.Path, vocab_multiple: int | None) -> Source:
+  opened = folder_lib.ModelFolder.open(path, vocab_multiple=vocab_multiple)
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
     return read_placed(opened.arrays(), where, on_progress)

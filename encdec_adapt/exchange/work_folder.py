@@ -4,7 +4,8 @@ For models that no training made: imported, adapted, merged. The folder
 appears whole or not at all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -12,6 +13,7 @@ import os
 import pathlib
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -50,6 +52,7 @@ class Contents:
     kept: Hugging Face files (`origin`).
     choice: of vocabularies; None for none.
     coverage: the account of an adaptation.
+    can_extend: the command has flags for larger tables, `SIDE_vocab_size`.
   """
 
   model: model_config.ModelConfig
@@ -57,6 +60,7 @@ class Contents:
   kept: origin.Folders
   choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
+  can_extend: bool = False
 
 
 def require(output: str | os.PathLike[str]) -> None:
@@ -164,16 +168,27 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   """Saves and seals step 0."""
   streamed.register()
   try:
-    with checkpoint.Checkpoints(folder) as checkpoints:
+    with (
+      _silent_logging(),
+      checkpoint.Checkpoints(folder) as checkpoints,
+    ):
       checkpoints.save(
         0, {'params': params}, data=accounting.Cost().as_dict(), meta=meta
       )
   except checkpoint.CheckpointError as error:
     # What a leaf is made of may be damaged: that is not the disk's fault.
-    cause = error.__cause__
-    while cause is not None and not isinstance(cause, errors.UserError):
-      cause = cause.__cause__
-    raise cause or error from error
+    raise errors.behind(error) or error from error
+
+
+@contextlib.contextmanager
+def _silent_logging() -> Iterator[None]:
+  """No traceback of Orbax's: what fails is raised, and said once."""
+  before = logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(before)
 
 
 def _config(model: model_config.ModelConfig):
@@ -219,7 +234,8 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
     print(f'note: not used as a vocabulary: {error}')
     return None
   for side, stack in contents.model.stacks.items():
-    vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
+    key = f'--{side}_vocab_size' if contents.can_extend else ''
+    vocabularies.check_size(opened.sides[side], stack.vocab_size, side, key=key)
   return opened
 
 

@@ -135,14 +135,12 @@ class ModelFolder:
     cls,
     folder: str | os.PathLike[str],
     *,
-    encoder_window: str = 'exclusive',
     vocab_multiple: int | None = None,
   ) -> 'ModelFolder':
     """Reads the config and the headers, and matches every tensor.
 
     Args:
       folder: with config.json and safetensors.
-      encoder_window: see `model_configs.model_from_raw`.
       vocab_multiple: rows of the tables are padded with zeros to a multiple
         of this; None for as many as there are.
 
@@ -153,7 +151,7 @@ class ModelFolder:
     folder = storage.at(folder)
     raw = files.read_json(folder / tensor_folder.CONFIG)
     config, layout = model_configs.model_from_raw(
-      raw, str(folder / tensor_folder.CONFIG), encoder_window=encoder_window
+      raw, str(folder / tensor_folder.CONFIG)
     )
     if vocab_multiple is not None:
       config = config_lib.with_vocab_multiple(config, vocab_multiple)

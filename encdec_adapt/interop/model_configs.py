@@ -63,6 +63,9 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
   }
 )
 
+# A field of ours in the config.json of a T5Gemma whose encoder has another
+# rule than its authors'. Transformers ignores it.
+WINDOW = 'encoder_window'
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # What export carries from the config.json that a model came with.
 CARRIED = (
@@ -203,9 +206,9 @@ def _raw_from_pair(
     raw['decoder']['is_decoder'] = True
     raw['decoder']['cross_attention_hidden_size'] = config.encoder.width
   rule = config.encoder.window_rule
-  back, _ = model_from_raw(
-    raw, 'the exported config', encoder_window='exclusive'
-  )
+  if rule == 'inclusive':
+    raw[WINDOW] = rule
+  back, _ = model_from_raw(raw, 'the exported config')
   same = dataclasses.replace(
     back,
     encoder=_comparable(back.encoder, config.encoder),
@@ -310,18 +313,16 @@ def _comparable(
 
 
 def model_from_raw(
-  raw: families.Raw,
-  file: str = 'config.json',
-  *,
-  encoder_window: str = 'exclusive',
+  raw: families.Raw, file: str = 'config.json'
 ) -> tuple[config_lib.ModelConfig, weights.Layout]:
   """The model that a config.json describes, and the names of its tensors.
+
+  The window of T5Gemma's encoder is 'exclusive', as its authors', unless the
+  file has our field `WINDOW`.
 
   Args:
     raw: the parsed file.
     file: what errors call it.
-    encoder_window: T5Gemma's `window_rule`: 'exclusive' as its authors, or
-      'inclusive' as transformers 5.23 with eager attention.
 
   Raises:
     UserError: a family that is not supported, or as `families.stack_from_raw`.
@@ -360,7 +361,7 @@ def model_from_raw(
     eoi_token = shared['eoi_token_index']
     return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
   stacks['encoder'] = dataclasses.replace(
-    stacks['encoder'], window_rule=encoder_window
+    stacks['encoder'], window_rule=_window(raw, file)
   )
   width = parts['decoder'].get('cross_attention_hidden_size')
   if width is not None and width != stacks['encoder'].width:
@@ -369,3 +370,13 @@ def model_from_raw(
       f' hidden_size of its encoder is {stacks["encoder"].width}.'
     )
   return config_lib.encoder_decoder(**stacks), pair.layout
+
+
+def _window(raw: families.Raw, file: str) -> str:
+  """The `window_rule` of a T5Gemma's encoder."""
+  rule = raw.get(WINDOW, 'exclusive')
+  if rule not in ('exclusive', 'inclusive'):
+    raise errors.UserError(
+      f'{file} has {WINDOW} = {rule!r}; it must be exclusive or inclusive.'
+    )
+  return rule

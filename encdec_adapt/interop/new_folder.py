@@ -22,8 +22,9 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   """Makes a folder in another place and puts it where it belongs at the end.
 
-  Whatever the body raises, the draft is removed and `path` is as it was. Only
-  a killed process leaves its draft, `.NAME.XXXXXXXX.partial`, beside `path`.
+  Whatever the body raises, the draft is removed, with the folders above that
+  were made for it, and `path` is as it was. Only a killed process leaves its
+  draft, `.NAME.XXXXXXXX.partial`, beside `path`.
 
   For a bucket the draft lies among temporary files ($TMPDIR), and is copied
   with checksums, `MARKER` last.
@@ -41,12 +42,14 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   """
   path = storage.absolute(path)
   require_free(path)
-  disk.require_writable(path.parent)
-  above = path.parent
+  above, made = path.parent, []
   if storage.is_bucket(path):
     above = pathlib.Path(tempfile.gettempdir())
+  else:
+    made = [one for one in path.parents if not one.exists()]
   draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
   try:
+    disk.require_writable(path.parent)
     try:
       draft.mkdir()
     except OSError as error:
@@ -60,6 +63,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
       raise disk.cannot_write(path, error) from error
   finally:
     shutil.rmtree(draft, ignore_errors=True)
+    with contextlib.suppress(OSError):  # Something is in it: the new folder.
+      for folder in made:
+        folder.rmdir()
 
 
 def _commit(draft: pathlib.Path, path: storage.Path) -> None:

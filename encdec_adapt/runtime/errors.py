@@ -9,6 +9,14 @@ class UserError(Exception):
   """
 
 
+def behind(error: BaseException) -> UserError | None:
+  """The `UserError` that an error is, or was raised from; None for none."""
+  cause: BaseException | None = error
+  while cause is not None and not isinstance(cause, UserError):
+    cause = cause.__cause__
+  return cause
+
+
 class AbsentError(UserError):
   """Another process of the job did not come in time.
 

@@ -259,7 +259,7 @@ class Checkpoints:
         ),
       )
     except Exception as error:
-      self._drop_manager()
+      self._drop_manager(error)
       raise self._not_saved(step, error) from error
     if not started:
       raise self._not_saved(
@@ -375,7 +375,7 @@ class Checkpoints:
       self._manager = self._open_manager()
     return self._manager
 
-  def _drop_manager(self) -> None:
+  def _drop_manager(self, failure: Exception) -> None:
     """A manager whose save failed raises that error for ever after."""
     manager, self._manager = self._manager, None
     if manager is None:
@@ -383,7 +383,8 @@ class Checkpoints:
     try:
       manager.close()
     except Exception as error:  # The failure that is being reported.
-      step_folders.warn(f'closing the checkpoint manager: {error}')
+      if not errors.behind(failure):
+        step_folders.warn(f'closing the checkpoint manager: {error}')
 
   def _not_saved(self, step: int, why: object) -> CheckpointError:
     return CheckpointError(
@@ -398,7 +399,7 @@ class Checkpoints:
     try:
       pending.result()
     except Exception as error:
-      self._drop_manager()
+      self._drop_manager(error)
       raise self._not_saved(self._pending_step, error) from error
 
   def _finalise(self, step: int) -> None:

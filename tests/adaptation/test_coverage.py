@@ -33,6 +33,7 @@ EXAMPLE = coverage.Coverage(
     }
   },
   unused={'source': {'decoder/table': 'drawn fresh'}},
+  outside={'source': {'eye.a': 'vision', 'eye.b': 'vision', 'c': 'a copy'}},
   changes=('decoder.window is 8, in source 4',),
 )
 
@@ -49,6 +50,8 @@ def test_table_joins_layers_with_the_same_fate():
     'source: 2 leaves used, 1 unused\n'
     '  unused         shape   reason\n'
     '  decoder/table  [5, 2]  drawn fresh\n'
+    '  not part of the model: eye.a and 1 more (vision)\n'
+    '  not part of the model: c (a copy)\n'
     'differs from its source: decoder.window is 8, in source 4'
   )
 
@@ -66,6 +69,8 @@ def test_json_has_every_leaf_once():
     'steps': [],
     'note': '',
   }
+  outside = account['not_part_of_the_model']['source']
+  assert outside == {'eye.a': 'vision', 'eye.b': 'vision', 'c': 'a copy'}
   assert account['sources']['source'] == {
     'decoder/layers/0/w': {
       'shape': [2, 2],

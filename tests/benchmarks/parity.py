@@ -12,7 +12,6 @@ import pathlib
 import tempfile
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 import encdec_adapt
@@ -41,35 +40,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def _measure(name: str, case: tiny_models.Case, seeds: int) -> dict[str, Any]:
   """The row of one family."""
   rows = tiny_models.batch(case)
-  largest, own, exact, theirs = 0.0, [], [], []
+  largest, rounded = 0.0, []
   for seed in range(seeds):
-    model = tiny_models.make(case, seed)
     with tempfile.TemporaryDirectory() as folder:
-      model.save_pretrained(folder)
-      half = tiny_models.load(
-        pathlib.Path(folder), dtype=tiny_models.torch.bfloat16
-      )
-      wide, narrow = (
-        tiny_models.our_logits(
-          encdec_adapt.load(
-            folder, dtype=dtype, encoder_window=case.encoder_window
-          ),
-          rows,
-        )
-        for dtype in (jnp.float32, jnp.bfloat16)
-      )
-    reference = tiny_models.their_logits(model, rows)
-    rounded = tiny_models.their_logits(half, rows)
-    largest = max(largest, float(np.abs(wide - reference).max()))
-    own.append(rounded - reference)
-    exact.append(narrow - reference)
-    theirs.append(narrow - rounded)
-  unit = tiny_models.rms(np.stack(own))
+      rounded.append(tiny_models.in_bfloat16(case, seed, pathlib.Path(folder)))
+      ours = encdec_adapt.load(folder, encoder_window=case.encoder_window)
+    difference = tiny_models.our_logits(ours, rows) - rounded[-1][0]
+    largest = max(largest, float(np.abs(difference).max()))
+  to_fp32, to_bf16 = tiny_models.rounding_ratios(rounded)
   return {
     'family': name,
     'fp32': largest,
-    'bf16 to fp32': tiny_models.rms(np.stack(exact)) / unit,
-    'bf16 to bf16': tiny_models.rms(np.stack(theirs)) / unit,
+    'bf16 to fp32': to_fp32,
+    'bf16 to bf16': to_bf16,
     'covered': case.covers,
   }
 

@@ -132,6 +132,20 @@ def test_damaged_files_leave_nothing_behind(damage, words, gemma, tmp_path):
   assert os.listdir(tmp_path) == ['source']
 
 
+def test_the_command_says_it_once(gemma, tmp_path):
+  """Orbax, which reads the tensors, has tracebacks of its own."""
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  _damage(source, **DAMAGES['nan'][0])
+  done = tiny.run(
+    'convert', 'import', f'--source={source}', f'--output={tmp_path}/out'
+  )
+  assert done.returncode == 2
+  assert 'Traceback' not in done.stderr and 'Warning' not in done.stderr
+  assert len(done.stderr.splitlines()) < 4, done.stderr
+  assert done.stderr.splitlines()[-1].startswith('Error: ')
+  assert os.listdir(tmp_path) == ['source']
+
+
 def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
   source = shutil.copytree(gemma, tmp_path / 'source')
   names = [f'model.layers.{i}.self_attn.rotary_emb.inv_freq' for i in range(2)]

@@ -240,7 +240,7 @@ def test_added_sentinels_are_written_or_spoken_of(
   assert (after == before) == bool(vocabulary)
 
 
-def test_a_pair_comes_back_from_its_folder(folder, adapted):
+def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   """With both stacks' fields, and the encoder's window as asked for."""
   one, other = folder / 'pair_out', folder / 'pair_again'
   convert_('export', f'--checkpoint={adapted}', f'--output={one}')
@@ -249,12 +249,53 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   settings = config_lib.load_run(f'{folder}/pair_run')
   assert settings.model.encoder.window_rule == 'inclusive'
   convert_('export', f'--checkpoint={folder}/pair_run', f'--output={other}')
-  for name in ('model.safetensors', 'config.json', 'chat_template.json'):
+  for name in ('model.safetensors', 'chat_template.json'):
     assert (one / name).read_bytes() == (other / name).read_bytes(), name
   assert convert_('diff', adapted, f'{folder}/pair_run') == 1  # The window.
+  # Which is kept, and said, though transformers has no field for it.
+  raws = [json.loads((f / 'config.json').read_text()) for f in (one, other)]
+  assert raws[1] == {**raws[0], 'encoder_window': 'inclusive'}
+  card = (other / 'README.md').read_text()
+  for words in (capsys.readouterr().out, card):
+    assert 'look at 8 tokens on either side, as in transformers 5.23' in words
+  assert "load('PATH', encoder_window='inclusive')" in card
+  flags = [f'{folder}/pair_run', other, folders.ROUNDED]
+  assert convert_('verify', *flags) == 0
+  assert convert_('verify', one, *flags[1:]) == 1
 
 
-def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
+EYES = 'vision_tower.patches.weight'
+
+
+@pytest.fixture(scope='module')
+def seeing(folder, wide):
+  """The wider one, with a tensor of a part that reads images."""
+  path = shutil.copytree(wide, folder / 'seeing')
+  tensors = safetensors.load_file(path / 'model.safetensors')
+  tensors[EYES] = np.ones(4, np.float32)
+  safetensors.save_file(tensors, path / 'model.safetensors', {'format': 'pt'})
+  return path
+
+
+def test_what_is_no_part_of_the_model_is_reported(
+  folder, seeing, gemma, tmp_path, capsys
+):
+  said = f'not part of the model: {EYES} (of the vision part'
+  flags = [f'--encoder={seeing}', f'--decoder={gemma}']
+  assert convert_('adapt', *flags, f'--output={tmp_path}/pair') == 0
+  assert said in capsys.readouterr().out
+  account = json.loads((tmp_path / 'pair' / 'coverage.json').read_text())
+  assert list(account['not_part_of_the_model']) == ['encoder_source']
+  flags = [
+    f'--config=configs/pretrained.py:encoder={seeing},decoder={gemma}',
+    f'--config.data.vocabulary={folder}/vocabulary.model',
+  ]
+  assert _train(*flags, '--dry_run') == 0
+  assert said in capsys.readouterr().out
+
+
+def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
+  wide = seeing
   flags = [
     '--config.init.mode=adapt',
     f'--config.init.encoder={wide}',
@@ -275,6 +316,8 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   assert (workdir / 'hugging_face' / 'encoder' / 'config.json').exists()
   account = json.loads((workdir / 'coverage.json').read_text())
   assert account['parameters']['copied'] > account['parameters']['fresh'] > 0
+  assert EYES in account['not_part_of_the_model']['encoder_source']
+  assert f'not part of the model: {EYES}' in shown
 
 
 def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
@@ -339,9 +382,31 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
     mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
     np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)
   assert (output / 'vocabulary' / 'decoder' / 'tokenizer.model').exists()
+  exported = folder / 'merged_out'
+  convert_('export', f'--checkpoint={output}', f'--output={exported}')
+  card = (exported / 'README.md').read_text()
+  assert 'merge` of `imported` and `other_gemma`, weighted 0.25, 0.75.' in card
   capsys.readouterr()
   assert convert_('diff', imported, output) == 1
   assert 'decoder/layers/1/mlp/up' in capsys.readouterr().out
+
+
+def test_models_with_other_tokenizers_are_not_merged(
+  folder, gemma, imported, tmp_path
+):
+  other = tmp_path / 'other.model'
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), other, tiny.VOCAB
+  )
+  theirs = folders.make_folder(tmp_path / 'theirs', folders.GEMMA, other, 5)
+  flags = [f'--output={tmp_path}/merged']
+  with pytest.raises(errors.UserError, match='decoder of .*/theirs/tokenizer'):
+    convert_('merge', imported, theirs, *flags)
+  assert not (tmp_path / 'merged').exists()
+  # Another file with the same tokens.
+  file = folder / 'vocabulary.model'
+  same = folders.make_folder(tmp_path / 'same', folders.GEMMA, file, 5)
+  assert convert_('merge', gemma, same, *flags) == 0
 
 
 def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
@@ -350,6 +415,14 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
     {**folders.GEMMA, 'vocab_size': 300},
     folder / 'vocabulary.model',
   )
-  with pytest.raises(errors.UserError, match='400 tokens.*300 rows'):
-    convert_('import', f'--source={source}', f'--output={tmp_path}/out')
+  output = f'--output={tmp_path}/out'
+  with pytest.raises(errors.UserError, match='400 tokens and .*300 rows') as e:
+    convert_('import', f'--source={source}', output)
+  assert str(e.value).endswith('give the vocabulary of this model.')
+  flags = [f'--encoder={source}', output]
+  with pytest.raises(errors.UserError, match='set --encoder_vocab_size=400'):
+    convert_('adapt', *flags)
+  flags.append('--encoder_vocab_size=400')
+  with pytest.raises(errors.UserError, match='set --decoder_vocab_size=400'):
+    convert_('adapt', *flags)
   assert os.listdir(tmp_path) == ['source']

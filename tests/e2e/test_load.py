@@ -29,6 +29,11 @@ def odd(folder):
   return folders.make_folder(folder / 'odd', shape)
 
 
+@pytest.fixture(scope='module')
+def loaded(adapted):
+  return encdec_adapt.load(adapted)
+
+
 def _mesh(**axes):
   config = mesh_lib.MeshConfig(**axes)
   return mesh_lib.make_mesh(config, jax.devices()[:4])
@@ -90,6 +95,81 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
     **ended,
     'run': 'run',
   }
+
+
+@pytest.fixture
+def own_layout(folder, cross_family):
+  output = folder / 'own_layout'
+  flags = [f'--checkpoint={cross_family}', f'--output={output}']
+  assert tiny.convert('export', *flags) == 0
+  return output
+
+
+def test_the_window_is_as_stored_unless_it_is_given(
+  adapted, own_layout, tmp_path
+):
+  def rule(path, **given):
+    return encdec_adapt.load(path, **given).config.encoder.window_rule
+
+  t5gemma = tmp_path / 't5gemma'
+  flags = [f'--checkpoint={adapted}', f'--output={t5gemma}']
+  assert tiny.convert('export', *flags) == 0
+  for path in (adapted, t5gemma, own_layout):
+    assert rule(path) == rule(path, encoder_window='exclusive') == 'exclusive'
+    assert rule(path, encoder_window='inclusive') == 'inclusive'
+  # Both sides of a comparison have the same one.
+  flags = ['--encoder_window=inclusive', folders.ROUNDED]
+  assert tiny.convert('verify', adapted, t5gemma, *flags) == 0
+  inclusive = tmp_path / 'inclusive'
+  flags = [f'--source={t5gemma}', f'--output={inclusive}']
+  assert tiny.convert('import', *flags, '--encoder_window=inclusive') == 0
+  assert rule(inclusive) == 'inclusive'
+  assert rule(inclusive, encoder_window='exclusive') == 'exclusive'
+
+
+def test_windows_that_there_are_not_are_refused(gemma, adapted, tmp_path):
+  with pytest.raises(errors.UserError, match="'foo'; it is one of excl"):
+    encdec_adapt.load(gemma, encoder_window='foo')
+  with pytest.raises(errors.UserError, match='no encoder that looks both'):
+    encdec_adapt.load(gemma, encoder_window='exclusive')
+  merged = tmp_path / 'merged'
+  flags = [f'--encoder={gemma}', '--cross_merged', f'--output={merged}']
+  assert tiny.convert('adapt', *flags) == 0
+  with pytest.raises(errors.UserError, match='has merged attention'):
+    encdec_adapt.load(merged, encoder_window='inclusive')
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    (dict(decoder_tokens=ROWS + 390), r'decoder are 393 to 416; .* 0 to 399'),
+    (dict(encoder_tokens=-ROWS), 'encoder are -26 to -3'),
+    (dict(encoder_tokens=ROWS[0]), r'encoder are int32 of shape \[12\]'),
+    (dict(decoder_tokens=ROWS / 2), r'decoder are float64 of shape \[2, 12\]'),
+    (dict(decoder_tokens=[[2], [2, 3]]), 'decoder have rows of several'),
+    (dict(encoder_tokens=ROWS[:1]), 'have 1 rows and decoder_tokens 2'),
+    (
+      dict(encoder_mask=np.ones((2, 11), bool)),
+      r'mask of the encoder has the shape \[2, 11\], its tokens \[2, 12\]',
+    ),
+    (dict(decoder_mask=np.ones(12, bool)), r'mask of the decoder .* \[12\]'),
+  ],
+  ids=str,
+)
+def test_inputs_that_are_refused(change, words, loaded):
+  inputs = dict(decoder_tokens=ROWS, encoder_tokens=ROWS) | change
+  with pytest.raises(errors.UserError, match=words):
+    loaded.logits(**inputs)
+
+
+def test_a_mask_is_true_where_it_is_not_zero(loaded):
+  mask = np.ones(ROWS.shape, bool)
+  mask[0, 7:] = False
+  expected = loaded.logits(ROWS, ROWS, mask)
+  for other in (2 * mask, mask * 0.5, mask.tolist()):
+    logits = loaded.logits(ROWS.tolist(), ROWS, other)
+    np.testing.assert_array_equal(logits, expected)
+  assert np.abs(expected - loaded.logits(ROWS, ROWS)).max() > 1e-6
 
 
 def test_generate_needs_a_tokenizer(wide):

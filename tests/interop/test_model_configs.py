@@ -235,6 +235,17 @@ def test_cross_attention_has_the_width_of_the_encoder():
   assert model_configs.model_from_raw(raw)[0].decoder.cross_width == 32
 
 
+def test_the_window_of_an_encoder_is_a_field_of_ours():
+  raw = {**pair_raw(), 'encoder_window': 'inclusive'}
+  model, _ = model_configs.model_from_raw(raw)
+  assert model.encoder.window_rule == 'inclusive'
+  again, _ = model_configs.raw_from_model(model)
+  assert again['encoder_window'] == 'inclusive'
+  raw['encoder_window'] = 'centered'
+  with pytest.raises(errors.UserError, match="encoder_window = 'centered'; it"):
+    model_configs.model_from_raw(raw)
+
+
 def test_a_window_is_exported_only_as_a_class_that_has_it():
   """Llama's class would load such a file, and read every token."""
   stack = stack_of('mistral', sliding_window=8)

@@ -54,10 +54,18 @@ def test_nothing_is_overwritten(tmp_path, taken):
 @pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError, SystemExit])
 def test_what_fails_leaves_nothing(tmp_path, error):
   with pytest.raises(error):
-    with new_folder.new_folder(tmp_path / 'out') as draft:
+    with new_folder.new_folder(tmp_path / 'new' / 'deep' / 'out') as draft:
       (draft / 'file').write_text('half')
       raise error
   assert os.listdir(tmp_path) == []
+
+
+def test_what_fails_leaves_the_folders_that_were_there(tmp_path):
+  (tmp_path / 'old').mkdir()
+  with pytest.raises(ValueError):
+    with new_folder.new_folder(tmp_path / 'old' / 'new' / 'out'):
+      raise ValueError
+  assert os.listdir(tmp_path) == ['old'] and not os.listdir(tmp_path / 'old')
 
 
 def test_what_was_put_there_meanwhile_stays(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +10,8 @@ from encdec_adapt.models import build, parameters
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
+WITH_EXPERTS = ('mixtral', 'qwen2_moe', 'qwen3_moe')
+CHANCE = {'dense': (8, 0.05), 'experts': (40, 0.05)}
 
 
 @pytest.fixture(scope='module')
@@ -52,19 +53,14 @@ def test_logits(name, saved):
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
-def test_bfloat16_is_no_worse_than_theirs(name, saved):
-  """As near to the fp32 logits, or to theirs, as theirs are to the fp32.
-
-  Root mean squares: the largest difference of so few logits is chance.
-  """
-  _, folder, exact = saved(name)
-  rows = tiny_models.batch(tiny_models.CASES[name])
-  theirs = tiny_models.load(folder, dtype=tiny_models.torch.bfloat16)
-  rounded = tiny_models.their_logits(theirs, rows)
-  ours = tiny_models.our_logits(load(name, folder, dtype=jnp.bfloat16), rows)
-  errors = [tiny_models.rms(ours - other) for other in (exact, rounded)]
-  assert min(errors) <= tiny_models.rms(rounded - exact)
-  assert max(errors) <= 1.5 * tiny_models.rms(rounded - exact)
+def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
+  """Our bf16 logits are as near to the fp32 ones as theirs, but for chance."""
+  seeds, margin = CHANCE['experts' if name in WITH_EXPERTS else 'dense']
+  case = tiny_models.CASES[name]
+  ratio, _ = tiny_models.rounding_ratios(
+    [tiny_models.in_bfloat16(case, s, tmp_path / str(s)) for s in range(seeds)]
+  )
+  assert ratio <= 1 + margin
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The vision part of T5Gemma 2: carried along, or taken from elsewhere."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -86,7 +88,8 @@ def without(tmp_path):
 def test_text_alone_names_what_is_missing(without, capsys):
   output = import_export(without)
   shown = capsys.readouterr().out
-  assert PROJECTION in shown and 'vision_tower.*' in shown
+  for words in (shown, (output / 'README.md').read_text()):
+    assert PROJECTION in words and 'vision_tower.*' in words
   assert not any('vision_tower' in name for name in tensors(output))
 
 
@@ -97,6 +100,8 @@ def test_the_vision_part_of_a_gemma3(without, capsys):
   theirs, ours = tensors(without / 'donor'), tensors(output)
   name = PROJECTION.removeprefix('model.encoder.')
   np.testing.assert_array_equal(ours[PROJECTION], theirs[name])
+  card = (output / 'README.md').read_text()
+  assert re.search('vision part, [0-9]+ tensors, is that of `donor`', card)
   again = tiny_models.load(output)
   assert again.config.encoder.vision_config.num_hidden_layers == 2
   assert np.isfinite(image_logits(again)).all()

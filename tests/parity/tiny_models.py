@@ -8,14 +8,17 @@ tolerance; every field that may differ from a default or between two stacks
 does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import encdec_adapt
 
 _REASON = 'parity with Hugging Face needs torch and transformers'
 torch = pytest.importorskip('torch', reason=_REASON)
@@ -106,7 +109,7 @@ class Case:
     covers: what it is there for, in the words of the parity table.
     is_pair: an encoder-decoder.
     encoder_window: the rule of this version of transformers, with eager
-      attention, where it is not ours by default.
+      attention, where it is not that of our default.
     eoi: id of the end of an image, None where there is none.
   """
 
@@ -114,7 +117,7 @@ class Case:
   settings: Callable[[], Any]
   covers: str
   is_pair: bool = False
-  encoder_window: str = 'exclusive'
+  encoder_window: str | None = None
   eoi: int | None = None
 
 
@@ -379,6 +382,49 @@ def our_logits(model, rows: Batch) -> np.ndarray:
 def rms(difference: np.ndarray) -> float:
   """Root of the mean square."""
   return float(np.sqrt(np.mean(np.square(difference))))
+
+
+def in_bfloat16(
+  case: Case, seed: int, folder: pathlib.Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Logits of a model, [N, V] each: theirs in fp32, in bf16, ours in bf16.
+
+  Args:
+    case: whose model.
+    seed: of its weights.
+    folder: where it is saved.
+  """
+  model, rows = make(case, seed), batch(case)
+  model.save_pretrained(folder)
+  ours = encdec_adapt.load(
+    folder, dtype=jnp.bfloat16, encoder_window=case.encoder_window
+  )
+  return (
+    their_logits(model, rows),
+    their_logits(load(folder, dtype=torch.bfloat16), rows),
+    our_logits(ours, rows),
+  )
+
+
+def rounding_ratios(
+  logits: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+) -> tuple[float, float]:
+  """How far bf16 takes our logits, over how far it takes theirs.
+
+  Root mean squares over all models together: the largest difference of so few
+  logits is chance.
+
+  Args:
+    logits: as `in_bfloat16` gives them, of each model.
+
+  Returns:
+    Of our distance to their fp32 logits, and to their bf16 ones.
+  """
+  exact, theirs, ours = (
+    np.concatenate(some) for some in zip(*logits, strict=True)
+  )
+  unit = rms(theirs - exact)
+  return rms(ours - exact) / unit, rms(ours - theirs) / unit
 
 
 def prompts(rows: Batch) -> tuple[np.ndarray, np.ndarray]:
