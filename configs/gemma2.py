@@ -23,11 +23,12 @@ schedule and optimizer were not published: the values here are ours.
 What such a job needs of each chip is planned in configs/plans.
 """
 
-import math
-
 from configs import base
 from encdec_adapt.models import presets
+from encdec_adapt.planning import chips as chips_lib
 from encdec_adapt.runtime import errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
 
 
 def get_config(arg=None):
@@ -42,6 +43,11 @@ def get_config(arg=None):
   config = recipe(pair, args['objective'])
   if args['topology']:
     spread(config, args['topology'], args['slices'])
+  elif args['slices'] != 1:
+    raise errors.UserError(
+      f'slices={args["slices"]} is of a topology, which is not given; add'
+      ' topology=v5e:16x16, or other chips.'
+    )
   return config
 
 
@@ -90,25 +96,28 @@ _TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096}
 # only if those of all layers take at most so many bytes.
 _WIDEST = 30e9
 _BFLOAT16 = 2  # Bytes.
-# Chips that share one table of the vocabulary.
-_TABLE_GROUP = 64
 
 
 def spread(config, topology, slices):
   """Sets mesh, microbatches and kernels for TPUs.
 
-  Parameters are sharded over all chips of a slice, tables over at most 64;
-  slices hold copies.
+  Tables are sharded over groups of at most 64 chips. One slice shards the
+  other parameters over all of its chips. Several do so over a group, so that
+  nothing is gathered between slices: each of their groups holds a copy.
+
+  Raises:
+    UserError: there are no such chips, or no slice of them.
   """
-  kind, _, extents = topology.partition(':')
-  if kind not in _TOKENS or not extents:
+  kind = topology.partition(':')[0]
+  if kind not in _TOKENS:
     raise errors.UserError(
       f'topology={topology} is not known; it is one of'
       f' {", ".join(_TOKENS)} and extents, as in v5e:4x4.'
     )
-  chips = slices * math.prod(int(n) for n in extents.split('x'))
-  config.mesh.fsdp = min(_TABLE_GROUP, chips // slices)
-  config.mesh.replica = chips // config.mesh.fsdp
+  chips = chips_lib.parse(topology, slices).devices
+  group = mesh_lib.in_groups(chips // slices, rules_lib.VOCABULARY_GROUP)
+  config.mesh.fsdp = group.fsdp
+  config.mesh.replica = chips // group.fsdp
   if slices == 1 < config.mesh.replica:
     config.mesh.rules = 'fsdp_replica'
   config.compute.attention = 'splash'

@@ -187,7 +187,7 @@ def open_data(
   if distributed.is_lead() and materialize.missing(settings.data):
     print('records are missing; making them (encdec_adapt.materialize)')
     run_apart(materialize.run, settings.data)
-  distributed.barrier('records')
+  distributed.barrier('records', distributed.MAKING)
   opened = settings.data.vocabularies.open()
   vocabulary_checks.check_sizes(settings, opened)
   train_set, eval_set = materialize.open_sets(settings.data, opened)

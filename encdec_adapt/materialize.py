@@ -500,8 +500,9 @@ def main(values: flags.FlagValues) -> int:
   set_passes(values)
   if not values.config.data.folder:
     command.require(values, 'workdir')
-  data = config_lib.load(values.config, values.workdir).data
-  run(data, values.only)
+  # Records are of text and vocabularies; sources and teacher come later.
+  settings = config_lib.load(values.config, values.workdir, sources=False)
+  run(settings.data, values.only)
   return 0
 
 

@@ -223,7 +223,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     flops_per_step=flops_per_step,
     peak=flops.peak(jax.devices()),
   )
-  evaluated = distributed.from_lead(lambda: writer.last('eval'))
+  evaluated = distributed.from_lead(lambda: writer.last('eval'), 'state')
   saved_at = start
 
   def evaluate(step):
@@ -363,12 +363,15 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         say(f'told to stop: saved step {step}, exiting with {status}')
         break
 
+    if status == 0 and evaluated != step:
+      evaluate(step)  # The records ended early, between evaluations.
+    if status == 0 and saved_at != step:
+      save(step)
+
   # -- end -------------------------------------------------------------------
-  if status == 0 and evaluated != step:
-    evaluate(step)  # The records ended early, between evaluations.
-  if status == 0 and saved_at != step:
-    save(step)
-  checkpoints.wait()  # Nobody leaves before process 0 has sealed the last.
+  # Not watched: to seal the last, process 0 may read all of it. Nobody leaves
+  # before; the others' patience is that of the meeting.
+  checkpoints.wait()
   checkpoints.close()
   batches.close()
   if lead:

@@ -48,6 +48,7 @@ def test_gemma2_configs_are_the_presets(size, objective):
     ('topology=v6e:16x16', 256, 4, 'fsdp_replica', 1),
     ('topology=v5e:16x16,slices=2', 512, 8, 'fsdp', 1),
     ('topology=v5p:4x4x4', 64, 1, 'fsdp', 2),
+    ('topology=v6e:8x16,slices=4', 512, 8, 'fsdp', 1),
     ('topology=v5e:8x8,objective=ul2', 64, 1, 'fsdp', 4),
   ],
 )
@@ -233,6 +234,14 @@ def test_bad_input_is_named(flags, words):
     ('configs/gemma2.py:sizes=2b_2b', "'sizes=2b_2b'.*size"),
     ('configs/gemma2.py:objective=t5', 'prefixlm or ul2'),
     ('configs/gemma2.py:topology=v4', 'topology=v4 is not known.*v5e:4x4'),
+    ('configs/gemma2.py:topology=v5e', 'topology=v5e: .*2 dim.*v5e:4x4'),
+    ('configs/gemma2.py:topology=v5e:4xq', 'v5e:4xq: .*2 dim.*v5e:4x4'),
+    ('configs/gemma2.py:topology=v5e:0x4', 'v5e:0x4: .*at least 1 chip'),
+    ('configs/gemma2.py:topology=v5e:-4x4', 'v5e:-4x4: .*at least 1 chip'),
+    ('configs/gemma2.py:topology=v5p:4x4', 'v5p:4x4: .*3 dim.*v5p:4x4x4'),
+    ('configs/gemma2.py:topology=v5e:4x4,slices=0', 'slices is 0; .*least 1'),
+    ('configs/gemma2.py:topology=v5e:4x4,slices=-2', 'slices is -2; .*least'),
+    ('configs/gemma2.py:slices=2', 'slices=2 .*topology'),
     ('configs/quickstart.py:run=x', 'run=x.*adapted'),
   ],
 )

@@ -14,6 +14,9 @@ text (the docstrings and the source of a module) are on the same side.
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
 
+A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. What makes records reads
+its files once for every shard.
+
 `python` is the documentation topics of `pydoc_data`, and of every module of
 the standard library its docstrings and its source. Left out: installed
 packages, tests, what is generated or a table rather than text (`encodings`,
@@ -39,7 +42,7 @@ import sysconfig
 import warnings
 
 from encdec_adapt.data import randomness
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 SPLITS = ('train', 'eval')
 _SAMPLE_BYTES = 1 << 16
@@ -151,7 +154,8 @@ class Source(abc.ABC):
   def fingerprint(self) -> str:
     """A hex digest of the content and the caps.
 
-    Cheap: of files their names, sizes and three samples are read, not all.
+    Cheap: of files their names, sizes and three samples are read, not all; of
+    those in a bucket, the store's checksums.
     """
     parts = [self.max_documents, self.max_bytes, *self._content()]
     return f'{randomness.digest(self.name, *parts):032x}'
@@ -285,15 +289,23 @@ class FileSource(Source):
     self.pattern = self._pattern(self.name.partition(':')[2])
     expanded = os.path.expanduser(self.pattern)
     self._root = _fixed_folder(expanded)
-    self._paths = sorted(
-      path
-      for path in glob.glob(expanded, recursive=True)
-      if os.path.isfile(path)
-    )
+    self._digests = {}  # Of files in a bucket, as the store has them.
+    if storage.is_bucket(expanded):
+      try:
+        self._digests = storage.matching(expanded)
+      except OSError as error:
+        raise errors.UserError(
+          f'source {self.name!r} cannot be listed: {error}'
+        ) from error
+      self._paths, searched = list(self._digests), 'its bucket'
+    else:
+      found = glob.glob(expanded, recursive=True)
+      self._paths = sorted(path for path in found if os.path.isfile(path))
+      searched = os.getcwd()
     if not self._paths:
       raise errors.UserError(
         f'source {self.name!r}: no file matches {self.pattern!r} in'
-        f' {os.getcwd()}; check the path, and quote the glob in the shell'
+        f' {searched}; check the path, and quote the glob in the shell'
       )
 
   def _pattern(self, rest: str) -> str:
@@ -307,7 +319,7 @@ class FileSource(Source):
   def _content(self):
     for path in self._paths:
       yield self._id(path)
-      yield _sample(path)
+      yield str(self._digests.get(path) or _sample(path))
 
 
 class TextSource(FileSource):
@@ -318,7 +330,7 @@ class TextSource(FileSource):
       yield self._id(path), lambda path=path: self._read(path)
 
   def _read(self, path: str) -> str:
-    with open(path, 'rb') as file:
+    with storage.open_to_read(path) as file:
       return _decode(file.read(), self.name, path)
 
 
@@ -332,7 +344,7 @@ class JsonlSource(FileSource):
 
   def _entries(self):
     for path in self._paths:
-      with open(path, 'rb') as file:
+      with storage.open_to_read(path) as file:
         for number, line in enumerate(file, start=1):
           if line.strip():
             where = f'{self._id(path)}:{number}'

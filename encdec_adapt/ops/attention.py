@@ -37,6 +37,8 @@ class Capabilities:
 
   Attributes:
     masks: masks by name, as `mask_name` gives them.
+    segments: segment ids, so packed rows and padding; a backend without them
+      is given masks that have none.
     softcap: soft-capped scores.
     grouped_heads: fewer key/value heads than query heads.
     cross_lengths: T different from S.
@@ -50,6 +52,7 @@ class Capabilities:
   """
 
   masks: frozenset[str]
+  segments: bool
   softcap: bool
   grouped_heads: bool
   cross_lengths: bool
@@ -92,6 +95,7 @@ ALL_MASKS = frozenset(
 )
 _XLA = Capabilities(
   masks=ALL_MASKS,
+  segments=True,
   softcap=True,
   grouped_heads=True,
   cross_lengths=True,
@@ -158,6 +162,9 @@ def unsupported(
   platform = _platform()
   checks = {
     f'a {name!r} mask': name in capabilities.masks,
+    'segment ids (packed rows, padding)': (
+      not spec.has_segments or capabilities.segments
+    ),
     f'a soft-cap ({softcap})': softcap is None or capabilities.softcap,
     f'{q.shape[2]} query heads on {k.shape[2]} key/value heads': (
       q.shape[2] == k.shape[2] or capabilities.grouped_heads
@@ -232,6 +239,8 @@ def attention(
       f'attention backend {backend!r} cannot honour {"; ".join(refused)}.'
       f' Backends that can: {", ".join(able) or "none"}'
     )
+  if chosen.capabilities.segments:
+    spec = masks.with_segments(spec, q.shape[0], q.shape[1], k.shape[1])
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   attend = functools.partial(
     chosen.attend, scale=scale, softcap=softcap, **options

@@ -44,8 +44,9 @@ class MaskSpec:
       positions rise by one from token to token, so that indices may be
       compared in the place of positions. A promise of whoever makes the
       mask; some kernels need it.
-    q_segments: [B, T] int32, 0 for padding.
-    kv_segments: [B, S] int32, 0 for padding.
+    q_segments: [B, T] int32, 0 for padding; None, as `kv_segments`, where
+      nothing is padding and a row is one segment.
+    kv_segments: [B, S] int32, 0 for padding; None as `q_segments`.
     q_positions: [B, T] int32; may be None where positions do not matter
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
@@ -60,8 +61,8 @@ class MaskSpec:
   memory: int = flax.struct.field(pytree_node=False, default=0)
   aligned: bool = flax.struct.field(pytree_node=False, default=False)
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
-  q_segments: Any
-  kv_segments: Any
+  q_segments: Any = None
+  kv_segments: Any = None
   q_positions: Any = None
   kv_positions: Any = None
 
@@ -76,6 +77,11 @@ class MaskSpec:
       raise ValueError(
         f'window is {self.window}; it is at least 1, or None for no window'
       )
+
+  @property
+  def has_segments(self) -> bool:
+    """Whether visibility depends on segments."""
+    return self.q_segments is not None or self.kv_segments is not None
 
   @property
   def needs_positions(self) -> bool:
@@ -171,16 +177,27 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   )
 
 
+def with_segments(
+  spec: MaskSpec, batch: int, queries: int, keys: int
+) -> MaskSpec:
+  """The same mask with segments, whole rows of one where it had none."""
+  if spec.has_segments:
+    return spec
+  return spec.replace(
+    q_segments=jnp.ones((batch, queries), jnp.int32),
+    kv_segments=jnp.ones((batch, keys), jnp.int32),
+  )
+
+
 def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
   """Checks the arrays of a spec against the shapes of an attention.
 
   Raises:
     ValueError: an array is missing or has another shape.
   """
-  expected = {
-    'q_segments': (batch, queries),
-    'kv_segments': (batch, keys),
-  }
+  expected = {}
+  if spec.has_segments:
+    expected |= {'q_segments': (batch, queries), 'kv_segments': (batch, keys)}
   if spec.needs_positions:
     expected |= {'q_positions': (batch, queries), 'kv_positions': (batch, keys)}
   for name, shape in expected.items():
@@ -201,7 +218,7 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
   """The definition of a spec as a dense array.
 
   Args:
-    spec: a mask whose arrays are [B, T] and [B, S].
+    spec: a mask with segments, whose arrays are [B, T] and [B, S].
 
   Returns:
     [B, T, S] bool, True where the key is visible to the query.

@@ -117,25 +117,28 @@ def parse(topology: str, slices: int = 1) -> Slice:
   """Reads 'v5e:4x4', 'v5p:8x8x8', 'h100:64'.
 
   Raises:
-    UserError: the chip is unknown, or the extents are not of its torus.
+    UserError: the chip is unknown, the extents are not of its torus, or
+      there is no slice.
   """
-  found = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', topology)
-  chip = CHIPS.get(found[1]) if found else None
+  name, _, extents = topology.partition(':')
+  chip = CHIPS.get(name)
   if chip is None:
     raise errors.UserError(
-      f'--topology={topology} is not known; it is CHIP:EXTENTS with one of'
+      f'topology={topology} is not known; it is CHIP:EXTENTS with one of'
       f' {", ".join(CHIPS)}, for example v5e:4x4, v5p:8x8x8 or h100:64.'
     )
-  extents = tuple(int(n) for n in found[2].split('x'))
   wanted = chip.dimensions or 1
-  if len(extents) != wanted or min(extents) < 1:
+  if not re.fullmatch('x'.join([r'0*[1-9]\d*'] * wanted), extents, re.ASCII):
     raise errors.UserError(
-      f'--topology={topology}: {chip.name} has {wanted} dimension(s), such as'
-      f' {chip.name}:{"x".join(["4"] * wanted)}.'
+      f'topology={topology}: {chip.name} has {wanted} dimension(s), each of at'
+      f' least 1 chip, such as {chip.name}:{"x".join(["4"] * wanted)}.'
     )
   if slices < 1:
-    raise errors.UserError(f'--num_slices={slices} must be at least 1.')
-  return Slice(chip, extents, slices)
+    raise errors.UserError(
+      f'topology={topology}: the number of slices is {slices}; it is at'
+      ' least 1.'
+    )
+  return Slice(chip, tuple(int(n) for n in extents.split('x')), slices)
 
 
 def devices_of(where: Slice) -> Sequence[jax.Device]:

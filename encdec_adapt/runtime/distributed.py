@@ -36,9 +36,28 @@ from encdec_adapt.runtime import (
   roll_call,
 )
 
-# A dead process is noticed otherwise. This is for one that hangs; process 0
-# may be making records, or reading all of a checkpoint.
-_PATIENCE = 24 * 3600
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+  """How long processes wait for each other at a meeting.
+
+  A dead process is noticed otherwise. This is for one that hangs, so it is
+  several times what the slowest may need for what it does before it comes.
+
+  Attributes:
+    before: what that is, for the message.
+    seconds: to wait.
+  """
+
+  before: str
+  seconds: float
+
+
+PROMPT = Patience('nothing long', 1800)
+READING = Patience(
+  'reading or writing a model, checkpoint or records', 6 * 3600
+)
+MAKING = Patience('making records', 24 * 3600)
 # Seconds for all processes to come at the start: machines are not equally
 # fast in starting, and in importing packages from a shared disk.
 START = 300
@@ -124,7 +143,7 @@ def initialize(
   )
   # Processes wait for each other's devices; from here on, they only meet.
   jax.devices()
-  agree('devices', environment.devices())
+  agree('devices', environment.devices(), PROMPT)
 
 
 def _find_place(
@@ -218,12 +237,12 @@ def is_lead() -> bool:
   return jax.process_index() == 0
 
 
-def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
+def barrier(name: str, patience: Patience = READING) -> None:
   """Waits until every process is here; at once if there is only one.
 
   Args:
     name: of the place, for the message.
-    seconds: how long to wait.
+    patience: by what a process may be doing before it comes.
 
   Raises:
     PeerError: another process failed on its way here.
@@ -237,7 +256,7 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
   _last = f'waiting at {name!r}, number {here}'
   late = None
   try:
-    client.wait_at_barrier(_key(here), int(seconds * 1000))
+    client.wait_at_barrier(_key(here), int(patience.seconds * 1000))
     _last = f'left {name!r}, number {here}'
   except jax.errors.JaxRuntimeError as error:
     late = error
@@ -250,8 +269,9 @@ def barrier(name: str, *, seconds: float = _PATIENCE) -> None:
     ) from late
   if late:
     raise errors.AbsentError(
-      f'process {jax.process_index()} waited {seconds:g} seconds at'
-      f' {name!r} for the other {jax.process_count() - 1}; see what they say.'
+      f'process {jax.process_index()} waited {patience.seconds:g} seconds at'
+      f' {name!r} for the other {jax.process_count() - 1}, the limit where'
+      f' {patience.before} comes before it; see what they say.'
     ) from late
 
 
@@ -260,11 +280,17 @@ def last_meeting() -> str:
   return _last
 
 
-def from_lead(find: Callable[[], Any]) -> Any:
+def from_lead(
+  find: Callable[[], Any],
+  name: str = 'from_lead',
+  patience: Patience = READING,
+) -> Any:
   """Process 0 looks, every process is told.
 
   Args:
     find: called on process 0 only; returns what JSON can hold.
+    name: of the meeting.
+    patience: by what `find` does, and what was done before.
 
   Returns:
     What process 0 found.
@@ -278,16 +304,19 @@ def from_lead(find: Callable[[], Any]) -> Any:
   key = _key(_met + 1, 'found')
   if is_lead():
     client.key_value_set(key, json.dumps(find()))
-  barrier('from_lead')
+  barrier(name, patience)
   return json.loads(client.key_value_try_get(key))
 
 
-def agree(name: str, facts: Mapping[str, Any]) -> None:
+def agree(
+  name: str, facts: Mapping[str, Any], patience: Patience = READING
+) -> None:
   """Refuses to go on where processes differ.
 
   Args:
     name: of the meeting.
     facts: what has to be the same in all processes; JSON can hold it.
+    patience: by what a process may be doing before it comes.
 
   Raises:
     UserError: they differ; all processes raise it, with fields, hosts and
@@ -301,7 +330,7 @@ def agree(name: str, facts: Mapping[str, Any]) -> None:
   client.key_value_set(
     _key(here, 'facts', str(jax.process_index())), json.dumps(own)
   )
-  barrier(name)
+  barrier(name, patience)
 
   def compare():
     handed_in = client.key_value_dir_get(_key(here, 'facts'))
@@ -311,7 +340,7 @@ def agree(name: str, facts: Mapping[str, Any]) -> None:
     ]
     return agreement.problem(sorted(members, key=lambda m: m.process))
 
-  problem = from_lead(compare)
+  problem = from_lead(compare, f'{name}, compared', PROMPT)
   if problem:
     raise errors.UserError(problem)
 

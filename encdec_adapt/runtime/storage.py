@@ -23,11 +23,12 @@ from concurrent import futures
 import contextlib
 import functools
 import importlib.util
+import io
 import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any
+from typing import Any, BinaryIO
 
 from etils import epath
 
@@ -39,6 +40,7 @@ AnyPath = str | os.PathLike[str]
 SCHEME = 'gs://'
 INSTALL = "pip install 'encdec_adapt[gcs]' (in a checkout: -e '.[gcs]')"
 _THREADS = 16  # Objects that are copied at once.
+_BLOCK = 1 << 20  # Bytes that are taken from an open object at a time.
 
 
 def is_bucket(path: AnyPath) -> bool:
@@ -269,13 +271,49 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
     found = _gcs().find(str(folder), detail=True)
   start = len(str(folder).removeprefix(SCHEME).rstrip('/')) + 1
   return {
-    name[start:]: {
-      'bytes': int(info['size']),
-      'digest': base64.b64decode(info['crc32c']).hex(),
-    }
+    name[start:]: _described(info)
     for name, info in found.items()
     if len(name) > start
   }
+
+
+def matching(pattern: str) -> dict[str, dict[str, Any]]:
+  """The objects of a bucket that match a glob; `**` is any depth of folders.
+
+  Args:
+    pattern: begins with gs://BUCKET/.
+
+  Returns:
+    Address -> as `objects`; in the order of the addresses.
+
+  Raises:
+    UserError: the bucket cannot be reached.
+    OSError: it cannot be listed, or `**` is but a part of a name.
+  """
+  at(pattern)
+  with _as_os_errors(pattern):
+    found = _gcs().glob(pattern, detail=True)
+  return {
+    SCHEME + name: _described(info)
+    for name, info in sorted(found.items())
+    if info['type'] == 'file'
+  }
+
+
+def _described(info: dict[str, Any]) -> dict[str, Any]:
+  """Of what gcsfs says of an object, what `objects` returns."""
+  digest = base64.b64decode(info['crc32c']).hex()
+  return {'bytes': int(info['size']), 'digest': digest}
+
+
+def open_to_read(path: AnyPath) -> BinaryIO:
+  """Opens a file; one of a bucket is read in blocks, so line by line too.
+
+  Raises:
+    OSError: it is not there.
+  """
+  file = at(path).open('rb')
+  return io.BufferedReader(file, _BLOCK) if is_bucket(path) else file
 
 
 def file_crc32c(path: Path) -> str:
@@ -363,7 +401,7 @@ def _reach(bucket: str) -> None:
 
 
 @contextlib.contextmanager
-def _as_os_errors(path: Path) -> Iterator[None]:
+def _as_os_errors(path: AnyPath) -> Iterator[None]:
   """What gcsfs and its parts raise, each of its own kind, as OSError."""
   try:
     yield

@@ -298,7 +298,7 @@ class Checkpoints:
     and can be saved again.
     """
     self.wait()
-    found = distributed.from_lead(self._newest_sound)
+    found = distributed.from_lead(self._newest_sound, 'checkpoints-latest')
     # Orbax remembers steps; those set aside would be refused to a new save.
     self._orbax.reload()
     return found
@@ -321,7 +321,7 @@ class Checkpoints:
     """
     self.wait()
     sound = distributed.from_lead(
-      lambda: step if self._is_sound(step) else None
+      lambda: step if self._is_sound(step) else None, 'checkpoints-restore'
     )
     if sound is None:
       self._orbax.reload()
@@ -455,7 +455,9 @@ def open_latest(path: _Path) -> Checkpoint:
     UserError: there is no sealed checkpoint, or the step named is damaged.
   """
   folder, steps = step_folders.locate(path)
-  step = distributed.from_lead(lambda: _newest_sealed(folder, steps))
+  step = distributed.from_lead(
+    lambda: _newest_sealed(folder, steps), 'checkpoints-open-latest'
+  )
   if step is None:
     raise errors.UserError(
       f'There is no sound checkpoint in {path}. Give a work directory with a'

@@ -373,6 +373,28 @@ def test_no_passes_are_refused(tmp_path):
     materialize.main(values)
 
 
+def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
+  made = []
+  monkeypatch.setattr(materialize, 'run', lambda data, _: made.append(data))
+  arguments = [
+    '--config=configs/gemma2.py:size=s_s',
+    f'--config.data.folder={tmp_path}',
+    f'--config.data.vocabulary={text}/vocabulary.model',
+  ]
+  values = command.parse(materialize.define_flags, arguments)
+  assert materialize.main(values) == 0
+  monkeypatch.undo()
+  assert materialize.open_vocabularies(made[0]).decoder.size == 600
+  # What records are of is asked for.
+  values.config.data.vocabulary = f'{tmp_path}/absent.model'
+  with pytest.raises(errors.UserError, match='absent.model'):
+    materialize.main(values)
+  values.config.data.vocabulary = f'{text}/vocabulary.model'
+  values.config.model.decoder.vocab_size = 500
+  with pytest.raises(errors.UserError, match='600 tokens.*500 rows'):
+    materialize.main(values)
+
+
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
   'counts', [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)]

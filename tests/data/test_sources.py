@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from encdec_adapt.data import sources
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 
 @pytest.fixture(scope='module')
@@ -86,6 +86,42 @@ def test_jsonl_lines_are_documents(tmp_path):
   _write(tmp_path, **{'other.json': '{"body": "b", "text": "t"}'})
   other = sources.open_source(f'jsonl:{tmp_path}/*.json#body')
   assert [document.text for document in other.documents()] == ['b']
+
+
+def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
+  lines = '{"text": "one"}\n\n{"text": "two"}\n' + '{"text": "x"}\n' * 3
+  files = {'b__x.jsonl': lines, 'a.jsonl': '{"text": "a"}', 'a.txt': 'not'}
+  _write(tmp_path, **files, **{'b__c__d.jsonl': '{"text": "d"}'})
+  storage.upload(tmp_path, storage.at(f'{bucket}/text'))
+  storage.write(f'{bucket}/other/a.jsonl', b'{"text": "elsewhere"}')
+  for glob in ('*.jsonl', '**/*.jsonl', 'b/x.jsonl', '?.txt', '[ab].*'):
+    kind = 'jsonl' if 'jsonl' in glob else 'text'
+    here, there = (
+      list(sources.open_source(f'{kind}:{root}/{glob}').documents())
+      for root in (tmp_path, f'{bucket}/text')
+    )
+    assert here and here == there, glob
+  source = sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  first = source.fingerprint()
+  requests = len(store.requests)
+  assert source.fingerprint() == first
+  assert len(store.requests) == requests
+  storage.write(f'{bucket}/text/a.jsonl', b'{"text": "b"}')
+  changed = sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  assert changed.fingerprint() != first
+  with pytest.raises(errors.UserError, match='absent.* in its bucket'):
+    sources.open_source(f'text:{bucket}/absent/*')
+  with pytest.raises(errors.UserError, match=f'cannot be listed: {bucket}/a'):
+    sources.open_source(f'text:{bucket}/a**/x')
+
+
+def test_lines_of_a_bucket_are_read_in_blocks(bucket, store):
+  line = json.dumps({'text': 'x' * 90}).encode() + b'\n'
+  storage.write(f'{bucket}/a.jsonl', line * 30_000)
+  source = sources.open_source(f'jsonl:{bucket}/a.jsonl')
+  requests = len(store.requests)
+  assert sum(1 for _ in source.documents()) == 30_000
+  assert len(store.requests) - requests < 10
 
 
 def test_only_what_is_wanted_is_read(tmp_path):

@@ -51,7 +51,7 @@ attempt(lambda: distributed.agree('data', {'rows': 8}))
 attempt(lambda: distributed.agree('data', {'rows': 8, 'shards': me}))
 if me == 0:  # The other never comes.
   try:
-    distributed.barrier('the gate', seconds=0.5)
+    distributed.barrier('the gate', distributed.Patience('a nap', 0.5))
   except errors.UserError as error:
     said.append(str(error))
 print(json.dumps(said))
@@ -108,7 +108,10 @@ def test_processes_meet_and_fail_as_one():
     (differ, differ),
   ]
   assert len(one) == len(zero) - 1
-  assert zero[-1].startswith("process 0 waited 0.5 seconds at 'the gate' for")
+  assert zero[-1].startswith(
+    "process 0 waited 0.5 seconds at 'the gate' for the other 1, the limit"
+    ' where a nap comes before it'
+  )
 
 
 def test_a_refusal_of_process_0_ends_its_peer(tmp_path):

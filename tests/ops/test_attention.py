@@ -311,6 +311,40 @@ def test_what_a_backend_cannot_honour_is_refused(monkeypatch, lacks, what):
   attention.attention(q, k, v, spec, backend='kernel', **call)
 
 
+def test_packed_rows_are_refused_where_segments_are_not_honoured(monkeypatch):
+  def attend(q, k, v, spec, *, scale, softcap):
+    assert spec.q_segments is None
+    return attention.BACKENDS['reference'].attend(
+      q, k, v, masks.with_segments(spec, B, 4, 4), scale=scale, softcap=softcap
+    )
+
+  lacks = dataclasses.replace(
+    attention.BACKENDS['reference'].capabilities, segments=False
+  )
+  kernel = attention.Backend(attend, lacks)
+  monkeypatch.setitem(attention.BACKENDS, 'kernel', kernel)
+  q, k, v = qkv(4, 4)
+  message = "'kernel' cannot honour segment ids .*that can: chunked, reference$"
+  with pytest.raises(ValueError, match=message):
+    attention.attention(
+      q, k, v, specs(4)['causal'], scale=SCALE, backend='kernel'
+    )
+  # Rows of one segment say so by having none.
+  positions = jnp.broadcast_to(jnp.arange(4), (B, 4))
+  whole = masks.MaskSpec(
+    kind='causal', q_positions=positions, kv_positions=positions
+  )
+  run = functools.partial(attention.attention, q, k, v, scale=SCALE)
+  ones = jnp.ones((B, 4), jnp.int32)
+  expected = run(whole.replace(q_segments=ones, kv_segments=ones))
+  for backend in ('kernel', *BACKENDS):
+    np.testing.assert_allclose(
+      run(whole, backend=backend), expected, rtol=1e-5, atol=1e-6
+    )
+  with pytest.raises(ValueError, match='needs kv_segments; it is None'):
+    run(whole.replace(q_segments=ones))
+
+
 def test_platform_is_that_of_the_active_mesh(monkeypatch):
   # Compiling for a TPU topology happens on a machine without one.
   device = types.SimpleNamespace(platform='tpu')

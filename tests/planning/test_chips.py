@@ -20,10 +20,12 @@ def test_devices_are_counted(text, slices, devices):
   [
     ('v5litepod-16', 1, 'one of v4, v5e'),
     ('v9:4x4', 1, 'v9:4x4 is not known'),
-    ('v5e:4x4x4', 1, r'2 dimension\(s\), such as v5e:4x4'),
+    ('v5e:4x4x4', 1, r'2 dimension\(s\).* such as v5e:4x4'),
     ('v5p:4x4', 1, 'v5p:4x4x4'),
-    ('v5e:0x4', 1, 'v5e:0x4'),
-    ('v5e:4x4', 0, 'num_slices=0'),
+    ('v5e:0x4', 1, 'v5e:0x4: .* at least 1 chip'),
+    ('v5e:4xq', 1, 'v5e:4xq: .* such as v5e:4x4'),
+    ('h100', 1, r'h100: .* 1 dimension\(s\).* such as h100:4'),
+    ('v5e:4x4', 0, 'slices is 0'),
   ],
 )
 def test_what_is_no_topology_is_refused(text, slices, message):

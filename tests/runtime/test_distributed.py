@@ -1,5 +1,6 @@
 """Bad flags; that processes meet is tested in multiproc/."""
 
+import jax
 import pytest
 
 from encdec_adapt.runtime import distributed, errors
@@ -33,3 +34,62 @@ def test_one_process_needs_nothing():
 def test_bad_flags_are_named(flags, said):
   with pytest.raises(errors.UserError, match=said):
     distributed.initialize(*flags)
+
+
+class _Client:
+  """Of a coordination service whose other processes never come, or do."""
+
+  def __init__(self, come):
+    self.come, self.seconds, self.values = come, [], {}
+
+  def wait_at_barrier(self, key, milliseconds):
+    del key
+    self.seconds.append(milliseconds / 1000)
+    if not self.come:
+      raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED')
+
+  def key_value_set(self, key, value):
+    self.values[key] = value
+
+  def key_value_try_get(self, key):
+    return self.values[key]
+
+  def key_value_dir_get(self, folder):
+    return [item for item in self.values.items() if item[0].startswith(folder)]
+
+
+@pytest.fixture
+def client(monkeypatch):
+  """Makes meetings go to a client; gives what makes it."""
+
+  def make(*, come):
+    made = _Client(come)
+    state = distributed.jax_distributed.global_state
+    monkeypatch.setattr(state, 'client', made)
+    monkeypatch.setattr(state, 'process_id', 0)
+    return made
+
+  return make
+
+
+def test_how_long_is_waited_is_by_what_comes_before(client):
+  made = client(come=True)
+  distributed.barrier('records', distributed.MAKING)
+  assert distributed.from_lead(lambda: 3, 'checkpoint') == 3
+  distributed.agree('devices', {'kind': 'cpu'}, distributed.PROMPT)
+  hour = 3600.0
+  assert made.seconds == [24 * hour, 6 * hour, hour / 2, hour / 2]
+
+
+@pytest.mark.parametrize(
+  'patience, said',
+  [
+    (distributed.PROMPT, "waited 1800 seconds at 'here' .* nothing long"),
+    (distributed.READING, "waited 21600 seconds at 'here' .* checkpoint"),
+    (distributed.MAKING, "waited 86400 seconds at 'here' .* making records"),
+  ],
+)
+def test_a_wait_that_ends_says_where_and_why(client, patience, said):
+  client(come=False)
+  with pytest.raises(errors.AbsentError, match=said):
+    distributed.barrier('here', patience)

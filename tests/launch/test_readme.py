@@ -1,0 +1,72 @@
+"""The README's way to a pod can be followed, command by command."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import materialize, train
+from encdec_adapt.runtime import command
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def lines():
+  """The section's commands, as a shell splits them."""
+  readme = (tiny.ROOT / 'README.md').read_text()
+  section = readme.partition('\n## Pods and clusters\n')[2].partition('\n## ')[
+    0
+  ]
+  blocks = section.split('```\n')[1::2]
+  text = '\n'.join(blocks).replace('\\\n', ' ')
+  return [shlex.split(line, comments=True) for line in text.splitlines()]
+
+
+def _after(lines, *start):
+  """What stands after these words, in the lines that have no gaps."""
+  return [
+    line[len(start) :]
+    for line in lines
+    if line[: len(start)] == list(start) and '...' not in ' '.join(line)
+  ]
+
+
+@pytest.mark.parametrize('module', ['tpu_vm', 'gke'])
+def test_launchers_take_the_commands(lines, module):
+  found = _after(lines, 'python3', '-m', f'launch.{module}')
+  assert found
+  for verb, *flags in found:
+    rehearse = [] if verb == '--help' else ['--dry_run']
+    done = subprocess.run(
+      [sys.executable, '-m', f'launch.{module}', verb, *rehearse, *flags],
+      cwd=tiny.ROOT,
+      capture_output=True,
+      text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_job_is_told_what_the_records_were_made_of(lines, monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+  (making,) = _after(lines, 'python', '-m', 'encdec_adapt.materialize')
+  launching = _after(lines, 'python3', '-m', 'launch.tpu_vm', 'train')[0]
+  training = launching[launching.index('--') + 1 :]
+  made = command.parse(materialize.define_flags, making).config
+  values = command.parse(train.define_flags, training)
+  read = config_lib.load(values.config, values.workdir)
+  records = config_lib.load(made, sources=False).data
+  assert records.train == read.data.train
+  assert records.evaluation == read.data.evaluation
+
+  # Whatever the job reads of the bucket is put there, and the records are
+  # where the launcher's copy is.
+  put = {
+    target + source
+    for source, target in _after(lines, *'gcloud storage cp -r'.split())
+  }
+  named = {value for line in (launching,) for value in line}
+  named = {flag.partition('=')[2] for flag in named if '=gs://' in flag}
+  assert named - {values.workdir} == put
+  assert records.folder == read.data.folder == 'records'
