@@ -34,6 +34,8 @@ def flags(folder):
     '--config.train.microbatches=2',
     f'--config.train.eval_every={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
+    # A job of fewer steps takes the same ones.
+    '--config.optimizer.schedule=constant',
     # Divide over a tensor axis.
     '--config.model.encoder.kv_heads=2',
     '--config.model.decoder.kv_heads=2',
@@ -129,10 +131,10 @@ def test_groups_that_cross_processes_equal_those_that_do_not(
   folder, flags, two
 ):
   workdir = folder / 'crossing'
-  assert tiny.wait_all(_start_crossing(flags, workdir)) == [0, 0], _said(
-    workdir
-  )
-  _assert_equal_to_rounding(workdir, two, 1e-4)
+  flags = [*flags, f'--config.train.steps={STEPS // 2}']
+  processes = _start_crossing(flags, workdir)
+  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
+  _assert_equal_to_rounding(workdir, two, 1e-4, STEPS // 2)
 
 
 @pytest.mark.slow
@@ -141,10 +143,11 @@ def test_sequences_that_cross_processes_equal_those_that_do_not(
 ):
   """The default order of devices: each process holds half of every row."""
   workdir = folder / 'sequences'
-  mesh = (f'--config.mesh.{axis}' for axis in ('fsdp=1', 'sequence=8'))
+  flags = [*flags, f'--config.train.steps={STEPS // 2}']
+  mesh = '--config.mesh.fsdp=1', '--config.mesh.sequence=8'
   processes = _start_two([*flags, *mesh], workdir)
   assert tiny.wait_all(processes) == [0, 0], _said(workdir)
-  _assert_equal_to_rounding(workdir, two, 1e-4)
+  _assert_equal_to_rounding(workdir, two, 1e-4, STEPS // 2)
 
 
 @pytest.mark.slow
@@ -213,9 +216,12 @@ def test_the_metrics_say_where_the_time_went(folder, two):
   assert last['compile_cache'] == f'{folder}/compiled'
 
 
-def _assert_equal_to_rounding(workdir, reference, tolerance: float):
+def _assert_equal_to_rounding(
+  workdir, reference, tolerance: float, steps: int = STEPS
+):
   """The same rows in the same order, and losses equal to rounding."""
   found, wanted = _records(workdir), _records(reference)
+  wanted = {key: r for key, r in wanted.items() if r['step'] <= steps}
   assert found.keys() == wanted.keys()
   for key, record in wanted.items():
     assert found[key]['loss'] == pytest.approx(record['loss'], abs=tolerance), (
