@@ -22,6 +22,7 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import checkpoint
 
@@ -120,8 +121,7 @@ def evaluate(
         lengths,
         batch_size,
         teacher=lengths.encoder > 0 and not pairs,
-        host_index=jax.process_index(),
-        host_count=jax.process_count(),
+        local=placement.row_shards(mesh, where.rules).rows(batch_size),
         **options,
       ),
     )

@@ -65,12 +65,6 @@ def check_batches(settings: config_lib.Settings, mesh: Mesh) -> None:
     train.microbatches > 1
   )
   batch, length = partition.size('batch'), partition.size('length')
-  if batch % jax.process_count():
-    raise errors.UserError(
-      f'the batch has {batch} shards on {jax.process_count()} processes;'
-      ' each process reads rows of its own, so give the mesh more replica or'
-      ' fsdp and less sequence or tensor.'
-    )
   for key, size, shards, split in (
     ('train.batch_size', train.batch_size, batch * train.microbatches, rows),
     ('train.eval_batch_size', train.eval_batch_size, batch, ''),
@@ -394,8 +388,8 @@ def step_flops(
 
 
 def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
-  """The first example of a batch, decoded, field by field."""
-  lines = ['the first example of the first batch:']
+  """The first example of a process's rows, decoded, field by field."""
+  lines = ['the first example read for the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
       side = 'encoder' if field.startswith('encoder') else 'decoder'

@@ -37,6 +37,7 @@ from encdec_adapt.runtime import (
   timing,
   watchdog,
 )
+from encdec_adapt.sharding import placement
 from encdec_adapt.training import (
   accounting,
   checkpoint,
@@ -194,7 +195,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
 
   # -- loop ------------------------------------------------------------------
   wants_teacher = job.reads_teacher_row(settings)
-  hosts = dict(host_index=jax.process_index(), host_count=jax.process_count())
+  shards = placement.row_shards(mesh, settings.rules)
   batches = loader.Loader(
     train_set,
     train_set.spec.lengths,
@@ -203,7 +204,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     seed=settings.seed,
     repeat=settings.data.repeat,
     teacher=wants_teacher,
-    **hosts,
+    local=shards.rows(train.batch_size),
   )
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   flops_per_step = job.step_flops(settings, teacher)
@@ -237,7 +238,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           eval_set.spec.lengths,
           train.eval_batch_size,
           teacher=wants_teacher,
-          **hosts,
+          local=shards.rows(train.eval_batch_size),
         ),
       )
     say(f'step {step}: held-out loss {result.loss:.4f} per target token')

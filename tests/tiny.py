@@ -195,10 +195,11 @@ def convert(*argv) -> int:
 def start(
   module: str, *arguments: str, devices: int = 1, log: pathlib.Path
 ) -> subprocess.Popen:
-  """Starts a command of the package in the repository's root."""
+  """Starts a command of the package, or of `tests.`, in the repository."""
+  name = module if module.startswith('tests.') else f'encdec_adapt.{module}'
   with open(log, 'ab') as output:
     return subprocess.Popen(
-      [sys.executable, '-m', f'encdec_adapt.{module}', *map(str, arguments)],
+      [sys.executable, '-m', name, *map(str, arguments)],
       cwd=ROOT,
       env=environment(devices),
       stdout=output,

@@ -3,8 +3,9 @@
 The position is the number of rows consumed: nothing else is saved. Row n of a
 training stream lies in the pass that n falls into; within a pass the order is
 a permutation keyed by (seed, pass). So a stream continues exactly with
-another batch size or another number of hosts. Every host makes only its own
-rows of each global batch, the h-th of `host_count` equal slices.
+another batch size or another number of hosts. Every process makes only the
+rows of each global batch that its devices hold; where several hold the same
+rows, each makes them.
 
 Grain reads ahead in a thread. Imports neither TensorFlow nor SeqIO.
 """
@@ -95,8 +96,7 @@ class Loader:
     seed: int = 0,
     repeat: bool = False,
     teacher: bool = False,
-    host_index: int = 0,
-    host_count: int = 1,
+    local: Sequence[int] | None = None,
     prefetch: int = 2,
   ):
     """Opens the stream at a position.
@@ -109,15 +109,16 @@ class Loader:
       seed: of the order of rows.
       repeat: see `Order`; without it the stream ends after the last pass.
       teacher: also make the teacher's fields.
-      host_index: this host, 0 to host_count - 1.
-      host_count: hosts that share each batch.
+      local: places in the global batch that this process makes, of 0 to
+        batch_size - 1 (`sharding.placement.RowShards.rows`); all by default.
       prefetch: batches made ahead, 0 makes none.
 
     Raises:
-      UserError: the lengths are not the records', the batch does not divide
-        by the hosts, or the position is beyond the end.
+      UserError: the lengths are not the records', or the position is beyond
+        the end.
+      ValueError: `local` is empty or not within the batch.
     """
-    local = _local_rows(batch_size, host_index, host_count)
+    local = _places(batch_size, local)
     _check_lengths(record_set, lengths)
     order = Order(record_set.starts, seed=seed, repeat=repeat)
     self.total = order.total
@@ -166,8 +167,7 @@ def evaluation_batches(
   *,
   teacher: bool = False,
   prefix_offset: int = 0,
-  host_index: int = 0,
-  host_count: int = 1,
+  local: Sequence[int] | None = None,
   prefetch: int = 2,
 ) -> Iterator[batch.Batch]:
   """Every row once, in order; the last batch padded with weight 0.
@@ -180,17 +180,19 @@ def evaluation_batches(
     prefix_offset: other than 0, give row i the inputs of row
       (i + prefix_offset) modulo the number of rows, so that targets follow
       the prefix of another example. Needs rows of one pair.
-    host_index: this host, 0 to host_count - 1.
-    host_count: hosts that share each batch.
+    local: places in the global batch that this process makes, of 0 to
+      batch_size - 1 (`sharding.placement.RowShards.rows`); all by default.
     prefetch: batches made ahead, 0 makes none.
 
   Returns:
     An iterator over batches as a `Loader` gives them.
 
   Raises:
-    UserError: as `Loader`; or prefixes cannot be exchanged.
+    UserError: the lengths are not the records', or prefixes cannot be
+      exchanged.
+    ValueError: `local` is empty or not within the batch.
   """
-  local = _local_rows(batch_size, host_index, host_count)
+  local = _places(batch_size, local)
   _check_lengths(record_set, lengths)
   count = len(record_set)
   if prefix_offset:
@@ -257,15 +259,13 @@ def _prefetched(
   return iter(dataset.to_iter_dataset(options))
 
 
-def _local_rows(batch_size: int, host_index: int, host_count: int) -> range:
-  """Rows of a global batch that this host makes."""
-  if batch_size < 1 or batch_size % host_count:
-    raise errors.UserError(
-      f'batch_size={batch_size} does not divide by the {host_count} hosts;'
-      f' make it a multiple of {host_count}'
-    )
-  size = batch_size // host_count
-  return range(host_index * size, (host_index + 1) * size)
+def _places(batch_size: int, local: Sequence[int] | None) -> Sequence[int]:
+  """Places in a global batch that this process makes."""
+  whole = range(batch_size)
+  places = whole if local is None else local
+  if not places or not set(places) <= set(whole):
+    raise ValueError(f'places {places} of a batch of {batch_size} rows')
+  return places
 
 
 def _check_lengths(

@@ -1,6 +1,8 @@
 """Where parameters, optimizer state and batches live on a mesh."""
 
 from collections.abc import Mapping
+import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -160,3 +162,74 @@ def batch_sharding(
       ) from error
     result[name] = sharding
   return result
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShards:
+  """Which rows of every batch the devices of one process hold.
+
+  Processes hold the same rows where a `tensor` or `sequence` group crosses
+  them, and the rows of one need not be contiguous: that is up to the order
+  of the devices in the mesh.
+
+  Attributes:
+    total: shards of a batch's rows over the mesh.
+    held: those on this process's devices, ascending, 0 to total - 1.
+  """
+
+  total: int
+  held: tuple[int, ...]
+
+  def rows(self, batch_size: int) -> list[int]:
+    """Places in a global batch that the process reads, ascending.
+
+    Args:
+      batch_size: rows of the global batch.
+
+    Raises:
+      ValueError: they do not divide over the shards.
+    """
+    size, rest = divmod(batch_size, self.total)
+    if rest:
+      raise ValueError(
+        f'a batch of {batch_size} rows does not divide into the'
+        f' {self.total} shards of the mesh.'
+      )
+    return [i for s in self.held for i in range(s * size, (s + 1) * size)]
+
+  def shard_rows(self, count: int) -> int:
+    """Rows of one shard, where this process read `count` for a batch.
+
+    Raises:
+      ValueError: they do not divide over the shards held.
+    """
+    size, rest = divmod(count, len(self.held))
+    if rest:
+      raise ValueError(
+        f'{count} rows of a batch do not divide into the {len(self.held)} of'
+        f' {self.total} shards that this process holds; change'
+        ' config.train.batch_size or config.mesh.'
+      )
+    return size
+
+
+@functools.cache
+def row_shards(
+  mesh: Mesh, rules: rules_lib.Rules, process: int | None = None
+) -> RowShards:
+  """Says which rows of a batch are a process's to read.
+
+  Args:
+    mesh: the device mesh.
+    rules: meaning of the logical axes.
+    process: index of the process, by default this one.
+  """
+  process = jax.process_index() if process is None else process
+  total = math.prod(mesh.shape[axis] for axis in rules.as_dict()['batch'])
+  sharding = NamedSharding(mesh, spec(rules, 'batch'))
+  held = {
+    rows.indices(total)[0]
+    for device, (rows,) in sharding.devices_indices_map((total,)).items()
+    if device.process_index == process
+  }
+  return RowShards(total, tuple(sorted(held)))

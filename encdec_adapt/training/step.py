@@ -218,26 +218,37 @@ def _apply(state, flat, gradients, norm, moving, optimizer, where):
 def place_batch(
   batch: Mapping[str, Any], where: state_lib.Placement
 ) -> dict[str, Array]:
-  """Makes global arrays of a host's rows, sharded over the mesh.
+  """Makes global arrays of a process's rows, sharded over the mesh.
 
   Args:
-    batch: this process's rows of every field.
+    batch: of every field the rows that this process's devices hold, in the
+      order of `placement.RowShards.rows`.
     where: mesh and rules.
 
   Raises:
     ValueError: rows or length do not divide over the mesh.
   """
-  count = jax.process_count()
+  shards = placement.row_shards(where.mesh, where.rules)
+  sizes = {name: shards.shard_rows(len(x)) for name, x in batch.items()}
   shapes = {
     name: jax.ShapeDtypeStruct(
-      (value.shape[0] * count, *value.shape[1:]), value.dtype
+      (sizes[name] * shards.total, *value.shape[1:]), value.dtype
     )
     for name, value in batch.items()
   }
   shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
-  return {
-    name: jax.make_array_from_process_local_data(
-      shardings[name], value, shapes[name].shape
+
+  def place(name):
+    value, size = batch[name], sizes[name]
+
+    def shard(index):
+      """The part of a global index, found among this process's rows."""
+      rows, *rest = index
+      own = shards.held.index((rows.start or 0) // size) * size
+      return value[(slice(own, own + size), *rest)]
+
+    return jax.make_array_from_callback(
+      shapes[name].shape, shardings[name], shard
     )
-    for name, value in batch.items()
-  }
+
+  return {name: place(name) for name in batch}

@@ -141,7 +141,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
 
   from encdec_adapt.models import build
   from encdec_adapt.ops import partition
-  from encdec_adapt.sharding import mesh, rules
+  from encdec_adapt.sharding import mesh, placement, rules
   from encdec_adapt.training import (
     objectives,
     optimizers,
@@ -183,8 +183,8 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     active,
     step.StepConfig(clip_norm=CLIP_NORM),
   )
-  share = arguments.batch_size // jax.process_count()
-  mine = slice(share * jax.process_index(), share * (jax.process_index() + 1))
+  shards = placement.row_shards(where.mesh, where.rules)
+  mine = shards.rows(arguments.batch_size)
   batch = step.place_batch(
     {name: rows[mine] for name, rows in make_batch(arguments).items()}, where
   )

@@ -153,9 +153,14 @@ def test_a_saved_position_goes_on_with_another_batch_size(record_set, prefetch):
 
 @pytest.mark.parametrize('hosts', [1, 2, 4])
 def test_hosts_share_each_batch(record_set, hosts):
+  size = 4 // hosts
   streams = [
     loader.Loader(
-      record_set, LENGTHS, 4, seed=5, host_index=h, host_count=hosts
+      record_set,
+      LENGTHS,
+      4,
+      seed=5,
+      local=range(h * size, (h + 1) * size),
     )
     for h in range(hosts)
   ]
@@ -165,6 +170,22 @@ def test_hosts_share_each_batch(record_set, hosts):
       shared = np.concatenate([part[name] for part in parts])
       np.testing.assert_array_equal(shared, value, err_msg=name)
   assert [stream.position for stream in streams] == [14] * hosts
+
+
+@pytest.mark.parametrize('local', [[0, 3], [1, 2, 3], [2]])
+def test_a_process_makes_the_places_it_holds(record_set, local):
+  """Any of them, in the order of the batch: others may make them too."""
+  whole = loader.Loader(record_set, LENGTHS, 4, seed=5)
+  mine = loader.Loader(record_set, LENGTHS, 4, seed=5, local=local)
+  for fields, part in zip(whole, mine, strict=True):
+    for name, value in fields.items():
+      np.testing.assert_array_equal(part[name], value[local], err_msg=name)
+    assert mine.position == whole.position
+  evaluation = loader.evaluation_batches(record_set, LENGTHS, 4, local=local)
+  rows = [number for fields in evaluation for number in fields['row']]
+  places = [4 * step + i for step in range(4) for i in local]
+  filler = loader.FILLER
+  assert rows == [place if place < 14 else filler for place in places]
 
 
 def test_teacher_fields_are_made_on_request(record_set):
@@ -187,7 +208,7 @@ def test_hosts_share_an_evaluation(single_set):
   parts = [
     list(
       loader.evaluation_batches(
-        single_set, LENGTHS, 12, host_index=h, host_count=3
+        single_set, LENGTHS, 12, local=range(4 * h, 4 * h + 4)
       )
     )
     for h in range(3)
@@ -230,8 +251,11 @@ def test_wrong_settings_are_refused(record_set):
     loader.Loader(record_set, batch.Lengths(8, 3), 4)
   with pytest.raises(errors.UserError, match='decoder=6.*decoder=3'):
     loader.evaluation_batches(record_set, batch.Lengths(4, 6), 4)
-  with pytest.raises(errors.UserError, match='batch_size=3.*2 hosts'):
-    loader.Loader(record_set, LENGTHS, 3, host_count=2)
+  for local in ([], [2, 3], [-1]):
+    with pytest.raises(ValueError, match='of a batch of 3 rows'):
+      loader.Loader(record_set, LENGTHS, 3, local=local)
+    with pytest.raises(ValueError, match='of a batch of 3 rows'):
+      loader.evaluation_batches(record_set, LENGTHS, 3, local=local)
   with pytest.raises(errors.UserError, match='position 15.*14 rows'):
     loader.Loader(record_set, LENGTHS, 4, position=15)
 

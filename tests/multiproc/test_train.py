@@ -34,6 +34,8 @@ def flags(folder):
     '--config.train.microbatches=2',
     f'--config.train.eval_every={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
+    # A job of fewer steps takes the same ones.
+    '--config.optimizer.schedule=constant',
     # Divide over a tensor axis.
     '--config.model.encoder.kv_heads=2',
     '--config.model.decoder.kv_heads=2',
@@ -71,12 +73,18 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
   _continue_by_two(flags, workdir, step, two)
 
 
-def _start_two(flags, workdir: pathlib.Path):
+def _start_two(flags, workdir: pathlib.Path, command: str = 'train'):
   return tiny.start_several(
-    *(2, 'train', *flags, f'--workdir={workdir}'),
+    *(2, command, *flags, f'--workdir={workdir}'),
     devices=DEVICES,
     logs=_logs(workdir),
   )
+
+
+def _start_crossing(flags, workdir: pathlib.Path):
+  """Two processes, of which each holds three of the four shards of rows."""
+  mesh = '--config.mesh.fsdp=4', '--config.mesh.tensor=2'
+  return _start_two([*flags, *mesh], workdir, 'tests.multiproc.crossing_train')
 
 
 def _logs(workdir: pathlib.Path) -> pathlib.Path:
@@ -99,8 +107,10 @@ def _records(workdir: pathlib.Path):
 def _weights(folder, process: int) -> list[float]:
   """Weight of what one of two processes reads in each step."""
   rows = records.RecordSet.open(folder)
+  half = BATCH // 2
+  local = range(half * process, half * (process + 1))
   batches = loader.Loader(
-    rows, rows.spec.lengths, BATCH, host_index=process, host_count=2, prefetch=0
+    rows, rows.spec.lengths, BATCH, local=local, prefetch=0
   )
   return [float(next(batches)['weights'].sum()) for _ in range(STEPS)]
 
@@ -115,6 +125,49 @@ def test_two_processes_equal_one(folder, flags, two):
   )
   assert one.returncode == 0, one.stdout + one.stderr
   _assert_equal_to_rounding(folder / 'one', two, 2e-5)
+
+
+def test_groups_that_cross_processes_equal_those_that_do_not(
+  folder, flags, two
+):
+  workdir = folder / 'crossing'
+  flags = [*flags, f'--config.train.steps={STEPS // 2}']
+  processes = _start_crossing(flags, workdir)
+  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
+  _assert_equal_to_rounding(workdir, two, 2e-5, STEPS // 2)
+
+
+@pytest.mark.slow
+def test_sequences_that_cross_processes_equal_those_that_do_not(
+  folder, flags, two
+):
+  """The default order of devices: each process holds half of every row."""
+  workdir = folder / 'sequences'
+  flags = [*flags, f'--config.train.steps={STEPS // 2}']
+  mesh = '--config.mesh.fsdp=1', '--config.mesh.sequence=8'
+  processes = _start_two([*flags, *mesh], workdir)
+  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
+  _assert_equal_to_rounding(workdir, two, 1e-4, STEPS // 2)
+
+
+@pytest.mark.slow
+def test_groups_that_cross_processes_continue(folder, flags, two):
+  """As they were, bit for bit; and with each row on one process."""
+  whole, workdir = folder / 'crossing_whole', folder / 'crossing_stopped'
+  processes = _start_crossing(flags, whole)
+  assert tiny.wait_all(processes) == [0, 0], _said(whole)
+  step = _stop_two(flags, workdir, (1,), _start_crossing)
+  plain = folder / 'crossing_then_plain'
+  shutil.copytree(workdir, plain)
+  assert tiny.wait_all(_start_crossing(flags, workdir)) == [0, 0], _said(
+    workdir
+  )
+  assert f'continuing at step {step}' in _said(workdir)
+  assert _records(workdir) == _records(whole)
+  tiny.assert_same_params(workdir, whole)
+  assert tiny.wait_all(_start_two(flags, plain)) == [0, 0], _said(plain)
+  assert f'continuing at step {step}' in _said(plain)
+  _assert_equal_to_rounding(plain, two, 1e-4)
 
 
 def test_two_processes_in_a_bucket(
@@ -163,9 +216,12 @@ def test_the_metrics_say_where_the_time_went(folder, two):
   assert last['compile_cache'] == f'{folder}/compiled'
 
 
-def _assert_equal_to_rounding(workdir, reference, tolerance: float):
+def _assert_equal_to_rounding(
+  workdir, reference, tolerance: float, steps: int = STEPS
+):
   """The same rows in the same order, and losses equal to rounding."""
   found, wanted = _records(workdir), _records(reference)
+  wanted = {key: r for key, r in wanted.items() if r['step'] <= steps}
   assert found.keys() == wanted.keys()
   for key, record in wanted.items():
     assert found[key]['loss'] == pytest.approx(record['loss'], abs=tolerance), (
@@ -192,9 +248,9 @@ def test_processes_stop_at_one_step_and_continue(folder, flags, two, told):
   _continue_by_one(flags, one, step, two)
 
 
-def _stop_two(flags, workdir, told) -> int:
+def _stop_two(flags, workdir, told, start=_start_two) -> int:
   """Sends SIGTERM on the way; both must save one step and say so."""
-  processes = _start_two(flags, workdir)
+  processes = start(flags, workdir)
   try:
     _wait_for_step(processes, workdir, 2)
     # Nobody gets on without process 0: the notice is there before the end.

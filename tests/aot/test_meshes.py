@@ -1,0 +1,126 @@
+"""Where the devices of TPU slices lie in a mesh; nothing is compiled."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from encdec_adapt.planning import chips
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import rules as rules_lib
+
+pytestmark = [
+  pytest.mark.aot,
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None,
+    reason="libtpu is not installed: pip install -e '.[tpu]'",
+  ),
+]
+
+RULES = rules_lib.named('fsdp')
+
+
+def _mesh(topology, slices=1, **sizes):
+  where = chips.parse(topology, slices)
+  config = mesh_lib.MeshConfig(**sizes)
+  return mesh_lib.make_mesh(config, chips.devices_of(where)), where
+
+
+def _hops(where, one, other) -> int:
+  """Links between two chips of a slice; a dimension may close to a ring."""
+  total = 0
+  pairs = zip(one.coords, other.coords, strict=True)
+  for extent, (a, b) in zip((*where.extents, 1), pairs, strict=False):
+    apart = abs(a - b)
+    ring = extent >= where.chip.wraps_at
+    total += min(apart, extent - apart) if ring else apart
+  return total
+
+
+def _of_slices(mesh):
+  return np.vectorize(lambda device: device.slice_index)(mesh.devices)
+
+
+@pytest.mark.parametrize(
+  'topology, sizes',
+  [
+    ('v5e:4x4', dict(replica=2)),
+    ('v5e:4x4', dict(replica=4, tensor=2)),
+    ('v5e:4x4', dict(replica=2, fsdp=4, sequence=2, tensor=2)),
+    ('v5p:4x4x4', dict(replica=2)),
+    ('v5p:4x4x4', dict(replica=8, tensor=4)),
+  ],
+)
+@pytest.mark.parametrize('slices', [2])
+def test_slices_are_told_apart_by_replica_alone(topology, sizes, slices):
+  mesh, _ = _mesh(topology, slices, **sizes)
+  found = _of_slices(mesh)
+  of_replica = np.arange(sizes['replica']) // (sizes['replica'] // slices)
+  expected = np.broadcast_to(of_replica[:, None, None, None], found.shape)
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+  'topology, sizes',
+  [
+    ('v5e:4x4', dict(replica=2)),
+    ('v5e:4x4', dict(replica=2, fsdp=4, tensor=4)),
+    ('v5p:4x4x4', dict(replica=2, fsdp=4, sequence=4, tensor=4)),
+  ],
+)
+def test_neighbours_along_fsdp_are_linked(topology, sizes):
+  """In each slice; the first and the last, too, where all are in one ring."""
+  mesh, where = _mesh(topology, 2, **sizes)
+  groups = np.moveaxis(mesh.devices, 1, -1).reshape(-1, mesh.shape['fsdp'])
+  for group in groups:
+    pairs = zip(group, group[1:], strict=False)
+    assert {_hops(where, a, b) for a, b in pairs} == {1}
+    if len(group) == where.devices // where.count:
+      assert _hops(where, group[-1], group[0]) == 1
+
+
+@pytest.mark.parametrize(
+  'topology, slices, sizes, readers',
+  [
+    ('v5e:4x4', 1, dict(), 1),
+    ('v5e:4x4', 1, dict(fsdp=8, tensor=2), 1),
+    # Groups of `tensor` or `sequence` that lie on two hosts or on all four.
+    ('v5e:4x4', 1, dict(fsdp=4, tensor=4), 2),
+    ('v5e:4x4', 1, dict(fsdp=4, sequence=4), 2),
+    ('v5e:4x4', 1, dict(fsdp=2, tensor=8), 2),
+    ('v5e:4x4', 1, dict(fsdp=1, sequence=4, tensor=4), 4),
+    ('v5e:4x4', 2, dict(replica=2, fsdp=4, tensor=4), 2),
+  ],
+)
+def test_processes_read_what_their_devices_hold(
+  topology, slices, sizes, readers
+):
+  """Together the whole batch; each row as many of them as its group is on."""
+  mesh, where = _mesh(topology, slices, **sizes)
+  replica, fsdp, *group = mesh.devices.shape
+  groups = mesh.devices.reshape(replica * fsdp, -1)
+  processes = {device.process_index for device in groups.flat}
+  assert len(processes) == where.devices // where.chip.host_chips
+  rows = 2 * len(groups)
+  read = []
+  for process in sorted(processes):
+    shards = placement.row_shards(mesh, RULES, process)
+    found = shards.rows(rows)
+    assert found == [
+      row
+      for row in range(rows)
+      if process in {device.process_index for device in groups[row // 2]}
+    ]
+    assert shards.shard_rows(len(found)) == 2
+    read += found
+  assert sorted(read) == sorted([*range(rows)] * readers)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+  mesh, _ = _mesh('v5e:4x4', fsdp=4, tensor=4)
+  shards = placement.row_shards(mesh, RULES, 1)
+  with pytest.raises(ValueError, match='6 rows .* the 4 shards'):
+    shards.rows(6)
+  with pytest.raises(ValueError, match='3 rows .* the 2 of 4 shards'):
+    shards.shard_rows(3)

@@ -1,0 +1,93 @@
+"""Batches of two processes, wherever the devices of the mesh lie."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny
+
+pytestmark = pytest.mark.multiproc
+
+# Each process reads the rows that it holds, and looks at every device's part.
+_MEMBER = """
+import json, sys
+import jax
+import numpy as np
+from encdec_adapt.runtime import distributed
+from encdec_adapt.sharding import mesh as mesh_lib, placement
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import state, step
+
+distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+rows, length = 16, 8
+fields = {
+  'tokens': np.arange(rows * length, dtype=np.int32).reshape(rows, length),
+  'weights': np.arange(rows, dtype=np.float32),
+}
+held = []
+for sizes, order in json.loads(sys.argv[3]):
+  mesh_lib._arranged = lambda sizes, devices: (
+    np.array(devices)[order].reshape(sizes)
+  )
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(*sizes))
+  where = state.Placement(None, mesh, rules_lib.named('fsdp'))
+  shards = placement.row_shards(mesh, where.rules)
+  local = shards.rows(rows)
+  placed = step.place_batch({k: x[local] for k, x in fields.items()}, where)
+  for name, value in fields.items():
+    assert placed[name].shape == value.shape
+    assert placed[name].dtype == value.dtype
+    assert len(placed[name].addressable_shards) == 4
+    for shard in placed[name].addressable_shards:
+      np.testing.assert_array_equal(shard.data, value[shard.index])
+  total = jax.jit(lambda batch: batch['tokens'].sum())(placed)
+  assert int(total) == fields['tokens'].sum()
+  held.append(shards.held)
+print(json.dumps(held))
+distributed.barrier('the end')
+"""
+
+# Mesh (replica, fsdp, sequence, tensor), order of the devices, of which 0 to 3
+# are process 0's, and the shards of rows that each process holds.
+CASES = [
+  ((1, 8, 1, 1), (0, 1, 2, 3, 4, 5, 6, 7), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+  ((2, 2, 1, 2), (0, 1, 2, 3, 4, 5, 6, 7), [[0, 1], [2, 3]]),
+  # Not contiguous, as on a torus.
+  ((1, 8, 1, 1), (0, 4, 5, 1, 2, 6, 7, 3), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+  # Shared by both, all or some of them.
+  ((1, 1, 1, 8), (0, 1, 2, 3, 4, 5, 6, 7), [[0], [0]]),
+  ((1, 2, 1, 4), (0, 1, 4, 5, 2, 3, 6, 7), [[0, 1], [0, 1]]),
+  ((1, 2, 4, 1), (0, 1, 4, 5, 2, 3, 6, 7), [[0, 1], [0, 1]]),
+  ((1, 4, 1, 2), (0, 4, 1, 2, 5, 6, 3, 7), [[0, 1, 3], [0, 2, 3]]),
+  ((2, 2, 2, 1), (0, 4, 1, 2, 5, 6, 3, 7), [[0, 1, 3], [0, 2, 3]]),
+  # One process holds more of them than the other.
+  ((1, 2, 2, 2), (0, 1, 2, 4, 3, 5, 6, 7), [[0, 1], [0, 1]]),
+  ((1, 4, 2, 1), (0, 4, 1, 5, 2, 3, 6, 7), [[0, 1, 2], [0, 1, 3]]),
+]
+
+
+def test_every_device_gets_its_rows_on_any_mesh():
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
+  given = json.dumps([case[:2] for case in CASES])
+  members = [
+    subprocess.Popen(
+      [sys.executable, '-c', _MEMBER, coordinator, str(index), given],
+      cwd=tiny.ROOT,
+      env=tiny.environment(devices=4),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  try:
+    outputs = [member.communicate(timeout=120)[0] for member in members]
+  finally:
+    for member in members:
+      member.kill()
+  assert [member.returncode for member in members] == [0, 0]
+  # Above it stands what the runtime says.
+  last = [json.loads(output.splitlines()[-1]) for output in outputs]
+  held = zip(*last, strict=True)
+  assert [list(pair) for pair in held] == [case[2] for case in CASES]
