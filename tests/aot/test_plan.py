@@ -114,6 +114,12 @@ def test_decoding_reads_its_caches(plans):
   assert decode['mfu'] is None and not decode['kernels']
 
 
+def test_a_chip_of_v4_is_one_device():
+  done = run('--topology=v4:2x2x1', '--config.mesh.fsdp=4', '--sharding')
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert '[train]' in done.stdout
+
+
 def test_over_the_budget_is_a_status():
   done = run('--topology=v5e:2x2', '--programs=decode', '--hbm_gib=0.001')
   assert done.returncode == plan.DOES_NOT_FIT, done.stderr
