@@ -31,6 +31,7 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
+from encdec_adapt.ops import attention
 from encdec_adapt.planning import (
   calibration,
   chips,
@@ -85,6 +86,7 @@ def main(values: flags.FlagValues) -> int:
     return _calibrate(values.calibrate)
   if values.table:
     print(stored.markdown(stored.read(values.table)))
+    print(f'\n{calibration.text(calibration.table())}')
     return 0
   command.require(values, 'config', 'topology')
   where = chips.parse(values.topology, values.num_slices)
@@ -95,6 +97,7 @@ def main(values: flags.FlagValues) -> int:
         f' {", ".join(programs.PROGRAMS)}.'
       )
   settings = config_lib.load(values.config, sources=False)
+  check_attention(settings, where.chip)
   budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
     mesh = _mesh(settings, devices_of(where))
@@ -103,17 +106,22 @@ def main(values: flags.FlagValues) -> int:
       print(f'[{name}]\n{sharding_report.text(programs.rows(program))}')
     return 0
   if values.search:
-    return _search(settings, where, budget, values.search, values.output)
+    return _search(settings, where, budget, values)
   plans = make(settings, where, values.programs, budget)
   for name, plan in plans.items():
     print(f'[{name}] {where.name} x {where.count}: {where.devices} chips')
     print(report.text(plan))
-  if any(plan.get('mfu') for plan in plans.values()):
-    print(calibration.text(calibration.table()))
+  print(calibration.text(calibration.table()))
   if values.output:
-    asked = stored.question(values['config'], where)
-    files.write_json(values.output, {**asked, 'programs': plans})
+    _write(values, where, {'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
+
+
+def _write(values, where: chips.Slice, found: dict) -> None:
+  """Writes a report, with what was asked and what estimates are worth."""
+  asked = stored.question(values['config'], where)
+  worth = {'calibration': calibration.table()}
+  files.write_json(values.output, {**asked, **found, **worth})
 
 
 def make(
@@ -145,6 +153,25 @@ def make(
     if not plan['fits']:
       plan['remedies'] = _remedies(settings, where, devices, budget)
   return plans
+
+
+def check_attention(settings: config_lib.Settings, chip: chips.Chip) -> None:
+  """Refuses attention that does not run on a chip, as training there does.
+
+  Raises:
+    UserError: names the backends that run.
+  """
+  able = [
+    name
+    for name, backend in attention.BACKENDS.items()
+    if chip.kind in backend.capabilities.platforms
+  ]
+  if settings.compute.attention not in able:
+    raise errors.UserError(
+      f'config.compute.attention is {settings.compute.attention}, which does'
+      f' not run on a {chip.kind.upper()} ({chip.name}); choose one of'
+      f' {", ".join(able)}.'
+    )
 
 
 def devices_of(where: chips.Slice):
@@ -213,13 +240,13 @@ def _remedies(settings, where, devices, budget) -> list[str]:
   return [' '.join(c.flags) for c in fit[:3]]
 
 
-def _search(settings, where, budget, count, output) -> int:
+def _search(settings, where, budget, values) -> int:
   """Ranks candidates by shapes, compiles the first, ranks them again."""
   devices = devices_of(where)
   found = search.ranked(settings, where, devices, budget)
-  chosen = found[:count]
+  chosen = found[: values.search]
   print(f'{len(found)} candidates may fit into {where.name} x {where.count}')
-  print(search.text(chosen, float('inf')))
+  print(search.text(chosen))
   if where.chip.kind == 'tpu':
     for i, one in enumerate(chosen):
       began = time.monotonic()
@@ -234,10 +261,11 @@ def _search(settings, where, budget, count, output) -> int:
         flush=True,
       )
   fit = [one for one in chosen if one.plan['fits']]
-  print(search.text(fit, budget))
-  if output:
+  print(search.text(fit))
+  print(calibration.text(calibration.table()))
+  if values.output:
     rows = [{'flags': one.flags, 'plan': one.plan} for one in fit]
-    files.write_json(output, rows)
+    _write(values, where, {'candidates': rows})
   return 0 if fit else DOES_NOT_FIT
 
 

@@ -42,9 +42,9 @@ class Candidate:
 
   @property
   def rate(self) -> float:
-    """Rows a second."""
-    rows = self.settings.train.batch_size
-    return rows / self.plan['roofline']['step_s']
+    """Rows a second; 0 where a plan has no times."""
+    times = self.plan['roofline']
+    return self.settings.train.batch_size / times['step_s'] if times else 0.0
 
 
 def ranked(
@@ -124,11 +124,10 @@ def _meshes(
         yield config, 'fsdp_replica'
 
 
-def text(candidates: list[Candidate], budget: float) -> str:
-  """A table of candidates, the fastest that fit first."""
-  fit = [c for c in candidates if c.plan['memory']['peak'] <= budget]
+def text(candidates: list[Candidate]) -> str:
+  """A table of candidates that have estimates, the fastest first."""
   lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6}  by         flags']
-  for one in sorted(fit, key=lambda candidate: -candidate.rate):
+  for one in sorted(candidates, key=lambda candidate: -candidate.rate):
     lines.append(
       f'{one.rate:>9.2f} {one.plan["mfu"]:>6.1%}'
       f' {one.plan["memory"]["peak"] / 2**30:>6.1f}  {one.plan["source"]:<9}'

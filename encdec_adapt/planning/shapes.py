@@ -123,8 +123,10 @@ def train(
       takes most of the time.
 
   Returns:
-    JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (none),
-    `roofline`, `mfu`, `replicated`, and 'shapes' as `source`.
+    JSON with `fits`, `memory`, `flops` (those of kernels are among the
+    products), `collectives`, `roofline`, `mfu`, `replicated`, and 'shapes' as
+    `source`; None as `kernels`, `compile_s`, `trace_s` and `instructions`,
+    which only a compiled program has.
   """
   teacher = programs.teacher(settings, mesh)
   given = given or Arguments.of(settings, mesh)
@@ -160,7 +162,7 @@ def train(
     },
     'flops': {'products': work, 'kernels': 0.0, 'model': model / mesh.size},
     'collectives': traffic,
-    'kernels': [],
+    'kernels': None,
     'roofline': {
       'compute_s': compute,
       'kernels_s': 0.0,
@@ -170,6 +172,9 @@ def train(
       'step_s': step,
     },
     'mfu': model / mesh.size / peak / step,
+    'trace_s': None,
+    'compile_s': None,
+    'instructions': None,
     'replicated': given.replicated,
   }
 
