@@ -8,12 +8,12 @@ and reports memory, FLOPs, collectives and a roofline estimate per device. Of
 GPUs (--topology=h100:64) it reports the training step from shapes alone.
 Exits with status 3 where a program does not fit into memory.
 
-    python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
+    python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search[=6]
 
-ranks meshes, remat policies and batches by shapes, compiles the best six, and
-ranks those again.
+ranks meshes, remat policies and rows a chip by shapes, compiles the best six,
+and ranks those again.
 
-    python -m encdec_adapt.plan --calibrate
+    python -m encdec_adapt.plan --calibrate=all
 
 plans training whose speed was published, and keeps how far off it is.
 
@@ -37,6 +37,7 @@ from encdec_adapt.planning import (
   chips,
   kernels,
   programs,
+  remedies,
   report,
   search,
   shapes,
@@ -47,6 +48,15 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import report as sharding_report
 
 DOES_NOT_FIT = 3  # Exit status.
+_CANDIDATES = 6  # That --search compiles by itself.
+
+
+class _CountParser(flags.IntegerParser):
+  """A number; of a flag without one, which absl calls 'true', the usual."""
+
+  def convert(self, argument):
+    words = {'true': _CANDIDATES, 'false': 0}
+    return words[argument] if argument in words else super().convert(argument)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -67,8 +77,19 @@ def define_flags(values: flags.FlagValues) -> None:
     'Print how every array is sharded, and compile nothing.',
     **define,
   )
-  flags.DEFINE_integer(
-    'search', 0, 'Candidates to compile of those that rank best.', **define
+  # Boolean, so that it may stand without a value.
+  parser = _CountParser(lower_bound=0)
+  flags.DEFINE_flag(
+    flags.Flag(
+      parser,
+      flags.ArgumentSerializer(),
+      'search',
+      0,
+      'Candidates to compile of those that rank best; without a number'
+      f' {_CANDIDATES}. Rows a chip are searched, so the batch is not kept.',
+      boolean=True,
+    ),
+    **define,
   )
   flags.DEFINE_list(
     'calibrate',
@@ -149,9 +170,9 @@ def make(
     plans = {
       name: _compiled(name, settings, mesh, where, budget) for name in names
     }
-  for plan in plans.values():
+  for name, plan in plans.items():
     if not plan['fits']:
-      plan['remedies'] = _remedies(settings, where, devices, budget)
+      plan |= remedies.find(name, settings, plan, where, devices)
   return plans
 
 
@@ -230,22 +251,16 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
   return report.describe(programs.PROGRAMS[name](settings, mesh), question)
 
 
-def _remedies(settings, where, devices, budget) -> list[str]:
-  """Flags with which the same chips would do, the fastest three."""
-  try:
-    found = search.ranked(settings, where, devices, budget)
-  except errors.UserError as error:
-    return [str(error)]
-  fit = [c for c in found if c.plan['fits']]
-  return [' '.join(c.flags) for c in fit[:3]]
-
-
 def _search(settings, where, budget, values) -> int:
   """Ranks candidates by shapes, compiles the first, ranks them again."""
   devices = devices_of(where)
   found = search.ranked(settings, where, devices, budget)
   chosen = found[: values.search]
-  print(f'{len(found)} candidates may fit into {where.name} x {where.count}')
+  print(
+    f'{len(found)} candidates may fit into {where.name} x {where.count}. They'
+    ' have rows a chip of their own: a job keeps its batch of'
+    f' {settings.train.batch_size} by config.train.microbatches.'
+  )
   print(search.text(chosen))
   if where.chip.kind == 'tpu':
     for i, one in enumerate(chosen):

@@ -192,6 +192,8 @@ def text(plan: Mapping[str, Any]) -> str:
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
     )
   lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
+  if plan.get('advice'):
+    lines.append(f'  {plan["advice"]}')
   if plan['roofline'] is None:
     lines.append('the compiler gave up: there are no FLOPs, and no times')
   else:
