@@ -72,7 +72,7 @@ def find(
 
 def _of_training(settings, plan, where, devices):
   """Flags of the fastest ways that keep the batch; the least bytes of any."""
-  budget, least = plan['memory']['budget'], float('inf')
+  budget, least = plan['memory']['budget'], plan['memory']['peak']
   mesh = mesh_lib.make_mesh(settings.mesh, devices)
   asked = shapes.train(settings, mesh, where, budget)
   # What was compiled knows better.
@@ -93,7 +93,8 @@ def _of_training(settings, plan, where, devices):
     every = list(_candidates(changed, where, devices, budget / doubt))
     peaks = [doubt * one.plan['memory']['peak'] for one in every]
     least = min([least, *peaks])
-    fit = [one for one in every if one.plan['fits']]
+    # Once each: a mesh's least may be among what fits.
+    fit = list({one.flags: one for one in every if one.plan['fits']}.values())
     if fit:
       fit.sort(key=lambda one: -one.rate)
       return [words + one.flags for one in fit[:_MOST]], least
@@ -103,20 +104,32 @@ def _of_training(settings, plan, where, devices):
 def _candidates(settings, where, devices, budget):
   """Meshes and remat policies, with as few microbatches as they fit with."""
   arguments = search.Known(devices)
-  batch = settings.train.batch_size
   for on_mesh, words in search.on_meshes(settings, where):
     shards = on_mesh.mesh.replica * on_mesh.mesh.fsdp
-    if batch % shards:
-      continue
-    given, mesh = arguments.of(on_mesh)
-    for remat in execution.REMAT_POLICIES:
-      for microbatches in _divisors(batch // shards):
-        changed = search.with_remat(on_mesh, remat, batch, microbatches)
-        plan = shapes.train(changed, mesh, where, budget, given)
-        flags = words + search.training(changed)
-        yield search.Candidate(changed, flags, plan)
-        if plan['fits']:
-          break
+    if settings.train.batch_size % shards == 0:
+      yield from _on_mesh(on_mesh, words, where, budget, arguments)
+
+
+def _on_mesh(settings, words, where, budget, arguments: search.Known):
+  """The candidates of one mesh; of one that is too small, its least only."""
+  given, mesh = arguments.of(settings)
+  batch = settings.train.batch_size
+
+  def candidate(remat: str, microbatches: int) -> search.Candidate:
+    changed = search.with_remat(settings, remat, batch, microbatches)
+    plan = shapes.train(changed, mesh, where, budget, given)
+    return search.Candidate(changed, words + search.training(changed), plan)
+
+  parts = _divisors(batch // settings.mesh.replica // settings.mesh.fsdp)
+  smallest = [candidate('full', n) for n in {parts[0], parts[-1]}]
+  yield from smallest
+  if not any(one.plan['fits'] for one in smallest):
+    return
+  for remat in execution.REMAT_POLICIES:
+    tried = (candidate(remat, n) for n in parts)
+    fits = next((one for one in tried if one.plan['fits']), None)
+    if fits:
+      yield fits
 
 
 def _divisors(rows: int) -> list[int]:
@@ -135,7 +148,7 @@ def _of_rows(name, settings, plan, where, devices):
   mesh = mesh_lib.make_mesh(settings.mesh, devices)
   others = max(0.0, memory['peak'] - memory['arguments']['parameters'])
   of_row = others / rows * _shards(dict(mesh.shape))
-  found, least = [], float('inf')
+  found, least = [], memory['peak']
   for on_mesh, words in search.on_meshes(settings, where):
     sizes = {axis: getattr(on_mesh.mesh, axis) for axis in mesh_lib.AXES}
     placed = mesh_lib.make_mesh(on_mesh.mesh, devices)
