@@ -25,7 +25,7 @@ class Question:
     model_flops: FLOPs of one run on all devices by the stated formula
       (`runtime.flops`), 0 where there is none.
     loss: the part of it that is the vocabulary's loss, to be told apart in
-      memory.
+      memory; None of a program without one.
   """
 
   where: chips.Slice
