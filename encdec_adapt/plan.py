@@ -23,6 +23,7 @@ prints a table of plans that were written with --output.
 """
 
 import dataclasses
+import math
 import os
 import time
 
@@ -215,12 +216,6 @@ def _mesh(settings: config_lib.Settings, devices):
     mesh = mesh_lib.make_mesh(settings.mesh, devices)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
-  if mesh.shape['sequence'] > 1 and settings.compute.attention == 'splash':
-    raise errors.UserError(
-      f'config.mesh.sequence={mesh.shape["sequence"]}: what splash kernels'
-      ' read of a sharded length is not counted yet; plan with'
-      ' --config.compute.attention=chunked, whose memory is alike.'
-    )
   job.check_batches(settings, mesh)
   return mesh
 
@@ -228,26 +223,21 @@ def _mesh(settings: config_lib.Settings, devices):
 def _compiled(name, settings, mesh, where, budget) -> dict:
   """The plan of one program, compiled."""
   lengths = settings.data.train.lengths
-  taught = bool(settings.loss.distillation)
+  loss = {'train': programs.loss, 'eval': programs.evaluation_loss}.get(name)
   question = report.Question(
     where,
     mesh,
     budget,
-    kernels.attentions(
+    known=kernels.attentions(
       settings.model,
       lengths.encoder,
       lengths.decoder,
-      lengths.teacher if taught else 0,
+      lengths.teacher if job.reads_teacher_row(settings) else 0,
+      math.prod(mesh.shape[axis] for axis in settings.rules.length),
     ),
-    0.0,
+    model_flops=programs.model_flops(name, settings, mesh),
+    loss=loss and loss(settings, mesh),
   )
-  if name == 'train':
-    teacher = programs.teacher(settings, mesh)
-    question = dataclasses.replace(
-      question,
-      model_flops=job.step_flops(settings, teacher),
-      loss=programs.loss(settings, mesh),
-    )
   return report.describe(programs.PROGRAMS[name](settings, mesh), question)
 
 
