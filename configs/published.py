@@ -1,6 +1,6 @@
 """Decoder-only training whose speed was published: what plans are held against.
 
-    python -m encdec_adapt.plan --calibrate
+    python -m encdec_adapt.plan --calibrate=all
 
 compiles each of `RUNS` and writes how far its estimate is from what was
 measured. Batches are the published recipes' (MaxText's benchmark files) where

@@ -8,12 +8,12 @@ and reports memory, FLOPs, collectives and a roofline estimate per device. Of
 GPUs (--topology=h100:64) it reports the training step from shapes alone.
 Exits with status 3 where a program does not fit into memory.
 
-    python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
+    python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search[=6]
 
-ranks meshes, remat policies and batches by shapes, compiles the best six, and
-ranks those again.
+ranks meshes, remat policies and rows a chip by shapes, compiles the best six,
+and ranks those again.
 
-    python -m encdec_adapt.plan --calibrate
+    python -m encdec_adapt.plan --calibrate=all
 
 plans training whose speed was published, and keeps how far off it is.
 
@@ -23,6 +23,7 @@ prints a table of plans that were written with --output.
 """
 
 import dataclasses
+import math
 import os
 import time
 
@@ -31,11 +32,13 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
+from encdec_adapt.ops import attention
 from encdec_adapt.planning import (
   calibration,
   chips,
   kernels,
   programs,
+  remedies,
   report,
   search,
   shapes,
@@ -46,6 +49,15 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import report as sharding_report
 
 DOES_NOT_FIT = 3  # Exit status.
+_CANDIDATES = 6  # That --search compiles by itself.
+
+
+class _CountParser(flags.IntegerParser):
+  """A number; of a flag without one, which absl calls 'true', the usual."""
+
+  def convert(self, argument):
+    words = {'true': _CANDIDATES, 'false': 0}
+    return words[argument] if argument in words else super().convert(argument)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -66,8 +78,19 @@ def define_flags(values: flags.FlagValues) -> None:
     'Print how every array is sharded, and compile nothing.',
     **define,
   )
-  flags.DEFINE_integer(
-    'search', 0, 'Candidates to compile of those that rank best.', **define
+  # Boolean, so that it may stand without a value.
+  parser = _CountParser(lower_bound=0)
+  flags.DEFINE_flag(
+    flags.Flag(
+      parser,
+      flags.ArgumentSerializer(),
+      'search',
+      0,
+      'Candidates to compile of those that rank best; without a number'
+      f' {_CANDIDATES}. Rows a chip are searched, so the batch is not kept.',
+      boolean=True,
+    ),
+    **define,
   )
   flags.DEFINE_list(
     'calibrate',
@@ -85,6 +108,7 @@ def main(values: flags.FlagValues) -> int:
     return _calibrate(values.calibrate)
   if values.table:
     print(stored.markdown(stored.read(values.table)))
+    print(f'\n{calibration.text(calibration.table())}')
     return 0
   command.require(values, 'config', 'topology')
   where = chips.parse(values.topology, values.num_slices)
@@ -95,6 +119,7 @@ def main(values: flags.FlagValues) -> int:
         f' {", ".join(programs.PROGRAMS)}.'
       )
   settings = config_lib.load(values.config, sources=False)
+  check_attention(settings, where.chip)
   budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
     mesh = _mesh(settings, devices_of(where))
@@ -103,17 +128,22 @@ def main(values: flags.FlagValues) -> int:
       print(f'[{name}]\n{sharding_report.text(programs.rows(program))}')
     return 0
   if values.search:
-    return _search(settings, where, budget, values.search, values.output)
+    return _search(settings, where, budget, values)
   plans = make(settings, where, values.programs, budget)
   for name, plan in plans.items():
     print(f'[{name}] {where.name} x {where.count}: {where.devices} chips')
     print(report.text(plan))
-  if any(plan.get('mfu') for plan in plans.values()):
-    print(calibration.text(calibration.table()))
+  print(calibration.text(calibration.table()))
   if values.output:
-    asked = stored.question(values['config'], where)
-    files.write_json(values.output, {**asked, 'programs': plans})
+    _write(values, where, {'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
+
+
+def _write(values, where: chips.Slice, found: dict) -> None:
+  """Writes a report, with what was asked and what estimates are worth."""
+  asked = stored.question(values['config'], where)
+  worth = {'calibration': calibration.table()}
+  files.write_json(values.output, {**asked, **found, **worth})
 
 
 def make(
@@ -141,10 +171,29 @@ def make(
     plans = {
       name: _compiled(name, settings, mesh, where, budget) for name in names
     }
-  for plan in plans.values():
+  for name, plan in plans.items():
     if not plan['fits']:
-      plan['remedies'] = _remedies(settings, where, devices, budget)
+      plan |= remedies.find(name, settings, plan, where, devices)
   return plans
+
+
+def check_attention(settings: config_lib.Settings, chip: chips.Chip) -> None:
+  """Refuses attention that does not run on a chip, as training there does.
+
+  Raises:
+    UserError: names the backends that run.
+  """
+  able = [
+    name
+    for name, backend in attention.BACKENDS.items()
+    if chip.kind in backend.capabilities.platforms
+  ]
+  if settings.compute.attention not in able:
+    raise errors.UserError(
+      f'config.compute.attention is {settings.compute.attention}, which does'
+      f' not run on a {chip.kind.upper()} ({chip.name}); choose one of'
+      f' {", ".join(able)}.'
+    )
 
 
 def devices_of(where: chips.Slice):
@@ -167,12 +216,6 @@ def _mesh(settings: config_lib.Settings, devices):
     mesh = mesh_lib.make_mesh(settings.mesh, devices)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
-  if mesh.shape['sequence'] > 1 and settings.compute.attention == 'splash':
-    raise errors.UserError(
-      f'config.mesh.sequence={mesh.shape["sequence"]}: what splash kernels'
-      ' read of a sharded length is not counted yet; plan with'
-      ' --config.compute.attention=chunked, whose memory is alike.'
-    )
   job.check_batches(settings, mesh)
   return mesh
 
@@ -180,46 +223,35 @@ def _mesh(settings: config_lib.Settings, devices):
 def _compiled(name, settings, mesh, where, budget) -> dict:
   """The plan of one program, compiled."""
   lengths = settings.data.train.lengths
-  taught = bool(settings.loss.distillation)
+  loss = {'train': programs.loss, 'eval': programs.evaluation_loss}.get(name)
   question = report.Question(
     where,
     mesh,
     budget,
-    kernels.attentions(
+    known=kernels.attentions(
       settings.model,
       lengths.encoder,
       lengths.decoder,
-      lengths.teacher if taught else 0,
+      lengths.teacher if job.reads_teacher_row(settings) else 0,
+      math.prod(mesh.shape[axis] for axis in settings.rules.length),
     ),
-    0.0,
+    model_flops=programs.model_flops(name, settings, mesh),
+    loss=loss and loss(settings, mesh),
   )
-  if name == 'train':
-    teacher = programs.teacher(settings, mesh)
-    question = dataclasses.replace(
-      question,
-      model_flops=job.step_flops(settings, teacher),
-      loss=programs.loss(settings, mesh),
-    )
   return report.describe(programs.PROGRAMS[name](settings, mesh), question)
 
 
-def _remedies(settings, where, devices, budget) -> list[str]:
-  """Flags with which the same chips would do, the fastest three."""
-  try:
-    found = search.ranked(settings, where, devices, budget)
-  except errors.UserError as error:
-    return [str(error)]
-  fit = [c for c in found if c.plan['fits']]
-  return [' '.join(c.flags) for c in fit[:3]]
-
-
-def _search(settings, where, budget, count, output) -> int:
+def _search(settings, where, budget, values) -> int:
   """Ranks candidates by shapes, compiles the first, ranks them again."""
   devices = devices_of(where)
   found = search.ranked(settings, where, devices, budget)
-  chosen = found[:count]
-  print(f'{len(found)} candidates may fit into {where.name} x {where.count}')
-  print(search.text(chosen, float('inf')))
+  chosen = found[: values.search]
+  print(
+    f'{len(found)} candidates may fit into {where.name} x {where.count}. They'
+    ' have rows a chip of their own: a job keeps its batch of'
+    f' {settings.train.batch_size} by config.train.microbatches.'
+  )
+  print(search.text(chosen))
   if where.chip.kind == 'tpu':
     for i, one in enumerate(chosen):
       began = time.monotonic()
@@ -234,10 +266,11 @@ def _search(settings, where, budget, count, output) -> int:
         flush=True,
       )
   fit = [one for one in chosen if one.plan['fits']]
-  print(search.text(fit, budget))
-  if output:
+  print(search.text(fit))
+  print(calibration.text(calibration.table()))
+  if values.output:
     rows = [{'flags': one.flags, 'plan': one.plan} for one in fit]
-    files.write_json(output, rows)
+    _write(values, where, {'candidates': rows})
   return 0 if fit else DOES_NOT_FIT
 
 

@@ -27,6 +27,21 @@ def forward(
   return total + flops.forward(stack_shape(model.decoder), length)
 
 
+def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
+  """FLOPs of one row's last step of decoding.
+
+  Args:
+    model: the model.
+    encoder: S, which an encoder has read before.
+    decoder: T, all of them in the cache after the step.
+  """
+  total = flops.vocabulary(model.decoder.width, model.decoder.vocab_size, 1)
+  source = encoder if isinstance(model, configs.EncoderDecoderConfig) else 0
+  return total + flops.decoding(
+    stack_shape(model.decoder), decoder, source_length=source
+  )
+
+
 def stack_shape(stack: configs.StackConfig) -> flops.StackShape:
   """The numbers of a stack that FLOPs depend on."""
   return flops.StackShape(

@@ -3,7 +3,7 @@
 `RUNS` lists decoder-only training whose speed somebody published; the
 table beside this module has what a plan says of each, written by
 
-    python -m encdec_adapt.plan --calibrate
+    python -m encdec_adapt.plan --calibrate=all
 """
 
 from collections.abc import Mapping

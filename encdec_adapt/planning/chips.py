@@ -9,6 +9,7 @@ than that only on request.
 
 from collections.abc import Sequence
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -36,6 +37,8 @@ class Chip:
     dimensions: of the torus.
     wraps_at: extent of a dimension from which it closes to a ring.
     host_chips: chips of one host.
+    devices_as: libtpu's name of the configuration in which a chip is one
+      device, where that is not what it has by default.
     cycle_share: share of the cycles estimated by the compiler that published
       training took, apart from kernels and collectives: set so that the
       estimates of those runs are right in the mean (`planning.calibration`);
@@ -53,6 +56,7 @@ class Chip:
   dimensions: int = 0
   wraps_at: int = 0
   host_chips: int = 8
+  devices_as: str = ''
   cycle_share: float = 1.0
 
 
@@ -65,6 +69,7 @@ CHIPS = {
     Chip(
       'v4', 'tpu', 275e12, 30.75 * _GIB, 1228e9, 100e9, 6.25e9,
       clock=1.05e9, dimensions=3, wraps_at=4, host_chips=4,
+      devices_as='megacore',
     ),
     Chip(
       'v5e', 'tpu', 197e12, 15.75 * _GIB, 819e9, 100e9, 3.125e9,
@@ -147,22 +152,34 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
   Raises:
     UserError: libtpu is not installed, or knows no such slice.
   """
+  if importlib.util.find_spec('libtpu') is None:
+    raise errors.UserError(
+      'planning for a TPU needs its compiler, libtpu, which runs on any'
+      f" machine: pip install 'jax[tpu]=={jax.__version__}'."
+    )
   from jax.experimental import topologies  # Loads libtpu.
 
+  options = {}
+  if where.chip.devices_as:
+    options['chip_config_name'] = where.chip.devices_as
   try:
     found = topologies.get_topology_desc(
-      platform='tpu', topology_name=where.name, num_slices=where.count
-    )
+      platform='tpu',
+      topology_name=where.name,
+      num_slices=where.count,
+      **options,
+    ).devices
   except Exception as error:  # JAX raises what libtpu does, of many types.
     reason = str(error).strip().splitlines()
-    if 'libtpu' in str(error) and 'not' in str(error):
-      raise errors.UserError(
-        'planning for a TPU needs its compiler, libtpu, which runs on any'
-        f" machine: pip install 'jax[tpu]=={jax.__version__}'."
-      ) from error
     raise errors.UserError(
       f'--topology={where.name} with {where.count} slice(s) cannot be built:'
       f' {reason[0] if reason else type(error).__name__}. Known shapes are'
       ' such as v5e:2x2 to v5e:16x16, v6e likewise, v5p:2x2x1 to v5p:8x8x16.'
     ) from error
-  return found.devices
+  if len(found) != where.devices:
+    raise errors.UserError(
+      f'--topology={where.name} with {where.count} slice(s) is'
+      f' {where.devices} chips, and libtpu makes {len(found)} devices of it;'
+      ' memory and speed are known of whole chips. Take another topology.'
+    )
+  return found

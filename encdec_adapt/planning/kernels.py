@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import dataclasses
 import math
 
+import numpy as np
+
 from encdec_adapt.models import config as model_config
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
@@ -25,55 +27,104 @@ class Attention:
   """One attention of a model, as a kernel sees it.
 
   Attributes:
-    queries, keys: lengths on one device and in all, padded to whole blocks.
+    queries, keys: lengths on one device.
     left, right: keys that a query sees before and after itself; None for
       all of them.
+    offset: place of the first query among the keys.
+    key_block: keys of a block; None for what their number implies, to which
+      they are then padded.
   """
 
   queries: int
   keys: int
   left: int | None
   right: int | None
+  offset: int = 0
+  key_block: int | None = None
+
+  @property
+  def sizes(self) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    own = self.key_block or attention_splash.block(self.keys)
+    return attention_splash.block(self.queries), own
+
+  @property
+  def lengths(self) -> tuple[int, int]:
+    """Queries and keys, padded to whole blocks."""
+    block_q, block_kv = self.sizes
+    return _padded(self.queries, block_q), _padded(self.keys, block_kv)
+
+  def visited(self) -> np.ndarray:
+    """Whether anybody sees anything in a block: [query, key] blocks."""
+    (block_q, block_kv), (queries, keys) = self.sizes, self.lengths
+    first = self.offset + np.arange(0, queries, block_q)[:, None]
+    key = np.arange(0, keys, block_kv)[None]
+    # Distances query - key that occur in the block.
+    most, least = first + block_q - 1 - key, first - key - block_kv + 1
+    seen = np.ones(most.shape, bool)
+    if self.left is not None:
+      seen &= least <= self.left
+    if self.right is not None:
+      seen &= most >= -self.right
+    return seen
 
   @property
   def blocks(self) -> tuple[int, int]:
     """Blocks that are visited, and the most of them in one row of blocks."""
-    sizes = (
-      attention_splash.block(self.queries),
-      attention_splash.block(self.keys),
-    )
-    rows = []
-    for i in range(-(-self.queries // sizes[0])):
-      count = 0
-      for j in range(-(-self.keys // sizes[1])):
-        # Distances query - key that occur in the block.
-        most = (i + 1) * sizes[0] - 1 - j * sizes[1]
-        least = i * sizes[0] - ((j + 1) * sizes[1] - 1)
-        count += (self.left is None or least <= self.left) and (
-          self.right is None or most >= -self.right
-        )
-      rows.append(count)
-    return sum(rows), max(rows)
+    seen = self.visited()
+    return int(seen.sum()), int(seen.sum(axis=1).max())
 
   def pairs(self) -> int:
     """Pairs (query, key) of all visited blocks."""
-    sizes = (
-      attention_splash.block(self.queries),
-      attention_splash.block(self.keys),
+    block_q, block_kv = self.sizes
+    return self.blocks[0] * block_q * block_kv
+
+  def on_shard(self, shards: int) -> 'Attention':
+    """The same where the length is sharded, on the device with most to do.
+
+    Keys are gathered, or only a halo of them: see `ops.attention_shards`.
+
+    Args:
+      shards: of the length; this attention is the whole one.
+    """
+    if shards == 1:
+      return self
+    block_q, block_kv = (
+      attention_splash.block(-(-n // shards)) for n in (self.queries, self.keys)
     )
-    return self.blocks[0] * sizes[0] * sizes[1]
+    queries = _padded(self.queries, block_q * shards) // shards
+    keys = _padded(self.keys, block_kv * shards)
+    offsets = [0]
+    reach = None if None in (self.left, self.right) else self.left + self.right
+    if reach is not None and reach < keys - keys // shards:
+      keys = _padded(keys // shards + reach, block_kv)
+      offsets = [self.left]
+    elif (self.left, self.right) != (None, None):
+      offsets = [i * queries for i in range(shards)]
+    return max(
+      (
+        Attention(queries, keys, self.left, self.right, offset, block_kv)
+        for offset in offsets
+      ),
+      key=lambda one: one.blocks,
+    )
 
 
 def attentions(
-  model: model_config.ModelConfig, encoder: int, decoder: int, teacher: int
+  model: model_config.ModelConfig,
+  encoder: int,
+  decoder: int,
+  teacher: int,
+  shards: int = 1,
 ) -> list[Attention]:
-  """Every kind of attention of a model and of its teacher.
+  """Every kind of attention of a model and of its teacher, on one device.
 
   Args:
     model: the model.
     encoder: S.
     decoder: T.
     teacher: length of the teacher's row, or 0.
+    shards: of the lengths.
   """
   found = []
   for name, stack in model.stacks.items():
@@ -84,7 +135,7 @@ def attentions(
       found += [_self(stack, kind, length) for kind in set(stack.pattern)]
   if 'encoder' in model.stacks:
     found.append(Attention(decoder, encoder, None, None))
-  return found
+  return [one.on_shard(shards) for one in found]
 
 
 def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:
@@ -115,12 +166,10 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     grid = states[0]
     query, key = [s for s in states[1:] if s[-1] > 1 and s != grid][:2]
     heads, queries, head_dim = query[-3:]
-    matching = [
-      a
-      for a in known
-      if (_padded(a.queries), _padded(a.keys)) == (queries, key[-2])
-    ]
-    exact = [a for a in matching if a.blocks[1] == grid[-1]]
+    matching = [a for a in known if a.lengths == (queries, key[-2])]
+    # The last dimension of the grid are keys, of gradients of keys queries.
+    along = 0 if parts[0] == 'dkv' else 1
+    exact = [a for a in matching if a.visited().sum(along).max() == grid[-1]]
     chosen = exact or matching
     if not chosen:
       raise hlo.UnknownProgramError(
@@ -131,7 +180,7 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     rows = math.prod(query[:-3])
     products = _PRODUCTS[parts[0]]
     # A fused pass takes several blocks of keys at a time.
-    blocks = key[-2] // attention_splash.block(key[-2])
+    blocks = key[-2] // chosen[0].sizes[1]
     if parts[0] == 'dkv' and grid[-2] < blocks:
       products = _FUSED_PRODUCTS
     work = products * 2 * heads * head_dim * pairs
@@ -139,6 +188,5 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
   return total
 
 
-def _padded(length: int) -> int:
-  block = attention_splash.block(length)
-  return -(-length // block) * block
+def _padded(length: int, multiple: int) -> int:
+  return -(-length // multiple) * multiple

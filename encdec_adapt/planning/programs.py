@@ -18,7 +18,8 @@ from encdec_adapt import job
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import config as model_config
-from encdec_adapt.ops import partition
+from encdec_adapt.models import model_flops as formula
+from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import report as sharding_report
 from encdec_adapt.training import objectives, optimizers, phases
@@ -103,23 +104,9 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
   where = job.place_model(settings, settings.model, mesh)
   taught = teacher(settings, mesh)
   rows = settings.train.batch_size // settings.train.microbatches
-  fields = batch(settings, where, rows)
-  used = {name: fields[name] for name in ('targets', 'weights')}
-
-  def states(model):
-    shape = (*used['targets'].shape, model.config.decoder.width)
-    names = ('batch', 'length', 'act_embed')
-    sharding = jax.NamedSharding(mesh, placement.spec(where.rules, *names))
-    dtype = jnp.dtype(settings.compute.dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-  def head(placed):
-    return placed.model.head(placed.abstract_params())
-
-  students = {'hidden': states(where.model), 'table': head(where)}
-  teachers = {}
-  if taught:
-    teachers = {'hidden': states(taught.model), 'table': head(taught)}
+  used = _targets(settings, where, rows)
+  students = _states_and_table(settings, where, rows)
+  teachers = _states_and_table(settings, taught, rows) if taught else {}
 
   def total(students, teachers, batch):
     with partition.use(mesh, settings.rules.as_dict()):
@@ -140,6 +127,52 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
     {'parameters': students, 'teacher': teachers, 'batch': used},
     lambda a: (a['parameters'], a['teacher'], a['batch']),
   )
+
+
+def evaluation_loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
+  """The vocabulary's part of an evaluation batch's loss, alone."""
+  where = job.place_model(settings, settings.model, mesh)
+  rows, stack = settings.train.eval_batch_size, where.model.config.decoder
+
+  def total(students, batch):
+    with partition.use(mesh, settings.rules.as_dict()):
+      return vocabulary_loss.cross_entropy(
+        *students.values(),
+        batch['targets'],
+        batch['weights'],
+        vocab_size=stack.vocab_size,
+        softcap=stack.final_softcap,
+        chunk=settings.loss.chunk,
+      )
+
+  return Program(
+    jax.jit(total, compiler_options=compiler.options(mesh)),
+    {
+      'parameters': _states_and_table(settings, where, rows),
+      'batch': _targets(settings, where, rows),
+    },
+    lambda a: (a['parameters'], a['batch']),
+  )
+
+
+def _targets(settings, where, rows: int):
+  """What a loss reads of a batch."""
+  fields = batch(settings, where, rows)
+  return {name: fields[name] for name in ('targets', 'weights')}
+
+
+def _states_and_table(settings, where, rows: int):
+  """A decoder's states of a batch's targets, and its table."""
+  length = settings.data.train.lengths.decoder
+  names = ('batch', 'length', 'act_embed')
+  spec = placement.spec(settings.rules, *names)
+  hidden = jax.ShapeDtypeStruct(
+    (rows, length, where.model.config.decoder.width),
+    jnp.dtype(settings.compute.dtype),
+    sharding=jax.NamedSharding(where.mesh, spec),
+  )
+  table = where.model.head(where.abstract_params())
+  return {'hidden': hidden, 'table': table}
 
 
 def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
@@ -227,6 +260,17 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
   'eval': evaluate,
   'decode': decode,
 }
+
+
+def model_flops(name: str, settings: config_lib.Settings, mesh: Mesh) -> float:
+  """FLOPs of one run of a program on all devices, by the stated formula."""
+  if name == 'train':
+    return job.step_flops(settings, teacher(settings, mesh))
+  lengths, rows = settings.data.train.lengths, settings.train.eval_batch_size
+  sizes = lengths.encoder, lengths.decoder
+  if name == 'decode':
+    return float(rows * formula.decoding(settings.model, *sizes))
+  return float(rows * formula.forward(settings.model, *sizes, lengths.teacher))
 
 
 def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):

@@ -25,7 +25,7 @@ class Question:
     model_flops: FLOPs of one run on all devices by the stated formula
       (`runtime.flops`), 0 where there is none.
     loss: the part of it that is the vocabulary's loss, to be told apart in
-      memory.
+      memory; None of a program without one.
   """
 
   where: chips.Slice
@@ -42,8 +42,8 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   Returns:
     JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
     `compile_s`, `trace_s`, `instructions`, `replicated` and `fits`; where the
-    compiler found that memory does not suffice, what it said of it and no
-    totals.
+    compiler found that memory does not suffice, what it said of it, and None
+    for what only a compiled program has.
   """
   began = time.perf_counter()
   lowered = program.lower(question.mesh)
@@ -62,8 +62,14 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
         'peak': needed,
         'arguments': programs.argument_bytes(program),
       },
+      'flops': None,
+      'collectives': None,
+      'kernels': None,
+      'roofline': None,
+      'mfu': None,
       'trace_s': traced - began,
       'compile_s': time.perf_counter() - traced,
+      'instructions': None,
       'replicated': programs.replicated(program),
     }
   compile_seconds = time.perf_counter() - traced
@@ -186,7 +192,11 @@ def text(plan: Mapping[str, Any]) -> str:
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
     )
   lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
-  if 'roofline' in plan:
+  if plan.get('advice'):
+    lines.append(f'  {plan["advice"]}')
+  if plan['roofline'] is None:
+    lines.append('the compiler gave up: there are no FLOPs, and no times')
+  else:
     lines += _times(plan)
   return '\n'.join(lines)
 
@@ -198,7 +208,7 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
     f'FLOPs per device: {work["products"]:.4g} in products,'
     f' {work["kernels"]:.4g} in kernels; {work["model"]:.4g} by the formula'
   ]
-  for kernel in plan['kernels']:
+  for kernel in plan['kernels'] or ():
     lines.append(
       f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
       f' FLOPs, {kernel["seconds"]:.3f} s'
@@ -217,7 +227,7 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
   )
   if plan['mfu'] is not None:
     lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
-  if plan['source'] == 'compiled':
+  if plan['compile_s'] is not None:
     lines.append(
       f'traced in {plan["trace_s"]:.1f} s, compiled in'
       f' {plan["compile_s"]:.1f} s'

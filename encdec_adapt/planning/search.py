@@ -1,7 +1,9 @@
-"""Which mesh, rematerialisation and batch suit a job on given chips.
+"""Which mesh, rematerialisation and rows a chip suit a job on given chips.
 
-Candidates are ranked by their shapes (`planning.shapes`), which takes no
-time; the best of them are compiled, and ranked again by what came out.
+The batch follows from the rows: what is ranked is how fast chips train, and
+not one job; what makes a job fit as it is, says `planning.remedies`.
+Candidates are ranked by their shapes (`planning.shapes`), which takes no time;
+the best of them are compiled, and ranked again by what came out.
 """
 
 from collections.abc import Iterator
@@ -9,7 +11,10 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
+
 from encdec_adapt import config as config_lib
+from encdec_adapt import job
 from encdec_adapt.models import execution
 from encdec_adapt.planning import chips, shapes
 from encdec_adapt.runtime import errors
@@ -20,7 +25,9 @@ from encdec_adapt.sharding import rules as rules_lib
 # worth compiling.
 _DOUBT = 1.25
 _ROWS = (1, 2, 4, 8)  # Of a device, or of the devices that share a row.
-_TENSOR = (1, 2, 4, 8)
+_SHARDS = (1, 2, 4, 8)  # Of heads, or of the length.
+# Least tokens of a shard of the length: a block of the attention kernels.
+_SHORTEST = 512
 # Devices that share one table of the vocabulary; beyond, hidden states of too
 # many are exchanged.
 _LARGEST_TABLE_GROUP = 64
@@ -42,9 +49,9 @@ class Candidate:
 
   @property
   def rate(self) -> float:
-    """Rows a second."""
-    rows = self.settings.train.batch_size
-    return rows / self.plan['roofline']['step_s']
+    """Rows a second; 0 where a plan has no times."""
+    times = self.plan['roofline']
+    return self.settings.train.batch_size / times['step_s'] if times else 0.0
 
 
 def ranked(
@@ -62,42 +69,104 @@ def ranked(
     UserError: none of them fits.
   """
   found, smallest = [], float('inf')
-  for mesh_config, name in _meshes(settings, where):
-    mesh = mesh_lib.make_mesh(mesh_config, devices)
-    rules = rules_lib.named(name)
-    rows_shards = mesh_config.replica * mesh_config.fsdp
-    on_mesh = dataclasses.replace(
-      settings,
-      mesh=mesh_config,
-      rules=rules,
-      train=dataclasses.replace(
-        settings.train, batch_size=rows_shards, microbatches=1
-      ),
-    )
-    given = shapes.Arguments.of(on_mesh, mesh)
+  arguments = Known(devices)
+  for on_mesh, words in on_meshes(settings, where):
+    given, mesh = arguments.of(on_mesh)
+    shards = on_mesh.mesh.replica * on_mesh.mesh.fsdp
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
-      batch = rows * rows_shards
-      changed = dataclasses.replace(
-        on_mesh,
-        compute=dataclasses.replace(settings.compute, remat=remat),
-        train=dataclasses.replace(on_mesh.train, batch_size=batch),
-      )
+      changed = with_remat(on_mesh, remat, rows * shards, 1)
       plan = shapes.train(changed, mesh, where, budget, given)
       smallest = min(smallest, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:
-        flags = {f'mesh.{a}': getattr(mesh_config, a) for a in mesh_lib.AXES}
-        flags |= {'mesh.rules': name, 'compute.remat': remat}
-        flags |= {'train.batch_size': batch, 'train.microbatches': 1}
-        words = tuple(f'--config.{k}={v}' for k, v in flags.items())
-        found.append(Candidate(changed, words, plan))
+        found.append(Candidate(changed, words + training(changed), plan))
   if not found:
     raise errors.UserError(
       f'nothing fits into {where.name} x {where.count}: the least that any'
-      f' mesh, remat policy and batch needs is {smallest / 2**30:.1f} GiB of'
-      f' {budget / 2**30:.1f} GiB a device. Take more chips, shorter rows or'
-      ' --config.optimizer.kind=adafactor.'
+      ' mesh, remat policy and rows a chip need is'
+      f' {smallest / 2**30:.1f} GiB of {budget / 2**30:.1f} GiB a device. Take'
+      ' more chips, shorter rows, or less of an optimizer:'
+      ' --config.optimizer.moment_dtype=bfloat16, .kind=adafactor or'
+      ' .offload=True.'
     )
   return sorted(found, key=lambda candidate: -candidate.rate)
+
+
+def with_remat(
+  settings: config_lib.Settings, remat: str, batch: int, microbatches: int
+) -> config_lib.Settings:
+  """The job with these of what `training` writes as flags."""
+  return dataclasses.replace(
+    settings,
+    compute=dataclasses.replace(settings.compute, remat=remat),
+    train=dataclasses.replace(
+      settings.train, batch_size=batch, microbatches=microbatches
+    ),
+  )
+
+
+def training(settings: config_lib.Settings) -> tuple[str, ...]:
+  """Flags of rematerialisation, batch and microbatches."""
+  return (
+    f'--config.compute.remat={settings.compute.remat}',
+    f'--config.train.batch_size={settings.train.batch_size}',
+    f'--config.train.microbatches={settings.train.microbatches}',
+  )
+
+
+class Known:
+  """What jobs on meshes of the same devices are given.
+
+  Asked once for all meshes that shard parameters alike, for asking takes
+  most of the time.
+  """
+
+  def __init__(self, devices):
+    self._devices = devices
+    self._arguments: dict[tuple, shapes.Arguments] = {}
+
+  def of(
+    self, settings: config_lib.Settings
+  ) -> tuple[shapes.Arguments, jax.sharding.Mesh]:
+    """Arguments and mesh; the settings differ in mesh, batch and remat only.
+
+    The batch need not divide.
+    """
+    shards = settings.mesh.replica * settings.mesh.fsdp
+    settings = with_remat(settings, settings.compute.remat, shards, 1)
+    mesh = mesh_lib.make_mesh(settings.mesh, self._devices)
+    rules = settings.rules
+    key = tuple(
+      tuple(mesh.shape[axis] for axis in axes)
+      for axes in (rules.embed, rules.vocab, rules.heads)
+    )
+    if key not in self._arguments:
+      self._arguments[key] = shapes.Arguments.of(settings, mesh)
+    return self._arguments[key], mesh
+
+
+def on_meshes(
+  settings: config_lib.Settings, where: chips.Slice
+) -> Iterator[tuple[config_lib.Settings, tuple[str, ...]]]:
+  """The job on every mesh that it divides over, with the flags for that.
+
+  Evaluation batches that do not divide are made larger. What trains is not
+  changed, and may not divide.
+  """
+  for config, name in _meshes(settings, where):
+    flags = {f'mesh.{a}': getattr(config, a) for a in mesh_lib.AXES}
+    flags['mesh.rules'] = name
+    rows = settings.train.eval_batch_size
+    shards = config.replica * config.fsdp
+    if rows % shards:
+      rows += -rows % shards
+      flags['train.eval_batch_size'] = rows
+    changed = dataclasses.replace(
+      settings,
+      mesh=config,
+      rules=rules_lib.named(name),
+      train=dataclasses.replace(settings.train, eval_batch_size=rows),
+    )
+    yield changed, tuple(f'--config.{k}={v}' for k, v in flags.items())
 
 
 def _meshes(
@@ -105,30 +174,41 @@ def _meshes(
 ) -> Iterator[tuple[mesh_lib.MeshConfig, str]]:
   """Meshes over the chips that the model divides over, with their rules."""
   stacks = settings.model.stacks.values()
-  for tensor in _TENSOR:
-    sizes = [(s.heads, s.kv_heads, s.mlp_width) for s in stacks]
-    if any(n % tensor for size in sizes for n in size):
+  sizes = [n for s in stacks for n in (s.heads, s.kv_heads, s.mlp_width)]
+  widths = {s.width for s in stacks}
+  tables = [2**n for n in range(_LARGEST_TABLE_GROUP.bit_length())]
+  for tensor, sequence, fsdp in itertools.product(_SHARDS, _SHARDS, tables):
+    taken = tensor * sequence * fsdp
+    if any(n % tensor for n in sizes) or where.devices % taken:
       continue
-    for fsdp in (2**n for n in range(_LARGEST_TABLE_GROUP.bit_length())):
-      if where.devices % (tensor * fsdp):
-        continue
-      replica = where.devices // (tensor * fsdp)
-      if replica % where.count:
-        continue
-      config = mesh_lib.MeshConfig(replica=replica, fsdp=fsdp, tensor=tensor)
-      yield config, 'fsdp'
-      widths = {s.width for s in stacks}
-      if where.count == 1 < replica and not any(
-        width % (replica * fsdp) for width in widths
-      ):
-        yield config, 'fsdp_replica'
+    if any(s.width % fsdp or s.table_rows % (fsdp * tensor) for s in stacks):
+      continue
+    if sequence > 1 and any(
+      n % sequence or n < sequence * _SHORTEST for n in lengths(settings)
+    ):
+      continue
+    replica = where.devices // taken
+    if replica % where.count:
+      continue
+    config = mesh_lib.MeshConfig(replica, fsdp, sequence, tensor)
+    yield config, 'fsdp'
+    if where.count == 1 < replica and not any(
+      width % (replica * fsdp) for width in widths
+    ):
+      yield config, 'fsdp_replica'
 
 
-def text(candidates: list[Candidate], budget: float) -> str:
-  """A table of candidates, the fastest that fit first."""
-  fit = [c for c in candidates if c.plan['memory']['peak'] <= budget]
+def lengths(settings: config_lib.Settings) -> list[int]:
+  """Of all rows that a step reads."""
+  read = settings.data.train.lengths
+  found = [n for n in (read.encoder, read.decoder) if n]
+  return found + [read.teacher] * job.reads_teacher_row(settings)
+
+
+def text(candidates: list[Candidate]) -> str:
+  """A table of candidates that have estimates, the fastest first."""
   lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6}  by         flags']
-  for one in sorted(fit, key=lambda candidate: -candidate.rate):
+  for one in sorted(candidates, key=lambda candidate: -candidate.rate):
     lines.append(
       f'{one.rate:>9.2f} {one.plan["mfu"]:>6.1%}'
       f' {one.plan["memory"]["peak"] / 2**30:>6.1f}  {one.plan["source"]:<9}'

@@ -83,25 +83,30 @@ class Arguments:
   Attributes:
     bytes: by what they are; see `programs.Program`.
     replicated: large ones that every device holds whole.
-    rows: of the batch.
+    rows: of the batch that a device has; where devices share a row, a part
+      of one.
   """
 
   bytes: dict[str, float]
   replicated: list[dict[str, Any]]
-  rows: int
+  rows: float
 
   @classmethod
   def of(cls, settings: config_lib.Settings, mesh: Mesh) -> 'Arguments':
-    """Those of a job; they do not depend on its `compute.remat`."""
+    """Those of a job; they do not depend on its `compute.remat`.
+
+    With another batch, or on a mesh that differs only in how it splits the
+    batch, all but the batch is the same; see `with_rows`.
+    """
     program = programs.train(settings, mesh)
     return cls(
       programs.argument_bytes(program),
       programs.replicated(program),
-      settings.train.batch_size,
+      _device_rows(settings, _Shares.of(settings, mesh)),
     )
 
-  def of_rows(self, rows: int) -> dict[str, float]:
-    """The bytes with a batch of another size."""
+  def with_rows(self, rows: float) -> dict[str, float]:
+    """The bytes where a device has so many rows of the batch."""
     return {**self.bytes, 'batch': self.bytes['batch'] * rows / self.rows}
 
 
@@ -119,18 +124,20 @@ def train(
     mesh: of the devices, which may stand for others.
     where: what they stand for.
     budget: bytes of memory that a device may use.
-    given: of the job on this mesh with any batch; by default made here, which
-      takes most of the time.
+    given: of the job on this mesh, or one that shards parameters alike, with
+      any batch; by default made here, which takes most of the time.
 
   Returns:
-    JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (none),
-    `roofline`, `mfu`, `replicated`, and 'shapes' as `source`.
+    JSON with `fits`, `memory`, `flops` (those of kernels are among the
+    products), `collectives`, `roofline`, `mfu`, `replicated`, and 'shapes' as
+    `source`; None as `kernels`, `compile_s`, `trace_s` and `instructions`,
+    which only a compiled program has.
   """
   teacher = programs.teacher(settings, mesh)
   given = given or Arguments.of(settings, mesh)
   shares = _Shares.of(settings, mesh)
   rows = list(_rows(settings, bool(teacher)))
-  arguments = given.of_rows(settings.train.batch_size)
+  arguments = given.with_rows(_device_rows(settings, shares))
   parts = {
     'loss': _loss(settings, shares, bool(teacher)),
     'activations': _activations(settings, rows, shares),
@@ -160,7 +167,7 @@ def train(
     },
     'flops': {'products': work, 'kernels': 0.0, 'model': model / mesh.size},
     'collectives': traffic,
-    'kernels': [],
+    'kernels': None,
     'roofline': {
       'compute_s': compute,
       'kernels_s': 0.0,
@@ -170,8 +177,16 @@ def train(
       'step_s': step,
     },
     'mfu': model / mesh.size / peak / step,
+    'trace_s': None,
+    'compile_s': None,
+    'instructions': None,
     'replicated': given.replicated,
   }
+
+
+def _device_rows(settings: config_lib.Settings, shares: _Shares) -> float:
+  """Rows of a batch on one device, a part of one where devices share it."""
+  return settings.train.batch_size / shares.rows / shares.length
 
 
 def _parts(settings: config_lib.Settings) -> int:
@@ -203,7 +218,10 @@ def _tokens(settings, row: _Row, shares: _Shares) -> float:
 
 
 def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
-  """Bytes that one layer keeps of a token for its backward pass."""
+  """Bytes that one layer keeps of a token for its backward pass.
+
+  Without rematerialisation these are keys and values of all shards of a row.
+  """
   stack = row.stack
   heads = stack.heads * stack.head_dim / shares.tensor
   both = 2 * stack.kv_heads * stack.head_dim / shares.tensor
@@ -217,7 +235,7 @@ def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
   if remat in ('dots', 'none'):
     kept += 2 * mlp
   if remat == 'none':
-    kept += 4 * stack.width + both + mlp
+    kept += 4 * stack.width + both * shares.length + mlp
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
   return kept * item + statistics
 
@@ -235,6 +253,10 @@ def _activations(settings, rows, shares: _Shares) -> float:
       4 * (stack.mlp_width + stack.heads * stack.head_dim) / (shares.tensor)
     )
     working = tokens * inside * item
+    if shares.length > 1:
+      # Keys and values of all shards of a row, and their gradients.
+      both = 2 * stack.kv_heads * stack.head_dim / shares.tensor
+      working += 2 * tokens * shares.length * both * item
     if compute.attention != 'splash':
       # Scores of a chunk of queries, and their gradient.
       keys = max(row.length, row.source_length)
@@ -316,7 +338,7 @@ def _exchanges(
   # Logits are formed of the decoder's states.
   decoder = next(r for r in rows if r.stack is settings.model.decoder)
   states = _tokens(settings, decoder, shares) * decoder.stack.width
-  rest = tuple(a for a in rules['batch'] if a not in rules['embed'])
+  rest = tuple(a for a in tokens if a not in rules['embed'])
   shards = math.prod(mesh.shape[a] for a in rules['embed'])
   # Sums of what each share of the heads and of the feed-forward adds.
   sums = sum(
@@ -338,7 +360,28 @@ def _exchanges(
       states * shares.exchange * _FP32,
     ),
     'activations': (rules['mlp'], 'all-reduce', sums * item),
+    'keys': (
+      rules['length'],
+      'all-gather',
+      sum(_gathered(settings, row, shares) for row in rows) * item,
+    ),
   }
+
+
+def _gathered(settings, row: _Row, shares: _Shares) -> float:
+  """Elements of keys and values that the shards of a row exchange.
+
+  Forward; where a backward pass follows, once more, and their gradients. A
+  window needs no more than what it reaches (`ops.attention_shards`).
+  """
+  stack = row.stack
+  of_position = 2 * stack.kv_heads * stack.head_dim / shares.tensor
+  rows = _tokens(settings, row, shares) * shares.length / row.length
+  sides = 1 if stack.role == 'causal' else 2
+  positions = stack.layers * row.source_length
+  for window in model_flops.stack_shape(stack).windows:
+    positions += min(row.length, sides * (window or row.length))
+  return (3 if row.trained else 1) * rows * of_position * positions
 
 
 def stand_in_devices(count: int) -> np.ndarray:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 import importlib.metadata
-import pathlib
 from typing import Any
 
 import jax
 from ml_collections import config_flags
 
 from encdec_adapt.planning import chips
-from encdec_adapt.runtime import errors, files
+from encdec_adapt.runtime import errors, files, storage
 
 _GIB = 2**30
 
@@ -43,34 +42,54 @@ def flags(stored: Mapping[str, Any]) -> list[str]:
 def read(folder: str) -> list[dict[str, Any]]:
   """Plans that `--output` wrote into a folder, by their file names.
 
+  Args:
+    folder: on a file system, or in a bucket. What else is JSON there, such
+      as the candidates of a search, is left out.
+
   Raises:
-    UserError: there is none.
+    UserError: there is none, or a file is no JSON object.
   """
-  paths = sorted(pathlib.Path(folder).glob('*.json'))
-  if not paths:
+  paths = sorted(storage.at(folder).glob('*.json'))
+  found = [files.read_json(path) for path in paths]
+  plans = [one for one in found if 'programs' in one]
+  if not plans:
     raise errors.UserError(
       f'--table={folder} has no plans; write one there with --output.'
     )
-  return [files.read_json(path) for path in paths]
+  return plans
 
 
 def markdown(plans: list[dict[str, Any]]) -> str:
-  """A row for the training step of every plan."""
+  """A row for every program of every plan; '-' where nothing is known."""
   lines = [
     '| configuration | chips | memory a chip, GiB | of it loss | step, s |'
     ' MFU | compiled, s |',
     '|---|---|---|---|---|---|---|',
   ]
   for one in plans:
-    train = one['programs']['train']
-    memory = train['memory']
     slices = f'{one["num_slices"]} x ' if one['num_slices'] > 1 else ''
-    name = one['config'].partition(':')[2]
-    lines.append(
-      f'| `{name}` | {slices}{one["topology"]}'
-      f' | {memory["peak"] / _GIB:.1f} of {memory["budget"] / _GIB:.1f}'
-      f' | {memory["parts"]["loss"] / memory["peak"]:.0%}'
-      f' | {train["roofline"]["step_s"]:.2f} | {train["mfu"]:.1%}'
-      f' | {train["compile_s"]:.0f} |'
-    )
+    path, _, argument = one['config'].partition(':')
+    for program, plan in one['programs'].items():
+      of = '' if program == 'train' else f', {program}'
+      lines.append(
+        f'| `{argument or path}`{of} | {slices}{one["topology"]}'
+        f' | {" | ".join(_cells(plan))} |'
+      )
   return '\n'.join(lines)
+
+
+def _cells(plan: Mapping[str, Any]) -> list[str]:
+  """Memory, its share of the loss, seconds, MFU, seconds of compiling."""
+  memory, times = plan['memory'], plan['roofline'] or {}
+  loss = memory.get('parts', {}).get('loss')
+
+  def cell(value: float | None, form: str) -> str:
+    return '-' if value is None else format(value, form)
+
+  return [
+    f'{memory["peak"] / _GIB:.1f} of {memory["budget"] / _GIB:.1f}',
+    cell(None if loss is None else loss / memory['peak'], '.0%'),
+    cell(times.get('step_s'), '.2f'),
+    cell(plan['mfu'], '.1%'),
+    cell(plan['compile_s'], '.0f'),
+  ]

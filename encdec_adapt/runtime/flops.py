@@ -13,7 +13,9 @@ positions, in one forward pass:
   one those inside its window, and cross-attention T * S;
 - the vocabulary product: 2 D V per target token.
 
-A training step is 3 forward passes (a backward pass costs two). Norms,
+A training step is 3 forward passes (a backward pass costs two), an evaluation
+step is one. A step of decoding is a forward pass of one token a row, which
+sees the keys of a whole cache; its source's keys and values are there. Norms,
 activations, soft-caps, the embedding lookup and rematerialisation are not
 counted, and rows count as full: packing and padding do not change the number.
 """
@@ -149,6 +151,22 @@ def scores(stack: StackShape, length: int, *, source_length: int = 0) -> int:
   if stack.cross_width is not None:
     pairs += _cross_layers(stack) * length * source_length
   return 4 * stack.query_heads * stack.head_dim * pairs
+
+
+def decoding(stack: StackShape, keys: int, *, source_length: int = 0) -> int:
+  """FLOPs of a causal stack on one more token of a row, as `forward`.
+
+  Args:
+    stack: its shape.
+    keys: positions that the token sees, its own included, where no window
+      hides them.
+    source_length: positions of the source, with cross-attention.
+  """
+  seen = sum(min(keys, window or keys) for window in stack.windows)
+  if stack.cross_width is not None:
+    seen += _cross_layers(stack) * source_length
+  weights = forward(stack, 1) - scores(stack, 1)
+  return weights + 4 * stack.query_heads * stack.head_dim * seen
 
 
 def _cross_layers(stack: StackShape) -> int:

@@ -54,7 +54,7 @@ def run(*flags, environment=None):
 def plans(tmp_path_factory):
   output = tmp_path_factory.mktemp('plan') / 'plan.json'
   done = run(
-    '--topology=v5e:2x2', '--programs=train,decode', f'--output={output}'
+    '--topology=v5e:2x2', '--programs=train,eval,decode', f'--output={output}'
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert '[train] v5e:2x2 x 1: 4 chips' in done.stdout
@@ -64,7 +64,7 @@ def plans(tmp_path_factory):
   assert stored.flags(written)[-3:] == [
     '--topology=v5e:2x2',
     '--num_slices=1',
-    '--programs=train,decode',
+    '--programs=train,eval,decode',
   ]
   return written['programs']
 
@@ -111,13 +111,59 @@ def test_decoding_reads_its_caches(plans):
   assert decode['memory']['arguments']['caches'] == pytest.approx(
     entries, rel=0.02
   )
-  assert decode['mfu'] is None and not decode['kernels']
+  assert not decode['kernels']
+
+
+def test_eval_and_decode_stand_beside_the_formula(plans):
+  rows, width, heads, kv_heads = 4, 256, 4 * 128, 2 * 128
+  own = 2 * width * (2 * heads + 2 * kv_heads) + 6 * width * 512
+  cross = 2 * width * 2 * heads
+  scores = 4 * heads * 2 * LENGTH  # Of the cache and of the source.
+  decode = LAYERS * (own + cross + scores) + 2 * width * 1024
+  assert plans['decode']['flops']['model'] == rows * decode / 4
+  evaluated = plans['eval']
+  # A third of a training step's, on half of its rows.
+  trained = plans['train']['flops']['model']
+  assert evaluated['flops']['model'] == trained / 3 / 2
+  counted = evaluated['flops']['products'] + evaluated['flops']['kernels']
+  assert counted == pytest.approx(evaluated['flops']['model'], rel=0.25)
+  for name in ('eval', 'decode'):
+    assert 0 < plans[name]['mfu'] < 1
+  memory = evaluated['memory']
+  assert set(memory['parts']) == {'loss', 'activations'}
+
+
+def test_a_chip_of_v4_is_one_device():
+  done = run('--topology=v4:2x2x1', '--config.mesh.fsdp=4', '--sharding')
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert '[train]' in done.stdout
+
+
+def test_kernels_of_sharded_lengths_are_counted(tmp_path):
+  output = tmp_path / 'plan.json'
+  done = run(
+    '--topology=v5e:2x2',
+    '--config.mesh.sequence=2',
+    '--config.model.encoder.layers=1',
+    '--config.model.decoder.layers=1',
+    f'--output={output}',
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  train = json.loads(output.read_text())['programs']['train']
+  # Rows of two shards of 512: all but the decoder's own read all keys, of
+  # which its last queries see all, too. Forward and backward (fused: 5
+  # products; else 3 and 4) of 4 rows a device.
+  pairs = 512 * LENGTH * 4 * 128 * 2
+  expected = 4 * pairs * (2 * (2 + 5) + (2 + 3 + 4))
+  assert train['flops']['kernels'] == pytest.approx(expected)
 
 
 def test_over_the_budget_is_a_status():
   done = run('--topology=v5e:2x2', '--programs=decode', '--hbm_gib=0.001')
   assert done.returncode == plan.DOES_NOT_FIT, done.stderr
   assert 'DOES NOT FIT' in done.stdout
+  assert 'would fit' not in done.stdout
+  assert 'mesh and config.train.eval_batch_size needs' in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -127,7 +173,6 @@ def test_over_the_budget_is_a_status():
     (['--topology=v5e:3x5'], 'cannot be built'),
     (['--topology=v5e:2x2', '--programs=fly'], '--programs=fly is not known'),
     (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'does not multiply'),
-    (['--topology=v5e:2x2', '--config.mesh.sequence=2'], 'sequence=2: what'),
     (['--topology=v5e:2x2', '--config.train.batch_size=6'], 'batch_size is 6'),
   ],
 )

@@ -1,5 +1,7 @@
 """Topologies as they are written."""
 
+import importlib.util
+
 import pytest
 
 from encdec_adapt.planning import chips
@@ -39,3 +41,14 @@ def test_the_matrix_units_give_the_peak():
     chip = chips.CHIPS[name]
     flops = count * 2 * 128 * 128 * chip.clock
     assert flops == pytest.approx(chip.flops, rel=0.01)
+
+
+def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
+  known = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util,
+    'find_spec',
+    lambda name, *rest: None if name == 'libtpu' else known(name, *rest),
+  )
+  with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]=="):
+    chips.devices_of(chips.parse('v5e:2x2'))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import presets
-from encdec_adapt.ops import attention_splash, masks
+from encdec_adapt.ops import attention_shards, attention_splash, masks
 from encdec_adapt.planning import hlo, kernels
 
 
@@ -36,6 +36,42 @@ def test_blocks_equal_those_of_the_dense_mask(kind, window):
   found = kernels.Attention(length, length, *sides)
   assert found.blocks == dense_blocks(spec, length, length)
   assert found.pairs() == found.blocks[0] * 512 * 512
+
+
+@pytest.mark.parametrize('shards', [2, 4])
+@pytest.mark.parametrize(
+  'kind, window',
+  [('causal', None), ('causal', 700), ('full', None), ('full', 500)],
+)
+@pytest.mark.parametrize('length', [1024, 4096])
+def test_blocks_of_sharded_lengths_equal_the_kernels(
+  kind, window, shards, length
+):
+  segments = jnp.ones((1, length), jnp.int32)
+  positions = jnp.arange(length, dtype=jnp.int32)[None]
+  make = masks.causal if kind == 'causal' else masks.bidirectional
+  spec = make(segments, positions, window=window, aligned=True)
+  own = attention_splash.block(length // shards)
+  states = jnp.zeros((1, length, 1, 128), jnp.bfloat16)
+  kernel, _ = attention_splash._kernel(
+    spec,
+    states,
+    states,
+    (own, own),
+    None,
+    attention_shards.Shards(length=shards),
+    True,
+  )
+  sides = spec.reach
+  found = kernels.Attention(length, length, *sides).on_shard(shards)
+  rows = found.visited().shape[0]
+  mask = kernel.fwd_mask_info.block_mask
+  if mask is None:  # All blocks.
+    assert found.visited().all()
+    return
+  assert mask.shape[-1] == found.blocks[1]
+  counts = (np.asarray(mask[0]) > 0).sum(axis=1).reshape(-1, rows).sum(axis=1)
+  assert counts.max() == found.blocks[0]
 
 
 def call(name, queries, keys, grid, rows=2, times=3):

@@ -7,8 +7,12 @@ import sys
 import pytest
 
 from encdec_adapt import plan
+from encdec_adapt.planning import calibration
 from tests import tiny
 
+# Of every program, null where unknown.
+KEYS = {'memory', 'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
+KEYS |= {'compile_s', 'fits'}
 FLAGS = [
   '--config=configs/presets.py:encoder=toy',
   '--config.data.encoder_length=64',
@@ -40,7 +44,13 @@ def test_a_plan_from_shapes_says_so(tmp_path):
   assert written['overrides']['mesh.replica'] == 2
   train = written['programs']['train']
   assert train['source'] == 'shapes' and 0 < train['mfu'] < 1
-  assert {'memory', 'flops', 'collectives', 'kernels', 'roofline'} < set(train)
+  assert KEYS < set(train)
+  assert train['kernels'] is None and train['compile_s'] is None
+  assert written['calibration'] == calibration.table()
+  table = run(f'--table={tmp_path}')
+  assert table.returncode == 0, table.stderr
+  (row,) = [r for r in table.stdout.splitlines() if 'h100:16' in r]
+  assert row.startswith('| `encoder=toy` | h100:16 |') and row.endswith('- |')
 
 
 def test_over_the_budget_it_says_what_would_fit():
@@ -54,14 +64,19 @@ def test_a_search_ranks_what_fits(tmp_path):
   output = tmp_path / 'search.json'
   done = run('--search=4', f'--output={output}')
   assert done.returncode == 0, done.stdout + done.stderr
-  rows = json.loads(output.read_text())
+  assert calibration.text(calibration.table()) in done.stdout
+  written = json.loads(output.read_text())
+  assert written['calibration'] == calibration.table()
+  rows = written['candidates']
   assert len(rows) == 4
   assert all(row['plan']['fits'] and row['flags'] for row in rows)
+  assert all(KEYS < set(row['plan']) for row in rows)
 
 
 @pytest.mark.parametrize(
   'flags, words',
   [
+    (['--config.compute.attention=splash'], 'choose one of reference, chunk'),
     (['--programs=decode'], 'of h100 only the training step is planned'),
     (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:16'),
     (['--table=nowhere'], '--table=nowhere has no plans'),

@@ -135,3 +135,23 @@ def test_cpu_peak_is_measured_once_for_all_fake_devices(monkeypatch):
   assert 1e8 < flops.measured_peak(size=256, repeats=2) < 1e15
   monkeypatch.setattr(flops, 'measured_peak', lambda: 5.0)
   assert flops.peak(jax.devices()) == 5.0
+
+
+@pytest.mark.parametrize('source', [0, 7])
+def test_decoding_token_by_token_is_one_forward_pass(source):
+  stack = flops.StackShape(
+    width=16,
+    mlp=24,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    windows=(None, 3),
+    causal=True,
+    cross_width=12 if source else None,
+  )
+  steps = sum(
+    flops.decoding(stack, keys, source_length=source) for keys in range(1, 11)
+  )
+  # Keys and values of the source are made once, before.
+  before = 2 * 2 * 12 * 2 * (2 * 8) * source
+  assert steps + before == flops.forward(stack, 10, source_length=source)

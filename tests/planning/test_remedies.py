@@ -1,0 +1,96 @@
+"""What is proposed where a program does not fit."""
+
+import jax
+import pytest
+
+from encdec_adapt import plan as command_of_plan
+from encdec_adapt.planning import programs, remedies, shapes
+from encdec_adapt.runtime import command, errors
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests.planning import test_shapes
+
+WHERE = test_shapes.WHERE
+MIB = 2**20
+
+
+def devices():
+  return jax.devices()[:8]
+
+
+def make_plan(budget, **changes):
+  asked = test_shapes.settings(train__batch_size=64, **changes)
+  mesh = mesh_lib.make_mesh(asked.mesh, devices())
+  return asked, shapes.train(asked, mesh, WHERE, budget)
+
+
+def options(flags):
+  words = (flag.removeprefix('--config.') for flag in flags.split())
+  return dict(word.split('=') for word in words)
+
+
+def test_a_training_step_keeps_its_batch():
+  asked, plan = make_plan(24 * MIB, compute__remat='none')
+  assert not plan['fits']
+  found = remedies.find('train', asked, plan, WHERE, devices())
+  assert found['advice'] is None and 0 < len(found['remedies']) <= 3
+  for flags in found['remedies']:
+    chosen = options(flags)
+    assert chosen['train.batch_size'] == '64'
+    assert not any(key.startswith('optimizer.') for key in chosen)
+    changes = {
+      key.replace('.', '__'): value if key in TEXT else int(value)
+      for key, value in chosen.items()
+      if key != 'train.batch_size'
+    }
+    assert make_plan(24 * MIB, **changes)[1]['fits']
+
+
+TEXT = {'mesh.rules', 'compute.remat'}
+
+
+def test_then_the_optimizer_keeps_less():
+  asked, plan = make_plan(8 * MIB)
+  found = remedies.find('train', asked, plan, WHERE, devices())
+  for flags in found['remedies']:
+    assert options(flags)['optimizer.kind'] == 'adafactor'
+  asked, plan = make_plan(2**10)
+  found = remedies.find('train', asked, plan, WHERE, devices())
+  assert not found['remedies']
+  assert found['advice'].startswith('nothing fits into h100:8 x 1: the least')
+
+
+@pytest.mark.parametrize('name', ['eval', 'decode'])
+def test_what_does_not_train_has_remedies_of_its_own(name):
+  asked = test_shapes.settings()
+  mesh = mesh_lib.make_mesh(asked.mesh, devices())
+  arguments = programs.argument_bytes(programs.PROGRAMS[name](asked, mesh))
+  peak = arguments['parameters'] + 64 * MIB
+  memory = {'peak': peak, 'arguments': arguments, 'budget': peak - 16 * MIB}
+  found = remedies.find(name, asked, {'memory': memory}, WHERE, devices())
+  first = options(found['remedies'][0])
+  assert set(first) <= {
+    'mesh.replica',
+    'mesh.fsdp',
+    'mesh.sequence',
+    'mesh.tensor',
+    'mesh.rules',
+    'train.eval_batch_size',
+  }
+  assert first['train.eval_batch_size'] == '8'
+  memory['budget'] = 2**10
+  found = remedies.find(name, asked, {'memory': memory}, WHERE, devices())
+  assert not found['remedies'] and 'Take more chips' in found['advice']
+
+
+@pytest.mark.parametrize(
+  'words, count',
+  [([], 0), (['--search'], 6), (['--search=2'], 2), (['--nosearch'], 0)],
+)
+def test_a_search_needs_no_number(words, count):
+  define = command_of_plan.define_flags
+  assert command.parse(define, words).search == count
+
+
+def test_a_search_takes_nothing_but_a_number():
+  with pytest.raises(errors.UserError, match='search'):
+    command.parse(command_of_plan.define_flags, ['--search=some'])

@@ -1,0 +1,82 @@
+"""What plans say where something is not known."""
+
+import jax
+import pytest
+
+from encdec_adapt.planning import (
+  chips,
+  programs,
+  report,
+  search,
+  shapes,
+  stored,
+)
+from encdec_adapt.runtime import errors, files
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests.planning import test_plan_command, test_shapes
+
+GIB = 2**30
+
+
+@pytest.fixture(scope='module')
+def out_of_memory():
+  """The plan of a program for which the compiler finds no memory."""
+
+  def refuse(*args):
+    raise jax.errors.JaxRuntimeError(
+      'Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.'
+    )
+
+  settings = test_shapes.settings()
+  mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
+  where = chips.parse('v5e:2x4')
+  question = report.Question(where, mesh, 15.75 * GIB, [], 1.0)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(report, '_compile', refuse)
+    return report.describe(programs.evaluate(settings, mesh), question)
+
+
+def test_a_program_without_memory_has_every_key(out_of_memory):
+  assert test_plan_command.KEYS < set(out_of_memory)
+  unknown = {k for k, v in out_of_memory.items() if v is None}
+  assert unknown >= {'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
+  assert not out_of_memory['fits']
+  assert out_of_memory['memory']['peak'] == 18.5 * GIB
+
+
+def test_what_is_unknown_is_read(out_of_memory):
+  assert 'DOES NOT FIT' in report.text(out_of_memory)
+  asked = test_shapes.settings()
+  one = search.Candidate(asked, ('--flag',), out_of_memory)
+  assert one.rate == 0
+
+
+def written(plans, config='configs/gemma2.py:size=2b_2b'):
+  question = {'config': config, 'topology': 'v5e:4x4', 'num_slices': 1}
+  return {**question, 'programs': plans, 'calibration': []}
+
+
+def test_a_table_has_what_is_known(out_of_memory):
+  asked = test_shapes.settings()
+  mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
+  by_shapes = shapes.train(asked, mesh, chips.parse('h100:8'), GIB)
+  plans = [
+    written({'train': by_shapes}),
+    written({'decode': out_of_memory}, 'configs/base.py'),
+  ]
+  rows = stored.markdown(plans).splitlines()[2:]
+  assert rows[0].startswith('| `size=2b_2b` | v5e:4x4 | 0.')
+  assert rows[0].endswith(f' | {by_shapes["mfu"]:.1%} | - |')
+  assert rows[1].startswith(
+    '| `configs/base.py`, decode | v5e:4x4 | 18.5 of 15.8 | - | - | - | '
+  )
+
+
+def test_plans_are_read_from_a_bucket(bucket):
+  folder = f'{bucket}/plans'
+  with pytest.raises(errors.UserError, match='plans has no plans'):
+    stored.read(folder)
+  plan = written({})
+  files.write_json(f'{folder}/plan.json', plan)
+  files.write_json(f'{folder}/search.json', {'candidates': []})
+  assert stored.read(folder) == [plan]
