@@ -63,7 +63,8 @@ def test_a_trained_pair_is_loaded_by_transformers(tmp_path, monkeypatch):
   made = tiny.make_records(tmp_path)
   case, source = tiny_models.CASES['gemma2'], tmp_path / 'source'
   settings = case.settings()
-  settings.update({'vocab_size': tiny.VOCAB})
+  settings.update({'vocab_size': tiny.VOCAB, 'num_hidden_layers': 2})
+  settings.layer_types = settings.layer_types[:2]  # Local and global.
   tiny_models.make(case, settings=settings).save_pretrained(source)
   shutil.copy(tmp_path / 'vocabulary.model', source / 'tokenizer.model')
   flags = [
