@@ -125,7 +125,11 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     # All shards are alike: queries begin a halo after their keys.
     keys = keys // shards.length + sum(halo)
     keys -= keys % -block_kv
-  if halo is not None or not spec.needs_positions:
+  # A window may reach everything; such a mask cannot be sharded, and need not.
+  farthest = max(queries, keys) - 1
+  if halo is not None or all(
+    side is None or side >= farthest for side in spec.reach
+  ):
     queries, q_shards = queries // shards.length, 1
   joint, farthest = 1, max(queries, keys) - 1
   if all(side is None or side >= farthest for side in spec.reach):

@@ -41,7 +41,13 @@ def test_blocks_equal_those_of_the_dense_mask(kind, window):
 @pytest.mark.parametrize('shards', [2, 4])
 @pytest.mark.parametrize(
   'kind, window',
-  [('causal', None), ('causal', 700), ('full', None), ('full', 500)],
+  [
+    ('causal', None),
+    ('causal', 700),
+    ('full', None),
+    ('full', 500),
+    ('full', 5000),
+  ],
 )
 @pytest.mark.parametrize('length', [1024, 4096])
 def test_blocks_of_sharded_lengths_equal_the_kernels(
