@@ -45,9 +45,19 @@ def _forget_programs():
 
 
 def pytest_collection_modifyitems(items):
-  """Parity first: torch must be imported before TensorFlow.
+  """Parity first, then the files that take longest, for even shares.
 
-  Each brings an LLVM of its own; in the other order, torch's CUDA builds
-  crash the process.
+  torch must be imported before TensorFlow. Each brings an LLVM of its own; in
+  the other order, torch's CUDA builds crash the process.
   """
-  items.sort(key=lambda item: 'parity' not in item.keywords)
+  longest = {'multiproc', 'resume', 'aot'}
+
+  def order(item):
+    marks = {mark.name for mark in item.iter_markers()}
+    return 'parity' not in marks, not longest & marks
+
+  files = {}
+  for item in items:
+    first = files.get(item.path, (True, True))
+    files[item.path] = min(first, order(item))
+  items.sort(key=lambda item: files[item.path])

@@ -170,6 +170,7 @@ def test_groups_that_cross_processes_continue(folder, flags, two):
   _assert_equal_to_rounding(plain, two, 1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_in_a_bucket(
   folder, flags, two, bucket, tmp_path, monkeypatch
 ):
