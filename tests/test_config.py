@@ -47,7 +47,7 @@ def test_gemma2_configs_are_the_presets(size, objective):
     ('topology=v5e:4x4', 16, 1, 'fsdp', 32),
     ('topology=v6e:16x16', 256, 4, 'fsdp_replica', 1),
     ('topology=v5e:16x16,slices=2', 512, 8, 'fsdp', 1),
-    ('topology=v5p:4x4x4', 64, 1, 'fsdp', 2),
+    ('topology=v5p:4x4x4', 64, 1, 'fsdp', 8),
     ('topology=v6e:8x16,slices=4', 512, 8, 'fsdp', 1),
     ('topology=v5e:8x8,objective=ul2', 64, 1, 'fsdp', 4),
   ],

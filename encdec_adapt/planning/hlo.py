@@ -133,6 +133,7 @@ class Kernel:
     name: of the kernel.
     op_name: where in the source program it is called.
     operands: shapes of its operands.
+    results: how many arrays it makes.
     times: how often it runs.
     computation: where it stands.
   """
@@ -140,6 +141,7 @@ class Kernel:
   name: str
   op_name: str
   operands: tuple[tuple[int, ...], ...]
+  results: int
   times: int
   computation: str
 
@@ -270,7 +272,10 @@ class _Walk:
     if it.opcode == 'custom-call' and f'"{KERNEL}"' in it.attributes:
       operands = tuple(arrays(types[o])[0][1] for o in it.operands)
       name = it.name.rstrip('0123456789').rstrip('.')
-      result.kernels.append(Kernel(name, it.op_name, operands, times, where))
+      made = len(arrays(it.type))
+      result.kernels.append(
+        Kernel(name, it.op_name, operands, made, times, where)
+      )
     elif not self._collective(where, it, types, times, fused=False):
       cycles = result.cycles.get(where, 0.0) + it.cycles * times
       result.cycles[where] = cycles

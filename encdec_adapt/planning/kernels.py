@@ -20,6 +20,9 @@ from encdec_adapt.planning import hlo
 # only the last, which then has the queries' too.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _FUSED_PRODUCTS = 5
+# Gradients of keys and values, and their sums in the making. A fused pass makes
+# those of queries, too.
+_UNFUSED_RESULTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +182,7 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     pairs = sum(a.pairs() for a in chosen) / len(chosen)
     rows = math.prod(query[:-3])
     products = _PRODUCTS[parts[0]]
-    # A fused pass takes several blocks of keys at a time.
-    blocks = key[-2] // chosen[0].sizes[1]
-    if parts[0] == 'dkv' and grid[-2] < blocks:
+    if parts[0] == 'dkv' and call.results > _UNFUSED_RESULTS:
       products = _FUSED_PRODUCTS
     work = products * 2 * heads * head_dim * pairs
     total += rows * work * call.times

@@ -80,9 +80,10 @@ def test_blocks_of_sharded_lengths_equal_the_kernels(
   assert counts.max() == found.blocks[0]
 
 
-def call(name, queries, keys, grid, rows=2, times=3):
+def call(name, queries, keys, grid, rows=2, times=3, results=4):
   operands = (grid, grid, (rows, 4, queries, 64), (rows, 2, keys, 64))
-  return hlo.Kernel(f'splash_mha_{name}_segmented', '', operands, times, 'e')
+  name = f'splash_mha_{name}_segmented'
+  return hlo.Kernel(name, '', operands, results, times, 'e')
 
 
 def test_flops_of_calls():
@@ -98,7 +99,8 @@ def test_flops_of_calls():
   assert got == 2 * 3 * 2 * 4 * 2 * block
   # One kernel for all gradients: two blocks of keys at a time.
   full = kernels.Attention(1024, 1024, None, None)
-  got = kernels.flops([call('dkv', 1024, 1024, (1, 1, 2))], [full])
+  fused = call('dkv', 1024, 1024, (1, 1, 2), results=6)
+  got = kernels.flops([fused], [full])
   assert got == 2 * 3 * 2 * 5 * 4 * block
 
 
