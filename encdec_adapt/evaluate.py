@@ -103,7 +103,7 @@ def evaluate(
   mesh = mesh_lib.make_mesh(
     mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
   )
-  job.check_attention(settings, mesh)
+  settings = job.with_attention_for(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
   key = (where, settings.loss.chunk)
   if key not in evaluators:

@@ -266,7 +266,7 @@ def _load_run(workdir: str):
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
   if 'encoder' in settings.model.stacks:  # It is not run from a cache.
-    job.check_attention(settings, mesh)
+    settings = job.with_attention_for(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
   params = found.restore_params(where.abstract_params())
   return where.model, params, opened

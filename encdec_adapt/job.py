@@ -1,6 +1,7 @@
 """What the commands build from settings: mesh, models, data, parameters."""
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 import math
 import multiprocessing
@@ -78,22 +79,44 @@ def check_batches(settings: config_lib.Settings, mesh: Mesh) -> None:
       )
 
 
-def check_attention(settings: config_lib.Settings, mesh: Mesh) -> None:
-  """Refuses an attention backend that the devices of a mesh cannot run.
+def check_attention(settings: config_lib.Settings, platform: str) -> None:
+  """Refuses an attention backend that devices cannot run.
+
+  Args:
+    settings: of the job.
+    platform: of its devices: 'cpu', 'gpu' or 'tpu'.
 
   Raises:
     UserError: names the key, its value and what the devices can run.
   """
   chosen = settings.compute.attention
-  platform = mesh.devices.flat[0].platform
   able = attention.on_platform(platform)
   if chosen not in able:
     where = sorted(attention.BACKENDS[chosen].capabilities.platforms)
     raise errors.UserError(
       f'config.compute.attention is {chosen!r}, which needs'
-      f' {" or ".join(where)}; the devices here are {platform}, which can run'
+      f' {" or ".join(where)}; the devices are {platform}, which can run'
       f' {", ".join(able)}.'
     )
+
+
+def with_attention_for(
+  settings: config_lib.Settings, mesh: Mesh
+) -> config_lib.Settings:
+  """Settings of a run with attention that other devices can run, too.
+
+  What was trained on TPUs is read elsewhere by the chunked backend, which
+  honours every mask; that it is used is printed.
+  """
+  chosen, platform = settings.compute.attention, mesh.devices.flat[0].platform
+  if chosen in attention.on_platform(platform):
+    return settings
+  print(
+    f'attention: {chosen!r} does not run on {platform}; chunked is used',
+    file=sys.stderr,
+  )
+  compute = dataclasses.replace(settings.compute, attention='chunked')
+  return dataclasses.replace(settings, compute=compute)
 
 
 def place_model(
@@ -412,7 +435,8 @@ def describe(settings: config_lib.Settings) -> str:
 
   Raises:
     UserError: the job would be refused for its mesh, its batches, or a source
-      or teacher that is there.
+      or teacher that is there. Vocabularies are not compared, nor the shapes
+      of a checkpoint that is only continued.
   """
   mesh = make_mesh(settings)
   check_batches(settings, mesh)

@@ -32,7 +32,6 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
-from encdec_adapt.ops import attention
 from encdec_adapt.planning import (
   calibration,
   chips,
@@ -119,7 +118,7 @@ def main(values: flags.FlagValues) -> int:
         f' {", ".join(programs.PROGRAMS)}.'
       )
   settings = config_lib.load(values.config, sources=False)
-  check_attention(settings, where.chip)
+  job.check_attention(settings, where.chip.kind)
   budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
     mesh = _mesh(settings, devices_of(where))
@@ -175,25 +174,6 @@ def make(
     if not plan['fits']:
       plan |= remedies.find(name, settings, plan, where, devices)
   return plans
-
-
-def check_attention(settings: config_lib.Settings, chip: chips.Chip) -> None:
-  """Refuses attention that does not run on a chip, as training there does.
-
-  Raises:
-    UserError: names the backends that run.
-  """
-  able = [
-    name
-    for name, backend in attention.BACKENDS.items()
-    if chip.kind in backend.capabilities.platforms
-  ]
-  if settings.compute.attention not in able:
-    raise errors.UserError(
-      f'config.compute.attention is {settings.compute.attention}, which does'
-      f' not run on a {chip.kind.upper()} ({chip.name}); choose one of'
-      f' {", ".join(able)}.'
-    )
 
 
 def devices_of(where: chips.Slice):

@@ -126,7 +126,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
 
   # -- mesh, models, data ----------------------------------------------------
   mesh = job.make_mesh(settings)
-  job.check_attention(settings, mesh)
+  job.check_attention(settings, mesh.devices.flat[0].platform)
   job.check_batches(settings, mesh)
   vocabulary_checks.check_model(settings)
   job.check_sources(settings)

@@ -28,7 +28,7 @@ _LANES = 128  # A block is a multiple of a vector register's lanes.
 # Where every query may see every key, the backward pass is one kernel, which
 # computes the scores once and writes partial query gradients for every part
 # of the keys: at most so many parts, of at most so many bytes of keys, which is
-# what the compiler grants kernels of the vector memory of TPU v5e holds.
+# what fits into the vector memory that the compiler grants kernels on TPU v5e.
 _PARTS = 8
 _PART_BYTES = 2**19
 # Segments of padding; unlike, so that padding sees nothing.
@@ -126,13 +126,10 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     keys = keys // shards.length + sum(halo)
     keys -= keys % -block_kv
   # A window may reach everything; such a mask cannot be sharded, and need not.
-  farthest = max(queries, keys) - 1
-  if halo is not None or all(
-    side is None or side >= farthest for side in spec.reach
-  ):
+  if halo is not None or _sees_all(spec, queries, keys):
     queries, q_shards = queries // shards.length, 1
-  joint, farthest = 1, max(queries, keys) - 1
-  if all(side is None or side >= farthest for side in spec.reach):
+  joint = 1
+  if _sees_all(spec, queries, keys):  # Of what one device has.
     block_bytes = block_kv * k.shape[-1] * k.dtype.itemsize
     joint = joined(keys // block_kv, block_bytes)
   fused = joint > 1
@@ -164,6 +161,12 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     return kernel, None
   axes = shards.spec('heads', 'length' if q_shards > 1 else None)
   return kernel, kernel.manual_sharding_spec(NamedSharding(shards.mesh, axes))
+
+
+def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
+  """Whether the mask leaves out no key of any query, segments aside."""
+  farthest = max(queries, keys) - 1
+  return all(side is None or side >= farthest for side in spec.reach)
 
 
 def _mask(

@@ -163,7 +163,13 @@ def cross(
 
 
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
-  """The mask over a spec's keys followed by M keys that have no position."""
+  """The mask over a spec's keys followed by M keys that have no position.
+
+  Raises:
+    ValueError: the spec has no segments, which alone decide of a memory.
+  """
+  if not spec.has_segments:
+    raise ValueError('a memory has segments; so must the mask of the own keys')
   fill = jnp.zeros_like(memory_segments)
 
   def extend(keys, memory):

@@ -28,9 +28,6 @@ _ROWS = (1, 2, 4, 8)  # Of a device, or of the devices that share a row.
 _SHARDS = (1, 2, 4, 8)  # Of heads, or of the length.
 # Least tokens of a shard of the length: a block of the attention kernels.
 _SHORTEST = 512
-# Devices that share one table of the vocabulary; beyond, hidden states of too
-# many are exchanged.
-_LARGEST_TABLE_GROUP = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +173,7 @@ def _meshes(
   stacks = settings.model.stacks.values()
   sizes = [n for s in stacks for n in (s.heads, s.kv_heads, s.mlp_width)]
   widths = {s.width for s in stacks}
-  tables = [2**n for n in range(_LARGEST_TABLE_GROUP.bit_length())]
+  tables = [2**n for n in range(rules_lib.VOCABULARY_GROUP.bit_length())]
   for tensor, sequence, fsdp in itertools.product(_SHARDS, _SHARDS, tables):
     taken = tensor * sequence * fsdp
     if any(n % tensor for n in sizes) or where.devices % taken:

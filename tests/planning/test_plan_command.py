@@ -76,7 +76,7 @@ def test_a_search_ranks_what_fits(tmp_path):
 @pytest.mark.parametrize(
   'flags, words',
   [
-    (['--config.compute.attention=splash'], 'choose one of reference, chunk'),
+    (['--config.compute.attention=splash'], 'can run chunked, reference, tri'),
     (['--programs=decode'], 'of h100 only the training step is planned'),
     (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:16'),
     (['--table=nowhere'], '--table=nowhere has no plans'),

@@ -51,6 +51,7 @@ TEXT = {'mesh.rules', 'compute.remat'}
 def test_then_the_optimizer_keeps_less():
   asked, plan = make_plan(8 * MIB)
   found = remedies.find('train', asked, plan, WHERE, devices())
+  assert found['remedies']
   for flags in found['remedies']:
     assert options(flags)['optimizer.kind'] == 'adafactor'
   asked, plan = make_plan(2**10)
