@@ -27,6 +27,6 @@ run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
 # A process per core; files stay together, for what their tests share.
 tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
-  --dist=loadfile "$@")
+  --dist=loadfile --no-loadscope-reorder "$@")
 show "${tests[@]}"
 exec "${tests[@]}"
