@@ -269,16 +269,10 @@ def check_sources(settings: config_lib.Settings) -> None:
       sound checkpoint; it is not what the model can be adapted from; or it
       was trained with another vocabulary.
   """
-  init, choice = settings.init, settings.data.vocabularies
-  folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  sources = [_open(settings, folder) for folder in folders]
+  choice = settings.data.vocabularies
+  sources, _ = _fitting_sources(settings)
   if settings.teacher:
     _open(settings, settings.teacher)
-  if init.mode in ('adapt', 'embeddings'):
-    for source in sources:
-      source_lib.require_decoder_only(source)
-  if init.mode == 'adapt':
-    _plan_adaptation(settings, sources)
   if not sources:
     return
   of_side = {'encoder': sources[0], 'decoder': sources[-1]}
@@ -288,6 +282,25 @@ def check_sources(settings: config_lib.Settings) -> None:
     if (source.path, own) not in seen:
       seen.add((source.path, own))
       vocabulary_checks.check_source(settings, source, side)
+
+
+def _fitting_sources(
+  settings: config_lib.Settings,
+) -> tuple[list[source_lib.Source], coverage.Coverage | None]:
+  """The sources, opened, and what an adaptation would do with every weight.
+
+  Raises:
+    UserError: a source is not what the model can start from.
+  """
+  init = settings.init
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  sources = [_open(settings, folder) for folder in folders]
+  if init.mode in ('adapt', 'embeddings'):
+    for source in sources:
+      source_lib.require_decoder_only(source)
+  if init.mode != 'adapt':
+    return sources, None
+  return sources, _plan_adaptation(settings, sources)
 
 
 def _plan_adaptation(
@@ -435,8 +448,7 @@ def describe(settings: config_lib.Settings) -> str:
 
   Raises:
     UserError: the job would be refused for its mesh, its batches, or a source
-      or teacher that is there. Vocabularies are not compared, nor the shapes
-      of a checkpoint that is only continued.
+      or teacher that is there. Vocabularies are not compared.
   """
   mesh = make_mesh(settings)
   check_batches(settings, mesh)
@@ -462,7 +474,7 @@ def describe(settings: config_lib.Settings) -> str:
     f' {step_flops(settings, None):.3g} model FLOPs without a teacher'
   )
   if settings.init.mode != 'random':
-    lines.append(_describe_sources(settings))
+    lines.append(_describe_sources(settings, where))
   return '\n'.join(lines)
 
 
@@ -505,7 +517,9 @@ def _absent(key: str, path: str) -> str:
   return '' if storage.at(path).exists() else f'{path} is not there'
 
 
-def _describe_sources(settings: config_lib.Settings) -> str:
+def _describe_sources(
+  settings: config_lib.Settings, where: state_lib.Placement
+) -> str:
   """What an adaptation does with every weight, or why it is not known.
 
   Reads configs alone.
@@ -519,15 +533,11 @@ def _describe_sources(settings: config_lib.Settings) -> str:
   )
   if absent:
     return f'sources: {absent}: not looked at'
-  folders = [folder for folder in (init.encoder, init.decoder) if folder]
-  sources = [_open(settings, folder) for folder in folders]
+  sources, report = _fitting_sources(settings)
   if init.mode == 'checkpoint':
-    return f'source: {init.encoder}'
-  for source in sources:
-    source_lib.require_decoder_only(source)
-  if init.mode == 'embeddings':
-    return f'embeddings: of {" and ".join(folders)}'
-  return _plan_adaptation(settings, sources).table()
+    _compare(sources[0], where)
+  paths = ' and '.join(str(source.path) for source in sources)
+  return report.table() if report else f'{init.mode} of: {paths}'
 
 
 def _device_bytes(tree) -> int:

@@ -237,6 +237,32 @@ def start_several(
   ]
 
 
+def run_pair(program: str, *arguments: str, devices: int = 1) -> list[str]:
+  """Runs Python text in two processes; returns what each printed.
+
+  Its arguments are the address of a coordinator, the index of the process and
+  `arguments`.
+  """
+  coordinator = f'127.0.0.1:{free_port()}'
+  members = [
+    subprocess.Popen(
+      [sys.executable, '-c', program, coordinator, str(index), *arguments],
+      cwd=ROOT,
+      env=environment(devices),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  try:
+    outputs = [member.communicate(timeout=120)[0] for member in members]
+  finally:
+    for member in members:
+      member.kill()
+  assert [member.returncode for member in members] == [0, 0]
+  return outputs
+
+
 def wait_all(
   processes: list[subprocess.Popen], timeout: float = 300
 ) -> list[int]:

@@ -302,6 +302,14 @@ def test_dry_run_refuses_a_source_that_holds_no_model(pairs, tmp_path):
     _train(*pairs, *flags, '--dry_run')
 
 
+def test_dry_run_compares_a_model_that_is_continued(pairs, adapted, capsys):
+  flags = ['--config.init.mode=checkpoint', f'--config.init.encoder={adapted}']
+  assert _train(*pairs, *flags, '--dry_run') == 0
+  assert f'checkpoint of: {adapted}' in capsys.readouterr().out
+  with pytest.raises(errors.UserError, match='is of another model than'):
+    _train(*pairs, *flags, '--config.model.decoder.mlp_width=8', '--dry_run')
+
+
 @pytest.fixture
 def copied(decoder, tmp_path):
   """A copy of the decoder-only run of 4 steps, to be continued."""

@@ -68,23 +68,7 @@ def _peer(process: int, message: str) -> str:
 
 
 def test_processes_meet_and_fail_as_one():
-  coordinator = f'127.0.0.1:{tiny.free_port()}'
-  members = [
-    subprocess.Popen(
-      [sys.executable, '-c', _MEMBER, coordinator, str(index)],
-      cwd=tiny.ROOT,
-      env=tiny.environment(),
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for index in range(2)
-  ]
-  try:
-    outputs = [member.communicate(timeout=120)[0] for member in members]
-  finally:
-    for member in members:
-      member.kill()
-  assert [member.returncode for member in members] == [0, 0]
+  outputs = tiny.run_pair(_MEMBER)
   zero, one = (json.loads(output) for output in outputs)
   ended = 'it ended with status 2 and has said why.'
   host = platform.node()

@@ -1,8 +1,6 @@
 """Batches of two processes, wherever the devices of the mesh lie."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -69,24 +67,8 @@ CASES = [
 
 
 def test_every_device_gets_its_rows_on_any_mesh():
-  coordinator = f'127.0.0.1:{tiny.free_port()}'
   given = json.dumps([case[:2] for case in CASES])
-  members = [
-    subprocess.Popen(
-      [sys.executable, '-c', _MEMBER, coordinator, str(index), given],
-      cwd=tiny.ROOT,
-      env=tiny.environment(devices=4),
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for index in range(2)
-  ]
-  try:
-    outputs = [member.communicate(timeout=120)[0] for member in members]
-  finally:
-    for member in members:
-      member.kill()
-  assert [member.returncode for member in members] == [0, 0]
+  outputs = tiny.run_pair(_MEMBER, given, devices=4)
   # Above it stands what the runtime says.
   last = [json.loads(output.splitlines()[-1]) for output in outputs]
   held = zip(*last, strict=True)

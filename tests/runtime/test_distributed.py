@@ -67,6 +67,9 @@ def client(monkeypatch):
     state = distributed.jax_distributed.global_state
     monkeypatch.setattr(state, 'client', made)
     monkeypatch.setattr(state, 'process_id', 0)
+    # Put back, too: meetings are counted and named for the whole process.
+    for held in ('_met', '_last'):
+      monkeypatch.setattr(distributed, held, getattr(distributed, held))
     return made
 
   return make
