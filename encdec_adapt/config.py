@@ -289,6 +289,12 @@ def _data(config, model, workdir: str) -> DataConfig:
   policies = data_objectives.SENTINEL_POLICIES
   _one_of('data.sentinels', data.sentinels, policies)
   _at_least('data.workers', data.workers, 1)
+  _at_least('data.eval_rows', data.eval_rows, 0)
+  if not 0 < data.eval_fraction < 1:
+    raise errors.UserError(
+      f'config.data.eval_fraction is {data.eval_fraction}; it must be between'
+      ' 0 and 1: a job trains on the one part and evaluates on the other.'
+    )
   folder = data.folder or storage.join(workdir, 'records')
   choice = vocabularies.Choice(
     _below(data.vocabulary, workdir)

@@ -1,12 +1,11 @@
 """What the commands build from settings: mesh, models, data, parameters."""
 
-from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 import multiprocessing
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +25,14 @@ from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.runtime import (
   app,
   compile_cache,
-  disk,
   distributed,
   errors,
   flops,
+  metrics,
   orphans,
-  storage,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import optimizers, phases
+from encdec_adapt.training import accounting
 from encdec_adapt.training import state as state_lib
 
 
@@ -261,8 +259,14 @@ def _guarded(function, *args) -> None:
   sys.exit(app.guard(lambda _: function(*args), None))
 
 
-def check_sources(settings: config_lib.Settings) -> None:
+def check_sources(
+  settings: config_lib.Settings, where: state_lib.Placement
+) -> None:
   """Refuses sources that do not fit the job, before any long work.
+
+  Args:
+    settings: of the job.
+    where: its model.
 
   Raises:
     UserError: a source is no Hugging Face folder, and holds no run or no
@@ -270,7 +274,7 @@ def check_sources(settings: config_lib.Settings) -> None:
       was trained with another vocabulary.
   """
   choice = settings.data.vocabularies
-  sources, _ = _fitting_sources(settings)
+  sources, _ = fitting_sources(settings, where)
   if settings.teacher:
     _open(settings, settings.teacher)
   if not sources:
@@ -284,10 +288,16 @@ def check_sources(settings: config_lib.Settings) -> None:
       vocabulary_checks.check_source(settings, source, side)
 
 
-def _fitting_sources(
-  settings: config_lib.Settings,
+def fitting_sources(
+  settings: config_lib.Settings, where: state_lib.Placement
 ) -> tuple[list[source_lib.Source], coverage.Coverage | None]:
   """The sources, opened, and what an adaptation would do with every weight.
+
+  Reads configs alone; says in what a model differs from one it continues.
+
+  Returns:
+    The sources, the encoder's first, and the account (None where the model
+    is not adapted).
 
   Raises:
     UserError: a source is not what the model can start from.
@@ -295,25 +305,30 @@ def _fitting_sources(
   init = settings.init
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
   sources = [_open(settings, folder) for folder in folders]
-  if init.mode in ('adapt', 'embeddings'):
-    for source in sources:
-      source_lib.require_decoder_only(source)
-  if init.mode != 'adapt':
+  if init.mode == 'random':
     return sources, None
-  return sources, _plan_adaptation(settings, sources)
-
-
-def _plan_adaptation(
-  settings: config_lib.Settings, sources: Sequence[source_lib.Source]
-) -> coverage.Coverage:
-  """What would become of every weight."""
+  if init.mode == 'checkpoint':
+    _compare(sources[0], where)
+    return sources, None
+  for source in sources:
+    source_lib.require_decoder_only(source)
   report = plan.make_plan(
     settings.model,
     *(source.model for source in sources),
-    cross_attention=settings.init.cross_attention,
-    post_norm_gain=settings.init.post_norm_gain,
+    **_options(settings),
   )
-  return source_lib.with_outside(report, sources[0], sources[-1])
+  return sources, source_lib.with_outside(report, sources[0], sources[-1])
+
+
+def _options(settings: config_lib.Settings) -> dict[str, Any]:
+  """What a configuration asks of an adaptation."""
+  init = settings.init
+  if init.mode == 'embeddings':
+    return {'fresh': plan.all_but_embeddings(settings.model)}
+  return {
+    'cross_attention': init.cross_attention,
+    'post_norm_gain': init.post_norm_gain,
+  }
 
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
@@ -341,21 +356,13 @@ def initial_params(
   init = settings.init
   rng = jax.random.key(settings.seed)
   if init.mode == 'checkpoint':
-    source = _open(settings, init.encoder)
-    _compare(source, where)
-    return source.read(where), None
+    return _open(settings, init.encoder).read(where), None
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
   sources = [_open(settings, folder) for folder in folders]
   read = [_read_source(source, settings, where.mesh) for source in sources]
-  function = {
-    'random': initialise.from_scratch,
-    'embeddings': initialise.fresh_except_embeddings,
-    'adapt': functools.partial(
-      initialise.initialise,
-      cross_attention=init.cross_attention,
-      post_norm_gain=init.post_norm_gain,
-    ),
-  }[init.mode]
+  function = initialise.from_scratch
+  if init.mode != 'random':
+    function = functools.partial(initialise.initialise, **_options(settings))
   reports = []
 
   def make(rng, *params):
@@ -436,113 +443,31 @@ def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
   return '\n'.join(lines)
 
 
-def describe(settings: config_lib.Settings) -> str:
-  """What a job would hold in memory, without making any of it.
-
-  Sources and a teacher that are not given, or not there yet, are left out,
-  and that is said. Activations are not estimated here; they depend on what
-  XLA makes of the program.
-
-  Args:
-    settings: loaded with or without sources.
-
-  Raises:
-    UserError: the job would be refused for its mesh, its batches, or a source
-      or teacher that is there. Vocabularies are not compared.
-  """
-  mesh = make_mesh(settings)
-  check_batches(settings, mesh)
-  where = place_model(settings, settings.model, mesh)
-  lines = [
-    f'{path:<60} {str(info.shape):<28} {info.axes}'
-    for path, info in where.model.table.items()
-  ]
-  for name, part in parameters.count_by_stack(settings.model).items():
-    lines.append(
-      f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
-      f' {part.cross:,} cross-attention)'
-    )
-  count = parameters.count(settings.model)
-  active = parameters.count_active(settings.model)
-  a_part = f', {active:,} of them for a token' if active < count else ''
-  lines.append(f'together: {count:,} parameters{a_part}')
-  lines += _describe_memory(settings, where)
-  lines.append(
-    f'a step: {settings.train.batch_size} rows of'
-    f' {settings.data.train.encoder_length} +'
-    f' {settings.data.train.decoder_length} tokens,'
-    f' {step_flops(settings, None):.3g} model FLOPs without a teacher'
-  )
-  if settings.init.mode != 'random':
-    lines.append(_describe_sources(settings, where))
-  return '\n'.join(lines)
-
-
-def _describe_memory(
-  settings: config_lib.Settings, where: state_lib.Placement
-) -> list[str]:
-  """Lines: bytes per device of the state and the teacher."""
-  optimizer = optimizers.Optimizer(settings.optimizer)
-  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
-  assignment = phases.assign(where.model.table, groups)
-  names = [group.name for group in groups]
-  state = state_lib.abstract(optimizer, assignment, names, where)
-  sizes = {
-    'parameters': _device_bytes(state.params),
-    'gradients': _device_bytes(state.params),
-    'optimizer state': _device_bytes(state.groups),
-  }
-  absent = ''
-  if settings.loss.distillation:
-    absent = _absent('teacher.checkpoint', settings.teacher)
-    if not absent:
-      teacher = place_teacher(settings, where.mesh)
-      sizes['teacher'] = _device_bytes(teacher.abstract_params())
-  lines = [f'mesh {dict(where.mesh.shape)}; bytes per device, fp32:']
-  for name, size in {**sizes, 'together': sum(sizes.values())}.items():
-    lines.append(f'  {name:<16} {disk.format_bytes(size)}')
-  if absent:
-    lines.append(f'  {"teacher":<16} {absent}: not counted')
-  lines.append(
-    '  without activations, which follow from the compiled program: python -m'
-    ' encdec_adapt.plan'
-  )
-  return lines
-
-
-def _absent(key: str, path: str) -> str:
-  """Says that a model is not given, or not there yet; '' where it is there."""
-  if not path:
-    return f'config.{key} is not given'
-  return '' if storage.at(path).exists() else f'{path} is not there'
-
-
-def _describe_sources(
-  settings: config_lib.Settings, where: state_lib.Placement
-) -> str:
-  """What an adaptation does with every weight, or why it is not known.
-
-  Reads configs alone.
-
-  Raises:
-    UserError: a source that is there does not suit.
-  """
+def summarise(
+  settings: config_lib.Settings, workdir: str, step: int, cost: accounting.Cost
+) -> None:
+  """Writes summary.json of a job that is done, and says what it came to."""
+  losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
   init = settings.init
-  absent = _absent('init.encoder', init.encoder) or (
-    init.decoder and _absent('init.decoder', init.decoder)
+  sources = [init.encoder, init.decoder] if init.mode != 'random' else []
+  sources = [path for path in (*sources, settings.teacher) if path]
+  folders = [path for path in sources if source_lib.is_folder(path)]
+  summary = accounting.write_summary(
+    workdir,
+    {
+      'parameters': parameters.count(settings.model),
+      'steps': step,
+      'learning_rate': settings.optimizer.schedule.peak,
+      'seed': settings.seed,
+      'eval_loss_at_step_0': losses[0]['loss'],
+      'eval_loss': losses[-1]['loss'],
+      'not_counted': folders,
+    },
+    cost,
+    [path for path in sources if path not in folders],
   )
-  if absent:
-    return f'sources: {absent}: not looked at'
-  sources, report = _fitting_sources(settings)
-  if init.mode == 'checkpoint':
-    _compare(sources[0], where)
-  paths = ' and '.join(str(source.path) for source in sources)
-  return report.table() if report else f'{init.mode} of: {paths}'
-
-
-def _device_bytes(tree) -> int:
-  """Bytes of a sharded tree on one device."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
+  print(
+    f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
+    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
+    f' {summary["eval_loss"]:.4f}'
   )

@@ -15,11 +15,10 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, materialize, vocabulary_checks
+from encdec_adapt import dry_run, job, materialize, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import (
   app,
@@ -92,7 +91,7 @@ def main(values: flags.FlagValues) -> int:
     if values.dry_run:
       workdir = values.workdir or ''
       settings = config_lib.load(values.config, workdir, sources=False)
-      print(job.describe(settings))
+      print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
     return run(values.config, values.workdir)
@@ -129,8 +128,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   job.check_attention(settings, mesh.devices.flat[0].platform)
   job.check_batches(settings, mesh)
   vocabulary_checks.check_model(settings)
-  job.check_sources(settings)
   where = job.place_model(settings, settings.model, mesh)
+  job.check_sources(settings, where)
   teacher = job.place_teacher(settings, mesh)
   optimizer = optimizers.Optimizer(settings.optimizer)
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
@@ -144,6 +143,12 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   checkpoints.require_space(
     state_lib.abstract(optimizer, assignment, every_group, where)
   )
+  start = checkpoints.latest()
+  # A group that thaws at this very step was not in what was saved.
+  active = phases.active(groups, max((start or 0) - 1, 0))
+  abstract = state_lib.abstract(optimizer, assignment, active, where)
+  if start is not None:
+    checkpoints.at(start).require_same(abstract)
   opened, train_set, eval_set = job.open_data(settings)
   count = parameters.count(settings.model)
   say(
@@ -159,13 +164,11 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     'vocabularies': opened.describe(),
     'order': {'records': train_set.digests, 'seed': settings.seed},
   }
-  start = checkpoints.latest()
   if start is None:
     if damaged := checkpoints.damaged():
       say(f'no sound checkpoint: starting anew ({", ".join(damaged)})')
     params, report = job.initial_params(settings, where)
     cost = accounting.Cost()
-    active = phases.active(groups, 0)
     state = state_lib.create(params, optimizer, assignment, active, where)
     del params
     if report and settings.init.mode != 'random':
@@ -178,9 +181,6 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     saved = checkpoints.read_meta(start)
     continuation.check_same_rows(saved, meta['order'])
     continuation.report_differences(saved, meta, say)
-    # A group that thaws at this very step was not in what was saved.
-    active = phases.active(groups, max(start - 1, 0))
-    abstract = state_lib.abstract(optimizer, assignment, active, where)
     state = checkpoints.restore(start, abstract)
     cost = accounting.Cost(**checkpoints.read_data(start))
     say(f'continuing at step {start}')
@@ -378,37 +378,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   if lead:
     writer.close()
     if status == 0:
-      _summarise(settings, workdir, count, step, cost)
+      job.summarise(settings, workdir, step, cost)
   return status
-
-
-def _summarise(settings, workdir, count, step, cost) -> None:
-  """Writes summary.json and says where."""
-  records = metrics.read_metrics(workdir)
-  losses = [r for r in records if r['kind'] == 'eval']
-  init = settings.init
-  sources = [init.encoder, init.decoder] if init.mode != 'random' else []
-  sources = [path for path in (*sources, settings.teacher) if path]
-  folders = [path for path in sources if source_lib.is_folder(path)]
-  summary = accounting.write_summary(
-    workdir,
-    {
-      'parameters': count,
-      'steps': step,
-      'learning_rate': settings.optimizer.schedule.peak,
-      'seed': settings.seed,
-      'eval_loss_at_step_0': losses[0]['loss'],
-      'eval_loss': losses[-1]['loss'],
-      'not_counted': folders,
-    },
-    cost,
-    [path for path in sources if path not in folders],
-  )
-  print(
-    f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
-    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
-    f' {summary["eval_loss"]:.4f}'
-  )
 
 
 if __name__ == '__main__':

@@ -168,8 +168,15 @@ def test_any_model_is_said_by_a_configuration(merged):
 @pytest.mark.parametrize(
   'flags, words',
   [
-    (['--config.train.stepz=3'], "'stepz'.*'steps'"),
-    (['--config.trian.steps=3'], "'trian'.*'train'"),
+    (['--config.train.stepz=3'], "'train.stepz'.*'train.steps'"),
+    (['--config.trian.steps=3'], "'trian.steps'.*'train.steps'"),
+    (['--config.train.num_steps=3'], "nearest is 'train.steps'"),
+    (['--config.train.learning_rate=3'], "is 'optimizer.learning_rate'"),
+    (['--config.batch_size=3'], "nearest is 'train.batch_size'"),
+    (['--config.model.width=3'], "nearest is 'model.encoder.width'"),
+    (['--noconfig.data.packk'], "'data.packk'; the nearest is 'data.pack'"),
+    (['--config.compute.zzz=3'], 'there are compute.attention, .*, compute.r'),
+    (['--config.zzz=3'], r'there are checkpoint, compute, .*, train\. '),
     (
       ['--config.train.steps=many'],
       "^config.train.steps is 'many'; it must be an integer.$",
@@ -181,7 +188,10 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['--config.data.pack=2'], "data.pack is '2'; it must be True or False.$"),
     (['--config.train=3'], 'config.train=3: .*is not a dict'),
     (['--config.train.steps.x=3'], "no key 'train.steps.x'"),
-    (['--config.model.decoder.pattern[0]=3'], r"'model.decoder.pattern\[0\]'"),
+    (
+      ['--config.model.decoder.pattern[0]=3'],
+      r"'model.decoder.pattern\[0\]'; the nearest is 'model.decoder.pattern'",
+    ),
     (['--config.train.steps=0'], 'train.steps is 0'),
     (['--wrokdir=x'], 'wrokdir'),
     (['stray'], "'stray'"),
@@ -214,6 +224,12 @@ def test_any_model_is_said_by_a_configuration(merged):
     ),
     (['--config.data.sentinels=foo'], "data.sentinels is 'foo'.*recycle"),
     (['--config.data.workers=0'], 'data.workers is 0; it must be at least 1'),
+    (['--config.data.eval_rows=-1'], 'data.eval_rows is -1; it must be at'),
+    (['--config.data.eval_fraction=0'], 'data.eval_fraction is 0.0; it must'),
+    (['--config.data.eval_fraction=1'], 'data.eval_fraction is 1.0; it must'),
+    (['--config.optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
+    (['--config.optimizer.decay_rate=-1'], 'decay_rate is -1.0; .*above 0'),
+    (['--config.optimizer.rsqrt_steps=0'], 'rsqrt_steps is 0; .*least 1'),
     (['--config.optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
     (['--config.optimizer.learning_rate=inf'], 'learning_rate is inf.*finite'),
     (['--config.optimizer.clip_norm=nan'], 'config.optimizer.clip_norm is nan'),
@@ -243,11 +259,21 @@ def test_bad_input_is_named(flags, words):
     ('configs/gemma2.py:topology=v5e:4x4,slices=-2', 'slices is -2; .*least'),
     ('configs/gemma2.py:slices=2', 'slices=2 .*topology'),
     ('configs/quickstart.py:run=x', 'run=x.*adapted'),
+    ('configs/base.py:x', 'with what follows the colon: TypeError.* 0 pos'),
   ],
 )
 def test_bad_config_files_are_named(config, words):
   with pytest.raises(errors.UserError, match=words):
     _load(f'--config={config}')
+
+
+def test_a_config_file_that_fails_is_named_with_the_line(tmp_path):
+  file = tmp_path / 'mine.py'
+  file.write_text("def get_config():\n  raise ValueError('too few')\n")
+  with pytest.raises(errors.UserError) as caught:
+    _load(f'--config={file}')
+  assert f'{file}:2: ValueError: too few.' in str(caught.value)
+  assert '\n' not in str(caught.value)
 
 
 def test_teacher_of_a_corrupting_objective_is_refused():

@@ -94,27 +94,6 @@ def initialise(
   return fill(flat, rng), coverage
 
 
-def fresh_except_embeddings(
-  target: config_lib.EncoderDecoderConfig,
-  encoder_source: Source,
-  decoder_source: Source | None = None,
-  *,
-  rng: jax.Array,
-) -> tuple[Params, coverage_lib.Coverage]:
-  """The control with every weight fresh but the embedding tables.
-
-  Args and Returns as `initialise`.
-  """
-  names = leaves_lib.leaves_of(target)
-  return initialise(
-    target,
-    encoder_source,
-    decoder_source,
-    rng=rng,
-    fresh=[name for name in names if '/embedder/' not in name],
-  )
-
-
 def from_scratch(
   target: config_lib.ModelConfig, rng: jax.Array
 ) -> tuple[Params, coverage_lib.Coverage]:

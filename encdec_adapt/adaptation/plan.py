@@ -125,6 +125,12 @@ def make_plan(
   return account
 
 
+def all_but_embeddings(target: config_lib.EncoderDecoderConfig) -> list[str]:
+  """What is `fresh` where only the embedding tables are copied."""
+  names = leaves_lib.leaves_of(target)
+  return [name for name in names if '/embedder/' not in name]
+
+
 def _shapes(
   names: Mapping[str, leaves_lib.Leaf],
 ) -> dict[str, tuple[int, ...]]:

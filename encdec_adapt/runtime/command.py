@@ -4,12 +4,13 @@ Mains define their flags in a function, so that importing one defines none
 and a study can run several in one process, parsed as from a shell.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import difflib
 import re
 import sys
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -97,7 +98,9 @@ def parse_operands(
   except errors.UserError:
     raise
   except (flags.Error, LookupError, AttributeError, TypeError) as error:
-    raise errors.UserError(_explain(error, values)) from error
+    raise errors.UserError(
+      _unknown_key(define, arguments) or _explain(error, values)
+    ) from error
   except (OSError, ImportError) as error:
     raise errors.UserError(
       f'the configuration file could not be read: {_last_line(error)}; give'
@@ -210,26 +213,68 @@ _TYPES = {
 }
 
 
+def _unknown_key(define: DefineFlags, arguments: Sequence[str]) -> str:
+  """Says which key the configuration lacks; '' if it lacks none.
+
+  Args:
+    define: of the flags that were being parsed.
+    arguments: all of them.
+  """
+  given = [re.match(r'--?(?:no)?config\.([^=]+)', a) for a in arguments]
+  values = flags.FlagValues()
+  values.set_gnu_getopt(True)
+  define(values)
+  if 'config' not in values or not any(given):
+    return ''
+  others = [a for a, key in zip(arguments, given, strict=True) if not key]
+  try:
+    with _argv(others):
+      values(others, known_only=True)
+    keys = list(_keys(values.config.to_dict()))
+  except Exception:  # Of the file or of another flag: that is said instead.
+    return ''
+  for key in (key[1] for key in given if key):
+    if key not in keys:
+      return f'the configuration has no key {key!r}; {_near(key, keys)}'
+  return ''
+
+
+def _keys(config: Mapping[str, Any], section: str = '') -> Iterator[str]:
+  """The dotted names of all sections and leaves."""
+  for name, value in config.items():
+    yield section + name
+    if isinstance(value, Mapping):
+      yield from _keys(value, f'{section}{name}.')
+
+
+def _near(key: str, keys: Sequence[str]) -> str:
+  """What may have been meant by a key, or what is where it would be."""
+  section, _, name = key.rpartition('.')
+  parents = {k: k.rpartition('.') for k in keys}
+  namesakes = [k for k in keys if parents[k][2] == name]
+  beside = {parents[k][2]: k for k in keys if parents[k][0] == section}
+  near = (
+    difflib.get_close_matches(key, namesakes, 1, 0)
+    or [beside[n] for n in difflib.get_close_matches(name, beside, 1)]
+    or (not beside and difflib.get_close_matches(key, keys, 1, 0.75))
+  )
+  if near:
+    return f'the nearest is {near[0]!r}. configs/base.py lists every key.'
+  inside = beside.values() or [k for k in keys if '.' not in k]
+  return f'there are {", ".join(inside)}. configs/base.py lists every key.'
+
+
 def _explain(error: Exception, values: flags.FlagValues) -> str:
-  """What is wrong with a flag, its key or its value."""
+  """What is wrong with a flag or its value."""
   text = str(error)
   if isinstance(error, KeyError):
     text = text.strip('"\'')  # It shows its message as Python writes it.
-  found = re.search(r'[Dd]id you mean "(.*?)" instead of "(.*?)"', text)
-  if found:
-    right, wrong = found.groups()
-    return (
-      f'the configuration has no key {wrong!r}; the nearest is {right!r}.'
-      ' configs/base.py lists every key.'
-    )
-  if isinstance(error, LookupError | AttributeError):
-    # The whole path where it is given, as of what is below a leaf.
-    key = re.search(r'(?:lookup: |\(in: )([^\s)]+)', text)
-    key = key or re.search(r"'([^']+)", str(error))
-    name = key.group(1) if key else text
-    return (
-      f'the configuration has no key {name!r}; configs/base.py lists every key.'
-    )
+  frames = re.findall(r'File "(.*)", line (\d+), in', text)
+  if frames:  # The configuration file was running.
+    file, line = frames[-1]
+    own = file != config_flags.config_flags.__file__
+    where = f'at {file}:{line}' if own else 'with what follows the colon'
+    return f'the configuration file failed {where}: {_last_line(error)}.'
   return _wrong_type(text, error.__context__, values) or (
     f'{text}. See --help, and configs/base.py for every key.'
   )

@@ -88,6 +88,29 @@ class Checkpoint:
       for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree)
     }
 
+  def require_same(self, abstract: Any, *, partial: bool = False) -> None:
+    """Refuses a state that is not the one asked for; reads no array.
+
+    Args:
+      abstract: as of `restore`, like `partial`.
+      partial: see there.
+
+    Raises:
+      UserError: a leaf is missing or has another shape or dtype.
+    """
+    differences = leaves.differences(
+      self.stored_leaves(), abstract, partial=partial
+    )
+    if differences:
+      more = len(differences) - _DIFFERENCES_SHOWN
+      raise errors.UserError(
+        f'The checkpoint {self.path} is of another model: '
+        + '; '.join(differences[:_DIFFERENCES_SHOWN])
+        + (f'; and {more} more leaves' if more > 0 else '')
+        + '. Use the config it was made with (its meta item holds it), or'
+        ' another checkpoint.'
+      )
+
   def restore(self, abstract: Any, *, partial: bool = False) -> Any:
     """Reads the state onto the shardings asked for.
 
@@ -105,18 +128,7 @@ class Checkpoint:
         before any array is read.
     """
     abstract = jax.tree.map(_with_sharding, abstract)
-    differences = leaves.differences(
-      self.stored_leaves(), abstract, partial=partial
-    )
-    if differences:
-      more = len(differences) - _DIFFERENCES_SHOWN
-      raise errors.UserError(
-        f'The checkpoint {self.path} is of another model: '
-        + '; '.join(differences[:_DIFFERENCES_SHOWN])
-        + (f'; and {more} more leaves' if more > 0 else '')
-        + '. Use the config it was made with (its meta item holds it), or'
-        ' another checkpoint.'
-      )
+    self.require_same(abstract, partial=partial)
     arguments = ocp.args.PyTreeRestore(
       item=abstract,
       restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),

@@ -83,6 +83,12 @@ class OptimizerConfig:
           f'config.optimizer.{name} is {getattr(self, name)}; it must be at'
           ' least 0.'
         )
+    for name in ('eps', 'decay_rate'):
+      if getattr(self, name) <= 0:
+        raise errors.UserError(
+          f'config.optimizer.{name} is {getattr(self, name)}; it must be'
+          ' above 0.'
+        )
 
 
 @flax.struct.dataclass

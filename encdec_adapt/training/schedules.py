@@ -56,6 +56,11 @@ class ScheduleConfig:
         f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be'
         f' between 0 and config.train.steps, {self.total_steps}.'
       )
+    if self.rsqrt_steps < 1:
+      raise errors.UserError(
+        f'config.optimizer.rsqrt_steps is {self.rsqrt_steps}; it must be at'
+        ' least 1.'
+      )
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:

@@ -278,7 +278,10 @@ def test_controls():
   jax.tree.map(np.testing.assert_array_equal, scratch, fresh)
   assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
 
-  got, coverage = initialise.fresh_except_embeddings(target, source, rng=RNG)
+  fresh_leaves = plan.all_but_embeddings(target)
+  got, coverage = initialise.initialise(
+    target, source, rng=RNG, fresh=fresh_leaves
+  )
   for stack in ('encoder', 'decoder'):
     np.testing.assert_array_equal(
       got[stack]['embedder']['table'], source[1]['decoder']['embedder']['table']

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, train
+from encdec_adapt import evaluate, generate, job, train
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors, metrics
 from encdec_adapt.training import checkpoint
@@ -175,6 +175,33 @@ def test_checkpoint_of_another_model(folder, pairs, adapted, tmp_path):
   shutil.copytree(adapted, copy)
   with pytest.raises(errors.UserError, match='mlp'):
     _train(*pairs, '--config.model.decoder.mlp_width=48', f'--workdir={copy}')
+
+
+@pytest.mark.parametrize(
+  'how, said',
+  [
+    ('workdir', 'The checkpoint .* is of another model'),
+    ('checkpoint', 'is of another model than config.model'),
+    ('embeddings', 'embedder/table'),
+  ],
+)
+def test_another_model_is_refused_before_records_are_made(
+  pairs, decoder, adapted, tmp_path, monkeypatch, how, said
+):
+  def make(settings):
+    raise AssertionError('records would be made')
+
+  monkeypatch.setattr(job, 'open_data', make)
+  workdir = tmp_path / 'run'
+  if how == 'workdir':
+    shutil.copytree(adapted, workdir)
+    flags = []
+  else:
+    source = {'checkpoint': adapted, 'embeddings': decoder}[how]
+    flags = [f'--config.init.mode={how}', f'--config.init.encoder={source}']
+  wider = [f'--config.model.{side}.width=24' for side in ('encoder', 'decoder')]
+  with pytest.raises(errors.UserError, match=said):
+    _train(*pairs, *flags, *wider, f'--workdir={workdir}')
 
 
 def test_encoder_decoder_is_no_source(pairs, adapted, tmp_path):
