@@ -25,8 +25,14 @@ from typing import Any
 
 from absl import flags
 
-from encdec_adapt.runtime import command, disk, errors, files, storage
-from encdec_adapt.runtime.progress import format_seconds
+from encdec_adapt.runtime import (
+  command,
+  disk,
+  errors,
+  files,
+  progress,
+  storage,
+)
 from encdec_adapt.training import accounting
 
 
@@ -157,11 +163,8 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
   for stage in stages:
     extra = _best_rate(storage.at(root), stage.rate_of)
     line = _command(stage, extra)
-    print(
-      f'\n[{stage.name}] budget {format_seconds(stage.budget_seconds)}\n'
-      f'$ {line}',
-      flush=True,
-    )
+    budget = progress.format_seconds(stage.budget_seconds)
+    print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
     module = importlib.import_module(f'encdec_adapt.{stage.module}')
     values = command.parse(module.define_flags, (*stage.flags, *extra))
     with _timed(storage.at(root), stage) as clock:
@@ -170,8 +173,7 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
     if status:
       return status
     print(
-      f'[{stage.name}] took {format_seconds(seconds)} of'
-      f' {format_seconds(stage.budget_seconds)}',
+      f'[{stage.name}] took {progress.format_seconds(seconds)} of {budget}',
       flush=True,
     )
     files.write_json(
@@ -278,12 +280,11 @@ def _report(study: Study) -> None:
   report.write(collected, root)
   print(f'\n{"stage":<28}{"budget":>9}{"took":>9}')
   for stage in stages:
-    budget, took = stage['budget_seconds'], stage['seconds']
-    print(
-      f'{stage["name"]:<28}{format_seconds(budget):>9}{format_seconds(took):>9}'
-    )
+    keys = 'budget_seconds', 'seconds'
+    budget, took = (progress.format_seconds(stage[key]) for key in keys)
+    print(f'{stage["name"]:<28}{budget:>9}{took:>9}')
   together = sum(stage['seconds'] for stage in stages)
-  print(f'{"together":<28}{"":>9}{format_seconds(together):>9}\n')
+  print(f'{"together":<28}{"":>9}{progress.format_seconds(together):>9}\n')
   for sentence in report.findings(collected):
     print(f'- {sentence}')
   print(f'\nreport: {root / "report.html"}')

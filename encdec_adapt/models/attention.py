@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models import layers
-from encdec_adapt.models.config import StackConfig
 from encdec_adapt.ops import attention, masks, partition, rope
 
 
 def project_keys_values(
-  config: StackConfig,
+  config: config_lib.StackConfig,
   params: Mapping[str, Array],
   source: Float[Array, 'B S E'],
 ) -> caches.KeyValues:
@@ -62,7 +62,7 @@ class _Attention(nn.Module):
     source_width: width of what keys and values are made of.
   """
 
-  config: StackConfig
+  config: config_lib.StackConfig
   execution: executions.Execution
   source_width: int
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.models import attention, experts, layers
 from encdec_adapt.models import cache as caches
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models.config import LayerKind, StackConfig
 from encdec_adapt.ops import partition
 
 # Parts of a block that only a decoder of an encoder-decoder has, and the part
@@ -63,9 +63,9 @@ class Block(nn.Module):
     sparse: whether its feed-forward has experts.
   """
 
-  config: StackConfig
+  config: config_lib.StackConfig
   execution: executions.Execution
-  kind: LayerKind
+  kind: config_lib.LayerKind
   sparse: bool = False
 
   @nn.compact

@@ -8,9 +8,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
 from encdec_adapt.models import experts, layers, parameters, stack
-from encdec_adapt.models.config import DecoderOnlyConfig, ModelConfig
 
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']
@@ -26,7 +26,7 @@ class Decoder:
     execution: how it is run.
   """
 
-  config: ModelConfig
+  config: config_lib.ModelConfig
   execution: executions.Execution
 
   @property
@@ -94,7 +94,7 @@ class Decoder:
 class DecoderOnly(Decoder):
   """A causal decoder."""
 
-  config: DecoderOnlyConfig
+  config: config_lib.DecoderOnlyConfig
 
   def decode(
     self,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import attention, decoder_only, layers_index
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models.config import EncoderDecoderConfig
+from encdec_adapt.models import config as config_lib
 
 Params = decoder_only.Params
 
@@ -20,7 +20,7 @@ class EncoderDecoder(decoder_only.Decoder):
   own segment number.
   """
 
-  config: EncoderDecoderConfig
+  config: config_lib.EncoderDecoderConfig
 
   def encode(
     self,

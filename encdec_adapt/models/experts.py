@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import layers
-from encdec_adapt.models.config import StackConfig
 from encdec_adapt.ops import activations, experts, partition
 
 COLLECTION = 'routing'
@@ -26,7 +26,7 @@ class Experts(nn.Module):
   And beside them, where the stack has one, a shared one that all tokens take.
   """
 
-  config: StackConfig
+  config: config_lib.StackConfig
   dtype: jnp.dtype
 
   @nn.compact

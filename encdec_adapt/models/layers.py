@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models.config import StackConfig
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.ops import activations, embedding, norms, partition
 
 
@@ -43,7 +43,9 @@ def bias_init(*axes: str) -> nn.initializers.Initializer:
   return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
-def gain_init(config: StackConfig, axis: str) -> nn.initializers.Initializer:
+def gain_init(
+  config: config_lib.StackConfig, axis: str
+) -> nn.initializers.Initializer:
   """Initialiser of a norm's scale that stands for a gain of one."""
   one_plus = config.norm_gain == 'one_plus'
   values = nn.initializers.zeros if one_plus else nn.initializers.ones
@@ -51,7 +53,9 @@ def gain_init(config: StackConfig, axis: str) -> nn.initializers.Initializer:
 
 
 def norm(
-  config: StackConfig, x: Float[Array, '*L D'], scale: Float[Array, 'D']
+  config: config_lib.StackConfig,
+  x: Float[Array, '*L D'],
+  scale: Float[Array, 'D'],
 ) -> Float[Array, '*L D']:
   """The stack's RMSNorm, over the last axis."""
   one_plus = config.norm_gain == 'one_plus'
@@ -61,7 +65,7 @@ def norm(
 class RMSNorm(nn.Module):
   """Root-mean-square norm of the residual stream."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
@@ -73,7 +77,7 @@ class RMSNorm(nn.Module):
 class Embedder(nn.Module):
   """Token ids to the states that enter the first layer."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
   dtype: jnp.dtype
 
   @nn.compact
@@ -98,14 +102,14 @@ class Embedder(nn.Module):
 class Head(nn.Module):
   """The table of a head that is not tied; `logits` reads it."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
     return make_table(self, self.config)
 
 
-def make_table(module: nn.Module, config: StackConfig) -> jax.Array:
+def make_table(module: nn.Module, config: config_lib.StackConfig) -> jax.Array:
   """Declares a token table [V, D] as the parameter 'table' of a module."""
   init = nn.with_logical_partitioning(
     nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
@@ -161,7 +165,7 @@ def biased_product(
 class MLP(nn.Module):
   """Gated feed-forward, F wide: down(activation(gate(x)) * up(x))."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
   dtype: jnp.dtype
   mlp_width: int
 

@@ -9,7 +9,7 @@ their own too, under 'lead'.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from encdec_adapt.models.config import LayerKind, StackConfig
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
 Tree = Mapping[str, Any]
@@ -17,7 +17,9 @@ Tree = Mapping[str, Any]
 _LEAD, _BLOCKS, _TAIL = 'lead', 'blocks', 'tail'
 
 
-def layer_location(stack: StackConfig, i: int) -> tuple[str, int | None]:
+def layer_location(
+  stack: config_lib.StackConfig, i: int
+) -> tuple[str, int | None]:
   """Location of layer `i`'s leaves inside the stack's parameters.
 
   Args:
@@ -54,14 +56,16 @@ def is_stacked(path: str) -> bool:
   return path.split('/')[1] == _BLOCKS
 
 
-def block_kind(stack: StackConfig, prefix: str) -> LayerKind:
+def block_kind(
+  stack: config_lib.StackConfig, prefix: str
+) -> config_lib.LayerKind:
   """Kind of the layers whose leaves are at a prefix of `layer_location`."""
   kinds = stack.lead if prefix.startswith(f'{_LEAD}/') else stack.cycle
   return kinds[int(prefix.rpartition('_')[2])]
 
 
 def map_blocks(
-  stack: StackConfig, fn: Callable[[str, int | None], Any]
+  stack: config_lib.StackConfig, fn: Callable[[str, int | None], Any]
 ) -> dict[str, dict[str, Any]]:
   """A tree with one value per block of leaves: 'lead', 'blocks', 'tail'.
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt.models import block, stack
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models.config import ModelConfig, StackConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StackCount:
     return self.embedding + self.head + self.cross + self.other
 
 
-def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
+def init(config: config_lib.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   """Fresh parameters (see `layers` for the distributions).
 
   Jit it with `out_shardings` to make them sharded where they live.
@@ -65,7 +65,9 @@ def init(config: ModelConfig, rng: jax.Array) -> dict[str, Any]:
   return params
 
 
-def init_one(config: ModelConfig, rng: jax.Array, path: str) -> jax.Array:
+def init_one(
+  config: config_lib.ModelConfig, rng: jax.Array, path: str
+) -> jax.Array:
   """One array of `init`, the same values, and no other in memory.
 
   Args:
@@ -86,7 +88,7 @@ def init_one(config: ModelConfig, rng: jax.Array, path: str) -> jax.Array:
 
 
 @functools.cache
-def parameter_table(config: ModelConfig) -> Mapping[str, ParamInfo]:
+def parameter_table(config: config_lib.ModelConfig) -> Mapping[str, ParamInfo]:
   """Path ('decoder/blocks/layer_0/mlp/up') to ParamInfo, read-only."""
   return types.MappingProxyType(
     {
@@ -98,12 +100,12 @@ def parameter_table(config: ModelConfig) -> Mapping[str, ParamInfo]:
   )
 
 
-def count(config: ModelConfig) -> int:
+def count(config: config_lib.ModelConfig) -> int:
   """Number of parameters, padding rows of the tables left out."""
   return sum(part.total for part in count_by_stack(config).values())
 
 
-def padding(config: ModelConfig) -> dict[str, int]:
+def padding(config: config_lib.ModelConfig) -> dict[str, int]:
   """Path of each table with padding rows -> how many parameters they have."""
   sizes = {}
   for path, info in parameter_table(config).items():
@@ -114,7 +116,7 @@ def padding(config: ModelConfig) -> dict[str, int]:
   return sizes
 
 
-def count_active(config: ModelConfig) -> int:
+def count_active(config: config_lib.ModelConfig) -> int:
   """Parameters that a token meets: all but the experts it does not take."""
   idle = 0
   for path, info in parameter_table(config).items():
@@ -125,7 +127,7 @@ def count_active(config: ModelConfig) -> int:
   return count(config) - idle
 
 
-def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
+def count_by_stack(config: config_lib.ModelConfig) -> dict[str, StackCount]:
   """Number of parameters by stack and part."""
   counts = {
     name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
@@ -145,7 +147,7 @@ def count_by_stack(config: ModelConfig) -> dict[str, StackCount]:
   return {name: StackCount(**count) for name, count in counts.items()}
 
 
-def _has_table(config: ModelConfig, stack_name: str) -> bool:
+def _has_table(config: config_lib.ModelConfig, stack_name: str) -> bool:
   """Whether a stack has an embedding table of its own."""
   return stack_name == 'decoder' or not config.shared_table
 
@@ -154,17 +156,23 @@ def _is_box(x: Any) -> bool:
   return isinstance(x, nn.meta.AxisMetadata)
 
 
-def _stack_keys(config: ModelConfig, rng: jax.Array) -> dict[str, jax.Array]:
+def _stack_keys(
+  config: config_lib.ModelConfig, rng: jax.Array
+) -> dict[str, jax.Array]:
   keys = jax.random.split(rng, len(config.stacks))
   return dict(zip(config.stacks, keys, strict=True))
 
 
-def _init_values(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
+def _init_values(
+  config: config_lib.StackConfig, rng: jax.Array
+) -> dict[str, Any]:
   boxed = _init_stack(config, rng)
   return jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
 
 
-def _init_stack(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
+def _init_stack(
+  config: config_lib.StackConfig, rng: jax.Array
+) -> dict[str, Any]:
   """Parameters of one stack, boxed with their logical axes."""
   ids = jnp.zeros((1, 1), jnp.int32)
   encoded = encoder_segments = None
@@ -180,7 +188,7 @@ def _init_stack(config: StackConfig, rng: jax.Array) -> dict[str, Any]:
 
 
 @functools.cache
-def _stack_table(config: StackConfig) -> dict[str, ParamInfo]:
+def _stack_table(config: config_lib.StackConfig) -> dict[str, ParamInfo]:
   boxed = jax.eval_shape(lambda: _init_stack(config, jax.random.key(0)))
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
   return {

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import block, experts, layers
 from encdec_adapt.models import cache as caches
+from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models.config import LayerKind, StackConfig
 from encdec_adapt.ops import masks, rope
 
 Tokens = Int[Array, 'B L']
@@ -19,9 +19,9 @@ Tokens = Int[Array, 'B L']
 class _Group(nn.Module):
   """Consecutive layers of these kinds, each rematerialised by itself."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
   execution: executions.Execution
-  kinds: tuple[LayerKind, ...]
+  kinds: tuple[config_lib.LayerKind, ...]
   sparse: bool
   prevent_cse: bool
 
@@ -50,7 +50,7 @@ class _Group(nn.Module):
 class Stack(nn.Module):
   """Token ids to states after the final norm."""
 
-  config: StackConfig
+  config: config_lib.StackConfig
   execution: executions.Execution
 
   @nn.compact
@@ -174,7 +174,10 @@ def _write_tokens(
 
 
 def _rotation(
-  config: StackConfig, kind: LayerKind, positions: jax.Array, dtype
+  config: config_lib.StackConfig,
+  kind: config_lib.LayerKind,
+  positions: jax.Array,
+  dtype,
 ) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines of the positions in layers of this kind."""
   theta, scaling = config.rope_theta, config.rope_scaling_rule
@@ -184,7 +187,7 @@ def _rotation(
 
 
 def _self_masks(
-  config: StackConfig,
+  config: config_lib.StackConfig,
   segments: jax.Array,
   positions: jax.Array,
   cached: caches.Cache | None,
@@ -197,7 +200,7 @@ def _self_masks(
       masks.bidirectional, window_rule=config.window_rule
     )
 
-  def make_kind(kind: LayerKind) -> masks.MaskSpec:
+  def make_kind(kind: config_lib.LayerKind) -> masks.MaskSpec:
     """Its mask; in merged attention the encoder's keys follow."""
     spec = make(
       segments,
