@@ -152,8 +152,8 @@ def mask_name(spec: masks.MaskSpec) -> str:
 
 def unsupported(
   capabilities: Capabilities,
-  q: jax.Array,
-  k: jax.Array,
+  q: Float[Array, 'B T N H'],
+  k: Float[Array, 'B S K H'],
   spec: masks.MaskSpec,
   softcap: float | None,
 ) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
 
 from encdec_adapt.ops import masks, partition
 
@@ -105,14 +106,14 @@ class Shards:
 
 def run(
   attend: Callable[..., jax.Array],
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
+  q: Float[Array, 'B T N H'],
+  k: Float[Array, 'B S K H'],
+  v: Float[Array, 'B S K H'],
   spec: masks.MaskSpec,
   *,
   operands: Sequence[Any] = (),
   operand_specs: Sequence[Any] = (),
-) -> jax.Array:
+) -> Float[Array, 'B T N H']:
   """Attention by `attend(q, k, v, spec, *operands)` on each device's share.
 
   Args:

@@ -134,15 +134,15 @@ def _run(
 
 def terms(
   columns: vocabulary_parallel.Columns,
-  logits: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array | None,
+  logits: Float[Array, 'rows v'],
+  targets: Int[Array, 'rows'],
+  weights: Float[Array, 'rows'] | None,
   *,
   softcap: float | None,
   share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
+) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
   """Values per row, and the gradient of the raw logits if given weights.
 
   Args (the rest as for `cross_entropy`):

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
 
 from encdec_adapt.ops import partition
 
@@ -133,14 +134,16 @@ class _Layout:
     return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
 
 
-def product(x: jax.Array, table: jax.Array) -> jax.Array:
-  """Logits [rows, v] in float32 of x [rows, D] and table [v, D]."""
+def product(
+  x: Float[Array, 'rows D'], table: Float[Array, 'v D']
+) -> Float[Array, 'rows v']:
+  """Logits in float32 of hidden states and the rows of a table."""
   return jnp.einsum('nd,vd->nv', x, table, preferred_element_type=jnp.float32)
 
 
 def soft_cap(
-  logits: jax.Array, cap: float | None
-) -> tuple[jax.Array, jax.Array | None]:
+  logits: Float[Array, '*L'], cap: float | None
+) -> tuple[Float[Array, '*L'], Float[Array, '*L'] | None]:
   """`cap * tanh(logits / cap)` and its slope (None: no cap, slope 1)."""
   if cap is None:
     return logits, None
@@ -196,9 +199,9 @@ def sweep(
 
 def stored_gradients(
   run: Callable[..., tuple[Any, jax.Array, Any, Any]],
-  hidden: jax.Array,
-  table: jax.Array,
-  weights: jax.Array,
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  weights: Float[Array, 'B T'],
   *others: jax.Array,
 ) -> Any:
   """Sums whose gradients are computed in the forward pass.
@@ -241,14 +244,16 @@ def stored_gradients(
   return differentiable(hidden, table, weights, *others)
 
 
-def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+def weighted_sum(
+  weights: Float[Array, '*L'], values: Float[Array, '*L']
+) -> Float[Array, '']:
   """Sum of weights * values where a weight of zero hides any value."""
   return jnp.sum(jnp.where(weights == 0, 0.0, weights * values))
 
 
 def check_arguments(
-  hidden: jax.Array,
-  table: jax.Array,
+  hidden: Float[Array, '*L D'],
+  table: Float[Array, 'V W'],
   *,
   vocab_size: int,
   softcap: float | None,
