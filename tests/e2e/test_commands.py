@@ -236,11 +236,10 @@ def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):
     )
 
 
-def test_checkpoint_of_another_model(folder, pairs, adapted, tmp_path):
-  copy = tmp_path / 'copy'
-  shutil.copytree(adapted, copy)
+def test_checkpoint_of_another_model(adapting, at_thaw):
+  wider = '--config.model.decoder.mlp_width=48'
   with pytest.raises(errors.UserError, match='mlp'):
-    _train(*pairs, '--config.model.decoder.mlp_width=48', f'--workdir={copy}')
+    _train(*adapting, wider, f'--workdir={at_thaw}')
 
 
 def test_encoder_decoder_is_no_source(pairs, adapted, tmp_path):
