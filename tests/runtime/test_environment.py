@@ -1,9 +1,11 @@
 """What a run says of the machine and the code it ran on."""
 
 import json
+import shutil
 import subprocess
 
 import jax
+import pytest
 
 from encdec_adapt.runtime import environment
 
@@ -37,6 +39,7 @@ def test_difference_names_keys_and_values():
   ]
 
 
+@pytest.mark.skipif(not shutil.which('git'), reason='runs git')
 def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
   module = tmp_path / 'environment.py'
   module.write_text('')
