@@ -11,6 +11,7 @@ from encdec_adapt.runtime import environment
 
 
 def test_report_is_json_and_names_what_matters(monkeypatch):
+  jax.devices()  # XLA ends the process for flags that it does not know.
   monkeypatch.setenv('XLA_FLAGS', ' --b=1  --a=2')
   report = json.loads(json.dumps(environment.report()))
   assert report['jax'] == jax.__version__
