@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import types
 
 import jax
 import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, job, train
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import loader, records, vocabularies
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors, metrics
 from encdec_adapt.training import checkpoint
@@ -35,17 +38,27 @@ def decoder(folder, pairs):
 
 
 @pytest.fixture(scope='module')
-def adapted(folder, pairs, decoder):
-  """An encoder-decoder adapted from it, with it as the teacher."""
-  workdir = folder / 'adapted'
-  flags = [
+def adapting(pairs, decoder):
+  """Flags of an encoder-decoder adapted from it, with it as the teacher.
+
+  A checkpoint is of step 3, at which the other parameters thaw.
+  """
+  return [
+    *pairs,
     '--config.init.mode=adapt',
     f'--config.init.encoder={decoder}',
     f'--config.teacher.checkpoint={decoder}',
     '--config.loss.distillation=0.5',
     '--config.train.steps=4',
+    '--config.train.cross_attention_warmup=3',
   ]
-  assert _train(*pairs, *flags, f'--workdir={workdir}') == 0
+
+
+@pytest.fixture(scope='module')
+def adapted(folder, adapting):
+  """The run of these flags."""
+  workdir = folder / 'adapted'
+  assert _train(*adapting, f'--workdir={workdir}') == 0
   return workdir
 
 
@@ -69,20 +82,73 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   assert environment['jax'] == jax.__version__
 
 
-def test_finished_run_is_not_run_again(adapted, pairs, capsys):
+def test_finished_run_is_not_run_again(adapted, adapting, capsys):
   before = (adapted / 'metrics.jsonl').read_bytes()
-  settings = json.loads((adapted / 'config.json').read_text())
-  source = settings['init']['encoder']
-  flags = [
-    '--config.init.mode=adapt',
-    f'--config.init.encoder={source}',
-    f'--config.teacher.checkpoint={source}',
-    '--config.loss.distillation=0.5',
-    '--config.train.steps=4',
-  ]
-  assert _train(*pairs, *flags, f'--workdir={adapted}') == 0
+  assert _train(*adapting, f'--workdir={adapted}') == 0
   assert 'continuing at step 4' in capsys.readouterr().out
   assert (adapted / 'metrics.jsonl').read_bytes() == before
+
+
+@pytest.fixture
+def at_thaw(adapted, tmp_path):
+  """A copy of the run as it was at the step of which all parameters move."""
+  copy = tmp_path / 'copy'
+  shutil.copytree(adapted, copy)
+  shutil.rmtree(copy / checkpoint.FOLDER / '4')
+  (copy / 'summary.json').unlink()
+  return copy
+
+
+def test_continues_where_parameters_thaw_and_shows_the_first_batch(
+  folder, adapted, adapting, at_thaw, capsys
+):
+  assert _train(*adapting, f'--workdir={at_thaw}') == 0
+  shown = capsys.readouterr().out
+  assert 'continuing at step 3' in shown
+  assert checkpoint.open_latest(at_thaw).step == 4
+  tiny.assert_same_params(at_thaw, adapted)
+
+  assert 'the first example read for the first batch' in shown
+  found = records.RecordSet.open(folder / 'prefix_lm' / 'train')
+  (pair, *_) = found.read([loader.Order(found.starts).row(3 * 8)])[0]
+  vocabulary = vocabularies.open_vocabulary(folder / 'vocabulary.model')
+  for field, tokens, length in (
+    ('encoder_tokens', pair.inputs, 16),
+    ('decoder_tokens', pair.targets[:-1], len(pair.targets)),
+    ('targets', pair.targets[:-1], len(pair.targets)),
+  ):
+    (line,) = re.findall(rf'^  {field} .*', shown, re.MULTILINE)
+    assert f' {length} tokens ' in line
+    assert vocabulary.decode(tokens, start=False) in line
+
+
+def _end(*_, **__):
+  raise InterruptedError('this is not to be gone beyond')
+
+
+def test_a_first_batch_of_wrong_framing_ends_the_job(
+  adapting, at_thaw, capsys, monkeypatch
+):
+  monkeypatch.setattr(batch_lib, 'check_framing', _end)
+  with pytest.raises(InterruptedError):
+    _train(*adapting, f'--workdir={at_thaw}')
+  shown = capsys.readouterr().out
+  assert 'continuing at step 3' in shown and 'the first example' not in shown
+  steps = [r['step'] for r in metrics.read_metrics(at_thaw)]
+  assert max(steps) == checkpoint.open_latest(at_thaw).step == 3
+
+
+def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):
+  monkeypatch.setattr(job, 'open_data', _end)
+  with monkeypatch.context() as patch:
+    full = types.SimpleNamespace(free=1000)
+    patch.setattr(shutil, 'disk_usage', lambda _: full)
+    with pytest.raises(
+      errors.UserError, match='1000 .* but 3 checkpoints need'
+    ):
+      _train(*pairs, f'--workdir={tmp_path}/run')
+  with pytest.raises(InterruptedError):  # There is room for them.
+    _train(*pairs, f'--workdir={tmp_path}/run')
 
 
 def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
@@ -170,13 +236,6 @@ def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):
     )
 
 
-def test_checkpoint_of_another_model(folder, pairs, adapted, tmp_path):
-  copy = tmp_path / 'copy'
-  shutil.copytree(adapted, copy)
-  with pytest.raises(errors.UserError, match='mlp'):
-    _train(*pairs, '--config.model.decoder.mlp_width=48', f'--workdir={copy}')
-
-
 @pytest.mark.parametrize(
   'how, said',
   [
@@ -198,7 +257,11 @@ def test_another_model_is_refused_before_records_are_made(
     flags = []
   else:
     source = {'checkpoint': adapted, 'embeddings': decoder}[how]
-    flags = [f'--config.init.mode={how}', f'--config.init.encoder={source}']
+    flags = [
+      *pairs,
+      f'--config.init.mode={how}',
+      f'--config.init.encoder={source}',
+    ]
   wider = [f'--config.model.{side}.width=24' for side in ('encoder', 'decoder')]
   with pytest.raises(errors.UserError, match=said):
     _train(*pairs, *flags, *wider, f'--workdir={workdir}')

@@ -200,12 +200,34 @@ def test_a_second_job_on_the_directory_is_refused(folder, flags):
     first.wait()
 
 
+def _processes() -> dict[int, tuple[str, int]]:
+  """State letter and parent of every process."""
+  proc = pathlib.Path('/proc')
+  found = {}
+  if (proc / 'self' / 'stat').exists():
+    for path in proc.glob('[0-9]*/stat'):
+      try:
+        # What stands in brackets is a name, which may hold spaces.
+        state, parent, *_ = path.read_text().rpartition(')')[2].split()
+      except (FileNotFoundError, ProcessLookupError):  # It has ended.
+        continue
+      found[int(path.parent.name)] = state, int(parent)
+    return found
+  done = subprocess.run(
+    ['ps', '-A', '-o', 'pid=,stat=,ppid='],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  for line in done.stdout.splitlines():
+    process, state, parent = line.split()
+    found[int(process)] = state[0], int(parent)
+  return found
+
+
 def _children(process: int) -> list[int]:
   """Processes that a process has started, and those that they have."""
-  done = subprocess.run(
-    ['ps', '-A', '-o', 'pid=,ppid='], capture_output=True, text=True, check=True
-  )
-  pairs = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+  pairs = [(pid, parent) for pid, (_, parent) in _processes().items()]
   found = [process]
   for parent in found:  # Grows on the way.
     found += [pid for pid, its in pairs if its == parent]
@@ -213,10 +235,7 @@ def _children(process: int) -> list[int]:
 
 
 def _is_running(process: int) -> bool:
-  done = subprocess.run(
-    ['ps', '-o', 'stat=', '-p', str(process)], capture_output=True, text=True
-  )
-  return done.stdout.strip()[:1] not in ('', 'Z')
+  return _processes().get(process, ('Z', 0))[0] != 'Z'
 
 
 def test_killed_while_records_are_made(folder, flags):

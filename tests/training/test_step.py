@@ -45,9 +45,21 @@ def _assert_close(one, other, tolerance=2e-5):
 
 
 @pytest.fixture(scope='module')
-def reference():
+def full():
+  """On one device; tests share what it has compiled."""
+  return Trainer()
+
+
+@pytest.fixture(scope='module')
+def frozen():
+  """The same, but only cross-attention moves for three steps."""
+  return Trainer(warmup=3)
+
+
+@pytest.fixture(scope='module')
+def reference(full):
   """Two steps on one device, one batch of 16 rows each."""
-  return _updates(Trainer(), [make_batch(16, 0), make_batch(16, 1)])
+  return _updates(full, [make_batch(16, 0), make_batch(16, 1)])
 
 
 @pytest.mark.sharded
@@ -131,12 +143,12 @@ def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
   assert temporary(microbatches) < one + 1.05 * gradients
 
 
-def test_divisor_is_the_weight_of_the_whole_batch():
+def test_divisor_is_the_weight_of_the_whole_batch(full):
   # Rows 0, 4, 8, .. form the first microbatch; all other weights are 0, so
   # a divisor per microbatch would give another loss, or NaN.
   batch = make_batch(16)
   batch['weights'][np.arange(16) % 4 != 0] = 0.0
-  whole = _updates(Trainer(), [batch])
+  whole = _updates(full, [batch])
   parts = _updates(Trainer(microbatches=4), [batch])
   assert np.isfinite(whole[0][0])
   _assert_close(parts, whole)
@@ -157,19 +169,18 @@ def test_batch_of_weight_zero_moves_nothing_without_weight_decay():
     np.testing.assert_array_equal(after[path], value, err_msg=path)
 
 
-def test_non_finite_update_is_skipped_and_counted():
-  trainer = Trainer()
-  state, _ = trainer.step(trainer.init(), make_batch(4, 0))
+def test_non_finite_update_is_skipped_and_counted(full):
+  state, _ = full.step(full.init(), make_batch(4, 0))
   before = host(state.params)
   count = int(state.groups['all'].count)
   bad = make_batch(4, 1)
   bad['weights'][0, 0] = np.inf
-  state, metrics = trainer.step(state, bad)
+  state, metrics = full.step(state, bad)
   assert (int(metrics['skipped']), int(metrics['skipped_in_row'])) == (1, 1)
   assert int(state.groups['all'].count) == count
   for path, value in host(state.params).items():
     np.testing.assert_array_equal(value, before[path], err_msg=path)
-  state, metrics = trainer.step(state, make_batch(4, 2))
+  state, metrics = full.step(state, make_batch(4, 2))
   assert (int(metrics['skipped']), int(metrics['skipped_in_row'])) == (1, 0)
   assert int(state.step) == 3
 
@@ -178,12 +189,11 @@ def _is_cross(path):
   return 'cross' in path
 
 
-def test_frozen_leaves_are_bit_equal_and_have_no_optimizer_state():
-  trainer = Trainer(warmup=3)
-  state = trainer.init()
+def test_frozen_leaves_are_bit_equal_and_have_no_optimizer_state(frozen):
+  state = frozen.init()
   before = host(state.params)
   for seed in range(3):
-    state, metrics = trainer.step(state, make_batch(4, seed))
+    state, metrics = frozen.step(state, make_batch(4, seed))
   assert set(state.groups) == {'cross_attention'}
   moments = jax.tree.leaves(state.groups['cross_attention'].inner)
   cross = sum(v.size for p, v in before.items() if _is_cross(p))
@@ -195,9 +205,29 @@ def test_frozen_leaves_are_bit_equal_and_have_no_optimizer_state():
       np.testing.assert_array_equal(value, before[path], err_msg=path)
 
 
-def test_clip_norm_is_that_of_the_moving_parameters():
+def test_a_step_takes_over_the_memory_of_its_state(frozen, full):
+  for trainer in (frozen, full):
+    before = trainer.init()
+    after, _ = trainer.step(before, make_batch(4))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_no_gradients_of_frozen_parameters_are_computed(frozen, full):
   batch = make_batch(4)
-  frozen, full = Trainer(warmup=3), Trainer()
+
+  def work(trainer):
+    state, _ = trainer.step(trainer.init(), batch)
+    (step,) = trainer.functions.values()
+    placed = step_lib.place_batch(batch, trainer.where)
+    return step.lower(state, placed, {}).compile().cost_analysis()['flops']
+
+  # Measured 0.51: nothing goes back into the encoder either.
+  assert work(frozen) < 0.6 * work(full)
+
+
+def test_clip_norm_is_that_of_the_moving_parameters(frozen, full):
+  batch = make_batch(4)
   _, some = frozen.step(frozen.init(), batch)
   _, every = full.step(full.init(), batch)
 
