@@ -257,11 +257,7 @@ def test_another_model_is_refused_before_records_are_made(
     flags = []
   else:
     source = {'checkpoint': adapted, 'embeddings': decoder}[how]
-    flags = [
-      *pairs,
-      f'--config.init.mode={how}',
-      f'--config.init.encoder={source}',
-    ]
+    flags = [f'--config.init.mode={how}', f'--config.init.encoder={source}']
   wider = [f'--config.model.{side}.width=24' for side in ('encoder', 'decoder')]
   with pytest.raises(errors.UserError, match=said):
     _train(*pairs, *flags, *wider, f'--workdir={workdir}')
