@@ -3,9 +3,9 @@
 #
 #   bash launch/test.sh [--all] [arguments of pytest]
 #
-# --all also installs torch, transformers and libtpu; without them the tests of
-# parity and of plans are skipped. PYTHON names an interpreter. Ends with
-# pytest's own closing line.
+# --all also installs torch, transformers and libtpu, without which the tests of
+# parity and of plans are skipped, and runs the long tests. PYTHON names an
+# interpreter. Ends with pytest's own closing line.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,6 +20,7 @@ case "${1:-}" in
   --all)
     extras=test,peer,tpu
     shift
+    set -- -m 'not slow' "$@"
     ;;
 esac
 prepare_environment "$extras"

@@ -56,6 +56,7 @@ def test_every_expert_is_copied_into_both_stacks(adapted):
   assert 'encoder/layers/0/mlp/gate' in coverage.table()
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_and_reports_the_load(adapted, monkeypatch):
   _, made, _ = adapted
   monkeypatch.setattr(training, 'MODEL', build.build(TARGET))

@@ -23,6 +23,7 @@ from tests.benchmarks import (
   vocabulary_loss,
 )
 
+pytestmark = pytest.mark.long
 TINY_STEP = (
   ['--layers=2', '--width=16', '--mlp_width=32', '--heads=2', '--kv_heads=1']
   + ['--head_dim=8', '--vocab_size=64', '--attention_chunk=8']

@@ -13,6 +13,7 @@ from encdec_adapt.training import checkpoint
 from tests import tiny
 
 pytestmark = [
+  pytest.mark.long,
   pytest.mark.e2e,
   pytest.mark.usefixtures('in_the_repository'),
 ]

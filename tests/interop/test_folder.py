@@ -86,7 +86,14 @@ def assert_same(one, other):
     np.testing.assert_array_equal(array, other[path])
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    'gemma2',
+    pytest.param('t5gemma', marks=pytest.mark.long),
+    pytest.param('t5gemma2', marks=pytest.mark.long),
+  ],
+)
 def test_a_tied_head_may_be_stored_too_or_alone(name, make, tmp_path):
   expected = read(make(name))
   table, head = TABLES[name], HEADS[name]

@@ -134,6 +134,7 @@ def test_what_is_not_seen_changes_nothing(pair, redraw, pack, run):
   assert np.abs(after - before)[second].max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'remat', ['dots', pytest.param('full', marks=pytest.mark.slow)]
 )
@@ -225,6 +226,7 @@ def meshed(pair, redraw, pack):
   return model, params, loss, jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'shape',

@@ -42,9 +42,9 @@ def case(small_stack, redraw, pack):
 @pytest.mark.parametrize(
   'shape',
   [
-    (2, 2, 1, 2),
+    pytest.param((2, 2, 1, 2), marks=pytest.mark.long),
     (1, 2, 2, 2),
-    (1, 2, 4, 1),
+    pytest.param((1, 2, 4, 1), marks=pytest.mark.long),
     pytest.param((1, 1, 8, 1), marks=pytest.mark.slow),
     pytest.param((2, 1, 4, 1), marks=pytest.mark.slow),
     pytest.param((1, 1, 4, 2), marks=pytest.mark.slow),

@@ -127,6 +127,7 @@ def test_two_processes_equal_one(folder, flags, two):
   _assert_equal_to_rounding(folder / 'one', two, 2e-5)
 
 
+@pytest.mark.long
 def test_groups_that_cross_processes_equal_those_that_do_not(
   folder, flags, two
 ):
@@ -232,6 +233,7 @@ def _assert_equal_to_rounding(
       assert found[key].get(name) == record.get(name), (key, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'told',
   [

@@ -133,7 +133,13 @@ def test_every_mask_on_every_mesh(shape, on_one_device):
   assert_same(got, on_one_device)
 
 
-@pytest.mark.parametrize('backend', [attention_splash, attention_triton])
+@pytest.mark.parametrize(
+  'backend',
+  [
+    attention_splash,
+    pytest.param(attention_triton, marks=pytest.mark.long),
+  ],
+)
 def test_kernels_on_a_sharded_length(backend):
   block = 128
   # A window that is less than the neighbours', and one that is not.

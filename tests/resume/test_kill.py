@@ -141,6 +141,7 @@ def _saves(store, workdir: storage.Path) -> dict[int, bool]:
   return found
 
 
+@pytest.mark.long
 def test_killed_in_a_bucket(folder, flags, uninterrupted, store, bucket):
   """The store has half a save after the first kill, and a lock after both."""
   workdir, log = storage.at(bucket) / 'run', folder / 'bucket.log'
@@ -238,6 +239,7 @@ def _is_running(process: int) -> bool:
   return _processes().get(process, ('Z', 0))[0] != 'Z'
 
 
+@pytest.mark.long
 def test_killed_while_records_are_made(folder, flags):
   """The process that makes them, and its workers, die with the job."""
   workdir = folder / 'materializing'

@@ -27,11 +27,12 @@ SHAPES = [
   for shape in itertools.product((1, 2, 4, 8), repeat=4)
   if math.prod(shape) == 8
 ]
+# Each shape by one set of rules, every second by default, slow by the others.
 CASES = [
   pytest.param(
     shape,
     name,
-    marks=[pytest.mark.slow] if (i + j) % 3 else [],
+    marks=[pytest.mark.slow] if (i + j) % 3 else [pytest.mark.long] * (i % 2),
     id=f'{shape}-{name}',
   )
   for i, shape in enumerate(SHAPES)

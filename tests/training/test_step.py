@@ -97,6 +97,7 @@ def test_eight_devices_of_replicated_parameters_equal_one(reference):
   )
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'microbatches', [pytest.param(2, marks=pytest.mark.slow), 4]
