@@ -2,7 +2,8 @@
 
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder; so does the vision part of a T5Gemma 2.
+encoder came from another folder; so does the vision part of a T5Gemma 2, with
+what reads its images.
 Export carries them along.
 """
 
@@ -108,19 +109,33 @@ def vision_part(
   Raises:
     UserError: it is incomplete, or `folder` has none.
   """
-  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
-  raw = files.read_json(file) if 'decoder' in found and file.is_file() else {}
-  is_own = raw.get('model_type') == vision.MODEL_TYPE
   if folder is None:
-    return vision.open_vision(file.parent) if is_own else None
+    own = reads_images(found)
+    return vision.open_vision(found['decoder']) if own else None
   part = vision.open_vision(folder)
   if part is None:
     raise errors.UserError(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
       ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
     )
-  fields = {**part.fields, **vision.image_ids(raw)}
+  ids = vision.image_ids(_decoder_config(found))
+  fields = {**part.fields, **ids}
   return dataclasses.replace(part, fields=fields)
+
+
+def reads_images(found: Folders) -> bool:
+  """Whether what was kept is of a T5Gemma 2, config.json and tokenizer.
+
+  Args:
+    found: as `folders` gives them.
+  """
+  return _decoder_config(found).get('model_type') == vision.MODEL_TYPE
+
+
+def _decoder_config(found: Folders) -> dict[str, Any]:
+  """The config.json that was kept of the decoder; empty for none."""
+  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
+  return files.read_json(file) if 'decoder' in found and file.is_file() else {}
 
 
 def config_fields(
