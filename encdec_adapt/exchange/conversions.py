@@ -114,6 +114,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     origin.added_note(opened, is_written=carried != files),
     _vision_note(vision, values.vision, source.model, own=own),
     _processor_note(vision, values.vision, found),
+    origin.dropped_note(found),
   ]
   notes = [note for note in notes if note]
   for note in notes:

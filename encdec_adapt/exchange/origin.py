@@ -31,14 +31,11 @@ TOKENIZER = (
   'chat_template.jinja',
   'chat_template.json',
 )
-# Of a generation config; others speak of caches and versions of software.
-_GENERATION_FIELDS = (
-  *model_configs.TOKEN_IDS,
-  'do_sample',
-  'temperature',
-  'top_k',
-  'top_p',
-)
+# What a generation config says of the software that wrote it.
+_STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
+# What it says of caches: for a class and a version of transformers, and the
+# model may be of another class now.
+_CACHES = ('cache_implementation', 'cache_config', 'compile_config')
 
 Folders = Mapping[str, storage.Path]
 
@@ -76,6 +73,23 @@ def of_pair(
   if found['encoder'] == found['decoder']:
     del found['encoder']
   return {name: path for name, path in found.items() if path}
+
+
+def check(found: Folders) -> None:
+  """Refuses, before anything is written, files that `keep` would keep damaged.
+
+  Args:
+    found: as `folders` and `of_pair` give them.
+
+  Raises:
+    UserError: names the file, and what is wrong with it.
+  """
+  for path in found.values():
+    for name in (GENERATION, *TOKENIZER):
+      if name.endswith('.json') and (path / name).is_file():
+        files.read_json(path / name)
+  _check_ids(found)
+  vision_part(found)
 
 
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
@@ -185,6 +199,7 @@ def special_ids(
   Raises:
     UserError: a kept file is damaged.
   """
+  _check_ids(found)
   kept = config_fields(found)['decoder']
   generation = generation_config(found, {'decoder': kept}, is_pair=False)
   ids = {name: kept.get(f'{name}_token_id') for name in ('bos', 'pad')}
@@ -192,11 +207,9 @@ def special_ids(
   if opened:
     ids |= {'bos': opened.decoder.bos, 'pad': opened.decoder.pad}
     ends.insert(0, opened.decoder.eos)
-  known: dict[str, Any] = {
-    name: i for name, i in ids.items() if _is_token(i, name)
-  }
+  known: dict[str, Any] = {name: i for name, i in ids.items() if _is_token(i)}
   each = [i for end in ends for i in (end if isinstance(end, list) else [end])]
-  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i, 'eos'))):
+  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i))):
     known['eos'] = eos
   return known
 
@@ -204,7 +217,7 @@ def special_ids(
 def generation_config(
   found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
 ) -> dict[str, Any]:
-  """Content of generation_config.json.
+  """Content of generation_config.json: what was kept, but for `dropped_note`.
 
   Args:
     found: as `folders` gives them.
@@ -216,10 +229,27 @@ def generation_config(
   file = found.get('decoder', pathlib.Path()) / GENERATION
   if file.is_file():
     kept = files.read_json(file)
-    content |= {k: kept[k] for k in _GENERATION_FIELDS if k in kept}
+    content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
   return content
+
+
+def dropped_note(found: Folders) -> str:
+  """What to say of fields that an exported generation config lacks; or ''.
+
+  Args:
+    found: as `folders` gives them.
+  """
+  file = found.get('decoder', pathlib.Path()) / GENERATION
+  kept = files.read_json(file) if file.is_file() else {}
+  dropped = [f'{key} ({kept[key]!r})' for key in _CACHES if key in kept]
+  if not dropped:
+    return ''
+  return (
+    f'{GENERATION} is written without {", ".join(dropped)}: transformers'
+    ' chooses caches by the class of the model.'
+  )
 
 
 def tokenizer_files(
@@ -309,13 +339,30 @@ def vocabulary_files(
   return {file.name: file for file in one.files if file.name in TOKENIZER}
 
 
-def _is_token(value: Any, name: str) -> bool:
+def _check_ids(found: Folders) -> None:
+  """Refuses special ids that are no numbers, in any file that was kept."""
+  said = [
+    (found.get(stack, found.get('decoder')), tensor_folder.CONFIG, fields)
+    for stack, fields in config_fields(found).items()
+    if fields
+  ]
+  for path in found.values():
+    if (path / GENERATION).is_file():
+      said.append((path, GENERATION, files.read_json(path / GENERATION)))
+  for path, name, fields in said:
+    for key in model_configs.TOKEN_IDS:
+      value = fields.get(key)
+      several = key == 'eos_token_id' and isinstance(value, list)
+      for one in value if several else [value]:
+        if one is not None and type(one) is not int:
+          raise errors.UserError(
+            f'{path / name} has {key} = {value!r}, and an id is a number.'
+            ' Correct it, or fetch the file again.'
+          )
+
+
+def _is_token(value: int | None) -> bool:
   """Whether an id of a config is there; old Llamas have -1 for none."""
-  if value is not None and type(value) is not int:
-    raise errors.UserError(
-      f'{name}_token_id of the model is {value!r}, and an id is a number;'
-      f' mend its {tensor_folder.CONFIG} or {GENERATION}.'
-    )
   return value is not None and value >= 0
 
 
