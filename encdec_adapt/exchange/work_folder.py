@@ -238,7 +238,11 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
     return None
   for side, stack in contents.model.stacks.items():
     key = f'--{side}_vocab_size' if contents.can_extend else ''
-    vocabularies.check_size(opened.sides[side], stack.vocab_size, side, key=key)
+    note = vocabularies.check_size(
+      opened.sides[side], stack.vocab_size, side, key=key
+    )
+    if note:
+      print(f'note: {note}')
   return opened
 
 
