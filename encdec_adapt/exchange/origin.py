@@ -3,8 +3,7 @@
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
 encoder came from another folder; so does the vision part of a T5Gemma 2, with
-what reads its images.
-Export carries them along.
+what reads its images. Export carries them along.
 """
 
 from collections.abc import Mapping
