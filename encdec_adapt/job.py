@@ -279,6 +279,7 @@ def check_sources(
     _open(settings, settings.teacher)
   if not sources:
     return
+  origin.check(_origin(settings))
   of_side = {'encoder': sources[0], 'decoder': sources[-1]}
   seen = set()
   for side in settings.model.stacks:
@@ -333,12 +334,17 @@ def _options(settings: config_lib.Settings) -> dict[str, Any]:
 
 def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
   """Keeps what export carries along of the folders of the sources."""
+  origin.keep(workdir, _origin(settings))
+
+
+def _origin(settings: config_lib.Settings) -> origin.Folders:
+  """Where the files of the sources lie."""
   init = settings.init
+  if init.mode == 'random':
+    return {}
   if init.mode == 'checkpoint':
-    origin.keep(workdir, origin.folders(init.encoder))
-  elif init.mode != 'random':
-    decoder = init.decoder or init.encoder
-    origin.keep(workdir, origin.of_pair(init.encoder, decoder))
+    return origin.folders(init.encoder)
+  return origin.of_pair(init.encoder, init.decoder or init.encoder)
 
 
 def initial_params(

@@ -439,7 +439,9 @@ def open_vocabularies(
   opened = choice.open()
   for side, rows in data.table_sizes.items():
     key = f'config.model.{side}.vocab_size'
-    vocabularies.check_size(opened.sides[side], rows, side, key=key)
+    note = vocabularies.check_size(opened.sides[side], rows, side, key=key)
+    if note:
+      say(f'note: {note}')
   return opened
 
 

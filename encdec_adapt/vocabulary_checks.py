@@ -20,16 +20,26 @@ def check_model(settings: config_lib.Settings) -> None:
   if vocabularies.exists(data.vocabularies.decoder) or (
     not data.train_vocabulary
   ):
-    check_sizes(settings, data.vocabularies.open())
+    for note in check_sizes(settings, data.vocabularies.open()):
+      if distributed.is_lead():
+        print(f'note: {note}')
 
 
 def check_sizes(
   settings: config_lib.Settings, opened: vocabularies.Opened
-) -> None:
-  """Refuses opened vocabularies with more tokens than the tables have rows."""
+) -> list[str]:
+  """Refuses opened vocabularies with more tokens than the tables have rows.
+
+  Returns:
+    What to say of special tokens that are left out.
+  """
+  notes = []
   for side, rows in settings.data.table_sizes.items():
     key = f'config.model.{side}.vocab_size'
-    vocabularies.check_size(opened.sides[side], rows, side, key=key)
+    notes.append(
+      vocabularies.check_size(opened.sides[side], rows, side, key=key)
+    )
+  return [note for note in notes if note]
 
 
 def check_records(

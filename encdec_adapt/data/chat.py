@@ -88,6 +88,11 @@ TEMPLATES = (
 )
 
 
+def markers() -> set[str]:
+  """Special tokens of all templates."""
+  return {name for t in TEMPLATES for name in (*t.start, t.end) if name}
+
+
 def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
   """The template whose special tokens a vocabulary has.
 

@@ -112,7 +112,7 @@ def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
       raise ValueError('an empty file')
     return sentencepiece.SentencePieceProcessor(model_proto=data)
   except (RuntimeError, ValueError) as error:
-    raise errors.UserError(
+    raise vocabulary.DamagedError(
       f'vocabulary {path!r}: not a SentencePiece model, or a damaged one'
       f' ({len(data)} bytes); copy it again, or train one'
     ) from error

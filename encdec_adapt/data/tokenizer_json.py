@@ -158,13 +158,15 @@ def _load(content: dict[str, Any], path: storage.Path) -> tokenizers.Tokenizer:
   try:
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
   except Exception as error:  # What `tokenizers` raises has no own type.
-    raise _damaged(path, error) from error
+    raise errors.UserError(  # Of a newer version, it may be.
+      f'{_damaged(path, error)}, or with a newer version of `tokenizers`'
+    ) from error
   tokenizer.encode_special_tokens = True  # As the text that they are.
   return tokenizer
 
 
-def _damaged(path: storage.Path, why: object) -> errors.UserError:
-  return errors.UserError(
+def _damaged(path: storage.Path, why: object) -> vocabulary.DamagedError:
+  return vocabulary.DamagedError(
     f'vocabulary {str(path)!r}: not a tokenizer.json of Hugging Face, or a'
     f' damaged one ({why}); copy it again'
   )

@@ -21,6 +21,7 @@ from typing import Any
 from encdec_adapt.data import (
   batch,
   byte_vocabulary,
+  chat,
   sentencepiece_vocabulary,
   tokenizer_json,
   vocabulary,
@@ -81,8 +82,11 @@ def file_in(folder: str | os.PathLike[str]) -> storage.Path | None:
 
 def check_size(
   one: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
-) -> None:
+) -> str:
   """Refuses a vocabulary with ids that a model has no row for.
+
+  Special tokens that nothing is framed with may lie beyond: no text becomes
+  one of them. Gemma 3's stands for a piece of an image.
 
   Args:
     one: the vocabulary.
@@ -90,18 +94,43 @@ def check_size(
     side: the stack that reads it.
     key: of the configuration, or the flag, that sets the rows; '' for none.
 
+  Returns:
+    What to say of ids beyond the table; or ''.
+
   Raises:
-    UserError: names both sizes, and the key.
+    UserError: names both sizes, a token beyond the table, and the key.
   """
   if one.size <= rows:
-    return
+    return ''
+  beyond = range(rows, one.size)
+  used = next((i for i in beyond if _may_be_read(one, i)), None)
+  if used is None:
+    names = ', '.join(f'{one.piece(i)!r} ({i})' for i in beyond[:3])
+    return (
+      f'{len(beyond)} special tokens of the vocabulary {one.path} have ids'
+      f" beyond the {rows} rows of the {side}'s table and are left out, {names}"
+      + ' and so on' * (len(beyond) > 3)
+      + ': a text that spells one out is read as the characters it consists of.'
+    )
   added = len(one.added)
   raise errors.UserError(
     f'the vocabulary {one.path} has {one.size} tokens'
     + f', {added} that config.data.add_sentinels adds included,' * bool(added)
-    + f" and the {side}'s table {rows} rows; give the vocabulary of this model"
+    + f" and the {side}'s table {rows} rows, none for {one.piece(used)!r}"
+    + f' ({used}); give the vocabulary of this model'
     + f', or set {key}={one.size}' * bool(key)
     + '.'
+  )
+
+
+def _may_be_read(one: vocabulary.Vocabulary, token: int) -> bool:
+  """Whether a text, its framing, an objective or a chat has the token."""
+  name = one.piece(token)
+  roles = {getattr(one, role) for role in vocabulary.ROLES}
+  return (
+    one.specials.get(name) != token
+    or token in {*roles, *one.sentinels, *one.mode_ids.values()}
+    or name in chat.markers()
   )
 
 

@@ -62,6 +62,10 @@ _CHANGEABLE = {
 }
 
 
+class DamagedError(errors.UserError):
+  """The file of a vocabulary is not what it was: no use to anyone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
   """Ids by role.

@@ -113,6 +113,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     _window_note(source.model, own=own),
     origin.added_note(opened, is_written=carried != files),
     _vision_note(vision, values.vision, source.model, own=own),
+    _processor_note(vision, values.vision, found),
+    origin.dropped_note(found),
   ]
   notes = [note for note in notes if note]
   for note in notes:
@@ -186,6 +188,29 @@ def _vision_note(
   if folder:
     name = f'`{storage.at(folder).name}`'
   return f'its vision part, {len(part.names)} tensors, is that of {name}.'
+
+
+def _processor_note(
+  part: vision_lib.Vision | None, folder: str | None, found: origin.Folders
+) -> str:
+  """Which files make pixels of images, and what they need besides; or ''."""
+  if part is None:
+    return ''
+  names = ' and '.join(f'`{name}`' for name in part.processors)
+  if not names:
+    names = ' and '.join(f'`{name}`' for name in vision_lib.PROCESSORS)
+    return (
+      f'the vision part came without {names}, and transformers makes no pixels'
+      ' of an image without them: take them from the model that the vision part'
+      ' is of.'
+    )
+  if folder is None or origin.reads_images(found):
+    return ''
+  return (
+    f'{names} came with the vision part; the tokenizer did not. An image is'
+    f' read where the id {part.image_token} is (image_token_index): image_token'
+    ' in tokenizer_config.json has to name the token of that id.'
+  )
 
 
 def _may_read_images(model: model_config.ModelConfig, *, own: bool) -> bool:

@@ -2,8 +2,8 @@
 
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder; so does the vision part of a T5Gemma 2.
-Export carries them along.
+encoder came from another folder; so does the vision part of a T5Gemma 2, with
+what reads its images. Export carries them along.
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,11 @@ TOKENIZER = (
   'chat_template.jinja',
   'chat_template.json',
 )
-# Of a generation config; others speak of caches and versions of software.
-_GENERATION_FIELDS = (
-  *model_configs.TOKEN_IDS,
-  'do_sample',
-  'temperature',
-  'top_k',
-  'top_p',
-)
+# What a generation config says of the software that wrote it.
+_STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
+# What it says of caches: for a class and a version of transformers, and the
+# model may be of another class now.
+_CACHES = ('cache_implementation', 'cache_config', 'compile_config')
 
 Folders = Mapping[str, storage.Path]
 
@@ -77,6 +74,23 @@ def of_pair(
   return {name: path for name, path in found.items() if path}
 
 
+def check(found: Folders) -> None:
+  """Refuses, before anything is written, files that `keep` would keep damaged.
+
+  Args:
+    found: as `folders` and `of_pair` give them.
+
+  Raises:
+    UserError: names the file, and what is wrong with it.
+  """
+  for path in found.values():
+    for name in (GENERATION, *TOKENIZER):
+      if name.endswith('.json') and (path / name).is_file():
+        files.read_json(path / name)
+  _check_ids(found)
+  vision_part(found)
+
+
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
   """Copies the files into a work directory.
 
@@ -108,19 +122,33 @@ def vision_part(
   Raises:
     UserError: it is incomplete, or `folder` has none.
   """
-  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
-  raw = files.read_json(file) if 'decoder' in found and file.is_file() else {}
-  is_own = raw.get('model_type') == vision.MODEL_TYPE
   if folder is None:
-    return vision.open_vision(file.parent) if is_own else None
+    own = reads_images(found)
+    return vision.open_vision(found['decoder']) if own else None
   part = vision.open_vision(folder)
   if part is None:
     raise errors.UserError(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
       ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
     )
-  fields = {**part.fields, **vision.image_ids(raw)}
+  ids = vision.image_ids(_decoder_config(found))
+  fields = {**part.fields, **ids}
   return dataclasses.replace(part, fields=fields)
+
+
+def reads_images(found: Folders) -> bool:
+  """Whether what was kept is of a T5Gemma 2, config.json and tokenizer.
+
+  Args:
+    found: as `folders` gives them.
+  """
+  return _decoder_config(found).get('model_type') == vision.MODEL_TYPE
+
+
+def _decoder_config(found: Folders) -> dict[str, Any]:
+  """The config.json that was kept of the decoder; empty for none."""
+  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
+  return files.read_json(file) if 'decoder' in found and file.is_file() else {}
 
 
 def config_fields(
@@ -170,6 +198,7 @@ def special_ids(
   Raises:
     UserError: a kept file is damaged.
   """
+  _check_ids(found)
   kept = config_fields(found)['decoder']
   generation = generation_config(found, {'decoder': kept}, is_pair=False)
   ids = {name: kept.get(f'{name}_token_id') for name in ('bos', 'pad')}
@@ -177,11 +206,9 @@ def special_ids(
   if opened:
     ids |= {'bos': opened.decoder.bos, 'pad': opened.decoder.pad}
     ends.insert(0, opened.decoder.eos)
-  known: dict[str, Any] = {
-    name: i for name, i in ids.items() if _is_token(i, name)
-  }
+  known: dict[str, Any] = {name: i for name, i in ids.items() if _is_token(i)}
   each = [i for end in ends for i in (end if isinstance(end, list) else [end])]
-  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i, 'eos'))):
+  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i))):
     known['eos'] = eos
   return known
 
@@ -189,7 +216,7 @@ def special_ids(
 def generation_config(
   found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
 ) -> dict[str, Any]:
-  """Content of generation_config.json.
+  """Content of generation_config.json: what was kept, but for `dropped_note`.
 
   Args:
     found: as `folders` gives them.
@@ -201,10 +228,27 @@ def generation_config(
   file = found.get('decoder', pathlib.Path()) / GENERATION
   if file.is_file():
     kept = files.read_json(file)
-    content |= {k: kept[k] for k in _GENERATION_FIELDS if k in kept}
+    content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
   return content
+
+
+def dropped_note(found: Folders) -> str:
+  """What to say of fields that an exported generation config lacks; or ''.
+
+  Args:
+    found: as `folders` gives them.
+  """
+  file = found.get('decoder', pathlib.Path()) / GENERATION
+  kept = files.read_json(file) if file.is_file() else {}
+  dropped = [f'{key} ({kept[key]!r})' for key in _CACHES if key in kept]
+  if not dropped:
+    return ''
+  return (
+    f'{GENERATION} is written without {", ".join(dropped)}: transformers'
+    ' chooses caches by the class of the model.'
+  )
 
 
 def tokenizer_files(
@@ -294,13 +338,30 @@ def vocabulary_files(
   return {file.name: file for file in one.files if file.name in TOKENIZER}
 
 
-def _is_token(value: Any, name: str) -> bool:
+def _check_ids(found: Folders) -> None:
+  """Refuses special ids that are no numbers, in any file that was kept."""
+  said = [
+    (found.get(stack, found.get('decoder')), tensor_folder.CONFIG, fields)
+    for stack, fields in config_fields(found).items()
+    if fields
+  ]
+  for path in found.values():
+    if (path / GENERATION).is_file():
+      said.append((path, GENERATION, files.read_json(path / GENERATION)))
+  for path, name, fields in said:
+    for key in model_configs.TOKEN_IDS:
+      value = fields.get(key)
+      several = key == 'eos_token_id' and isinstance(value, list)
+      for one in value if several else [value]:
+        if one is not None and type(one) is not int:
+          raise errors.UserError(
+            f'{path / name} has {key} = {value!r}, and an id is a number.'
+            ' Correct it, or fetch the file again.'
+          )
+
+
+def _is_token(value: int | None) -> bool:
   """Whether an id of a config is there; old Llamas have -1 for none."""
-  if value is not None and type(value) is not int:
-    raise errors.UserError(
-      f'{name}_token_id of the model is {value!r}, and an id is a number;'
-      f' mend its {tensor_folder.CONFIG} or {GENERATION}.'
-    )
   return value is not None and value >= 0
 
 

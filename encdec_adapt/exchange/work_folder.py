@@ -115,11 +115,12 @@ def write(
     params: nested parameters: arrays, or as `lazy_params` gives them.
 
   Raises:
-    UserError: the folder is taken or cannot be written, or a vocabulary has
-      more tokens than the table rows.
+    UserError: the folder is taken or cannot be written, a file that is kept
+      is damaged, or a vocabulary has more tokens than the table rows.
     CheckpointError: the checkpoint was not written.
   """
   output = storage.at(output)
+  origin.check(contents.kept)
   opened = _open_vocabularies(contents)
   config = _config(contents.model)
   if opened:
@@ -220,7 +221,7 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
   """The vocabularies, where our data pipeline reads them.
 
   Raises:
-    UserError: one has more tokens than the table has rows.
+    UserError: one is damaged, or has more tokens than the table has rows.
   """
   if contents.choice is None:
     print(
@@ -230,12 +231,18 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
     return None
   try:
     opened = contents.choice.open()
+  except vocabulary.DamagedError:
+    raise
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')
     return None
   for side, stack in contents.model.stacks.items():
     key = f'--{side}_vocab_size' if contents.can_extend else ''
-    vocabularies.check_size(opened.sides[side], stack.vocab_size, side, key=key)
+    note = vocabularies.check_size(
+      opened.sides[side], stack.vocab_size, side, key=key
+    )
+    if note:
+      print(f'note: {note}')
   return opened
 
 

@@ -54,7 +54,8 @@ def write(
     texts: further files, name -> text.
     carried: further files, name -> the file to copy, or its content, such as
       the tokenizer's. A name may lie in a folder.
-    vision: the vision part of a T5Gemma 2, in its own dtype; None for none.
+    vision: the vision part of a T5Gemma 2, in its own dtype, and its files;
+      None for none.
     shard_bytes: size at which a new file begins.
     on_progress: called with the bytes written and those to write.
 
@@ -78,7 +79,8 @@ def write(
     common = folder_lib.common_dtype(plan.dtype for plan in plans)
     text = {**raw, 'dtype': str(common)}
     (draft / tensor_folder.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
-    for name, file in (carried or {}).items():
+    processors = vision.processors if vision else {}
+    for name, file in {**(carried or {}), **processors}.items():
       (draft / name).parent.mkdir(exist_ok=True)
       if isinstance(file, bytes):
         (draft / name).write_bytes(file)

@@ -9,6 +9,7 @@ Names and rules: transformers 5.23, `configuration_<family>.py`.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import re
 import types
 from typing import Any, Literal
 
@@ -56,7 +57,8 @@ class Family:
     aliases: other spellings of their fields -> the one used here.
     fields: their field -> ours, beside the common ones.
     fixed: fields of ours that every model of the family has.
-    layer_types: kinds of the layers where a file does not list them.
+    layer_types: kinds of the layers where a file does not list them; none
+      where it has to.
   """
 
   model_type: str
@@ -116,13 +118,8 @@ def _all_or_none(raw: Raw) -> list[str]:
 
 
 def _full(raw: Raw) -> list[str]:
-  """No window that is not listed: versions differ in which layers have it."""
-  if raw['use_sliding_window']:
-    raise errors.UserError(
-      'the config.json sets use_sliding_window without layer_types; versions'
-      ' of transformers differ in which layers then have a window. List them.'
-    )
-  return ['full_attention']
+  """None where a window is not listed: versions differ in who has it."""
+  return [] if raw['use_sliding_window'] else ['full_attention']
 
 
 _GEMMA_FIELDS = {
@@ -256,7 +253,8 @@ def stack_from_raw(
     file: what errors call it.
 
   Raises:
-    UserError: a value that we have no model for.
+    UserError: a value that we have no model for, or values that contradict
+      each other; names the file and its fields.
   """
   spelled = {
     name: raw[other] for other, name in family.aliases.items() if other in raw
@@ -292,7 +290,23 @@ def stack_from_raw(
       f'{file} sets use_bidirectional_attention; only causal decoders are'
       ' imported. Clear it, and set the role of the stack when adapting.'
     )
-  return config_lib.StackConfig(**fields)
+  try:
+    return config_lib.StackConfig(**fields)
+  except errors.UserError as error:
+    message = f'{file}: {error}{_their_names(str(error), family)}'
+    raise errors.UserError(message) from error
+
+
+def _their_names(message: str, family: Family) -> str:
+  """What the fields that a message of ours speaks of are in the file."""
+  theirs = {**_COMMON, **family.fields, **rotary_fields.NAMES}
+  theirs |= {'mlp_only_layers': 'dense_layers'}
+  said = [
+    f'{name} is {their}'
+    for their, name in theirs.items()
+    if their != name and re.search(rf'\b{name}\b', message)
+  ]
+  return f' In the file, {", ".join(said)}.' if said else ''
 
 
 def raw_from_stack(
@@ -352,12 +366,15 @@ def raw_from_stack(
 
 def _dense_layers(raw: Raw, file: str) -> int:
   """How many layers have no experts: the first ones or none."""
-  dense = sorted(raw['mlp_only_layers'] or ())
-  if raw['decoder_sparse_step'] != 1 or dense != list(range(len(dense))):
+  dense = raw['mlp_only_layers'] or []
+  if isinstance(dense, list) and all(type(i) is int for i in dense):
+    dense = sorted(dense)
+  first = list(range(len(dense))) if isinstance(dense, list) else None
+  if raw['decoder_sparse_step'] != 1 or dense != first:
     raise errors.UserError(
       f'{file} has decoder_sparse_step = {raw["decoder_sparse_step"]} and'
-      f' mlp_only_layers = {dense}; we have layers without experts only before'
-      ' those with them: 1, and [0, 1, ..].'
+      f' mlp_only_layers = {dense}; we have layers without experts only'
+      ' before those with them: 1, and [0, 1, ..].'
     )
   return len(dense)
 
@@ -392,6 +409,11 @@ def _pattern(
   named = raw.get('layer_types')
   if named is None:
     named = family.layer_types(raw)
+    if not named:
+      raise errors.UserError(
+        f'{file} sets use_sliding_window without layer_types; versions of'
+        ' transformers differ in which layers then have a window. List them.'
+      )
   elif family.windows != 'layers' and (
     set(named) != (usual := set(family.layer_types(raw)))
   ):

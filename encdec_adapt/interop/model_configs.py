@@ -359,6 +359,7 @@ def model_from_raw(
     )
   if pair.merged:
     eoi_token = shared['eoi_token_index']
+    _check_merged(**stacks, eoi_token=eoi_token, kind=kind, file=file)
     return config_lib.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
   stacks['encoder'] = dataclasses.replace(
     stacks['encoder'], window_rule=_window(raw, file)
@@ -370,6 +371,33 @@ def model_from_raw(
       f' hidden_size of its encoder is {stacks["encoder"].width}.'
     )
   return config_lib.encoder_decoder(**stacks), pair.layout
+
+
+def _check_merged(
+  encoder: config_lib.StackConfig,
+  decoder: config_lib.StackConfig,
+  *,
+  eoi_token: int,
+  kind: str,
+  file: str,
+) -> None:
+  """Refuses stacks that cannot have one table and one attention."""
+  for theirs, ours in {
+    'hidden_size': 'width',
+    'vocab_size': 'vocab_size',
+  }.items():
+    found = [getattr(stack, ours) for stack in (encoder, decoder)]
+    if found[0] != found[1]:
+      raise errors.UserError(
+        f'{file} has {theirs} = {found[0]} for its encoder and {found[1]} for'
+        f' its decoder; those of a {kind} are equal, for both read one'
+        ' embedding table. Correct the file, or fetch it again.'
+      )
+  if eoi_token >= decoder.vocab_size:
+    raise errors.UserError(
+      f'{file} has eoi_token_index = {eoi_token}; it must be an id below'
+      f' vocab_size, {decoder.vocab_size}. Correct the file, or fetch it again.'
+    )
 
 
 def _window(raw: families.Raw, file: str) -> str:

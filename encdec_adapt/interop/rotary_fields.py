@@ -10,13 +10,14 @@ from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors
 
 _Rope = Mapping[str, Any]
-_ROPE = {
+# Their field -> ours.
+NAMES = {
   'factor': 'rope_factor',
   'low_freq_factor': 'rope_low_factor',
   'high_freq_factor': 'rope_high_factor',
   'original_max_position_embeddings': 'rope_original_length',
 }
-_ROPE_FIELDS = {'linear': list(_ROPE)[:1], 'llama3': list(_ROPE)}
+_ROPE_FIELDS = {'linear': list(NAMES)[:1], 'llama3': list(NAMES)}
 
 
 def fields_from_raw(
@@ -49,8 +50,8 @@ def fields_from_raw(
       raise errors.UserError(
         f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
       )
-    whole = _ROPE[name] == 'rope_original_length'
-    fields[_ROPE[name]] = (int if whole else float)(full[name])
+    whole = NAMES[name] == 'rope_original_length'
+    fields[NAMES[name]] = (int if whole else float)(full[name])
   if local and dict(local) != dict(full):
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(
@@ -106,7 +107,7 @@ def raw_from_stack(
   kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
   for name in _ROPE_FIELDS.get(kind, ()):
-    full[name] = getattr(stack, _ROPE[name])
+    full[name] = getattr(stack, NAMES[name])
   if not local_theta:
     return full
   local = full

@@ -1,9 +1,10 @@
 """The vision part of a folder, which passes through untouched.
 
 Our models read text. The vision tower and the projector of a T5Gemma 2
-folder are kept as they are, so that what is exported reads images as before;
-those of a Gemma 3 folder are of the same make and can be given to a T5Gemma 2
-that was adapted from it.
+folder are kept as they are, with the files that say how an image becomes
+pixels, so that what is exported reads images as before; those of a Gemma 3
+folder are of the same make and can be given to a T5Gemma 2 that was adapted
+from it.
 """
 
 from collections.abc import Mapping
@@ -17,29 +18,30 @@ import numpy as np
 
 from encdec_adapt.interop import (
   families,
+  siglip,
   tensor_folder,
   tensor_writer,
 )
 from encdec_adapt.models import config as config_lib
 from encdec_adapt.runtime import errors, files, storage
 
+# What transformers makes of an image before the tower reads it: in the first
+# file, or in both (version 4), or in the second alone (version 5).
+PROCESSORS = ('preprocessor_config.json', 'processor_config.json')
 FOLDER = 'vision'  # Where a work directory keeps the part, in a folder.
 MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has one.
 # What its names start with in a T5Gemma 2; others differ before these parts.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
-_TOWER = 'vision_tower.'
-_LAYER = re.compile(r'\.layers\.(\d+)\.')
-_PROJECTION = 'multi_modal_projector.mm_input_projection_weight'
-_NORM = 'multi_modal_projector.mm_soft_emb_norm.weight'
 # What transformers initialises anew where a T5Gemma 2 folder has no part.
 MISSING = (
   f'{_START}vision_tower.*',
-  f'{_START}{_PROJECTION}',
-  f'{_START}{_NORM}',
+  f'{_START}{siglip.PROJECTION}',
+  f'{_START}{siglip.NORM}',
 )
 _SHAPE_FIELDS = ('vision_config', 'mm_tokens_per_image')
 _IDS = ('boi_token_index', 'image_token_index')
+_IMAGE_TOKEN = 256001  # Of a T5Gemma 2 whose config.json is silent.
 
 
 def is_vision(name: str) -> bool:
@@ -57,12 +59,19 @@ class Vision:
       what else belongs to images.
     tensors: where they lie.
     names: the name in a T5Gemma 2 folder -> the one in `tensors`.
+    processors: files of `PROCESSORS` by name, as far as the folder has them.
   """
 
   folder: storage.Path
   fields: Mapping[str, Any]
   tensors: tensor_folder.TensorFolder
   names: Mapping[str, str]
+  processors: Mapping[str, storage.Path]
+
+  @property
+  def image_token(self) -> int:
+    """Id that a T5Gemma 2 with this part reads as a piece of an image."""
+    return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
   def planned(self) -> list[tensor_writer.PlannedTensor]:
     """Its tensors to be written, bit for bit, by their T5Gemma 2 names."""
@@ -81,7 +90,8 @@ class Vision:
     Raises:
       UserError: says both widths.
     """
-    width = self.tensors.tensors[self.names[_START + _PROJECTION]].shape[1]
+    stored = self.names[_START + siglip.PROJECTION]
+    width = self.tensors.tensors[stored].shape[1]
     if width != model.encoder.width:
       raise errors.UserError(
         f'the vision part of {self.folder} projects to width {width}, and the'
@@ -107,7 +117,8 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
     The part, None where the folder has none.
 
   Raises:
-    UserError: it is incomplete, or contradicts its config.json.
+    UserError: it is incomplete, has a tensor or a shape that its config.json
+      does not say, or a damaged file.
   """
   folder = storage.at(folder)
   kept = folder / FOLDER
@@ -118,25 +129,24 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   ):
     return None
   tensors = tensor_folder.TensorFolder.open(weights)
-  found = {name: _NAME.search(name) for name in tensors.tensors}
-  names = {match.group(1): name for name, match in found.items() if match}
-  if not names:
+  found = {
+    name: match.group(1)
+    for name in tensors.tensors
+    if (match := _NAME.search(name))
+  }
+  if not found:
     return None
   raw = files.read_json(folder / tensor_folder.CONFIG)
+  canonical = _matched(found, tensors, raw, folder)
+  names = found  # What is exported again is spelled as it was.
   if raw.get('model_type') != MODEL_TYPE:
-    # Gemma 3 as transformers 4 wrote it.
-    names = {
-      name.replace(f'{_TOWER}vision_model.', _TOWER): stored
-      for name, stored in names.items()
-    }
-  names = {_START + name: stored for name, stored in names.items()}
-  part = Vision(folder, _fields(raw), tensors, names)
-  _check(part)
-  return part
+    names = canonical
+  names = {_START + name: stored for stored, name in names.items()}
+  return Vision(folder, _fields(raw), tensors, names, _processors(folder))
 
 
 def keep(part: Vision, folder: storage.Path) -> None:
-  """Copies a part to where `open_vision(folder)` finds it.
+  """Copies a part, and its files, to where `open_vision(folder)` finds it.
 
   Args:
     part: the part.
@@ -144,6 +154,8 @@ def keep(part: Vision, folder: storage.Path) -> None:
   """
   with storage.staged(folder / FOLDER) as place:
     tensor_writer.write_tensors(place, part.planned())
+  for name, path in part.processors.items():
+    storage.copy(path, folder / name)
 
 
 def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
@@ -170,38 +182,84 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
   return {key: encoder[key] for key in _IDS if key in encoder}
 
 
+def _encoder(raw: families.Raw) -> families.Raw:
+  """The object with `text_config`, `vision_config` and ids."""
+  return raw['encoder'] if raw.get('model_type') == MODEL_TYPE else raw
+
+
 def _fields(raw: families.Raw) -> dict[str, Any]:
-  where = raw['encoder'] if raw.get('model_type') == MODEL_TYPE else raw
+  where = _encoder(raw)
   shape = {key: where[key] for key in _SHAPE_FIELDS if key in where}
   return shape | image_ids(raw)
 
 
-def _check(part: Vision) -> None:
-  """Compares tensors with the config: projector's widths, tower's layers."""
-  shapes = {}
-  for name in (_PROJECTION, _NORM):
-    stored = part.names.get(_START + name)
-    if stored is None:
+def _processors(folder: storage.Path) -> dict[str, storage.Path]:
+  """The files that say how an image becomes pixels; refuses damaged ones."""
+  found = {name: folder / name for name in PROCESSORS}
+  found = {name: path for name, path in found.items() if path.is_file()}
+  for path in found.values():
+    files.read_json(path)
+  return found
+
+
+def _matched(
+  found: Mapping[str, str],
+  tensors: tensor_folder.TensorFolder,
+  raw: families.Raw,
+  folder: storage.Path,
+) -> dict[str, str]:
+  """Compares every tensor with what the config.json says of the part.
+
+  Args:
+    found: name of a tensor -> the same from the part's name on.
+    tensors: where they lie.
+    raw: the parsed config.json.
+    folder: that of the config.json.
+
+  Returns:
+    Name of a tensor -> its name in `siglip.shapes`.
+
+  Raises:
+    UserError: one is missing, comes twice, is of another shape or is none of
+      a vision part; names it, and its file.
+  """
+  file = str(folder / tensor_folder.CONFIG)
+  wanted = _wanted(_encoder(raw), file)
+  canonical: dict[str, str] = {}
+  for stored, name in found.items():
+    name, info = siglip.canonical(name), tensors.tensors[stored]
+    if name not in wanted or name in canonical.values():
       raise errors.UserError(
-        f'{part.folder} has a vision part without a tensor {name!r}; it is'
-        ' incomplete. Fetch it again.'
+        f'{stored} in {info.file} is no tensor of the vision part that {file}'
+        ' describes, or is there twice. Nothing is dropped silently: remove'
+        ' it, or correct the vision_config.'
       )
-    shapes[name] = part.tensors.tensors[stored].shape
-  config = part.fields.get('vision_config') or {}
-  width = config.get('hidden_size', shapes[_NORM][0])
-  if shapes[_NORM] != (width,) or shapes[_PROJECTION][:-1] != (width,):
+    if tuple(info.shape) != wanted[name]:
+      raise errors.UserError(
+        f'{stored} in {info.file} has shape {list(info.shape)}; by'
+        f' vision_config and text_config in {file} it is'
+        f' {list(wanted[name])}. Fetch the folder again, or correct them.'
+      )
+    canonical[stored] = name
+  missing = [name for name in wanted if name not in canonical.values()]
+  if missing:
     raise errors.UserError(
-      f'{_PROJECTION} in {part.folder} has shape {list(shapes[_PROJECTION])}'
-      f' and {_NORM} {list(shapes[_NORM])}; vision_config.hidden_size in its'
-      f' {tensor_folder.CONFIG} is {width}.'
+      f'{folder} has a vision part without a tensor {missing[0]!r}'
+      + (f' (and {len(missing) - 1} more)' if len(missing) > 1 else '')
+      + f', which vision_config in {file} asks for. Fetch the folder again, or'
+      ' correct the config.'
     )
-  layers = {
-    int(found.group(1)) for found in map(_LAYER.search, part.names) if found
-  }
-  wanted = config.get('num_hidden_layers', len(layers))
-  if layers != set(range(wanted)):
-    raise errors.UserError(
-      f'the vision tower in {part.folder} has {len(layers)} layers;'
-      f' vision_config.num_hidden_layers in its {tensor_folder.CONFIG} is'
-      f' {wanted}.'
-    )
+  return canonical
+
+
+def _wanted(encoder: families.Raw, file: str) -> siglip.Shapes:
+  """Every tensor that a config.json says of its vision part."""
+  parts = {}
+  for key in ('text_config', 'vision_config'):
+    parts[key] = {} if encoder.get(key) is None else encoder[key]
+    if not isinstance(parts[key], Mapping):
+      raise errors.UserError(
+        f'{file} has {key} = {parts[key]!r}; it must be an object.'
+      )
+  text = {**families.FAMILIES['gemma3_text'].defaults, **parts['text_config']}
+  return siglip.shapes(parts['vision_config'], text['hidden_size'], file)

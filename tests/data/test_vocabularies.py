@@ -1,9 +1,12 @@
 """Which vocabulary a path is, two of them together, and the bytes."""
 
+import re
+
 import hypothesis
 from hypothesis import strategies
 import numpy as np
 import pytest
+import tokenizers
 
 from encdec_adapt.data import batch, vocabularies
 from encdec_adapt.runtime import errors
@@ -82,6 +85,42 @@ def test_a_vocabulary_above_the_table_is_refused():
   vocabularies.check_size(own, 360, 'decoder')
   with pytest.raises(errors.UserError, match="360 tokens.*decoder's table 359"):
     vocabularies.check_size(own, 359, 'decoder')
+
+
+def _with_token(folder, name, *, special):
+  """A Gemma tokenizer with one more token at its end."""
+  path = tiny_tokenizers.save(folder, 'gemma', TEXTS, 400) / 'tokenizer.json'
+  tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  rows = tokenizer.get_vocab_size()
+  (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([name])
+  tokenizer.save(str(path))
+  return vocabularies.open_vocabulary(path), rows
+
+
+def test_a_special_token_beyond_the_table_is_left_out(tmp_path):
+  """As Gemma 3's for images is in what transformers 5 saves."""
+  own, rows = _with_token(tmp_path, '<image_soft_token>', special=True)
+  assert own.size == rows + 1
+  note = vocabularies.check_size(own, rows, 'decoder')
+  assert f"'<image_soft_token>' ({rows}): a text that spells one out" in note
+  ids = own.encode('some <image_soft_token>')
+  assert ids.max() < rows and own.decode(ids) == 'some <image_soft_token>'
+  assert vocabularies.check_size(own, rows + 1, 'decoder') == ''
+  with pytest.raises(
+    errors.UserError, match=f'table {rows - 1} rows, none for'
+  ):
+    vocabularies.check_size(own, rows - 1, 'decoder')
+
+
+@pytest.mark.parametrize(
+  'name, special',
+  [('ordinary', False), ('<|im_end|>', True), ('<sentinel_0>', True)],
+)
+def test_other_tokens_beyond_the_table_are_refused(name, special, tmp_path):
+  own, rows = _with_token(tmp_path, name, special=special)
+  words = re.escape(f"none for '{name}' ({rows}); give the vocabulary of this")
+  with pytest.raises(errors.UserError, match=words):
+    vocabularies.check_size(own, rows, 'decoder')
 
 
 def test_ids_beyond_are_refused():

@@ -49,6 +49,8 @@ LLAMA = dict(
 # Tables padded otherwise are summed in another order.
 ROUNDED = '--tolerance=1e-5'
 IDS = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
+# How text is generated; what else such a file has is of software.
+GENERATION = {**IDS, 'eos_token_id': [1, 5], 'repetition_penalty': 1.05}
 FIELDS = {'decoder': {**IDS, 'max_position_embeddings': 77}}
 
 
@@ -70,7 +72,12 @@ def make_folder(path, shape, vocabulary=None, seed=0):
     texts={
       'chat_template.json': json.dumps({'of': path.name}),
       'generation_config.json': json.dumps(
-        {**IDS, 'eos_token_id': [1, 5], 'cache_implementation': 'hybrid'}
+        {
+          **GENERATION,
+          'cache_implementation': 'hybrid',
+          'transformers_version': '4.42.0',
+          '_from_model_config': True,
+        }
       ),
     },
     carried={'tokenizer.model': vocabulary} if vocabulary else {},

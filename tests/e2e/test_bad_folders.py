@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from encdec_adapt import train
 from encdec_adapt.interop import export
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
@@ -130,6 +131,42 @@ def test_damaged_files_leave_nothing_behind(damage, words, gemma, tmp_path):
     with pytest.raises(errors.UserError, match=words):
       convert_(name, f'{flag}={source}', f'--output={tmp_path}/out')
   assert os.listdir(tmp_path) == ['source']
+
+
+METADATA = [
+  ('generation_config.json', '{"eos_', 'it has no valid JSON'),
+  ('generation_config.json', '{"eos_token_id": "x"}',
+   "has eos_token_id = 'x', and an id is a number. Correct it"),
+  ('generation_config.json', '{"bos_token_id": [2]}', r'bos_token_id = \[2\]'),
+  ('tokenizer.json', '{"model": {', 'it has no valid JSON'),
+  ('tokenizer_config.json', '[]', 'its JSON is a list, no object'),
+  ('tokenizer.model', '\n\x01', 'not a SentencePiece model, or a damaged'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name, text, words', METADATA)
+def test_damaged_metadata_leaves_nothing_behind(
+  name, text, words, gemma, tmp_path
+):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  (source / name).write_text(text)
+  for command in ('import', 'adapt'):
+    flag = '--source' if command == 'import' else '--encoder'
+    with pytest.raises(errors.UserError, match=f'{source}/{name}.*{words}'):
+      convert_(command, f'{flag}={source}', f'--output={tmp_path}/out')
+  assert os.listdir(tmp_path) == ['source']
+
+
+def test_a_special_id_that_is_none_is_named_by_its_file(gemma, pairs, tmp_path):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  _damage(source, config={'eos_token_id': [1, 'x']})
+  words = r"config.json has eos_token_id = \[1, 'x'\], and an id is a number"
+  with pytest.raises(errors.UserError, match=words):
+    convert_('import', f'--source={source}', f'--output={tmp_path}/out')
+  flags = ['--config.init.mode=adapt', f'--config.init.encoder={source}']
+  with pytest.raises(errors.UserError, match=words):
+    tiny.call(train, *pairs, *flags, f'--workdir={tmp_path}/run')
+  assert not list((tmp_path / 'run').glob('hugging_face*'))
 
 
 def test_the_command_says_it_once(gemma, tmp_path):

@@ -13,6 +13,7 @@ import shutil
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
+import tokenizers
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, train
@@ -22,7 +23,7 @@ from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.training import checkpoint
-from tests import tiny
+from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
 
 pytestmark = [
@@ -67,10 +68,11 @@ def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   ):
     assert (output / name).read_bytes() == (gemma / name).read_bytes(), name
   generation = json.loads((output / 'generation_config.json').read_text())
-  assert generation == {**folders.IDS, 'eos_token_id': [1, 5]}
+  assert generation == folders.GENERATION
   card = (output / 'README.md').read_text()
   assert 'Gemma2ForCausalLM.from_pretrained' in card
   assert 'convert import` of `gemma`' in card
+  assert "written without cache_implementation ('hybrid')" in card
   assert convert_('diff', output, imported) == 0
 
 
@@ -194,7 +196,7 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
     assert raw[part]['max_position_embeddings'] == 77
     assert raw[part]['bos_token_id'] == 2
   generation = json.loads((output / 'generation_config.json').read_text())
-  assert generation['decoder_start_token_id'] == 2
+  assert generation == {**folders.GENERATION, 'decoder_start_token_id': 2}
   assert (output / 'chat_template.json').exists()
   card = (output / 'README.md').read_text()
   assert re.search(r'Trained to step 2 of 2, with 8 rows', card)
@@ -426,3 +428,28 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
   with pytest.raises(errors.UserError, match='set --decoder_vocab_size=400'):
     convert_('adapt', *flags)
   assert os.listdir(tmp_path) == ['source']
+
+
+def test_a_special_token_without_a_row_is_left_out(tmp_path, capsys):
+  """As in a Gemma 3 of text that transformers 5 saved."""
+  texts = tiny.text(20)
+  file = tiny_tokenizers.save(tmp_path, 'gemma', texts, 400) / 'tokenizer.json'
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  rows = tokenizer.get_vocab_size()
+  tokenizer.add_special_tokens(['<image_soft_token>'])
+  tokenizer.save(str(file))
+  source = folders.make_folder(
+    tmp_path / 'source', {**folders.GEMMA, 'vocab_size': rows}
+  )
+  shutil.copy(file, source)
+  flags = [f'--source={source}', f'--output={tmp_path}/run']
+  assert convert_('import', *flags) == 0
+  said = "rows of the decoder's table and are left out, '<image_soft_token>'"
+  assert said in capsys.readouterr().out
+  flags = [
+    f'--checkpoint={tmp_path}/run',
+    '--prompt=a <image_soft_token>',
+    '--max_tokens=2',
+    f'--output={tmp_path}/out.json',
+  ]
+  assert tiny.call(generate, *flags) == 0

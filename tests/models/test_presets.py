@@ -3,6 +3,7 @@
 import pytest
 
 from encdec_adapt.interop import model_configs
+from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters, presets
 from encdec_adapt.runtime import errors
 
@@ -54,6 +55,15 @@ def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
   assert parts['decoder'].cross == cross
   assert parts['encoder'].embedding + parts['decoder'].embedding == embedding
   assert parameters.count(config) == total
+  _assert_exported_as_t5gemma(config)
+
+
+def _assert_exported_as_t5gemma(config):
+  """Its config.json is of the class of transformers, and says all of it."""
+  raw, _ = model_configs.raw_from_model(config)
+  assert raw['architectures'] == ['T5GemmaForConditionalGeneration']
+  back, _ = model_configs.model_from_raw(raw)
+  assert not model_config.differences(config, back)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +136,7 @@ def test_27b_pair_is_two_27b_and_its_cross_attention():
   alone = parameters.count(presets.decoder_only('27b'))
   cross = 46 * (2 * 4608 * 128 * (32 + 16) + 2 * 4608)
   assert parameters.count(config) == 2 * alone + cross
+  _assert_exported_as_t5gemma(config)
 
 
 def test_padding_rows_are_not_counted():

@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 
-from encdec_adapt.interop import class_defaults, families, model_configs
+from encdec_adapt.interop import (
+  class_defaults,
+  families,
+  model_configs,
+  siglip,
+)
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -115,3 +120,9 @@ def test_published_gemma3_4b():
   assert found == read(expected)
   stack = found['decoder']
   assert (stack.heads, stack.kv_heads, stack.head_dim) == (8, 4, 256)
+
+
+def test_the_vision_part():
+  expected = transformers.SiglipVisionConfig().to_dict()
+  assert expected['model_type'] == siglip.MODEL_TYPE
+  assert {key: expected[key] for key in siglip.DEFAULTS} == siglip.DEFAULTS

@@ -3,6 +3,7 @@
 The way of a user: import, adapt, export, load with transformers.
 """
 
+import json
 import shutil
 
 import numpy as np
@@ -30,6 +31,10 @@ def exported(request, tmp_path):
     settings.update({'hidden_size': width, 'max_position_embeddings': 77})
     source, run = tmp_path / f'source{seed}', tmp_path / f'run{seed}'
     tiny_models.make(case, seed, settings).save_pretrained(source)
+    file = source / 'generation_config.json'
+    generation = json.loads(file.read_text())
+    generation |= {'max_new_tokens': 33, 'cache_implementation': 'hybrid'}
+    file.write_text(json.dumps(generation))
     convert_('import', f'--source={source}', f'--output={run}')
     sources.append(run)
   pair, output = tmp_path / 'pair', tmp_path / 'exported'
@@ -57,6 +62,8 @@ def test_gemma2_to_t5gemma(exported):
     assert part.max_position_embeddings == 77
     ids = (part.pad_token_id, part.eos_token_id, part.bos_token_id)
     assert ids == (0, 1, 2)
+  assert theirs.generation_config.max_new_tokens == 33
+  assert theirs.generation_config.decoder_start_token_id == 2
   # transformers 5.23 with eager attention sees one key more on either side.
   ours = encdec_adapt.load(exported, encoder_window='inclusive')
   _assert_same(ours, theirs)

@@ -1,18 +1,68 @@
 """The vision part of T5Gemma 2: carried along, or taken from elsewhere."""
 
+import functools
+import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
-from encdec_adapt.interop import tensor_folder
+from encdec_adapt.interop import tensor_folder, vision
 from encdec_adapt.runtime import errors
 from tests import tiny
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
 convert_ = tiny.convert
-PROJECTION = 'model.encoder.multi_modal_projector.mm_input_projection_weight'
+START = 'model.encoder.'
+PROJECTION = f'{START}multi_modal_projector.mm_input_projection_weight'
+
+
+PIXELS = 'preprocessor_config.json'
+PROCESSOR = 'processor_config.json'
+NORM = 'vision_tower.encoder.layers.1.layer_norm1.bias'
+OLD_NORM = NORM.replace('tower.', 'tower.vision_model.', 1)
+PROJECTOR_NORM = 'multi_modal_projector.mm_soft_emb_norm.weight'
+
+
+def save(case, folder, seed=0, *, spelling='new', **arguments):
+  """Saves a model with what reads its images.
+
+  Args:
+    case: whose.
+    folder: made.
+    seed: of its weights.
+    spelling: 'old' for the names that transformers 4 gave the tower's tensors.
+    **arguments: of `tiny_models.make`.
+  """
+  model = tiny_models.make(tiny_models.CASES[case], seed, **arguments)
+  model.save_pretrained(folder)
+  images = tiny_models.transformers.Gemma3ImageProcessorPil
+  images(size={'height': 28, 'width': 28}).save_pretrained(folder)
+  (folder / PROCESSOR).write_text(
+    json.dumps({'image_seq_length': 1, 'processor_class': 'Gemma3Processor'})
+  )
+  if spelling == 'old':
+    rename = ('vision_tower.', 'vision_tower.vision_model.')
+    change(folder, lambda found: {k.replace(*rename): found[k] for k in found})
+  return model
+
+
+def change(folder, make):
+  """Writes other tensors into a folder.
+
+  Args:
+    folder: whose.
+    make: given all tensors by their names; changes them, or returns those
+      that are written instead.
+  """
+  safetensors = pytest.importorskip('safetensors.numpy')
+  file = folder / tensor_folder.SINGLE
+  found = dict(safetensors.load_file(file))
+  made = make(found)
+  found = made if isinstance(made, dict) else found
+  safetensors.save_file(found, file, {'format': 'pt'})
 
 
 def import_export(folder, *flags):
@@ -43,9 +93,9 @@ def image_logits(model):
     ).logits.numpy()
 
 
-def test_a_folder_with_images_comes_back_bit_for_bit(tmp_path):
-  theirs = tiny_models.make(tiny_models.CASES['t5gemma2'])
-  theirs.save_pretrained(tmp_path / 'model')
+@pytest.mark.parametrize('spelling', ['new', 'old'])
+def test_a_folder_with_images_comes_back_bit_for_bit(spelling, tmp_path):
+  theirs = save('t5gemma2', tmp_path / 'model', spelling=spelling)
   output = import_export(tmp_path)
   before, after = tensors(tmp_path / 'model'), tensors(output)
   assert before.keys() == after.keys()
@@ -54,6 +104,11 @@ def test_a_folder_with_images_comes_back_bit_for_bit(tmp_path):
     assert after[name].tobytes() == array.tobytes(), name
   again = tiny_models.load(output)  # Nothing missing, nothing unexpected.
   np.testing.assert_array_equal(image_logits(theirs), image_logits(again))
+  for name in (PIXELS, PROCESSOR):
+    one, other = ((x / name).read_bytes() for x in (output, tmp_path / 'model'))
+    assert one == other, name
+  pixels = tiny_models.transformers.AutoImageProcessor.from_pretrained(output)
+  assert pixels.size['height'] == 28
   # The part keeps its dtype; the text has the one asked for.
   half = tmp_path / 'half'
   flags = [f'--checkpoint={tmp_path}/run', '--dtype=bfloat16']
@@ -61,6 +116,12 @@ def test_a_folder_with_images_comes_back_bit_for_bit(tmp_path):
   kinds = {name: str(array.dtype) for name, array in tensors(half).items()}
   assert kinds[PROJECTION] == 'float32'
   assert kinds['model.decoder.norm.weight'] == 'bfloat16'
+
+
+def test_a_tower_with_a_head(tmp_path):
+  settings = tiny_models.t5gemma2_settings(vision_use_head=True)
+  save('t5gemma2', tmp_path, settings=settings)
+  assert len(vision.open_vision(tmp_path).names) == 39 + 11
 
 
 @pytest.fixture
@@ -74,14 +135,14 @@ def without(tmp_path):
     f'--output={tmp_path}/model',
     '--dtype=float32',
   )
-  safetensors = pytest.importorskip('safetensors.numpy')
-  file = tmp_path / 'model' / tensor_folder.SINGLE
-  text = {
-    name: array
-    for name, array in safetensors.load_file(file).items()
-    if 'vision_tower' not in name and 'multi_modal' not in name
-  }
-  safetensors.save_file(text, file, {'format': 'pt'})
+  change(
+    tmp_path / 'model',
+    lambda found: {
+      name: array
+      for name, array in found.items()
+      if 'vision_tower' not in name and 'multi_modal' not in name
+    },
+  )
   return tmp_path
 
 
@@ -93,36 +154,149 @@ def test_text_alone_names_what_is_missing(without, capsys):
   assert not any('vision_tower' in name for name in tensors(output))
 
 
-def test_the_vision_part_of_a_gemma3(without, capsys):
-  donor = tiny_models.make(tiny_models.CASES['gemma3_images'], seed=7)
-  donor.save_pretrained(without / 'donor')
+@pytest.mark.parametrize('spelling', ['new', 'old'])
+def test_the_vision_part_of_a_gemma3(spelling, without):
+  donor = without / 'donor'
+  save('gemma3_images', donor, 7, spelling=spelling)
+  if spelling == 'old':
+    for name in (PIXELS, PROCESSOR):
+      (donor / name).unlink()
   output = import_export(without, f'--vision={without}/donor')
   theirs, ours = tensors(without / 'donor'), tensors(output)
-  name = PROJECTION.removeprefix('model.encoder.')
+  name = PROJECTION.removeprefix(START)
   np.testing.assert_array_equal(ours[PROJECTION], theirs[name])
   card = (output / 'README.md').read_text()
   assert re.search('vision part, [0-9]+ tensors, is that of `donor`', card)
-  again = tiny_models.load(output)
+  if spelling == 'old':
+    said = f'without `{PIXELS}` and `{PROCESSOR}`, and transformers makes no'
+    assert said in card
+  else:
+    for name in (PIXELS, PROCESSOR):
+      assert (output / name).read_bytes() == (donor / name).read_bytes()
+  again = tiny_models.load(output)  # Nothing missing, nothing unexpected.
   assert again.config.encoder.vision_config.num_hidden_layers == 2
   assert np.isfinite(image_logits(again)).all()
 
 
+def test_which_token_is_read_as_an_image_is_said(tmp_path, capsys):
+  """The tokenizer of an adapted Gemma 3 has another token for images."""
+  save('gemma3_images', tmp_path / 'donor')
+  gemma = tiny_models.make(tiny_models.CASES['gemma3'])
+  gemma.save_pretrained(tmp_path / 'gemma')
+  flags = ['--target=t5gemma2', '--eoi_token=61', f'--output={tmp_path}/pair']
+  convert_('adapt', f'--encoder={tmp_path}/gemma', *flags)
+  flags = [f'--checkpoint={tmp_path}/pair', f'--vision={tmp_path}/donor']
+  convert_('export', *flags, f'--output={tmp_path}/one')
+  words = 'where the id 256001 is (image_token_index): image_token in'
+  assert words in capsys.readouterr().out
+  assert words in (tmp_path / 'one' / 'README.md').read_text()
+
+
+# How the tensors of a part are damaged, and what is said of it; `start` is
+# what their names begin with.
+MISFITS = {
+  'missing': (
+    lambda t, start: t.pop(start + NORM),
+    f"without a tensor '{NORM}', which vision_config in .*config.json asks",
+  ),
+  'projector': (
+    lambda t, start: t.pop(start + PROJECTOR_NORM),
+    f"without a tensor '{PROJECTOR_NORM}'",
+  ),
+  'extra': (
+    lambda t, start: t.update({f'{start}vision_tower.stray': t[start + NORM]}),
+    'vision_tower.stray in .*safetensors is no tensor of the vision part',
+  ),
+  'twice': (
+    lambda t, start: t.update({start + OLD_NORM: t[start + NORM]}),
+    'no tensor of the vision part that .* describes, or is there twice',
+  ),
+  'layers': (
+    lambda t, start: t.update(
+      {start + NORM.replace('.1.', '.2.'): t[start + NORM]}
+    ),
+    'layers.2.layer_norm1.bias in .*safetensors is no tensor of the vision',
+  ),
+  'shape': (
+    lambda t, start: t.update({start + NORM: t[start + NORM][:3]}),
+    rf'{NORM} in .* has shape \[3\]; by vision_config .* it is \[16\]',
+  ),
+}
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """A T5Gemma 2 and a Gemma 3 that read images."""
+  folder = tmp_path_factory.mktemp('whole')
+  for case in ('t5gemma2', 'gemma3_images'):
+    save(case, folder / case)
+  return folder
+
+
+@pytest.mark.parametrize('misfit', MISFITS)
+def test_vision_parts_that_are_damaged(misfit, whole, tmp_path):
+  """Of what is imported or exported, and of a donor: refused, none written."""
+  damage, words = MISFITS[misfit]
+  for case, start in (('t5gemma2', START), ('gemma3_images', '')):
+    shutil.copytree(whole / case, tmp_path / case)
+    change(tmp_path / case, functools.partial(damage, start=start))
+  own = f'={tmp_path}/t5gemma2'
+  for flags in (
+    ('import', f'--source{own}'),
+    ('export', f'--checkpoint{own}'),
+    (
+      'export',
+      f'--checkpoint={whole}/t5gemma2',
+      f'--vision={tmp_path}/gemma3_images',
+    ),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      convert_(*flags, f'--output={tmp_path}/out')
+  assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
-  'change, words',
+  'part, fields, words',
+  [
+    ('vision_config', {'model_type': 'clip'}, "has model_type = 'clip'; the"),
+    (
+      'vision_config',
+      {'num_hidden_layers': 3},
+      r'a tensor .*layers\.2\..* \(and 15 more\)',
+    ),
+    ('vision_config', {'patch_size': 0}, 'has patch_size = 0; it must be an'),
+    ('vision_config', {'vision_use_head': 1}, '= 1; it must be true or false'),
+    ('vision_config', {'vision_use_head': True}, "a tensor '.*head.probe'"),
+    ('text_config', {'hidden_size': 48}, r'it is \[16, 48\]'),
+  ],
+)
+def test_vision_configs_that_do_not_fit(part, fields, words, whole, tmp_path):
+  donor = shutil.copytree(whole / 'gemma3_images', tmp_path / 'donor')
+  raw = json.loads((donor / 'config.json').read_text())
+  raw[part] |= fields
+  (donor / 'config.json').write_text(json.dumps(raw))
+  flags = [f'--checkpoint={whole}/t5gemma2', f'--vision={donor}']
+  with pytest.raises(errors.UserError, match=words):
+    convert_('export', *flags, f'--output={tmp_path}/out')
+  assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+  'kind, words',
   [
     ('width', 'projects to width 48, and the encoder has width 32'),
     ('none', 'has no vision part'),
     ('decoder', 'is for what transformers loads as T5Gemma 2'),
   ],
 )
-def test_vision_parts_that_do_not_fit(change, words, without):
+def test_vision_parts_that_do_not_fit(kind, words, without):
   donor, checkpoint = without / 'donor', without / 'model'
-  case = tiny_models.CASES['gemma3_images' if change == 'width' else 'gemma3']
+  case = tiny_models.CASES['gemma3_images' if kind == 'width' else 'gemma3']
   settings = case.settings()
-  if change == 'width':
+  if kind == 'width':
     settings.text_config.update({'hidden_size': 48})
   tiny_models.make(case, settings=settings).save_pretrained(donor)
-  if change == 'decoder':
+  if kind == 'decoder':
     checkpoint = donor
   with pytest.raises(errors.UserError, match=words):
     convert_(
