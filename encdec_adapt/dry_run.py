@@ -22,6 +22,9 @@ def describe(settings: config_lib.Settings) -> str:
   Args:
     settings: loaded with or without sources.
 
+  Returns:
+    Lines of text.
+
   Raises:
     UserError: the job would be refused for its mesh, its batches, or a source
       or teacher that is there. Vocabularies are not compared.

@@ -452,7 +452,14 @@ def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
 def summarise(
   settings: config_lib.Settings, workdir: str, step: int, cost: accounting.Cost
 ) -> None:
-  """Writes summary.json of a job that is done, and says what it came to."""
+  """Writes summary.json of a job that is done, and says what it came to.
+
+  Args:
+    settings: of the job.
+    workdir: its folder.
+    step: the last one.
+    cost: what it took.
+  """
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
   init = settings.init
   sources = [init.encoder, init.decoder] if init.mode != 'random' else []

@@ -148,6 +148,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   active = phases.active(groups, max((start or 0) - 1, 0))
   abstract = state_lib.abstract(optimizer, assignment, active, where)
   if start is not None:
+    saved = checkpoints.read_meta(start)
+    continuation.check_is_training(saved)
+    continuation.report_changes(saved['config'], config.to_dict(), say)
     checkpoints.at(start).require_same(abstract)
   opened, train_set, eval_set = job.open_data(settings)
   count = parameters.count(settings.model)
@@ -178,9 +181,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     if lead:
       job.keep_origin(settings, workdir)
   else:
-    saved = checkpoints.read_meta(start)
-    continuation.check_same_rows(saved, meta['order'])
-    continuation.report_differences(saved, meta, say)
+    continuation.check_same_rows(saved['order'], meta['order'])
+    continuation.report_place(saved, meta, say)
     state = checkpoints.restore(start, abstract)
     cost = accounting.Cost(**checkpoints.read_data(start))
     say(f'continuing at step {start}')

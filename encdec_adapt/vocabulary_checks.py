@@ -30,8 +30,15 @@ def check_sizes(
 ) -> list[str]:
   """Refuses opened vocabularies with more tokens than the tables have rows.
 
+  Args:
+    settings: of the job.
+    opened: its vocabularies.
+
   Returns:
     What to say of special tokens that are left out.
+
+  Raises:
+    UserError: a token that may be read has no row.
   """
   notes = []
   for side, rows in settings.data.table_sizes.items():

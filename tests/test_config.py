@@ -186,6 +186,9 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['--passes=a: b'], "^passes is 'a: b'; it must be an integer.$"),
     (['--config.loss.z_loss=abc'], "z_loss is 'abc'; it must be a number.$"),
     (['--config.data.pack=2'], "data.pack is '2'; it must be True or False.$"),
+    (['--config.=3'], "no key ''"),
+    (['--config.train..steps=3'], "no key 'train..steps'.*'train.steps'"),
+    (['--config.train.steps.=3'], "no key 'train.steps.'"),
     (['--config.train=3'], 'config.train=3: .*is not a dict'),
     (['--config.train.steps.x=3'], "no key 'train.steps.x'"),
     (

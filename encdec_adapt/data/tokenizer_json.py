@@ -159,7 +159,7 @@ def _load(content: dict[str, Any], path: storage.Path) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
   except Exception as error:  # What `tokenizers` raises has no own type.
     raise errors.UserError(  # Of a newer version, it may be.
-      f'{_damaged(path, error)}, or with a newer version of `tokenizers`'
+      f'{_damaged(path, error)}, or install a newer `tokenizers`'
     ) from error
   tokenizer.encode_special_tokens = True  # As the text that they are.
   return tokenizer

@@ -126,6 +126,8 @@ def check_size(
 def _may_be_read(one: vocabulary.Vocabulary, token: int) -> bool:
   """Whether a text, its framing, an objective or a chat has the token."""
   name = one.piece(token)
+  if not name:  # A gap between ids.
+    return False
   roles = {getattr(one, role) for role in vocabulary.ROLES}
   return (
     one.specials.get(name) != token

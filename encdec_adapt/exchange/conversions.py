@@ -105,6 +105,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   source = source_lib.open_source(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
   found = origin.folders(source.path)
+  origin.check(found)
   opened = source.vocabularies.open() if source.vocabularies else None
   files = origin.tokenizer_files(found, opened)
   carried = origin.with_added(files, opened)

@@ -36,6 +36,8 @@ _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # model may be of another class now.
 _CACHES = ('cache_implementation', 'cache_config', 'compile_config')
 
+_POINTER = b'version https://git-lfs'  # In the place of a large file.
+
 Folders = Mapping[str, storage.Path]
 
 
@@ -85,10 +87,21 @@ def check(found: Folders) -> None:
   """
   for path in found.values():
     for name in (GENERATION, *TOKENIZER):
-      if name.endswith('.json') and (path / name).is_file():
-        files.read_json(path / name)
+      if (path / name).is_file():
+        _check_file(path / name)
   _check_ids(found)
   vision_part(found)
+
+
+def _check_file(file: storage.Path) -> None:
+  """Refuses a file that was not copied whole."""
+  if file.name.endswith('.json'):
+    files.read_json(file)
+  with file.open('rb') as content:
+    start = content.read(len(_POINTER))
+  if not start or start == _POINTER:
+    what = 'a pointer of Git LFS' if start else 'empty'
+    raise errors.UserError(f'{file} is {what}; copy the file itself again.')
 
 
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
@@ -137,10 +150,13 @@ def vision_part(
 
 
 def reads_images(found: Folders) -> bool:
-  """Whether what was kept is of a T5Gemma 2, config.json and tokenizer.
+  """Whether the config.json that was kept is of a T5Gemma 2.
 
   Args:
     found: as `folders` gives them.
+
+  Raises:
+    UserError: it is damaged.
   """
   return _decoder_config(found).get('model_type') == vision.MODEL_TYPE
 
@@ -216,7 +232,10 @@ def special_ids(
 def generation_config(
   found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
 ) -> dict[str, Any]:
-  """Content of generation_config.json: what was kept, but for `dropped_note`.
+  """Content of generation_config.json: what was kept of the source's.
+
+  Stamps of the software that wrote it go, and the fields of `dropped_note`;
+  the decoder of a pair starts from BOS, whatever was kept.
 
   Args:
     found: as `folders` gives them.
@@ -235,14 +254,18 @@ def generation_config(
 
 
 def dropped_note(found: Folders) -> str:
-  """What to say of fields that an exported generation config lacks; or ''.
+  """What to say of fields that an exported generation config lacks.
 
   Args:
     found: as `folders` gives them.
+
+  Returns:
+    A sentence; '' if nothing is lost.
   """
   file = found.get('decoder', pathlib.Path()) / GENERATION
   kept = files.read_json(file) if file.is_file() else {}
-  dropped = [f'{key} ({kept[key]!r})' for key in _CACHES if key in kept]
+  given = [key for key in _CACHES if kept.get(key) is not None]
+  dropped = [f'{key} ({kept[key]!r})' for key in given]
   if not dropped:
     return ''
   return (

@@ -395,8 +395,9 @@ def _check_merged(
       )
   if eoi_token >= decoder.vocab_size:
     raise errors.UserError(
-      f'{file} has eoi_token_index = {eoi_token}; it must be an id below'
-      f' vocab_size, {decoder.vocab_size}. Correct the file, or fetch it again.'
+      f'{file}: eoi_token_index is {eoi_token} (where the file is silent, that'
+      ' of the class); it must be an id below vocab_size,'
+      f' {decoder.vocab_size}. Correct the file, or fetch it again.'
     )
 
 

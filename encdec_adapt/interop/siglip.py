@@ -30,7 +30,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def canonical(name: str) -> str:
-  """The name of a tensor here, of either spelling."""
+  """The name of a tensor here.
+
+  Args:
+    name: with `vision_model.` (transformers 4) or without (5).
+
+  Returns:
+    The one without.
+  """
   if name.startswith(_OLD):
     return _TOWER + name.removeprefix(_OLD)
   return name

@@ -178,13 +178,29 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
   Args:
     raw: a parsed config.json.
   """
-  encoder = raw['encoder'] if raw.get('model_type') == MODEL_TYPE else {}
-  return {key: encoder[key] for key in _IDS if key in encoder}
+  if raw.get('model_type') != MODEL_TYPE:
+    return {}
+  # Where both state it, transformers takes the outer one.
+  given = dict(_encoder(raw))
+  if 'image_token_index' in raw:
+    given['image_token_index'] = raw['image_token_index']
+  return {key: given[key] for key in _IDS if key in given}
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """The object with `text_config`, `vision_config` and ids."""
-  return raw['encoder'] if raw.get('model_type') == MODEL_TYPE else raw
+  """The object with `text_config`, `vision_config` and ids.
+
+  Raises:
+    UserError: a T5Gemma 2 has none.
+  """
+  if raw.get('model_type') != MODEL_TYPE:
+    return raw
+  if not isinstance(raw.get('encoder'), Mapping):
+    raise errors.UserError(
+      f'the config.json of a T5Gemma 2 has encoder = {raw.get("encoder")!r}; it'
+      ' must be an object. Correct the file, or fetch it again.'
+    )
+  return raw['encoder']
 
 
 def _fields(raw: families.Raw) -> dict[str, Any]:

@@ -97,7 +97,13 @@ def parse_operands(
         values.config.to_dict()  # A file that failed to load says so here.
   except errors.UserError:
     raise
-  except (flags.Error, LookupError, AttributeError, TypeError) as error:
+  except (
+    flags.Error,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+  ) as error:
     raise errors.UserError(
       _unknown_key(define, arguments) or _explain(error, values)
     ) from error
@@ -220,7 +226,7 @@ def _unknown_key(define: DefineFlags, arguments: Sequence[str]) -> str:
     define: of the flags that were being parsed.
     arguments: all of them.
   """
-  given = [re.match(r'--?(?:no)?config\.([^=]+)', a) for a in arguments]
+  given = [re.match(r'--?(?:no)?config\.([^=]*)', a) for a in arguments]
   values = flags.FlagValues()
   values.set_gnu_getopt(True)
   define(values)

@@ -79,7 +79,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     elif config.kind == 'linear':
       shape = 1.0 - progress
     elif config.kind == 'rsqrt':
-      flat = max(config.rsqrt_steps, 1)
+      flat = config.rsqrt_steps
       return jnp.sqrt(flat / jnp.maximum(step, flat))
     else:
       return jnp.float32(1.0)

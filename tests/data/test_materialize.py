@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import pydoc_data.topics
 import signal
 import time
@@ -57,12 +58,14 @@ def fake_examples(job):
   """Examples without SeqIO, which takes ten seconds to import.
 
   Document i of 40 is in shard i modulo the shards and gives four pairs; it
-  kills its process where DIE_AT names its shard.
+  kills its process where DIE_AT names its shard, once the pass before is made.
   """
   spec = job.spec
   for document in range(job.shard, DOCUMENTS, spec.shards):
     if os.environ.get('DIE_AT') == f'{job.pass_index}/{job.shard}':
-      time.sleep(0.5)
+      before = pathlib.Path(job.folder) / f'pass-{job.pass_index - 1:05}'
+      while len(list(before.glob('*.json'))) < spec.shards:
+        time.sleep(0.01)
       os.kill(os.getpid(), signal.SIGKILL)
     rng = randomness.generator(
       spec.seed, job.pass_index, spec.source, str(document)

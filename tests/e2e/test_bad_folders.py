@@ -141,6 +141,9 @@ METADATA = [
   ('tokenizer.json', '{"model": {', 'it has no valid JSON'),
   ('tokenizer_config.json', '[]', 'its JSON is a list, no object'),
   ('tokenizer.model', '\n\x01', 'not a SentencePiece model, or a damaged'),
+  ('tokenizer.model', '', 'is empty; copy the file'),
+  ('tokenizer.model', 'version https://git-lfs.github.com/spec/v1\n',
+   'is a pointer of Git LFS; copy the file'),
 ]  # fmt: skip
 
 
@@ -150,10 +153,10 @@ def test_damaged_metadata_leaves_nothing_behind(
 ):
   source = shutil.copytree(gemma, tmp_path / 'source')
   (source / name).write_text(text)
-  for command in ('import', 'adapt'):
-    flag = '--source' if command == 'import' else '--encoder'
+  flags = {'import': 'source', 'adapt': 'encoder', 'export': 'checkpoint'}
+  for command, flag in flags.items():
     with pytest.raises(errors.UserError, match=f'{source}/{name}.*{words}'):
-      convert_(command, f'{flag}={source}', f'--output={tmp_path}/out')
+      convert_(command, f'--{flag}={source}', f'--output={tmp_path}/out')
   assert os.listdir(tmp_path) == ['source']
 
 

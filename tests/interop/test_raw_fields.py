@@ -143,7 +143,7 @@ _LOW_ABOVE_HIGH = {
       't5gemma2',
       ('eoi_token_index',),
       9999,
-      '^here has eoi_token_index = 9999; .* below vocab_size, 100',
+      '^here: eoi_token_index is 9999 .* below vocab_size, 100',
     ),
     (
       't5gemma2',
