@@ -1,8 +1,10 @@
 """The quickstart's study in a size for tests: every stage, and again."""
 
 import json
+import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -22,18 +24,38 @@ def _run(config) -> subprocess.CompletedProcess:
   )
 
 
+def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
+  """Starts the study and kills it while its first model is trained."""
+  study = tiny.start('study', f'--study={config}', log=log)
+  try:
+    metrics = root / 'decoder_only' / 'metrics.jsonl'
+    while not (metrics.exists() and '"train"' in metrics.read_text()):
+      assert study.poll() is None, log.read_text()
+      time.sleep(0.05)
+  finally:
+    study.kill()
+    study.wait()
+
+
 def test_study_runs_reports_and_continues(tmp_path):
+  root = tmp_path / 'run'
   # The same file with another root, so that a user's runs are left alone.
   source = (tiny.ROOT / 'configs' / 'quickstart.py').read_text()
   path = tmp_path / 'quickstart.py'
   path.write_text(
-    source.replace('runs/quickstart_smoke', f'{tmp_path}/run').replace(
+    source.replace('runs/quickstart_smoke', f'{root}').replace(
       'configs/quickstart.py:', f'{path}:'
     )
   )
+  _kill_in_training(f'{path}:size=smoke', root, tmp_path / 'killed.log')
+  finished = {marker.stem for marker in (root / 'stages').iterdir()}
+  assert 'records_adapted' in finished and 'decoder_only' not in finished
   done = _run(f'{path}:size=smoke')
   assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-  report = json.loads((tmp_path / 'run' / 'report.json').read_text())
+  assert '[decoder_only] budget' in done.stdout
+  for name in finished:
+    assert f'[{name}] budget' not in done.stdout
+  report = json.loads((root / 'report.json').read_text())
   runs = report['runs']
   assert {'decoder_only', 'adapted', 'scratch', 'unbalanced'} <= set(runs)
   for name, run in runs.items():
@@ -49,10 +71,10 @@ def test_study_runs_reports_and_continues(tmp_path):
   )
   assert len(report['samples']) == 4
   assert all(stage['seconds'] > 0 for stage in report['stages'])
-  assert (tmp_path / 'run' / 'report.html').stat().st_size > 10_000
+  assert (root / 'report.html').stat().st_size > 10_000
 
   # A stage that was interrupted is run again, the others are not.
-  (tmp_path / 'run' / 'stages' / 'generate.json').unlink()
+  (root / 'stages' / 'generate.json').unlink()
   again = _run(f'{path}:size=smoke')
   assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
   assert again.stdout.count('\n$ ') == 1
