@@ -4,12 +4,14 @@ Records are written directly, without SeqIO, so that a test needs neither
 TensorFlow nor the ten seconds that importing it takes.
 """
 
+import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import types
+from typing import Any
 
 from flax import traverse_util
 import jax
@@ -237,34 +239,35 @@ def start_several(
   ]
 
 
-def run_pair(program: str, *arguments: str, devices: int = 1) -> list[str]:
-  """Runs Python text in two processes; returns what each printed.
+def run_pair(
+  program: str, folder: pathlib.Path, *arguments: str, devices: int = 1
+) -> list[Any]:
+  """Runs Python text in two processes; returns what each made.
 
-  Its arguments are the address of a coordinator, the index of the process and
+  Its arguments are the address of a coordinator, the index of the process, a
+  file to which it writes JSON (the runtime prints whenever it likes) and
   `arguments`.
   """
   coordinator = f'127.0.0.1:{free_port()}'
+  results = [folder / f'{index}.json' for index in range(2)]
   members = [
     subprocess.Popen(
-      [sys.executable, '-c', program, coordinator, str(index), *arguments],
+      [
+        sys.executable,
+        '-c',
+        program,
+        coordinator,
+        str(index),
+        path,
+        *arguments,
+      ],
       cwd=ROOT,
       env=environment(devices),
-      stdout=subprocess.PIPE,
-      text=True,
     )
-    for index in range(2)
+    for index, path in enumerate(results)
   ]
-  try:
-    outputs = [member.communicate(timeout=120)[0] for member in members]
-  finally:
-    for member in members:
-      member.kill()
-  assert [member.returncode for member in members] == [0, 0]
-  # The runtime's own lines come whenever they like.
-  return [
-    '\n'.join(x for x in output.splitlines() if not x.startswith('[Gloo]'))
-    for output in outputs
-  ]
+  assert wait_all(members) == [0, 0]
+  return [json.loads(path.read_text()) for path in results]
 
 
 def wait_all(
