@@ -314,10 +314,9 @@ class _Handler(server.BaseHTTPRequestHandler):
       boundary = re.search('boundary="?([^";]+)', self.headers['Content-Type'])[
         1
       ]
-      parts = body.split(f'--{boundary}'.encode())
-      about = json.loads(_payload(parts[1]))
-      query = {**query, 'name': query.get('name') or about['name']}
-      body = _payload(parts[2]).removesuffix(b'\r\n').removesuffix(b'\n')
+      about, body = _parts(body, f'--{boundary}'.encode())
+      name = query.get('name') or json.loads(about)['name']
+      query = {**query, 'name': name}
     self._store(query, body)
 
   def _store(self, query: Mapping[str, str], data: bytes) -> None:
@@ -354,12 +353,15 @@ class _Handler(server.BaseHTTPRequestHandler):
     self._send(204) if status == 204 else self._send_error(status)
 
 
-def _payload(part: bytes) -> bytes:
-  """What comes after the headers of a part."""
-  for end in (b'\r\n\r\n', b'\n\n'):
-    if end in part:
-      return part.partition(end)[2]
-  raise ValueError('a part without headers')
+def _parts(body: bytes, boundary: bytes) -> list[bytes]:
+  """The parts of a multipart body without their headers, byte by byte.
+
+  Lines end as the first does (clients differ), so that a part may end in
+  either line ending, or a half of one, itself.
+  """
+  line_end = b'\r\n' if body.startswith(boundary + b'\r\n') else b'\n'
+  parts = (line_end + body).split(line_end + boundary)[1:-1]
+  return [part.partition(2 * line_end)[2] for part in parts]
 
 
 class _Server(server.ThreadingHTTPServer):

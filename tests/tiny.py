@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from encdec_adapt import convert as commands
+from encdec_adapt import generate as generate_lib
 from encdec_adapt.data import (
   batch,
   loader,
@@ -192,6 +193,17 @@ def call(main: types.ModuleType, *argv) -> int:
 def convert(*argv) -> int:
   """Runs `convert` in this process; returns its status."""
   return command.run_subcommand('', commands.COMMANDS, [str(a) for a in argv])
+
+
+def generate(checkpoint, prompt: str, output) -> int:
+  """Continues a prompt by two tokens, written to a file; returns the status."""
+  return call(
+    generate_lib,
+    f'--checkpoint={checkpoint}',
+    f'--prompt={prompt}',
+    '--max_tokens=2',
+    f'--output={output}',
+  )
 
 
 def start(

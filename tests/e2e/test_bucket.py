@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from encdec_adapt import evaluate, generate, train
+from encdec_adapt import evaluate, train
 from encdec_adapt.data import records
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import new_folder
@@ -99,12 +99,6 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert tiny.call(evaluate, *flags) == 0
   assert json.loads((place / evaluate.FILE).read_text())['eval_loss'] > 0
   output = f'{bucket}/out/samples.json'
-  flags = [
-    f'--checkpoint={workdir}',
-    '--prompt=the quick',
-    '--max_tokens=2',
-    f'--output={output}',
-  ]
-  assert tiny.call(generate, *flags) == 0
+  assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(storage.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0

@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 import tokenizers
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, train
+from encdec_adapt import evaluate, train
 from encdec_adapt.data import vocabularies, vocabulary_training
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
@@ -44,13 +44,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   assert not found.problems()
   # Read like any other run, wherever it is moved.
   moved = shutil.copytree(imported, folder / 'moved')
-  flags = [
-    f'--checkpoint={moved}',
-    '--prompt=the quick',
-    '--max_tokens=2',
-    f'--output={folder}/out.json',
-  ]
-  assert tiny.call(generate, *flags) == 0
+  assert tiny.generate(moved, 'the quick', f'{folder}/out.json') == 0
   flags = [f'--checkpoint={moved}', f'--records={folder}/causal_lm/eval']
   assert tiny.call(evaluate, *flags) == 0
   assert json.loads((moved / evaluate.FILE).read_text())['eval_loss'] > 0
@@ -446,10 +440,9 @@ def test_a_special_token_without_a_row_is_left_out(tmp_path, capsys):
   assert convert_('import', *flags) == 0
   said = "rows of the decoder's table and are left out, '<image_soft_token>'"
   assert said in capsys.readouterr().out
-  flags = [
-    f'--checkpoint={tmp_path}/run',
-    '--prompt=a <image_soft_token>',
-    '--max_tokens=2',
-    f'--output={tmp_path}/out.json',
-  ]
-  assert tiny.call(generate, *flags) == 0
+  assert (
+    tiny.generate(
+      f'{tmp_path}/run', 'a <image_soft_token>', f'{tmp_path}/out.json'
+    )
+    == 0
+  )

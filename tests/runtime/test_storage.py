@@ -44,6 +44,16 @@ def test_other_stores_are_refused(path, message):
     storage.at(path)
 
 
+@pytest.mark.parametrize(
+  'data', [b'', b'\r', b'\n', b'x\r\n', b'\n\nx\r', b'\r\n\r\n']
+)
+def test_a_file_is_copied_whole_whatever_it_ends_in(data, bucket, tmp_path):
+  (tmp_path / 'x').write_bytes(data)
+  storage.copy(tmp_path / 'x', f'{bucket}/x')
+  storage.copy(f'{bucket}/x', tmp_path / 'y')
+  assert (tmp_path / 'y').read_bytes() == data
+
+
 def test_files_are_written_copied_and_removed(folder, tmp_path):
   contents = _fill(folder / 'x')
   assert storage.tree(folder / 'x') == sorted(contents)
