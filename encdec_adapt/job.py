@@ -27,9 +27,11 @@ from encdec_adapt.runtime import (
   compile_cache,
   distributed,
   errors,
+  files,
   flops,
   metrics,
   orphans,
+  storage,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import accounting
@@ -275,8 +277,6 @@ def check_sources(
   """
   choice = settings.data.vocabularies
   sources, _ = fitting_sources(settings, where)
-  if settings.teacher:
-    _open(settings, settings.teacher)
   if not sources:
     return
   origin.check(_origin(settings))
@@ -449,8 +449,19 @@ def describe_batch(rows: batch_lib.Batch, opened: vocabularies.Opened) -> str:
   return '\n'.join(lines)
 
 
+def read_costs(settings: config_lib.Settings) -> accounting.Sources:
+  """What the job's sources and teacher have cost, as far as it is known."""
+  init = settings.init
+  paths = [init.encoder, init.decoder] if init.mode != 'random' else []
+  return accounting.read_sources(p for p in (*paths, settings.teacher) if p)
+
+
 def summarise(
-  settings: config_lib.Settings, workdir: str, step: int, cost: accounting.Cost
+  settings: config_lib.Settings,
+  workdir: str,
+  step: int,
+  cost: accounting.Cost,
+  sources: accounting.Sources,
 ) -> None:
   """Writes summary.json of a job that is done, and says what it came to.
 
@@ -459,26 +470,19 @@ def summarise(
     workdir: its folder.
     step: the last one.
     cost: what it took.
+    sources: what it was made from had cost when it started.
   """
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
-  init = settings.init
-  sources = [init.encoder, init.decoder] if init.mode != 'random' else []
-  sources = [path for path in (*sources, settings.teacher) if path]
-  folders = [path for path in sources if source_lib.is_folder(path)]
-  summary = accounting.write_summary(
-    workdir,
-    {
-      'parameters': parameters.count(settings.model),
-      'steps': step,
-      'learning_rate': settings.optimizer.schedule.peak,
-      'seed': settings.seed,
-      'eval_loss_at_step_0': losses[0]['loss'],
-      'eval_loss': losses[-1]['loss'],
-      'not_counted': folders,
-    },
-    cost,
-    [path for path in sources if path not in folders],
-  )
+  own = {
+    'parameters': parameters.count(settings.model),
+    'steps': step,
+    'learning_rate': settings.optimizer.schedule.peak,
+    'seed': settings.seed,
+    'eval_loss_at_step_0': losses[0]['loss'],
+    'eval_loss': losses[-1]['loss'],
+  }
+  summary = accounting.summarise(workdir, own, cost, sources)
+  files.write_json(storage.join(workdir, accounting.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'

@@ -129,7 +129,6 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   job.check_batches(settings, mesh)
   vocabulary_checks.check_model(settings)
   where = job.place_model(settings, settings.model, mesh)
-  job.check_sources(settings, where)
   teacher = job.place_teacher(settings, mesh)
   optimizer = optimizers.Optimizer(settings.optimizer)
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
@@ -144,6 +143,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     state_lib.abstract(optimizer, assignment, every_group, where)
   )
   start = checkpoints.latest()
+  if start is None:  # What was saved does not need them any more.
+    job.check_sources(settings, where)
   # A group that thaws at this very step was not in what was saved.
   active = phases.active(groups, max((start or 0) - 1, 0))
   abstract = state_lib.abstract(optimizer, assignment, active, where)
@@ -168,6 +169,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     'order': {'records': train_set.digests, 'seed': settings.seed},
   }
   if start is None:
+    meta['sources'] = job.read_costs(settings).as_dict()
+    for path in meta['sources']['not_counted']:
+      say(f'what {path} has cost is not known: the summary leaves it out')
     if damaged := checkpoints.damaged():
       say(f'no sound checkpoint: starting anew ({", ".join(damaged)})')
     params, report = job.initial_params(settings, where)
@@ -181,6 +185,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     if lead:
       job.keep_origin(settings, workdir)
   else:
+    meta['sources'] = saved['sources']
     continuation.check_same_rows(saved['order'], meta['order'])
     continuation.report_place(saved, meta, say)
     state = checkpoints.restore(start, abstract)
@@ -380,7 +385,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   if lead:
     writer.close()
     if status == 0:
-      job.summarise(settings, workdir, step, cost)
+      sources = accounting.Sources(**meta['sources'])
+      job.summarise(settings, workdir, step, cost, sources)
   return status
 
 

@@ -133,20 +133,15 @@ def write(
     )
   nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   disk.require_space(output, nbytes, what='the parameters')
-  sources = dict.fromkeys(contents.made_by['sources'])
-  counted = [
-    path for path in sources if (storage.at(path) / accounting.SUMMARY).exists()
-  ]
   summary = accounting.summarise(
     output,
     {
       'made_by': contents.made_by,
       'parameters': parameters.count(contents.model),
       'steps': 0,
-      'not_counted': [path for path in sources if path not in counted],
     },
     accounting.Cost(),
-    counted,
+    accounting.read_sources(contents.made_by['sources']),
   )
   with new_folder.new_folder(output) as draft:
     config_lib.save(config, str(draft))

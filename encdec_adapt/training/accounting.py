@@ -1,12 +1,12 @@
 """What a run has cost so far, and its summary with its sources' costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 import dataclasses
 import json
 import os
 from typing import Any
 
-from encdec_adapt.runtime import errors, files, storage
+from encdec_adapt.runtime import storage
 
 SUMMARY = 'summary.json'
 
@@ -34,20 +34,45 @@ class Cost:
     return dataclasses.asdict(self)
 
 
-def write_summary(
-  workdir: str, own: dict[str, Any], cost: Cost, sources: Sequence[str]
-) -> dict[str, Any]:
-  """Writes a finished run's summary; arguments and result as `summarise`."""
-  summary = summarise(workdir, own, cost, sources)
-  files.write_json(storage.join(workdir, SUMMARY), summary)
-  return summary
+@dataclasses.dataclass(frozen=True)
+class Sources:
+  """What all that a run is made from had cost when it started.
+
+  Attributes:
+    ledger: totals by resolved path of a run, so that each counts once.
+    not_counted: sources of which it is not known: folders of other software,
+      and runs that have not ended.
+  """
+
+  ledger: dict[str, dict[str, int | float]]
+  not_counted: list[str]
+
+  def as_dict(self) -> dict[str, Any]:
+    """Both by name, as JSON can hold them."""
+    return dataclasses.asdict(self)
+
+
+def read_sources(paths: Iterable[str]) -> Sources:
+  """Reads what sources have cost, with theirs, off their summaries.
+
+  Args:
+    paths: what a run starts from or learns from.
+  """
+  found = Sources({}, [])
+  for path in dict.fromkeys(paths):
+    file = storage.at(path) / SUMMARY
+    if file.exists():
+      found.ledger.update(json.loads(file.read_text())['ledger'])
+    else:
+      found.not_counted.append(path)
+  return found
 
 
 def summarise(
   workdir: str | os.PathLike[str],
   own: dict[str, Any],
   cost: Cost,
-  sources: Sequence[str],
+  sources: Sources,
 ) -> dict[str, Any]:
   """What a finished run has cost, its sources included.
 
@@ -55,26 +80,17 @@ def summarise(
     workdir: of the run.
     own: parameters, steps, losses: kept as they are.
     cost: the run's own.
-    sources: work directories it started from or learnt from; each counts
-      once, with its sources.
+    sources: what the run started from or learnt from.
 
   Returns:
     The summary; `inclusive` holds the totals with all sources.
   """
-  # By resolved path, so that a folder counts once however it is spelled.
-  ledger = {str(storage.absolute(workdir)): cost.as_dict()}
-  for source in sources:
-    path = storage.at(source) / SUMMARY
-    if not path.exists():
-      raise errors.UserError(
-        f'{source} has no {SUMMARY}, so that what it cost is not known; let'
-        ' that run end (start it again).'
-      )
-    ledger |= json.loads(path.read_text())['ledger']
+  ledger = sources.ledger | {str(storage.absolute(workdir)): cost.as_dict()}
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
   return {
     **own,
     **cost.as_dict(),
+    'not_counted': sources.not_counted,
     'inclusive': {
       name: sum(entry[name] for entry in ledger.values()) for name in totals
     },

@@ -122,6 +122,20 @@ def test_continues_where_parameters_thaw_and_shows_the_first_batch(
     assert vocabulary.decode(tokens, start=False) in line
 
 
+def test_a_job_that_continues_needs_its_source_no_more(
+  adapted, adapting, decoder, at_thaw
+):
+  was = f'--config.init.encoder={decoder}'
+  flags = [f'{flag}-gone' if flag == was else flag for flag in adapting]
+  assert flags != adapting
+  assert _train(*flags, f'--workdir={at_thaw}') == 0
+  before, now = (
+    json.loads((workdir / 'summary.json').read_text())['inclusive']
+    for workdir in (adapted, at_thaw)
+  )
+  assert now['target_tokens'] == before['target_tokens']
+
+
 def _end(*_, **__):
   raise InterruptedError('this is not to be gone beyond')
 

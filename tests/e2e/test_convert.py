@@ -308,7 +308,7 @@ def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
   assert f'{gemma} has no tokenizer' not in shown
   workdir = folder / 'from_folders'
   summary = json.loads((workdir / 'summary.json').read_text())
-  assert summary['not_counted'] == [str(wide), str(gemma), str(gemma)]
+  assert summary['not_counted'] == [str(wide), str(gemma)]
   assert (workdir / 'hugging_face' / 'encoder' / 'config.json').exists()
   account = json.loads((workdir / 'coverage.json').read_text())
   assert account['parameters']['copied'] > account['parameters']['fresh'] > 0
