@@ -1,13 +1,10 @@
 """What a job would need and do, without making any of it: `--dry_run`."""
 
-import math
-
-import jax
-
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import disk, storage
+from encdec_adapt.sharding import report as sharding_report
 from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
 
@@ -67,16 +64,16 @@ def _describe_memory(
   names = [group.name for group in groups]
   state = state_lib.abstract(optimizer, assignment, names, where)
   sizes = {
-    'parameters': _device_bytes(state.params),
-    'gradients': _device_bytes(state.params),
-    'optimizer state': _device_bytes(state.groups),
+    'parameters': sharding_report.device_bytes(state.params),
+    'gradients': sharding_report.device_bytes(state.params),
+    'optimizer state': sharding_report.device_bytes(state.groups),
   }
   absent = ''
   if settings.loss.distillation:
     absent = _absent('teacher.checkpoint', settings.teacher)
     if not absent:
       teacher = job.place_teacher(settings, where.mesh)
-      sizes['teacher'] = _device_bytes(teacher.abstract_params())
+      sizes['teacher'] = sharding_report.device_bytes(teacher.abstract_params())
   lines = [f'mesh {dict(where.mesh.shape)}; bytes per device, fp32:']
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
@@ -115,11 +112,3 @@ def _describe_sources(
   sources, report = job.fitting_sources(settings, where)
   paths = ' and '.join(str(source.path) for source in sources)
   return report.table() if report else f'{init.mode} of: {paths}'
-
-
-def _device_bytes(tree) -> int:
-  """Bytes of a sharded tree on one device."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
-  )

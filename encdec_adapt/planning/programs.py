@@ -39,6 +39,8 @@ class Program:
     donated: names of arguments whose memory the results take over.
     axes: trees of the arguments' logical axes, a tuple for each leaf; empty
       of a program whose arguments nobody lists.
+    made: trees that live inside the program, by what they are: 'gradients'.
+    beside: trees that are in memory meanwhile, but no arguments.
   """
 
   function: Any
@@ -46,6 +48,8 @@ class Program:
   call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
   donated: tuple[str, ...] = ()
   axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
     """Traces it for the mesh's own platform."""
@@ -96,7 +100,13 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
       'teacher': taught.axes(arguments['teacher']) if taught else {},
       'batch': _batch_axes(arguments['batch']),
     },
+    made={'gradients': [state.params] * gradients(settings)},
   )
+
+
+def gradients(settings: config_lib.Settings) -> int:
+  """Trees of gradients that a step holds: those of a part, and their sum."""
+  return 2 if settings.train.microbatches > 1 else 1
 
 
 def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
@@ -176,7 +186,7 @@ def _states_and_table(settings, where, rows: int):
 
 
 def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """The loss of one held-out batch."""
+  """The loss of one held-out batch, as it is measured inside a job."""
   where = job.place_model(settings, settings.model, mesh)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   params = where.abstract_params()
@@ -186,6 +196,11 @@ def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
     {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
     axes={'parameters': where.axes(params), 'batch': _batch_axes(fields)},
+    beside={
+      name: tree
+      for name, tree in train(settings, mesh).arguments.items()
+      if name in ('optimizer', 'teacher')
+    },
   )
 
 
@@ -279,12 +294,13 @@ def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
 
 def argument_bytes(program: Program) -> dict[str, float]:
   """Bytes of the arguments in one device's memory, by what they are."""
-  sums: dict[str, float] = {}
-  for row in rows(program):
-    part = row.name.partition('/')[0]
-    if not row.host:
-      sums[part] = sums.get(part, 0.0) + row.bytes
-  return sums
+  return tree_bytes(program.arguments)
+
+
+def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
+  """Bytes in one device's memory of named trees of abstract arrays."""
+  found = {k: sharding_report.device_bytes(v) for k, v in trees.items()}
+  return {name: size for name, size in found.items() if size}
 
 
 def replicated(program: Program) -> list[dict[str, Any]]:

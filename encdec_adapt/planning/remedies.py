@@ -146,15 +146,16 @@ def _of_rows(name, settings, plan, where, devices):
   """
   memory, rows = plan['memory'], settings.train.eval_batch_size
   mesh = mesh_lib.make_mesh(settings.mesh, devices)
-  others = max(0.0, memory['peak'] - memory['arguments']['parameters'])
+  known = memory['arguments']['parameters'] + sum(memory['beside'].values())
+  others = max(0.0, memory['peak'] - known)
   of_row = others / rows * _shards(dict(mesh.shape))
   found, least = [], memory['peak']
   for on_mesh, words in search.on_meshes(settings, where):
     sizes = {axis: getattr(on_mesh.mesh, axis) for axis in mesh_lib.AXES}
     placed = mesh_lib.make_mesh(on_mesh.mesh, devices)
-    fixed = programs.argument_bytes(programs.PROGRAMS[name](on_mesh, placed))[
-      'parameters'
-    ]
+    program = programs.PROGRAMS[name](on_mesh, placed)
+    fixed = programs.argument_bytes(program)['parameters']
+    fixed += sum(programs.tree_bytes(program.beside).values())
     shards = sizes['replica'] * sizes['fsdp']
     words = [w for w in words if 'eval_batch_size' not in w]
     largest = max(shards, rows - rows % shards)

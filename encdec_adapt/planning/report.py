@@ -61,6 +61,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
         'budget': question.budget,
         'peak': needed,
         'arguments': programs.argument_bytes(program),
+        'beside': programs.tree_bytes(program.beside),
       },
       'flops': None,
       'collectives': None,
@@ -133,18 +134,22 @@ def _memory(compiled, program, question) -> dict[str, Any]:
   found = compiled.memory_analysis()
   results = found.output_size_in_bytes - found.alias_size_in_bytes
   code = found.generated_code_size_in_bytes
-  temporary, parts = float(found.temp_size_in_bytes), {}
+  temporary = float(found.temp_size_in_bytes)
+  parts = programs.tree_bytes(program.made)
   if question.loss is not None:
     alone = _compile(question.loss.lower(question.mesh), question)
     of_loss = alone.memory_analysis()
     parts['loss'] = float(
       of_loss.temp_size_in_bytes + of_loss.output_size_in_bytes
     )
-    parts['activations'] = max(0.0, temporary - parts['loss'])
+  parts['activations'] = max(0.0, temporary - sum(parts.values()))
+  beside = programs.tree_bytes(program.beside)
+  inside = float(found.argument_size_in_bytes + results + code) + temporary
   return {
     'budget': question.budget,
-    'peak': float(found.argument_size_in_bytes + results + code) + temporary,
+    'peak': inside + sum(beside.values()),
     'arguments': programs.argument_bytes(program),
+    'beside': beside,
     'temporary': temporary,
     'parts': parts,
     'results': float(results),
@@ -183,10 +188,11 @@ def text(plan: Mapping[str, Any]) -> str:
     lines.append('from shapes alone: nothing was compiled')
   parts = {
     **memory['arguments'],
+    **{f'{k} (beside)': v for k, v in memory['beside'].items()},
     **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
     **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }
-  lines += [f'  {k:<14}{disk.format_bytes(v):>12}' for k, v in parts.items()]
+  lines += [f'  {k:<18}{disk.format_bytes(v):>12}' for k, v in parts.items()]
   for one in plan['replicated']:
     lines.append(
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'

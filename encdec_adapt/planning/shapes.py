@@ -141,7 +141,7 @@ def train(
   parts = {
     'loss': _loss(settings, shares, bool(teacher)),
     'activations': _activations(settings, rows, shares),
-    'gradients': arguments['parameters'] * (1 + (_parts(settings) > 1)),
+    'gradients': arguments['parameters'] * programs.gradients(settings),
   }
   temporary = sum(parts.values())
   model = job.step_flops(settings, teacher)
@@ -162,6 +162,7 @@ def train(
       'budget': budget,
       'peak': state + temporary,
       'arguments': arguments,
+      'beside': {},
       'temporary': temporary,
       'parts': parts,
     },

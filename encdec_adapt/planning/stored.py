@@ -13,6 +13,18 @@ from encdec_adapt.runtime import errors, files, storage
 _GIB = 2**30
 
 
+def content(plans: Mapping[str, Any]) -> dict[str, Any]:
+  """The report of the first program, with the others' under `others`."""
+  first, *rest = plans
+  others = {name: plans[name] for name in rest}
+  return {'program': first, **plans[first], 'others': others}
+
+
+def programs(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+  """The reports of a file by their programs' names, as asked."""
+  return {stored['program']: stored, **stored['others']}
+
+
 def question(config_flag, where: chips.Slice) -> dict[str, Any]:
   """What a plan is of: the configuration's flags, the chips, the compiler."""
   try:
@@ -35,7 +47,7 @@ def flags(stored: Mapping[str, Any]) -> list[str]:
     *(f'--config.{k}={v}' for k, v in stored['overrides'].items()),
     f'--topology={stored["topology"]}',
     f'--num_slices={stored["num_slices"]}',
-    f'--programs={",".join(stored["programs"])}',
+    f'--programs={",".join(programs(stored))}',
   ]
 
 
@@ -51,7 +63,7 @@ def read(folder: str) -> list[dict[str, Any]]:
   """
   paths = sorted(storage.at(folder).glob('*.json'))
   found = [files.read_json(path) for path in paths]
-  plans = [one for one in found if 'programs' in one]
+  plans = [one for one in found if 'program' in one]
   if not plans:
     raise errors.UserError(
       f'--table={folder} has no plans; write one there with --output.'
@@ -69,7 +81,7 @@ def markdown(plans: list[dict[str, Any]]) -> str:
   for one in plans:
     slices = f'{one["num_slices"]} x ' if one['num_slices'] > 1 else ''
     path, _, argument = one['config'].partition(':')
-    for program, plan in one['programs'].items():
+    for program, plan in programs(one).items():
       of = '' if program == 'train' else f', {program}'
       lines.append(
         f'| `{argument or path}`{of} | {slices}{one["topology"]}'

@@ -44,6 +44,21 @@ class Row:
     return self.replicated and self.bytes >= LARGE
 
 
+def device_bytes(tree: Any) -> float:
+  """Bytes in one device's memory of a sharded tree, abstract or not."""
+  return float(
+    sum(
+      _bytes(leaf)
+      for leaf in jax.tree.leaves(tree)
+      if leaf.sharding.memory_kind != memory.HOST
+    )
+  )
+
+
+def _bytes(leaf) -> int:
+  return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 def describe(
   arguments: Mapping[str, Any], axes: Mapping[str, Any]
 ) -> list[Row]:
@@ -66,7 +81,7 @@ def describe(
           dtype=str(leaf.dtype),
           axes=tuple(logical),
           spec=leaf.sharding.spec,
-          bytes=math.prod(shard) * leaf.dtype.itemsize,
+          bytes=_bytes(leaf),
           replicated=shard == tuple(leaf.shape) and _devices(leaf) > 1,
           host=leaf.sharding.memory_kind == memory.HOST,
         )

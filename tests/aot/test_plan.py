@@ -66,7 +66,7 @@ def plans(tmp_path_factory):
     '--num_slices=1',
     '--programs=train,eval,decode',
   ]
-  return written['programs']
+  return stored.programs(written)
 
 
 def test_the_training_step_is_counted(plans):
@@ -99,6 +99,9 @@ def test_memory_adds_up(plans):
   parts = sum(memory[k] for k in ('temporary', 'results', 'code'))
   assert memory['temporary'] == pytest.approx(sum(memory['parts'].values()))
   assert 0 < memory['parts']['loss'] < memory['temporary']
+  assert memory['parts']['gradients'] == pytest.approx(
+    arguments['parameters'], rel=0.01
+  )
   assert memory['peak'] == pytest.approx(
     parts + sum(arguments.values()), rel=0.05
   )
@@ -131,6 +134,10 @@ def test_eval_and_decode_stand_beside_the_formula(plans):
     assert 0 < plans[name]['mfu'] < 1
   memory = evaluated['memory']
   assert set(memory['parts']) == {'loss', 'activations'}
+  # Inside a job the optimizer's state stays where it is.
+  state = plans['train']['memory']['arguments']['optimizer']
+  assert memory['beside'] == {'optimizer': state}
+  assert memory['peak'] > state + memory['arguments']['parameters']
 
 
 def test_a_chip_of_v4_is_one_device():
@@ -149,7 +156,7 @@ def test_kernels_of_sharded_lengths_are_counted(tmp_path):
     f'--output={output}',
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  train = json.loads(output.read_text())['programs']['train']
+  train = json.loads(output.read_text())
   # Rows of two shards of 512: all but the decoder's own read all keys, of
   # which its last queries see all, too. Forward and backward (fused: 5
   # products; else 3 and 4) of 4 rows a device.

@@ -42,10 +42,10 @@ def test_a_plan_from_shapes_says_so(tmp_path):
   assert 'Llama 2 7B, H100 x 8' in done.stdout
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
-  train = written['programs']['train']
-  assert train['source'] == 'shapes' and 0 < train['mfu'] < 1
-  assert KEYS < set(train)
-  assert train['kernels'] is None and train['compile_s'] is None
+  assert written['program'] == 'train' and not written['others']
+  assert written['source'] == 'shapes' and 0 < written['mfu'] < 1
+  assert KEYS < set(written)
+  assert written['kernels'] is None and written['compile_s'] is None
   assert written['calibration'] == calibration.table()
   table = run(f'--table={tmp_path}')
   assert table.returncode == 0, table.stderr

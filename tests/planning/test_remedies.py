@@ -64,9 +64,13 @@ def test_then_the_optimizer_keeps_less():
 def test_what_does_not_train_has_remedies_of_its_own(name):
   asked = test_shapes.settings()
   mesh = mesh_lib.make_mesh(asked.mesh, devices())
-  arguments = programs.argument_bytes(programs.PROGRAMS[name](asked, mesh))
-  peak = arguments['parameters'] + 64 * MIB
-  memory = {'peak': peak, 'arguments': arguments, 'budget': peak - 16 * MIB}
+  program = programs.PROGRAMS[name](asked, mesh)
+  arguments = programs.argument_bytes(program)
+  beside = programs.tree_bytes(program.beside)
+  assert set(beside) == ({'optimizer'} if name == 'eval' else set())
+  peak = arguments['parameters'] + sum(beside.values()) + 64 * MIB
+  memory = {'peak': peak, 'arguments': arguments, 'beside': beside}
+  memory['budget'] = peak - 16 * MIB
   found = remedies.find(name, asked, {'memory': memory}, WHERE, devices())
   first = options(found['remedies'][0])
   assert set(first) <= {

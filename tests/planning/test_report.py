@@ -53,7 +53,7 @@ def test_what_is_unknown_is_read(out_of_memory):
 
 def written(plans, config='configs/gemma2.py:size=2b_2b'):
   question = {'config': config, 'topology': 'v5e:4x4', 'num_slices': 1}
-  return {**question, 'programs': plans, 'calibration': []}
+  return {**question, **stored.content(plans), 'calibration': []}
 
 
 def test_a_table_has_what_is_known(out_of_memory):
@@ -76,7 +76,7 @@ def test_plans_are_read_from_a_bucket(bucket):
   folder = f'{bucket}/plans'
   with pytest.raises(errors.UserError, match='plans has no plans'):
     stored.read(folder)
-  plan = written({})
+  plan = written({'train': {'fits': True}})
   files.write_json(f'{folder}/plan.json', plan)
   files.write_json(f'{folder}/search.json', {'candidates': []})
   assert stored.read(folder) == [plan]
