@@ -208,9 +208,11 @@ def get_config():
   config.train.eval_batch_size = 16
   config.train.max_skipped = 10  # Not-finite updates in a row before it stops.
   # A step hangs when it has taken so many times the median step, and at least
-  # so many seconds, which compiling, evaluating and saving have too: the job
-  # writes every thread's stack to WORKDIR/hang and ends. 0 times: never.
+  # so many seconds: the job writes every thread's stack to WORKDIR/hang and
+  # ends. 0 times: never.
   config.train.hang_factor = 20.0
+  config.train.hang_step_seconds = 300.0
+  # All else may take so long: compiling, evaluating, saving, the first steps.
   config.train.hang_seconds = 3600.0
   # Traced by the profiler, into WORKDIR/profile; SIGUSR1 traces the next 3.
   config.train.profile_from = 10  # First step.

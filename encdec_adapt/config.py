@@ -94,6 +94,7 @@ class TrainConfig:
   eval_batch_size: int
   max_skipped: int
   hang_factor: float
+  hang_step_seconds: float
   hang_seconds: float
   profile_from: int
   profile_steps: int
@@ -418,7 +419,9 @@ def _check_compute(compute: ComputeConfig) -> None:
 def _check_train(train: TrainConfig) -> None:
   for name in ('batch_size', 'microbatches', 'log_every'):
     _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped', 'hang_seconds'):
+  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
+    _at_least(f'train.{name}', getattr(train, name), 1)
+  for name in ('hang_step_seconds', 'hang_seconds'):
     _at_least(f'train.{name}', getattr(train, name), 1)
   for name in ('hang_factor', 'profile_from', 'profile_steps'):
     _at_least(f'train.{name}', getattr(train, name), 0)

@@ -296,6 +296,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     jax.process_index(),
     factor=train.hang_factor,
     least=train.hang_seconds,
+    least_step=train.hang_step_seconds,
   )
   profiler = profiling.Profiler(
     workdir, train.profile_from, train.profile_steps

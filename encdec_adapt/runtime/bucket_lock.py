@@ -136,14 +136,14 @@ class BucketLock:
     while not self._stop.wait(self._beat):
       try:
         if not self._take(self._generation) and not self._find_own():
-          self._lose('another job has taken it')
+          self._lose('another job has taken it', app.USER_ERROR)
           return
         last = time.monotonic()
       except (ValueError, TimeoutError) as error:
         # Waiting and trying take up to two beats more; nobody may have taken
         # it by then.
         if time.monotonic() - last > self._stale - 3 * self._beat:
-          self._lose(f'it could not be renewed ({error})')
+          self._lose(f'it could not be renewed ({error})', app.HANG)
           return
 
   def _find_own(self) -> bool:
@@ -157,14 +157,14 @@ class BucketLock:
     self._generation = found.stamp.generation
     return True
 
-  def _lose(self, why: str) -> None:
+  def _lose(self, why: str, status: int) -> None:
     print(
       f'Error: the lock of {self.folder} is lost: {why}. This job ends at'
       ' once; what it has saved is whole.',
       file=sys.stderr,
       flush=True,
     )
-    self._end(app.USER_ERROR)
+    self._end(status)
 
 
 def in_use(folder: storage.Path, owner: str) -> errors.UserError:

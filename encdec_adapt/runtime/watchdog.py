@@ -28,6 +28,7 @@ HEARTBEATS = 'heartbeat'
 REPORTS = 'hang'
 _EVERY = 5.0  # Seconds between heartbeats on disk,
 _EVERY_IN_BUCKET = 30.0  # and in a bucket, where each is paid for.
+_KNOWN = 5  # Steps after which the median says what is usual.
 _PATIENCE = 30.0  # Seconds for a report to get to a bucket.
 
 
@@ -41,6 +42,7 @@ class Watchdog:
     *,
     factor: float,
     least: float,
+    least_step: float,
     clock: Callable[[], float] = time.monotonic,
     end: Callable[[int], None] = os._exit,
   ):
@@ -51,8 +53,9 @@ class Watchdog:
       process: number of this one.
       factor: times the median step after which a step hangs; 0 watches
         nothing, but heartbeats are written.
-      least: seconds below which nothing hangs: compiling, evaluating and
-        saving must end in them.
+      least: seconds below which nothing else than a step hangs, nor one of
+        the first few: compiling, evaluating and saving must end in them.
+      least_step: seconds below which no step hangs.
       clock: seconds.
       end: ends the process with a status.
     """
@@ -60,6 +63,7 @@ class Watchdog:
     in_bucket = storage.is_bucket(folder)
     self._every = _EVERY_IN_BUCKET if in_bucket else _EVERY
     self._factor, self._least = factor, least
+    self._least_step = least_step
     self._clock, self._end = clock, end
     self._steps = collections.deque[float](maxlen=50)  # Seconds each.
     self._last = (0, 'start', clock())
@@ -118,9 +122,9 @@ class Watchdog:
   @property
   def limit(self) -> float:
     """Seconds without a sign of life that are a hang."""
-    if self._last[1] != 'step' or not self._steps:
+    if self._last[1] != 'step' or len(self._steps) < _KNOWN:
       return self._least
-    return max(self._least, self._factor * statistics.median(self._steps))
+    return max(self._least_step, self._factor * statistics.median(self._steps))
 
   def hangs(self) -> bool:
     """Whether there has been no sign of life for too long."""

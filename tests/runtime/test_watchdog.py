@@ -30,17 +30,19 @@ def written(watch):
 
 
 def watched(folder, clock, **options):
-  options = {'factor': 10, 'least': 30, **options}
+  options = {'factor': 10, 'least': 30, 'least_step': 10, **options}
   return watchdog.Watchdog(folder, 0, clock=clock, **options)
 
 
 def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
   watch = watched(tmp_path, clock)
   assert watch.limit == 30
-  for step, seconds in enumerate([5, 5, 90, 5]):
+  for step, seconds in enumerate([5, 5, 90, 5, 5]):
     watch.beat(step)
+    # The first steps say little of what is usual.
+    assert watch.limit == 30
     clock.now += seconds
-  watch.beat(4)
+  watch.beat(5)
   assert watch.limit == 50
   clock.now += 50
   assert not watch.hangs()
@@ -50,22 +52,25 @@ def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
 
 def test_a_short_step_does_not_make_a_hang(tmp_path, clock):
   watch = watched(tmp_path, clock)
-  for step in range(5):
+  for step in range(6):
     watch.beat(step)
     clock.now += 0.01
-  clock.now += 29
+  clock.now += 9
   assert not watch.hangs()
+  clock.now += 1
+  assert watch.hangs()
 
 
 def test_what_is_no_step_has_the_least_limit_and_no_share(tmp_path, clock):
   watch = watched(tmp_path, clock)
-  watch.beat(0)
-  clock.now += 20
-  watch.beat(1, 'evaluate')
+  for step in range(5):
+    watch.beat(step)
+    clock.now += 20
+  watch.beat(5, 'evaluate')
   clock.now += 29
   assert watch.limit == 30 and not watch.hangs()
-  watch.beat(1)
-  assert watch.limit == 200  # Ten times the one step, 20 s.
+  watch.beat(5)
+  assert watch.limit == 200  # Ten times a step, 20 s.
 
 
 def test_heartbeats_are_written_now_and_then(tmp_path, clock):
@@ -94,7 +99,8 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     def waits_for_nobody():
       threading.Event().wait()
 
-    with watchdog.Watchdog(sys.argv[1], 3, factor=5, least=0.2) as watch:
+    least = {'least': 0.2, 'least_step': 0.1}
+    with watchdog.Watchdog(sys.argv[1], 3, factor=5, **least) as watch:
       watch.beat(7)
       waits_for_nobody()
   """
@@ -133,7 +139,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_it_from_ending(
 def test_an_end_in_time_is_no_hang(tmp_path):
   ended = []
   with watchdog.Watchdog(
-    tmp_path, 0, factor=5, least=60, end=ended.append
+    tmp_path, 0, factor=5, least=60, least_step=60, end=ended.append
   ) as watch:
     watch.beat(1)
   assert not ended and not (tmp_path / watchdog.REPORTS).exists()
