@@ -20,7 +20,8 @@ schedule and optimizer were not published: the values here are ours.
 
     --config=configs/gemma2.py:size=9b_2b,topology=v5e:16x16,slices=2
 
-What such a job needs of each chip is planned in configs/plans.
+What such a job needs of each chip is planned in configs/plans; the chips of
+`PLANNED` are those that it is made for.
 """
 
 from configs import base
@@ -29,6 +30,21 @@ from encdec_adapt.planning import chips as chips_lib
 from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+
+PLANNED = (
+  'size=2b_2b,topology=v5e:4x4',
+  'size=2b_2b,topology=v6e:4x4',
+  'size=2b_2b,objective=ul2,topology=v5e:8x8',
+  'size=9b_2b,topology=v5e:16x16',
+  'size=9b_2b,topology=v6e:16x16',
+  'size=9b_2b,topology=v5p:4x4x4',
+  'size=9b_2b,topology=v5e:16x16,slices=2',
+  'size=9b_9b,topology=v5e:16x16',
+  'size=9b_9b,topology=v6e:16x16',
+  'size=9b_9b,topology=v5p:4x4x4',
+  'size=9b_9b,topology=v5e:16x16,slices=2',
+  'size=27b_27b,topology=v5p:8x8x8',
+)
 
 
 def get_config(arg=None):

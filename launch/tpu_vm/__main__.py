@@ -146,6 +146,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
 
 def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
   commands.check_shared_workdir(options.training, 'the workers')
+  job.resource.check_topology(options.training)
   status = job.train(
     options.training,
     max_restarts=options.max_restarts,

@@ -7,6 +7,7 @@ queued-resources`; tests/launch/gcloud_flags.json lists them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import typing
 
@@ -69,6 +70,30 @@ class Resource:
     commands.check_zone(self.zone)
     if self.slices < 1:
       raise commands.LaunchError(f'--slices={self.slices}: give 1 or more.')
+
+  def check_topology(self, training: list[str]) -> None:
+    """Refuses a configuration that is of other chips than are asked for.
+
+    Args:
+      training: flags of `encdec_adapt.train`.
+    """
+    configs = [flag for flag in training if flag.startswith('--config=')]
+    found = re.search(r'\btopology=([^,]+)', ''.join(configs))
+    if not found:
+      return
+    slices = re.search(r'\bslices=(\d+)', configs[0])
+    kind, _, number = self.accelerator.partition('-')
+    name = {'v5litepod': 'v5e'}.get(kind, kind)
+    chips = int(number) // (2 if kind in ('v4', 'v5p') else 1)
+    wanted, _, extents = found[1].partition(':')
+    size = math.prod(map(int, re.findall(r'\d+', extents)))
+    many = int(slices[1]) if slices else 1
+    if (wanted, size, many) != (name, chips, self.slices):
+      raise commands.LaunchError(
+        f'{configs[0]} is of {many} x {size} {wanted} chips;'
+        f' --accelerator={self.accelerator} --slices={self.slices} are'
+        f' {self.slices} x {chips} of {name}. Change either.'
+      )
 
   @property
   def nodes(self) -> list[str]:

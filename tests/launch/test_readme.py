@@ -68,5 +68,6 @@ def test_the_job_is_told_what_the_records_were_made_of(lines, monkeypatch):
   }
   named = {value for line in (launching,) for value in line}
   named = {flag.partition('=')[2] for flag in named if '=gs://' in flag}
-  assert named - {values.workdir} == put
+  cache = values.config.compute.compile_cache
+  assert named - {values.workdir, cache} == put
   assert records.folder == read.data.folder == 'records'

@@ -295,6 +295,22 @@ def test_how_an_attempt_ended(statuses, gcloud, end):
     ({'-- --workdir': ''}, '--workdir= of encdec_adapt.train is missing'),
     ({'-- --config': 'configs/no.py'}, 'configs/no.py is not a file of this'),
     ({'-- --process': '1'}, '--process=1 after --'),
+    (
+      {'-- --config': 'configs/gemma2.py:topology=v5e:8x8'},
+      'is of 1 x 64 v5e chips; --accelerator=v5litepod-16 --slices=1 are'
+      ' 1 x 16 of v5e',
+    ),
+    (
+      {'-- --config': 'configs/gemma2.py:topology=v5e:4x4,slices=2'},
+      'is of 2 x 16 v5e chips',
+    ),
+    (
+      {
+        '--accelerator': 'v5p-64',
+        '-- --config': 'configs/gemma2.py:topology=v5p:4x4x4',
+      },
+      'is of 1 x 64 v5p chips; --accelerator=v5p-64 --slices=1 are 1 x 32',
+    ),
   ],
 )
 def test_bad_flags_are_named_before_anything_is_created(cloud, change, said):

@@ -178,7 +178,8 @@ coordinator, me, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with distributed.failing_as_one():
   distributed.initialize(coordinator, 2, me)
   distributed.barrier('the start')
-  with watchdog.Watchdog(folder, me, factor=20, least=600, least_step=60) as watch:
+  least = {'least': 600, 'least_step': 60}
+  with watchdog.Watchdog(folder, me, factor=20, **least) as watch:
     for step in range(10**6):
       watch.beat(step)
       multihost_utils.process_allgather(step)

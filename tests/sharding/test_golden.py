@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 import pytest
 
+from configs import gemma2
 from encdec_adapt import config as config_lib
 from encdec_adapt.planning import chips, programs
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -178,6 +179,12 @@ def test_every_file_is_of_a_case():
   for name, case in CASES.items():
     stored = json.loads((FOLDER / f'{name}.json').read_text())
     assert tuple(stored['meshes']) == case.arguments
+
+
+def test_every_planned_configuration_is_of_a_case():
+  cases = [case for case in CASES.values() if case.module == 'gemma2']
+  named = [argument for case in cases for argument in case.arguments]
+  assert sorted(named) == sorted(gemma2.PLANNED)
 
 
 def write(name: str, case: Case) -> None:
