@@ -21,6 +21,15 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
+# Meshes, stacks and what is recomputed are those of another that is planned.
+LIKE_OTHERS = (
+  'size=2b_2b,topology=v6e:4x4',
+  'size=9b_2b,topology=v5e:16x16',
+  'size=9b_2b,topology=v5p:4x4x4',
+  'size=9b_2b,topology=v5e:16x16,slices=2',
+  'size=9b_9b,topology=v5e:16x16',
+  'size=9b_9b,topology=v6e:16x16',
+)
 # The shapes of a plan, small: what divides and what overlaps stays.
 SMALL = {
   'layers': 2,
@@ -98,8 +107,16 @@ def test_a_shipped_plan_comes_out_again(path, tmp_path):
 
 @needs_libtpu
 @pytest.mark.aot
-@pytest.mark.long
-@pytest.mark.parametrize('argument', gemma2.PLANNED)
+@pytest.mark.parametrize(
+  'argument',
+  [
+    pytest.param(
+      argument,
+      marks=pytest.mark.slow if argument in LIKE_OTHERS else pytest.mark.long,
+    )
+    for argument in gemma2.PLANNED
+  ],
+)
 def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   asked = dict(item.split('=') for item in argument.split(','))
   topology, slices = asked['topology'], int(asked.get('slices', 1))
