@@ -19,6 +19,7 @@ schedule and optimizer were not published: the values here are ours.
 `topology` says how the same recipe is spread over chips, so that it fits them:
 
     --config=configs/gemma2.py:size=9b_2b,topology=v5e:16x16,slices=2
+    --config=configs/gemma2.py:size=2b_2b,topology=h100:64
 
 What such a job needs of each chip is planned in configs/plans; the chips of
 `PLANNED` are those that it is made for.
@@ -50,7 +51,8 @@ PLANNED = (
 def get_config(arg=None):
   """`size` is a pair such as 2b_2b, 9b_2b, s_s; `objective` prefixlm or ul2.
 
-  `topology` is of TPUs, such as v5e:4x4, `slices` how many of them.
+  `topology` is of TPUs, such as v5e:4x4, and `slices` how many of them; or of
+  GPUs, such as h100:64.
   """
   args = base.parse_arg(
     arg, size='2b_2b', objective='prefixlm', topology='', slices=1
@@ -107,7 +109,7 @@ def recipe(pair, objective):
 
 
 # Positions of one side that a chip trains on at a time.
-_TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096}
+_TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096, 'h100': 8192, 'h200': 8192}
 # A v5p keeps products with weights for the backward pass, the widest of an MLP
 # only if those of all layers take at most so many bytes.
 _WIDEST = 30e9
@@ -115,7 +117,7 @@ _BFLOAT16 = 2  # Bytes.
 
 
 def spread(config, topology, slices):
-  """Sets mesh, microbatches and kernels for TPUs.
+  """Sets mesh, microbatches and kernels for TPUs, or GPUs of a cluster.
 
   Tables are sharded over groups of at most 64 chips. One slice shards the
   other parameters over all of its chips. Several do so over a group, so that
@@ -128,15 +130,17 @@ def spread(config, topology, slices):
   if kind not in _TOKENS:
     raise errors.UserError(
       f'topology={topology} is not known; it is one of'
-      f' {", ".join(_TOKENS)} and extents, as in v5e:4x4.'
+      f' {", ".join(_TOKENS)} and extents, as in v5e:4x4 or h100:64.'
     )
-  chips = chips_lib.parse(topology, slices).devices
+  where = chips_lib.parse(topology, slices)
+  chips = where.devices
   group = mesh_lib.in_groups(chips // slices, rules_lib.VOCABULARY_GROUP)
   config.mesh.fsdp = group.fsdp
   config.mesh.replica = chips // group.fsdp
   if slices == 1 < config.mesh.replica:
     config.mesh.rules = 'fsdp_replica'
-  config.compute.attention = 'splash'
+  is_tpu = where.chip.kind == 'tpu'
+  config.compute.attention = 'splash' if is_tpu else 'triton'
   config.compute.remat = _remat(config, kind)
   rows = max(1, _TOKENS[kind] // config.data.decoder_length)
   batch = config.train.batch_size
