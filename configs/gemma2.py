@@ -110,6 +110,9 @@ def recipe(pair, objective):
 
 # Positions of one side that a chip trains on at a time.
 _TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096, 'h100': 8192, 'h200': 8192}
+# Bytes that a parameter's state takes in a step: float32, two moments and two
+# gradients; and the share of a GPU's memory that all of them may take.
+_STATE, _SHARE = 20, 0.7
 # A v5p keeps products with weights for the backward pass, the widest of an MLP
 # only if those of all layers take at most so many bytes.
 _WIDEST = 30e9
@@ -121,7 +124,8 @@ def spread(config, topology, slices):
 
   Tables are sharded over groups of at most 64 chips. One slice shards the
   other parameters over all of its chips. Several do so over a group, so that
-  nothing is gathered between slices: each of their groups holds a copy.
+  nothing is gathered between slices: each of their groups holds a copy. GPUs
+  are taken for nodes of eight, and a copy is held by as few of them as can.
 
   Raises:
     UserError: there are no such chips, or no slice of them.
@@ -134,18 +138,37 @@ def spread(config, topology, slices):
     )
   where = chips_lib.parse(topology, slices)
   chips = where.devices
-  group = mesh_lib.in_groups(chips // slices, rules_lib.VOCABULARY_GROUP)
-  config.mesh.fsdp = group.fsdp
-  config.mesh.replica = chips // group.fsdp
-  if slices == 1 < config.mesh.replica:
-    config.mesh.rules = 'fsdp_replica'
-  is_tpu = where.chip.kind == 'tpu'
-  config.compute.attention = 'splash' if is_tpu else 'triton'
+  if where.chip.kind == 'tpu':
+    config.compute.attention = 'splash'
+    group = mesh_lib.in_groups(chips // slices, rules_lib.VOCABULARY_GROUP).fsdp
+    if slices == 1 and group < chips:
+      config.mesh.rules = 'fsdp_replica'
+  else:
+    config.compute.attention = 'triton'
+    group = _nodes_that_hold(config.model, where)
+  config.mesh.fsdp = group
+  config.mesh.replica = chips // group
   config.compute.remat = _remat(config, kind)
   rows = max(1, _TOKENS[kind] // config.data.decoder_length)
   batch = config.train.batch_size
   config.train.microbatches = max(1, batch // (chips * rows))
   config.train.eval_batch_size = max(chips, config.train.eval_batch_size)
+
+
+def _nodes_that_hold(model, where):
+  """GPUs of the fewest nodes that have room for the state of a model.
+
+  By its products and tables; what else there is takes little.
+  """
+  count = 0
+  for stack in (model.encoder, model.decoder):
+    attention = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
+    rows = stack.layers * (3 * stack.mlp_width + attention) + stack.vocab_size
+    count += rows * stack.width
+  nodes = (n * where.chip.host_chips for n in (1, 2, 4, 8))
+  groups = [mesh_lib.in_groups(where.devices, n).fsdp for n in nodes]
+  room = _SHARE * where.chip.hbm_bytes
+  return next((n for n in groups if _STATE * count / n <= room), groups[-1])
 
 
 def _remat(config, kind):

@@ -202,8 +202,8 @@ class Network:
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
     if chip.kind == 'gpu':
-      inside = len(members) <= chip.host_chips
-      return chip.link_bandwidth if inside else chip.network_bandwidth
+      nodes = {device.id // chip.host_chips for device in members}
+      return chip.network_bandwidth if len(nodes) > 1 else chip.link_bandwidth
     coordinates = np.array([d.coords for d in members])
     total = 0.0
     for axis, extent in enumerate(self.where.extents):

@@ -3,7 +3,7 @@
   bash launch/install.sh --platform=gpu-cuda12
   python3 -m launch.slurm train --name=pair --nodes=2 --gpus_per_node=8 \\
     --time=24:00:00 -- \\
-    --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
+    --config=configs/gemma2.py:size=2b_2b,topology=h100:16 \\
     --workdir=/shared/runs/pair
   python3 -m launch.slurm status --name=pair
   python3 -m launch.slurm delete --name=pair

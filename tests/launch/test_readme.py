@@ -33,12 +33,14 @@ def _after(lines, *start):
   ]
 
 
-@pytest.mark.parametrize('module', ['tpu_vm', 'gke'])
+@pytest.mark.parametrize('module', ['tpu_vm', 'gke', 'slurm'])
 def test_launchers_take_the_commands(lines, module):
   found = _after(lines, 'python3', '-m', f'launch.{module}')
   assert found
   for verb, *flags in found:
     rehearse = [] if verb == '--help' else ['--dry_run']
+    if module == 'slurm':
+      rehearse.append(f'--python={sys.executable}')
     done = subprocess.run(
       [sys.executable, '-m', f'launch.{module}', verb, *rehearse, *flags],
       cwd=tiny.ROOT,
@@ -71,3 +73,16 @@ def test_the_job_is_told_what_the_records_were_made_of(lines, monkeypatch):
   cache = values.config.compute.compile_cache
   assert named - {values.workdir, cache} == put
   assert records.folder == read.data.folder == 'records'
+
+
+def test_a_cluster_is_told_all_that_a_job_needs(lines, monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+  (launching,) = _after(lines, 'python3', '-m', 'launch.slurm', 'train')
+  flags = dict(f[2:].partition('=')[::2] for f in launching if '=' in f)
+  training = launching[launching.index('--') + 1 :]
+  values = command.parse(train.define_flags, training)
+  settings = config_lib.load(values.config, values.workdir)
+  gpus = int(flags['nodes']) * int(flags['gpus_per_node'])
+  assert f'topology=h100:{gpus}' in flags['config']
+  assert settings.mesh.sizes(gpus)
+  assert settings.compute.attention == 'triton'

@@ -1,5 +1,7 @@
 """Estimates from shapes: exact where they can be, and in the right order."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -108,6 +110,20 @@ def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:8])
   network = roofline.Network(mesh, WHERE)
   assert network.along(axes, kind, 8e9) == pytest.approx((sent, seconds))
+
+
+def test_what_leaves_a_node_goes_over_the_network():
+  chip = dataclasses.replace(WHERE.chip, host_chips=4)
+  where = dataclasses.replace(WHERE, chip=chip)
+  sizes = mesh_lib.MeshConfig(replica=2, fsdp=4)
+  network = roofline.Network(
+    mesh_lib.make_mesh(sizes, jax.devices()[:8]), where
+  )
+  inside = network.along(('fsdp',), 'all-gather', 8e9)
+  assert inside == pytest.approx((6e9, 6e9 / 900e9))
+  # Two devices, but one of each node.
+  between = network.along(('replica',), 'all-reduce', 8e9)
+  assert between == pytest.approx((8e9, 8e9 / 50e9))
 
 
 def test_candidates_are_ranked_and_divide():
