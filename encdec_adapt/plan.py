@@ -35,6 +35,7 @@ from encdec_adapt import job
 from encdec_adapt.planning import (
   calibration,
   chips,
+  hlo,
   kernels,
   programs,
   remedies,
@@ -43,7 +44,7 @@ from encdec_adapt.planning import (
   shapes,
   stored,
 )
-from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.runtime import command, disk, errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import report as sharding_report
 
@@ -232,26 +233,48 @@ def _search(settings, where, budget, values) -> int:
     f' {settings.train.batch_size} by config.train.microbatches.'
   )
   print(search.text(chosen))
-  if where.chip.kind == 'tpu':
-    for i, one in enumerate(chosen):
-      began = time.monotonic()
-      mesh = _mesh(one.settings, devices)
-      plan = _compiled('train', one.settings, mesh, where, budget)
-      chosen[i] = dataclasses.replace(one, plan=plan)
-      peak = plan['memory']['peak'] / 2**30
-      print(
-        f'{i + 1}/{len(chosen)}: {peak:.1f} GiB,'
-        f' {"fits" if plan["fits"] else "does not fit"},'
-        f' {time.monotonic() - began:.0f} s: {" ".join(one.flags)}',
-        flush=True,
-      )
   fit = [one for one in chosen if one.plan['fits']]
+  if where.chip.kind == 'tpu':
+    fit = []
+    for one in _compiled_candidates(chosen, devices, where, budget):
+      fit.append(one)
+      _write_candidates(values, where, fit)  # A search may take hours.
+    fit.sort(key=lambda one: -one.rate)
+  _write_candidates(values, where, fit)
   print(search.text(fit))
   print(calibration.text(calibration.table()))
+  return 0 if fit else DOES_NOT_FIT
+
+
+def _compiled_candidates(chosen, devices, where, budget):
+  """Yields those that fit, with their plans; what becomes of each is printed.
+
+  One that the compiler refuses for another reason than memory is left out.
+  """
+  for i, one in enumerate(chosen):
+    began = time.monotonic()
+    mesh = _mesh(one.settings, devices)
+    plan = None
+    try:
+      plan = _compiled('train', one.settings, mesh, where, budget)
+    except (jax.errors.JaxRuntimeError, hlo.UnknownProgramError) as error:
+      result = f'no plan ({str(error).strip().splitlines()[0]})'
+    else:
+      fits = 'fits' if plan['fits'] else 'does not fit'
+      result = f'{disk.format_bytes(plan["memory"]["peak"])}, {fits}'
+    print(
+      f'{i + 1}/{len(chosen)}: {result}, {time.monotonic() - began:.0f} s:'
+      f' {" ".join(one.flags)}',
+      flush=True,
+    )
+    if plan and plan['fits']:
+      yield dataclasses.replace(one, plan=plan)
+
+
+def _write_candidates(values, where, fit) -> None:
   if values.output:
     rows = [{'flags': one.flags, 'plan': one.plan} for one in fit]
     _write(values, where, {'candidates': rows})
-  return 0 if fit else DOES_NOT_FIT
 
 
 def _calibrate(names: list[str]) -> int:

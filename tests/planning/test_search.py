@@ -1,0 +1,64 @@
+"""A search keeps what it has, whatever the compiler says of one candidate."""
+
+import json
+
+import jax
+import pytest
+
+from encdec_adapt import plan
+from encdec_adapt.planning import chips, search, shapes
+from encdec_adapt.runtime import command
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests import tiny
+from tests.planning import test_shapes
+
+GIB = 2**30
+
+
+@pytest.fixture
+def answers(monkeypatch):
+  """Three candidates, of which the compiler makes what is put in here."""
+  monkeypatch.chdir(tiny.ROOT)
+  asked = test_shapes.settings()
+  mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
+  shape = shapes.train(asked, mesh, chips.parse('h100:8'), GIB)
+  found = [search.Candidate(asked, (f'--flag={n}',), shape) for n in range(3)]
+  monkeypatch.setattr(search, 'ranked', lambda *_: found)
+  monkeypatch.setattr(plan, 'devices_of', lambda _: jax.devices()[:8])
+  answers = []
+
+  def compiled(*_):
+    answer = answers.pop(0)
+    if isinstance(answer, BaseException):
+      raise answer
+    return shape | answer
+
+  monkeypatch.setattr(plan, '_compiled', compiled)
+  return answers
+
+
+def test_a_candidate_that_does_not_compile_is_left_out(
+  answers, tmp_path, capsys
+):
+  refused = jax.errors.JaxRuntimeError('vector memory\nand much more')
+  answers += [{'fits': False}, refused, {'fits': True}]
+  output = tmp_path / 'search.json'
+  flags = ['--config=configs/base.py', '--topology=v5e:2x4', '--search=3']
+  values = command.parse(plan.define_flags, [*flags, f'--output={output}'])
+  assert plan.main(values) == 0
+  shown = capsys.readouterr().out
+  assert ', does not fit, 0 s: --flag=0' in shown
+  assert '2/3: no plan (vector memory), 0 s: --flag=1' in shown
+  (row,) = json.loads(output.read_text())['candidates']
+  assert row['flags'] == ['--flag=2']
+
+
+def test_what_was_compiled_before_an_interruption_is_kept(answers, tmp_path):
+  answers += [{'fits': True}, KeyboardInterrupt()]
+  output = tmp_path / 'search.json'
+  flags = ['--config=configs/base.py', '--topology=v5e:2x4', '--search=3']
+  values = command.parse(plan.define_flags, [*flags, f'--output={output}'])
+  with pytest.raises(KeyboardInterrupt):
+    plan.main(values)
+  (row,) = json.loads(output.read_text())['candidates']
+  assert row['flags'] == ['--flag=0']
