@@ -37,6 +37,7 @@ def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
     study.wait()
 
 
+@pytest.mark.long
 def test_study_runs_reports_and_continues(tmp_path):
   root = tmp_path / 'run'
   # The same file with another root, so that a user's runs are left alone.

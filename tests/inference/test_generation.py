@@ -194,6 +194,7 @@ def test_any_of_several_tokens_ends_a_row(kind):
   assert got.lengths[1] <= 2
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_on_a_mesh_the_tokens_are_the_same(kind):

@@ -184,6 +184,7 @@ def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
   ]
 
 
+@pytest.mark.long
 def test_one_preempted_while_it_is_made_is_made_anew(cloud):
   creations = [['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
   done = cloud.train(['finish'], creations=creations)
@@ -197,6 +198,7 @@ def test_one_preempted_while_it_is_made_is_made_anew(cloud):
   ]
 
 
+@pytest.mark.long
 def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
   done = cloud.train(['stop', 'finish'])
   _assert_ended(done, 0)
@@ -232,6 +234,7 @@ def test_a_connection_that_breaks_does_not_end_the_job(cloud):
   assert {f'[0.0] step {step}' for step in range(3, 7)} <= set(lines)
 
 
+@pytest.mark.long
 def test_failures_in_a_row_end_it(cloud):
   done = cloud.train(['crash', 'crash'], '--retries=1')
   _assert_ended(done, 2)
@@ -254,6 +257,7 @@ def test_a_request_that_fails_says_why(cloud):
   assert 'could not fill the request pair' in done.stderr
 
 
+@pytest.mark.long
 def test_restarts_are_limited(cloud):
   done = cloud.train(['stop', 'stop'], '--max_restarts=1')
   _assert_ended(done, 2)

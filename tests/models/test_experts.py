@@ -90,6 +90,7 @@ def test_leading_layers_compute_what_scanned_ones_do(small_stack, redraw, pack):
   )
 
 
+@pytest.mark.long
 def test_cached_equals_uncached(pair, redraw, pack):
   model = build.build(pair)
   params = redraw(model)

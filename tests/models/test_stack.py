@@ -103,6 +103,7 @@ def gradients(small_stack, redraw, pack):
   return make
 
 
+@pytest.mark.long
 def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
   expected, expected_logits = gradients(remat='none')
   assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(expected))

@@ -115,6 +115,7 @@ def _weights(folder, process: int) -> list[float]:
   return [float(next(batches)['weights'].sum()) for _ in range(STEPS)]
 
 
+@pytest.mark.long
 def test_two_processes_equal_one(folder, flags, two):
   # Equal ones would let a divisor of each process's own go unnoticed.
   mine, others = (_weights(folder / 'prefix_lm/train', p) for p in range(2))

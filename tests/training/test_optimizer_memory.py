@@ -37,6 +37,7 @@ def _steps(trainer, state, seeds):
   return state
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('kind', optimizers.KINDS)
 def test_state_on_the_host_gives_the_same_updates_and_stays_there(kind):
@@ -53,6 +54,7 @@ def test_state_on_the_host_gives_the_same_updates_and_stays_there(kind):
     np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'kind, changes',
