@@ -15,7 +15,7 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import dry_run, job, materialize, vocabulary_checks
+from encdec_adapt import dry_run, job, materialize, outcome, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
@@ -180,10 +180,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     del params
     if report and settings.init.mode != 'random':
       say(report.table())
-    if report and lead:
-      files.write_json(storage.join(workdir, 'coverage.json'), report.to_json())
     if lead:
-      job.keep_origin(settings, workdir)
+      outcome.begin(settings, workdir, report)
   else:
     meta['sources'] = saved['sources']
     continuation.check_same_rows(saved['order'], meta['order'])
@@ -329,6 +327,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         if step == (start or 0):
           batch_lib.check_framing(rows, train_set.framing)
           say(job.describe_batch(rows, opened))
+          if lead:
+            outcome.reopen(workdir)
         profiler.before(step)
         with split.spent('compile' if compiling else 'dispatch'):
           batch = step_lib.place_batch(
@@ -386,7 +386,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     writer.close()
     if status == 0:
       sources = accounting.Sources(**meta['sources'])
-      job.summarise(settings, workdir, step, cost, sources)
+      outcome.summarise(settings, workdir, step, cost, sources)
   return status
 
 

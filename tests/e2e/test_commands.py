@@ -15,6 +15,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, job, train
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records, vocabularies
+from encdec_adapt.exchange import origin
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import errors, metrics
 from encdec_adapt.training import checkpoint
@@ -138,6 +139,26 @@ def test_a_job_that_continues_needs_its_source_no_more(
 
 def _end(*_, **__):
   raise InterruptedError('this is not to be gone beyond')
+
+
+FOR_READERS = ('summary.json', evaluate.FILE, 'coverage.json', origin.FOLDER)
+
+
+def test_what_a_start_before_left_goes_before_the_new_is_written(
+  pairs, tmp_path, monkeypatch
+):
+  run = tmp_path / 'run'
+  (run / origin.FOLDER / 'decoder').mkdir(parents=True)
+  for name in FOR_READERS[:3]:
+    (run / name).write_text('{"of": "others"}')
+  monkeypatch.setattr(train.loader, 'Loader', _end)
+  with pytest.raises(InterruptedError):
+    _train(*pairs, f'--workdir={run}')
+  # Of parameters that were drawn there is an account, and nothing else.
+  assert [name for name in FOR_READERS if (run / name).exists()] == [
+    'coverage.json'
+  ]
+  assert 'of' not in json.loads((run / 'coverage.json').read_text())
 
 
 def test_a_first_batch_of_wrong_framing_ends_the_job(
@@ -441,6 +462,19 @@ def test_without_a_sound_checkpoint_it_says_that_it_starts_anew(
   assert 'no sound checkpoint: starting anew (damaged-00000003,' in shown.out
   assert re.search(r'^\d+ records of metrics are dropped', shown.out, re.M)
   assert checkpoint.open_latest(copied).step == 4
+
+
+def test_what_was_said_of_the_end_goes_where_a_job_goes_on(
+  folder, copied, monkeypatch
+):
+  paths = [copied / name for name in FOR_READERS[:2]]
+  paths[1].write_text('{}')
+  assert _continue(folder, copied) == 0  # It was done.
+  assert all(path.exists() for path in paths)
+  monkeypatch.setattr(checkpoint.Checkpoints, 'save', _end)
+  with pytest.raises(InterruptedError):
+    _continue(folder, copied, '--config.train.steps=6')
+  assert not any(path.exists() for path in paths)
 
 
 def test_another_seed_is_refused(folder, copied):
