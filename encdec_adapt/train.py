@@ -108,8 +108,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> int:
     Exit status: 0, or `app.RESTART` after a saved preemption.
 
   Raises:
-    UserError: bad input, found before the first step; or updates that are
-      not finite.
+    UserError: bad input, found before the first step; no checkpoint of those
+      that there were is sound; or updates that are not finite.
   """
   settings = config_lib.load(config, workdir)
   if not distributed.is_lead():
@@ -139,11 +139,14 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     keep_every=settings.checkpoint.keep_every or None,
   )
   every_group = [group.name for group in groups]
+  every = settings.checkpoint.every
+  saves = [*range(every, train.steps, every), train.steps]
   checkpoints.require_space(
-    state_lib.abstract(optimizer, assignment, every_group, where)
+    state_lib.abstract(optimizer, assignment, every_group, where), saves
   )
   start = checkpoints.latest()
   if start is None:  # What was saved does not need them any more.
+    checkpoints.check_not_lost()
     job.check_sources(settings, where)
   # A group that thaws at this very step was not in what was saved.
   active = phases.active(groups, max((start or 0) - 1, 0))
@@ -172,8 +175,6 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     meta['sources'] = job.read_costs(settings).as_dict()
     for path in meta['sources']['not_counted']:
       say(f'what {path} has cost is not known: the summary leaves it out')
-    if damaged := checkpoints.damaged():
-      say(f'no sound checkpoint: starting anew ({", ".join(damaged)})')
     params, report = job.initial_params(settings, where)
     cost = accounting.Cost()
     state = state_lib.create(params, optimizer, assignment, active, where)

@@ -449,18 +449,29 @@ def _continue(folder, workdir, *flags) -> int:
   )
 
 
-def test_without_a_sound_checkpoint_it_says_that_it_starts_anew(
+def test_without_a_sound_checkpoint_it_does_not_start_anew(
   folder, copied, capsys
 ):
   for step in (3, 4):
     path = copied / checkpoint.FOLDER / str(step) / 'data' / 'metadata'
     path.write_bytes(path.read_bytes() + b' ')
-  assert _continue(folder, copied) == 0
+  written = (copied / 'metrics.jsonl').read_bytes()
+  said = (
+    'damaged-00000003 .data/metadata has .* bytes instead of .*, '
+    'damaged-00000004 .* remove these folders'
+  )
+  for words in (said, 'damaged-00000003, damaged-00000004. Put a sound copy'):
+    with pytest.raises(errors.UserError, match=words):
+      _continue(folder, copied)
+    assert (copied / 'metrics.jsonl').read_bytes() == written
   shown = capsys.readouterr()
   assert shown.err.count('is damaged') == 2
   assert shown.err.count('there is none before it') == 1
-  assert 'no sound checkpoint: starting anew (damaged-00000003,' in shown.out
-  assert re.search(r'^\d+ records of metrics are dropped', shown.out, re.M)
+  for path in (copied / checkpoint.FOLDER).glob('damaged-*'):
+    shutil.rmtree(path)
+  assert _continue(folder, copied) == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'^\d+ records of metrics are dropped', shown, re.M)
   assert checkpoint.open_latest(copied).step == 4
 
 
