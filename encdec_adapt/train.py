@@ -185,10 +185,12 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       outcome.begin(settings, workdir, report)
   else:
     meta['sources'] = saved['sources']
-    continuation.check_same_rows(saved['order'], meta['order'])
+    cost = accounting.Cost(**checkpoints.read_data(start))
+    continuation.check_same_rows(
+      saved['order'], meta['order'], cost.rows, train_set.starts
+    )
     continuation.report_place(saved, meta, say)
     state = checkpoints.restore(start, abstract)
-    cost = accounting.Cost(**checkpoints.read_data(start))
     say(f'continuing at step {start}')
   if lead:
     config_lib.save(config, workdir)
@@ -212,6 +214,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     teacher=wants_teacher,
     local=shards.rows(train.batch_size),
   )
+  continuation.report_end(batches.left, start or 0, train.steps, say)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   flops_per_step = job.step_flops(settings, teacher)
   # Records of step 0 are written anew where nothing was restored.

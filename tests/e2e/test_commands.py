@@ -503,10 +503,11 @@ def test_another_learning_rate_is_reported(folder, copied, capsys):
   assert 'config.optimizer.learning_rate: 0.001 before, 0.5 now' in shown
 
 
-def test_another_batch_size_continues_at_the_saved_rows(folder, copied):
+def test_another_batch_size_continues_at_the_saved_rows(folder, copied, capsys):
   assert checkpoint.open_latest(copied).read_data()['rows'] == 4 * 8
   flags = ['--config.train.steps=6', '--config.train.batch_size=16']
   assert _continue(folder, copied, *flags) == 0
+  assert 'the records last for' not in capsys.readouterr().out
   rows = 4 * 8 + 2 * 16
   found = checkpoint.open_latest(copied)
   assert found.step == 6
@@ -529,7 +530,13 @@ def test_records_that_end_between_evaluations_or_saves(
     f'--config.checkpoint.every={save_every}',
   ]
   assert _continue(folder, copied, *flags) == 0
-  assert 'the records end after 96 rows, at step 6' in capsys.readouterr().out
+  shown = capsys.readouterr().out
+  early, _, late = shown.partition('the first example read')
+  assert (
+    'the records last for 2 of the 6 steps to come: the job is going to end at'
+    ' step 6 of 10.'
+  ) in early
+  assert 'the records end after 96 rows, at step 6 of 10' in late
   found = checkpoint.open_latest(copied)
   assert found.step == 6
   assert found.read_data()['rows'] == 96
