@@ -1,12 +1,16 @@
 """What a training job leaves in its work directory for those who read it.
 
-The account of an adaptation, what export carries along of the sources, and
-the summary of a job that is done. Whoever reads them believes them, so each
-is of the run that the checkpoints are of: what an earlier start left goes
-before it is untrue.
+Its configuration, the account of an adaptation, what export carries along of
+the sources, and the summary of a job that is done. Whoever reads them believes
+them, so each is of the run that the checkpoints are of: what an earlier start
+left goes before it is untrue.
 """
 
+from collections.abc import Mapping
 import os
+from typing import Any
+
+import ml_collections
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, job
@@ -38,6 +42,22 @@ def begin(
   origin.keep(workdir, job.origin_folders(settings))
 
 
+def describe(
+  config: ml_collections.ConfigDict,
+  environment: Mapping[str, Any],
+  workdir: str | os.PathLike[str],
+) -> None:
+  """Writes what the job is, and where, as of its last start.
+
+  Args:
+    config: of the job.
+    environment: as reported.
+    workdir: its folder.
+  """
+  config_lib.save(config, workdir)
+  files.write_json(storage.join(workdir, 'environment.json'), environment)
+
+
 def reopen(workdir: str | os.PathLike[str]) -> None:
   """Removes what is said of a job that was done and is not any more."""
   for name in (accounting.SUMMARY, evaluate.FILE):
@@ -49,7 +69,7 @@ def summarise(
   workdir: str | os.PathLike[str],
   step: int,
   cost: accounting.Cost,
-  sources: accounting.Sources,
+  sources: Mapping[str, Any],
 ) -> None:
   """Writes summary.json of a job that is done, and says what it came to.
 
@@ -58,7 +78,7 @@ def summarise(
     workdir: its folder.
     step: the last one.
     cost: what it took.
-    sources: what it was made from had cost when it started.
+    sources: what it was made from had cost when it started, by name.
   """
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
   own = {
@@ -69,7 +89,8 @@ def summarise(
     'eval_loss_at_step_0': losses[0]['loss'],
     'eval_loss': losses[-1]['loss'],
   }
-  summary = accounting.summarise(workdir, own, cost, sources)
+  found = accounting.Sources(**sources)
+  summary = accounting.summarise(workdir, own, cost, found)
   files.write_json(storage.join(workdir, accounting.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'

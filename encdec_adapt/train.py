@@ -20,12 +20,12 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import parameters
+from encdec_adapt.planning import out_of_memory
 from encdec_adapt.runtime import (
   app,
   command,
   distributed,
   environment,
-  files,
   flops,
   lock,
   metrics,
@@ -94,7 +94,8 @@ def main(values: flags.FlagValues) -> int:
       print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
-    return run(values.config, values.workdir)
+    with out_of_memory.explained(values['config']):
+      return run(values.config, values.workdir)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> int:
@@ -131,6 +132,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
   optimizer = optimizers.Optimizer(settings.optimizer)
+  clip_norm = settings.optimizer.clip_norm
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
   assignment = phases.assign(where.model.table, groups)
   checkpoints = checkpoint.Checkpoints(
@@ -193,10 +195,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     state = checkpoints.restore(start, abstract)
     say(f'continuing at step {start}')
   if lead:
-    config_lib.save(config, workdir)
-    files.write_json(
-      storage.join(workdir, 'environment.json'), meta['environment']
-    )
+    outcome.describe(config, meta['environment'], workdir)
   teacher_params = {}
   if teacher:
     teacher_params = job.read_teacher(settings, teacher)
@@ -305,92 +304,95 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   ending = contextlib.ExitStack()
   if lead:  # What was going on when a job fails is among the last records.
     ending.callback(writer.flush)
-  with preemption.StopSignal() as stop, profiler, watch, ending:
-    if start is None:
-      evaluate(0)
-    while step < train.steps:
-      began = time.perf_counter()
-      compiling = phases.active(groups, step) != active
-      if compiling:
-        active = phases.active(groups, step)
-        state = state_lib.thaw(state, optimizer, assignment, active, where)
-        train_step = step_lib.make_train_step(
-          where,
-          settings.loss,
-          optimizer,
-          assignment,
-          active,
-          step_lib.StepConfig(train.microbatches, settings.optimizer.clip_norm),
-          teacher.model if teacher else None,
-        )
-      # Compiling is no step: it has the time that a hang is given.
-      watch.beat(step, 'compile' if compiling else 'step')
-      with split.spent('data'):
-        rows = next(batches, None)
-      if rows is not None:
-        if step == (start or 0):
-          batch_lib.check_framing(rows, train_set.framing)
-          say(job.describe_batch(rows, opened))
-          if lead:
-            outcome.reopen(workdir)
-        profiler.before(step)
-        with split.spent('compile' if compiling else 'dispatch'):
-          batch = step_lib.place_batch(
-            {k: v for k, v in rows.items() if k != 'row'}, where
+  # A second signal, while the last save ends, is no reason to break it off.
+  with preemption.StopSignal() as stop:
+    with profiler, watch, ending:
+      if start is None:
+        evaluate(0)
+      while step < train.steps:
+        began = time.perf_counter()
+        compiling = phases.active(groups, step) != active
+        if compiling:
+          active = phases.active(groups, step)
+          state = state_lib.thaw(state, optimizer, assignment, active, where)
+          train_step = step_lib.make_train_step(
+            where,
+            settings.loss,
+            optimizer,
+            assignment,
+            active,
+            step_lib.StepConfig(train.microbatches, clip_norm),
+            teacher.model if teacher else None,
           )
-          state, values = train_step(state, batch, teacher_params)
-        traced = profiler.after(step, values)
-        if traced and lead:
-          writer.write('profile', step + 1, traced)
-      # The metrics of the step before are read while this one runs.
-      if waiting:
-        finish(*waiting)
-        waiting = None
-      if rows is None:
-        say(
-          f'the records end after {cost.rows:,} rows, at step {step} of'
-          f' {train.steps}: the last pass is over (--passes,'
-          ' config.data.repeat)'
-        )
-        break
-      step += 1
-      waiting = (step, values, rows, batches.position)
-      stopping = stop.reached(step)
-      last = step == train.steps
-      due = step % settings.checkpoint.every == 0 or last or stopping
-      look = step % train.eval_every == 0 or last
-      if due or look or compiling:
-        # Its records are written before the checkpoint that counts on them.
-        finish(*waiting)
-        waiting = None
-      cost.seconds += time.perf_counter() - began
-      if compiling:
-        meter.pause()
-      if look:
-        evaluate(step)
-      if due:
+        # Compiling is no step: it has the time that a hang is given.
+        watch.beat(step, 'compile' if compiling else 'step')
+        with split.spent('data'):
+          rows = next(batches, None)
+        if rows is not None:
+          if step == (start or 0):
+            batch_lib.check_framing(rows, train_set.framing)
+            say(job.describe_batch(rows, opened))
+            if lead:
+              outcome.reopen(workdir)
+          profiler.before(step)
+          with split.spent('compile' if compiling else 'dispatch'):
+            batch = step_lib.place_batch(
+              {k: v for k, v in rows.items() if k != 'row'}, where
+            )
+            state, values = train_step(state, batch, teacher_params)
+          traced = profiler.after(step, values)
+          if traced and lead:
+            writer.write('profile', step + 1, traced)
+        # The metrics of the step before are read while this one runs.
+        if waiting:
+          finish(*waiting)
+          waiting = None
+        if rows is None:
+          say(
+            f'the records end after {cost.rows:,} rows, at step {step} of'
+            f' {train.steps}: the last pass is over'
+          )
+          break
+        step += 1
+        waiting = (step, values, rows, batches.position)
+        stopping = stop.reached(step)
+        last = step == train.steps
+        thawing = phases.active(groups, step) != active
+        due = step % every == 0 or last or stopping or thawing
+        look = step % train.eval_every == 0 or last
+        if due or look or compiling:
+          # Its records are written before the checkpoint that counts on them.
+          finish(*waiting)
+          waiting = None
+        cost.seconds += time.perf_counter() - began
+        if compiling:
+          meter.pause()
+        if look:
+          evaluate(step)
+        if due:
+          save(step)
+        if thawing:  # Nothing is lost where there is no memory for it.
+          checkpoints.wait()
+        if stopping and not last:
+          status = app.RESTART
+          break
+      if status == 0 and evaluated != step:
+        evaluate(step)  # The records ended early, between evaluations.
+      if status == 0 and saved_at != step:
         save(step)
-      if stopping and not last:
-        status = app.RESTART
-        say(f'told to stop: saved step {step}, exiting with {status}')
-        break
 
-    if status == 0 and evaluated != step:
-      evaluate(step)  # The records ended early, between evaluations.
-    if status == 0 and saved_at != step:
-      save(step)
-
-  # -- end -------------------------------------------------------------------
-  # Not watched: to seal the last, process 0 may read all of it. Nobody leaves
-  # before; the others' patience is that of the meeting.
-  checkpoints.wait()
-  checkpoints.close()
-  batches.close()
-  if lead:
-    writer.close()
-    if status == 0:
-      sources = accounting.Sources(**meta['sources'])
-      outcome.summarise(settings, workdir, step, cost, sources)
+    # -- end -----------------------------------------------------------------
+    # Not watched: to seal the last, process 0 may read all of it. Nobody leaves
+    # before; the others' patience is that of the meeting.
+    checkpoints.wait()
+    checkpoints.close()
+    batches.close()
+    if lead:
+      writer.close()
+    if status == app.RESTART:
+      say(f'told to stop: saved step {step}, exiting with {status}')
+    elif lead:
+      outcome.summarise(settings, workdir, step, cost, meta['sources'])
   return status
 
 

@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import types
 
 import jax
@@ -17,8 +19,9 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records, vocabularies
 from encdec_adapt.exchange import origin
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors, metrics
+from encdec_adapt.runtime import app, errors, metrics, preemption
 from encdec_adapt.training import checkpoint
+from encdec_adapt.training import step as step_lib
 from tests import tiny
 
 pytestmark = [
@@ -564,3 +567,68 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   assert now[:-1] == lines[:-1]
   assert json.loads(now[-1])['starts'] == 2
   assert (copied / 'summary.json').exists()
+
+
+def test_a_second_signal_does_not_break_the_last_save_off(
+  folder, copied, monkeypatch, capsys
+):
+  def kill(*_):
+    raise AssertionError('the signal was not held')
+
+  close = checkpoint.Checkpoints.close
+
+  def close_slowly(checkpoints):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print('all is saved')
+    close(checkpoints)
+
+  monkeypatch.setattr(preemption.StopSignal, 'reached', lambda *_: True)
+  monkeypatch.setattr(checkpoint.Checkpoints, 'close', close_slowly)
+  before = signal.signal(signal.SIGTERM, kill)
+  try:
+    status = _continue(folder, copied, '--config.train.steps=9')
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert status == app.RESTART
+  _, _, late = capsys.readouterr().out.partition('all is saved')
+  assert 'told to stop: saved step 5, exiting with 75' in late
+  assert checkpoint.open_latest(copied).step == 5
+
+
+def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
+  pairs, tmp_path, monkeypatch
+):
+  """Where other parameters thaw, between two saves."""
+  make = step_lib.make_train_step
+
+  def make_small(*arguments):
+    return make(*arguments) if len(arguments[4]) == 1 else refuse
+
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError(
+      'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.'
+    )
+
+  monkeypatch.setattr(step_lib, 'make_train_step', make_small)
+  flags = [*pairs, '--config.train.cross_attention_warmup=2']
+  with pytest.raises(errors.UserError) as caught:
+    _train(*flags, f'--workdir={tmp_path}/run')
+  said = str(caught.value)
+  assert 'Out of memory while trying to allocate 64 bytes. What it' in said
+  (line,) = re.findall('`(python -m encdec_adapt.plan .*?)`', said)
+  asked = shlex.split(line)[3:]
+  assert asked[0] == '--config=configs/base.py'
+  assert set(flags) < set(asked)
+  assert '--topology=v5e:4x4' in asked and 'in the place of v5e:4x4' in said
+  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+
+
+def test_another_error_of_the_runtime_is_not_taken_for_it(
+  pairs, tmp_path, monkeypatch
+):
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
+
+  monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
+    _train(*pairs, f'--workdir={tmp_path}/run')
