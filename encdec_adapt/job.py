@@ -27,11 +27,8 @@ from encdec_adapt.runtime import (
   compile_cache,
   distributed,
   errors,
-  files,
   flops,
-  metrics,
   orphans,
-  storage,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import accounting
@@ -279,7 +276,7 @@ def check_sources(
   sources, _ = fitting_sources(settings, where)
   if not sources:
     return
-  origin.check(_origin(settings))
+  origin.check(origin_folders(settings))
   of_side = {'encoder': sources[0], 'decoder': sources[-1]}
   seen = set()
   for side in settings.model.stacks:
@@ -332,13 +329,8 @@ def _options(settings: config_lib.Settings) -> dict[str, Any]:
   }
 
 
-def keep_origin(settings: config_lib.Settings, workdir: str) -> None:
-  """Keeps what export carries along of the folders of the sources."""
-  origin.keep(workdir, _origin(settings))
-
-
-def _origin(settings: config_lib.Settings) -> origin.Folders:
-  """Where the files of the sources lie."""
+def origin_folders(settings: config_lib.Settings) -> origin.Folders:
+  """Where the files of the sources lie that export carries along."""
   init = settings.init
   if init.mode == 'random':
     return {}
@@ -454,37 +446,3 @@ def read_costs(settings: config_lib.Settings) -> accounting.Sources:
   init = settings.init
   paths = [init.encoder, init.decoder] if init.mode != 'random' else []
   return accounting.read_sources(p for p in (*paths, settings.teacher) if p)
-
-
-def summarise(
-  settings: config_lib.Settings,
-  workdir: str,
-  step: int,
-  cost: accounting.Cost,
-  sources: accounting.Sources,
-) -> None:
-  """Writes summary.json of a job that is done, and says what it came to.
-
-  Args:
-    settings: of the job.
-    workdir: its folder.
-    step: the last one.
-    cost: what it took.
-    sources: what it was made from had cost when it started.
-  """
-  losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
-  own = {
-    'parameters': parameters.count(settings.model),
-    'steps': step,
-    'learning_rate': settings.optimizer.schedule.peak,
-    'seed': settings.seed,
-    'eval_loss_at_step_0': losses[0]['loss'],
-    'eval_loss': losses[-1]['loss'],
-  }
-  summary = accounting.summarise(workdir, own, cost, sources)
-  files.write_json(storage.join(workdir, accounting.SUMMARY), summary)
-  print(
-    f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
-    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
-    f' {summary["eval_loss"]:.4f}'
-  )

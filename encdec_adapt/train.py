@@ -15,17 +15,17 @@ import ml_collections
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import dry_run, job, materialize, vocabulary_checks
+from encdec_adapt import dry_run, job, materialize, outcome, vocabulary_checks
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import parameters
+from encdec_adapt.planning import out_of_memory
 from encdec_adapt.runtime import (
   app,
   command,
   distributed,
   environment,
-  files,
   flops,
   lock,
   metrics,
@@ -94,7 +94,8 @@ def main(values: flags.FlagValues) -> int:
       print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
-    return run(values.config, values.workdir)
+    with out_of_memory.explained(values['config']):
+      return run(values.config, values.workdir)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> int:
@@ -108,8 +109,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> int:
     Exit status: 0, or `app.RESTART` after a saved preemption.
 
   Raises:
-    UserError: bad input, found before the first step; or updates that are
-      not finite.
+    UserError: bad input, found before the first step; no checkpoint of those
+      that there were is sound; or updates that are not finite.
   """
   settings = config_lib.load(config, workdir)
   if not distributed.is_lead():
@@ -131,6 +132,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   where = job.place_model(settings, settings.model, mesh)
   teacher = job.place_teacher(settings, mesh)
   optimizer = optimizers.Optimizer(settings.optimizer)
+  clip_norm = settings.optimizer.clip_norm
   groups = phases.cross_attention_warmup(train.cross_attention_warmup)
   assignment = phases.assign(where.model.table, groups)
   checkpoints = checkpoint.Checkpoints(
@@ -139,11 +141,14 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     keep_every=settings.checkpoint.keep_every or None,
   )
   every_group = [group.name for group in groups]
+  every = settings.checkpoint.every
+  saves = [*range(every, train.steps, every), train.steps]
   checkpoints.require_space(
-    state_lib.abstract(optimizer, assignment, every_group, where)
+    state_lib.abstract(optimizer, assignment, every_group, where), saves
   )
   start = checkpoints.latest()
   if start is None:  # What was saved does not need them any more.
+    checkpoints.check_not_lost()
     job.check_sources(settings, where)
   # A group that thaws at this very step was not in what was saved.
   active = phases.active(groups, max((start or 0) - 1, 0))
@@ -172,30 +177,25 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     meta['sources'] = job.read_costs(settings).as_dict()
     for path in meta['sources']['not_counted']:
       say(f'what {path} has cost is not known: the summary leaves it out')
-    if damaged := checkpoints.damaged():
-      say(f'no sound checkpoint: starting anew ({", ".join(damaged)})')
     params, report = job.initial_params(settings, where)
     cost = accounting.Cost()
     state = state_lib.create(params, optimizer, assignment, active, where)
     del params
     if report and settings.init.mode != 'random':
       say(report.table())
-    if report and lead:
-      files.write_json(storage.join(workdir, 'coverage.json'), report.to_json())
     if lead:
-      job.keep_origin(settings, workdir)
+      outcome.begin(settings, workdir, report)
   else:
     meta['sources'] = saved['sources']
-    continuation.check_same_rows(saved['order'], meta['order'])
+    cost = accounting.Cost(**checkpoints.read_data(start))
+    continuation.check_same_rows(
+      saved['order'], meta['order'], cost.rows, train_set.starts
+    )
     continuation.report_place(saved, meta, say)
     state = checkpoints.restore(start, abstract)
-    cost = accounting.Cost(**checkpoints.read_data(start))
     say(f'continuing at step {start}')
   if lead:
-    config_lib.save(config, workdir)
-    files.write_json(
-      storage.join(workdir, 'environment.json'), meta['environment']
-    )
+    outcome.describe(config, meta['environment'], workdir)
   teacher_params = {}
   if teacher:
     teacher_params = job.read_teacher(settings, teacher)
@@ -213,6 +213,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     teacher=wants_teacher,
     local=shards.rows(train.batch_size),
   )
+  continuation.report_end(batches.left, start or 0, train.steps, say)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   flops_per_step = job.step_flops(settings, teacher)
   # Records of step 0 are written anew where nothing was restored.
@@ -304,90 +305,95 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   ending = contextlib.ExitStack()
   if lead:  # What was going on when a job fails is among the last records.
     ending.callback(writer.flush)
-  with preemption.StopSignal() as stop, profiler, watch, ending:
-    if start is None:
-      evaluate(0)
-    while step < train.steps:
-      began = time.perf_counter()
-      compiling = phases.active(groups, step) != active
-      if compiling:
-        active = phases.active(groups, step)
-        state = state_lib.thaw(state, optimizer, assignment, active, where)
-        train_step = step_lib.make_train_step(
-          where,
-          settings.loss,
-          optimizer,
-          assignment,
-          active,
-          step_lib.StepConfig(train.microbatches, settings.optimizer.clip_norm),
-          teacher.model if teacher else None,
-        )
-      # Compiling is no step: it has the time that a hang is given.
-      watch.beat(step, 'compile' if compiling else 'step')
-      with split.spent('data'):
-        rows = next(batches, None)
-      if rows is not None:
-        if step == (start or 0):
-          batch_lib.check_framing(rows, train_set.framing)
-          say(job.describe_batch(rows, opened))
-        profiler.before(step)
-        with split.spent('compile' if compiling else 'dispatch'):
-          batch = step_lib.place_batch(
-            {k: v for k, v in rows.items() if k != 'row'}, where
+  # A second signal, while the last save ends, is no reason to break it off.
+  with preemption.StopSignal() as stop:
+    with profiler, watch, ending:
+      if start is None:
+        evaluate(0)
+      while step < train.steps:
+        began = time.perf_counter()
+        compiling = phases.active(groups, step) != active
+        if compiling:
+          active = phases.active(groups, step)
+          state = state_lib.thaw(state, optimizer, assignment, active, where)
+          train_step = step_lib.make_train_step(
+            where,
+            settings.loss,
+            optimizer,
+            assignment,
+            active,
+            step_lib.StepConfig(train.microbatches, clip_norm),
+            teacher.model if teacher else None,
           )
-          state, values = train_step(state, batch, teacher_params)
-        traced = profiler.after(step, values)
-        if traced and lead:
-          writer.write('profile', step + 1, traced)
-      # The metrics of the step before are read while this one runs.
-      if waiting:
-        finish(*waiting)
-        waiting = None
-      if rows is None:
-        say(
-          f'the records end after {cost.rows:,} rows, at step {step} of'
-          f' {train.steps}: the last pass is over (--passes,'
-          ' config.data.repeat)'
-        )
-        break
-      step += 1
-      waiting = (step, values, rows, batches.position)
-      stopping = stop.reached(step)
-      last = step == train.steps
-      due = step % settings.checkpoint.every == 0 or last or stopping
-      look = step % train.eval_every == 0 or last
-      if due or look or compiling:
-        # Its records are written before the checkpoint that counts on them.
-        finish(*waiting)
-        waiting = None
-      cost.seconds += time.perf_counter() - began
-      if compiling:
-        meter.pause()
-      if look:
-        evaluate(step)
-      if due:
+        # Compiling is no step: it has the time that a hang is given.
+        watch.beat(step, 'compile' if compiling else 'step')
+        with split.spent('data'):
+          rows = next(batches, None)
+        if rows is not None:
+          if step == (start or 0):
+            batch_lib.check_framing(rows, train_set.framing)
+            say(job.describe_batch(rows, opened))
+            if lead:
+              outcome.reopen(workdir)
+          profiler.before(step)
+          with split.spent('compile' if compiling else 'dispatch'):
+            batch = step_lib.place_batch(
+              {k: v for k, v in rows.items() if k != 'row'}, where
+            )
+            state, values = train_step(state, batch, teacher_params)
+          traced = profiler.after(step, values)
+          if traced and lead:
+            writer.write('profile', step + 1, traced)
+        # The metrics of the step before are read while this one runs.
+        if waiting:
+          finish(*waiting)
+          waiting = None
+        if rows is None:
+          say(
+            f'the records end after {cost.rows:,} rows, at step {step} of'
+            f' {train.steps}: the last pass is over'
+          )
+          break
+        step += 1
+        waiting = (step, values, rows, batches.position)
+        stopping = stop.reached(step)
+        last = step == train.steps
+        thawing = phases.active(groups, step) != active
+        due = step % every == 0 or last or stopping or thawing
+        look = step % train.eval_every == 0 or last
+        if due or look or compiling:
+          # Its records are written before the checkpoint that counts on them.
+          finish(*waiting)
+          waiting = None
+        cost.seconds += time.perf_counter() - began
+        if compiling:
+          meter.pause()
+        if look:
+          evaluate(step)
+        if due:
+          save(step)
+        if thawing:  # Nothing is lost where there is no memory for it.
+          checkpoints.wait()
+        if stopping and not last:
+          status = app.RESTART
+          break
+      if status == 0 and evaluated != step:
+        evaluate(step)  # The records ended early, between evaluations.
+      if status == 0 and saved_at != step:
         save(step)
-      if stopping and not last:
-        status = app.RESTART
-        say(f'told to stop: saved step {step}, exiting with {status}')
-        break
 
-    if status == 0 and evaluated != step:
-      evaluate(step)  # The records ended early, between evaluations.
-    if status == 0 and saved_at != step:
-      save(step)
-
-  # -- end -------------------------------------------------------------------
-  # Not watched: to seal the last, process 0 may read all of it. Nobody leaves
-  # before; the others' patience is that of the meeting.
-  checkpoints.wait()
-  checkpoints.close()
-  batches.close()
-  if lead:
-    writer.close()
-    if status == 0:
-      sources = accounting.Sources(**meta['sources'])
-      job.summarise(settings, workdir, step, cost, sources)
+    # -- end -----------------------------------------------------------------
+    # Not watched: to seal the last, process 0 may read all of it. Nobody leaves
+    # before; the others' patience is that of the meeting.
+    checkpoints.wait()
+    checkpoints.close()
+    batches.close()
+    if lead:
+      writer.close()
+    if status == app.RESTART:
+      say(f'told to stop: saved step {step}, exiting with {status}')
+    elif lead:
+      outcome.summarise(settings, workdir, step, cost, meta['sources'])
   return status
 
 

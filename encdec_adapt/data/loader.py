@@ -135,10 +135,8 @@ class Loader:
       rows = [order.row(first + i) for i in local]
       return _frame(record_set, rows, lengths, teacher)
 
-    batches = sys.maxsize
-    if self.total is not None:
-      batches = -((position - self.total) // batch_size)
-    self._batches = _prefetched(make, batches, prefetch)
+    left = sys.maxsize if self.left is None else self.left
+    self._batches = _prefetched(make, left, prefetch)
 
   def __iter__(self) -> Iterator[batch.Batch]:
     return self
@@ -154,6 +152,13 @@ class Loader:
     if self.total is not None:
       self.position = min(self.position, self.total)
     return result
+
+  @property
+  def left(self) -> int | None:
+    """Batches to come, None if the stream repeats for ever."""
+    if self.total is None:
+      return None
+    return -((self.position - self.total) // self._batch_size)
 
   def close(self) -> None:
     """Ends the reading thread; the loader gives no more batches."""

@@ -105,12 +105,13 @@ def _check_file(file: storage.Path) -> None:
 
 
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
-  """Copies the files into a work directory.
+  """Copies the files into a work directory, which then has no others.
 
   Args:
     workdir: whose.
     found: as `folders` and `of_pair` give them.
   """
+  storage.remove(storage.at(workdir) / FOLDER)
   for name, path in found.items():
     folder = storage.at(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,18 @@ CHIPS = {
 }  # fmt: skip
 
 
+# What `device_kind` has in it of each; the first that it has.
+_KINDS = (
+  ('TPU v4', 'v4'),
+  ('TPU v5 lite', 'v5e'),
+  ('TPU v5', 'v5p'),
+  ('TPU v6', 'v6e'),
+  ('A100', 'a100'),
+  ('H100', 'h100'),
+  ('H200', 'h200'),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
   """Connected chips, some times over.
@@ -144,6 +156,25 @@ def parse(topology: str, slices: int = 1) -> Slice:
       ' least 1.'
     )
   return Slice(chip, tuple(int(n) for n in extents.split('x')), slices)
+
+
+def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
+  """What a job runs on; None for devices that are not known.
+
+  Args:
+    devices: all of the job's.
+  """
+  kind = devices[0].device_kind
+  name = next((name for known, name in _KINDS if known in kind), None)
+  if name is None:
+    return None
+  chip = CHIPS[name]
+  if not chip.dimensions:
+    return Slice(chip, (len(devices),))
+  count = len({device.slice_index for device in devices})
+  places = zip(*(device.coords for device in devices), strict=True)
+  extents = [max(place) - min(place) + 1 for place in places]
+  return Slice(chip, tuple(extents[: chip.dimensions]), count)
 
 
 def devices_of(where: Slice) -> Sequence[jax.Device]:

@@ -2,14 +2,20 @@
 
 from collections.abc import Mapping
 import dataclasses
-import re
 import time
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from encdec_adapt.planning import chips, hlo, kernels, programs, roofline
+from encdec_adapt.planning import (
+  chips,
+  hlo,
+  kernels,
+  out_of_memory,
+  programs,
+  roofline,
+)
 from encdec_adapt.runtime import disk
 
 
@@ -51,7 +57,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   try:
     compiled = _compile(lowered, question)
   except jax.errors.JaxRuntimeError as error:
-    needed = out_of_memory(str(error))
+    needed = out_of_memory.needed(str(error))
     if needed is None:
       raise
     return {
@@ -111,17 +117,6 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     'instructions': totals.instructions,
     'replicated': programs.replicated(program),
   }
-
-
-def out_of_memory(message: str) -> float | None:
-  """Bytes that a program needs, of the compiler's complaint; None: another."""
-  found = re.search(
-    r'(?:Used |temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
-  )
-  if not found:
-    return None
-  power = ' KMGT'.index(found[2])
-  return float(found[1]) * 1024**power
 
 
 def _compile(lowered, question: Question):

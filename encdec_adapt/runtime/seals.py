@@ -1,8 +1,10 @@
 """Seals: a checksum of every file under a folder, kept inside the folder.
 
 A sealed folder is complete, on disk, and can later be shown to be unchanged:
-a flipped byte, a truncation, a missing or unreadable file, and damage to the
-seal itself are all found. Files that came after the seal are not looked at.
+a flipped byte, a truncation, a missing file, and damage to the seal itself are
+all found. Files that came after the seal are not looked at. What a disk or a
+mount does not let be read is no damage: nothing is known of it, and that is an
+error.
 
 On a file system, files are hashed as they are read back. In a bucket, where
 reading back a checkpoint would take as long as saving it, the seal has the
@@ -17,13 +19,17 @@ import hashlib
 import json
 import os
 import pathlib
+from typing import Any
 
-from encdec_adapt.runtime import storage
+from encdec_adapt.runtime import errors, storage
 
 FILE = 'seal.json'
 _FORMAT = 1
 _BLAKE, _CRC = 'blake2b-256', 'crc32c'
 _THREADS = 4  # Hashing releases the interpreter's lock.
+
+# A file that is not there, or something else in its place.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _Entries = dict[str, dict[str, int | str]]
 
@@ -58,12 +64,16 @@ def write(folder: storage.Path) -> None:
 
 
 def problems(folder: storage.Path) -> list[str]:
-  """Says what is wrong with a sealed folder; empty means unchanged."""
+  """Says what is wrong with a sealed folder; empty means unchanged.
+
+  Raises:
+    UserError: a file cannot be read, so that it is not known.
+  """
   try:
-    document = json.loads((folder / FILE).read_bytes())
+    document = json.loads(_readable(folder / FILE, lambda f: f.read_bytes()))
     body = document['body']
     intact = document['own_digest'] == _own_digest(body)
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (*_ABSENT, ValueError, KeyError, TypeError) as error:
     return [f'{FILE} cannot be read ({error})']
   if not intact:
     return [f'{FILE} is damaged']
@@ -71,7 +81,7 @@ def problems(folder: storage.Path) -> list[str]:
     return [f'{FILE} has format {body["format"]}, not {_FORMAT}']
   wanted, digest = body['files'], body['digest']
   if storage.is_bucket(folder) and digest == _CRC:
-    listed = storage.objects(folder)
+    listed = _readable(folder, storage.objects)
     found = {path: _listed(listed.get(path), wanted[path]) for path in wanted}
   else:
     found = _map(
@@ -85,13 +95,46 @@ def _problem(
 ) -> str | None:
   """What is wrong with one file, or None."""
   try:
-    if wrong := _size_problem(storage.size(path), wanted):
+    if wrong := _size_problem(_readable(path, storage.size), wanted):
       return wrong
-    return _listed(_entry(path, digest, sync=False), wanted)
-  except FileNotFoundError:
+    entry = _readable(path, lambda p: _entry(p, digest, sync=False))
+  except IsADirectoryError:
+    return 'is a folder'
+  except _ABSENT:
     return 'is missing'
+  return _listed(entry, wanted)
+
+
+def require_readable(folder: storage.Path) -> None:
+  """Reads every file of a folder, sealed or not; in a bucket their list.
+
+  Raises:
+    UserError: a file cannot be read.
+  """
+  names = _readable(folder, storage.tree)
+  if not storage.is_bucket(folder):
+    read = lambda path: _entry(path, _BLAKE, sync=False)  # noqa: E731
+    _map(lambda name: _readable(folder / name, read), names)
+
+
+def _readable(path: storage.Path, read: Callable[[storage.Path], Any]) -> Any:
+  """What `read(path)` gives.
+
+  Raises:
+    UserError: the path is there and cannot be read.
+    OSError: of `_ABSENT`: it is not there.
+  """
+  try:
+    return read(path)
+  except _ABSENT:
+    raise
   except OSError as error:
-    return f'cannot be read ({error.strerror or error})'
+    raise errors.UserError(
+      f'{path} cannot be read ({error.strerror or error}): whether it is'
+      ' damaged is not known, and nothing was changed. See to its disk, mount'
+      ' or rights and give the same command again; or move what it belongs to'
+      ' out of its folder.'
+    ) from error
 
 
 def _listed(

@@ -14,16 +14,18 @@ retention no longer keeps. What can be found at the next start:
   a rename, or in a bucket by that object, once all is written, so it is read
   in full, array by array, and sealed if that succeeds, else set aside.
 - a sealed step whose files differ from the seal: set aside under the name
-  `damaged-<step>`, with a warning, and the one before it is used if there is
-  one. Orbax would restore flipped bytes without complaint, and would then
-  silently refuse to save that step again.
+  `damaged-<step>`, with a warning, and the one before it is used. Orbax would
+  restore flipped bytes without complaint, and would then silently refuse to
+  save that step again. Where none is left, people decide (`check_not_lost`).
+- a step that the disk does not let be read: an error, and it stays.
 
 With several processes, process 0 seals, renames and deletes, and tells the
 others what it found; every process calls every public method. The folder is
 on a mounted file system or in a bucket.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 import dataclasses
 import os
@@ -34,7 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from encdec_adapt.runtime import disk, distributed, errors, seals, storage
-from encdec_adapt.training import leaves, step_folders
+from encdec_adapt.training import leaves, retention, step_folders
 
 FOLDER = step_folders.FOLDER  # Inside a work directory.
 
@@ -160,7 +162,11 @@ class Checkpoint:
     return self.restore({key: abstract_params}, partial=True)[key]
 
   def problems(self) -> list[str]:
-    """What is wrong with a sealed step; empty if it is as it was written."""
+    """What is wrong with a sealed step; empty if it is as it was written.
+
+    Raises:
+      UserError: it cannot be read, so that it is not known.
+    """
     return seals.problems(self.path)
 
   def read_through(self) -> None:
@@ -209,13 +215,7 @@ class Checkpoints:
     Raises:
       UserError: a number is out of range, or the folder cannot be written.
     """
-    if keep < 1:
-      raise errors.UserError(f'keep is {keep}; keep at least 1 checkpoint.')
-    if keep_every is not None and keep_every < 1:
-      raise errors.UserError(
-        f'keep_every is {keep_every}; give a number of steps, or None.'
-      )
-    self._keep, self._keep_every = keep, keep_every
+    self._retention = retention.Retention(keep, keep_every)
     self.folder = storage.absolute(folder)
     if distributed.is_lead():
       disk.require_writable(self.folder)
@@ -226,6 +226,8 @@ class Checkpoints:
     self._pending: futures.Future | None = None
     self._pending_step: int | None = None
     self._sound: set[int] = set()
+    # The first thing that is wrong with what was set aside at this start.
+    self._aside = collections.defaultdict[str, list[str]](list)
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -308,6 +310,9 @@ class Checkpoints:
 
     Damaged steps above it are set aside, with a warning on standard error,
     and can be saved again.
+
+    Raises:
+      UserError: a step cannot be read, so that it is not known.
     """
     self.wait()
     found = distributed.from_lead(self._newest_sound, 'checkpoints-latest')
@@ -315,9 +320,21 @@ class Checkpoints:
     self._orbax.reload()
     return found
 
-  def damaged(self) -> list[str]:
-    """Names of the steps that were set aside, now or at an earlier start."""
-    return step_folders.damaged(self.folder)
+  def check_not_lost(self) -> None:
+    """Refuses to start anew where there were steps, and none is sound.
+
+    Raises:
+      UserError: names what was set aside, now or at an earlier start.
+    """
+    damaged = distributed.from_lead(
+      lambda: [
+        name + ''.join(f' ({problems})' for problems in self._aside[name])
+        for name in step_folders.damaged(self.folder)
+      ],
+      'checkpoints-lost',
+    )
+    if damaged:
+      raise step_folders.lost(self.folder, damaged)
 
   def restore(self, step: int, abstract_state: Any) -> Any:
     """Reads a verified step onto the shardings of `abstract_state`.
@@ -351,21 +368,27 @@ class Checkpoints:
     """The `data` given to `save`."""
     return self.at(step).read_data()
 
-  def require_space(self, abstract_state: Any) -> None:
+  def require_space(self, abstract_state: Any, saves: Iterable[int]) -> None:
     """Refuses a disk that cannot hold the checkpoints this job will keep.
 
-    Counts the `keep` newest and the one being written, less those that are
-    there already, uncompressed.
+    Counts the most that there are at a time by the rules of retention, the
+    one being written too, less those that are there already, uncompressed.
+
+    Args:
+      abstract_state: what is saved at most.
+      saves: the steps at which the job saves, ascending; those that it has
+        behind it may be among them.
 
     Raises:
       UserError: there is too little free space.
     """
-    missing = max(1, self._keep + 1 - len(self.all_steps()))
+    there = self.all_steps()
+    missing = self._retention.most(there, saves) - len(there)
     disk.require_space(
       self.folder,
       missing * leaves.total_bytes(abstract_state),
       what=f'{missing} checkpoints',
-      remedy=', or keep fewer (config.checkpoint.keep)',
+      remedy=', or keep fewer (config.checkpoint.keep and .keep_every)',
     )
 
   def _open_manager(self) -> ocp.CheckpointManager:
@@ -426,9 +449,8 @@ class Checkpoints:
 
   def _retire(self) -> None:
     steps = [s for s in self.all_steps() if seals.is_sealed(self.at(s).path)]
-    for step in steps[: -self._keep]:
-      if self._keep_every is None or step % self._keep_every:
-        step_folders.delete(self.folder, step)
+    for step in self._retention.retired(steps):
+      step_folders.delete(self.folder, step)
 
   def _newest_sound(self) -> int | None:
     for step in reversed(self.all_steps()):
@@ -448,7 +470,8 @@ class Checkpoints:
     else:
       found = _seal_if_readable(checkpoint)
     if found:
-      step_folders.set_aside(self.folder, step, found)
+      name = step_folders.set_aside(self.folder, step, found)
+      self._aside[name].append(found[0])
       return False
     self._sound.add(step)
     return True
@@ -494,7 +517,8 @@ def _newest_sealed(folder: storage.Path, steps: Sequence[int]) -> int | None:
 def _seal_if_readable(checkpoint: Checkpoint) -> list[str]:
   try:
     checkpoint.read_through()
-  except Exception as error:  # Damage has no one type: any failure counts.
+  except Exception as error:  # Damage has no one type: any failure counts,
+    seals.require_readable(checkpoint.path)  # unless the disk gives no answer.
     return [f'it has no seal and cannot be read ({error})']
   seals.write(checkpoint.path)
   step_folders.warn(f'{checkpoint.path} was not sealed yet; it is now.')

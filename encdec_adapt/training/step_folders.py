@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import os
 import sys
 
-from encdec_adapt.runtime import disk, seals, storage
+from encdec_adapt.runtime import disk, errors, seals, storage
 
 FOLDER = 'checkpoints'  # Inside a work directory.
 
@@ -74,10 +74,13 @@ def delete(folder: storage.Path, step: int) -> None:
   storage.remove(path, _MARKERS)
 
 
-def set_aside(folder: storage.Path, step: int, problems: list[str]) -> None:
+def set_aside(folder: storage.Path, step: int, problems: list[str]) -> str:
   """Renames a damaged step to `damaged-...` and says so on standard error.
 
   The warning tells which step, unverified, is the one before it.
+
+  Returns:
+    The new name.
 
   Raises:
     UserError: the folder cannot be written.
@@ -93,11 +96,22 @@ def set_aside(folder: storage.Path, step: int, problems: list[str]) -> None:
     f' set aside as {moved} (delete it when you like);'
     f' {before or "there is none before it"}.'
   )
+  return moved.name
 
 
 def damaged(folder: storage.Path) -> list[str]:
   """Names of the damaged steps that were set aside, in order."""
   return sorted(path.name for path in folder.glob(f'{_DAMAGED}-*'))
+
+
+def lost(folder: storage.Path, names: list[str]) -> errors.UserError:
+  """The error to raise where only damaged steps are left."""
+  return errors.UserError(
+    f'{folder} has no sound checkpoint any more: those that there were are'
+    f' damaged and set aside as {", ".join(names)}. Put a sound copy of one'
+    " back, named by its step's number; or remove these folders, and the job"
+    ' starts anew at step 0, without its metrics.'
+  )
 
 
 def warn(text: str) -> None:

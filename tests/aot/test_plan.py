@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import report, stored
+from encdec_adapt.planning import out_of_memory, stored
 from tests import tiny
 
 pytestmark = [
@@ -202,4 +202,4 @@ def test_bad_questions(flags, words):
   ],
 )
 def test_the_compilers_complaint_is_read(message, needed):
-  assert report.out_of_memory(message) == needed
+  assert out_of_memory.needed(message) == needed

@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import types
 
 import jax
@@ -15,9 +17,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, job, train
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records, vocabularies
+from encdec_adapt.exchange import origin
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors, metrics
+from encdec_adapt.runtime import app, errors, metrics, preemption
 from encdec_adapt.training import checkpoint
+from encdec_adapt.training import step as step_lib
 from tests import tiny
 
 pytestmark = [
@@ -138,6 +142,26 @@ def test_a_job_that_continues_needs_its_source_no_more(
 
 def _end(*_, **__):
   raise InterruptedError('this is not to be gone beyond')
+
+
+FOR_READERS = ('summary.json', evaluate.FILE, 'coverage.json', origin.FOLDER)
+
+
+def test_what_a_start_before_left_goes_before_the_new_is_written(
+  pairs, tmp_path, monkeypatch
+):
+  run = tmp_path / 'run'
+  (run / origin.FOLDER / 'decoder').mkdir(parents=True)
+  for name in FOR_READERS[:3]:
+    (run / name).write_text('{"of": "others"}')
+  monkeypatch.setattr(train.loader, 'Loader', _end)
+  with pytest.raises(InterruptedError):
+    _train(*pairs, f'--workdir={run}')
+  # Of parameters that were drawn there is an account, and nothing else.
+  assert [name for name in FOR_READERS if (run / name).exists()] == [
+    'coverage.json'
+  ]
+  assert 'of' not in json.loads((run / 'coverage.json').read_text())
 
 
 def test_a_first_batch_of_wrong_framing_ends_the_job(
@@ -428,19 +452,43 @@ def _continue(folder, workdir, *flags) -> int:
   )
 
 
-def test_without_a_sound_checkpoint_it_says_that_it_starts_anew(
+def test_without_a_sound_checkpoint_it_does_not_start_anew(
   folder, copied, capsys
 ):
   for step in (3, 4):
     path = copied / checkpoint.FOLDER / str(step) / 'data' / 'metadata'
     path.write_bytes(path.read_bytes() + b' ')
-  assert _continue(folder, copied) == 0
+  written = (copied / 'metrics.jsonl').read_bytes()
+  said = (
+    'damaged-00000003 .data/metadata has .* bytes instead of .*, '
+    'damaged-00000004 .* remove these folders'
+  )
+  for words in (said, 'damaged-00000003, damaged-00000004. Put a sound copy'):
+    with pytest.raises(errors.UserError, match=words):
+      _continue(folder, copied)
+    assert (copied / 'metrics.jsonl').read_bytes() == written
   shown = capsys.readouterr()
   assert shown.err.count('is damaged') == 2
   assert shown.err.count('there is none before it') == 1
-  assert 'no sound checkpoint: starting anew (damaged-00000003,' in shown.out
-  assert re.search(r'^\d+ records of metrics are dropped', shown.out, re.M)
+  for path in (copied / checkpoint.FOLDER).glob('damaged-*'):
+    shutil.rmtree(path)
+  assert _continue(folder, copied) == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'^\d+ records of metrics are dropped', shown, re.M)
   assert checkpoint.open_latest(copied).step == 4
+
+
+def test_what_was_said_of_the_end_goes_where_a_job_goes_on(
+  folder, copied, monkeypatch
+):
+  paths = [copied / name for name in FOR_READERS[:2]]
+  paths[1].write_text('{}')
+  assert _continue(folder, copied) == 0  # It was done.
+  assert all(path.exists() for path in paths)
+  monkeypatch.setattr(checkpoint.Checkpoints, 'save', _end)
+  with pytest.raises(InterruptedError):
+    _continue(folder, copied, '--config.train.steps=6')
+  assert not any(path.exists() for path in paths)
 
 
 def test_another_seed_is_refused(folder, copied):
@@ -458,10 +506,11 @@ def test_another_learning_rate_is_reported(folder, copied, capsys):
   assert 'config.optimizer.learning_rate: 0.001 before, 0.5 now' in shown
 
 
-def test_another_batch_size_continues_at_the_saved_rows(folder, copied):
+def test_another_batch_size_continues_at_the_saved_rows(folder, copied, capsys):
   assert checkpoint.open_latest(copied).read_data()['rows'] == 4 * 8
   flags = ['--config.train.steps=6', '--config.train.batch_size=16']
   assert _continue(folder, copied, *flags) == 0
+  assert 'the records last for' not in capsys.readouterr().out
   rows = 4 * 8 + 2 * 16
   found = checkpoint.open_latest(copied)
   assert found.step == 6
@@ -484,7 +533,13 @@ def test_records_that_end_between_evaluations_or_saves(
     f'--config.checkpoint.every={save_every}',
   ]
   assert _continue(folder, copied, *flags) == 0
-  assert 'the records end after 96 rows, at step 6' in capsys.readouterr().out
+  shown = capsys.readouterr().out
+  early, _, late = shown.partition('the first example read')
+  assert (
+    'the records last for 2 of the 6 steps to come: the job is going to end at'
+    ' step 6 of 10.'
+  ) in early
+  assert 'the records end after 96 rows, at step 6 of 10' in late
   found = checkpoint.open_latest(copied)
   assert found.step == 6
   assert found.read_data()['rows'] == 96
@@ -512,3 +567,68 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   assert now[:-1] == lines[:-1]
   assert json.loads(now[-1])['starts'] == 2
   assert (copied / 'summary.json').exists()
+
+
+def test_a_second_signal_does_not_break_the_last_save_off(
+  folder, copied, monkeypatch, capsys
+):
+  def kill(*_):
+    raise AssertionError('the signal was not held')
+
+  close = checkpoint.Checkpoints.close
+
+  def close_slowly(checkpoints):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print('all is saved')
+    close(checkpoints)
+
+  monkeypatch.setattr(preemption.StopSignal, 'reached', lambda *_: True)
+  monkeypatch.setattr(checkpoint.Checkpoints, 'close', close_slowly)
+  before = signal.signal(signal.SIGTERM, kill)
+  try:
+    status = _continue(folder, copied, '--config.train.steps=9')
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert status == app.RESTART
+  _, _, late = capsys.readouterr().out.partition('all is saved')
+  assert 'told to stop: saved step 5, exiting with 75' in late
+  assert checkpoint.open_latest(copied).step == 5
+
+
+def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
+  pairs, tmp_path, monkeypatch
+):
+  """Where other parameters thaw, between two saves."""
+  make = step_lib.make_train_step
+
+  def make_small(*arguments):
+    return make(*arguments) if len(arguments[4]) == 1 else refuse
+
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError(
+      'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.'
+    )
+
+  monkeypatch.setattr(step_lib, 'make_train_step', make_small)
+  flags = [*pairs, '--config.train.cross_attention_warmup=2']
+  with pytest.raises(errors.UserError) as caught:
+    _train(*flags, f'--workdir={tmp_path}/run')
+  said = str(caught.value)
+  assert 'Out of memory while trying to allocate 64 bytes. What it' in said
+  (line,) = re.findall('`(python -m encdec_adapt.plan .*?)`', said)
+  asked = shlex.split(line)[3:]
+  assert asked[0] == '--config=configs/base.py'
+  assert set(flags) < set(asked)
+  assert '--topology=v5e:4x4' in asked and 'in the place of v5e:4x4' in said
+  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+
+
+def test_another_error_of_the_runtime_is_not_taken_for_it(
+  pairs, tmp_path, monkeypatch
+):
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
+
+  monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
+    _train(*pairs, f'--workdir={tmp_path}/run')

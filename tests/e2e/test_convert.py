@@ -18,7 +18,9 @@ import tokenizers
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.data import vocabularies, vocabulary_training
+from encdec_adapt.exchange import origin
 from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.interop import siglip
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
@@ -288,6 +290,30 @@ def test_what_is_no_part_of_the_model_is_reported(
   ]
   assert _train(*flags, '--dry_run') == 0
   assert said in capsys.readouterr().out
+
+
+def test_what_is_kept_takes_the_place_of_what_was(gemma, tmp_path):
+  """As of a job that is started again before its first checkpoint."""
+  sees, run = tmp_path / 'sees', tmp_path / 'run'
+  sees.mkdir()
+  tower = {'num_hidden_layers': 1, 'vision_use_head': False, 'image_size': 16}
+  encoder = {'vision_config': tower, 'text_config': {'hidden_size': 16}}
+  (sees / 'config.json').write_text(
+    json.dumps({'model_type': 't5gemma2', 'encoder': encoder})
+  )
+  shapes = siglip.shapes(tower, 16, 'config.json')
+  tensors = {f'model.encoder.{n}': np.zeros(s, 'f4') for n, s in shapes.items()}
+  safetensors.save_file(tensors, sees / 'model.safetensors', {'format': 'pt'})
+  for _ in range(2):
+    origin.keep(run, {'decoder': sees, 'encoder': gemma})
+  kept = run / origin.FOLDER
+  part = origin.vision_part({'decoder': kept / 'decoder'})
+  assert len(part.names) == len(shapes)
+  origin.keep(run, {'decoder': gemma})
+  assert os.listdir(kept) == ['decoder']
+  assert not (kept / 'decoder' / 'vision').exists()
+  origin.keep(run, {})
+  assert not kept.exists()
 
 
 def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):

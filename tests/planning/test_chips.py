@@ -1,6 +1,8 @@
 """Topologies as they are written."""
 
 import importlib.util
+import itertools
+import types
 
 import pytest
 
@@ -52,3 +54,31 @@ def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
   )
   with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]=="):
     chips.devices_of(chips.parse('v5e:2x2'))
+
+
+def _devices(kind, extents, slices):
+  return [
+    types.SimpleNamespace(device_kind=kind, coords=place, slice_index=index)
+    for index in range(slices)
+    for place in itertools.product(*map(range, extents))
+  ]
+
+
+@pytest.mark.parametrize(
+  'kind, extents, slices, name',
+  [
+    ('TPU v5 lite', (4, 2, 1), 1, 'v5e:4x2'),
+    ('TPU v5', (2, 2, 4), 2, 'v5p:2x2x4'),
+    ('TPU v6 lite', (4, 4, 1), 1, 'v6e:4x4'),
+    ('NVIDIA H200', (8,), 1, 'h200:8'),
+  ],
+)
+def test_devices_are_known_by_their_topology(kind, extents, slices, name):
+  devices = _devices(kind, extents, slices)
+  found = chips.slice_of(devices)
+  assert (found.name, found.count) == (name, slices)
+  assert found.devices == len(devices)
+
+
+def test_devices_that_are_not_known_have_no_topology():
+  assert chips.slice_of(_devices('cpu', (8,), 1)) is None

@@ -1,5 +1,6 @@
 """Saves, seals, damage, retention and partial restore of checkpoints."""
 
+import errno
 import functools
 import json
 import os
@@ -117,7 +118,7 @@ def _truncate(path):
   path.write_bytes(path.read_bytes()[:-1])
 
 
-def _make_unreadable(path):
+def _replace_by_a_folder(path):
   path.unlink()
   path.mkdir()
 
@@ -198,7 +199,7 @@ def test_the_old_step_is_there_until_the_new_one_is_sealed(
     (_flip, 'other contents'),
     (_truncate, 'bytes instead of'),
     (pathlib.Path.unlink, 'is missing'),
-    (_make_unreadable, 'cannot be read|bytes instead of'),
+    (_replace_by_a_folder, 'is a folder|bytes instead of'),
   ],
 )
 def test_damage_is_set_aside_and_the_step_saved_again(
@@ -229,9 +230,16 @@ def test_of_a_damaged_only_step_no_other_is_promised(tmp_path, capsys):
     _save(checkpoints, 5)
   _flip(_largest(tmp_path / '5' / 'state'))
   with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
-    assert checkpoints.damaged() == []
+    checkpoints.check_not_lost()
     assert checkpoints.latest() is None
-    assert checkpoints.damaged() == ['damaged-00000005']
+    with pytest.raises(errors.UserError, match='other contents'):
+      checkpoints.check_not_lost()
+  with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:
+    assert checkpoints.latest() is None
+    with pytest.raises(errors.UserError, match='damaged-00000005. Put a sound'):
+      checkpoints.check_not_lost()
+    (tmp_path / 'damaged-00000005').rename(tmp_path / 'elsewhere')
+    checkpoints.check_not_lost()
   warning = capsys.readouterr().err
   assert 'step 5 is damaged' in warning
   assert 'there is none before it' in warning
@@ -280,6 +288,36 @@ def test_an_unreadable_step_without_a_seal_is_set_aside(tmp_path, damage, item):
   with checkpoint.Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.latest() == 3
     assert (tmp_path / 'damaged-00000006').is_dir()
+
+
+@pytest.mark.parametrize('sealed', [True, False])
+def test_what_the_disk_does_not_let_be_read_is_not_set_aside(
+  tmp_path, monkeypatch, sealed
+):
+  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    _save(checkpoints, 3)
+  path = tmp_path / '3' / 'meta' / 'metadata'
+  if not sealed:
+    (tmp_path / '3' / seals.FILE).unlink()
+    content = path.read_bytes()
+    path.write_bytes(b'')
+
+  entry = seals._entry
+
+  def stale(name, *arguments, **options):
+    if name == path:
+      raise OSError(errno.ESTALE, 'Stale file handle')
+    return entry(name, *arguments, **options)
+
+  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    with monkeypatch.context() as patch:
+      patch.setattr(seals, '_entry', stale)
+      said = f'{path} cannot be read .Stale file handle.: whether'
+      with pytest.raises(errors.UserError, match=said):
+        checkpoints.latest()
+    if not sealed:
+      path.write_bytes(content)
+    assert checkpoints.latest() == 3
 
 
 def test_leftovers_of_kills_are_removed(tmp_path):
@@ -383,10 +421,14 @@ def test_bad_settings_and_no_space(tmp_path):
   with pytest.raises(errors.UserError, match='keep_every is 0'):
     checkpoint.Checkpoints(tmp_path, keep_every=0)
   with checkpoint.Checkpoints(tmp_path) as checkpoints:
-    checkpoints.require_space(_abstract())
+    checkpoints.require_space(_abstract(), [1, 2, 3])
     vast = {'x': jax.ShapeDtypeStruct((2**47,), jnp.float32)}
     with pytest.raises(errors.UserError, match='free, but 3 checkpoints need'):
-      checkpoints.require_space(vast)
+      checkpoints.require_space(vast, [1, 2, 3, 4, 5])
+    _save(checkpoints, 1)
+    with pytest.raises(errors.UserError, match='free, but 2 checkpoints need'):
+      checkpoints.require_space(vast, [1, 2, 3, 4, 5])
+    checkpoints.require_space(vast, [1])  # It is there.
 
 
 _SAVER = """

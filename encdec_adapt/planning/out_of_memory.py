@@ -1,0 +1,61 @@
+"""Memory that did not suffice: how that is said, and what to ask then."""
+
+from collections.abc import Iterator
+import contextlib
+import re
+import shlex
+
+import jax
+
+from encdec_adapt.planning import chips, stored
+from encdec_adapt.runtime import errors
+
+_SAID = ('RESOURCE_EXHAUSTED', 'Ran out of memory')
+_EXAMPLE = 'v5e:4x4'
+
+
+def needed(message: str) -> float | None:
+  """Bytes that a program needs, of the compiler's complaint; None: another."""
+  found = re.search(
+    r'(?:Used |temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
+  )
+  if not found:
+    return None
+  power = ' KMGT'.index(found[2])
+  return float(found[1]) * 1024**power
+
+
+@contextlib.contextmanager
+def explained(config_flag) -> Iterator[None]:
+  """Turns devices out of memory into an error that says what to ask.
+
+  A job that is started again would meet the same.
+
+  Args:
+    config_flag: of the job's configuration.
+
+  Raises:
+    UserError: of a compiler, or a device, that had too little memory.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    message = str(error)
+    if needed(message) is None and not any(s in message for s in _SAID):
+      raise
+    raise errors.UserError(_advice(message, config_flag)) from error
+
+
+def _advice(message: str, config_flag) -> str:
+  where, note = chips.slice_of(jax.devices()), ''
+  if where is None:
+    where = chips.parse(_EXAMPLE)
+    note = f' (with the chips that are meant in the place of {_EXAMPLE})'
+  asked = {**stored.question(config_flag, where), 'programs': ['train']}
+  command = ['python', '-m', 'encdec_adapt.plan', *stored.flags(asked)]
+  return (
+    'the devices have too little memory for this configuration:'
+    f' {message.splitlines()[0].rstrip(".")}. What it needs, and flags with'
+    f' which it would fit, says `{shlex.join(command)}`{note}. What was saved'
+    ' is continued by the same command with such flags.'
+  )
