@@ -52,7 +52,8 @@ def make_records(
 ) -> list[str]:
   """Writes a vocabulary and prefix_lm and causal_lm records.
 
-  For one number of rows the vocabulary is the same, held out are up to 8. Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs.
+  The vocabulary does not depend on how many rows are held out, at most 8.
+  Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs.
 
   Returns:
     The flags of a job that reads the prefix_lm records.
