@@ -43,7 +43,7 @@ from encdec_adapt.planning import (
   shapes,
   stored,
 )
-from encdec_adapt.runtime import command, errors, files
+from encdec_adapt.runtime import command, disk, errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import report as sharding_report
 
@@ -103,6 +103,14 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
+  if values.output:
+    for name in ('calibrate', 'table', 'sharding'):
+      if values[name].value:
+        raise errors.UserError(
+          f'--output={values.output} gets nothing of --{name}, which writes no'
+          ' report; leave one of them out.'
+        )
+    disk.require_output(values.output)
   if values.calibrate:
     return _calibrate(values.calibrate)
   if values.table:
@@ -255,7 +263,17 @@ def _search(settings, where, budget, values) -> int:
 
 
 def _calibrate(names: list[str]) -> int:
-  """Plans the published runs and writes the table of errors."""
+  """Plans the published runs and writes the table of errors.
+
+  Raises:
+    UserError: a name is part of none of theirs.
+  """
+  for part in names if names != ['all'] else ():
+    if not any(part in name for name in calibration.RUNS):
+      raise errors.UserError(
+        f'--calibrate={part} is part of no name of a published run; those are'
+        f' {"; ".join(calibration.RUNS)}.'
+      )
   rows = {row['name']: row for row in calibration.table()}
   topologies = [chips.parse(run.topology) for run in calibration.RUNS.values()]
   shapes.stand_in_devices(
