@@ -113,7 +113,8 @@ def get_config():
   config.init.encoder = ''
   config.init.decoder = ''  # Of the decoder's; '' for the encoder's.
   # 'auto' copies cross-attention from self-attention where shapes allow
-  # (balanced pairs) and draws it otherwise; or 'copy', 'fresh'.
+  # (balanced pairs) and draws it otherwise; or 'copy', 'fresh'. This and the
+  # next are of 'adapt' alone.
   config.init.cross_attention = 'auto'
   # Gain of a fresh cross-attention's post-norm: 'one', or 'zero' (the
   # decoder computes what it did before, at step 0).

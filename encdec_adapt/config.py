@@ -454,15 +454,19 @@ def _check_init(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory of the source run.'
     )
+  options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
   unused = {
-    'random': ('encoder', 'decoder'),
-    'checkpoint': ('decoder',),
+    'random': {'encoder': '', 'decoder': ''} | options,
+    'checkpoint': {'decoder': ''} | options,
+    'embeddings': options,
+    'adapt': {},
   }
-  for name in unused.get(init.mode, ()):
-    if getattr(init, name):
+  for name, default in unused[init.mode].items():
+    if getattr(init, name) != default:
       raise errors.UserError(
         f'config.init.{name} is {getattr(init, name)!r}, which init.mode'
-        f' {init.mode!r} does not read; empty it, or set config.init.mode.'
+        f' {init.mode!r} does not read; set it to {default!r}, or change'
+        ' config.init.mode.'
       )
   adapting = init.mode in ('adapt', 'embeddings')
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)

@@ -19,12 +19,14 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
+from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, errors, files, storage
+from encdec_adapt.runtime import command, disk, errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import checkpoint
+from encdec_adapt.training import checkpoint, objectives
+from encdec_adapt.training import state as state_lib
 
 FILE = 'evaluation.json'
 
@@ -51,53 +53,73 @@ def main(values: flags.FlagValues) -> int:
       f' {devices} devices, at least 1.'
     )
   record_set = records.RecordSet.open(values.records)
-  runs = {path: config_lib.load_run(path) for path in values.checkpoint}
+  # All that can be refused is, before hours go into the first.
+  runs = [open_run(path, record_set) for path in values.checkpoint]
   evaluators: dict[Any, perplexity.Evaluator] = {}
   print(f'{len(record_set):,} rows of {values.records}')
-  for path, settings in runs.items():
-    result = evaluate(path, settings, record_set, values.batch_size, evaluators)
-    files.write_json(storage.join(path, FILE), result)
+  if _one_pair_a_row(record_set) and len(record_set) == 1:
+    print(
+      'note: the records have one row and so no prefix of another example;'
+      ' models are measured with their own prefix only.'
+    )
+  for run in runs:
+    result = evaluate(run, record_set, values.batch_size, evaluators)
     shuffled = result['eval_loss_shuffled_prefix']
     print(
-      f'{path}: {result["eval_loss"]:.4f} nats per target token'
+      f'{run.path}: {result["eval_loss"]:.4f} nats per target token'
       + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes'),
       flush=True,
     )
+    files.write_json(storage.join(run.path, FILE), result)
   return 0
 
 
-def evaluate(
-  path: str,
-  settings: config_lib.Settings,
-  record_set: records.RecordSet,
-  batch_size: int,
-  evaluators: dict[Any, perplexity.Evaluator],
-) -> dict[str, Any]:
-  """Evaluates the newest sound checkpoint of a run.
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run that suits the records; its parameters have not been read.
+
+  Attributes:
+    path: its work directory.
+    loss: how its loss is computed.
+    where: the model, and where its parameters go.
+    found: its newest sound checkpoint.
+  """
+
+  path: str
+  loss: objectives.LossConfig
+  where: state_lib.Placement
+  found: checkpoint.Checkpoint
+
+  @property
+  def is_pair(self) -> bool:
+    """Whether it is an encoder-decoder."""
+    return isinstance(
+      self.where.model.config, model_config.EncoderDecoderConfig
+    )
+
+
+def open_run(path: str, record_set: records.RecordSet) -> Run:
+  """Opens the newest sound checkpoint of a run, and checks all of it.
 
   Args:
     path: the run's work directory.
-    settings: its settings.
     record_set: held-out rows.
-    batch_size: rows at a time.
-    evaluators: those made so far, so that equal models compile once.
-
-  Returns:
-    What evaluation.json holds: `kind`, `eval_loss` and
-    `eval_loss_shuffled_prefix` (None for rows that have no inputs, or several
-    pairs) in nats per target token.
 
   Raises:
-    UserError: the vocabulary of the records is not the model's, or the
-      devices cannot run its attention backend.
+    UserError: there is none, the folder cannot be written, the vocabulary of
+      the records is not the model's, or the model is not the checkpoint's or
+      does not divide over the devices.
   """
-  lengths = record_set.spec.lengths
-  pairs = isinstance(settings.model, model_config.EncoderDecoderConfig)
-  if pairs and not lengths.encoder:
+  settings = config_lib.load_run(path)
+  is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)
+  if is_pair and not record_set.spec.lengths.encoder:
     raise errors.UserError(
       f'{path} is an encoder-decoder and {record_set.folder} holds rows'
       ' without inputs; give records of prefix_lm or ul2.'
     )
+  disk.require_writable(path)
+  found = checkpoint.open_latest(path)
+  source_lib.open_vocabularies(found, settings.data.vocabularies)
   vocabulary_checks.check_records(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
   mesh = mesh_lib.make_mesh(
@@ -105,13 +127,36 @@ def evaluate(
   )
   settings = job.with_attention_for(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
-  key = (where, settings.loss.chunk)
+  found.require_same({'params': where.abstract_params()}, partial=True)
+  return Run(path, settings.loss, where, found)
+
+
+def evaluate(
+  run: Run,
+  record_set: records.RecordSet,
+  batch_size: int,
+  evaluators: dict[Any, perplexity.Evaluator],
+) -> dict[str, Any]:
+  """Evaluates a run.
+
+  Args:
+    run: as `open_run` gives it.
+    record_set: the rows that it was opened for.
+    batch_size: rows at a time.
+    evaluators: those made so far, so that equal models compile once.
+
+  Returns:
+    What evaluation.json holds: `kind`, `eval_loss` and
+    `eval_loss_shuffled_prefix` (None for rows that have no inputs, or several
+    pairs, and for a single row) in nats per target token.
+  """
+  lengths, where = record_set.spec.lengths, run.where
+  key = (where, run.loss.chunk)
   if key not in evaluators:
     evaluators[key] = perplexity.Evaluator(*key)
   evaluator = evaluators[key]
-  found = checkpoint.open_latest(path)
-  vocabulary_checks.check_checkpoint(found, settings.data.vocabularies.open())
-  params = found.restore_params(where.abstract_params())
+  params = run.found.restore_params(where.abstract_params())
+  shards = placement.row_shards(where.mesh, where.rules)
 
   def measure(**options) -> perplexity.Result:
     return evaluator(
@@ -120,20 +165,20 @@ def evaluate(
         record_set,
         lengths,
         batch_size,
-        teacher=lengths.encoder > 0 and not pairs,
-        local=placement.row_shards(mesh, where.rules).rows(batch_size),
+        teacher=lengths.encoder > 0 and not run.is_pair,
+        local=shards.rows(batch_size),
         **options,
       ),
     )
 
   own = measure()
   shuffled = None
-  if lengths.encoder and not record_set.spec.pack:
+  if _one_pair_a_row(record_set) and len(record_set) > 1:
     # Half of the set away, so that it is not the same document's.
-    shuffled = measure(prefix_offset=max(len(record_set) // 2, 1)).loss
+    shuffled = measure(prefix_offset=len(record_set) // 2).loss
   return {
-    'kind': 'encoder_decoder' if pairs else 'decoder_only',
-    'checkpoint_step': found.step,
+    'kind': 'encoder_decoder' if run.is_pair else 'decoder_only',
+    'checkpoint_step': run.found.step,
     'records': str(record_set.folder),
     'records_spec': dataclasses.asdict(record_set.spec),
     'target_tokens': own.target_tokens,
@@ -141,6 +186,12 @@ def evaluate(
     'eval_loss': own.loss,
     'eval_loss_shuffled_prefix': shuffled,
   }
+
+
+def _one_pair_a_row(record_set: records.RecordSet) -> bool:
+  """Whether rows have a prefix that another one could stand for."""
+  spec = record_set.spec
+  return spec.lengths.encoder > 0 and not spec.pack
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ a decoder-only model continues it. With --chat a prompt is what a user says,
 and the model answers in the format of its vocabulary (`data/chat.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, vocabulary_checks
+from encdec_adapt import job
 from encdec_adapt.data import chat as chat_lib
 from encdec_adapt.data import vocabularies, vocabulary
 from encdec_adapt.exchange import facade, origin
@@ -29,6 +29,7 @@ from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import build
+from encdec_adapt.models import config as model_config
 from encdec_adapt.runtime import command, disk, errors, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import checkpoint
@@ -82,20 +83,26 @@ class Continuation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
-  """What continues prompts.
+class Opened:
+  """A model whose parameters have not been read.
 
   Attributes:
-    model: from `models.build`.
-    params: its parameters.
+    config: its shape.
     vocabularies: of its sides.
     special_ids: as `origin.special_ids` gives them.
+    read: gives the model and its parameters, on one device.
   """
 
-  model: build.Model
-  params: Any
+  config: model_config.ModelConfig
   vocabularies: vocabularies.Opened
   special_ids: Mapping[str, Any]
+  read: Callable[[], tuple[build.Model, Any]]
+
+  @property
+  def reader(self) -> vocabulary.Vocabulary:
+    """The vocabulary that prompts are read with."""
+    side = 'encoder' if 'encoder' in self.config.stacks else 'decoder'
+    return self.vocabularies.sides[side]
 
 
 @dataclasses.dataclass
@@ -154,16 +161,20 @@ def main(values: flags.FlagValues) -> int:
     values.chat,
   )
   if values.output:
-    _check_writable(values.output)
-  loaded = load(values.checkpoint)
+    disk.require_output(values.output)
+  opened = open_model(values.checkpoint)
+  encoded = encode_prompts(opened, prompts, values.prompts, chat=values.chat)
 
   timing = Timing()
   done = []
-  for result in continue_prompts(loaded, prompts, options, timing):
-    done.append(result)
-    end = 'ended' if result.ended else 'cut'
-    print(f'--- prompt {len(done)} of {len(prompts)}\n{result.prompt}')
-    print(f'--- continuation ({result.tokens} tokens, {end})\n{result.text}')
+  for results in continue_prompts(opened, prompts, encoded, options, timing):
+    for result in results:
+      done.append(result)
+      end = 'ended' if result.ended else 'cut'
+      print(f'--- prompt {len(done)} of {len(prompts)}\n{result.prompt}')
+      print(f'--- continuation ({result.tokens} tokens, {end})\n{result.text}')
+    if values.output:  # Whatever interrupts it, what is done is there.
+      _write(values.output, pathlib.Path(values.checkpoint).name, done)
   tokens = sum(result.tokens for result in done)
   print(
     f'--- {len(done)} prompts, {min(options.batch_size, len(done))} at a time:'
@@ -171,8 +182,6 @@ def main(values: flags.FlagValues) -> int:
     f' {tokens / timing.generating:.1f} tokens/s'
     f' (compiling took {timing.compiling:.1f} s)'
   )
-  if values.output:
-    _write(values.output, pathlib.Path(values.checkpoint).name, done)
   return 0
 
 
@@ -195,9 +204,8 @@ def read_prompts(
       'give either --prompt=TEXT or --prompts=FILE, and not both.'
     )
   if file is None:
-    prompts, where = list(texts), '--prompt number {}'
+    prompts = list(texts)
   else:
-    where = f'--prompts={file}, line {{}}'
     try:
       # Not splitlines(), which also splits at form feeds and the like.
       lines = storage.at(file).read_text(encoding='utf-8').split('\n')
@@ -214,22 +222,26 @@ def read_prompts(
     prompts = lines
     if file.endswith('.jsonl'):
       prompts = [
-        _json_prompt(line, where.format(i + 1), chat)
+        _json_prompt(line, _place(file, i), chat)
         for i, line in enumerate(lines)
       ]
   for i, prompt in enumerate(prompts):
     if isinstance(prompt, str) and not prompt.strip():
       raise errors.UserError(
-        f'{where.format(i + 1)}: the prompt is empty; there is nothing to'
-        ' continue.'
+        f'{_place(file, i)}: the prompt is empty; there is nothing to continue.'
       )
   return prompts
 
 
-def load(path: str) -> Loaded:
-  """Opens a Hugging Face folder, or the newest checkpoint of a training job.
+def _place(file: str | None, index: int) -> str:
+  """Where a prompt is given, for messages."""
+  if file is None:
+    return f'--prompt number {index + 1}'
+  return f'--prompts={file}, line {index + 1}'
 
-  On one device.
+
+def open_model(path: str) -> Opened:
+  """Opens a Hugging Face folder, or the newest checkpoint of a training job.
 
   Args:
     path: the folder, or the job's work directory.
@@ -238,70 +250,123 @@ def load(path: str) -> Loaded:
     UserError: there is no model, no sound checkpoint or no vocabulary, or it
       is not that of the checkpoint.
   """
-  read = _load_folder if source_lib.is_folder(path) else _load_run
-  model, params, opened = read(path)
+  open_it = _open_folder if source_lib.is_folder(path) else _open_run
+  config, opened, read = open_it(path)
   special = origin.special_ids(origin.folders(path), opened)
-  return Loaded(model, params, opened, special)
+  return Opened(config, opened, special, read)
 
 
-def _load_folder(path: str):
-  loaded = facade.load(path)
-  if loaded.vocabularies is None:
+def _open_folder(path: str):
+  source = source_lib.open_source(path)
+  if source.vocabularies is None:
     raise errors.UserError(
       f'{path} has no tokenizer, so there is nothing to read prompts with; put'
       ' its tokenizer.model or tokenizer.json beside the weights.'
     )
-  opened = loaded.vocabularies.open()
-  for side, stack in loaded.config.stacks.items():
+  opened = source.vocabularies.open()
+  for side, stack in source.model.stacks.items():
     vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
-  return loaded.model, loaded.params, opened
+
+  def read():
+    loaded = facade.load(path)
+    return loaded.model, loaded.params
+
+  return source.model, opened, read
 
 
-def _load_run(workdir: str):
+def _open_run(workdir: str):
   settings = config_lib.load_run(workdir)
-  opened = settings.data.vocabularies.open()
   found = checkpoint.open_latest(workdir)
-  vocabulary_checks.check_checkpoint(found, opened)
+  choice = settings.data.vocabularies
+  opened = source_lib.open_vocabularies(found, choice)
+  if opened is None:
+    raise errors.UserError(
+      f'{workdir} has no vocabulary, so there is nothing to read prompts with;'
+      f' put that of its model at {choice.decoder}.'
+    )
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
   if 'encoder' in settings.model.stacks:  # It is not run from a cache.
     settings = job.with_attention_for(settings, mesh)
   where = job.place_model(settings, settings.model, mesh)
-  params = found.restore_params(where.abstract_params())
-  return where.model, params, opened
+  abstract = where.abstract_params()
+  return (
+    settings.model,
+    opened,
+    lambda: (where.model, found.restore_params(abstract)),
+  )
+
+
+def encode_prompts(
+  opened: Opened,
+  prompts: Sequence[Prompt],
+  file: str | None,
+  *,
+  chat: bool = False,
+) -> list[np.ndarray]:
+  """Token ids of each prompt, int32 [n], without BOS.
+
+  Args:
+    opened: the model.
+    prompts: as `read_prompts` gives them.
+    file: that they are from, or None.
+    chat: they are what a user says, or conversations.
+
+  Raises:
+    UserError: a chat is asked for and a vocabulary has no template; or names
+      the prompt that cannot be encoded.
+  """
+  if chat:
+    for one in opened.vocabularies.sides.values():
+      chat_lib.template_of(one)
+  encoded = []
+  for index, prompt in enumerate(prompts):
+    try:
+      encoded.append(_encode_prompt(opened.reader, prompt, chat))
+    except errors.UserError as error:
+      raise errors.UserError(f'{_place(file, index)}: {error}') from error
+  return encoded
+
+
+def _encode_prompt(
+  reader: vocabulary.Vocabulary, prompt: Prompt, chat: bool
+) -> np.ndarray:
+  if not chat:
+    return reader.encode(prompt)
+  messages = prompt
+  if isinstance(prompt, str):
+    messages = [{'role': 'user', 'content': prompt}]
+  return chat_lib.encode(messages, reader, open_turn=True).ids
 
 
 def continue_prompts(
-  loaded: Loaded,
+  opened: Opened,
   prompts: Sequence[Prompt],
+  encoded: Sequence[np.ndarray],
   options: Options,
   timing: Timing,
-) -> Iterator[Continuation]:
-  """Yields the continuation of each prompt, in order.
+) -> Iterator[list[Continuation]]:
+  """Reads the parameters, and yields continuations batch by batch, in order.
 
   Args:
-    loaded: the model.
+    opened: the model.
     prompts: what is continued.
+    encoded: the same, as `encode_prompts` gives them.
     options: what is asked.
     timing: is added to.
-
-  Raises:
-    UserError: a chat is asked for and a vocabulary has no template.
   """
-  model, opened = loaded.model, loaded.vocabularies
-  has_encoder = 'encoder' in model.config.stacks
-  reader = opened.encoder if has_encoder else opened.decoder
-  ends = list(loaded.special_ids['eos'])
+  model, params = opened.read()
+  reader, writer = opened.reader, opened.vocabularies.decoder
+  ends = list(opened.special_ids['eos'])
   if options.chat:
-    ends.append(chat_lib.end_of_turn(opened.decoder))
-  special = {**loaded.special_ids, 'eos': np.array(ends, np.int32)}
+    ends.append(chat_lib.end_of_turn(writer))
+  special = {**opened.special_ids, 'eos': np.array(ends, np.int32)}
   size = min(options.batch_size, len(prompts))
   compiled = {}
   for start in range(0, len(prompts), size):
     texts = prompts[start : start + size]
-    ids = [_encode_prompt(reader, text, options) for text in texts]
-    ids += [None] * (size - len(texts))
+    ids = [*encoded[start : start + size], *[None] * (size - len(texts))]
     rows = frame_prompts(ids, bos=reader.bos, pad=reader.pad)
     dynamic = {
       'rng': jax.random.key(options.seed),
@@ -313,7 +378,7 @@ def continue_prompts(
       began = time.perf_counter()
       compiled[shape] = generation.generate.lower(
         model,
-        loaded.params,
+        params,
         *rows,
         **dynamic,
         max_tokens=options.max_tokens,
@@ -321,24 +386,14 @@ def continue_prompts(
       ).compile()
       timing.compiling += time.perf_counter() - began
     began = time.perf_counter()
-    result = jax.device_get(compiled[shape](loaded.params, *rows, **dynamic))
+    result = jax.device_get(compiled[shape](params, *rows, **dynamic))
     timing.generating += time.perf_counter() - began
-    for text, tokens, length in zip(
-      texts, result.tokens, result.lengths, strict=False
-    ):
-      yield _continuation(opened.decoder, text, tokens[:length], ends)
-
-
-def _encode_prompt(
-  reader: vocabulary.Vocabulary, prompt: Prompt, options: Options
-) -> np.ndarray:
-  """Token ids of a prompt, without BOS."""
-  if not options.chat:
-    return reader.encode(prompt)
-  messages = prompt
-  if isinstance(prompt, str):
-    messages = [{'role': 'user', 'content': prompt}]
-  return chat_lib.encode(messages, reader, open_turn=True).ids
+    yield [
+      _continuation(writer, text, tokens[:length], ends)
+      for text, tokens, length in zip(
+        texts, result.tokens, result.lengths, strict=False
+      )
+    ]
 
 
 def frame_prompts(
@@ -404,17 +459,6 @@ def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
       f'{where} is JSON of another kind than a string: {line[:60]}'
     )
   return prompt
-
-
-def _check_writable(output: str) -> None:
-  """Refuses an output that cannot be written, before the long work."""
-  path = storage.at(output)
-  if path.is_dir():
-    raise errors.UserError(
-      f'--output={output} cannot be written (it is a folder); name a file in a'
-      ' folder of yours.'
-    )
-  disk.require_writable(path.parent)
 
 
 def _write(output: str, run: str, results: Sequence[Continuation]) -> None:

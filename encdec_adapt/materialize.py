@@ -430,7 +430,11 @@ def open_vocabularies(
     path = storage.at(choice.decoder)
     # Our own have mode tokens, so that sentinels are all that is added.
     size = data.table_sizes['decoder'] - choice.added_sentinels
-    say(f'vocabulary: training {path} with {size:,} pieces')
+    say(
+      f'vocabulary: {path} is not there: a new one of {size:,} ids is trained'
+      ' into it. Where it should be there, stop here, and correct'
+      ' config.data.vocabulary.'
+    )
     spec = data.train
     documents = mixtures.documents_in_turn(open_parts(spec), draw_of(spec, 0))
     vocabulary_training.train_vocabulary(

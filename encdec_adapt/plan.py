@@ -104,6 +104,14 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
+  if values.output:
+    for name in ('calibrate', 'table', 'sharding'):
+      if values[name].value:
+        raise errors.UserError(
+          f'--output={values.output} gets nothing of --{name}, which writes no'
+          ' report; leave one of them out.'
+        )
+    disk.require_output(values.output)
   if values.calibrate:
     return _calibrate(values.calibrate)
   if values.table:
@@ -278,7 +286,17 @@ def _write_candidates(values, where, fit) -> None:
 
 
 def _calibrate(names: list[str]) -> int:
-  """Plans the published runs and writes the table of errors."""
+  """Plans the published runs and writes the table of errors.
+
+  Raises:
+    UserError: a name is part of none of theirs.
+  """
+  for part in names if names != ['all'] else ():
+    if not any(part in name for name in calibration.RUNS):
+      raise errors.UserError(
+        f'--calibrate={part} is part of no name of a published run; those are'
+        f' {"; ".join(calibration.RUNS)}.'
+      )
   rows = {row['name']: row for row in calibration.table()}
   topologies = [chips.parse(run.topology) for run in calibration.RUNS.values()]
   shapes.stand_in_devices(

@@ -35,6 +35,8 @@ from encdec_adapt.runtime import (
 )
 from encdec_adapt.training import accounting
 
+COMMANDS = ('materialize', 'train', 'evaluate', 'generate', 'plan')
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -42,7 +44,7 @@ class Stage:
 
   Attributes:
     name: names the stage in the report.
-    module: of the command, such as 'train' for encdec_adapt.train.
+    module: of the command, one of `COMMANDS`.
     flags: of the command.
     budget_seconds: how long it should take on two cores.
     rate_of: run folders; the learning rate of the one with the lowest
@@ -127,10 +129,15 @@ def load(spec: str) -> Study:
 
 
 def run(study: Study) -> int:
-  """Runs what is not finished, then writes the report."""
+  """Runs what is not finished, then writes the report.
+
+  Raises:
+    UserError: as `check`, before any stage; or as a stage.
+  """
   # Here, because it imports what trains; a study is listed without it.
   from encdec_adapt import job
 
+  check(study)
   root = storage.at(study.root)
   disk.require_writable(root / 'stages')
   _check_same_study(root, study)
@@ -156,6 +163,94 @@ def run(study: Study) -> int:
         return status
   _report(study)
   return 0
+
+
+def check(study: Study) -> None:
+  """Refuses a study that would fail hours later, as far as can be known.
+
+  Raises:
+    UserError: names the stage or the field, and what is wrong with it: two
+      stages of one name, no such command, flags or a configuration that are
+      refused, or a folder or file that no stage makes.
+  """
+  made: list[str] = []
+  evaluated, written, names = set(), set(), set()
+  for stage in study.stages:
+    if stage.name in names:
+      raise errors.UserError(
+        f'two stages have the name {stage.name!r}, and the second would never'
+        ' run: what is finished is known by its name. Rename one.'
+      )
+    names.add(stage.name)
+    _require_made(study, f'rate_of of {stage.name!r}', stage.rate_of, made)
+    try:
+      values = _checked_flags(stage)
+    except errors.UserError as error:
+      raise errors.UserError(f'the stage {stage.name!r}: {error}') from error
+    if stage.module == 'train':
+      made.append(_place(values.workdir))
+    elif stage.module == 'evaluate':
+      evaluated |= {_place(path) for path in values.checkpoint}
+    elif stage.module == 'generate' and values.output:
+      written.add(_place(values.output))
+  fields = {'runs': study.runs}
+  fields |= {f'best_of[{name!r}]': of for name, of in study.best_of.items()}
+  for field, folders in fields.items():
+    _require_made(study, field, folders, made)
+    for folder in folders:
+      if _place(study.root, folder) not in evaluated:
+        raise errors.UserError(
+          f'{field} names {folder!r}, which no stage evaluates: the report has'
+          ' its held-out loss. Add it to the --checkpoint flags of a stage.'
+        )
+  if _place(study.samples) not in written:
+    raise errors.UserError(
+      f'samples is {study.samples!r}, which is the --output of no stage that'
+      f' generates; those are {", ".join(sorted(written)) or "none"}.'
+    )
+
+
+def _checked_flags(stage: Stage) -> flags.FlagValues:
+  """Parses the flags of a stage; a configuration is validated.
+
+  Raises:
+    UserError: there is no such command, or it would refuse the flags.
+  """
+  from encdec_adapt import config as config_lib
+  from encdec_adapt import materialize
+
+  if stage.module not in COMMANDS:
+    raise errors.UserError(
+      f'{stage.module!r} is no command that a stage can be; those are'
+      f' {", ".join(COMMANDS)}.'
+    )
+  module = importlib.import_module(f'encdec_adapt.{stage.module}')
+  values = command.parse(module.define_flags, stage.flags)
+  if stage.module in ('train', 'materialize'):
+    is_train = stage.module == 'train'
+    command.require(values, 'config', *(['workdir'] if is_train else []))
+    materialize.set_passes(values)
+    config_lib.load(values.config, values.workdir, sources=is_train)
+  return values
+
+
+def _place(path: str, *names: str) -> str:
+  """One spelling of each path, without asking a disk or a bucket."""
+  if storage.is_bucket(path):
+    return storage.join(path, *names)
+  return os.path.abspath(os.path.join(path, *names))
+
+
+def _require_made(
+  study: Study, field: str, folders: Sequence[str], made: Sequence[str]
+) -> None:
+  """Refuses folders that are no work directory of a stage so far."""
+  for folder in folders:
+    if _place(study.root, folder) not in made:
+      raise errors.UserError(
+        f'{field} names {folder!r}, which no stage before it trains into; there'
+        f' are {", ".join(made) or "none"}.'
+      )
 
 
 def run_stages(root: str, stages: Sequence[Stage]) -> int:

@@ -4,7 +4,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.data import records, vocabularies
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.runtime import distributed, errors
-from encdec_adapt.training import checkpoint
 
 
 def check_model(settings: config_lib.Settings) -> None:
@@ -68,26 +67,6 @@ def check_records(
         f' {made[side][:12]} of the {side}, the model with {own.path}'
         f" ({own.fingerprint[:12]}); make records with the model's"
         ' vocabularies.'
-      )
-
-
-def check_checkpoint(
-  found: checkpoint.Checkpoint, opened: vocabularies.Opened
-) -> None:
-  """Refuses vocabularies that have changed since a checkpoint was written.
-
-  Raises:
-    UserError: names the file that has.
-  """
-  described = found.read_meta()['vocabularies']
-  for side, one in opened.sides.items():
-    # A model that came without a tokenizer says nothing of one.
-    if described and described[side]['fingerprint'] != one.fingerprint:
-      raise errors.UserError(
-        f'the vocabulary {one.path} of the {side} is not the one that the'
-        f' checkpoint {found.path} was trained with: its fingerprint is'
-        f' {one.fingerprint[:12]}, that of the checkpoint'
-        f' {described[side]["fingerprint"][:12]}. Put the file back.'
       )
 
 

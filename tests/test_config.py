@@ -12,6 +12,7 @@ from encdec_adapt.sharding import rules as rules_lib
 
 BASE = '--config=configs/base.py'
 SOURCE = '--config.init.encoder=a'
+GAIN = '--config.init.post_norm_gain=zero'
 NOT = ('--config.loss.distillation=0',)
 TEACHER = (SOURCE, '--config.teacher.checkpoint=b')
 
@@ -205,6 +206,18 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['--config.model.decoder.final_softcap=-1'], 'final_softcap is -1'),
     (['--config.loss.label_smoothing=1'], 'label_smoothing is 1'),
     (['--config.init.encoder=a'], "init.encoder is 'a'"),
+    (
+      ['--config.init.cross_attention=fresh'],
+      "init.cross_attention is 'fresh', .*mode 'random' .*set it to 'auto'",
+    ),
+    (
+      [SOURCE, '--config.init.mode=checkpoint', GAIN],
+      "init.post_norm_gain is 'zero', .*mode 'checkpoint' .*set it to 'one'",
+    ),
+    (
+      [SOURCE, '--config.init.mode=embeddings', GAIN],
+      "init.post_norm_gain is 'zero', .*mode 'embeddings'",
+    ),
     (['--config.teacher.checkpoint=a'], "teacher.checkpoint is 'a'"),
     (['--config.train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['--config.train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),

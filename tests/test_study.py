@@ -55,6 +55,75 @@ def test_a_stage_is_given_the_rate_of_the_best_run(tmp_path, monkeypatch):
   assert given == [0.002]
 
 
+ROOT = 'runs/x'
+BASE = f'--config={tiny.ROOT}/configs/base.py'
+
+
+def _stage(name, module, *flags, **fields):
+  return study.Stage(name, module, flags, 1.0, **fields)
+
+
+def _trained(name, *flags, **fields):
+  flags = BASE, f'--workdir={ROOT}/{name}', *flags
+  return _stage(name, 'train', *flags, **fields)
+
+
+def _study(*stages, **fields):
+  """A study of two runs, and what is given in place of it."""
+  checkpoints = [f'--checkpoint={ROOT}/{name}' for name in 'ab']
+  stages = stages or (_trained('a'), _trained('b', rate_of=('a',)))
+  stages += (
+    _stage('evaluate', 'evaluate', '--records=x', *checkpoints),
+    _stage('generate', 'generate', f'--output={ROOT}/out.json', '--prompt=x'),
+  )
+  fields = {
+    'runs': ('a', 'b'),
+    'best_of': {'best': ('a', 'b')},
+    'samples': f'{ROOT}/./out.json',
+    **fields,
+  }
+  return study.Study(ROOT, 'title', 'small', stages, **fields)
+
+
+@pytest.mark.parametrize(
+  'plan, words',
+  [
+    (_study(_trained('a'), _trained('a')), "two stages have the name 'a'"),
+    (_study(_trained('a'), _stage('b', 'tran')), "stage 'b': 'tran' is no com"),
+    (_study(_stage('b', 'convert')), "'convert' is no command that a stage"),
+    (_study(_trained('a', '--stepz=3')), "stage 'a': .*stepz"),
+    (_study(_trained('a', '--config.sead=3')), "'a': .*no key 'sead'"),
+    (_study(_trained('a', '--config.train.steps=0')), 'train.steps is 0'),
+    (_study(_trained('a', '--config.init.mode=adapt')), 'init.encoder is emp'),
+    (_study(_stage('a', 'train', BASE)), "stage 'a': --workdir is missing"),
+    (_study(_stage('r', 'materialize', BASE, '--config.data.eval_rows=-1')),
+     "stage 'r': config.data.eval_rows is -1"),
+    (_study(_trained('a', '--passes=0')), "stage 'a': .*passes"),
+    (_study(_trained('a', rate_of=('b',)), _trained('b')),
+     "rate_of of 'a' names 'b', which no stage before it trains"),
+    (_study(runs=('a', 'c')), "runs names 'c', .* are .*/x/a, .*/x/b"),
+    (_study(_trained('a'), _trained('b'), _trained('c'), runs=('c',)),
+     "runs names 'c', which no stage evaluates"),
+    (_study(best_of={'best': ('d',)}), r"best_of\['best'\] names 'd'"),
+    (_study(samples=f'{ROOT}/other.json'), 'samples is .*those are .*/x/out'),
+  ],
+)  # fmt: skip
+def test_a_study_that_cannot_end_is_refused_before_any_stage(
+  plan, words, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(errors.UserError, match=words):
+    study.run(plan)
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_study_that_can_end_is_not(monkeypatch):
+  study.check(_study())
+  monkeypatch.chdir(tiny.ROOT)
+  for size in ('smoke', 'full'):
+    study.check(study.load(f'configs/quickstart.py:size={size}'))
+
+
 @pytest.fixture(scope='module')
 def full():
   """The quickstart's study of size full, and the configs that it trains."""

@@ -47,9 +47,12 @@ def text(documents: int, seed: int = 0) -> list[str]:
   ]
 
 
-def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
+def make_records(
+  folder: pathlib.Path, rows: int = 96, held_out: int = 8
+) -> list[str]:
   """Writes a vocabulary and prefix_lm and causal_lm records.
 
+  The vocabulary does not depend on how many rows are held out, at most 8.
   Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs.
 
   Returns:
@@ -65,7 +68,7 @@ def make_records(folder: pathlib.Path, rows: int = 96) -> list[str]:
   ):
     for split, some in (
       ('train', documents[:rows]),
-      ('eval', documents[rows:]),
+      ('eval', documents[rows:][:held_out]),
     ):
       _write_set(
         folder / objective / split, objective, split, lengths, vocabulary, some

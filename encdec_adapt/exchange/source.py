@@ -121,6 +121,7 @@ def _open_run(path: storage.Path, vocab_multiple: int | None) -> Source:
   settings = config_lib.load_run(str(path))
   found = checkpoint.open_latest(path)
   choice = settings.data.vocabularies
+  opened = open_vocabularies(found, choice)
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
     del on_progress  # Orbax reads all at once.
@@ -129,11 +130,65 @@ def _open_run(path: storage.Path, vocab_multiple: int | None) -> Source:
   return Source(
     path,
     settings.model,
-    choice if vocabularies.exists(choice.decoder) else None,
+    choice if opened else None,
     lambda: _stored_arrays(found, settings.model),
     read,
     found.step,
   )
+
+
+def open_vocabularies(
+  found: checkpoint.Checkpoint, choice: vocabularies.Choice
+) -> vocabularies.Opened | None:
+  """Opens the vocabularies of a run: those that it was trained with.
+
+  Args:
+    found: its checkpoint, which says what they were.
+    choice: where its configuration has them.
+
+  Returns:
+    None where the checkpoint names none and none is there: the model came
+    without a tokenizer.
+
+  Raises:
+    UserError: one is missing or another than it was: names the path and the
+      remedy; or one is damaged.
+  """
+  described = found.read_meta()['vocabularies']
+  if not described:
+    return choice.open() if vocabularies.exists(choice.decoder) else None
+  sides = 'decoder', 'encoder'
+  for side in sides:
+    path = choice.path(side)
+    if not vocabularies.exists(path):
+      raise errors.UserError(
+        f'the vocabulary {path} of the {side}, which the checkpoint'
+        f' {found.path} was trained with, is not there. '
+        + _put_back(path, side, found)
+      )
+  opened = choice.open()
+  for side in sides:
+    one, wanted = opened.sides[side], described[side]['fingerprint']
+    if one.fingerprint != wanted:
+      raise errors.UserError(
+        f'the vocabulary {one.path} of the {side} is not the one that the'
+        f' checkpoint {found.path} was trained with: its fingerprint is'
+        f' {one.fingerprint[:12]}, that of the checkpoint {wanted[:12]}. '
+        + _put_back(choice.path(side), side, found)
+      )
+  return opened
+
+
+def _put_back(path: str, side: str, found: checkpoint.Checkpoint) -> str:
+  """What to do where a run's vocabulary is not at its path."""
+  key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
+  remedy = (
+    'Put the file back, or write where it is now in'
+    f' {found.folder.parent / config_lib.RUN_CONFIG} (data.{key}).'
+  )
+  if storage.is_bucket(path) or os.path.isabs(path):
+    return remedy
+  return f'The path is relative: run in the folder it starts from. {remedy}'
 
 
 def vocabularies_of_pair(

@@ -132,7 +132,6 @@ def write(
       + '; '.join(model_config.differences(settings.model, contents.model))
     )
   nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-  disk.require_space(output, nbytes, what='the parameters')
   summary = accounting.summarise(
     output,
     {
@@ -144,6 +143,10 @@ def write(
     accounting.read_sources(contents.made_by['sources']),
   )
   with new_folder.new_folder(output) as draft:
+    remedy = ' ($TMPDIR)' if storage.is_bucket(output) else ''
+    disk.require_space(
+      draft.parent, nbytes, what='the parameters', remedy=remedy
+    )
     config_lib.save(config, str(draft))
     files.write_json(draft / accounting.SUMMARY, summary)
     if opened:

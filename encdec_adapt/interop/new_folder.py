@@ -14,6 +14,9 @@ from encdec_adapt.runtime import disk, errors, storage
 # Models of ours and of others have it; without it a folder in a bucket is
 # none, so it comes last.
 MARKER = 'config.json'
+# In a bucket, from the first copy until `MARKER` is there: such a folder is
+# an upload of ours that broke off, and no one else's.
+UNFINISHED = '.unfinished'
 # What renaming a folder onto one that was filled meanwhile fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -27,7 +30,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   draft, `.NAME.XXXXXXXX.partial`, beside `path`.
 
   For a bucket the draft lies among temporary files ($TMPDIR), and is copied
-  with checksums, `MARKER` last.
+  with checksums, `MARKER` last. Where copying fails, the draft is kept and
+  named; what is there then is no folder, and the next one may replace it.
 
   Args:
     path: not there yet, or an empty folder. Folders above it are made.
@@ -37,8 +41,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     in it at the end belongs to the new folder.
 
   Raises:
-    UserError: `path` is taken or a mount point, or the folder above it cannot
-      be written.
+    UserError: `path` is taken or a mount point, the folder above it cannot
+      be written, or the draft was not copied.
   """
   path = storage.absolute(path)
   require_free(path)
@@ -48,6 +52,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   else:
     made = [one for one in path.parents if not one.exists()]
   draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
+  is_kept = False
   try:
     disk.require_writable(path.parent)
     try:
@@ -60,9 +65,17 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     except OSError as error:
       if error.errno in _TAKEN:
         require_free(path)
-      raise disk.cannot_write(path, error) from error
+      if not storage.is_bucket(path) or not draft.exists():
+        raise disk.cannot_write(path, error) from error
+      is_kept = True
+      raise errors.UserError(
+        f'{path} was not written ({error}). The finished folder is kept as'
+        f' {draft}: copy what is in it there, {MARKER} last, or remove it and'
+        ' give the command again.'
+      ) from error
   finally:
-    shutil.rmtree(draft, ignore_errors=True)
+    if not is_kept:
+      shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):  # Something is in it: the new folder.
       for folder in made:
         folder.rmdir()
@@ -71,7 +84,13 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 def _commit(draft: pathlib.Path, path: storage.Path) -> None:
   """Puts the draft in its place, where it was free."""
   if storage.is_bucket(path):
+    storage.write(path / UNFINISHED, b'This upload goes on, or broke off.\n')
+    # What an earlier one has left.
+    own = {*storage.tree(draft), UNFINISHED}
+    for name in storage.objects(path).keys() - own:
+      (path / name).unlink()
     storage.upload(draft, path, MARKER)
+    (path / UNFINISHED).unlink()
     return
   for below in sorted(draft.rglob('*')):
     storage.sync(below)
@@ -81,7 +100,10 @@ def _commit(draft: pathlib.Path, path: storage.Path) -> None:
 
 
 def require_free(path: str | os.PathLike[str]) -> None:
-  """Refuses a place where something is already; an empty folder is nothing.
+  """Refuses a place where something is already.
+
+  An empty folder is nothing, and neither is what an upload that broke off has
+  left in a bucket.
 
   Args:
     path: where a folder is to be made.
@@ -92,7 +114,7 @@ def require_free(path: str | os.PathLike[str]) -> None:
   """
   path = storage.at(path)
   try:
-    if not path.exists():
+    if not path.exists() or _broke_off(path):
       return
     if path.is_dir() and not any(path.iterdir()):
       if os.path.ismount(path):
@@ -106,4 +128,13 @@ def require_free(path: str | os.PathLike[str]) -> None:
   raise errors.UserError(
     f'{path} exists already, and nothing is overwritten. Give another folder,'
     ' or remove this one.'
+  )
+
+
+def _broke_off(path: storage.Path) -> bool:
+  """Whether it is in a bucket, and all there is of an upload of ours."""
+  return (
+    storage.is_bucket(path)
+    and (path / UNFINISHED).exists()
+    and not (path / MARKER).exists()
   )

@@ -38,6 +38,24 @@ def require_writable(folder: str | os.PathLike[str]) -> storage.Path:
   return folder
 
 
+def require_output(output: str) -> None:
+  """Refuses an --output that cannot be written, before any long work.
+
+  Args:
+    output: the file; its folder is made.
+
+  Raises:
+    UserError: it is a folder, or its folder cannot be made or written.
+  """
+  path = storage.at(output)
+  if path.is_dir():
+    raise errors.UserError(
+      f'--output={output} cannot be written (it is a folder); name a file in a'
+      ' folder of yours.'
+    )
+  require_writable(path.parent)
+
+
 def cannot_write(
   path: str | os.PathLike[str], error: OSError
 ) -> errors.UserError:

@@ -1,6 +1,9 @@
 """Jobs and conversions of which nothing is on a disk, on a fake store."""
 
 import json
+import shutil
+import tempfile
+import types
 
 import pytest
 
@@ -50,6 +53,19 @@ def test_import_then_export_gives_the_same_bytes(bucket, put, gemma):
   assert 'convert import` of `gemma`' in card
   with pytest.raises(errors.UserError, match='exists already'):
     convert('export', *flags)
+
+
+def test_space_is_asked_for_where_the_draft_is(
+  bucket, gemma, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  usage = types.SimpleNamespace(free=1000)
+  asked = []
+  monkeypatch.setattr(shutil, 'disk_usage', lambda p: asked.append(p) or usage)
+  with pytest.raises(errors.UserError, match=r'1000 .* another .*\(\$TMPDIR\)'):
+    convert('import', f'--source={gemma}', f'--output={bucket}/run')
+  assert asked == [tmp_path]
+  assert not list(storage.at(bucket).iterdir())
 
 
 def test_a_folder_without_its_marker_is_none(put):

@@ -18,7 +18,7 @@ import tokenizers
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.data import vocabularies, vocabulary_training
-from encdec_adapt.exchange import origin
+from encdec_adapt.exchange import origin, work_folder
 from encdec_adapt.exchange import source as source_lib
 from encdec_adapt.interop import siglip
 from encdec_adapt.models import config as model_config
@@ -219,12 +219,20 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
 def test_added_sentinels_are_written_or_spoken_of(
   vocabulary, says, folder, imported
 ):
-  workdir = shutil.copytree(imported, folder / f'{vocabulary}_sentinels')
+  workdir = folder / f'{vocabulary}_sentinels'
   output = folder / f'{vocabulary}_sentinels_out'
+  source = source_lib.open_source(imported)
+  made_by = {'command': 'import', 'sources': []}
+  kept = origin.folders(imported)
+  # Its checkpoint names no vocabulary, so that any may be put beside it.
+  work_folder.write(
+    workdir,
+    work_folder.Contents(source.model, made_by, kept),
+    work_folder.lazy_params(source.arrays(), lambda *_: None),
+  )
   config = json.loads((workdir / 'config.json').read_text())
-  config['data']['add_sentinels'] = 2
-  if vocabulary:
-    config['data']['vocabulary'] = vocabulary
+  own = source.vocabularies.decoder
+  config['data'].update(add_sentinels=2, vocabulary=vocabulary or own)
   (workdir / 'config.json').write_text(json.dumps(config))
   assert (
     convert_('export', f'--checkpoint={workdir}', f'--output={output}') == 0
@@ -352,6 +360,42 @@ def test_a_run_of_our_own_is_exported_with_its_vocabulary(folder, pairs):
   raw = json.loads((output / 'config.json').read_text())
   assert {key: raw[key] for key in folders.IDS} == folders.IDS
   assert 'causal_lm' in (output / 'README.md').read_text()
+
+
+def test_a_vocabulary_that_is_elsewhere_is_not_lost(
+  folder, pairs, tmp_path, monkeypatch
+):
+  del pairs  # They made the vocabulary.
+  name, workdir, output = 'own.model', tmp_path / 'run', tmp_path / 'out'
+  for here in ('here', 'nowhere'):
+    (tmp_path / here).mkdir()
+  shutil.copyfile(folder / 'vocabulary.model', tmp_path / 'here' / name)
+  flags = [
+    f'--config={tiny.ROOT}/configs/base.py',
+    *tiny.flags(folder, 'causal_lm')[1:],
+    f'--config.data.vocabulary={name}',
+    '--config.train.steps=2',
+    f'--workdir={workdir}',
+  ]
+  monkeypatch.chdir(tmp_path / 'here')
+  assert _train(*flags) == 0
+
+  def refused(words):
+    with pytest.raises(errors.UserError, match=words):
+      convert_('export', f'--checkpoint={workdir}', f'--output={output}')
+    assert not output.exists()
+    with pytest.raises(errors.UserError, match=words):
+      tiny.generate(workdir, 'the quick', tmp_path / 'out.json')
+
+  monkeypatch.chdir(tmp_path / 'nowhere')
+  refused(r'own.model of the decoder, .* is not there. The path is relative')
+  vocabulary_training.train_vocabulary(
+    tiny.text(200, seed=5), tmp_path / 'nowhere' / name, tiny.VOCAB
+  )
+  refused('is not the one that the checkpoint .* relative: run in the folder')
+  monkeypatch.chdir(tmp_path / 'here')
+  convert_('export', f'--checkpoint={workdir}', f'--output={output}')
+  assert (output / 'tokenizer.model').exists()
 
 
 def test_another_vocabulary_than_the_folders_is_refused(tmp_path, pairs, gemma):

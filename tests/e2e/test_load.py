@@ -74,9 +74,9 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
   output = tmp_path / 'out.json'
   drawn = ['--prompt=the quick', '--temperature=1']
   free = _generate(output, f'--checkpoint={copy}', *drawn)
-  loaded = generate.load(str(copy))
-  assert loaded.special_ids['eos'] == (1,)
-  reader = loaded.vocabularies.decoder
+  opened = generate.open_model(str(copy))
+  assert opened.special_ids['eos'] == (1,)
+  reader = opened.reader
   rows = np.array([[reader.bos, *reader.encode('the quick')]])
   text = np.asarray(
     encdec_adapt.load(copy).generate(rows, max_tokens=9, temperature=1).tokens

@@ -235,11 +235,12 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   again = tmp_path / 'again'
   assert convert_('import', f'--source={exported}', f'--output={again}') == 0
   assert config_lib.load_run(str(again)).data.vocabularies.open().differ
-  loaded = generate.load(str(exported))
-  assert loaded.special_ids['eos'] == (opened.decoder.eos,)
+  model, prompts = generate.open_model(str(exported)), ['the quick']
+  assert model.special_ids['eos'] == (opened.decoder.eos,)
+  encoded = generate.encode_prompts(model, prompts, None)
   options = generate.Options(max_tokens=3)
-  (done,) = generate.continue_prompts(
-    loaded, ['the quick'], options, generate.Timing()
+  ((done,),) = generate.continue_prompts(
+    model, prompts, encoded, options, generate.Timing()
   )
   assert done.prompt == 'the quick' and (done.tokens == 3 or done.ended)
 

@@ -1,5 +1,6 @@
 """The command `generate` on a run of a toy model."""
 
+import dataclasses
 import json
 
 from flax import traverse_util
@@ -10,6 +11,7 @@ import pytest
 from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
+from encdec_adapt.data import chat as chat_lib
 from encdec_adapt.data import vocabulary_training
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import command, errors
@@ -167,6 +169,55 @@ def test_conversations_are_lines_of_json(tmp_path):
     generate.read_prompts([], str(file), chat=True)
 
 
-def test_a_chat_needs_a_vocabulary_with_turns(run_folder):
-  with pytest.raises(errors.UserError, match='has no chat template'):
+@pytest.fixture
+def unread(monkeypatch):
+  """No parameters are read."""
+
+  def read(*_):
+    raise AssertionError('parameters are read')
+
+  monkeypatch.setattr(checkpoint.Checkpoint, 'restore_params', read)
+
+
+def test_a_chat_needs_a_vocabulary_with_turns(run_folder, unread):
+  with pytest.raises(errors.UserError, match='^the voc.* has no chat template'):
     _run(f'--checkpoint={run_folder}', '--prompt=x', '--chat')
+
+
+@pytest.mark.parametrize('chat', [False, True])
+def test_a_prompt_that_cannot_be_encoded_is_named_before_any_work(
+  chat, run_folder, unread, tmp_path, monkeypatch
+):
+  prompts = tmp_path / 'prompts.jsonl'
+  bad = '\ud800'
+  if chat:  # Gemma's format has the system speak within a user's turn.
+    bad = [{'role': 'system', 'content': 'x'}]
+    gemma = chat_lib.TEMPLATES[0]
+    ours = dataclasses.replace(gemma, start=('<bos>', ''), end='<eos>')
+    monkeypatch.setattr(chat_lib, 'TEMPLATES', [ours])
+  lines = [*(PROMPTS * 4), bad, 'end']
+  prompts.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  flags = [f'--checkpoint={run_folder}', f'--prompts={prompts}']
+  with pytest.raises(errors.UserError, match='prompts.jsonl, line 21: '):
+    _run(*flags, f'--chat={chat}', '--batch_size=2')
+
+
+def test_what_is_done_is_written_where_it_is_interrupted(
+  run_folder, tmp_path, monkeypatch
+):
+  output = tmp_path / 'samples.json'
+  flags = [f'--checkpoint={run_folder}', f'--output={output}']
+  flags += [*(f'--prompt={p}' for p in PROMPTS), '--max_tokens=2']
+  continuation, calls = generate._continuation, []
+
+  def interrupted(*arguments):
+    calls.append(arguments)
+    if len(calls) > 4:
+      raise KeyboardInterrupt
+    return continuation(*arguments)
+
+  monkeypatch.setattr(generate, '_continuation', interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    _run(*flags, '--batch_size=2')
+  samples = json.loads(output.read_text())
+  assert [sample['prompt'] for sample in samples] == PROMPTS[:4]

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import tempfile
 
 import pytest
 
 from encdec_adapt.interop import new_folder
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, storage
 
 
 def make(path):
@@ -106,3 +107,43 @@ def test_a_draft_that_the_body_removed_is_an_error(tmp_path):
   with pytest.raises(errors.UserError, match='out cannot be written'):
     with new_folder.new_folder(tmp_path / 'out') as draft:
       shutil.rmtree(draft)
+
+
+def put(path, names):
+  with new_folder.new_folder(path) as draft:
+    for name in names:
+      (draft / name).write_text(f'content of {name}')
+  return draft
+
+
+def test_an_upload_that_broke_off_is_kept_and_done_again(
+  bucket, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  path, copy = f'{bucket}/out', storage.copy
+
+  def broken(source, target):
+    if target.name == new_folder.MARKER:
+      raise OSError('the connection was lost')
+    copy(source, target)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(storage, 'copy', broken)
+    with pytest.raises(errors.UserError, match='connection was lost.* kept as'):
+      put(path, ['old', 'both', new_folder.MARKER])
+  (kept,) = tmp_path.iterdir()
+  assert sorted(os.listdir(kept)) == ['both', new_folder.MARKER, 'old']
+  # Again, of other files: what the first try has left is not among them.
+  names = ['both', new_folder.MARKER, 'new']
+  draft = put(path, names)
+  assert storage.tree(storage.at(path)) == names
+  assert list(tmp_path.iterdir()) == [kept] and not draft.exists()
+  with pytest.raises(errors.UserError, match='exists already'):
+    put(path, names)
+
+
+def test_what_others_have_put_into_a_bucket_is_not_replaced(bucket):
+  storage.write(f'{bucket}/runs/one/config.json', b'{}')
+  with pytest.raises(errors.UserError, match='runs exists already'):
+    put(f'{bucket}/runs', [new_folder.MARKER])
+  assert storage.tree(storage.at(bucket)) == ['runs/one/config.json']

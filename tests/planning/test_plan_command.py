@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import calibration
+from encdec_adapt.planning import calibration, chips, stored
+from encdec_adapt.runtime import errors
 from tests import tiny
 
 # Of every program, null where unknown.
@@ -86,3 +87,29 @@ def test_bad_questions(flags, words):
   done = run(*flags)
   assert done.returncode == 2, done.stdout + done.stderr
   assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--output=file/plan.json'], 'file cannot be written'),
+    (['--output=.'], '--output=. cannot be written .it is a folder'),
+    (['--output=x', '--sharding'], '--output=x gets nothing of --sharding'),
+    (['--output=x', '--table=y'], 'gets nothing of --table'),
+    (['--output=x', '--calibrate=all'], 'gets nothing of --calibrate'),
+    (['--calibrate=H100,Lama'], '--calibrate=Lama .* Llama 2 7B, H100 x 8'),
+  ],
+)
+def test_what_would_be_lost_is_refused_before_anything_is_planned(
+  flags, words, tmp_path, monkeypatch
+):
+  def planned(*_):
+    raise AssertionError('something is planned')
+
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'file').write_text('')
+  for module, name in ((chips, 'parse'), (stored, 'read')):
+    monkeypatch.setattr(module, name, planned)
+  asked = [f'--config={tiny.ROOT}/configs/base.py', '--topology=h100:8']
+  with pytest.raises(errors.UserError, match=words):
+    tiny.call(plan, *asked, *flags)
