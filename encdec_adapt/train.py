@@ -120,7 +120,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> int:
 
 
 def _run(config, settings: config_lib.Settings, workdir: str) -> int:
-  train = settings.train
+  train, cache = settings.train, settings.compute.compile_cache
   lead = distributed.is_lead()
   say = print if lead else lambda *_, **__: None
 
@@ -251,15 +251,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       )
     say(f'step {step}: held-out loss {result.loss:.4f} per target token')
     if lead:
-      values = {
-        'loss': result.loss,
-        'accuracy': result.accuracy,
-        'target_tokens': cost.target_tokens,
-      }
-      writer.write('eval', step, values)
-      values = starts.goodput(cost.seconds) | environment.memory_high_water()
-      values['compile_cache'] = settings.compute.compile_cache
-      writer.write('job', step, values)
+      values = {'loss': result.loss, 'accuracy': result.accuracy}
+      writer.write('eval', step, values | {'target_tokens': cost.target_tokens})
     evaluated = step
     meter.pause()
 
@@ -288,6 +281,9 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     guard.check(step, values['skipped_in_row'], rows['row'])
     if step % train.log_every == 0 or step == train.steps:
       say(meter.line(values['loss'], grad=values['gradient_norm']))
+      if lead:
+        whole = starts.goodput(cost.seconds) | environment.memory_high_water()
+        writer.write('job', step, whole | {'compile_cache': cache})
 
   step = start or 0
   train_step, active, waiting = None, None, None
@@ -365,9 +361,10 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
           # Its records are written before the checkpoint that counts on them.
           finish(*waiting)
           waiting = None
-        cost.seconds += time.perf_counter() - began
         if compiling:
           meter.pause()
+        else:
+          cost.seconds += time.perf_counter() - began
         if look:
           evaluate(step)
         if due:

@@ -51,8 +51,8 @@ def _advice(message: str, config_flag) -> str:
   if where is None:
     where = chips.parse(_EXAMPLE)
     note = f' (with the chips that are meant in the place of {_EXAMPLE})'
-  asked = {**stored.question(config_flag, where), 'programs': ['train']}
-  command = ['python', '-m', 'encdec_adapt.plan', *stored.flags(asked)]
+  flags = stored.flags(stored.question(config_flag, where), ['train'])
+  command = ['python', '-m', 'encdec_adapt.plan', *flags]
   return (
     'the devices have too little memory for this configuration:'
     f' {message.splitlines()[0].rstrip(".")}. What it needs, and flags with'

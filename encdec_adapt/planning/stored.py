@@ -1,6 +1,6 @@
 """Plans as files: what was asked, with what, and what came out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import importlib.metadata
 from typing import Any
 
@@ -40,14 +40,19 @@ def question(config_flag, where: chips.Slice) -> dict[str, Any]:
   }
 
 
-def flags(stored: Mapping[str, Any]) -> list[str]:
-  """The flags of `encdec_adapt.plan` that ask the same again."""
+def flags(asked: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+  """The flags of `encdec_adapt.plan` that ask a question.
+
+  Args:
+    asked: a `question`, or a file that begins with one.
+    names: of the programs.
+  """
   return [
-    f'--config={stored["config"]}',
-    *(f'--config.{k}={v}' for k, v in stored['overrides'].items()),
-    f'--topology={stored["topology"]}',
-    f'--num_slices={stored["num_slices"]}',
-    f'--programs={",".join(programs(stored))}',
+    f'--config={asked["config"]}',
+    *(f'--config.{k}={v}' for k, v in asked['overrides'].items()),
+    f'--topology={asked["topology"]}',
+    f'--num_slices={asked["num_slices"]}',
+    f'--programs={",".join(names)}',
   ]
 
 

@@ -20,7 +20,8 @@ class Cost:
     target_tokens: tokens with weight.
     total_tokens: tokens that are not padding, encoder's and decoder's.
     flops: model FLOPs by the formula of `runtime.flops`, teacher's too.
-    seconds: in training steps, evaluation and saving left out.
+    seconds: in training steps; evaluation, saving, and steps that were
+      compiled first are left out.
   """
 
   rows: int = 0

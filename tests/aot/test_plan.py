@@ -61,7 +61,7 @@ def plans(tmp_path_factory):
   written = json.loads(output.read_text())
   assert written['config'] == 'configs/base.py'
   assert written['overrides']['compute.remat'] == 'attention'
-  assert stored.flags(written)[-3:] == [
+  assert stored.flags(written, stored.programs(written))[-3:] == [
     '--topology=v5e:2x2',
     '--num_slices=1',
     '--programs=train,eval,decode',

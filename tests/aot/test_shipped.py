@@ -57,7 +57,7 @@ def test_a_shipped_plan_fits(path):
   where = chips.parse(written['topology'], written['num_slices'])
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
   assert not written['replicated']
-  values = command.parse(plan.define_flags, stored.flags(written))
+  values = command.parse(plan.define_flags, stored.flags(written, ['train']))
   settings = config_lib.load(values.config, sources=False)
   assert settings.mesh.sizes(where.devices)
 
@@ -97,7 +97,9 @@ def run(output, flags):
 @pytest.mark.parametrize('path', PATHS, ids=lambda path: path.stem)
 def test_a_shipped_plan_comes_out_again(path, tmp_path):
   before = json.loads(path.read_text())
-  now = run(tmp_path / 'plan.json', stored.flags(before))
+  now = run(
+    tmp_path / 'plan.json', stored.flags(before, stored.programs(before))
+  )
   assert now['memory']['peak'] == pytest.approx(
     before['memory']['peak'], rel=0.02
   )

@@ -589,13 +589,15 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   before = path.read_text()
   lines = before.splitlines(keepends=True)
   kinds = [json.loads(line)['kind'] for line in lines[-2:]]
-  assert kinds == ['eval', 'job']
-  path.write_text(''.join(lines[:-2]))
+  assert kinds == ['job', 'eval']
+  path.write_text(''.join(lines[:-1]))
   (copied / 'summary.json').unlink()
   assert _continue(folder, copied, '--config.train.steps=4') == 0
   now = path.read_text().splitlines(keepends=True)
   assert now[:-1] == lines[:-1]
-  assert json.loads(now[-1])['starts'] == 2
+  loss = json.loads(lines[-1])['loss']
+  assert json.loads(now[-1])['kind'] == 'eval'
+  assert json.loads(now[-1])['loss'] == loss
   assert (copied / 'summary.json').exists()
 
 
