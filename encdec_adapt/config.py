@@ -26,6 +26,8 @@ from encdec_adapt.training import objectives, optimizers, schedules
 RUN_CONFIG = 'config.json'
 # A vocabulary's path that starts so is below the work directory.
 WORKDIR = '{workdir}'
+# In a work directory: the vocabularies it was made with, a folder for a side.
+VOCABULARIES = 'vocabulary'
 # Fields of a stack that follow from the model it is a part of.
 _SET_BY_THE_PAIR = {'role', 'cross_width', 'cross_merged', 'cross_layers'}
 
@@ -173,6 +175,8 @@ def save(config: ml_collections.ConfigDict, workdir: str) -> None:
 def load_run(workdir: str) -> Settings:
   """The settings with which the run in a folder was made.
 
+  Its vocabularies are the copies in the folder, which move with it.
+
   Raises:
     UserError: the folder holds no run, but perhaps a Hugging Face folder.
   """
@@ -189,6 +193,10 @@ def load_run(workdir: str) -> Settings:
       ' of a training job; make one of it with `convert import`.'
     )
   saved = ml_collections.ConfigDict(content)
+  for side, key in (('decoder', ''), ('encoder', 'encoder_')):
+    own = storage.at(workdir) / VOCABULARIES / side
+    if own.exists():
+      saved.data[f'{key}vocabulary'] = str(own)
   try:
     return load(saved, str(workdir))
   except AttributeError as error:  # Of sections that are read key by key.

@@ -15,6 +15,7 @@ import ml_collections
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, job
 from encdec_adapt.adaptation import coverage
+from encdec_adapt.data import vocabularies
 from encdec_adapt.exchange import origin, work_folder
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import files, metrics, storage
@@ -25,6 +26,7 @@ def begin(
   settings: config_lib.Settings,
   workdir: str | os.PathLike[str],
   report: coverage.Coverage | None,
+  opened: vocabularies.Opened,
 ) -> None:
   """Writes what is known at step 0, in the place of an earlier start's.
 
@@ -33,6 +35,7 @@ def begin(
     workdir: its folder.
     report: where every parameter came from; None for a checkpoint of the
       same model.
+    opened: the vocabularies.
   """
   reopen(workdir)
   path = storage.at(workdir) / work_folder.COVERAGE
@@ -40,6 +43,7 @@ def begin(
   if report:
     files.write_json(path, report.to_json())
   origin.keep(workdir, job.origin_folders(settings))
+  work_folder.keep_vocabularies(workdir, opened)
 
 
 def describe(

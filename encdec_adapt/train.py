@@ -184,7 +184,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     if report and settings.init.mode != 'random':
       say(report.table())
     if lead:
-      outcome.begin(settings, workdir, report)
+      outcome.begin(settings, workdir, report, opened)
   else:
     meta['sources'] = saved['sources']
     cost = accounting.Cost(**checkpoints.read_data(start))

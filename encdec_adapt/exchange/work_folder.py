@@ -38,7 +38,6 @@ from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
 _BASE = pathlib.Path(__file__).parents[2] / 'configs' / 'base.py'
-_VOCABULARY = 'vocabulary'  # Folder with one folder per side.
 _LENGTH = 256  # Tokens of either side, where a configuration wants to know.
 
 
@@ -150,7 +149,7 @@ def write(
     config_lib.save(config, str(draft))
     files.write_json(draft / accounting.SUMMARY, summary)
     if opened:
-      _keep_vocabularies(draft, opened)
+      keep_vocabularies(draft, opened)
     origin.keep(draft, contents.kept)
     if contents.coverage:
       files.write_json(draft / COVERAGE, contents.coverage.to_json())
@@ -257,19 +256,32 @@ def _name_vocabularies(
   """Writes the section `data`: paths that move with the folder."""
   keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
   for side, one in _kept_sides(opened).items():
-    below = f'{config_lib.WORKDIR}/{_VOCABULARY}/{side}'
+    below = f'{config_lib.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
     data[keys[side]] = below if one.files else choice.path(side)
   data.add_sentinels = choice.added_sentinels
 
 
-def _keep_vocabularies(
-  draft: pathlib.Path, opened: vocabularies.Opened
+def keep_vocabularies(
+  workdir: str | os.PathLike[str], opened: vocabularies.Opened
 ) -> None:
-  """Copies the files of the vocabularies, and those that name their ids."""
-  for side, one in _kept_sides(opened).items():
-    folder = draft / _VOCABULARY / side
-    names = origin.vocabulary_files(one)
-    names |= {file.name: file for file in one.files if file.suffix == '.json'}
+  """Copies the files of the vocabularies, and those that name their ids.
+
+  What is there goes, unless it is what they were opened from.
+
+  Args:
+    workdir: where they go, a folder for a side.
+    opened: the vocabularies.
+  """
+  sides = _kept_sides(opened)
+  for side in opened.sides:
+    folder = storage.at(workdir) / config_lib.VOCABULARIES / side
+    one, names = sides.get(side), {}
+    if one:
+      names = origin.vocabulary_files(one)
+      names |= {file.name: file for file in one.files if file.suffix == '.json'}
+    if any(storage.at(file).parent == folder for file in names.values()):
+      continue
+    storage.remove(folder)
     for name, file in names.items():
       folder.mkdir(parents=True, exist_ok=True)
       storage.copy(file, folder / name)

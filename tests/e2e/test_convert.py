@@ -367,8 +367,8 @@ def test_a_vocabulary_that_is_elsewhere_is_not_lost(
 ):
   del pairs  # They made the vocabulary.
   name, workdir, output = 'own.model', tmp_path / 'run', tmp_path / 'out'
-  for here in ('here', 'nowhere'):
-    (tmp_path / here).mkdir()
+  for place in ('here', 'nowhere'):
+    (tmp_path / place).mkdir()
   shutil.copyfile(folder / 'vocabulary.model', tmp_path / 'here' / name)
   flags = [
     f'--config={tiny.ROOT}/configs/base.py',
@@ -388,6 +388,13 @@ def test_a_vocabulary_that_is_elsewhere_is_not_lost(
       tiny.generate(workdir, 'the quick', tmp_path / 'out.json')
 
   monkeypatch.chdir(tmp_path / 'nowhere')
+  assert tiny.generate(workdir, 'the quick', tmp_path / 'out.json') == 0
+  convert_('export', f'--checkpoint={workdir}', f'--output={output}')
+  assert (output / 'tokenizer.model').exists()
+  shutil.rmtree(output)
+
+  # Without the copy in the folder, that of the configuration is looked for.
+  shutil.rmtree(workdir / config_lib.VOCABULARIES)
   refused(r'own.model of the decoder, .* is not there. The path is relative')
   vocabulary_training.train_vocabulary(
     tiny.text(200, seed=5), tmp_path / 'nowhere' / name, tiny.VOCAB
