@@ -102,6 +102,17 @@ _KINDS = (
 )
 
 
+# Slices that are rented, by dimensions of the torus; libtpu takes others with
+# even extents, too. Source: Cloud TPU documentation, "TPU versions".
+SHAPES = {
+  2: '1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 and 16x16',
+  3: (
+    '2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x12, 8x8x16,'
+    ' 8x16x16 and larger multiples of 4'
+  ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
   """Connected chips, some times over.
@@ -193,6 +204,8 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
   options = {}
   if where.chip.devices_as:
     options['chip_config_name'] = where.chip.devices_as
+  if set(where.extents) == {1}:
+    options['chips_per_host_bounds'] = (1, 1, 1)
   try:
     found = topologies.get_topology_desc(
       platform='tpu',
@@ -204,8 +217,8 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
     reason = str(error).strip().splitlines()
     raise errors.UserError(
       f'--topology={where.name} with {where.count} slice(s) cannot be built:'
-      f' {reason[0] if reason else type(error).__name__}. Known shapes are'
-      ' such as v5e:2x2 to v5e:16x16, v6e likewise, v5p:2x2x1 to v5p:8x8x16.'
+      f' {reason[0] if reason else type(error).__name__}. Slices of'
+      f' {where.chip.name} are {SHAPES[where.chip.dimensions]}.'
     ) from error
   if len(found) != where.devices:
     raise errors.UserError(

@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from encdec_adapt import plan
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
@@ -24,7 +25,7 @@ RULES = rules_lib.named('fsdp')
 def _mesh(topology, slices=1, **sizes):
   where = chips.parse(topology, slices)
   config = mesh_lib.MeshConfig(**sizes)
-  return mesh_lib.make_mesh(config, chips.devices_of(where)), where
+  return mesh_lib.make_mesh(config, plan.devices_of(where)), where
 
 
 def _hops(where, one, other) -> int:

@@ -177,7 +177,7 @@ def test_over_the_budget_is_a_status():
   'flags, words',
   [
     (['--topology=v9:2x2'], 'v9:2x2 is not known'),
-    (['--topology=v5e:3x5'], 'cannot be built'),
+    (['--topology=v5e:3x5'], 'v5e are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8,'),
     (['--topology=v5e:2x2', '--programs=fly'], '--programs=fly is not known'),
     (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'does not multiply'),
     (['--topology=v5e:2x2', '--config.train.batch_size=6'], 'batch_size is 6'),

@@ -245,15 +245,13 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   assert done.prompt == 'the quick' and (done.tokens == 3 or done.ended)
 
 
-def test_a_changed_tokenizer_is_refused(folder, trained, tmp_path):
+def test_a_changed_tokenizer_is_refused(trained, tmp_path):
   workdir, _ = trained
-  copy = shutil.copytree(folder / 'qwen', tmp_path / 'qwen')
-  config = json.loads((copy / 'tokenizer_config.json').read_text())
-  config['eos_token'] = '<|endoftext|>'
-  (copy / 'tokenizer_config.json').write_text(json.dumps(config))
   run = shutil.copytree(workdir, tmp_path / 'run')
-  saved = (run / 'config.json').read_text()
-  (run / 'config.json').write_text(saved.replace(f'{folder}/qwen/', f'{copy}/'))
+  path = run / config_lib.VOCABULARIES / 'decoder' / 'tokenizer_config.json'
+  config = json.loads(path.read_text())
+  config['eos_token'] = '<|endoftext|>'
+  path.write_text(json.dumps(config))
   with pytest.raises(errors.UserError, match='is not the one that the checkp'):
     _main(generate, f'--checkpoint={run}', '--prompt=x')
 

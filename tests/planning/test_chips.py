@@ -2,10 +2,12 @@
 
 import importlib.util
 import itertools
+import re
 import types
 
 import pytest
 
+from encdec_adapt import plan
 from encdec_adapt.planning import chips
 from encdec_adapt.runtime import errors
 
@@ -82,3 +84,16 @@ def test_devices_are_known_by_their_topology(kind, extents, slices, name):
 
 def test_devices_that_are_not_known_have_no_topology():
   assert chips.slice_of(_devices('cpu', (8,), 1)) is None
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
+@pytest.mark.parametrize('name', ['v5e', 'v6e', 'v4', 'v5p'])
+def test_every_shape_that_is_named_is_built(name):
+  shapes = chips.SHAPES[chips.CHIPS[name].dimensions]
+  for shape in re.findall(r'\d+(?:x\d+)+', shapes):
+    where = chips.parse(f'{name}:{shape}')
+    assert len(plan.devices_of(where)) == where.devices
