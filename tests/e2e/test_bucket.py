@@ -65,7 +65,7 @@ def test_space_is_asked_for_where_the_draft_is(
   with pytest.raises(errors.UserError, match=r'1000 .* another .*\(\$TMPDIR\)'):
     convert('import', f'--source={gemma}', f'--output={bucket}/run')
   assert asked == [tmp_path]
-  assert not list(storage.at(bucket).iterdir())
+  assert not storage.objects(storage.at(bucket))
 
 
 def test_a_folder_without_its_marker_is_none(put):
