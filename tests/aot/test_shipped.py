@@ -21,14 +21,17 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
-# Meshes, stacks and what is recomputed are those of another that is planned.
+# Compiled in the slow tier: the others have more chips, or more kinds of them.
 LIKE_OTHERS = (
+  'size=2b_2b,topology=v5e:4x4',
   'size=2b_2b,topology=v6e:4x4',
+  'size=2b_2b,objective=ul2,topology=v5e:8x8',
   'size=9b_2b,topology=v5e:16x16',
   'size=9b_2b,topology=v5p:4x4x4',
   'size=9b_2b,topology=v5e:16x16,slices=2',
   'size=9b_9b,topology=v5e:16x16',
   'size=9b_9b,topology=v6e:16x16',
+  'size=9b_9b,topology=v5p:4x4x4',
 )
 # The shapes of a plan, small: what divides and what overlaps stays.
 SMALL = {
