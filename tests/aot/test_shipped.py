@@ -21,7 +21,8 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
-# CI compiles the three that differ most: unequal stacks, two slices, most chips.
+# Not compiled by CI, which has the three that differ most: unequal stacks, two
+# slices, most chips.
 SLOW = (
   'size=2b_2b,topology=v5e:4x4',
   'size=2b_2b,topology=v6e:4x4',
