@@ -5,7 +5,7 @@ r"""Says what a configuration costs on hardware that is not here.
 
 Compiles the programs with the TPU's own compiler (libtpu), which needs no TPU,
 and reports memory, FLOPs, collectives and a roofline estimate per device. Of
-GPUs (--topology=h100:64) it reports the training step from shapes alone.
+GPUs (--topology=h100:64) it reports the same from shapes alone.
 Exits with status 3 where a program does not fit into memory.
 
     python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search[=6]
@@ -169,12 +169,10 @@ def make(
   devices = devices_of(where)
   mesh = _mesh(settings, devices)
   if where.chip.kind == 'gpu':
-    if names != ['train']:
-      raise errors.UserError(
-        f'--programs={",".join(names)}: of {where.chip.name} only the training'
-        ' step is planned, from shapes; leave --programs=train.'
-      )
-    plans = {'train': shapes.train(settings, mesh, where, budget)}
+    plans = {
+      name: shapes.describe(name, settings, mesh, where, budget)
+      for name in names
+    }
   else:
     plans = {
       name: _compiled(name, settings, mesh, where, budget) for name in names

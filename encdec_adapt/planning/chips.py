@@ -34,6 +34,9 @@ class Chip:
     link_bandwidth: bytes/s that a chip sends into one dimension of the torus,
       both ways together (TPU), or to the other GPUs of a node.
     network_bandwidth: bytes/s of one chip's share of the data-center network.
+    host_bandwidth: bytes/s of one chip to its host's memory, or from there: of
+      GPUs one direction of their PCI Express; Google states none, and 16 GB/s
+      are our assumption.
     dimensions: of the torus.
     wraps_at: extent of a dimension from which it closes to a ring.
     host_chips: chips of one host.
@@ -56,6 +59,7 @@ class Chip:
   dimensions: int = 0
   wraps_at: int = 0
   host_chips: int = 8
+  host_bandwidth: float = 16e9
   devices_as: str = ''
   cycle_share: float = 1.0
 
@@ -83,9 +87,18 @@ CHIPS = {
       'v6e', 'tpu', 918e12, 31.25 * _GIB, 1640e9, 200e9, 12.5e9,
       clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4, cycle_share=0.75,
     ),
-    Chip('a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 600e9, 25e9),
-    Chip('h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 900e9, 50e9),
-    Chip('h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 900e9, 50e9),
+    Chip(
+      'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 600e9, 25e9,
+      host_bandwidth=32e9,
+    ),
+    Chip(
+      'h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 900e9, 50e9,
+      host_bandwidth=64e9,
+    ),
+    Chip(
+      'h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 900e9, 50e9,
+      host_bandwidth=64e9,
+    ),
   )
 }  # fmt: skip
 

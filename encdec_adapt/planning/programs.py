@@ -303,6 +303,31 @@ def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
   return {name: size for name, size in found.items() if size}
 
 
+def host_bytes(program: Program) -> float:
+  """Bytes that one device's share of the program copies from and to its host.
+
+  Arguments in the host's memory are read; whose memory the results take over,
+  are written back.
+  """
+  return sum(
+    sharding_report.device_bytes(tree, host=True)
+    * (1 + (name in program.donated))
+    for name, tree in program.arguments.items()
+  )
+
+
+def moved_bytes(program: Program) -> float:
+  """Bytes of its arguments that one device reads and writes at least.
+
+  All are read once. Those whose memory the results take over are written, of
+  caches one entry of many.
+  """
+  return sum(
+    size * (1 + (name in program.donated and name != 'caches'))
+    for name, size in argument_bytes(program).items()
+  )
+
+
 def replicated(program: Program) -> list[dict[str, Any]]:
   """Large arguments that every device holds whole."""
   return [
@@ -310,6 +335,11 @@ def replicated(program: Program) -> list[dict[str, Any]]:
     for row in rows(program)
     if row.wasteful
   ]
+
+
+def copies(program: Program) -> list[dict[str, Any]]:
+  """Arguments that devices along a mesh axis hold the same of."""
+  return sharding_report.copies(rows(program))
 
 
 def rows(program: Program) -> list[sharding_report.Row]:

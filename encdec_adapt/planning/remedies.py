@@ -74,7 +74,7 @@ def _of_training(settings, plan, where, devices):
   """Flags of the fastest ways that keep the batch; the least bytes of any."""
   budget, least = plan['memory']['budget'], plan['memory']['peak']
   mesh = mesh_lib.make_mesh(settings.mesh, devices)
-  asked = shapes.train(settings, mesh, where, budget)
+  asked = shapes.describe('train', settings, mesh, where, budget)
   # What was compiled knows better.
   doubt = max(1.0, plan['memory']['peak'] / asked['memory']['peak'])
   for change in _OPTIMIZERS:
@@ -117,7 +117,7 @@ def _on_mesh(settings, words, where, budget, arguments: search.Known):
 
   def candidate(remat: str, microbatches: int) -> search.Candidate:
     changed = search.with_remat(settings, remat, batch, microbatches)
-    plan = shapes.train(changed, mesh, where, budget, given)
+    plan = shapes.describe('train', changed, mesh, where, budget, given)
     return search.Candidate(changed, words + search.training(changed), plan)
 
   parts = _divisors(batch // settings.mesh.replica // settings.mesh.fsdp)

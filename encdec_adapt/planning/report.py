@@ -17,6 +17,7 @@ from encdec_adapt.planning import (
   roofline,
 )
 from encdec_adapt.runtime import disk
+from encdec_adapt.sharding import report as sharding_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,9 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
 
   Returns:
     JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
-    `compile_s`, `trace_s`, `instructions`, `replicated` and `fits`; where the
-    compiler found that memory does not suffice, what it said of it, and None
-    for what only a compiled program has.
+    `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`;
+    where the compiler found that memory does not suffice, what it said of it,
+    and None for what only a compiled program has.
   """
   began = time.perf_counter()
   lowered = program.lower(question.mesh)
@@ -60,42 +61,53 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     needed = out_of_memory.needed(str(error))
     if needed is None:
       raise
-    return {
-      'source': 'compiled',
-      'fits': False,
-      'memory': {
-        'budget': question.budget,
-        'peak': needed,
-        'arguments': programs.argument_bytes(program),
-        'beside': programs.tree_bytes(program.beside),
-      },
-      'flops': None,
-      'collectives': None,
-      'kernels': None,
-      'roofline': None,
-      'mfu': None,
-      'trace_s': traced - began,
-      'compile_s': time.perf_counter() - traced,
-      'instructions': None,
-      'replicated': programs.replicated(program),
-    }
-  compile_seconds = time.perf_counter() - traced
+    compiled = None
+  times = {
+    'trace_s': traced - began,
+    'compile_s': time.perf_counter() - traced,
+  }
+  if compiled is None:
+    found = _refused(program, question, needed)
+  else:
+    found = _measured(compiled, program, question)
+  return {
+    'source': 'compiled',
+    'fits': found['memory']['peak'] <= question.budget,
+    **found,
+    **times,
+    'replicated': programs.replicated(program),
+    'copies': programs.copies(program),
+  }
+
+
+def _refused(program, question: Question, needed: float) -> dict[str, Any]:
+  """What is known of a program that needs more than a device has."""
+  memory = {
+    'budget': question.budget,
+    'peak': needed,
+    'arguments': programs.argument_bytes(program),
+    'beside': programs.tree_bytes(program.beside),
+  }
+  unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
+  return {'memory': memory, **dict.fromkeys((*unknown, 'instructions'))}
+
+
+def _measured(compiled, program, question: Question) -> dict[str, Any]:
+  """What a compiled program says of itself, and what follows from it."""
   totals = hlo.totals(compiled.as_text())
-  memory = _memory(compiled, program, question)
   kernel_flops = kernels.flops(totals.kernels, question.known)
   estimate = roofline.estimate(
     totals,
     question.mesh,
     question.where,
     kernel_flops,
-    sum(memory['arguments'].values()),
+    programs.moved_bytes(program),
+    programs.host_bytes(program),
   )
   share = question.model_flops / question.mesh.size
   peak = question.where.chip.flops
   return {
-    'source': 'compiled',
-    'fits': memory['peak'] <= question.budget,
-    'memory': memory,
+    'memory': _memory(compiled, program, question),
     'flops': {
       'products': totals.flops,
       'kernels': kernel_flops,
@@ -109,13 +121,11 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
       'collectives_s': estimate.collectives,
       'exposed_s': estimate.exposed,
       'memory_s': estimate.memory,
+      'host_s': estimate.host,
       'step_s': estimate.step,
     },
     'mfu': share / peak / estimate.step if share else None,
-    'trace_s': traced - began,
-    'compile_s': compile_seconds,
     'instructions': totals.instructions,
-    'replicated': programs.replicated(program),
   }
 
 
@@ -192,6 +202,7 @@ def text(plan: Mapping[str, Any]) -> str:
     lines.append(
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
     )
+  lines += [f'  {line}' for line in sharding_report.copies_text(plan['copies'])]
   lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
   if plan.get('advice'):
     lines.append(f'  {plan["advice"]}')
@@ -223,8 +234,8 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
   lines.append(
     f'step, estimated: {times["step_s"]:.4f} s = compute'
     f' {times["compute_s"]:.4f} + kernels {times["kernels_s"]:.4f} + exposed'
-    f' collectives {times["exposed_s"]:.4f} (of {times["collectives_s"]:.4f});'
-    f' memory alone {times["memory_s"]:.4f}'
+    f' collectives {times["exposed_s"]:.4f} (of {times["collectives_s"]:.4f})'
+    f' + host {times["host_s"]:.4f}; memory alone {times["memory_s"]:.4f}'
   )
   if plan['mfu'] is not None:
     lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')

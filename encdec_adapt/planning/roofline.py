@@ -4,7 +4,8 @@ The compiler states cycles for everything but kernels and collectives; what
 hardware takes of them is `chips.Chip.cycle_share`. Kernels
 are added by their FLOPs at `KERNEL_EFFICIENCY`, collectives by bytes over the
 links they cross. A collective that the compiler overlaps costs only what
-exceeds the other work of its computation; the others cost all of it.
+exceeds the other work of its computation; the others cost all of it, and so
+does what is copied from the host's memory and back.
 
 This is an estimate: see the calibration table that stands beside it.
 """
@@ -31,8 +32,8 @@ class Traffic:
 
   Attributes:
     kind: such as 'all-gather'.
-    axes: mesh axes, joined by '+'; 'pairs' for a permutation, 'slices' for
-      what leaves a slice.
+    axes: mesh axes, joined by '+'; of a permutation those along which
+      anything moves; 'slices' for what leaves a slice.
     count: how many run in a step.
     bytes: that one device sends in a step.
     seconds: at the bandwidth of the links.
@@ -56,7 +57,8 @@ class Estimate:
     kernels: of Pallas kernels.
     collectives: all of them, hidden or not.
     exposed: the part that is not hidden.
-    memory: to read and write every byte of state once; a lower limit.
+    memory: to read and write the arguments; a lower limit.
+    host: to copy what lies in the host's memory; not hidden.
     traffic: by kind and axes.
   """
 
@@ -65,12 +67,14 @@ class Estimate:
   collectives: float
   exposed: float
   memory: float
+  host: float
   traffic: tuple[Traffic, ...]
 
   @property
   def step(self) -> float:
     """Seconds of a step."""
-    return max(self.compute + self.kernels + self.exposed, self.memory)
+    inside = max(self.compute + self.kernels + self.exposed, self.memory)
+    return inside + self.host
 
 
 def estimate(
@@ -78,7 +82,8 @@ def estimate(
   mesh: Mesh,
   where: chips.Slice,
   kernel_flops: float,
-  state_bytes: float,
+  moved: float,
+  host: float,
 ) -> Estimate:
   """Estimates a step.
 
@@ -87,7 +92,8 @@ def estimate(
     mesh: that it was compiled for.
     where: its chips.
     kernel_flops: FLOPs of all kernels on one device.
-    state_bytes: of one device's arguments.
+    moved: bytes of the arguments that one device reads and writes.
+    host: bytes that it copies from its host's memory and back.
   """
   chip = where.chip
   kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
@@ -117,7 +123,8 @@ def estimate(
     kernels=kernels,
     collectives=sum(t.seconds for t in traffic),
     exposed=sum(t.exposed for t in traffic),
-    memory=2 * state_bytes / chip.hbm_bandwidth,
+    memory=moved / chip.hbm_bandwidth,
+    host=host / chip.host_bandwidth,
     traffic=traffic,
   )
 
@@ -157,7 +164,8 @@ class Network:
   def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
     """Axes, bytes that a device sends, and seconds, of one run."""
     if one.kind == 'collective-permute':
-      return 'pairs', one.bytes, one.bytes / self.where.chip.link_bandwidth
+      axes = self._moved_along(replica_groups(one.groups, len(self.inside)))
+      return axes, one.bytes, one.bytes / self.where.chip.link_bandwidth
     if one.groups == hlo.SLICES:
       parts = len(self.across) if one.kind == 'all-gather' else 1
       size = one.bytes * parts
@@ -170,6 +178,18 @@ class Network:
     axes = self.groups.get(key, f'{size} devices')
     members = [self.inside[i] for i in ids[0]]
     return axes, *self._exchange(one.kind, one.bytes, members)
+
+  def _moved_along(self, pairs: np.ndarray) -> str:
+    """Mesh axes in which sources and targets differ: of numbers [pairs, 2]."""
+    places = np.unravel_index(
+      np.array(self.inside)[pairs], self.mesh.devices.shape
+    )
+    moved = [
+      name
+      for name, place in zip(self.mesh.axis_names, places, strict=True)
+      if (place[:, 0] != place[:, 1]).any()
+    ]
+    return '+'.join(moved) or 'one device'
 
   def along(
     self, axes: Sequence[str], kind: str, size: float

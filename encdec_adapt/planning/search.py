@@ -72,7 +72,7 @@ def ranked(
     shards = on_mesh.mesh.replica * on_mesh.mesh.fsdp
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
       changed = with_remat(on_mesh, remat, rows * shards, 1)
-      plan = shapes.train(changed, mesh, where, budget, given)
+      plan = shapes.describe('train', changed, mesh, where, budget, given)
       smallest = min(smallest, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:
         found.append(Candidate(changed, words + training(changed), plan))

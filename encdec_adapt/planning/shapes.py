@@ -1,26 +1,28 @@
-"""What a training step costs by its shapes alone: nothing is compiled.
+"""What a program costs by its shapes alone: nothing is compiled.
 
 For hardware whose compiler is not at hand (GPU clusters), and to choose what
-is worth compiling. Parameters, optimizer and batch are exact, for they follow
-from the shardings; what lives only inside the step, and every time, is an
-estimate by the rules written here.
+is worth compiling. Parameters, optimizer, caches and batch are exact, for they
+follow from the shardings; what lives only inside the program, and every time,
+is an estimate by the rules written here.
 """
 
-from collections.abc import Iterator
 import dataclasses
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import model_flops, parameters
-from encdec_adapt.planning import chips, programs, roofline
+from encdec_adapt.models import model_flops
+from encdec_adapt.ops import attention
+from encdec_adapt.planning import (
+  chips,
+  exchanges,
+  programs,
+  roofline,
+  workload,
+)
 from encdec_adapt.runtime import flops
 
 # Share of the peak that products of weights reach, with what is elementwise
@@ -29,80 +31,54 @@ from encdec_adapt.runtime import flops
 PRODUCT_EFFICIENCY = 0.66
 HIDDEN = 0.5
 _FP32 = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-  """A stack that reads rows in a step.
-
-  Attributes:
-    stack: its shape.
-    length: positions of a row.
-    source_length: of what its cross-attention reads, or 0.
-    trained: whether a backward pass follows.
-  """
-
-  stack: model_config.StackConfig
-  length: int
-  source_length: int
-  trained: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shares:
-  """How many devices share what."""
-
-  rows: int
-  length: int
-  tensor: int
-  vocabulary: int
-  exchange: int  # Devices that share a table and hold other tokens.
-
-  @classmethod
-  def of(cls, settings: config_lib.Settings, mesh: Mesh) -> '_Shares':
-    """Reads the rules."""
-    rules = settings.rules.as_dict()
-
-    def size(axes):
-      return math.prod(mesh.shape[axis] for axis in axes)
-
-    tokens = (*rules['batch'], *rules['length'])
-    return cls(
-      rows=size(rules['batch']),
-      length=size(rules['length']),
-      tensor=size(rules['mlp']),
-      vocabulary=size(rules['vocab']),
-      exchange=size(a for a in tokens if a in rules['vocab']),
-    )
+# Kernels of `ops.flash_kernels` by the work of a forward pass that each does:
+# products of scores and values; scores, their gradient, queries; those, keys
+# and values.
+_FORWARD = 'flash_forward'
+_BACKWARD = {'flash_backward_queries': 1.5, 'flash_backward_keys': 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-  """What a step is given, on one device.
+  """What a program is given, on one device.
 
   Attributes:
     bytes: by what they are; see `programs.Program`.
+    beside: bytes of what is in memory meanwhile.
+    host: bytes of what is copied from the host's memory and back.
+    moved: bytes that the device's memory reads and writes of them at least.
     replicated: large ones that every device holds whole.
+    copies: what devices along an axis hold the same of.
     rows: of the batch that a device has; where devices share a row, a part
       of one.
   """
 
   bytes: dict[str, float]
+  beside: dict[str, float]
+  host: float
+  moved: float
   replicated: list[dict[str, Any]]
+  copies: list[dict[str, Any]]
   rows: float
 
   @classmethod
-  def of(cls, settings: config_lib.Settings, mesh: Mesh) -> 'Arguments':
-    """Those of a job; they do not depend on its `compute.remat`.
+  def of(
+    cls, settings: config_lib.Settings, mesh: Mesh, name: str = 'train'
+  ) -> 'Arguments':
+    """Those of a job's program; they do not depend on `compute.remat`.
 
     With another batch, or on a mesh that differs only in how it splits the
     batch, all but the batch is the same; see `with_rows`.
     """
-    program = programs.train(settings, mesh)
+    program = programs.PROGRAMS[name](settings, mesh)
     return cls(
       programs.argument_bytes(program),
+      programs.tree_bytes(program.beside),
+      programs.host_bytes(program),
+      programs.moved_bytes(program),
       programs.replicated(program),
-      _device_rows(settings, _Shares.of(settings, mesh)),
+      programs.copies(program),
+      _device_rows(workload.of(name, settings, mesh, False)),
     )
 
   def with_rows(self, rows: float) -> dict[str, float]:
@@ -110,16 +86,18 @@ class Arguments:
     return {**self.bytes, 'batch': self.bytes['batch'] * rows / self.rows}
 
 
-def train(
+def describe(
+  name: str,
   settings: config_lib.Settings,
   mesh: Mesh,
   where: chips.Slice,
   budget: float,
   given: Arguments | None = None,
 ) -> dict[str, Any]:
-  """The plan of a training step, as `report.describe` writes one.
+  """The plan of a program, as `report.describe` writes one.
 
   Args:
+    name: of the program, in `programs.PROGRAMS`.
     settings: of the job.
     mesh: of the devices, which may stand for others.
     where: what they stand for.
@@ -128,105 +106,106 @@ def train(
       any batch; by default made here, which takes most of the time.
 
   Returns:
-    JSON with `fits`, `memory`, `flops` (those of kernels are among the
-    products), `collectives`, `roofline`, `mfu`, `replicated`, and 'shapes' as
-    `source`; None as `kernels`, `compile_s`, `trace_s` and `instructions`,
-    which only a compiled program has.
+    JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (those of
+    GPUs, by the pairs that see each other), `roofline`, `mfu`, `replicated`,
+    `copies`, and 'shapes' as `source`; None as `compile_s`, `trace_s` and
+    `instructions`, which only a compiled program has.
   """
-  teacher = programs.teacher(settings, mesh)
-  given = given or Arguments.of(settings, mesh)
-  shares = _Shares.of(settings, mesh)
-  rows = list(_rows(settings, bool(teacher)))
-  arguments = given.with_rows(_device_rows(settings, shares))
-  parts = {
-    'loss': _loss(settings, shares, bool(teacher)),
-    'activations': _activations(settings, rows, shares),
-    'gradients': arguments['parameters'] * programs.gradients(settings),
-  }
+  teacher = programs.teacher(settings, mesh) if name == 'train' else None
+  given = given or Arguments.of(settings, mesh, name)
+  work = workload.of(name, settings, mesh, bool(teacher))
+  arguments = given.with_rows(_device_rows(work))
+  parts = _parts(work, arguments)
   temporary = sum(parts.values())
-  model = job.step_flops(settings, teacher)
-  again = _recomputed(settings, rows)
-  work = (model + again) / mesh.size
-  peak = where.chip.flops
-  compute = work / peak / PRODUCT_EFFICIENCY
-  traffic = _traffic(settings, mesh, where, shares, rows)
-  collectives = sum(row['seconds'] for row in traffic)
   state = sum(arguments.values())
-  memory_seconds = 2 * state / where.chip.hbm_bandwidth
-  exposed = collectives - min(HIDDEN * collectives, compute)
-  step = max(compute + exposed, memory_seconds)
+  peak = state + temporary + sum(given.beside.values())
+  rate, model = where.chip.flops, programs.model_flops(name, settings, mesh)
+  kernels = _kernels(work, rate) if where.chip.kind == 'gpu' else None
+  products = (model + _recomputed(work)) / _busy(work)
+  if kernels:
+    products -= _scores(work, trained=3) / _busy(work)
+  traffic = exchanges.traffic(work, mesh, where, HIDDEN)
+  times = _times(work, where, given, products, kernels or [], traffic)
   return {
     'source': 'shapes',
-    'fits': state + temporary <= budget,
+    'fits': peak <= budget,
     'memory': {
       'budget': budget,
-      'peak': state + temporary,
+      'peak': peak,
       'arguments': arguments,
-      'beside': {},
+      'beside': given.beside,
       'temporary': temporary,
       'parts': parts,
     },
-    'flops': {'products': work, 'kernels': 0.0, 'model': model / mesh.size},
-    'collectives': traffic,
-    'kernels': None,
-    'roofline': {
-      'compute_s': compute,
-      'kernels_s': 0.0,
-      'collectives_s': collectives,
-      'exposed_s': exposed,
-      'memory_s': memory_seconds,
-      'step_s': step,
+    'flops': {
+      'products': products,
+      'kernels': sum(kernel['flops'] for kernel in kernels or ()),
+      'model': model / mesh.size,
     },
-    'mfu': model / mesh.size / peak / step,
+    'collectives': traffic,
+    'kernels': kernels,
+    'roofline': times,
+    'mfu': model / mesh.size / rate / times['step_s'],
     'trace_s': None,
     'compile_s': None,
     'instructions': None,
     'replicated': given.replicated,
+    'copies': given.copies,
   }
 
 
-def _device_rows(settings: config_lib.Settings, shares: _Shares) -> float:
+def _times(work, where, given: Arguments, products, kernels, traffic):
+  """The roofline: seconds by what they are of, and of the whole."""
+  chip = where.chip
+  compute = products / chip.flops / PRODUCT_EFFICIENCY
+  of_kernels = sum(kernel['seconds'] for kernel in kernels)
+  collectives = sum(row['seconds'] for row in traffic)
+  exposed = collectives - min(HIDDEN * collectives, compute + of_kernels)
+  moved = given.moved  # What is gathered is written and read, too.
+  if any(row['for'] == exchanges.WEIGHTS for row in traffic):
+    moved += 2 * work.parts * exchanges.gathered_weights(work)
+  memory = moved / chip.hbm_bandwidth
+  host = given.host / chip.host_bandwidth
+  return {
+    'compute_s': compute,
+    'kernels_s': of_kernels,
+    'collectives_s': collectives,
+    'exposed_s': exposed,
+    'memory_s': memory,
+    'host_s': host,
+    'step_s': max(compute + of_kernels + exposed, memory) + host,
+  }
+
+
+def _device_rows(work: workload.Workload) -> float:
   """Rows of a batch on one device, a part of one where devices share it."""
-  return settings.train.batch_size / shares.rows / shares.length
+  return work.rows / work.shares.rows / work.shares.length
 
 
-def _parts(settings: config_lib.Settings) -> int:
-  return settings.train.microbatches
+def _busy(work: workload.Workload) -> int:
+  """Devices that share the work; others repeat it."""
+  return work.shares.rows * work.shares.length * work.shares.tensor
 
 
-def _itemsize(settings: config_lib.Settings) -> int:
-  return jnp.dtype(settings.compute.dtype).itemsize
+def _parts(work: workload.Workload, arguments) -> dict[str, float]:
+  """Bytes that live inside the program only, by what they are."""
+  name = 'logits' if work.name == 'decode' else 'loss'
+  parts = {name: _loss(work), 'activations': _activations(work)}
+  if work.trains:
+    trees = programs.gradients(work.settings)
+    parts['gradients'] = arguments['parameters'] * trees
+  return parts
 
 
-def _rows(settings: config_lib.Settings, taught: bool) -> Iterator[_Row]:
-  """Every stack that reads in a step, the teacher's last."""
-  lengths, model = settings.data.train.lengths, settings.model
-  if 'encoder' in model.stacks:
-    yield _Row(model.encoder, lengths.encoder, 0, True)
-    yield _Row(model.decoder, lengths.decoder, lengths.encoder, True)
-  else:
-    length = lengths.teacher if lengths.encoder else lengths.decoder
-    yield _Row(model.decoder, length, 0, True)
-  if taught:
-    alone = programs.alone(model.decoder).decoder
-    yield _Row(alone, lengths.teacher, 0, False)
-
-
-def _tokens(settings, row: _Row, shares: _Shares) -> float:
-  """Positions of one microbatch on one device."""
-  rows = settings.train.batch_size / shares.rows / _parts(settings)
-  return rows * row.length / shares.length
-
-
-def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
+def _saved(read: workload.Read, remat: str, shares, item: int) -> float:
   """Bytes that one layer keeps of a token for its backward pass.
 
   Without rematerialisation these are keys and values of all shards of a row.
   """
-  stack = row.stack
+  stack = read.stack
   heads = stack.heads * stack.head_dim / shares.tensor
   both = 2 * stack.kv_heads * stack.head_dim / shares.tensor
-  attentions = 1 + bool(row.source_length)
+  attentions = 1 + bool(read.source_length)
   kept = stack.width
   if remat == 'attention':
     kept += attentions * heads
@@ -241,148 +220,129 @@ def _saved(row: _Row, remat: str, shares: _Shares, item: int) -> float:
   return kept * item + statistics
 
 
-def _activations(settings, rows, shares: _Shares) -> float:
+def _activations(work: workload.Workload) -> float:
   """What layers keep, and the most that one of them has in its own pass."""
-  compute, item = settings.compute, _itemsize(settings)
-  kept, largest = 0.0, 0.0
-  for row in rows:
-    stack, tokens = row.stack, _tokens(settings, row, shares)
-    if row.trained:
-      kept += stack.layers * tokens * _saved(row, compute.remat, shares, item)
-    inside = 4 * stack.width
-    inside += (
-      4 * (stack.mlp_width + stack.heads * stack.head_dim) / (shares.tensor)
-    )
-    working = tokens * inside * item
-    if shares.length > 1:
-      # Keys and values of all shards of a row, and their gradients.
-      both = 2 * stack.kv_heads * stack.head_dim / shares.tensor
-      working += 2 * tokens * shares.length * both * item
-    if compute.attention != 'splash':
-      # Scores of a chunk of queries, and their gradient.
-      keys = max(row.length, row.source_length)
-      queries = min(compute.attention_chunk, row.length)
-      pairs = tokens / row.length * queries * keys
-      working += 2 * pairs * stack.heads / shares.tensor * _FP32
-    largest = max(largest, working)
-  return kept + largest
+  remat, shares = work.settings.compute.remat, work.shares
+  kept = sum(
+    read.stack.layers
+    * work.tokens(read)
+    * _saved(read, remat, shares, work.itemsize)
+    for read in work.reads
+    if read.trained
+  )
+  return kept + max(_working(work, read) for read in work.reads)
 
 
-def _loss(settings, shares: _Shares, taught: bool) -> float:
-  """A chunk of logits, the gradients it makes, and those of the table."""
-  stack, item = settings.model.decoder, _itemsize(settings)
-  lengths = settings.data.train.lengths
-  own = settings.train.batch_size / shares.rows / _parts(settings)
-  own *= lengths.decoder / shares.length
-  rows = min(settings.loss.chunk, own) * shares.exchange
-  columns = stack.table_rows / shares.vocabulary
-  logits = rows * columns * _FP32 * (3 if taught else 2)
-  states = rows * stack.width * (item + _FP32)
-  return (
-    logits + states + columns * stack.width * _FP32 + own * (stack.width * item)
+def _working(work: workload.Workload, read: workload.Read) -> float:
+  """Bytes of one layer while it runs; with gradients, twice as many."""
+  compute, shares, stack = work.settings.compute, work.shares, read.stack
+  tokens, item = work.tokens(read), work.itemsize
+  inside = 2 * stack.width
+  inside += 2 * (stack.mlp_width + stack.heads * stack.head_dim) / shares.tensor
+  found = tokens * inside * item
+  if shares.length > 1:
+    # Keys and values of all shards of a row.
+    both = 2 * stack.kv_heads * stack.head_dim / shares.tensor
+    found += tokens * shares.length * both * item
+  if not attention.BACKENDS[compute.attention].kernels or read.length == 1:
+    # Scores, of a chunk of queries or of all.
+    queries = read.length
+    if attention.BACKENDS[compute.attention].takes_chunk:
+      queries = min(compute.attention_chunk, queries)
+    keys = max(read.keys, read.source_length)
+    pairs = tokens / read.length * queries * keys
+    found += pairs * stack.heads / shares.tensor * _FP32
+  return found * (2 if work.trains else 1)
+
+
+def _loss(work: workload.Workload) -> float:
+  """A chunk of logits; in training the gradients it makes, and the table's."""
+  read, item = work.logits, work.itemsize
+  stack, own = read.stack, work.tokens(read)
+  rows = min(work.settings.loss.chunk, own) * work.shares.exchange
+  columns = stack.table_rows / work.shares.vocabulary
+  copies = 1 + work.trains + work.taught
+  found = rows * columns * _FP32 * copies + rows * stack.width * item
+  if work.trains:
+    found += (rows + columns) * stack.width * _FP32 + own * stack.width * item
+  return found
+
+
+def _scores(work: workload.Workload, trained: int) -> float:
+  """FLOPs of all attentions, on all devices.
+
+  Args:
+    work: the program's.
+    trained: forward passes that a step of a stack which trains counts as;
+      one more where it is run again for the backward pass.
+  """
+  again = work.settings.compute.remat == 'full'
+  return work.rows * sum(
+    _scores_of(read) * (trained + again if read.trained else 1)
+    for read in work.reads
   )
 
 
-def _recomputed(settings, rows) -> float:
+def _scores_of(read: workload.Read) -> int:
+  return flops.scores(
+    model_flops.stack_shape(read.stack),
+    read.length,
+    source_length=read.source_length,
+  )
+
+
+def _kernels(work: workload.Workload, rate: float) -> list[dict[str, Any]]:
+  """Kernels by name on one device; none where the attention has none.
+
+  Of pairs that see each other, which is less than their whole blocks.
+
+  Args:
+    work: the program's.
+    rate: FLOP/s of a device.
+  """
+  if work.settings.compute.attention != 'triton' or work.name == 'decode':
+    return []
+  trained = [read for read in work.reads if read.trained]
+  again = trained if work.settings.compute.remat == 'full' else []
+  runs = {_FORWARD: (1.0, [*work.reads, *again])}
+  runs |= {name: (share, trained) for name, share in _BACKWARD.items()}
+  found = []
+  for name, (share, reads) in runs.items():
+    total = share * work.rows * sum(map(_scores_of, reads)) / _busy(work)
+    if reads:
+      found.append(
+        {
+          'name': name,
+          'calls': work.parts * sum(map(_calls, reads)),
+          'flops': total,
+          'seconds': total / rate / roofline.KERNEL_EFFICIENCY,
+        }
+      )
+  return found
+
+
+def _calls(read: workload.Read) -> int:
+  """Attentions of a stack."""
+  shape = model_flops.stack_shape(read.stack)
+  own = (
+    0 if shape.cross_merged or not read.source_length else shape.cross_layers
+  )
+  return read.stack.layers + own
+
+
+def _recomputed(work: workload.Workload) -> float:
   """FLOPs of all devices that the backward pass does once more."""
-  remat, total = settings.compute.remat, 0
-  for row in (row for row in rows if row.trained):
-    stack, shape = row.stack, model_flops.stack_shape(row.stack)
-    lengths = dict(length=row.length, source_length=row.source_length)
+  remat, total = work.settings.compute.remat, 0
+  for read in (read for read in work.reads if read.trained):
+    stack, shape = read.stack, model_flops.stack_shape(read.stack)
+    lengths = dict(length=read.length, source_length=read.source_length)
     if remat in ('full', 'attention'):
       total += flops.forward(shape, **lengths)
     if remat == 'attention':
       total -= flops.scores(shape, **lengths)
     if remat == 'narrow_dots':  # Both products that widen.
-      total += 4 * stack.layers * row.length * stack.width * stack.mlp_width
-  return float(total * settings.train.batch_size)
-
-
-def _traffic(
-  settings, mesh: Mesh, where: chips.Slice, shares: _Shares, rows: list[_Row]
-) -> list[dict[str, Any]]:
-  """Collectives of a step, by what they are for."""
-  network = roofline.Network(mesh, where)
-  passes, result = _parts(settings), []
-  for name, (axes, kind, size) in _exchanges(
-    settings, mesh, shares, rows
-  ).items():
-    sent, seconds = network.along(axes, kind, size * passes)
-    if sent:
-      result.append(
-        {
-          'kind': kind,
-          'axes': '+'.join(axes),
-          'for': name,
-          'count': passes,
-          'bytes': sent,
-          'seconds': seconds,
-          'exposed': (1 - HIDDEN) * seconds,
-        }
-      )
-  return result
-
-
-def _exchanges(
-  settings, mesh: Mesh, shares: _Shares, rows: list[_Row]
-) -> dict[str, tuple[tuple[str, ...], str, float]]:
-  """Mesh axes, kind, and bytes of the whole array, of one microbatch."""
-  rules, item = settings.rules.as_dict(), _itemsize(settings)
-  counts = parameters.count_by_stack(settings.model).values()
-  weights = sum(c.other + c.cross for c in counts) / shares.tensor
-  read = 2 * weights
-  if not rows[-1].trained:
-    alone = programs.alone(settings.model.decoder)
-    read += parameters.count_by_stack(alone)['decoder'].other / shares.tensor
-  tokens = (*rules['batch'], *rules['length'])
-  exchange = tuple(a for a in tokens if a in rules['vocab'])
-  # Logits are formed of the decoder's states.
-  decoder = next(r for r in rows if r.stack is settings.model.decoder)
-  states = _tokens(settings, decoder, shares) * decoder.stack.width
-  rest = tuple(a for a in tokens if a not in rules['embed'])
-  shards = math.prod(mesh.shape[a] for a in rules['embed'])
-  # Sums of what each share of the heads and of the feed-forward adds.
-  sums = sum(
-    _tokens(settings, row, shares)
-    * row.stack.width
-    * row.stack.layers
-    * (2 + bool(row.source_length))
-    * (3 if row.trained else 1)
-    for row in rows
-  )
-  return {
-    'weights': (rules['embed'], 'all-gather', read * item),
-    'gradients': (rules['embed'], 'reduce-scatter', weights * _FP32),
-    'replicas': (rest, 'all-reduce', weights * _FP32 / shards),
-    'hidden states': (exchange, 'all-gather', states * shares.exchange * item),
-    'their gradients': (
-      exchange,
-      'reduce-scatter',
-      states * shares.exchange * _FP32,
-    ),
-    'activations': (rules['mlp'], 'all-reduce', sums * item),
-    'keys': (
-      rules['length'],
-      'all-gather',
-      sum(_gathered(settings, row, shares) for row in rows) * item,
-    ),
-  }
-
-
-def _gathered(settings, row: _Row, shares: _Shares) -> float:
-  """Elements of keys and values that the shards of a row exchange.
-
-  Forward; where a backward pass follows, once more, and their gradients. A
-  window needs no more than what it reaches (`ops.attention_shards`).
-  """
-  stack = row.stack
-  of_position = 2 * stack.kv_heads * stack.head_dim / shares.tensor
-  rows = _tokens(settings, row, shares) * shares.length / row.length
-  sides = 1 if stack.role == 'causal' else 2
-  positions = stack.layers * row.source_length
-  for window in model_flops.stack_shape(stack).windows:
-    positions += min(row.length, sides * (window or row.length))
-  return (3 if row.trained else 1) * rows * of_position * positions
+      total += 4 * stack.layers * read.length * stack.width * stack.mlp_width
+  return float(total * work.rows)
 
 
 def stand_in_devices(count: int) -> np.ndarray:

@@ -25,6 +25,7 @@ class Row:
     axes: logical name of every dimension, None where it has none.
     spec: mesh axes of every dimension.
     bytes: of one device's share.
+    copied: mesh axes along which devices hold the same.
     replicated: every device holds all of it, though there are several.
     host: it lies in the host's memory.
   """
@@ -35,6 +36,7 @@ class Row:
   axes: tuple[str | None, ...]
   spec: PartitionSpec
   bytes: int
+  copied: tuple[str, ...]
   replicated: bool
   host: bool
 
@@ -44,13 +46,18 @@ class Row:
     return self.replicated and self.bytes >= LARGE
 
 
-def device_bytes(tree: Any) -> float:
-  """Bytes in one device's memory of a sharded tree, abstract or not."""
+def device_bytes(tree: Any, *, host: bool = False) -> float:
+  """Bytes in one device's memory of a sharded tree, abstract or not.
+
+  Args:
+    tree: of arrays, or of their shapes with shardings.
+    host: those of the device's shards in its host's memory instead.
+  """
   return float(
     sum(
       _bytes(leaf)
       for leaf in jax.tree.leaves(tree)
-      if leaf.sharding.memory_kind != memory.HOST
+      if (leaf.sharding.memory_kind == memory.HOST) == host
     )
   )
 
@@ -82,6 +89,7 @@ def describe(
           axes=tuple(logical),
           spec=leaf.sharding.spec,
           bytes=_bytes(leaf),
+          copied=_copied(leaf.sharding),
           replicated=shard == tuple(leaf.shape) and _devices(leaf) > 1,
           host=leaf.sharding.memory_kind == memory.HOST,
         )
@@ -89,11 +97,49 @@ def describe(
   return rows
 
 
+def _copied(sharding: jax.NamedSharding) -> tuple[str, ...]:
+  splits = [
+    (axes,) if isinstance(axes, str) else axes for axes in sharding.spec
+  ]
+  used = {axis for axes in splits for axis in axes or ()}
+  sizes = sharding.mesh.shape
+  return tuple(a for a in sizes if sizes[a] > 1 and a not in used)
+
+
+def copies(rows: Iterable[Row]) -> list[dict[str, Any]]:
+  """What devices along a mesh axis hold the same of, where it is much.
+
+  Returns:
+    `part` of the arguments, mesh `axes`, number of `arrays`, and their `bytes`
+    on one device, at least `LARGE`; the most bytes first.
+  """
+  found: dict[tuple[str, str], list[int]] = {}
+  for row in rows:
+    if row.copied and not row.host:
+      key = row.name.partition('/')[0], '+'.join(row.copied)
+      found.setdefault(key, []).append(row.bytes)
+  listed = [
+    {'part': part, 'axes': axes, 'arrays': len(sizes), 'bytes': sum(sizes)}
+    for (part, axes), sizes in found.items()
+    if sum(sizes) >= LARGE
+  ]
+  return sorted(listed, key=lambda one: -one['bytes'])
+
+
+def copies_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
+  """A line for each of `copies`."""
+  return [
+    f'{one["part"]}: {one["bytes"] / 2**20:,.1f} MiB per device'
+    f' ({one["arrays"]} arrays) are the same along {one["axes"]}'
+    for one in found
+  ]
+
+
 def text(rows: Iterable[Row]) -> str:
   """The rows for people, and the sums of every part.
 
-  Arrays that are large and on every device have a line of their own at the
-  end.
+  What devices along an axis hold the same of, and arrays that are large and on
+  every device, have lines of their own at the end.
   """
   rows = list(rows)
   width = max((len(row.name) for row in rows), default=0)
@@ -109,6 +155,7 @@ def text(rows: Iterable[Row]) -> str:
   lines += [
     f'{part}: {size / 2**20:,.1f} MiB per device' for part, size in sums.items()
   ]
+  lines += copies_text(copies(rows))
   lines += [
     f'REPLICATED: {row.name}, {row.bytes / 2**20:,.1f} MiB on every device'
     for row in rows

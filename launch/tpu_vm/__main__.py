@@ -11,8 +11,8 @@ source to every worker, installs from launch/locks/tpu.txt, runs the job on
 all of them and shows their lines as [slice.worker] line; they are also added
 to runs/launch/NAME/log.txt. A preempted resource is deleted and made anew,
 and the job continues from its work directory. Interrupted here, the job goes
-on there: the same command shows it again. `create`, `setup`, `status`, `stop`
-and `delete` do one of these things.
+on there: the same command shows it again. `create`, `setup`, `status`, `stop`,
+`profile` and `delete` do one thing each.
 
 Needs gcloud, logged in, and a key for SSH in the agent:
   ssh-add ~/.ssh/google_compute_engine
@@ -33,6 +33,7 @@ _VERBS = {
   'train': 'all of it: create, set up, run, and again after preemptions',
   'status': "print the resource's state",
   'stop': 'tell the job to save and end (its launcher starts it again)',
+  'profile': 'tell the job to trace its next steps with the profiler',
   'delete': 'delete the resource and its machines; nothing else stops costs',
 }
 
@@ -139,6 +140,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   command = {
     'status': resource.explain(),
     'stop': resource.on_workers(job_lib.stop_command()),
+    'profile': resource.on_workers(job_lib.profile_command()),
     'delete': resource.delete(),
   }
   return shell.run(command[options.verb])

@@ -310,6 +310,11 @@ def stop_command() -> str:
   return _worker('stop')
 
 
+def profile_command() -> str:
+  """Tells the job on a worker to trace its next steps."""
+  return _worker('profile')
+
+
 def _worker(*arguments: str) -> str:
   """Command line of worker.sh; empty arguments are left out."""
   return shlex.join(['bash', 'worker.sh', *filter(None, arguments)])

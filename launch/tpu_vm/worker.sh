@@ -5,6 +5,7 @@
 #   bash worker.sh setup [gs://BUCKET/RECORDS]
 #   bash worker.sh run ATTEMPT [flags of encdec_adapt.train]
 #   bash worker.sh stop
+#   bash worker.sh profile
 #
 # The job is no child of the connection: one that breaks, or the launcher,
 # may end, and `run` given again goes on showing it. Every line is printed
@@ -123,12 +124,21 @@ stop() {
   fi
 }
 
+profile() {
+  if running; then
+    kill -USR1 "$(cat "$JOB/pid")"
+    echo 'launch: told to trace its next steps, into the work directory'
+  else
+    echo 'launch: no job runs here'
+  fi
+}
+
 case "${1:-}" in
-  setup | run | stop)
+  setup | run | stop | profile)
     "$@" 2>&1 | sed -u "s/^/[$(position)] /"
     ;;
   *)
-    echo 'worker.sh: say setup, run or stop' >&2
+    echo 'worker.sh: say setup, run, stop or profile' >&2
     exit 2
     ;;
 esac

@@ -87,7 +87,7 @@ def test_the_training_step_is_counted(plans):
   for part, count in {'fwd': 3, 'dq': 1, 'dkv': 3}.items():
     (found,) = [n for name, n in calls.items() if f'_{part}_' in name]
     assert found == count * LAYERS
-  assert {row['axes'] for row in train['collectives']} <= {'fsdp', 'pairs'}
+  assert {row['axes'] for row in train['collectives']} == {'fsdp'}
 
 
 def test_memory_adds_up(plans):

@@ -401,7 +401,11 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-  'counts', [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)]
+  'counts',
+  [
+    pytest.param((1, 2), marks=pytest.mark.long),
+    pytest.param((1, 2, 3), marks=pytest.mark.slow),
+  ],
 )
 def test_seqio_shards_are_the_same_for_any_number_of_workers(
   counts, text, tmp_path

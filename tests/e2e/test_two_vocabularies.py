@@ -19,7 +19,7 @@ from encdec_adapt.runtime import errors
 from encdec_adapt.training import checkpoint
 from tests import tiny, tiny_tokenizers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 _main = tiny.call
 convert_ = tiny.convert
 

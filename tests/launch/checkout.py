@@ -18,6 +18,7 @@ class Checkout:
     """Copies the launchers; `folder` is the test's."""
     self.root = folder / 'checkout'
     self.bin = folder / 'bin'
+    self.called = folder / 'called'
     self.environment = {
       name: value
       for name, value in os.environ.items()
@@ -40,6 +41,17 @@ class Checkout:
     path = self.bin / name
     path.write_text(f'#!/usr/bin/env bash\n{script}\n')
     path.chmod(0o755)
+
+  def put_recorder(self, *names: str) -> None:
+    """Puts stand-ins on PATH that note how they are called, in `called`.
+
+    They succeed, unless a flag is not in tool_flags.json.
+    """
+    recorder = HERE / 'record_call.py'
+    for name in names:
+      self.put(
+        name, f'exec {sys.executable} {recorder} {self.called} {name} "$@"'
+      )
 
   def launch(
     self, module: str, *arguments: str, timeout: float = 120

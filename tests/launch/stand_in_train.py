@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
   if event == 'wait':
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    signal.signal(signal.SIGUSR1, lambda *_: print('tracing', flush=True))
     print('waiting', flush=True)
     while not told:
       time.sleep(0.02)

@@ -6,6 +6,7 @@ not ours: XPK_PYTHON=/path/to/python of it.
 
 import json
 import os
+import pathlib
 import shlex
 import subprocess
 
@@ -76,9 +77,7 @@ COMMANDS = {
 def here(tmp_path):
   """A checkout whose programs note how they were called, and succeed."""
   found = checkout.Checkout(tmp_path)
-  for name in ('xpk', 'docker', 'kubectl'):
-    found.put(name, f'printf "%s\\n" {name} "$@" >>{tmp_path}/calls')
-  found.calls = tmp_path / 'calls'
+  found.put_recorder('xpk', 'docker', 'kubectl')
   return found
 
 
@@ -88,11 +87,11 @@ def test_dry_run_prints_what_is_run(here, verb):
   done = here.launch('gke', verb, '--dry_run', *flags)
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines() == [f'$ {line}' for line in wanted]
-  assert not here.calls.exists()
+  assert not here.called.exists()
 
   done = here.launch('gke', verb, *flags)
   assert done.returncode == 0, done.stderr
-  called = here.calls.read_text().splitlines()
+  called = here.called.read_text().splitlines()
   assert called == [word for line in wanted for word in shlex.split(line)]
 
 
@@ -120,34 +119,58 @@ def test_bad_flags_are_named(here, verb, flags, said):
   done = here.launch('gke', verb, *flags)
   assert done.returncode == 2
   assert said in done.stderr and 'Traceback' not in done.stderr
-  assert not here.calls.exists()
+  assert not here.called.exists()
+
+
+# Reads the command line, or prints the long options of every command.
+_PARSE = """
+import argparse, json, sys
+from xpk.parser import core
+parser = argparse.ArgumentParser(prog='xpk')
+core.set_parser(parser=parser)
+found = vars(parser.parse_args(sys.argv[1:]))
+print(json.dumps({k: v for k, v in found.items() if k != 'func'}, default=str))
+"""
+_LIST = """
+import argparse, json
+from xpk.parser import core
+parser = argparse.ArgumentParser(prog='xpk')
+core.set_parser(parser=parser)
+def walk(parser, name):
+  kind = argparse._SubParsersAction
+  below = [a for a in parser._actions if isinstance(a, kind)]
+  if not below:
+    words = [o for a in parser._actions for o in a.option_strings]
+    found[name] = sorted(o for o in words if o.startswith('--'))
+  for action in below:
+    for word, one in action.choices.items():
+      walk(one, f'{name} {word}')
+found = {}
+walk(parser, 'xpk')
+print(json.dumps(found))
+"""
+
+
+def ask_xpk(code: str, *arguments: str):
+  """What code says that is run where xpk is installed."""
+  python = os.environ.get('XPK_PYTHON')
+  if not python:
+    pytest.skip('XPK_PYTHON does not name a Python with xpk==1.16.0')
+  done = subprocess.run(
+    [python, '-c', code, *arguments], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_xpk_takes_what_is_printed():
-  python = os.environ.get('XPK_PYTHON')
-  if not python:
-    pytest.skip('XPK_PYTHON does not name a Python with xpk==1.16.0')
-  parse = (
-    'import argparse, json, sys\n'
-    'from xpk.parser import core\n'
-    "parser = argparse.ArgumentParser(prog='xpk')\n"
-    'core.set_parser(parser=parser)\n'
-    'found = vars(parser.parse_args(sys.argv[1:]))\n'
-    'print(json.dumps({k: v for k, v in found.items() if k != "func"},'
-    ' default=str))\n'
-  )
   read = {}
   for verb, (_, lines) in COMMANDS.items():
     for line in lines:
       words = shlex.split(line)
-      if words[0] != 'xpk':
-        continue
-      done = subprocess.run(
-        [python, '-c', parse, *words[1:]], capture_output=True, text=True
-      )
-      assert done.returncode == 0, done.stderr
-      read[verb] = json.loads(done.stdout.splitlines()[-1])
+      if words[0] == 'xpk':
+        read[verb] = ask_xpk(_PARSE, *words[1:])
   assert set(read) == set(COMMANDS) - {'image', 'logs'}
   assert read['train']['restart_on_exit_codes'] == '75,76'
   assert int(read['train']['max_restarts']) == 1000
@@ -155,3 +178,12 @@ def test_xpk_takes_what_is_printed():
   assert shlex.split(read['train']['command'])[-1] == "--workdir=gs://b/it's"
   assert read['create']['spot'] is True
   assert read['create']['num_slices'] == 2
+
+
+@pytest.mark.slow
+def test_the_list_of_flags_is_that_of_xpk():
+  path = pathlib.Path(__file__).with_name('tool_flags.json')
+  listed = json.loads(path.read_text())['commands']
+  listed = {k: flags for k, flags in listed.items() if k.startswith('xpk ')}
+  found = ask_xpk(_LIST)
+  assert listed == {name: found[name] for name in listed}

@@ -30,9 +30,7 @@ HAVE_SLURM = all(shutil.which(name) for name in ('sbatch', 'srun', 'slurmctld'))
 def here(tmp_path):
   """A checkout whose sbatch notes how it was called, and succeeds."""
   found = checkout.Checkout(tmp_path)
-  found.calls = tmp_path / 'calls'
-  for name in ('sbatch', 'squeue', 'scancel'):
-    found.put(name, f'printf "%s\\n" {name} "$@" >>{found.calls}')
+  found.put_recorder('sbatch', 'squeue', 'scancel')
   return found
 
 
@@ -52,11 +50,11 @@ def test_dry_run_prints_what_is_run(here):
     '$ mkdir -p runs/launch/pair',
     f'$ {line}',
   ]
-  assert not here.calls.exists() and not (here.root / 'runs').exists()
+  assert not here.called.exists() and not (here.root / 'runs').exists()
 
   done = here.launch('slurm', 'train', *flags, *JOB)
   assert done.returncode == 0, done.stderr
-  assert here.calls.read_text().splitlines() == shlex.split(line)
+  assert here.called.read_text().splitlines() == shlex.split(line)
 
 
 def test_gpus_are_shared_between_the_processes_of_a_node(here):
@@ -69,12 +67,20 @@ def test_gpus_are_shared_between_the_processes_of_a_node(here):
   )
 
 
+def test_a_flag_that_sbatch_does_not_know_fails(here):
+  flags = ('--name=pair', '--nodes=1', '--time=1', '--python=/bin/sh')
+  done = here.launch('slurm', 'train', *flags, '--sbatch_flag=--men=0', *JOB)
+  assert done.returncode == 2
+  assert 'unknown option --men' in done.stderr
+  assert not here.called.exists()
+
+
 @pytest.mark.parametrize('verb', ['status', 'delete'])
 def test_one_sees_and_ends_ones_own_jobs(here, verb):
   done = here.launch('slurm', verb, '--name=pair')
   assert done.returncode == 0
   program = {'status': 'squeue', 'delete': 'scancel'}[verb]
-  assert here.calls.read_text().split() == [program, '--me', '--name=pair']
+  assert here.called.read_text().split() == [program, '--me', '--name=pair']
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_bad_flags_are_named(here, flags, said):
   done = here.launch('slurm', 'train', *given, *flags, *JOB)
   assert done.returncode == 2
   assert said in done.stderr and 'Traceback' not in done.stderr
-  assert not here.calls.exists()
+  assert not here.called.exists()
 
 
 class Cluster:

@@ -207,7 +207,7 @@ def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
   assert len(cloud.calls('create', 'delete')) == 1
 
 
-def test_stop_tells_the_job_on_every_worker(cloud):
+def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
   log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
   launcher = cloud.start_training(['wait', 'finish'])
   try:
@@ -215,10 +215,15 @@ def test_stop_tells_the_job_on_every_worker(cloud):
     while not log.exists() or log.read_text().count('waiting') < 4:
       assert time.monotonic() < deadline
       time.sleep(0.1)
+    traced = cloud.launch('tpu_vm', 'profile', *WHERE, '--slices=2')
+    while log.read_text().count('] tracing') < 4:
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
     done = cloud.launch('tpu_vm', 'stop', *WHERE, '--slices=2')
     output, _ = launcher.communicate(timeout=60)
   finally:
     launcher.kill()
+  assert traced.stdout.count('] launch: told to trace its next steps') == 4
   assert done.stdout.count('] launch: told to stop') == 4
   assert 'the job told to stop, and saved: 4 of 4 workers' in output
   assert launcher.returncode == 0

@@ -52,7 +52,7 @@ def two(folder, flags):
   return workdir
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_after_one_is_killed_both_continue(folder, flags, two):
   workdir = folder / 'killed'
   flags = [*flags, '--config.checkpoint.every=4']
@@ -172,7 +172,7 @@ def test_groups_that_cross_processes_continue(folder, flags, two):
   _assert_equal_to_rounding(plain, two, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_in_a_bucket(
   folder, flags, two, bucket, tmp_path, monkeypatch
 ):
@@ -202,6 +202,7 @@ def test_two_processes_in_a_bucket(
   assert storage.tree(workdir / 'heartbeat') == ['0.json', '1.json']
 
 
+@pytest.mark.long
 def test_the_metrics_say_where_the_time_went(folder, two):
   of_kind = {'time': [], 'job': []}
   for record in metrics.read_metrics(two):

@@ -36,22 +36,30 @@ def run(*flags):
 
 def test_a_plan_from_shapes_says_so(tmp_path):
   output = tmp_path / 'plan.json'
-  done = run(f'--output={output}', '--config.mesh.replica=2')
+  done = run(
+    f'--output={output}',
+    '--config.mesh.replica=2',
+    '--programs=train,eval,decode',
+  )
   assert done.returncode == 0, done.stderr
   assert 'h100:16 x 1: 16 chips' in done.stdout
   assert 'from shapes alone: nothing was compiled' in done.stdout
   assert 'Llama 2 7B, H100 x 8' in done.stdout
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
-  assert written['program'] == 'train' and not written['others']
-  assert written['source'] == 'shapes' and 0 < written['mfu'] < 1
-  assert KEYS < set(written)
-  assert written['kernels'] is None and written['compile_s'] is None
+  assert written['program'] == 'train'
+  assert set(written['others']) == {'eval', 'decode'}
+  for one in stored.programs(written).values():
+    assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
+    assert KEYS < set(one)
+    assert one['kernels'] == [] and one['compile_s'] is None
   assert written['calibration'] == calibration.table()
   table = run(f'--table={tmp_path}')
   assert table.returncode == 0, table.stderr
-  (row,) = [r for r in table.stdout.splitlines() if 'h100:16' in r]
-  assert row.startswith('| `encoder=toy` | h100:16 |') and row.endswith('- |')
+  rows = [r for r in table.stdout.splitlines() if 'h100:16' in r]
+  for row, of in zip(rows, ('', ', eval', ', decode'), strict=True):
+    assert row.startswith(f'| `encoder=toy`{of} | h100:16 |')
+    assert row.endswith('- |')
 
 
 def test_over_the_budget_it_says_what_would_fit():
@@ -78,7 +86,7 @@ def test_a_search_ranks_what_fits(tmp_path):
   'flags, words',
   [
     (['--config.compute.attention=splash'], 'can run chunked, reference, tri'),
-    (['--programs=decode'], 'of h100 only the training step is planned'),
+    (['--programs=serve'], 'serve is not known; choose of train, eval, dec'),
     (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:16'),
     (['--table=nowhere'], '--table=nowhere has no plans'),
   ],

@@ -20,7 +20,7 @@ def devices():
 def make_plan(budget, **changes):
   asked = test_shapes.settings(train__batch_size=64, **changes)
   mesh = mesh_lib.make_mesh(asked.mesh, devices())
-  return asked, shapes.train(asked, mesh, WHERE, budget)
+  return asked, shapes.describe('train', asked, mesh, WHERE, budget)
 
 
 def options(flags):

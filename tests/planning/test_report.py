@@ -59,7 +59,7 @@ def written(plans, config='configs/gemma2.py:size=2b_2b'):
 def test_a_table_has_what_is_known(out_of_memory):
   asked = test_shapes.settings()
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
-  by_shapes = shapes.train(asked, mesh, chips.parse('h100:8'), GIB)
+  by_shapes = shapes.describe('train', asked, mesh, chips.parse('h100:8'), GIB)
   plans = [
     written({'train': by_shapes}),
     written({'decode': out_of_memory}, 'configs/base.py'),

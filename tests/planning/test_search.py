@@ -21,7 +21,7 @@ def answers(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   asked = test_shapes.settings()
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
-  shape = shapes.train(asked, mesh, chips.parse('h100:8'), GIB)
+  shape = shapes.describe('train', asked, mesh, chips.parse('h100:8'), GIB)
   found = [search.Candidate(asked, (f'--flag={n}',), shape) for n in range(3)]
   monkeypatch.setattr(search, 'ranked', lambda *_: found)
   monkeypatch.setattr(plan, 'devices_of', lambda _: jax.devices()[:8])

@@ -10,9 +10,17 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import model_flops, presets
-from encdec_adapt.planning import chips, programs, roofline, search, shapes
+from encdec_adapt.planning import (
+  chips,
+  hlo,
+  programs,
+  roofline,
+  search,
+  shapes,
+)
 from encdec_adapt.runtime import errors, flops
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import report as sharding_report
 
 WHERE = chips.parse('h100:8')
 BUDGET = 64 * 2**20
@@ -36,10 +44,10 @@ def settings(**changes):
   return config_lib.load(config, sources=False)
 
 
-def plan(**changes):
+def plan(name='train', **changes):
   asked = settings(**changes)
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
-  return asked, mesh, shapes.train(asked, mesh, WHERE, BUDGET)
+  return asked, mesh, shapes.describe(name, asked, mesh, WHERE, BUDGET)
 
 
 def test_what_follows_from_shardings_is_exact():
@@ -54,6 +62,92 @@ def test_what_follows_from_shardings_is_exact():
   assert memory['temporary'] == sum(memory['parts'].values())
   assert found['fits'] == (memory['peak'] <= BUDGET)
   assert found['source'] == 'shapes'
+
+
+@pytest.mark.parametrize(
+  'name, parts',
+  [('eval', {'loss', 'activations'}), ('decode', {'logits', 'activations'})],
+)
+def test_evaluation_and_decoding_keep_nothing_for_a_backward_pass(name, parts):
+  asked, mesh, found = plan(name)
+  _, _, train = plan()
+  program = programs.PROGRAMS[name](asked, mesh)
+  memory, times = found['memory'], found['roofline']
+  assert memory['arguments'] == programs.argument_bytes(program)
+  assert memory['beside'] == programs.tree_bytes(program.beside)
+  assert set(memory['parts']) == parts
+  assert memory['peak'] == memory['temporary'] + sum(
+    (*memory['arguments'].values(), *memory['beside'].values())
+  )
+  assert memory['temporary'] < train['memory']['temporary'] / 2
+  assert found['flops']['products'] == found['flops']['model']
+  kinds = {row['for']: row['kind'] for row in found['collectives']}
+  assert kinds == {'weights': 'all-gather', 'hidden states': 'all-gather'}
+  assert 0 < found['mfu'] < 1
+  assert times['step_s'] < train['roofline']['step_s']
+
+
+def test_decoding_reads_its_weights_and_caches():
+  _, _, found = plan('decode')
+  given = found['memory']['arguments']
+  weights = next(r for r in found['collectives'] if r['for'] == 'weights')
+  gathered = weights['bytes'] * 8 / 7
+  read = sum(given.values()) + 2 * gathered
+  assert found['roofline']['memory_s'] == pytest.approx(
+    read / WHERE.chip.hbm_bandwidth
+  )
+  # The encoder's weights are not read any more.
+  evaluated = plan('eval')[2]['collectives']
+  whole = next(r for r in evaluated if r['for'] == 'weights')
+  assert 0 < weights['bytes'] < whole['bytes']
+
+
+def test_kernels_of_gpus_are_counted_apart():
+  asked, mesh, chunked = plan()
+  _, _, found = plan(compute__attention='triton')
+  kernels = {row['name']: row for row in found['kernels']}
+  assert chunked['kernels'] == []
+  stacks = asked.model.stacks.values()
+  # Self-attention of both stacks, cross-attention; and again for the backward.
+  calls = sum(stack.layers for stack in stacks) + asked.model.decoder.layers
+  assert {name: row['calls'] for name, row in kernels.items()} == {
+    'flash_forward': 2 * calls,
+    'flash_backward_queries': calls,
+    'flash_backward_keys': calls,
+  }
+  scores = ROWS * sum(
+    flops.scores(model_flops.stack_shape(s), LENGTH, source_length=source)
+    for s, source in zip(stacks, (0, LENGTH), strict=True)
+  )
+  shares = {name: row['flops'] * 8 / scores for name, row in kernels.items()}
+  assert shares == {
+    'flash_forward': 2,
+    'flash_backward_queries': 1.5,
+    'flash_backward_keys': 2,
+  }
+  # Of the formula: a pass, the same once more, and twice for gradients.
+  products = chunked['flops']['products'] - 4 * scores / 8
+  assert found['flops']['products'] == pytest.approx(products)
+  evaluated = plan('eval', compute__attention='triton')[2]
+  assert [row['name'] for row in evaluated['kernels']] == ['flash_forward']
+
+
+def test_what_the_host_holds_is_copied_twice():
+  _, _, plain = plan()
+  _, _, found = plan(optimizer__offload=True)
+  held = plain['memory']['arguments']['optimizer']
+  held -= found['memory']['arguments']['optimizer']
+  assert held > 0 == plain['roofline']['host_s']
+  seconds = 2 * held / WHERE.chip.host_bandwidth
+  assert found['roofline']['host_s'] == pytest.approx(seconds)
+
+
+def test_copies_along_an_axis_are_listed(monkeypatch):
+  monkeypatch.setattr(sharding_report, 'LARGE', 2**10)
+  _, _, found = plan(mesh__replica=2, mesh__fsdp=4)
+  (copies,) = [c for c in found['copies'] if c['part'] == 'parameters'][:1]
+  assert copies['axes'] == 'replica'
+  assert copies['bytes'] > 0.9 * found['memory']['arguments']['parameters']
 
 
 def test_rematerialisation_computes_the_blocks_again():
@@ -110,6 +204,24 @@ def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:8])
   network = roofline.Network(mesh, WHERE)
   assert network.along(axes, kind, 8e9) == pytest.approx((sent, seconds))
+
+
+@pytest.mark.parametrize(
+  'pairs, axes',
+  [
+    ('{{0,1},{1,0},{2,3},{3,2}}', 'fsdp'),
+    ('{{0,4},{4,0}}', 'replica'),
+    ('{{0,5},{1,4}}', 'replica+fsdp'),
+    ('{{0,0}}', 'one device'),
+  ],
+)
+def test_a_permutation_moves_along_mesh_axes(pairs, axes):
+  sizes = mesh_lib.MeshConfig(replica=2, fsdp=4)
+  network = roofline.Network(
+    mesh_lib.make_mesh(sizes, jax.devices()[:8]), WHERE
+  )
+  one = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '', '')
+  assert network.cost(one) == (axes, 9e9, pytest.approx(0.01))
 
 
 def test_what_leaves_a_node_goes_over_the_network():

@@ -65,6 +65,26 @@ def test_only_what_is_large_and_whole_is_pointed_out():
   assert [row.name for row in rows if row.wasteful] == ['parameters/table']
 
 
+def test_copies_along_axes_are_summed(monkeypatch):
+  monkeypatch.setattr(report, 'LARGE', 64)
+  assert report.copies(report.describe(ARGUMENTS, AXES)) == [
+    {
+      'part': 'parameters',
+      'axes': 'replica+fsdp',
+      'arrays': 2,
+      'bytes': 2**20 * 16 * 4 + 16 * 4,
+    }
+  ]
+  monkeypatch.setattr(report, 'LARGE', 4)
+  rows = report.describe(ARGUMENTS, AXES)
+  assert [(c['part'], c['axes'], c['bytes']) for c in report.copies(rows)][
+    1:
+  ] == [
+    ('caches', 'replica', 16),
+    ('optimizer', 'replica+fsdp', 4),  # What the host holds is not counted.
+  ]
+
+
 def test_text_names_dimensions_sums_and_the_replicated():
   lines = report.text(report.describe(ARGUMENTS, AXES)).splitlines()
   assert 'embed 1024/replica.fsdp, mlp 48' in lines[0]

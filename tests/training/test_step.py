@@ -320,7 +320,11 @@ def test_distillation_alone_has_no_gradient_of_the_data():
 
 @pytest.mark.sharded
 @pytest.mark.parametrize(
-  'share', [0.5, pytest.param(1.0, marks=pytest.mark.slow)]
+  'share',
+  [
+    pytest.param(0.5, marks=pytest.mark.long),
+    pytest.param(1.0, marks=pytest.mark.slow),
+  ],
 )
 def test_distillation_on_a_mesh_equals_one_device(share):
   teacher = build.build(SOURCE)
