@@ -26,6 +26,7 @@ from encdec_adapt.runtime import (
   command,
   distributed,
   environment,
+  errors,
   flops,
   lock,
   metrics,
@@ -285,6 +286,17 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
         whole = starts.goodput(cost.seconds) | environment.memory_high_water()
         writer.write('job', step, whole | {'compile_cache': cache})
 
+  def settle(kind, error, _):
+    """Where a job fails, what it was saving is not lost with it."""
+    if not isinstance(error, Exception):
+      return
+    if isinstance(error, errors.AbsentError):
+      return  # Who is missing does not finish its part.
+    try:
+      checkpoints.close()
+    except checkpoint.CheckpointError as failed:
+      say(f'the last save failed, too: {failed}')
+
   step = start or 0
   train_step, active, waiting = None, None, None
   status = 0
@@ -301,6 +313,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   ending = contextlib.ExitStack()
   if lead:  # What was going on when a job fails is among the last records.
     ending.callback(writer.flush)
+  ending.push(settle)
   # A second signal, while the last save ends, is no reason to break it off.
   with preemption.StopSignal() as stop:
     with profiler, watch, ending:

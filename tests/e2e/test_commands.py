@@ -1,11 +1,9 @@
 """The public commands as a user gives them, on a tiny job."""
 
 import functools
-import importlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import types
@@ -21,7 +19,6 @@ from encdec_adapt.exchange import origin
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import app, errors, metrics, preemption
 from encdec_adapt.training import checkpoint
-from encdec_adapt.training import step as step_lib
 from tests import tiny
 
 pytestmark = [
@@ -348,77 +345,6 @@ def test_read_only_directory(pairs, tmp_path):
     _train(*pairs, f'--workdir={locked}/run')
 
 
-GEMMA = (
-  '--config=configs/gemma2.py:size=2b_2b,objective=ul2',
-  '--config.init.encoder=a',
-  '--config.mesh.fsdp=8',
-)
-
-
-@pytest.mark.parametrize(
-  'name', ['convert', 'evaluate', 'generate', 'materialize', 'plan', 'train']
-)
-def test_help_breaks_its_lines(name):
-  main = importlib.import_module(f'encdec_adapt.{name}')
-  assert ' \\\n' in main.__doc__
-  assert max(map(len, main.__doc__.split('\n'))) <= 80
-
-
-def test_print_config_shows_what_flags_have_changed(capsys):
-  assert _train(*GEMMA, '--print_config') == 0
-  shown = capsys.readouterr().out
-  assert re.search(r'^  objective: ul2$', shown, re.MULTILINE)
-  assert re.search(r'^  encoder: a$', shown, re.MULTILINE)
-  assert re.search(r'^  fsdp: 8$', shown, re.MULTILINE)
-
-
-def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
-  assert _train(*GEMMA, '--dry_run') == 0
-  shown = capsys.readouterr().out
-  # Those of the pair less its two tables, and the tables.
-  encoder, decoder, table = 2_024_517_888, 2_392_687_872, 589_824_000
-  assert f'encoder: {encoder + table:,} parameters' in shown
-  assert f'decoder: {decoder + table:,} parameters' in shown
-  # fp32 on each of eight devices.
-  parameters = (encoder + decoder + 2 * table) * 4 / 8 / 2**30
-  found = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
-  assert float(found.group(1)) == pytest.approx(parameters, abs=0.06)
-  assert 'decoder/blocks/layer_0/cross_attention/key' in shown
-  assert 'sources: a is not there: not looked at' in shown
-  assert 'without activations' in shown
-
-
-@pytest.mark.parametrize(
-  'flags, said',
-  [
-    (
-      ['--config=configs/gemma2.py:size=2b_2b,objective=prefixlm'],
-      [
-        r'teacher +config.teacher.checkpoint is not given: not counted',
-        r'sources: config.init.encoder is not given: not looked at',
-      ],
-    ),
-    (
-      [
-        '--config=configs/quickstart.py:size=smoke,run=unbalanced',
-        '--config.teacher.checkpoint=runs/nobody',
-        '--config.init.encoder=runs/nobody',
-      ],
-      [
-        r'teacher +runs/nobody is not there: not counted',
-        r'sources: runs/nobody is not there: not looked at',
-      ],
-    ),
-  ],
-)
-def test_dry_run_needs_no_source_and_no_teacher(capsys, flags, said):
-  assert _train(*flags, '--config.train.batch_size=64', '--dry_run') == 0
-  shown = capsys.readouterr().out
-  for pattern in said:
-    assert re.search(pattern, shown), pattern
-  assert re.search(r'without activations.*encdec_adapt\.plan', shown)
-
-
 def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
   pairs, decoder, adapted, capsys
 ):
@@ -435,25 +361,6 @@ def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
   assert 'decoder/layers' in shown
   with pytest.raises(errors.UserError, match='is an encoder-decoder'):
     _train(*pairs, *flags, f'{teacher}{adapted}', '--dry_run')
-
-
-@pytest.mark.parametrize(
-  'flag, words',
-  [
-    ('--config.train.batch_size=12', 'train.batch_size is 12'),
-    ('--config.mesh.fsdp=3', 'fsdp=3'),
-    ('--config.init.encoder=runs/other', "init.mode 'random'"),
-  ],
-)
-def test_dry_run_refuses_what_the_job_would_refuse(pairs, flag, words):
-  with pytest.raises(errors.UserError, match=words):
-    _train(*pairs, flag, '--dry_run')
-
-
-def test_dry_run_refuses_a_source_that_holds_no_model(pairs, tmp_path):
-  flags = ['--config.init.mode=adapt', f'--config.init.encoder={tmp_path}']
-  with pytest.raises(errors.UserError, match=str(tmp_path)):
-    _train(*pairs, *flags, '--dry_run')
 
 
 def test_dry_run_compares_a_model_that_is_continued(pairs, adapted, capsys):
@@ -625,42 +532,3 @@ def test_a_second_signal_does_not_break_the_last_save_off(
   _, _, late = capsys.readouterr().out.partition('all is saved')
   assert 'told to stop: saved step 5, exiting with 75' in late
   assert checkpoint.open_latest(copied).step == 5
-
-
-def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
-  pairs, tmp_path, monkeypatch
-):
-  """Where other parameters thaw, between two saves."""
-  make = step_lib.make_train_step
-
-  def make_small(*arguments):
-    return make(*arguments) if len(arguments[4]) == 1 else refuse
-
-  def refuse(*_):
-    raise jax.errors.JaxRuntimeError(
-      'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.'
-    )
-
-  monkeypatch.setattr(step_lib, 'make_train_step', make_small)
-  flags = [*pairs, '--config.train.cross_attention_warmup=2']
-  with pytest.raises(errors.UserError) as caught:
-    _train(*flags, f'--workdir={tmp_path}/run')
-  said = str(caught.value)
-  assert 'Out of memory while trying to allocate 64 bytes. What it' in said
-  (line,) = re.findall('`(python -m encdec_adapt.plan .*?)`', said)
-  asked = shlex.split(line)[3:]
-  assert asked[0] == '--config=configs/base.py'
-  assert set(flags) < set(asked)
-  assert '--topology=v5e:4x4' in asked and 'in the place of v5e:4x4' in said
-  assert checkpoint.open_latest(tmp_path / 'run').step == 2
-
-
-def test_another_error_of_the_runtime_is_not_taken_for_it(
-  pairs, tmp_path, monkeypatch
-):
-  def refuse(*_):
-    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
-
-  monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
-  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
-    _train(*pairs, f'--workdir={tmp_path}/run')

@@ -1,0 +1,105 @@
+"""What the commands say without running a job: help, config, a dry run."""
+
+import functools
+import importlib
+import re
+
+import pytest
+
+from encdec_adapt import train
+from encdec_adapt.runtime import errors
+from tests import tiny
+
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
+_train = functools.partial(tiny.call, train)
+GEMMA = (
+  '--config=configs/gemma2.py:size=2b_2b,objective=ul2',
+  '--config.init.encoder=a',
+  '--config.mesh.fsdp=8',
+)
+
+
+@pytest.mark.parametrize(
+  'name', ['convert', 'evaluate', 'generate', 'materialize', 'plan', 'train']
+)
+def test_help_breaks_its_lines(name):
+  main = importlib.import_module(f'encdec_adapt.{name}')
+  assert ' \\\n' in main.__doc__
+  assert max(map(len, main.__doc__.split('\n'))) <= 80
+
+
+def test_print_config_shows_what_flags_have_changed(capsys):
+  assert _train(*GEMMA, '--print_config') == 0
+  shown = capsys.readouterr().out
+  assert re.search(r'^  objective: ul2$', shown, re.MULTILINE)
+  assert re.search(r'^  encoder: a$', shown, re.MULTILINE)
+  assert re.search(r'^  fsdp: 8$', shown, re.MULTILINE)
+
+
+def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
+  assert _train(*GEMMA, '--dry_run') == 0
+  shown = capsys.readouterr().out
+  # Those of the pair less its two tables, and the tables.
+  encoder, decoder, table = 2_024_517_888, 2_392_687_872, 589_824_000
+  assert f'encoder: {encoder + table:,} parameters' in shown
+  assert f'decoder: {decoder + table:,} parameters' in shown
+  # fp32 on each of eight devices.
+  parameters = (encoder + decoder + 2 * table) * 4 / 8 / 2**30
+  found = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
+  assert float(found.group(1)) == pytest.approx(parameters, abs=0.06)
+  assert 'decoder/blocks/layer_0/cross_attention/key' in shown
+  assert 'sources: a is not there: not looked at' in shown
+  assert 'without activations' in shown
+
+
+@pytest.mark.parametrize(
+  'flags, said',
+  [
+    (
+      ['--config=configs/gemma2.py:size=2b_2b,objective=prefixlm'],
+      [
+        r'teacher +config.teacher.checkpoint is not given: not counted',
+        r'sources: config.init.encoder is not given: not looked at',
+      ],
+    ),
+    (
+      [
+        '--config=configs/quickstart.py:size=smoke,run=unbalanced',
+        '--config.teacher.checkpoint=runs/nobody',
+        '--config.init.encoder=runs/nobody',
+      ],
+      [
+        r'teacher +runs/nobody is not there: not counted',
+        r'sources: runs/nobody is not there: not looked at',
+      ],
+    ),
+  ],
+)
+def test_dry_run_needs_no_source_and_no_teacher(capsys, flags, said):
+  assert _train(*flags, '--config.train.batch_size=64', '--dry_run') == 0
+  shown = capsys.readouterr().out
+  for pattern in said:
+    assert re.search(pattern, shown), pattern
+  assert re.search(r'without activations.*encdec_adapt\.plan', shown)
+
+
+@pytest.mark.parametrize(
+  'flag, words',
+  [
+    ('--config.train.batch_size=12', 'train.batch_size is 12'),
+    ('--config.mesh.fsdp=3', 'fsdp=3'),
+    ('--config.init.encoder=runs/other', "init.mode 'random'"),
+  ],
+)
+def test_dry_run_refuses_what_the_job_would_refuse(pairs, flag, words):
+  with pytest.raises(errors.UserError, match=words):
+    _train(*pairs, flag, '--dry_run')
+
+
+def test_dry_run_refuses_a_source_that_holds_no_model(pairs, tmp_path):
+  flags = ['--config.init.mode=adapt', f'--config.init.encoder={tmp_path}']
+  with pytest.raises(errors.UserError, match=str(tmp_path)):
+    _train(*pairs, *flags, '--dry_run')

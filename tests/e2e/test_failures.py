@@ -1,0 +1,89 @@
+"""What is left of a training job that fails on its way."""
+
+import functools
+import re
+import shlex
+import time
+
+import jax
+import pytest
+
+from encdec_adapt import train
+from encdec_adapt.runtime import errors, seals
+from encdec_adapt.training import checkpoint
+from encdec_adapt.training import step as step_lib
+from tests import tiny
+
+pytestmark = [
+  pytest.mark.e2e,
+  pytest.mark.usefixtures('in_the_repository'),
+]
+_train = functools.partial(tiny.call, train)
+
+
+def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
+  pairs, tmp_path, monkeypatch
+):
+  """Where other parameters thaw, between two saves."""
+  make = step_lib.make_train_step
+
+  def make_small(*arguments):
+    return make(*arguments) if len(arguments[4]) == 1 else refuse
+
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError(
+      'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.'
+    )
+
+  monkeypatch.setattr(step_lib, 'make_train_step', make_small)
+  flags = [*pairs, '--config.train.cross_attention_warmup=2']
+  with pytest.raises(errors.UserError) as caught:
+    _train(*flags, f'--workdir={tmp_path}/run')
+  said = str(caught.value)
+  assert 'Out of memory while trying to allocate 64 bytes. What it' in said
+  (line,) = re.findall('`(python -m encdec_adapt.plan .*?)`', said)
+  asked = shlex.split(line)[3:]
+  assert asked[0] == '--config=configs/base.py'
+  assert set(flags) < set(asked)
+  assert '--topology=v5e:4x4' in asked and 'in the place of v5e:4x4' in said
+  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+
+
+def test_what_is_being_saved_when_a_job_fails_is_sealed(
+  pairs, tmp_path, monkeypatch
+):
+  make, seal, ended = step_lib.make_train_step, seals.write, []
+
+  def make_failing(*arguments):
+    step, calls = make(*arguments), []
+
+    def run(*values):
+      calls.append(None)
+      if len(calls) == 3:
+        raise ValueError('the third step fails')
+      return step(*values)
+
+    return run
+
+  def seal_slowly(path):
+    time.sleep(2)
+    assert not ended
+    seal(path)
+
+  monkeypatch.setattr(step_lib, 'make_train_step', make_failing)
+  monkeypatch.setattr(seals, 'write', seal_slowly)
+  with pytest.raises(ValueError, match='the third step fails'):
+    _train(*pairs, '--config.checkpoint.every=2', f'--workdir={tmp_path}/run')
+  ended.append(True)
+  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+
+
+def test_another_error_of_the_runtime_is_not_taken_for_it(
+  pairs, tmp_path, monkeypatch
+):
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
+
+  monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
+    _train(*pairs, f'--workdir={tmp_path}/run')
