@@ -328,18 +328,22 @@ def moved_bytes(program: Program) -> float:
   )
 
 
-def replicated(program: Program) -> list[dict[str, Any]]:
-  """Large arguments that every device holds whole."""
-  return [
-    {'name': row.name, 'bytes': row.bytes}
-    for row in rows(program)
-    if row.wasteful
-  ]
+def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
+  """Arguments that several devices hold the same of.
 
-
-def copies(program: Program) -> list[dict[str, Any]]:
-  """Arguments that devices along a mesh axis hold the same of."""
-  return sharding_report.copies(rows(program))
+  Returns:
+    `replicated`: large ones that every device holds whole; `copies`: see
+    `sharding.report.copies`.
+  """
+  described = rows(program)
+  return {
+    'replicated': [
+      {'name': row.name, 'bytes': row.bytes}
+      for row in described
+      if row.wasteful
+    ],
+    'copies': sharding_report.copies(described),
+  }
 
 
 def rows(program: Program) -> list[sharding_report.Row]:

@@ -75,8 +75,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     'fits': found['memory']['peak'] <= question.budget,
     **found,
     **times,
-    'replicated': programs.replicated(program),
-    'copies': programs.copies(program),
+    **programs.held_twice(program),
   }
 
 

@@ -47,8 +47,7 @@ class Arguments:
     beside: bytes of what is in memory meanwhile.
     host: bytes of what is copied from the host's memory and back.
     moved: bytes that the device's memory reads and writes of them at least.
-    replicated: large ones that every device holds whole.
-    copies: what devices along an axis hold the same of.
+    held_twice: see `programs.held_twice`.
     rows: of the batch that a device has; where devices share a row, a part
       of one.
   """
@@ -57,8 +56,7 @@ class Arguments:
   beside: dict[str, float]
   host: float
   moved: float
-  replicated: list[dict[str, Any]]
-  copies: list[dict[str, Any]]
+  held_twice: dict[str, list[dict[str, Any]]]
   rows: float
 
   @classmethod
@@ -76,8 +74,7 @@ class Arguments:
       programs.tree_bytes(program.beside),
       programs.host_bytes(program),
       programs.moved_bytes(program),
-      programs.replicated(program),
-      programs.copies(program),
+      programs.held_twice(program),
       _device_rows(workload.of(name, settings, mesh, False)),
     )
 
@@ -149,8 +146,7 @@ def describe(
     'trace_s': None,
     'compile_s': None,
     'instructions': None,
-    'replicated': given.replicated,
-    'copies': given.copies,
+    **given.held_twice,
   }
 
 

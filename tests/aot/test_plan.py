@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import out_of_memory, stored
+from encdec_adapt.planning import chips, out_of_memory, stored
 from tests import tiny
 
 pytestmark = [
@@ -163,6 +163,25 @@ def test_kernels_of_sharded_lengths_are_counted(tmp_path):
   pairs = 512 * LENGTH * 4 * 128 * 2
   expected = 4 * pairs * (2 * (2 + 5) + (2 + 3 + 4))
   assert train['flops']['kernels'] == pytest.approx(expected)
+
+
+def test_what_the_host_holds_is_no_memory_of_a_device(plans, tmp_path):
+  output = tmp_path / 'plan.json'
+  done = run(
+    '--topology=v5e:2x2',
+    '--config.optimizer.offload=True',
+    f'--output={output}',
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  found, plain = json.loads(output.read_text()), plans['train']
+  held = plain['memory']['arguments']['optimizer']
+  held -= found['memory']['arguments'].get('optimizer', 0)
+  assert held > 0.99 * plain['memory']['arguments']['optimizer']
+  # The compiler agrees that it is not there.
+  assert found['memory']['peak'] < plain['memory']['peak'] - 0.5 * held
+  seconds = 2 * held / chips.CHIPS['v5e'].host_bandwidth
+  assert found['roofline']['host_s'] == pytest.approx(seconds)
+  assert plain['roofline']['host_s'] == 0
 
 
 def test_over_the_budget_is_a_status():
