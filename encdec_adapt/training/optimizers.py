@@ -40,7 +40,8 @@ class OptimizerConfig:
       for matrices of at least 128 x 128.
     moment_dtype: dtype in which AdamW's first moments are kept; the second
       ones, whose changes are smaller than bfloat16's steps, stay float32.
-    offload: the state is kept in the hosts' memory between updates.
+    offload: the state is kept in the hosts' memory between updates; see
+      `training.offload`.
   """
 
   kind: str

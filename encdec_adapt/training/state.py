@@ -205,15 +205,3 @@ def _group_shardings(
     shape,
     shardings,
   )
-
-
-def fetch(
-  group: optimizers.GroupState,
-  optimizer: optimizers.Optimizer,
-  where: Placement,
-) -> optimizers.GroupState:
-  """A group's optimizer state in the devices' memory; to be traced."""
-  if not optimizer.config.offload:
-    return group
-  shardings = jax.tree.map(memory.on_device, where.shardings(group))
-  return jax.device_put(group, shardings)

@@ -12,7 +12,7 @@ import optax
 from encdec_adapt.models import build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
-from encdec_adapt.training import objectives, optimizers, phases
+from encdec_adapt.training import objectives, offload, optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 Batch = Mapping[str, Array]
@@ -193,16 +193,21 @@ def _apply(state, flat, gradients, norm, moving, optimizer, where):
   """Updates every moving group, or nothing if the gradient is not finite."""
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
+
+  def update(given, held, old):
+    new = optimizer.update(given, held, old, state.step)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, held))
+
   for name, paths in moving.items():
     old = {path: flat[path] for path in paths}
-    held = state_lib.fetch(state.groups[name], optimizer, where)
-    rates[f'learning_rate/{name}'] = optimizer.learning_rate(held, state.step)
-    new, group = optimizer.update(
-      {path: gradients[path] for path in paths}, held, old, state.step
-    )
-    new, groups[name] = jax.tree.map(
-      lambda a, b: jnp.where(finite, a, b), (new, group), (old, held)
-    )
+    group = state.groups[name]
+    rates[f'learning_rate/{name}'] = optimizer.learning_rate(group, state.step)
+    given = {path: gradients[path] for path in paths}, group, old
+    if optimizer.config.offload:
+      kind = optimizer.config.kind
+      new, groups[name] = offload.update(update, *given, kind, where)
+    else:
+      new, groups[name] = update(*given)
     params.update(new)
   bad = jnp.where(finite, 0, 1).astype(jnp.int32)
   new_state = state.replace(

@@ -165,22 +165,34 @@ def test_kernels_of_sharded_lengths_are_counted(tmp_path):
   assert train['flops']['kernels'] == pytest.approx(expected)
 
 
-def test_what_the_host_holds_is_no_memory_of_a_device(plans, tmp_path):
-  output = tmp_path / 'plan.json'
-  done = run(
-    '--topology=v5e:2x2',
-    '--config.optimizer.offload=True',
-    f'--output={output}',
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  found, plain = json.loads(output.read_text()), plans['train']
-  held = plain['memory']['arguments']['optimizer']
-  held -= found['memory']['arguments'].get('optimizer', 0)
-  assert held > 0.99 * plain['memory']['arguments']['optimizer']
-  # The compiler agrees that it is not there.
-  assert found['memory']['peak'] < plain['memory']['peak'] - 0.5 * held
-  seconds = 2 * held / chips.CHIPS['v5e'].host_bandwidth
-  assert found['roofline']['host_s'] == pytest.approx(seconds)
+@pytest.mark.slow
+def test_what_the_host_holds_is_no_memory_of_a_device(tmp_path):
+  """Of a model whose state fills a chip: else the compiler takes its ease."""
+  shape = dict(layers=16, width=4096, mlp_width=4096)
+  found = {}
+  for offload in (False, True):
+    output = tmp_path / f'{offload}.json'
+    done = run(
+      '--topology=v5e:1x1',
+      '--config.model.kind=decoder_only',
+      '--config.data.objective=causal_lm',
+      '--config.train.batch_size=1',
+      '--config.train.eval_batch_size=1',
+      '--config.compute.remat=full',
+      *(f'--config.model.decoder.{k}={v}' for k, v in shape.items()),
+      f'--config.optimizer.offload={offload}',
+      f'--output={output}',
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found[offload] = json.loads(output.read_text())
+  plain, held = found[False], found[True]
+  size = plain['memory']['arguments']['optimizer']
+  left = held['memory']['arguments'].get('optimizer', 0)
+  assert left < 0.01 * size
+  # Nor while it is updated: what is stacked is copied layer by layer.
+  assert plain['memory']['peak'] - held['memory']['peak'] > 0.9 * size
+  seconds = 2 * (size - left) / chips.CHIPS['v5e'].host_bandwidth
+  assert held['roofline']['host_s'] == pytest.approx(seconds)
   assert plain['roofline']['host_s'] == 0
 
 
