@@ -111,8 +111,8 @@ def recipe(pair, objective):
 # Positions of one side that a chip trains on at a time.
 _TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096, 'h100': 8192, 'h200': 8192}
 # Bytes that a parameter's state takes in a step: float32, two moments and two
-# gradients; and the share of a GPU's memory that all of them may take.
-_STATE, _SHARE = 20, 0.7
+# gradients; and the share of a device's memory that all of them may take.
+_STATE, _SHARE = 20, {'tpu': 0.45, 'gpu': 0.7}
 # A v5p keeps products with weights for the backward pass, the widest of an MLP
 # only if those of all layers take at most so many bytes.
 _WIDEST = 30e9
@@ -122,10 +122,11 @@ _BFLOAT16 = 2  # Bytes.
 def spread(config, topology, slices):
   """Sets mesh, microbatches and kernels for TPUs, or GPUs of a cluster.
 
-  Tables are sharded over groups of at most 64 chips. One slice shards the
-  other parameters over all of its chips. Several do so over a group, so that
-  nothing is gathered between slices: each of their groups holds a copy. GPUs
-  are taken for nodes of eight, and a copy is held by as few of them as can.
+  Groups of chips, of at most 64, hold a copy of everything; nothing is
+  gathered between slices. A slice has two groups at least where that leaves
+  room: what is summed over all chips of a slice, the TPU's compiler does not
+  scatter, and sends twice. GPUs are taken for nodes of eight, and a copy is
+  held by as few of them as can.
 
   Raises:
     UserError: there are no such chips, or no slice of them.
@@ -140,9 +141,7 @@ def spread(config, topology, slices):
   chips = where.devices
   if where.chip.kind == 'tpu':
     config.compute.attention = 'splash'
-    group = mesh_lib.in_groups(chips // slices, rules_lib.VOCABULARY_GROUP).fsdp
-    if slices == 1 and group < chips:
-      config.mesh.rules = 'fsdp_replica'
+    group = _part_of_a_slice(config.model, where)
   else:
     config.compute.attention = 'triton'
     group = _nodes_that_hold(config.model, where)
@@ -155,8 +154,25 @@ def spread(config, topology, slices):
   config.train.eval_batch_size = max(chips, config.train.eval_batch_size)
 
 
+def _part_of_a_slice(model, where):
+  """Chips of a group: half of a slice, or all of it where that is too few."""
+  chips = where.devices // where.count
+  whole, half = (
+    mesh_lib.in_groups(n, rules_lib.VOCABULARY_GROUP).fsdp
+    for n in (chips, max(1, chips // 2))
+  )
+  return half if _holds(model, where, half) else whole
+
+
 def _nodes_that_hold(model, where):
-  """GPUs of the fewest nodes that have room for the state of a model.
+  """GPUs of the fewest nodes that have room for the state of a model."""
+  nodes = (n * where.chip.host_chips for n in (1, 2, 4, 8))
+  groups = [mesh_lib.in_groups(where.devices, n).fsdp for n in nodes]
+  return next((n for n in groups if _holds(model, where, n)), groups[-1])
+
+
+def _holds(model, where, group):
+  """Whether so many devices have room for the state of a model.
 
   By its products and tables; what else there is takes little.
   """
@@ -165,10 +181,8 @@ def _nodes_that_hold(model, where):
     attention = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
     rows = stack.layers * (3 * stack.mlp_width + attention) + stack.vocab_size
     count += rows * stack.width
-  nodes = (n * where.chip.host_chips for n in (1, 2, 4, 8))
-  groups = [mesh_lib.in_groups(where.devices, n).fsdp for n in nodes]
-  room = _SHARE * where.chip.hbm_bytes
-  return next((n for n in groups if _STATE * count / n <= room), groups[-1])
+  room = _SHARE[where.chip.kind] * where.chip.hbm_bytes
+  return _STATE * count / group <= room
 
 
 def _remat(config, kind):

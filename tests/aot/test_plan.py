@@ -168,7 +168,7 @@ def test_kernels_of_sharded_lengths_are_counted(tmp_path):
 @pytest.mark.slow
 def test_what_the_host_holds_is_no_memory_of_a_device(tmp_path):
   """Of a model whose state fills a chip: else the compiler takes its ease."""
-  shape = dict(layers=16, width=4096, mlp_width=4096)
+  shape = dict(layers=12, width=4096, mlp_width=4096)
   found = {}
   for offload in (False, True):
     output = tmp_path / f'{offload}.json'

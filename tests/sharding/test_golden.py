@@ -73,8 +73,12 @@ class _Models(dict):
     return str(path)
 
 
-ONE_SLICE = ('topology=v5e:16x16', 'topology=v6e:16x16')
-OTHERS = ('topology=v5p:4x4x4', 'topology=v5e:16x16,slices=2')
+MANY = (
+  'topology=v5e:16x16',
+  'topology=v6e:16x16',
+  'topology=v5p:4x4x4',
+  'topology=v5e:16x16,slices=2',
+)
 CASES = {
   'base': Case('base', devices=8, tensor=2),
   'quickstart_decoder_only': Case('quickstart', ('run=decoder_only',), 8),
@@ -89,21 +93,12 @@ CASES = {
     (
       'size=2b_2b,topology=v5e:4x4',
       'size=2b_2b,topology=v6e:4x4',
-      *(f'size=9b_9b,{where}' for where in OTHERS),
-    ),
-  ),
-  'gemma2_balanced_one_slice': Case(
-    'gemma2',
-    (
-      *(f'size=9b_9b,{where}' for where in ONE_SLICE),
+      *(f'size=9b_9b,{where}' for where in MANY),
       'size=27b_27b,topology=v5p:8x8x8',
     ),
   ),
   'gemma2_9b_2b': Case(
-    'gemma2', tuple(f'size=9b_2b,{where}' for where in OTHERS)
-  ),
-  'gemma2_9b_2b_one_slice': Case(
-    'gemma2', tuple(f'size=9b_2b,{where}' for where in ONE_SLICE)
+    'gemma2', tuple(f'size=9b_2b,{where}' for where in MANY)
   ),
   'gemma2_2b_2b_ul2': Case(
     'gemma2', ('size=2b_2b,objective=ul2,topology=v5e:8x8',)
