@@ -112,7 +112,7 @@ def recipe(pair, objective):
 _TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096, 'h100': 8192, 'h200': 8192}
 # Bytes that a parameter's state takes in a step: float32, two moments and two
 # gradients; and the share of a device's memory that all of them may take.
-_STATE, _SHARE = 20, {'tpu': 0.45, 'gpu': 0.7}
+_STATE, _SHARE = 20, {'tpu': 0.36, 'gpu': 0.7}
 # A v5p keeps products with weights for the backward pass, the widest of an MLP
 # only if those of all layers take at most so many bytes.
 _WIDEST = 30e9
