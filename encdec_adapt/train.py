@@ -292,6 +292,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
       return
     if isinstance(error, errors.AbsentError):
       return  # Who is missing does not finish its part.
+    watch.beat(step, 'save')  # It may take longer than a step.
     try:
       checkpoints.close()
     except checkpoint.CheckpointError as failed:

@@ -168,7 +168,7 @@ def test_kernels_of_sharded_lengths_are_counted(tmp_path):
 @pytest.mark.slow
 def test_what_the_host_holds_is_no_memory_of_a_device(tmp_path):
   """Of a model whose state fills a chip: else the compiler takes its ease."""
-  shape = dict(layers=12, width=4096, mlp_width=4096)
+  shape = dict(layers=20, width=4096, mlp_width=2048)
   found = {}
   for offload in (False, True):
     output = tmp_path / f'{offload}.json'
@@ -191,7 +191,7 @@ def test_what_the_host_holds_is_no_memory_of_a_device(tmp_path):
   left = held['memory']['arguments'].get('optimizer', 0)
   assert left < 0.01 * size
   # Nor while it is updated: what is stacked is copied layer by layer.
-  assert plain['memory']['peak'] - held['memory']['peak'] > 0.8 * size
+  assert plain['memory']['peak'] - held['memory']['peak'] > 0.9 * size
   seconds = 2 * (size - left) / chips.CHIPS['v5e'].host_bandwidth
   assert held['roofline']['host_s'] == pytest.approx(seconds)
   assert plain['roofline']['host_s'] == 0
