@@ -183,16 +183,26 @@ def read_teacher(
   return _open(settings, settings.teacher).read(where)
 
 
-def open_data(
-  settings: config_lib.Settings,
-) -> tuple[vocabularies.Opened, records.RecordSet, records.RecordSet]:
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """What a job reads.
+
+  Attributes:
+    opened: the vocabularies.
+    train: rows to train on.
+    evaluation: rows held out.
+  """
+
+  opened: vocabularies.Opened
+  train: records.RecordSet
+  evaluation: records.RecordSet
+
+
+def open_data(settings: config_lib.Settings) -> Data:
   """Opens vocabularies and records, making them first where they are missing.
 
   They are made in a process of its own, so that TensorFlow never enters this
   one.
-
-  Returns:
-    The vocabularies, the training and the held-out records.
 
   Raises:
     UserError: the records or the vocabularies are not the configuration's, or
@@ -213,7 +223,7 @@ def open_data(
       'data.vocabularies': opened.describe(),
     },
   )
-  return opened, train_set, eval_set
+  return Data(opened, train_set, eval_set)
 
 
 def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, job, train
+from encdec_adapt import evaluate, generate, job, loop, train
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records, vocabularies
 from encdec_adapt.exchange import origin
@@ -151,7 +151,7 @@ def test_what_a_start_before_left_goes_before_the_new_is_written(
   (run / origin.FOLDER / 'decoder').mkdir(parents=True)
   for name in FOR_READERS[:3]:
     (run / name).write_text('{"of": "others"}')
-  monkeypatch.setattr(train.loader, 'Loader', _end)
+  monkeypatch.setattr(loop.loader, 'Loader', _end)
   with pytest.raises(InterruptedError):
     _train(*pairs, f'--workdir={run}')
   # Of parameters that were drawn there is an account, and nothing else.
