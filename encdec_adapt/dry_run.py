@@ -5,7 +5,6 @@ from encdec_adapt import job
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import disk, storage
 from encdec_adapt.sharding import report as sharding_report
-from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 
@@ -58,11 +57,8 @@ def _describe_memory(
   settings: config_lib.Settings, where: state_lib.Placement
 ) -> list[str]:
   """Lines: bytes per device of the state and the teacher."""
-  optimizer = optimizers.Optimizer(settings.optimizer)
-  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
-  assignment = phases.assign(where.model.table, groups)
-  names = [group.name for group in groups]
-  state = state_lib.abstract(optimizer, assignment, names, where)
+  subject = job.Subject.of(settings, where)
+  state = subject.abstract(subject.all_groups)
   sizes = {
     'parameters': sharding_report.device_bytes(state.params),
     'gradients': sharding_report.device_bytes(state.params),

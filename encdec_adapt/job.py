@@ -1,5 +1,6 @@
 """What the commands build from settings: mesh, models, data, parameters."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import multiprocessing
@@ -31,8 +32,9 @@ from encdec_adapt.runtime import (
   orphans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import accounting
+from encdec_adapt.training import accounting, optimizers, phases
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
 
 
 def make_mesh(settings: config_lib.Settings) -> Mesh:
@@ -174,6 +176,75 @@ def place_teacher(
     )
   vocabulary_checks.check_source(settings, source, 'decoder')
   return place_model(settings, source.model, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+  """What a job trains, and how: the same from its first step to its last.
+
+  Attributes:
+    where: the model on its mesh.
+    teacher: on the same mesh; None without distillation.
+    optimizer: of all parameters.
+    groups: parameters by the step from which they train.
+    assignment: the group of every parameter, by path.
+  """
+
+  where: state_lib.Placement
+  teacher: state_lib.Placement | None
+  optimizer: optimizers.Optimizer
+  groups: tuple[phases.Group, ...]
+  assignment: dict[str, str]
+
+  @classmethod
+  def of(
+    cls,
+    settings: config_lib.Settings,
+    where: state_lib.Placement,
+    teacher: state_lib.Placement | None = None,
+  ) -> 'Subject':
+    """That of a job whose models are placed."""
+    groups = phases.cross_attention_warmup(
+      settings.train.cross_attention_warmup
+    )
+    return cls(
+      where,
+      teacher,
+      optimizers.Optimizer(settings.optimizer),
+      groups,
+      phases.assign(where.model.table, groups),
+    )
+
+  def active(self, step: int) -> tuple[str, ...]:
+    """Groups that train at a step."""
+    return phases.active(self.groups, step)
+
+  @property
+  def all_groups(self) -> tuple[str, ...]:
+    """Names of all groups: what trains in the end."""
+    return tuple(group.name for group in self.groups)
+
+  def abstract(self, active: Sequence[str]) -> state_lib.TrainState:
+    """Shapes and shardings of the state where these groups train."""
+    return state_lib.abstract(
+      self.optimizer, self.assignment, active, self.where
+    )
+
+  def make_step(
+    self, settings: config_lib.Settings, active: Sequence[str]
+  ) -> step_lib.StepFunction:
+    """The jitted step in which these groups train."""
+    return step_lib.make_train_step(
+      self.where,
+      settings.loss,
+      self.optimizer,
+      self.assignment,
+      active,
+      step_lib.StepConfig(
+        settings.train.microbatches, settings.optimizer.clip_norm
+      ),
+      self.teacher.model if self.teacher else None,
+    )
 
 
 def read_teacher(

@@ -1,6 +1,6 @@
 """The steps of a training job, with its evaluations, saves and records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import time
@@ -33,40 +33,9 @@ from encdec_adapt.training import (
   checkpoint,
   continuation,
   guards,
-  optimizers,
-  phases,
 )
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-  """What a job trains, and how: the same from its first step to its last.
-
-  Attributes:
-    where: the model on its mesh.
-    teacher: on the same mesh; None without distillation.
-    optimizer: of all parameters.
-    groups: those that do not train from the start.
-    assignment: the group of every parameter, by path.
-  """
-
-  where: state_lib.Placement
-  teacher: state_lib.Placement | None
-  optimizer: optimizers.Optimizer
-  groups: Sequence[phases.Group]
-  assignment: dict[str, str]
-
-  def active(self, step: int) -> tuple[str, ...]:
-    """Groups that train at a step."""
-    return phases.active(self.groups, step)
-
-  def abstract(self, active: Sequence[str]) -> state_lib.TrainState:
-    """Shapes and shardings of the state, where these groups train."""
-    return state_lib.abstract(
-      self.optimizer, self.assignment, active, self.where
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +64,7 @@ class Loop:
     self,
     settings: config_lib.Settings,
     workdir: str,
-    subject: Subject,
+    subject: job.Subject,
     data: job.Data,
     checkpoints: checkpoint.Checkpoints,
     beginning: Beginning,
@@ -237,21 +206,10 @@ class Loop:
     if active == self.active:
       return False
     self.active = active
-    where, optimizer = subject.where, subject.optimizer
     self.state = state_lib.thaw(
-      self.state, optimizer, subject.assignment, active, where
+      self.state, subject.optimizer, subject.assignment, active, subject.where
     )
-    self.train_step = step_lib.make_train_step(
-      where,
-      self.settings.loss,
-      optimizer,
-      subject.assignment,
-      active,
-      step_lib.StepConfig(
-        self.settings.train.microbatches, self.settings.optimizer.clip_norm
-      ),
-      subject.teacher.model if subject.teacher else None,
-    )
+    self.train_step = subject.make_step(self.settings, active)
     return True
 
   def _begin_step(self, compiling: bool) -> bool:

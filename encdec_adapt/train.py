@@ -31,8 +31,6 @@ from encdec_adapt.training import (
   accounting,
   checkpoint,
   continuation,
-  optimizers,
-  phases,
 )
 from encdec_adapt.training import state as state_lib
 
@@ -150,21 +148,18 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   return steps.run()
 
 
-def _subject(settings: config_lib.Settings) -> loop.Subject:
-  """The models on their mesh, and what trains them."""
+def _subject(settings: config_lib.Settings) -> job.Subject:
+  """The models on their mesh, and what trains them.
+
+  Raises:
+    UserError: they do not go together, or not with the devices.
+  """
   mesh = job.make_mesh(settings)
   job.check_attention(settings, mesh.devices.flat[0].platform)
   job.check_batches(settings, mesh)
   vocabulary_checks.check_model(settings)
   where = job.place_model(settings, settings.model, mesh)
-  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
-  return loop.Subject(
-    where,
-    job.place_teacher(settings, mesh),
-    optimizers.Optimizer(settings.optimizer),
-    groups,
-    phases.assign(where.model.table, groups),
-  )
+  return job.Subject.of(settings, where, job.place_teacher(settings, mesh))
 
 
 def _find_start(config, settings, subject, checkpoints, say):
@@ -176,7 +171,7 @@ def _find_start(config, settings, subject, checkpoints, say):
   """
   every, steps = settings.checkpoint.every, settings.train.steps
   checkpoints.require_space(
-    subject.abstract([group.name for group in subject.groups]),
+    subject.abstract(subject.all_groups),
     [*range(every, steps, every), steps],
   )
   start = checkpoints.latest()

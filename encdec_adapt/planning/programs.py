@@ -22,9 +22,8 @@ from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import report as sharding_report
-from encdec_adapt.training import objectives, optimizers, phases
+from encdec_adapt.training import objectives
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +61,9 @@ class Program:
 def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
   """One step in which every parameter moves."""
   where = job.place_model(settings, settings.model, mesh)
-  optimizer = optimizers.Optimizer(settings.optimizer)
-  groups = phases.cross_attention_warmup(settings.train.cross_attention_warmup)
-  assignment = phases.assign(where.model.table, groups)
-  names = [group.name for group in groups]
-  state = state_lib.abstract(optimizer, assignment, names, where)
   taught = teacher(settings, mesh)
-  step = step_lib.make_train_step(
-    where,
-    settings.loss,
-    optimizer,
-    assignment,
-    names,
-    step_lib.StepConfig(
-      settings.train.microbatches, settings.optimizer.clip_norm
-    ),
-    taught.model if taught else None,
-  )
+  subject = job.Subject.of(settings, where, taught)
+  state = subject.abstract(subject.all_groups)
   arguments = {
     'parameters': state.params,
     'optimizer': state.groups,
@@ -86,7 +71,7 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
     'batch': batch(settings, where, settings.train.batch_size),
   }
   return Program(
-    step,
+    subject.make_step(settings, subject.all_groups),
     arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
