@@ -112,6 +112,12 @@ def main(values: flags.FlagValues) -> int:
           ' report; leave one of them out.'
         )
     disk.require_output(values.output)
+  if values.search and (values.sharding or values.programs != ['train']):
+    other = 'sharding' if values.sharding else 'programs'
+    raise errors.UserError(
+      f'--search={values.search} ranks training steps by their plans, and'
+      f' --{other} asks for something else; leave one of them out.'
+    )
   if values.calibrate:
     return _calibrate(values.calibrate)
   if values.table:
@@ -130,7 +136,7 @@ def main(values: flags.FlagValues) -> int:
   job.check_attention(settings, where.chip.kind)
   budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
-    mesh = _mesh(settings, devices_of(where))
+    mesh = _mesh(settings, describe_devices(where))
     for name in values.programs:
       program = programs.PROGRAMS[name](settings, mesh)
       print(f'[{name}]\n{sharding_report.text(programs.rows(program))}')
@@ -166,7 +172,7 @@ def make(
     UserError: the mesh or a batch does not divide, libtpu is missing, or
       the topology does not exist.
   """
-  devices = devices_of(where)
+  devices = describe_devices(where)
   mesh = _mesh(settings, devices)
   if where.chip.kind == 'gpu':
     plans = {
@@ -183,7 +189,7 @@ def make(
   return plans
 
 
-def devices_of(where: chips.Slice):
+def describe_devices(where: chips.Slice):
   """Devices of the chips, or others that stand for GPUs.
 
   Raises:
@@ -229,27 +235,43 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
 
 
 def _search(settings, where, budget, values) -> int:
-  """Ranks candidates by shapes, compiles the first, ranks them again."""
-  devices = devices_of(where)
+  """Ranks candidates by shapes, compiles the first, ranks them again.
+
+  Of GPUs, those are described whole; nothing is compiled.
+  """
+  devices = describe_devices(where)
   found = search.ranked(settings, where, devices, budget)
-  chosen = found[: values.search]
   print(
     f'{len(found)} candidates may fit into {where.name} x {where.count}. They'
     ' have rows a chip of their own: a job keeps its batch of'
     f' {settings.train.batch_size} by config.train.microbatches.'
   )
-  print(search.text(chosen))
-  fit = [one for one in chosen if one.plan['fits']]
-  if where.chip.kind == 'tpu':
-    fit = []
+  if where.chip.kind == 'gpu':
+    fit = [one for one in found if one.plan['fits']][: values.search]
+    fit = [_whole(one, devices, where, budget) for one in fit]
+  else:
+    chosen, fit = found[: values.search], []
+    print(search.text(chosen))
     for one in _compiled_candidates(chosen, devices, where, budget):
       fit.append(one)
       _write_candidates(values, where, fit)  # A search may take hours.
     fit.sort(key=lambda one: -one.rate)
   _write_candidates(values, where, fit)
   print(search.text(fit))
+  if not fit:
+    print(
+      'none of these fits; --search=N with a number above'
+      f' {values.search} tries more of those that may.'
+    )
   print(calibration.text(calibration.table()))
   return 0 if fit else DOES_NOT_FIT
+
+
+def _whole(one, devices, where, budget):
+  """A candidate with all that shapes say of it, of its own mesh."""
+  mesh = _mesh(one.settings, devices)
+  plan = shapes.describe('train', one.settings, mesh, where, budget)
+  return dataclasses.replace(one, plan=plan)
 
 
 def _compiled_candidates(chosen, devices, where, budget):

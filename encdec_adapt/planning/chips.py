@@ -32,7 +32,8 @@ class Chip:
     clock: cycles/s of the compiler's estimates (TPU): peak FLOP/s over FLOPs
       a cycle of the matrix units.
     link_bandwidth: bytes/s that a chip sends into one dimension of the torus,
-      both ways together (TPU), or to the other GPUs of a node.
+      both ways together (TPU), or to the other GPUs of a node (half of what
+      is stated of NVLink, which counts what is received, too).
     network_bandwidth: bytes/s of one chip's share of the data-center network.
     host_bandwidth: bytes/s of one chip to its host's memory, or from there: of
       GPUs one direction of their PCI Express; Google states none, and 16 GB/s
@@ -77,7 +78,7 @@ CHIPS = {
     ),
     Chip(
       'v5e', 'tpu', 197e12, 15.75 * _GIB, 819e9, 100e9, 3.125e9,
-      clock=1.5e9, dimensions=2, wraps_at=16, host_chips=4,
+      clock=1.5e9, dimensions=2, wraps_at=16, host_chips=4, cycle_share=0.81,
     ),
     Chip(
       'v5p', 'tpu', 459e12, 95.74 * _GIB, 2765e9, 200e9, 6.25e9,
@@ -88,15 +89,15 @@ CHIPS = {
       clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4, cycle_share=0.75,
     ),
     Chip(
-      'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 600e9, 25e9,
+      'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
       host_bandwidth=32e9,
     ),
     Chip(
-      'h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 900e9, 50e9,
+      'h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 450e9, 50e9,
       host_bandwidth=64e9,
     ),
     Chip(
-      'h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 900e9, 50e9,
+      'h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
       host_bandwidth=64e9,
     ),
   )

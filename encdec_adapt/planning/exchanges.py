@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
 
 
 def traffic(
-  work: workload.Workload, mesh: Mesh, where: chips.Slice, hidden: float
+  work: workload.Workload, mesh: Mesh, where: chips.Slice
 ) -> list[dict[str, Any]]:
   """Collectives by what they are for, with bytes that a device sends.
 
@@ -36,10 +36,10 @@ def traffic(
     work: the program's.
     mesh: of the devices, which may stand for others.
     where: what they stand for.
-    hidden: share of every collective that other work hides.
   """
   network, result = roofline.Network(mesh, where), []
   for name, (axes, kind, size) in _exchanges(work, mesh).items():
+    axes = [axis for axis in axes if mesh.shape[axis] > 1]
     sent, seconds = network.along(axes, kind, size * work.parts)
     if sent:
       result.append(
@@ -50,7 +50,6 @@ def traffic(
           'count': work.parts,
           'bytes': sent,
           'seconds': seconds,
-          'exposed': (1 - hidden) * seconds,
         }
       )
   return result
@@ -101,16 +100,22 @@ def _exchanges(work: workload.Workload, mesh: Mesh) -> Mapping[str, Exchange]:
 
 
 def _of_gradients(work, mesh, states: float) -> dict[str, Exchange]:
-  """The collectives of gradients: of weights, and of the decoder's states."""
+  """Those of gradients: of weights, of tables, and of the decoder's states."""
   rules = work.settings.rules.as_dict()
   tokens = (*rules['batch'], *rules['length'])
   counts = parameters.count_by_stack(work.settings.model).values()
+  tables = sum(c.embedding + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.shares.tensor * _FP32
   shards = math.prod(mesh.shape[a] for a in rules['embed'])
   rest = tuple(a for a in tokens if a not in rules['embed'])
   return {
     'gradients': Exchange(rules['embed'], 'reduce-scatter', size),
     'replicas': Exchange(rest, 'all-reduce', size / shards),
+    'gradients of tables': Exchange(
+      tuple(a for a in tokens if a not in rules['vocab']),
+      'all-reduce',
+      tables / work.shares.vocabulary,
+    ),
     'gradients of hidden states': Exchange(
       tuple(a for a in tokens if a in rules['vocab']),
       'reduce-scatter',

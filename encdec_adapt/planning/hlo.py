@@ -38,10 +38,6 @@ _BYTES = {
 _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%([\w.\-]+) = (.*)$')
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%([\w.\-]+) \(')
-_CALLED = re.compile(
-  r'\b(?:calls|body|condition|to_apply|called_computations'
-  r'|branch_computations)=(%[\w.\-]+|\{[^}]*\})'
-)
 _REDUCE_SCATTER = 'all-reduce-scatter'  # Such a fusion's computation.
 _COLLECTIVES = (
   'all-gather',
@@ -174,8 +170,8 @@ def totals(text: str) -> Totals:
   """Reads a module's text (`compiled.as_text()`).
 
   Raises:
-    UnknownProgramError: a loop's trip count cannot be found, or there is no
-      entry computation.
+    UnknownProgramError: a loop's trip count cannot be found, something runs
+      where nothing is looked for, or there is no entry computation.
   """
   computations, entry = parse(text)
   result = Totals(instructions=sum(map(len, computations.values())))
@@ -184,7 +180,11 @@ def totals(text: str) -> Totals:
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-  """Computations by name, and the name of the entry."""
+  """Computations by name, and the name of the entry.
+
+  Raises:
+    UnknownProgramError: there is no entry computation.
+  """
   computations: dict[str, list[Instruction]] = {}
   entry, current = None, None
   for line in text.splitlines():
@@ -227,7 +227,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
-  """Dtype and shape of every array of a type."""
+  """Dtype and shape of every array of a type; tokens and such have none."""
   return [
     (dtype, tuple(int(n) for n in dims.split(',') if n))
     for dtype, dims in _ARRAY.findall(kind)
@@ -263,12 +263,12 @@ class _Walk:
       self.computation(body, times * trips)
       return
     if it.opcode == 'conditional':
-      # The branch that costs most cannot be told apart yet: all but one of
-      # ours are empty, so they are added.
-      for branch in _names(it.attribute('branch_computations') or ''):
+      for branch in _branches(it):  # Which one runs, nobody knows: all count.
         self.computation(branch, times)
-    if it.opcode in ('fusion', 'call', 'async-start'):
-      self._inside(where, it.called('calls') or it.called('to_apply'), times)
+    if it.opcode == 'call':
+      self.computation(it.called('to_apply'), times)
+    if it.opcode in ('fusion', 'async-start'):
+      self._inside(where, it.called('calls'), times)
     if it.opcode == 'custom-call' and f'"{KERNEL}"' in it.attributes:
       operands = tuple(arrays(types[o])[0][1] for o in it.operands)
       name = it.name.rstrip('0123456789').rstrip('.')
@@ -290,9 +290,10 @@ class _Walk:
         it = dataclasses.replace(it, opcode='reduce-scatter')
       self._collective(where, it, types, times, fused=not scattered)
       self.result.flops += product_flops(it, types) * times
-      if it.opcode in ('fusion', 'call', 'async-start'):
-        called = it.called('calls') or it.called('to_apply')
-        self._inside(where, called, times)
+      if it.opcode == 'fusion':
+        self._inside(where, it.called('calls'), times)
+      elif it.opcode in ('while', 'conditional', 'call'):
+        raise UnknownProgramError(f'{name} has a {it.opcode} in it')
 
   def _collective(self, where, it, types, times, *, fused) -> bool:
     """Records a collective; whether it is one."""
@@ -325,8 +326,15 @@ class _Walk:
     return True
 
 
-def _names(text: str) -> list[str]:
-  return re.findall(r'%([\w.\-]+)', text)
+def _branches(it: Instruction) -> list[str]:
+  """Computations of a conditional; of a predicate's, XLA names the two."""
+  several = it.attribute('branch_computations')
+  if several is not None:
+    return re.findall(r'%([\w.\-]+)', several)
+  found = [it.called(f'{word}_computation') for word in ('true', 'false')]
+  if None in found:
+    raise UnknownProgramError(f'{it.name} has no branches that are understood')
+  return found
 
 
 def _groups(attributes: str) -> str:
@@ -346,7 +354,9 @@ def trip_count(
   condition: str,
   where: str,
 ) -> int:
-  """How often a loop runs that counts up by one to a constant.
+  """How often a loop runs that counts up by one, from zero to a constant.
+
+  That is what XLA makes of a scan; a start elsewhere is not looked for.
 
   Raises:
     UnknownProgramError: it is another kind of loop.

@@ -170,9 +170,10 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     query, key = [s for s in states[1:] if s[-1] > 1 and s != grid][:2]
     heads, queries, head_dim = query[-3:]
     matching = [a for a in known if a.lengths == (queries, key[-2])]
-    # The last dimension of the grid are keys, of gradients of keys queries.
-    along = 0 if parts[0] == 'dkv' else 1
-    exact = [a for a in matching if a.visited().sum(along).max() == grid[-1]]
+    # The grid is [1, queries, keys]: of gradients of keys, the most blocks of
+    # queries that a block of keys has, else the other way round.
+    along, most = (0, grid[-2]) if parts[0] == 'dkv' else (1, grid[-1])
+    exact = [a for a in matching if a.visited().sum(along).max() == most]
     chosen = exact or matching
     if not chosen:
       raise hlo.UnknownProgramError(

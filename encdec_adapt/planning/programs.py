@@ -59,15 +59,19 @@ class Program:
 
 
 def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """One step in which every parameter moves."""
+  """One step in which every parameter moves.
+
+  Raises:
+    UserError: the attention takes no such model.
+    ValueError: an array does not divide over the mesh; names it.
+  """
   where = job.place_model(settings, settings.model, mesh)
   taught = teacher(settings, mesh)
   subject = job.Subject.of(settings, where, taught)
   state = subject.abstract(subject.all_groups)
   arguments = {
     'parameters': state.params,
-    'optimizer': state.groups,
-    'teacher': taught.abstract_params() if taught else {},
+    **_kept(state, taught),
     'batch': batch(settings, where, settings.train.batch_size),
   }
   return Program(
@@ -89,6 +93,14 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
   )
 
 
+def _kept(state, taught) -> dict[str, Any]:
+  """What a job has in memory from its first step to its last, but the model."""
+  return {
+    'optimizer': state.groups,
+    'teacher': taught.abstract_params() if taught else {},
+  }
+
+
 def gradients(settings: config_lib.Settings) -> int:
   """Trees of gradients that a step holds: those of a part, and their sum."""
   return 2 if settings.train.microbatches > 1 else 1
@@ -104,6 +116,7 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
   teachers = _states_and_table(settings, taught, rows) if taught else {}
 
   def total(students, teachers, batch):
+    """What a microbatch adds to the loss, of its states alone."""
     with partition.use(mesh, settings.rules.as_dict()):
       source = None
       if taught:
@@ -130,6 +143,7 @@ def evaluation_loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
   rows, stack = settings.train.eval_batch_size, where.model.config.decoder
 
   def total(students, batch):
+    """The sums of an evaluation, of its states alone."""
     with partition.use(mesh, settings.rules.as_dict()):
       return vocabulary_loss.cross_entropy(
         *students.values(),
@@ -176,16 +190,14 @@ def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   params = where.abstract_params()
   fields = batch(settings, where, settings.train.eval_batch_size)
+  subject = job.Subject.of(settings, where)
+  state = subject.abstract(subject.all_groups)
   return Program(
     evaluator.sums,
     {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
     axes={'parameters': where.axes(params), 'batch': _batch_axes(fields)},
-    beside={
-      name: tree
-      for name, tree in train(settings, mesh).arguments.items()
-      if name in ('optimizer', 'teacher')
-    },
+    beside=_kept(state, teacher(settings, mesh)),
   )
 
 
@@ -205,6 +217,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
   lengths = settings.data.train.lengths
 
   def make_caches(params):
+    """Those of the decoder, and of the encoder's states where there is one."""
     cache = model.init_cache(rows, lengths.decoder)
     if not isinstance(settings.model, model_config.EncoderDecoderConfig):
       return cache, None
@@ -214,6 +227,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
     return cache, model.prefill_cross(params, encoded, segments)
 
   def step(params, tokens, cache, cross):
+    """One token of every row, which sees all before it."""
     with partition.use(mesh, settings.rules.as_dict()):
       options = {} if cross is None else {'cross': cross}
       hidden, cache = model.decode_step(

@@ -10,21 +10,21 @@ All is by shapes (`planning.shapes`), or in proportion; nothing is compiled.
 
 from collections.abc import Mapping
 import dataclasses
+import itertools
 from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import execution
 from encdec_adapt.planning import chips, programs, search, shapes
-from encdec_adapt.runtime import disk
 from encdec_adapt.sharding import mesh as mesh_lib
 
 _MOST = 3  # Remedies that are named.
-# What the optimizer keeps, ever less of it in a device's memory.
+# What the optimizer keeps, ever less of it in a device's memory. The last two
+# are named together: one costs time, the other is another recipe.
 _OPTIMIZERS = (
-  {},
-  {'moment_dtype': 'bfloat16'},
-  {'kind': 'adafactor', 'moment_dtype': 'float32'},
-  {'offload': True},
+  ({},),
+  ({'moment_dtype': 'bfloat16'},),
+  ({'offload': True}, {'kind': 'adafactor', 'moment_dtype': 'float32'}),
 )
 _TRIED = {
   True: 'mesh, remat policy, number of microbatches and optimizer',
@@ -60,13 +60,8 @@ def find(
     found, least = _of_rows(name, settings, plan, where, devices)
   if found:
     return {'remedies': [' '.join(flags) for flags in found], 'advice': None}
-  advice = (
-    f'nothing fits into {where.name} x {where.count}: the least that any'
-    f' {_TRIED[train]} needs is {disk.format_bytes(least)} of'
-    f' {disk.format_bytes(plan["memory"]["budget"])} a device. Take more'
-    ' chips, chips with more memory, or shorter rows'
-    ' (config.data.encoder_length, config.data.decoder_length).'
-  )
+  budget = plan['memory']['budget']
+  advice = search.nothing_fits(where, _TRIED[train], least, budget)
   return {'remedies': [], 'advice': advice}
 
 
@@ -77,28 +72,41 @@ def _of_training(settings, plan, where, devices):
   asked = shapes.describe('train', settings, mesh, where, budget)
   # What was compiled knows better.
   doubt = max(1.0, plan['memory']['peak'] / asked['memory']['peak'])
-  for change in _OPTIMIZERS:
+  for changes in _OPTIMIZERS:
+    found = []
+    for changed, words in _with_optimizers(settings, changes):
+      every = list(_candidates(changed, where, devices, budget / doubt))
+      peaks = [doubt * one.plan['memory']['peak'] for one in every]
+      least = min([least, *peaks])
+      # Once each: a mesh's least may be among what fits.
+      fit = {one.flags: one for one in every if one.plan['fits']}
+      ordered = sorted(fit.values(), key=lambda one: -one.rate)
+      found.append([words + one.flags for one in ordered[:_MOST]])
+    # The best of each, then the second of each.
+    mixed = itertools.chain(*itertools.zip_longest(*found))
+    found = [flags for flags in mixed if flags][:_MOST]
+    if found:
+      return found, least
+  return [], least
+
+
+def _with_optimizers(settings, changes):
+  """The job with each of these optimizers that it has not, and their flags."""
+  for change in changes:
     if 'moment_dtype' in change and settings.optimizer.kind == 'adafactor':
       continue
     changed = dataclasses.replace(
       settings, optimizer=dataclasses.replace(settings.optimizer, **change)
     )
-    if change and changed == settings:
-      continue
-    words = tuple(
-      f'--config.optimizer.{key}={value}'
-      for key, value in change.items()
-      if value != getattr(settings.optimizer, key)
-    )
-    every = list(_candidates(changed, where, devices, budget / doubt))
-    peaks = [doubt * one.plan['memory']['peak'] for one in every]
-    least = min([least, *peaks])
-    # Once each: a mesh's least may be among what fits.
-    fit = list({one.flags: one for one in every if one.plan['fits']}.values())
-    if fit:
-      fit.sort(key=lambda one: -one.rate)
-      return [words + one.flags for one in fit[:_MOST]], least
-  return [], least
+    if not change or changed != settings:
+      yield (
+        changed,
+        tuple(
+          f'--config.optimizer.{key}={value}'
+          for key, value in change.items()
+          if value != getattr(settings.optimizer, key)
+        ),
+      )
 
 
 def _candidates(settings, where, devices, budget):
@@ -116,6 +124,7 @@ def _on_mesh(settings, words, where, budget, arguments: search.Known):
   batch = settings.train.batch_size
 
   def candidate(remat: str, microbatches: int) -> search.Candidate:
+    """The job with these, and its plan."""
     changed = search.with_remat(settings, remat, batch, microbatches)
     plan = shapes.describe('train', changed, mesh, where, budget, given)
     return search.Candidate(changed, words + search.training(changed), plan)

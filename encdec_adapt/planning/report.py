@@ -30,7 +30,7 @@ class Question:
     budget: bytes of memory that a device may use.
     known: attentions of the model and its teacher.
     model_flops: FLOPs of one run on all devices by the stated formula
-      (`runtime.flops`), 0 where there is none.
+      (`runtime.flops`).
     loss: the part of it that is the vocabulary's loss, to be told apart in
       memory; None of a program without one.
   """
@@ -94,7 +94,9 @@ def _refused(program, question: Question, needed: float) -> dict[str, Any]:
 def _measured(compiled, program, question: Question) -> dict[str, Any]:
   """What a compiled program says of itself, and what follows from it."""
   totals = hlo.totals(compiled.as_text())
-  kernel_flops = kernels.flops(totals.kernels, question.known)
+  peak = question.where.chip.flops
+  of_kernels = _kernels(totals, question.known, peak)
+  kernel_flops = sum(row['flops'] for row in of_kernels)
   estimate = roofline.estimate(
     totals,
     question.mesh,
@@ -104,7 +106,6 @@ def _measured(compiled, program, question: Question) -> dict[str, Any]:
     programs.host_bytes(program),
   )
   share = question.model_flops / question.mesh.size
-  peak = question.where.chip.flops
   return {
     'memory': _memory(compiled, program, question),
     'flops': {
@@ -113,7 +114,7 @@ def _measured(compiled, program, question: Question) -> dict[str, Any]:
       'model': share,
     },
     'collectives': [dataclasses.asdict(t) for t in estimate.traffic],
-    'kernels': _kernels(totals, question.known, peak),
+    'kernels': of_kernels,
     'roofline': {
       'compute_s': estimate.compute,
       'kernels_s': estimate.kernels,
@@ -123,7 +124,7 @@ def _measured(compiled, program, question: Question) -> dict[str, Any]:
       'host_s': estimate.host,
       'step_s': estimate.step,
     },
-    'mfu': share / peak / estimate.step if share else None,
+    'mfu': share / peak / estimate.step,
     'instructions': totals.instructions,
   }
 
@@ -236,8 +237,7 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
     f' collectives {times["exposed_s"]:.4f} (of {times["collectives_s"]:.4f})'
     f' + host {times["host_s"]:.4f}; memory alone {times["memory_s"]:.4f}'
   )
-  if plan['mfu'] is not None:
-    lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
+  lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
   if plan['compile_s'] is not None:
     lines.append(
       f'traced in {plan["trace_s"]:.1f} s, compiled in'

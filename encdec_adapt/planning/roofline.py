@@ -162,10 +162,14 @@ class Network:
       self.groups.setdefault(groups, axes)
 
   def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
-    """Axes, bytes that a device sends, and seconds, of one run."""
+    """Axes, bytes that a device sends, and seconds, of one run.
+
+    Raises:
+      UnknownProgramError: its groups are written in another form.
+    """
     if one.kind == 'collective-permute':
-      axes = self._moved_along(replica_groups(one.groups, len(self.inside)))
-      return axes, one.bytes, one.bytes / self.where.chip.link_bandwidth
+      pairs = replica_groups(one.groups, len(self.inside))
+      return self._moved_along(pairs), one.bytes, self._moved(one.bytes, pairs)
     if one.groups == hlo.SLICES:
       parts = len(self.across) if one.kind == 'all-gather' else 1
       size = one.bytes * parts
@@ -190,6 +194,15 @@ class Network:
       if (place[:, 0] != place[:, 1]).any()
     ]
     return '+'.join(moved) or 'one device'
+
+  def _moved(self, size: float, pairs: np.ndarray) -> float:
+    """Seconds that the slowest of some pairs of devices takes to send."""
+    rates = [
+      self._bandwidth([self.devices[self.inside[i]] for i in pair])
+      for pair in pairs
+      if pair[0] != pair[1]
+    ]
+    return size / min(rates) if rates else 0.0
 
   def along(
     self, axes: Sequence[str], kind: str, size: float
@@ -227,10 +240,14 @@ class Network:
     coordinates = np.array([d.coords for d in members])
     total = 0.0
     for axis, extent in enumerate(self.where.extents):
-      if len(np.unique(coordinates[:, axis])) > 1:
-        ring = extent >= chip.wraps_at and extent % 4 == 0
-        total += chip.link_bandwidth * (1.0 if ring else 0.5)
-    return total or chip.link_bandwidth
+      places = np.unique(coordinates[:, axis])
+      if len(places) > 1:
+        # What lies between them is another group's, which shares the links.
+        apart = int(np.diff(places).max())
+        closed = extent >= chip.wraps_at and extent % 4 == 0
+        ring = closed and len(places) * apart == extent
+        total += chip.link_bandwidth * (1.0 if ring else 0.5) / apart
+    return total
 
 
 def _mesh_groups(mesh: Mesh, inside: Sequence[int]):

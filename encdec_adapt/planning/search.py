@@ -16,8 +16,8 @@ import jax
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
 from encdec_adapt.models import execution
-from encdec_adapt.planning import chips, shapes
-from encdec_adapt.runtime import errors
+from encdec_adapt.planning import chips, programs, shapes
+from encdec_adapt.runtime import disk, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 
@@ -65,7 +65,7 @@ def ranked(
   Raises:
     UserError: none of them fits.
   """
-  found, smallest = [], float('inf')
+  found, least = [], float('inf')
   arguments = Known(devices)
   for on_mesh, words in on_meshes(settings, where):
     given, mesh = arguments.of(on_mesh)
@@ -73,19 +73,37 @@ def ranked(
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
       changed = with_remat(on_mesh, remat, rows * shards, 1)
       plan = shapes.describe('train', changed, mesh, where, budget, given)
-      smallest = min(smallest, plan['memory']['peak'])
+      least = min(least, plan['memory']['peak'])
       if plan['memory']['peak'] <= _DOUBT * budget:
         found.append(Candidate(changed, words + training(changed), plan))
   if not found:
+    tried = 'mesh, remat policy and rows a chip'
     raise errors.UserError(
-      f'nothing fits into {where.name} x {where.count}: the least that any'
-      ' mesh, remat policy and rows a chip need is'
-      f' {smallest / 2**30:.1f} GiB of {budget / 2**30:.1f} GiB a device. Take'
-      ' more chips, shorter rows, or less of an optimizer:'
-      ' --config.optimizer.moment_dtype=bfloat16, .kind=adafactor or'
-      ' .offload=True.'
+      f'{nothing_fits(where, tried, least, budget)} Or keep less of an'
+      ' optimizer: --config.optimizer.moment_dtype=bfloat16, .kind=adafactor'
+      ' or .offload=True.'
     )
   return sorted(found, key=lambda candidate: -candidate.rate)
+
+
+def nothing_fits(
+  where: chips.Slice, tried: str, least: float, budget: float
+) -> str:
+  """Says that a device has less than the least that it would need.
+
+  Args:
+    where: the chips.
+    tried: what was changed.
+    least: bytes that any of it needs.
+    budget: bytes that a device may use.
+  """
+  return (
+    f'nothing fits into {where.name} x {where.count}: the least that any'
+    f' {tried} needs is {disk.format_bytes(least)} of'
+    f' {disk.format_bytes(budget)} a device. Take more chips, chips with more'
+    ' memory, or shorter rows (config.data.encoder_length,'
+    ' config.data.decoder_length).'
+  )
 
 
 def with_remat(
@@ -137,7 +155,9 @@ class Known:
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
     if key not in self._arguments:
-      self._arguments[key] = shapes.Arguments.of(settings, mesh)
+      program = programs.train(settings, mesh)
+      given = shapes.Arguments.of(program, 'train', settings, mesh)
+      self._arguments[key] = given
     return self._arguments[key], mesh
 
 
@@ -181,7 +201,7 @@ def _meshes(
     if any(s.width % fsdp or s.table_rows % (fsdp * tensor) for s in stacks):
       continue
     if sequence > 1 and any(
-      n % sequence or n < sequence * _SHORTEST for n in lengths(settings)
+      n % sequence or n < sequence * _SHORTEST for n in _lengths(settings)
     ):
       continue
     replica = where.devices // taken
@@ -195,7 +215,7 @@ def _meshes(
       yield config, 'fsdp_replica'
 
 
-def lengths(settings: config_lib.Settings) -> list[int]:
+def _lengths(settings: config_lib.Settings) -> list[int]:
   """Of all rows that a step reads."""
   read = settings.data.train.lengths
   found = [n for n in (read.encoder, read.decoder) if n]

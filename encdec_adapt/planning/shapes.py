@@ -28,7 +28,7 @@ from encdec_adapt.runtime import flops
 # Share of the peak that products of weights reach, with what is elementwise
 # around them, and share of the collectives that other work hides: set by what
 # was published of Llama 2 7B on 8 and on 128 H100; see the calibration.
-PRODUCT_EFFICIENCY = 0.66
+PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
 _FP32 = 4
 # Kernels of `ops.flash_kernels` by the work of a forward pass that each does:
@@ -47,7 +47,6 @@ class Arguments:
     beside: bytes of what is in memory meanwhile.
     host: bytes of what is copied from the host's memory and back.
     moved: bytes that the device's memory reads and writes of them at least.
-    held_twice: see `programs.held_twice`.
     rows: of the batch that a device has; where devices share a row, a part
       of one.
   """
@@ -56,25 +55,26 @@ class Arguments:
   beside: dict[str, float]
   host: float
   moved: float
-  held_twice: dict[str, list[dict[str, Any]]]
   rows: float
 
   @classmethod
   def of(
-    cls, settings: config_lib.Settings, mesh: Mesh, name: str = 'train'
+    cls,
+    program: programs.Program,
+    name: str,
+    settings: config_lib.Settings,
+    mesh: Mesh,
   ) -> 'Arguments':
     """Those of a job's program; they do not depend on `compute.remat`.
 
     With another batch, or on a mesh that differs only in how it splits the
     batch, all but the batch is the same; see `with_rows`.
     """
-    program = programs.PROGRAMS[name](settings, mesh)
     return cls(
       programs.argument_bytes(program),
       programs.tree_bytes(program.beside),
       programs.host_bytes(program),
       programs.moved_bytes(program),
-      programs.held_twice(program),
       _device_rows(workload.of(name, settings, mesh, False)),
     )
 
@@ -104,12 +104,16 @@ def describe(
 
   Returns:
     JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (those of
-    GPUs, by the pairs that see each other), `roofline`, `mfu`, `replicated`,
-    `copies`, and 'shapes' as `source`; None as `compile_s`, `trace_s` and
-    `instructions`, which only a compiled program has.
+    GPUs, by the pairs that see each other), `roofline`, `mfu`, and 'shapes' as
+    `source`; None as `compile_s`, `trace_s` and `instructions`, which only a
+    compiled program has; where `given` is made here, `replicated` and `copies`.
   """
   teacher = programs.teacher(settings, mesh) if name == 'train' else None
-  given = given or Arguments.of(settings, mesh, name)
+  held_twice = {}
+  if given is None:
+    program = programs.PROGRAMS[name](settings, mesh)
+    held_twice = programs.held_twice(program)
+    given = Arguments.of(program, name, settings, mesh)
   work = workload.of(name, settings, mesh, bool(teacher))
   arguments = given.with_rows(_device_rows(work))
   parts = _parts(work, arguments)
@@ -121,8 +125,11 @@ def describe(
   products = (model + _recomputed(work)) / _busy(work)
   if kernels:
     products -= _scores(work, trained=3) / _busy(work)
-  traffic = exchanges.traffic(work, mesh, where, HIDDEN)
+  traffic = exchanges.traffic(work, mesh, where)
   times = _times(work, where, given, products, kernels or [], traffic)
+  for row in traffic:
+    share = times['exposed_s'] / times['collectives_s']
+    row['exposed'] = share * row['seconds']
   return {
     'source': 'shapes',
     'fits': peak <= budget,
@@ -146,7 +153,7 @@ def describe(
     'trace_s': None,
     'compile_s': None,
     'instructions': None,
-    **given.held_twice,
+    **held_twice,
   }
 
 

@@ -14,7 +14,11 @@ _GIB = 2**30
 
 
 def content(plans: Mapping[str, Any]) -> dict[str, Any]:
-  """The report of the first program, with the others' under `others`."""
+  """The report of the first program, with the others' under `others`.
+
+  Args:
+    plans: at least one, by the programs' names.
+  """
   first, *rest = plans
   others = {name: plans[name] for name in rest}
   return {'program': first, **plans[first], 'others': others}
@@ -101,6 +105,7 @@ def _cells(plan: Mapping[str, Any]) -> list[str]:
   loss = memory.get('parts', {}).get('loss')
 
   def cell(value: float | None, form: str) -> str:
+    """A number, or a dash where it is not known."""
     return '-' if value is None else format(value, form)
 
   return [

@@ -60,6 +60,7 @@ class Shares:
     rules = settings.rules.as_dict()
 
     def size(axes):
+      """Devices along mesh axes."""
       return math.prod(mesh.shape[axis] for axis in axes)
 
     tokens = (*rules['batch'], *rules['length'])

@@ -25,7 +25,7 @@ RULES = rules_lib.named('fsdp')
 def _mesh(topology, slices=1, **sizes):
   where = chips.parse(topology, slices)
   config = mesh_lib.MeshConfig(**sizes)
-  return mesh_lib.make_mesh(config, plan.devices_of(where)), where
+  return mesh_lib.make_mesh(config, plan.describe_devices(where)), where
 
 
 def _hops(where, one, other) -> int:

@@ -96,4 +96,4 @@ def test_every_shape_that_is_named_is_built(name):
   shapes = chips.SHAPES[chips.CHIPS[name].dimensions]
   for shape in re.findall(r'\d+(?:x\d+)+', shapes):
     where = chips.parse(f'{name}:{shape}')
-    assert len(plan.devices_of(where)) == where.devices
+    assert len(plan.describe_devices(where)) == where.devices

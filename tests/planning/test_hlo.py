@@ -1,6 +1,5 @@
 """Totals of programs small enough to count by hand."""
 
-import math
 import pathlib
 
 import numpy as np
@@ -118,6 +117,41 @@ def test_a_loop_without_a_constant_is_refused():
     hlo.totals(text)
 
 
+@pytest.mark.parametrize(
+  'branches',
+  [
+    'branch_computations={%body.1, %nothing}',
+    'true_computation=%body.1, false_computation=%nothing',
+  ],
+)
+def test_branches_count_all(branches):
+  (line,) = [x for x in PROGRAM.splitlines() if ' while(' in x]
+  of = line.split(' while(')[1].split(')')[0]
+  start = line.split(' while(')[0]
+  text = PROGRAM.replace(
+    line, f'{start} conditional(%p, {of}, {of}), {branches}'
+  )
+  text = text.replace('ENTRY', '%nothing (t: f32[]) -> f32[] {\n}\n\nENTRY')
+  assert hlo.totals(text).flops == 2 * 256 * 512 * 512
+
+
+def test_a_conditional_of_another_form_is_refused():
+  (line,) = [x for x in PROGRAM.splitlines() if ' while(' in x]
+  text = PROGRAM.replace(' while(', ' conditional(')
+  with pytest.raises(hlo.UnknownProgramError, match='no branches'):
+    hlo.totals(text)
+
+
+def test_a_loop_in_a_fusion_is_refused():
+  (line,) = [x for x in PROGRAM.splitlines() if ' while(' in x]
+  text = in_fusions([1]).replace(
+    '  %w = bf16[128,512]{1,0} parameter(0)\n',
+    f'  %w = bf16[128,512]{{1,0}} parameter(0)\n{line}\n',
+  )
+  with pytest.raises(hlo.UnknownProgramError, match='has a while in it'):
+    hlo.totals(text)
+
+
 def test_text_without_an_entry_is_refused():
   with pytest.raises(hlo.UnknownProgramError, match='entry'):
     hlo.totals('HloModule m\n')
@@ -192,5 +226,5 @@ def test_replica_groups_of_another_form_are_refused():
 def test_the_program_is_read_whole():
   computations, entry = hlo.parse(PROGRAM)
   assert entry == 'main.1'
-  assert math.prod(len(c) > 0 for c in computations.values())
+  assert all(computations.values())
   assert {'product', 'add.clone', 'body.1', 'condition.1'} < set(computations)

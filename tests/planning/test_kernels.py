@@ -97,6 +97,14 @@ def test_flops_of_calls():
   assert got == 2 * 3 * 2 * 2 * 3 * block
   got = kernels.flops([call('dkv', 1024, 512, (1, 1, 2))], known)
   assert got == 2 * 3 * 2 * 4 * 2 * block
+  # Of gradients of keys, the grid is short in its queries.
+  causal, local = (
+    kernels.Attention(2048, 2048, left, 0) for left in (None, 100)
+  )
+  assert causal.blocks == (10, 4) and local.blocks == (7, 2)
+  for grid, blocks in ((1, 2, 4), 7), ((1, 4, 4), 10):
+    got = kernels.flops([call('dkv', 2048, 2048, grid)], [causal, local])
+    assert got == 2 * 3 * 2 * 4 * blocks * block
   # One kernel for all gradients: two blocks of keys at a time.
   full = kernels.Attention(1024, 1024, None, None)
   fused = call('dkv', 1024, 1024, (1, 1, 2), results=6)

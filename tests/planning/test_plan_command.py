@@ -10,10 +10,9 @@ from encdec_adapt import plan
 from encdec_adapt.planning import calibration, chips, stored
 from encdec_adapt.runtime import errors
 from tests import tiny
+from tests.planning import toy
 
 # Of every program, null where unknown.
-KEYS = {'memory', 'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
-KEYS |= {'compile_s', 'fits'}
 FLAGS = [
   '--config=configs/presets.py:encoder=toy',
   '--config.data.encoder_length=64',
@@ -51,7 +50,7 @@ def test_a_plan_from_shapes_says_so(tmp_path):
   assert set(written['others']) == {'eval', 'decode'}
   for one in stored.programs(written).values():
     assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
-    assert KEYS < set(one)
+    assert toy.KEYS < set(one)
     assert one['kernels'] == [] and one['compile_s'] is None
   assert written['calibration'] == calibration.table()
   table = run(f'--table={tmp_path}')
@@ -79,7 +78,15 @@ def test_a_search_ranks_what_fits(tmp_path):
   rows = written['candidates']
   assert len(rows) == 4
   assert all(row['plan']['fits'] and row['flags'] for row in rows)
-  assert all(KEYS < set(row['plan']) for row in rows)
+  assert all(toy.KEYS < set(row['plan']) for row in rows)
+
+
+def test_a_search_finds_what_is_slower_but_fits(tmp_path):
+  output = tmp_path / 'search.json'
+  done = run('--search=4', '--hbm_gib=0.011', f'--output={output}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  rows = json.loads(output.read_text())['candidates']
+  assert rows and all(row['plan']['fits'] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,8 @@ def test_bad_questions(flags, words):
     (['--output=.'], '--output=. cannot be written .it is a folder'),
     (['--output=x', '--sharding'], '--output=x gets nothing of --sharding'),
     (['--output=x', '--table=y'], 'gets nothing of --table'),
+    (['--search', '--sharding'], '--search=6 .* --sharding asks for'),
+    (['--search=2', '--programs=eval'], '--search=2 .* --programs asks for'),
     (['--output=x', '--calibrate=all'], 'gets nothing of --calibrate'),
     (['--calibrate=H100,Lama'], '--calibrate=Lama .* Llama 2 7B, H100 x 8'),
   ],

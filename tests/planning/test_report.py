@@ -13,7 +13,7 @@ from encdec_adapt.planning import (
 )
 from encdec_adapt.runtime import errors, files
 from encdec_adapt.sharding import mesh as mesh_lib
-from tests.planning import test_plan_command, test_shapes
+from tests.planning import toy
 
 GIB = 2**30
 
@@ -27,7 +27,7 @@ def out_of_memory():
       'Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.'
     )
 
-  settings = test_shapes.settings()
+  settings = toy.settings()
   mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
   where = chips.parse('v5e:2x4')
   question = report.Question(where, mesh, 15.75 * GIB, [], 1.0)
@@ -37,7 +37,7 @@ def out_of_memory():
 
 
 def test_a_program_without_memory_has_every_key(out_of_memory):
-  assert test_plan_command.KEYS < set(out_of_memory)
+  assert toy.KEYS < set(out_of_memory)
   unknown = {k for k, v in out_of_memory.items() if v is None}
   assert unknown >= {'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
   assert not out_of_memory['fits']
@@ -46,7 +46,7 @@ def test_a_program_without_memory_has_every_key(out_of_memory):
 
 def test_what_is_unknown_is_read(out_of_memory):
   assert 'DOES NOT FIT' in report.text(out_of_memory)
-  asked = test_shapes.settings()
+  asked = toy.settings()
   one = search.Candidate(asked, ('--flag',), out_of_memory)
   assert one.rate == 0
 
@@ -57,7 +57,7 @@ def written(plans, config='configs/gemma2.py:size=2b_2b'):
 
 
 def test_a_table_has_what_is_known(out_of_memory):
-  asked = test_shapes.settings()
+  asked = toy.settings()
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
   by_shapes = shapes.describe('train', asked, mesh, chips.parse('h100:8'), GIB)
   plans = [

@@ -10,7 +10,7 @@ from encdec_adapt.planning import chips, search, shapes
 from encdec_adapt.runtime import command
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
-from tests.planning import test_shapes
+from tests.planning import toy
 
 GIB = 2**30
 
@@ -19,12 +19,12 @@ GIB = 2**30
 def answers(monkeypatch):
   """Three candidates, of which the compiler makes what is put in here."""
   monkeypatch.chdir(tiny.ROOT)
-  asked = test_shapes.settings()
+  asked = toy.settings()
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
   shape = shapes.describe('train', asked, mesh, chips.parse('h100:8'), GIB)
   found = [search.Candidate(asked, (f'--flag={n}',), shape) for n in range(3)]
   monkeypatch.setattr(search, 'ranked', lambda *_: found)
-  monkeypatch.setattr(plan, 'devices_of', lambda _: jax.devices()[:8])
+  monkeypatch.setattr(plan, 'describe_devices', lambda _: jax.devices()[:8])
   answers = []
 
   def compiled(*_):

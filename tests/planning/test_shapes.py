@@ -1,15 +1,14 @@
 """Estimates from shapes: exact where they can be, and in the right order."""
 
 import dataclasses
+import types
 
 import jax
+import numpy as np
 import pytest
 
-from configs import base
-from encdec_adapt import config as config_lib
 from encdec_adapt import job
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import model_flops, presets
+from encdec_adapt.models import model_flops, parameters
 from encdec_adapt.planning import (
   chips,
   hlo,
@@ -21,33 +20,13 @@ from encdec_adapt.planning import (
 from encdec_adapt.runtime import errors, flops
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import report as sharding_report
-
-WHERE = chips.parse('h100:8')
-BUDGET = 64 * 2**20
-ROWS, LENGTH = 16, 64
-
-
-def settings(**changes):
-  config = base.get_config()
-  pair = model_config.EncoderDecoderConfig(
-    *(presets.t5gemma('toy_toy').stacks[s] for s in ('encoder', 'decoder'))
-  )
-  base.set_model(config.model, pair)
-  config.data.objective = 'prefix_lm'
-  config.data.encoder_length = config.data.decoder_length = LENGTH
-  config.train.batch_size = ROWS
-  config.compute.dtype = 'bfloat16'
-  config.compute.remat = 'full'
-  for key, value in changes.items():
-    section, _, name = key.partition('__')
-    config[section][name] = value
-  return config_lib.load(config, sources=False)
+from tests.planning import toy
 
 
 def plan(name='train', **changes):
-  asked = settings(**changes)
+  asked = toy.settings(**changes)
   mesh = mesh_lib.make_mesh(asked.mesh, jax.devices()[:8])
-  return asked, mesh, shapes.describe(name, asked, mesh, WHERE, BUDGET)
+  return asked, mesh, shapes.describe(name, asked, mesh, toy.WHERE, toy.BUDGET)
 
 
 def test_what_follows_from_shardings_is_exact():
@@ -60,7 +39,7 @@ def test_what_follows_from_shardings_is_exact():
     memory['arguments'].values()
   )
   assert memory['temporary'] == sum(memory['parts'].values())
-  assert found['fits'] == (memory['peak'] <= BUDGET)
+  assert found['fits'] == (memory['peak'] <= toy.BUDGET)
   assert found['source'] == 'shapes'
 
 
@@ -94,7 +73,7 @@ def test_decoding_reads_its_weights_and_caches():
   gathered = weights['bytes'] * 8 / 7
   read = sum(given.values()) + 2 * gathered
   assert found['roofline']['memory_s'] == pytest.approx(
-    read / WHERE.chip.hbm_bandwidth
+    read / toy.WHERE.chip.hbm_bandwidth
   )
   # The encoder's weights are not read any more.
   evaluated = plan('eval')[2]['collectives']
@@ -115,9 +94,9 @@ def test_kernels_of_gpus_are_counted_apart():
     'flash_backward_queries': calls,
     'flash_backward_keys': calls,
   }
-  scores = ROWS * sum(
-    flops.scores(model_flops.stack_shape(s), LENGTH, source_length=source)
-    for s, source in zip(stacks, (0, LENGTH), strict=True)
+  scores = toy.ROWS * sum(
+    flops.scores(model_flops.stack_shape(s), toy.LENGTH, source_length=source)
+    for s, source in zip(stacks, (0, toy.LENGTH), strict=True)
   )
   shares = {name: row['flops'] * 8 / scores for name, row in kernels.items()}
   assert shares == {
@@ -138,7 +117,7 @@ def test_what_the_host_holds_is_copied_twice():
   held = plain['memory']['arguments']['optimizer']
   held -= found['memory']['arguments']['optimizer']
   assert held > 0 == plain['roofline']['host_s']
-  seconds = 2 * held / WHERE.chip.host_bandwidth
+  seconds = 2 * held / toy.WHERE.chip.host_bandwidth
   assert found['roofline']['host_s'] == pytest.approx(seconds)
 
 
@@ -158,7 +137,7 @@ def test_rematerialisation_computes_the_blocks_again():
   for remat in ('none', 'narrow_dots', 'attention', 'full'):
     again[remat] = plan(compute__remat=remat)[2]['flops']['products'] - model
   stacks = asked.model.stacks.values()
-  lengths = [(LENGTH, 0), (LENGTH, LENGTH)]
+  lengths = [(toy.LENGTH, 0), (toy.LENGTH, toy.LENGTH)]
   blocks = scores = widening = 0
   for stack, (length, source) in zip(stacks, lengths, strict=True):
     shape = model_flops.stack_shape(stack)
@@ -167,9 +146,9 @@ def test_rematerialisation_computes_the_blocks_again():
     widening += stack.layers * 2 * length * stack.width * 2 * stack.mlp_width
   assert again == {
     'none': 0,
-    'narrow_dots': ROWS * widening / 8,
-    'attention': ROWS * (blocks - scores) / 8,
-    'full': ROWS * blocks / 8,
+    'narrow_dots': toy.ROWS * widening / 8,
+    'attention': toy.ROWS * (blocks - scores) / 8,
+    'full': toy.ROWS * blocks / 8,
   }
 
 
@@ -195,52 +174,109 @@ def test_memory_rises_with_what_is_kept():
 @pytest.mark.parametrize(
   'axes, kind, sent, seconds',
   [
-    (('fsdp',), 'all-gather', 7e9, 7e9 / 900e9),
-    (('replica', 'fsdp'), 'all-reduce', 14e9, 14e9 / 900e9),
+    (('fsdp',), 'all-gather', 7e9, 7e9 / 450e9),
+    (('replica', 'fsdp'), 'all-reduce', 14e9, 14e9 / 450e9),
     (('tensor',), 'all-gather', 0, 0),
   ],
 )
 def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:8])
-  network = roofline.Network(mesh, WHERE)
+  network = roofline.Network(mesh, toy.WHERE)
   assert network.along(axes, kind, 8e9) == pytest.approx((sent, seconds))
 
 
 @pytest.mark.parametrize(
-  'pairs, axes',
+  'pairs, axes, seconds',
   [
-    ('{{0,1},{1,0},{2,3},{3,2}}', 'fsdp'),
-    ('{{0,4},{4,0}}', 'replica'),
-    ('{{0,5},{1,4}}', 'replica+fsdp'),
-    ('{{0,0}}', 'one device'),
+    ('{{0,1},{1,0},{2,3},{3,2}}', 'fsdp', 0.02),
+    ('{{0,4},{4,0}}', 'replica', 0.02),
+    ('{{0,5},{1,4}}', 'replica+fsdp', 0.02),
+    ('{{0,0}}', 'one device', 0),
   ],
 )
-def test_a_permutation_moves_along_mesh_axes(pairs, axes):
+def test_a_permutation_moves_along_mesh_axes(pairs, axes, seconds):
   sizes = mesh_lib.MeshConfig(replica=2, fsdp=4)
   network = roofline.Network(
-    mesh_lib.make_mesh(sizes, jax.devices()[:8]), WHERE
+    mesh_lib.make_mesh(sizes, jax.devices()[:8]), toy.WHERE
   )
   one = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '', '')
-  assert network.cost(one) == (axes, 9e9, pytest.approx(0.01))
+  assert network.cost(one) == (axes, 9e9, pytest.approx(seconds))
 
 
 def test_what_leaves_a_node_goes_over_the_network():
-  chip = dataclasses.replace(WHERE.chip, host_chips=4)
-  where = dataclasses.replace(WHERE, chip=chip)
+  chip = dataclasses.replace(toy.WHERE.chip, host_chips=4)
+  where = dataclasses.replace(toy.WHERE, chip=chip)
   sizes = mesh_lib.MeshConfig(replica=2, fsdp=4)
   network = roofline.Network(
     mesh_lib.make_mesh(sizes, jax.devices()[:8]), where
   )
   inside = network.along(('fsdp',), 'all-gather', 8e9)
-  assert inside == pytest.approx((6e9, 6e9 / 900e9))
+  assert inside == pytest.approx((6e9, 6e9 / 450e9))
   # Two devices, but one of each node.
   between = network.along(('replica',), 'all-reduce', 8e9)
   assert between == pytest.approx((8e9, 8e9 / 50e9))
+  # And so does a permutation, if one of its pairs does.
+  pairs = '{{0,1},{3,4}}'
+  moved = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '', '')
+  assert network.cost(moved)[2] == pytest.approx(9e9 / 50e9)
+
+
+class Chip:
+  """A TPU chip at a place of its torus."""
+
+  def __init__(self, number, coords):
+    self.id, self.coords, self.slice_index = number, coords, 0
+
+
+@pytest.mark.parametrize(
+  'topology, places, gigabytes',
+  [
+    # v5e: 100 GB/s into a dimension, both ways; 16 chips close to a ring.
+    ('v5e:16x16', [(x, y) for x in range(16) for y in range(16)], 200),
+    ('v5e:16x16', [(x, y) for x in range(16) for y in range(4)], 150),
+    ('v5e:16x16', [(x, y) for x in range(8) for y in range(8)], 100),
+    ('v5e:16x16', [(0, 0), (0, 4), (0, 8), (0, 12)], 25),
+    ('v5e:16x16', [(0, 0), (0, 8)], 12.5),
+    ('v5e:4x4', [(x, y) for x in range(4) for y in range(4)], 100),
+    ('v5p:4x4x4', [(x, y, 0) for x in (0, 1) for y in (0, 1)], 200),
+    ('v5p:4x4x4', [(x, 0, 0) for x in range(4)], 200),
+  ],
+)
+def test_a_part_of_a_torus_has_a_part_of_its_links(topology, places, gigabytes):
+  where = chips.parse(topology)
+  members = [Chip(i, place) for i, place in enumerate(places)]
+  mesh = types.SimpleNamespace(
+    devices=np.array(members), axis_names=('fsdp',), shape={'fsdp': len(places)}
+  )
+  mesh.size = len(places)
+  network = roofline.Network(mesh, where)
+  sent, seconds = network.along(('fsdp',), 'all-gather', 1e9)
+  assert sent / seconds == pytest.approx(gigabytes * 1e9)
+
+
+def test_gradients_of_tables_are_summed_over_replicas():
+  asked, mesh, found = plan(mesh__replica=4, mesh__fsdp=2)
+  name = 'gradients of tables'
+  (row,) = [r for r in found['collectives'] if r['for'] == name]
+  assert (row['kind'], row['axes']) == ('all-reduce', 'replica')
+  counts = parameters.count_by_stack(asked.model).values()
+  tables = sum(c.embedding + c.head for c in counts)
+  # Half of them in float32, three quarters twice.
+  assert row['bytes'] == pytest.approx(tables / 2 * 4 * 3 / 4 * 2)
+  alone = plan(mesh__fsdp=8)[2]['collectives']
+  assert not [r for r in alone if r['for'] == name]
+
+
+@pytest.mark.parametrize('name', ['train', 'decode'])
+def test_what_collectives_are_exposed_adds_up(name):
+  found = plan(name, mesh__fsdp=4, mesh__replica=2)[2]
+  total = sum(row['exposed'] for row in found['collectives'])
+  assert total == pytest.approx(found['roofline']['exposed_s'])
 
 
 def test_candidates_are_ranked_and_divide():
-  asked = settings()
-  found = search.ranked(asked, WHERE, jax.devices()[:8], BUDGET)
+  asked = toy.settings()
+  found = search.ranked(asked, toy.WHERE, jax.devices()[:8], toy.BUDGET)
   rates = [one.rate for one in found]
   assert rates == sorted(rates, reverse=True)
   assert len({one.flags for one in found}) == len(found)
@@ -255,5 +291,5 @@ def test_candidates_are_ranked_and_divide():
 
 
 def test_a_model_that_nothing_fits_is_refused():
-  with pytest.raises(errors.UserError, match='least that any mesh.*GiB'):
-    search.ranked(settings(), WHERE, jax.devices()[:8], 2**10)
+  with pytest.raises(errors.UserError, match='any mesh.* 8.0 MiB of 1.0 KiB'):
+    search.ranked(toy.settings(), toy.WHERE, jax.devices()[:8], 2**10)
