@@ -129,6 +129,7 @@ class Loop:
     self.watch = watchdog.Watchdog(
       workdir,
       jax.process_index(),
+      jax.process_count(),
       factor=train.hang_factor,
       least=train.hang_seconds,
       least_step=train.hang_step_seconds,
@@ -350,5 +351,5 @@ class Loop:
     self.watch.beat(self.step, 'save')  # It may take longer than a step.
     try:
       self.checkpoints.close()
-    except checkpoint.CheckpointError as failed:
+    except Exception as failed:  # The first error is the one to tell.
       self.say(f'the last save failed, too: {failed}')

@@ -14,7 +14,7 @@ import re
 
 import jax
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, flops
 
 _GIB = 2**30
 
@@ -104,18 +104,6 @@ CHIPS = {
 }  # fmt: skip
 
 
-# What `device_kind` has in it of each; the first that it has.
-_KINDS = (
-  ('TPU v4', 'v4'),
-  ('TPU v5 lite', 'v5e'),
-  ('TPU v5', 'v5p'),
-  ('TPU v6', 'v6e'),
-  ('A100', 'a100'),
-  ('H100', 'h100'),
-  ('H200', 'h200'),
-)
-
-
 # Slices that are rented, by dimensions of the torus; libtpu takes others with
 # even extents, too. Source: Cloud TPU documentation, "TPU versions".
 SHAPES = {
@@ -190,7 +178,8 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
     devices: all of the job's.
   """
   kind = devices[0].device_kind
-  name = next((name for known, name in _KINDS if known in kind), None)
+  names = (name for known, name, _ in flops.KINDS if known in kind)
+  name = next(names, None)
   if name is None:
     return None
   chip = CHIPS[name]

@@ -10,7 +10,11 @@ import jax
 from encdec_adapt.planning import chips, stored
 from encdec_adapt.runtime import errors
 
-_SAID = ('RESOURCE_EXHAUSTED', 'Ran out of memory')
+# Of resources that are exhausted, messages of a network may be the ones.
+_SAID = re.compile(
+  'Ran out of memory|RESOURCE_EXHAUSTED.*(out of memory|allocat|hbm)',
+  re.IGNORECASE | re.DOTALL,
+)
 _EXAMPLE = 'v5e:4x4'
 
 
@@ -41,17 +45,22 @@ def explained(config_flag) -> Iterator[None]:
     yield
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
-    if needed(message) is None and not any(s in message for s in _SAID):
+    if needed(message) is None and not _SAID.search(message):
       raise
     raise errors.UserError(_advice(message, config_flag)) from error
 
 
 def _advice(message: str, config_flag) -> str:
+  """What failed, and the plan of these devices that says what would do."""
   where, note = chips.slice_of(jax.devices()), ''
+  limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
   if where is None:
     where = chips.parse(_EXAMPLE)
     note = f' (with the chips that are meant in the place of {_EXAMPLE})'
-  flags = stored.flags(stored.question(config_flag, where), ['train'])
+    limit = None
+  flags = stored.flags(stored.question(config_flag, where), ['train', 'eval'])
+  if limit:
+    flags.append(f'--hbm_gib={limit / 2**30:.1f}')
   command = ['python', '-m', 'encdec_adapt.plan', *flags]
   return (
     'the devices have too little memory for this configuration:'

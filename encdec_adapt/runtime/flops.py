@@ -29,18 +29,22 @@ import jax.numpy as jnp
 
 TRAINING = 3  # Forward passes that a training step costs.
 
-# Dense bf16 FLOP/s per chip by the vendors' data sheets; the first name that
-# `device_kind` contains, in this order.
-_PEAKS = (
-  ('TPU v6', 918e12),
-  ('TPU v5 lite', 197e12),
-  ('TPU v5e', 197e12),
-  ('TPU v5', 459e12),
-  ('TPU v4', 275e12),
-  ('H100 PCIe', 756e12),
-  ('H100', 989e12),
-  ('H200', 989e12),
-  ('A100', 312e12),
+# What `device_kind` contains, the first of them; the chip's name in
+# `planning.chips`, where what is said there is true of it; dense bf16 FLOP/s
+# by the vendors' data sheets.
+KINDS = (
+  ('TPU v6', 'v6e', 918e12),
+  ('TPU v5 lite', 'v5e', 197e12),
+  ('TPU v5e', 'v5e', 197e12),
+  ('TPU v5', 'v5p', 459e12),
+  ('TPU v4', 'v4', 275e12),
+  ('H100 PCIe', None, 756e12),
+  ('H100', 'h100', 989e12),
+  ('GH200', None, 989e12),
+  ('H200', 'h200', 989e12),
+  ('A100-SXM4-40', None, 312e12),
+  ('A100-PCIE-40', None, 312e12),
+  ('A100', 'a100', 312e12),
 )
 
 
@@ -192,8 +196,8 @@ def peak(devices: Sequence[jax.Device]) -> float | None:
   """
   if devices[0].platform == 'cpu':
     return measured_peak()
-  for name, value in _PEAKS:
-    if name in devices[0].device_kind:
+  for known, _, value in KINDS:
+    if known in devices[0].device_kind:
       return value * len(devices)
   return None
 
@@ -202,7 +206,7 @@ def measured_peak(size: int = 1024, repeats: int = 5) -> float:
   """FLOP/s of a square fp32 product on the first local device; best of some.
 
   Args:
-    size: rows and columns.
+    size: rows and columns; large enough to keep all cores busy.
     repeats: how often it is timed.
   """
   device = jax.local_devices()[0]

@@ -39,6 +39,7 @@ class Watchdog:
     self,
     folder: str | os.PathLike[str],
     process: int,
+    processes: int,
     *,
     factor: float,
     least: float,
@@ -51,6 +52,7 @@ class Watchdog:
     Args:
       folder: the work directory.
       process: number of this one.
+      processes: how many there are.
       factor: times the median step after which a step hangs; 0 watches
         nothing, but heartbeats are written.
       least: seconds below which nothing else than a step hangs, nor one of
@@ -59,7 +61,8 @@ class Watchdog:
       clock: seconds.
       end: ends the process with a status.
     """
-    self._folder, self._process = storage.at(folder), process
+    self._folder = storage.at(folder)
+    self._process, self._processes = process, processes
     in_bucket = storage.is_bucket(folder)
     self._every = _EVERY_IN_BUCKET if in_bucket else _EVERY
     self._factor, self._least = factor, least
@@ -158,30 +161,49 @@ class Watchdog:
       faulthandler.dump_traceback(file, all_threads=True)
       file.seek(0)
       stacks = file.read().decode()
+    said: list[str] = []
     thread = threading.Thread(
-      target=self._write_report, args=(head, stacks), daemon=True
+      target=self._write_report, args=(head, stacks, said), daemon=True
     )
     thread.start()
     thread.join(_PATIENCE)
-    if thread.is_alive():
-      print(f'{self._folder} gives no answer\n{stacks}', file=sys.stderr)
+    if not said:
+      print(f'{self._folder} takes no report\n{stacks}', file=sys.stderr)
     self._end(app.HANG)
 
-  def _write_report(self, head: list[str], stacks: str) -> None:
+  def _write_report(
+    self, head: list[str], stacks: str, said: list[str]
+  ) -> None:
+    """Writes a report, and says where; adds to `said` what it has said."""
     if self._writing.is_alive():
       self._writing.join()
-    others = heartbeats(self._folder)
+    try:
+      others = heartbeats(self._folder, self._processes)
+    except (OSError, ValueError) as error:
+      others = [f'the signs of life of the others cannot be read: {error}']
     path = self._folder / REPORTS / f'{self._process}.txt'
     storage.write(path, '\n'.join([*head, *others, '', stacks]).encode())
     others.append(f'stacks of all threads: {path}')
     print('\n'.join(others), file=sys.stderr, flush=True)
+    said += others
 
 
-def heartbeats(folder: str | os.PathLike[str]) -> list[str]:
-  """A line for every process that has left a sign of life."""
+def heartbeats(folder: str | os.PathLike[str], processes: int) -> list[str]:
+  """A line for every process that has left a sign of life.
+
+  Args:
+    folder: the work directory.
+    processes: of the job; there may be signs of more, of an earlier start.
+
+  Raises:
+    OSError: the folder cannot be read.
+    ValueError: what lies there is no sign of life.
+  """
   lines = []
   paths = (storage.at(folder) / HEARTBEATS).glob('*.json')
   for path in sorted(paths, key=lambda p: int(p.stem)):
+    if int(path.stem) >= processes:
+      continue
     beat = json.loads(path.read_text())
     ago = time.time() - beat['unix_time']
     lines.append(

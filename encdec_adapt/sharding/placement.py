@@ -81,6 +81,7 @@ def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
   """
 
   def name(path, leaf):
+    """Axes of one leaf."""
     keys = path_string(path).split('/')
     tails = ('/'.join(keys[start:]) for start in range(len(keys)))
     info = next((table[tail] for tail in tails if tail in table), None)
@@ -116,15 +117,9 @@ def shardings(
   """
 
   def place(path, leaf, names):
-    sharding = NamedSharding(mesh, spec(rules, *names))
-    try:
-      sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-      raise ValueError(
-        f'{path_string(path)} of shape {leaf.shape} and axes {names} does not'
-        f' divide over the mesh {dict(mesh.shape)} (spec {sharding.spec}).'
-      ) from error
-    return sharding
+    """The sharding of one leaf."""
+    what, parts = path_string(path), spec(rules, *names)
+    return _dividing(what, leaf.shape, mesh, parts, f', of axes {names}')
 
   return jax.tree_util.tree_map_with_path(place, tree, axes)
 
@@ -149,19 +144,34 @@ def batch_sharding(
   Raises:
     ValueError: a field's rows or length do not divide over the mesh.
   """
-  result = {}
-  for name, value in batch.items():
-    sharding = NamedSharding(mesh, spec(rules, *batch_axes(value.shape)))
-    try:
-      sharding.shard_shape(value.shape)
-    except ValueError as error:
-      raise ValueError(
-        f'batch field {name} of shape {value.shape} does not divide over the'
-        f' mesh {dict(mesh.shape)} (spec {sharding.spec}); change'
-        ' config.train.batch_size or config.mesh.'
-      ) from error
-    result[name] = sharding
-  return result
+  more = '; change config.train.batch_size or config.mesh'
+  return {
+    name: _dividing(
+      f'batch field {name}',
+      value.shape,
+      mesh,
+      spec(rules, *batch_axes(value.shape)),
+      more,
+    )
+    for name, value in batch.items()
+  }
+
+
+def _dividing(what, shape, mesh, parts, more) -> NamedSharding:
+  """The sharding of an array that divides.
+
+  Raises:
+    ValueError: it does not; says `what` it is, and `more`.
+  """
+  sharding = NamedSharding(mesh, parts)
+  try:
+    sharding.shard_shape(shape)
+  except ValueError as error:
+    raise ValueError(
+      f'{what} of shape {shape} does not divide over the mesh'
+      f' {dict(mesh.shape)} (spec {parts}){more}.'
+    ) from error
+  return sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,7 @@ def _by_layer(run: Update, gradients, group, parameters, where):
   places = [_of_layer(whole[i]) for i in stacked]
 
   def layer(new, given):
+    """Updates one layer of the parameters; its state comes and goes."""
     index, gradient, held = given
     leaves = list(arrays)
     for i, array, place in zip(stacked, held, places, strict=True):
@@ -143,6 +144,7 @@ def _merged(parts: list[optimizers.GroupState]) -> optimizers.GroupState:
   """The state of all, of those of parts of the parameters."""
 
   def merge(*nodes):
+    """One node of all; of what is by path, the paths of each."""
     if not _is_flat(nodes[0]):
       return nodes[0]
     return {path: x for node in nodes for path, x in node.items()}

@@ -59,7 +59,8 @@ def make_train_step(
     teacher: decoder-only model to distill from.
 
   Returns:
-    The jitted function. Metrics are fp32 scalars: `loss` (minimised, per
+    The jitted function. Metrics are scalars, fp32 but for counts, which are
+    int32: `loss` (minimised, per
     target token), `cross_entropy`, `distillation`, `z_loss`, `accuracy`,
     `weight` (target tokens), `tokens` (encoder's and decoder's that are not
     padding), `gradient_norm` (before clipping),
@@ -81,6 +82,7 @@ def make_train_step(
       divisor = jnp.where(weight > 0, weight, 1.0)
 
       def objective(trained, part):
+        """What a microbatch adds to the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
         source = (teacher, teacher_params) if teacher else None
         sums = objectives.loss_sums(where.model, params, part, loss, source)
@@ -138,6 +140,7 @@ def _clip(gradients, largest):
   """Gradients of a global norm of at most `largest`, and the norm before."""
   norm = optax.global_norm(gradients)
   if largest:
+    # Gradients of zero stay so.
     scale = jnp.minimum(1.0, largest / jnp.maximum(norm, 1e-12))
     gradients = jax.tree.map(lambda g: g * scale, gradients)
   return gradients, norm
@@ -161,12 +164,14 @@ def _accumulate(objective, trained, batch, microbatches, places):
     return grad(trained, batch)
 
   def split(x):
+    """Rows by microbatch."""
     # Row i goes to microbatch i % microbatches, so that every device splits
     # the rows it holds and nothing moves between devices.
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
   def place(gradients):
+    """Gradients where their parameters are."""
     return jax.lax.with_sharding_constraint(gradients, places)
 
   def body(carry, part):
@@ -195,6 +200,7 @@ def _apply(state, flat, gradients, norm, moving, optimizer, where):
   rates, groups, params = {}, {}, dict(flat)
 
   def update(given, held, old):
+    """New parameters and state, or the old ones."""
     new = optimizer.update(given, held, old, state.step)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, held))
 
@@ -244,6 +250,7 @@ def place_batch(
   shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
 
   def place(name):
+    """The global array of a field."""
     value, size = batch[name], sizes[name]
 
     def shard(index):

@@ -179,7 +179,7 @@ with distributed.failing_as_one():
   distributed.initialize(coordinator, 2, me)
   distributed.barrier('the start')
   least = {'least': 600, 'least_step': 60}
-  with watchdog.Watchdog(folder, me, factor=20, **least) as watch:
+  with watchdog.Watchdog(folder, me, 2, factor=20, **least) as watch:
     for step in range(10**6):
       watch.beat(step)
       multihost_utils.process_allgather(step)

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt import plan
 from encdec_adapt.planning import chips
-from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import errors, flops
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,16 @@ def test_devices_are_known_by_their_topology(kind, extents, slices, name):
   assert found.devices == len(devices)
 
 
-def test_devices_that_are_not_known_have_no_topology():
-  assert chips.slice_of(_devices('cpu', (8,), 1)) is None
+@pytest.mark.parametrize(
+  'kind', ['cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200', 'NVIDIA H100 PCIe']
+)
+def test_devices_that_are_not_known_have_no_topology(kind):
+  assert chips.slice_of(_devices(kind, (8,), 1)) is None
+
+
+def test_a_chip_has_the_peak_of_its_devices():
+  peaks = {name: peak for _, name, peak in flops.KINDS if name}
+  assert peaks == {name: chip.flops for name, chip in chips.CHIPS.items()}
 
 
 @pytest.mark.aot

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import types
 
 import jax
 import pytest
@@ -74,3 +75,11 @@ def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
   assert environment.git_revision() == found | {'dirty': True}
   monkeypatch.setenv('PATH', str(tmp_path))
   assert environment.git_revision() is None
+
+
+def test_the_high_water_is_that_of_the_fullest_device(monkeypatch):
+  assert environment.memory_high_water() == {}  # The CPU does not tell.
+  full = [{'peak_bytes_in_use': 5, 'bytes_in_use': 9}, {'peak_bytes_in_use': 7}]
+  devices = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in full]
+  monkeypatch.setattr(jax, 'local_devices', lambda: devices)
+  assert environment.memory_high_water() == {'memory_peak_bytes': 7}

@@ -119,6 +119,8 @@ def test_vocabulary_and_estimate():
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
     ('NVIDIA H200', 989),
+    ('NVIDIA GH200 480GB', 989),
+    ('NVIDIA A100-SXM4-80GB', 312),
   ],
 )
 def test_peak_of_known_devices(kind, tera):

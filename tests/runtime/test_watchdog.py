@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from encdec_adapt.runtime import app, watchdog
+from encdec_adapt.runtime import app, storage, watchdog
 from tests import tiny
 
 
@@ -31,7 +31,7 @@ def written(watch):
 
 def watched(folder, clock, **options):
   options = {'factor': 10, 'least': 30, 'least_step': 10, **options}
-  return watchdog.Watchdog(folder, 0, clock=clock, **options)
+  return watchdog.Watchdog(folder, 0, 2, clock=clock, **options)
 
 
 def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
@@ -86,7 +86,9 @@ def test_heartbeats_are_written_now_and_then(tmp_path, clock):
   written(watch)
   beat = json.loads(file.read_text())
   assert (beat['step'], beat['doing']) == (3, 'save')
-  (line,) = watchdog.heartbeats(tmp_path)
+  # One that an earlier start, with more processes, has left.
+  file.with_name('2.json').write_text(file.read_text())
+  (line,) = watchdog.heartbeats(tmp_path, 2)
   assert line.startswith('process 0: save at step 3, ')
   assert line.endswith(' s ago; last meeting: none')
 
@@ -100,7 +102,7 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
       threading.Event().wait()
 
     least = {'least': 0.2, 'least_step': 0.1}
-    with watchdog.Watchdog(sys.argv[1], 3, factor=5, **least) as watch:
+    with watchdog.Watchdog(sys.argv[1], 3, 4, factor=5, **least) as watch:
       watch.beat(7)
       waits_for_nobody()
   """
@@ -127,19 +129,43 @@ def test_a_report_that_cannot_be_written_does_not_keep_it_from_ending(
   monkeypatch.setattr(watchdog, '_PATIENCE', 0.1)
   # As a file system that does not answer.
   monkeypatch.setattr(
-    watchdog, 'heartbeats', lambda folder: threading.Event().wait()
+    watchdog, 'heartbeats', lambda *_: threading.Event().wait()
   )
   watch = watched(tmp_path, clock, end=ended.append)
   watch._end_without('process 1 (b) is gone')
   assert ended == [app.HANG]
   said = capsys.readouterr().err
-  assert 'gives no answer' in said and 'in _end_without' in said
+  assert 'takes no report' in said and 'in _end_without' in said
+
+
+def test_where_no_report_can_be_written_the_stacks_are_printed(
+  tmp_path, monkeypatch, clock, capsys
+):
+  def full(*_):
+    raise OSError('no space left on device')
+
+  ended = []
+  monkeypatch.setattr(storage, 'write', full)
+  monkeypatch.setattr(threading, 'excepthook', lambda _: None)
+  watch = watched(tmp_path, clock, end=ended.append)
+  watch._end_without('process 1 (b) is gone')
+  assert ended == [app.HANG]
+  assert 'in _end_without' in capsys.readouterr().err
+
+
+def test_a_damaged_sign_of_life_loses_no_report(tmp_path, clock):
+  (tmp_path / watchdog.HEARTBEATS).mkdir()
+  (tmp_path / watchdog.HEARTBEATS / '1.json').write_text('{"step"')
+  watch = watched(tmp_path, clock, end=lambda _: None)
+  watch._end_without('process 1 (b) is gone')
+  report = (tmp_path / watchdog.REPORTS / '0.txt').read_text()
+  assert 'cannot be read' in report and 'in _end_without' in report
 
 
 def test_an_end_in_time_is_no_hang(tmp_path):
   ended = []
   with watchdog.Watchdog(
-    tmp_path, 0, factor=5, least=60, least_step=60, end=ended.append
+    tmp_path, 0, 1, factor=5, least=60, least_step=60, end=ended.append
   ) as watch:
     watch.beat(1)
   assert not ended and not (tmp_path / watchdog.REPORTS).exists()
