@@ -86,6 +86,8 @@ def main(
     options = parse(own)
     if hasattr(options, 'training'):
       check_training(training)
+      for caution in cautions(training):
+        print(f'Warning: {caution}', file=sys.stderr)
       options.training = training
     elif training:
       raise LaunchError(
@@ -166,6 +168,19 @@ def check_training(arguments: list[str]) -> None:
     )
 
 
+def cautions(arguments: list[str]) -> list[str]:
+  """What is allowed in flags of encdec_adapt.train, and rarely meant."""
+  config = flag_values(arguments)['config']
+  path, _, given = config.partition(':')
+  if path != 'configs/gemma2.py' or re.search(r'\btopology=', given):
+    return []
+  return [
+    f'--config={config} names no topology: the whole batch, 4.2M tokens, is'
+    ' one microbatch, and no attention kernel is chosen. Say which chips it is'
+    f' to be spread over, as in {path}:{given or "size=2b_2b"},topology=v5e:4x4'
+  ]
+
+
 def check_shared_workdir(arguments: list[str], machines: str) -> None:
   """Refuses a work directory that goes with a machine.
 
@@ -220,6 +235,11 @@ class Shell:
         f'`{shlex.join(command)}` ended with status {status}; what it said is'
         ' above. Nothing was done after it.'
       )
+
+  def rehearse(self, command: typing.Sequence[str]) -> None:
+    """With dry_run, runs a script that only prints what it would run."""
+    if self.dry_run:
+      subprocess.run(command, cwd=ROOT, check=True)
 
   def ask(self, command: typing.Sequence[str]) -> tuple[int, str, str]:
     """Runs a command that only looks, without showing it.

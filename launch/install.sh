@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv from a lock file: the tested versions for a platform. TPU VMs,
-# the container and GPU clusters are set up with it:
+# Makes .venv from a lock file: the tested versions for a platform, on Linux
+# and x86-64. TPU VMs, the container and GPU clusters are set up with it:
 #
 #   bash launch/install.sh --platform=cpu|tpu|gpu-cuda12 [--python=3.12]
 #     [--dry_run]
 #
-# Needs uv, or a python3 with pip to bring it. A machine without the wanted
-# Python is given one by uv. What is installed already is left alone.
+# Needs uv, or a python3 with pip, which brings it into a folder beside .venv.
+# A machine without the wanted Python is given one by uv. What is installed
+# already is left alone.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +19,7 @@ platform='' version=3.12 dry_run=0
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,9s/^# \{0,1\}//p' launch/install.sh
+      sed -n '2,10s/^# \{0,1\}//p' launch/install.sh
       exit
       ;;
     --platform=*) platform=${flag#*=} ;;
@@ -43,6 +44,27 @@ attempt() {
   fi
 }
 
+# Brings uv where there is none. A folder that pip is told of is no environment
+# that the system keeps for itself (PEP 668), and needs no venv, which Debian
+# has in a package of its own.
+bring_uv() {
+  local folder=$VENV-uv-$UV_VERSION
+  export PATH=$PATH:$PWD/$folder/bin
+  if [ "$dry_run" = 1 ]; then
+    echo '# where there is no uv'
+  elif command -v uv >/dev/null; then
+    return
+  fi
+  attempt python3 -m pip install --quiet --target "$folder" "uv==$UV_VERSION" ||
+    fail "uv $UV_VERSION could not be installed. Where python3 has no pip:" \
+      "apt install python3-pip; or put a uv on PATH."
+}
+
+machine=$(uname -s)-$(uname -m)
+if [ "$dry_run" = 0 ] && [ "$machine" != Linux-x86_64 ]; then
+  fail "the lock files hold for Linux-x86_64, and this is $machine; here," \
+    "pip install -e '.[gcs]' takes the versions that there are"
+fi
 # What the environment was made from.
 key=$(cat "$lock" setup.py <(printf '%s %s\n' "$version" "$PWD") | cksum)
 stamp=$VENV/installed-from-lock
@@ -50,11 +72,7 @@ if [ "$dry_run" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
   printf '%s is as %s has it\n' "$VENV" "$lock"
   exit
 fi
-if ! command -v uv >/dev/null; then
-  export PATH=$HOME/.local/bin:$PATH
-  attempt python3 -m pip install --quiet --user "uv==$UV_VERSION" ||
-    fail "uv $UV_VERSION could not be installed; put it on PATH"
-fi
+bring_uv
 attempt uv venv --quiet --clear --python "$version" "$VENV"
 attempt uv pip install --quiet --python "$VENV/bin/python" \
   --requirement "$lock"

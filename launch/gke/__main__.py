@@ -4,18 +4,24 @@
     --accelerator=v5litepod-16
   python3 -m launch.gke image --image=HOST/PROJECT/encdec_adapt:1
   python3 -m launch.gke train --name=pair --cluster=pod --zone=us-west4-a \\
-    --accelerator=v5litepod-16 --image=... -- \\
-    --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
-    --workdir=gs://BUCKET/runs/pair
+    --accelerator=v5litepod-16 --image=HOST/PROJECT/encdec_adapt:1 -- \\
+    --config=configs/gemma2.py:size=2b_2b,topology=v5e:4x4 \\
+    --workdir=gs://BUCKET/runs/pair --config.init.encoder=gs://BUCKET/GEMMA2 \\
+    --config.teacher.checkpoint=gs://BUCKET/GEMMA2 \\
+    --config.data.vocabulary=gs://BUCKET/GEMMA2 \\
+    --config.data.source='jsonl:/data/*.jsonl' \\
+    --config.data.folder=gs://BUCKET/records
   python3 -m launch.gke logs --name=pair
   python3 -m launch.gke delete --name=pair --cluster=pod --zone=us-west4-a
   python3 -m launch.gke delete_cluster --cluster=pod --zone=us-west4-a
 
 A job that is told to stop saves and ends with status 75, upon which the
 JobSet starts it again on the next machines, as after being killed, up to
---max_restarts times; bad input and exceptions end it.
+--max_restarts times; bad input and exceptions end it. A pod has
+--grace_seconds for it, one on a spot machine that is taken away 15 s.
 
-Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl and docker.
+Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl, and docker with
+buildx.
 """
 
 from __future__ import annotations
@@ -36,8 +42,6 @@ _VERBS = {
   'delete_cluster': 'delete the cluster with everything in it',
 }
 _TIERS = ('spot', 'on_demand', 'reserved')
-# Seconds from being told to stop to being killed; saving must fit in.
-_GRACE = 120
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -62,6 +66,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       add('--image', required=True, help='HOST/PROJECT/REPOSITORY/NAME:TAG')
     if name == 'train':
       add('--max_restarts', type=int, default=1000, help='default: 1000')
+      add(
+        '--grace_seconds',
+        type=int,
+        default=300,
+        help='from being told to stop to being killed, for up to two steps and'
+        ' a save; default: 300',
+      )
   options = parser.parse_args(argv)
   _check(options)
   if options.verb == 'train':
@@ -79,6 +90,8 @@ def _check(options: argparse.Namespace) -> None:
     commands.check_zone(options.zone)
   if 'slices' in given:
     commands.check_positive(options, 'slices')
+  if 'grace_seconds' in given:
+    commands.check_positive(options, 'grace_seconds')
   if 'image' in given and ':' not in options.image.rpartition('/')[2]:
     raise commands.LaunchError(
       f'--image={options.image} has no tag; end it in :TAG, another one for'
@@ -125,10 +138,10 @@ def image(options: argparse.Namespace) -> list[list[str]]:
   """Commands that build and push the container."""
   return [
     [
-      *('docker', 'build', '--file=launch/docker/Dockerfile'),
-      *('--build-arg=platform=tpu', f'--tag={options.image}', '.'),
-    ],
-    ['docker', 'push', options.image],
+      *('docker', 'buildx', 'build', '--file=launch/docker/Dockerfile'),
+      *('--build-arg=platform=tpu', '--platform=linux/amd64'),
+      *(f'--tag={options.image}', '--push', '.'),
+    ]
   ]
 
 
@@ -148,7 +161,7 @@ def train(options: argparse.Namespace) -> list[list[str]]:
       f'--max-restarts={options.max_restarts}',
       # Besides 42 and 127 to 255 (killed, aborted), which xpk has itself.
       f'--restart-on-exit-codes={commands.RESTART},{commands.HANG}',
-      f'--termination-grace-period-seconds={_GRACE}',
+      f'--termination-grace-period-seconds={options.grace_seconds}',
       # xpk wraps it into a subshell, and passes that one its signals.
       f'--command=exec {job}',
     ]

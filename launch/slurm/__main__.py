@@ -4,21 +4,26 @@
   python3 -m launch.slurm train --name=pair --nodes=2 --gpus_per_node=8 \\
     --time=24:00:00 -- \\
     --config=configs/gemma2.py:size=2b_2b,topology=h100:16 \\
-    --workdir=/shared/runs/pair
+    --workdir=/shared/runs/pair --config.init.encoder=/shared/GEMMA2 \\
+    --config.teacher.checkpoint=/shared/GEMMA2 \\
+    --config.data.vocabulary=/shared/GEMMA2 \\
+    --config.data.source='jsonl:/shared/data/*.jsonl'
   python3 -m launch.slurm status --name=pair
   python3 -m launch.slurm delete --name=pair
 
 Run from a checkout that all machines see, on one where sbatch is. The lines
-of all processes go to runs/launch/NAME/JOB.log, after the process' number. Two
-minutes before its time is over, and when it is preempted, the job is told to
-stop: it saves, ends with status 75, and is put back in line to continue; so
-is one that was killed. Failures are tried --retries times in a row.
+of all processes go to runs/launch/NAME/JOB.log, after the process' number. The
+job is told to stop --notice_seconds before its time is over, and when it is
+preempted, with what notice the cluster gives then: it saves, ends with status
+75, and is put back in line to continue; so is one that was killed. Failures
+are tried --retries times in a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import sys
 
 from launch import commands
@@ -28,8 +33,6 @@ _VERBS = {
   'status': 'print where the job is',
   'delete': 'end the job for good',
 }
-# Seconds before the end of its time at which a job is told to stop.
-_NOTICE = 120
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -59,6 +62,13 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     help='which share its GPUs; default: 1, which uses all of them',
   )
   add('--time', required=True, help='as 24:00:00; one start takes no longer')
+  add(
+    '--notice_seconds',
+    type=int,
+    default=300,
+    help='before the end of that time the job is told to stop, for up to two'
+    ' steps and a save; default: 300',
+  )
   add('--partition', default='', help="default: the cluster's")
   add('--account', default='', help="default: the cluster's")
   add('--qos', default='', help="default: the cluster's")
@@ -74,12 +84,21 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
   """Refuses what would fail in line."""
-  commands.check_positive(options, 'nodes', 'processes_per_node')
+  commands.check_positive(
+    options, 'nodes', 'processes_per_node', 'notice_seconds'
+  )
   gpus, processes = options.gpus_per_node, options.processes_per_node
   if gpus < 0 or (gpus and gpus % processes):
     raise commands.LaunchError(
       f'--processes_per_node={processes} does not divide'
       f' --gpus_per_node={gpus}; give each process as many GPUs.'
+    )
+  limit = limit_seconds(options.time)
+  if limit and limit <= options.notice_seconds:
+    raise commands.LaunchError(
+      f'--time={options.time} is over in {limit} s, and'
+      f' --notice_seconds={options.notice_seconds} before that the job would be'
+      ' told to stop, at its beginning. Give more time, or less notice.'
     )
   # A path through a link is kept, a virtual environment's python being one.
   python = commands.ROOT / options.python
@@ -89,6 +108,22 @@ def _check(options: argparse.Namespace) -> None:
       ' launch/install.sh --platform=gpu-cuda12`, on a file system that all'
       ' machines see.'
     )
+
+
+def limit_seconds(time: str) -> int:
+  """Seconds of a limit as sbatch takes it; 0 for none, or another form.
+
+  Args:
+    time: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+      days-hours:minutes or days-hours:minutes:seconds (sbatch's manual page).
+  """
+  found = re.fullmatch(r'(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?', time)
+  if not found:
+    return 0
+  days, first, second, third = (int(part or 0) for part in found.groups())
+  if found[1] or found[4]:
+    return ((days * 24 + first) * 60 + second) * 60 + third
+  return first * 60 + second
 
 
 def train(options: argparse.Namespace) -> list[str]:
@@ -114,13 +149,14 @@ def train(options: argparse.Namespace) -> list[str]:
     f'--time={options.time}',
     *(f'--{flag}={value}' for flag, value in given.items() if value),
     '--requeue',
-    f'--signal=TERM@{_NOTICE}',
+    f'--signal=TERM@{options.notice_seconds}',
     '--open-mode=append',
     f'--output={folder}/%j.log',
     *options.sbatch_flag,
     'launch/slurm/job.sh',
     options.python,
     str(options.retries),
+    str(options.notice_seconds),
     str(folder),
     *options.training,
   ]

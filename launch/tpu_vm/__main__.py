@@ -1,9 +1,12 @@
 """Training on Cloud TPU VMs, by queued resources.
 
   python3 -m launch.tpu_vm train --name=pair --zone=us-west4-a \\
-    --accelerator=v5litepod-16 -- \\
-    --config=configs/gemma2.py:size=2b_2b,objective=prefixlm \\
-    --workdir=gs://BUCKET/runs/pair
+    --accelerator=v5litepod-16 --records=gs://BUCKET/records -- \\
+    --config=configs/gemma2.py:size=2b_2b,topology=v5e:4x4 \\
+    --workdir=gs://BUCKET/runs/pair --config.init.encoder=gs://BUCKET/GEMMA2 \\
+    --config.teacher.checkpoint=gs://BUCKET/GEMMA2 \\
+    --config.data.vocabulary=gs://BUCKET/GEMMA2 \\
+    --config.data.source='jsonl:/data/*.jsonl' --config.data.folder=records
   python3 -m launch.tpu_vm delete --name=pair --zone=us-west4-a
 
 `train` creates the resource unless it is there, waits for it, copies this
@@ -14,8 +17,8 @@ and the job continues from its work directory. Interrupted here, the job goes
 on there: the same command shows it again. `create`, `setup`, `status`, `stop`,
 `profile` and `delete` do one thing each.
 
-Needs gcloud, logged in, and a key for SSH in the agent:
-  ssh-add ~/.ssh/google_compute_engine
+Needs gcloud, logged in, and a key for SSH in an agent:
+  eval "$(ssh-agent)" && ssh-add ~/.ssh/google_compute_engine
 """
 
 from __future__ import annotations
@@ -62,6 +65,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='gs:// folder, copied to every worker as the folder records'
         ' (--config.data.folder=records), checksums compared',
       )
+    if name in ('create', 'setup', 'train'):
+      verb.add_argument(
+        '--data_disk',
+        default='',
+        help='instead of --records: a disk whose ext4 file system, labeled'
+        ' records, is mounted on every worker as that folder; as'
+        ' source=projects/PROJECT/zones/ZONE/disks/DISK,mode=read-only',
+      )
     if name == 'train':
       _add_restarts(verb)
   options = parser.parse_args(argv)
@@ -72,6 +83,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       f'--records={records}: give the folder of a bucket, gs://BUCKET/FOLDER;'
       ' it is copied to every worker.'
     )
+  if records and options.data_disk:
+    raise commands.LaunchError(
+      f'--records={records} and --data_disk={options.data_disk}: give one; both'
+      ' are the folder records of every worker.'
+    )
   if options.verb == 'train':
     options.training = []
   return options
@@ -80,7 +96,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _add_creation(verb: argparse.ArgumentParser) -> None:
   add = verb.add_argument
   add('--accelerator', required=True, help='of a slice, as v5litepod-16')
-  add('--tier', choices=resource_lib.TIERS, default='spot', help='spot')
+  add(
+    '--tier',
+    choices=resource_lib.TIERS,
+    default='spot',
+    help='default: spot, which may be taken away at any time',
+  )
   add('--runtime', default='', help='software; default: by accelerator')
   add('--network', default='', help='of the machines')
   add('--subnetwork', default='', help='of the machines')
@@ -115,6 +136,7 @@ def _resource(options: argparse.Namespace) -> resource_lib.Resource:
         'subnetwork',
         'service_account',
         'valid_until',
+        'data_disk',
       )
       if key in given
     },
@@ -123,10 +145,11 @@ def _resource(options: argparse.Namespace) -> resource_lib.Resource:
 
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   resource = _resource(options)
+  records = getattr(options, 'records', '')
   job = job_lib.Job(
     resource,
     shell,
-    records=getattr(options, 'records', ''),
+    records=job_lib.DISK if resource.data_disk else records,
     poll_seconds=getattr(options, 'poll_seconds', 60.0),
     grace_seconds=getattr(options, 'grace_seconds', 120.0),
   )
@@ -137,12 +160,9 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return job.set_up()
   if options.verb == 'train':
     return _train(options, job)
-  command = {
-    'status': resource.explain(),
-    'stop': resource.on_workers(job_lib.stop_command()),
-    'profile': resource.on_workers(job_lib.profile_command()),
-    'delete': resource.delete(),
-  }
+  if options.verb in ('stop', 'profile'):
+    return job.on_workers(options.verb)
+  command = {'status': resource.explain(), 'delete': resource.delete()}
   return shell.run(command[options.verb])
 
 

@@ -25,8 +25,14 @@ _ENDED = re.compile(r'\[(\d+\.\d+)\] launch: ended with status (\d+)')
 _LONG = 3600
 # Of a request. The rest: it waits, or is being made.
 ACTIVE = 'ACTIVE'
-ABSENT = 'ABSENT'  # Ours: there is no such request.
-GONE = ('SUSPENDING', 'SUSPENDED', 'DELETING', 'FAILED')
+ABSENT = 'ABSENT'  # Ours: there is no such request, or slice.
+UNKNOWN = 'UNKNOWN'  # Ours: a look failed, which says nothing of what is there.
+# Of a request that has been active, or of a slice: its machines are taken away.
+GONE = {ABSENT, 'SUSPENDING', 'SUSPENDED', 'DELETING', 'FAILED'}
+GONE |= {'PREEMPTED', 'TERMINATED', 'STOPPED'}
+# Looks in a row that may fail: half an hour of them.
+_BORNE = 30
+DISK = 'disk'  # Instead of a gs:// folder: the records are on a data disk.
 
 
 class End(enum.Enum):
@@ -37,6 +43,7 @@ class End(enum.Enum):
   REFUSED = 'refused its input'
   FAILED = 'failed'
   NOT_SET_UP = 'could not be set up'
+  UNFIT = 'cannot be set up like this'
   LOST = 'was lost from sight'
 
 
@@ -76,7 +83,7 @@ class Job:
     Args:
       resource: as the flags describe it.
       shell: that commands go through.
-      records: gs:// folder that every worker gets a copy of; '' for none.
+      records: gs:// folder that every worker gets a copy of; `DISK`; or ''.
       poll_seconds: between two looks at the resource.
       grace_seconds: for a preemption to show in the resource's state, and
         for workers that are taken away to save.
@@ -87,30 +94,49 @@ class Job:
     self.poll_seconds = poll_seconds
     self.grace_seconds = grace_seconds
     self.folder = pathlib.Path('runs') / 'launch' / resource.name
+    # Looks that have failed in a row; the first one must not.
+    self._failed_looks = _BORNE
 
   # -- resource --------------------------------------------------------------
 
   def state(self) -> str:
-    """State of the request."""
-    status, answer, complaint = self.shell.ask(self.resource.describe())
-    if status == 0:
-      return answer
-    if 'NOT_FOUND' in complaint or 'not found' in complaint.lower():
-      return ABSENT
-    raise commands.LaunchError(
-      f'`{shlex.join(self.resource.describe())}` ended with status {status}:'
-      f' {complaint}'
-    )
+    """State of the request; `UNKNOWN` where the look failed."""
+    return self._look(self.resource.describe())
 
-  def healthy(self) -> bool:
-    """Whether the request is active and all of its slices are there."""
-    if self.state() != ACTIVE:
-      return False
-    for node in self.resource.nodes:
-      status, answer, _ = self.shell.ask(self.resource.describe_node(node))
-      if status or answer in ('PREEMPTED', 'TERMINATED', 'STOPPED'):
-        return False
-    return True
+  def gone(self) -> bool | None:
+    """Whether machines are taken away; None if it cannot be seen now."""
+    states = {self.state()}
+    if ACTIVE in states:
+      states |= {
+        self._look(self.resource.describe_node(node))
+        for node in self.resource.nodes
+      }
+    if states & GONE:
+      return True
+    return None if UNKNOWN in states else False
+
+  def _look(self, command: list[str]) -> str:
+    """The state that a command prints, which may fail for a while.
+
+    Raises:
+      LaunchError: it is the first look, or one too many has failed.
+    """
+    status, answer, complaint = self.shell.ask(command)
+    if status == 0 or 'NOT_FOUND' in complaint:
+      self._failed_looks = 0
+      return ABSENT if status else answer
+    said = f'`{shlex.join(command)}` ended with status {status}:'
+    said += f' {" ".join(complaint.split())}'
+    if self._failed_looks >= _BORNE:
+      raise commands.LaunchError(
+        f'{said} What runs there goes on; the same command shows it again.'
+      )
+    self._failed_looks += 1
+    self.shell.note(
+      f'a look failed ({self._failed_looks} in a row, {_BORNE} are borne):'
+      f' {said}'
+    )
+    return UNKNOWN
 
   def bring_up(self, *, again: bool = False) -> None:
     """Creates the resource unless it is there, and waits until it is active.
@@ -128,6 +154,8 @@ class Job:
       self.shell.run(self.resource.create())
       self.shell.note(f'until it says {ACTIVE}')
       self.shell.show(self.resource.describe())
+      self.shell.note('where it says FAILED, what the cloud says of it')
+      self.shell.show(self.resource.explain())
       return
     seen = None
     while (state := self.state()) != ACTIVE:
@@ -154,9 +182,22 @@ class Job:
     archive = self.folder / 'encdec_adapt.tar.gz'
     self.shell.pack(archive)
     copy = self.resource.copy([str(archive), 'launch/tpu_vm/worker.sh'])
-    return self.shell.run(copy) or self.shell.run(
-      self.resource.on_workers(_worker('setup', self.records))
+    return self.shell.run(copy) or self.on_workers('setup', self.records)
+
+  def on_workers(self, *arguments: str) -> int:
+    """Runs worker.sh on all workers; returns a status.
+
+    With dry_run, its commands are shown, too.
+
+    Args:
+      *arguments: its own; empty ones are left out.
+    """
+    status = self.shell.run(self.resource.on_workers(_worker(*arguments)))
+    self.shell.rehearse(
+      ['bash', 'launch/tpu_vm/worker.sh', '--dry_run']
+      + list(filter(None, arguments))
     )
+    return status
 
   # -- job -------------------------------------------------------------------
 
@@ -180,20 +221,23 @@ class Job:
     for number in range(max_restarts + 1):
       self.bring_up(again=number > 0)
       began = time.monotonic()
-      if self.set_up():
-        end, statuses = End.NOT_SET_UP, {}
+      status = self.set_up()
+      if status:
+        unfit = status == commands.USER_ERROR
+        end, statuses = End.UNFIT if unfit else End.NOT_SET_UP, {}
       else:
         end, statuses = self.attempt(arguments)
       if end is End.DONE:
         self.shell.note('the job is done')
         return 0
       self.shell.note(f'the job {end.value}: {_count(statuses)}')
-      preempted = self.was_preempted(wait=end is not End.REFUSED)
+      refused = end in (End.REFUSED, End.UNFIT)
+      preempted = self.was_preempted(wait=not refused)
       if preempted:
         self.shell.note('preempted: made anew, and continued')
         self.take_down()
         failures = 0
-      elif end is End.REFUSED:
+      elif refused:
         return commands.USER_ERROR
       elif end is End.RESTART:
         failures = 0
@@ -216,8 +260,12 @@ class Job:
     """Shows what `train` would run."""
     self.bring_up()
     self.set_up()
-    self.shell.run(self._run_command(arguments))
-    self.shell.note('after a preemption, and then from the top again:')
+    self.on_workers(*self._run(arguments))
+    self.shell.note(f'every {self.poll_seconds:g} s while it runs')
+    self.shell.show(self.resource.describe())
+    for node in self.resource.nodes:
+      self.shell.show(self.resource.describe_node(node))
+    self.shell.note('after a preemption, and then from the top again')
     self.shell.run(self.resource.delete())
     return 0
 
@@ -228,7 +276,9 @@ class Job:
       How it ended, and the status that each worker said.
     """
     statuses: dict[str, int] = {}
-    process = self.shell.start(self._run_command(arguments))
+    process = self.shell.start(
+      self.resource.on_workers(_worker(*self._run(arguments)))
+    )
     reader = threading.Thread(
       target=self._show, args=(process.stdout, statuses), daemon=True
     )
@@ -248,17 +298,17 @@ class Job:
     """Whether machines are gone, which may show a while after they left."""
     patience = self.grace_seconds if wait else 0
     deadline = time.monotonic() + patience
-    while self.healthy():
-      if time.monotonic() >= deadline:
+    while not (gone := self.gone()):
+      if gone is not None and time.monotonic() >= deadline:
         return False
-      time.sleep(min(self.poll_seconds, patience))
+      time.sleep(min(self.poll_seconds, patience or self.poll_seconds))
     return True
 
   def take_down(self) -> None:
     """Deletes the resource, and what is left of its machines."""
-    while self.state() in ('SUSPENDING', 'DELETING'):
+    while (state := self.state()) in ('SUSPENDING', 'DELETING', UNKNOWN):
       time.sleep(self.poll_seconds)
-    if self.state() != ABSENT:
+    if state != ABSENT:
       self.shell.require(self.resource.delete())
 
   def _watch(self, process: subprocess.Popen) -> None:
@@ -269,7 +319,7 @@ class Job:
         return
       except subprocess.TimeoutExpired:
         pass
-      if not self.healthy():
+      if self.gone():
         self.shell.note('machines are being taken away')
         try:
           process.wait(self.grace_seconds)
@@ -290,10 +340,9 @@ class Job:
         if ended:
           statuses[ended[1]] = int(ended[2])
 
-  def _run_command(self, arguments: list[str]) -> list[str]:
-    return self.resource.on_workers(
-      _worker('run', f'attempt-{self._attempts() + 1}', *arguments)
-    )
+  def _run(self, arguments: list[str]) -> list[str]:
+    """Arguments of worker.sh that run the job, or show it again."""
+    return ['run', f'attempt-{self._attempts() + 1}', *arguments]
 
   def _attempts(self) -> int:
     """How many attempts have ended, over all launches with this name."""
@@ -303,16 +352,6 @@ class Job:
   def _count_attempt(self) -> None:
     path = commands.ROOT / self.folder / 'attempts'
     path.write_text(f'{self._attempts() + 1}\n')
-
-
-def stop_command() -> str:
-  """Tells the job on a worker to save and end."""
-  return _worker('stop')
-
-
-def profile_command() -> str:
-  """Tells the job on a worker to trace its next steps."""
-  return _worker('profile')
 
 
 def _worker(*arguments: str) -> str:

@@ -28,6 +28,11 @@ ROUTES = {
   'internal': (['--internal-ip'], ['--internal-ips']),
   'iap': (['--tunnel-through-iap'], ['--internal-ips']),
 }
+# A disk that many machines attach. Form: `gcloud compute tpus queued-resources
+# create --help`, --data-disk.
+_DISK = re.compile(
+  r'source=projects/[^/,]+/zones/([^/,]+)/disks/[^/,]+,mode=read-only'
+)
 # A worker that is gone ends the connection after two minutes.
 _ALIVE = ['--ssh-flag=-oServerAliveInterval=30']
 _ALIVE += ['--ssh-flag=-oServerAliveCountMax=4']
@@ -51,6 +56,7 @@ class Resource:
   subnetwork: str = ''
   service_account: str = ''
   valid_until: str = ''  # How long to queue, as 24h; '' for ever.
+  data_disk: str = ''  # As gcloud takes it; every worker attaches it.
 
   def check(self) -> None:
     """Refuses what the cloud would refuse, with the remedy."""
@@ -70,6 +76,13 @@ class Resource:
     commands.check_zone(self.zone)
     if self.slices < 1:
       raise commands.LaunchError(f'--slices={self.slices}: give 1 or more.')
+    disk = _DISK.fullmatch(self.data_disk)
+    if self.data_disk and (disk is None or disk[1] != self.zone):
+      raise commands.LaunchError(
+        f'--data_disk={self.data_disk}: give a disk of the zone, which all'
+        ' workers attach, as --data_disk=source=projects/PROJECT/zones/'
+        f'{self.zone}/disks/DISK,mode=read-only.'
+      )
 
   def check_topology(self, training: list[str]) -> None:
     """Refuses a configuration that is of other chips than are asked for.
@@ -114,6 +127,7 @@ class Resource:
       'subnetwork': self.subnetwork,
       'service-account': self.service_account,
       'valid-until-duration': self.valid_until,
+      'data-disk': self.data_disk,
     }
     return self._command(
       'create',

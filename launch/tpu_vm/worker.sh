@@ -2,20 +2,46 @@
 # What one worker of a TPU slice does; launch/tpu_vm runs it on all of them.
 # In the home folder, with the source beside it as encdec_adapt.tar.gz:
 #
-#   bash worker.sh setup [gs://BUCKET/RECORDS]
+#   bash worker.sh [--dry_run] ...
+#   bash worker.sh setup [gs://BUCKET/RECORDS | disk]
 #   bash worker.sh run ATTEMPT [flags of encdec_adapt.train]
 #   bash worker.sh stop
 #   bash worker.sh profile
 #
 # The job is no child of the connection: one that breaks, or the launcher,
 # may end, and `run` given again goes on showing it. Every line is printed
-# after [slice.worker], and the last one says the status.
+# after [slice.worker], and the last one says the status. With --dry_run, the
+# commands are printed by the machine that launches, from its own source.
 
 set -euo pipefail
-cd "$HOME"
+
+dry_run=0
+if [ "${1:-}" = --dry_run ]; then
+  dry_run=1
+  shift
+else
+  cd "$HOME"
+fi
 
 SOURCE=encdec_adapt
 JOB=encdec_adapt.job
+# Bytes of the disk that records leave to logs and compiled programs.
+SPARE=2000000000
+
+# Prints a command as one could type it.
+show() {
+  printf '$'
+  printf ' %q' "$@"
+  printf '\n'
+}
+
+# Prints a command; runs it unless told not to.
+attempt() {
+  show "$@"
+  if [ "$dry_run" = 0 ]; then
+    "$@"
+  fi
+}
 
 # Prints an attribute that the machine was made with; nothing if it has none.
 attribute() {
@@ -27,6 +53,10 @@ attribute() {
 # Prints slice.worker.
 position() {
   local slice worker
+  if [ "$dry_run" = 1 ]; then
+    echo worker
+    return
+  fi
   slice=$(attribute tpu-env | sed -n "s/^MEGASCALE_SLICE_ID: *'\{0,1\}\([0-9]*\).*/\1/p")
   worker=$(attribute agent-worker-number)
   printf '%s.%s\n' "${slice:-0}" "${worker:-0}"
@@ -43,20 +73,76 @@ setup() {
     echo 'launch: a job runs here; its source and records are left alone'
     return
   fi
-  mkdir -p "$SOURCE"
-  rm -rf "$SOURCE/encdec_adapt" "$SOURCE/configs" "$SOURCE/launch"
-  tar -xzf encdec_adapt.tar.gz -C "$SOURCE"
-  bash "$SOURCE/launch/install.sh" --platform=tpu
-  if [ -n "$records" ]; then
-    # Checksums of what is there already are compared, not times and sizes;
-    # of what is copied, the tool compares them itself.
-    gcloud storage rsync --recursive --checksums-only \
-      --delete-unmatched-destination-objects "$records" "$SOURCE/records"
+  attempt mkdir -p "$SOURCE"
+  attempt rm -rf "$SOURCE/encdec_adapt" "$SOURCE/configs" "$SOURCE/launch"
+  attempt tar -xzf encdec_adapt.tar.gz -C "$SOURCE"
+  attempt bash "$SOURCE/launch/install.sh" --platform=tpu
+  if [ "$dry_run" = 1 ]; then
+    bash launch/install.sh --platform=tpu --dry_run
+  fi
+  case "$records" in
+    '') ;;
+    disk) mount_records ;;
+    *) copy_records "$records" ;;
+  esac
+}
+
+# Copies the records from a bucket.
+copy_records() {
+  require_space "$1"
+  # Checksums of what is there already are compared, not times and sizes; of
+  # what is copied, the tool compares them itself.
+  attempt gcloud storage rsync --recursive --checksums-only \
+    --delete-unmatched-destination-objects "$1" "$SOURCE/records"
+}
+
+# Ends with status 2 where the disk has no room for the records of a bucket.
+require_space() {
+  local size there=0 room
+  show gcloud storage du --summarize "$1"
+  if [ "$dry_run" = 1 ]; then
+    return
+  fi
+  size=$(gcloud storage du --summarize "$1" | awk 'NF { n = $1 } END { print n }')
+  if [ -d "$SOURCE/records" ]; then
+    there=$(du -sb "$SOURCE/records" | cut -f 1)
+  fi
+  room=$(df --output=avail -B1 "$SOURCE" | tail -n 1)
+  if [ $((size - there + SPARE)) -gt "$room" ]; then
+    printf 'launch: the records %s are %s, %s of it here; the disk has %s left.\n' \
+      "$1" "$(gigabytes "$size")" "$(gigabytes "$there")" "$(gigabytes "$room")"
+    echo 'launch: put them on a disk of their own (--data_disk), or make fewer:' \
+      'of fewer passes, or of less text (config.data.max_bytes)'
+    return 2
+  fi
+}
+
+# Prints a number of bytes.
+gigabytes() {
+  awk -v n="$1" 'BEGIN { printf "%.1f GB", n / 1e9 }'
+}
+
+# Mounts the data disk, by its label: the device's name differs by kind of disk.
+mount_records() {
+  if [ "$dry_run" = 0 ] && mountpoint -q "$SOURCE/records"; then
+    return
+  fi
+  attempt mkdir -p "$SOURCE/records"
+  if ! attempt sudo mount -t ext4 -o ro -o noload LABEL=records \
+    "$SOURCE/records"; then
+    echo 'launch: the disk of --data_disk has to be attached since the machines' \
+      'were created, with an ext4 file system labeled records' \
+      '(mkfs.ext4 -L records)'
+    return 2
   fi
 }
 
 run() {
   local key status first=1
+  if [ "$dry_run" = 1 ]; then
+    start "${@:2}"
+    return
+  fi
   key=$(printf '%q ' "$@")
   shift
   if [ -f "$JOB/key" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
@@ -82,13 +168,19 @@ run() {
 
 # Starts the job in a session of its own, and leaves its process' number.
 start() {
+  local train=(.venv/bin/python -m encdec_adapt.train --coordinator=auto "$@")
+  show cd "$SOURCE"
+  show "${train[@]}"
+  if [ "$dry_run" = 1 ]; then
+    return
+  fi
   # shellcheck disable=SC2016 # Expanded by the inner shell.
   setsid nohup bash -c '
     job=$1
     shift
     cd "$1"
     shift
-    .venv/bin/python -m encdec_adapt.train --coordinator=auto "$@" &
+    "$@" &
     echo $! >"$job/pid"
     # A signal is passed on; then one waits again, for the status.
     trap "kill -TERM $!" TERM
@@ -98,7 +190,7 @@ start() {
     done
     echo $status >"$job/status.part"
     mv "$job/status.part" "$job/status"
-  ' encdec_adapt "$PWD/$JOB" "$SOURCE" "$@" \
+  ' encdec_adapt "$PWD/$JOB" "$SOURCE" "${train[@]}" \
     </dev/null >>"$JOB/log" 2>&1 &
   while [ ! -f "$JOB/pid" ]; do
     sleep 0.1
@@ -116,18 +208,20 @@ follow() {
 }
 
 stop() {
-  if running; then
-    kill -TERM "$(cat "$JOB/pid")"
-    echo 'launch: told to stop; it saves and ends with status 75'
-  else
-    echo 'launch: no job runs here'
-  fi
+  tell TERM 'told to stop; it saves and ends with status 75'
 }
 
 profile() {
-  if running; then
-    kill -USR1 "$(cat "$JOB/pid")"
-    echo 'launch: told to trace its next steps, into the work directory'
+  tell USR1 'told to trace its next steps, into the work directory'
+}
+
+# Sends the job a signal, and says what it is told with it.
+tell() {
+  if [ "$dry_run" = 1 ]; then
+    show kill "-$1" PROCESS
+  elif running; then
+    kill "-$1" "$(cat "$JOB/pid")"
+    echo "launch: $2"
   else
     echo 'launch: no job runs here'
   fi

@@ -4,7 +4,9 @@ Run as `gcloud` by launchers under test, with the folder $FAKE_CLOUD:
 
     calls.jsonl     every call, as a list
     scenario.json   `creations`: states that each created resource comes
-                    to; `runs`: what each run of the job meets, as `preempt`
+                    to; `runs`: what each run of the job meets, as
+                    `preempt`; `blips`: looks that fail while a job runs, by
+                    the verb and what is looked at
     state.json      the queued resource: its state, and states still to come
     home-N-W/       home folder of worker W of slice N
 
@@ -95,6 +97,8 @@ def _queued_resources_describe(names, flags) -> int:
   state = _load()
   if not state or state['name'] != names[0]:
     return _fail('NOT_FOUND: Resource was not found.')
+  if _blip('queued-resources describe'):
+    return _fail('Unable to find the server at tpu.googleapis.com')
   print(state['states'][0])
   if len(state['states']) > 1:
     state['states'].pop(0)
@@ -106,6 +110,8 @@ def _tpu_vm_describe(names, flags) -> int:
   state = _load()
   if not state:
     return _fail('NOT_FOUND')
+  if _blip('tpu-vm describe'):
+    return _fail('Unable to find the server at tpu.googleapis.com')
   print(state.get('nodes', 'READY'))
   return 0
 
@@ -128,6 +134,25 @@ def _queued_resources_scp(names, flags) -> int:
   for home in CLOUD.glob('home-*'):
     for source in sources:
       shutil.copy(source, home)
+  return 0
+
+
+def _blip(look: str) -> bool:
+  """Whether a look fails; the scenario says how many do, once a job runs."""
+  scenario = json.loads((CLOUD / 'scenario.json').read_text())
+  left = scenario.get('blips', {}).get(look, 0)
+  if not left or not (CLOUD / 'event').exists():
+    return False
+  scenario['blips'][look] -= 1
+  (CLOUD / 'scenario.json').write_text(json.dumps(scenario))
+  return True
+
+
+def _storage_du(names, flags) -> int:
+  assert '--summarize' in flags
+  folder = CLOUD / names[0].removeprefix('gs://')
+  size = sum(f.stat().st_size for f in folder.rglob('*') if f.is_file())
+  print(f'{size:<13}{names[0]}')
   return 0
 
 

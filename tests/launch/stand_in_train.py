@@ -39,14 +39,14 @@ def main(argv: list[str]) -> int:
     while not told:
       time.sleep(0.02)
     return 75
-  last = STEPS if event in ('finish', 'drop') else 2
+  last = STEPS if event in ('finish', 'drop', 'slow') else 2
   while LEAD and step < last:
     step += 1
     part.write_text(str(step))
     part.rename(path)
     print(f'step {step}', flush=True)
     # The connection is cut at step 2; the rest comes after that.
-    time.sleep(0.5 if event == 'drop' else 0.02)
+    time.sleep(0.5 if event in ('drop', 'slow') else 0.02)
   if event == 'vanish':
     time.sleep(600)
   while not LEAD and not (path.exists() and int(path.read_text()) >= last):

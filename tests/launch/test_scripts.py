@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -152,11 +153,60 @@ def test_install_prints_what_it_would_run(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines() == [
+    '# where there is no uv',
+    '$ python3 -m pip install --quiet --target .venv-uv-0.13.8 uv==0.13.8',
     '$ uv venv --quiet --clear --python 3.12 .venv',
     '$ uv pip install --quiet --python .venv/bin/python --requirement'
     ' launch/locks/gpu-cuda12.txt',
     '$ uv pip install --quiet --python .venv/bin/python --no-deps --editable .',
   ]
+
+
+# Its pip leaves alone what the system manages (PEP 668), and puts a uv that
+# makes environments into a folder that it is told of.
+MANAGED = """
+if [ "$1 $2 $3 $4" != '-m pip install --quiet' ] || [ "$5" != --target ]; then
+  echo 'error: externally-managed-environment' >&2
+  exit 1
+fi
+mkdir -p "$6/bin"
+printf '#!/bin/sh\\n[ "$1" != venv ] || mkdir -p .venv\\n' >"$6/bin/uv"
+chmod +x "$6/bin/uv"
+"""
+
+
+def _install(here):
+  return subprocess.run(
+    ['bash', 'launch/install.sh', '--platform=cpu'],
+    cwd=here.root,
+    env={**here.environment, 'PATH': f'{here.bin}:/usr/bin:/bin'},
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_install_brings_uv_where_the_system_manages_its_python(tmp_path):
+  here = checkout.Checkout(tmp_path)
+  here.put('python3', MANAGED)
+  here.put('uname', 'case $1 in -s) echo Linux ;; *) echo x86_64 ;; esac')
+  done = _install(here)
+  assert done.returncode == 0, done.stderr
+  assert (here.root / '.venv' / 'installed-from-lock').exists()
+
+  here.put('python3', 'exit 1')
+  (here.root / '.venv' / 'installed-from-lock').unlink()
+  shutil.rmtree(here.root / '.venv-uv-0.13.8')
+  done = _install(here)
+  assert done.returncode == 1
+  assert 'apt install python3-pip' in done.stderr
+
+
+def test_install_says_what_the_lock_files_hold_for(tmp_path):
+  here = checkout.Checkout(tmp_path)
+  here.put('uname', 'case $1 in -s) echo Darwin ;; *) echo arm64 ;; esac')
+  done = _install(here)
+  assert done.returncode == 1
+  assert 'hold for Linux-x86_64, and this is Darwin-arm64' in done.stderr
 
 
 def test_the_container_copies_what_installing_needs():
@@ -170,6 +220,11 @@ def test_the_container_copies_what_installing_needs():
       for path in line.split()[1:-1]:
         assert (tiny.ROOT / path).exists(), path
         assert any(path.startswith(folder) for folder in kept), path
+
+
+def test_the_container_gives_a_gpu_the_memory_that_plans_count_on():
+  text = (tiny.ROOT / 'launch' / 'docker' / 'Dockerfile').read_text()
+  assert '\nENV XLA_PYTHON_CLIENT_MEM_FRACTION=0.9\n' in text
 
 
 SOURCE = 'set -euo pipefail; source launch/environment.sh'

@@ -19,6 +19,7 @@ import time
 
 import pytest
 
+from launch.slurm import __main__ as slurm
 from tests import tiny
 from tests.launch import checkout
 
@@ -41,10 +42,10 @@ def test_dry_run_prints_what_is_run(here):
   assert done.returncode == 0, done.stderr
   line = (
     'sbatch --job-name=pair --nodes=2 --ntasks-per-node=1 --gpus-per-node=8'
-    ' --time=24:00:00 --partition=gpu --requeue --signal=TERM@120'
+    ' --time=24:00:00 --partition=gpu --requeue --signal=TERM@300'
     ' --open-mode=append --output=runs/launch/pair/%j.log --mem=0'
-    ' launch/slurm/job.sh /bin/sh 2 runs/launch/pair --config=configs/base.py'
-    " '--workdir=/shared/it'\"'\"'s'"
+    ' launch/slurm/job.sh /bin/sh 2 300 runs/launch/pair'
+    " --config=configs/base.py '--workdir=/shared/it'\"'\"'s'"
   )
   assert done.stdout.splitlines() == [
     '$ mkdir -p runs/launch/pair',
@@ -60,7 +61,7 @@ def test_dry_run_prints_what_is_run(here):
 def test_gpus_are_shared_between_the_processes_of_a_node(here):
   done = here.launch(
     *('slurm', 'train', '--dry_run', '--name=pair', '--nodes=1'),
-    *('--gpus_per_node=8', '--processes_per_node=4', '--time=1', *JOB),
+    *('--gpus_per_node=8', '--processes_per_node=4', '--time=60', *JOB),
   )
   assert ' --ntasks-per-node=4 --gpus-per-node=8 --gpus-per-task=2 ' in (
     done.stdout
@@ -68,7 +69,7 @@ def test_gpus_are_shared_between_the_processes_of_a_node(here):
 
 
 def test_a_flag_that_sbatch_does_not_know_fails(here):
-  flags = ('--name=pair', '--nodes=1', '--time=1', '--python=/bin/sh')
+  flags = ('--name=pair', '--nodes=1', '--time=60', '--python=/bin/sh')
   done = here.launch('slurm', 'train', *flags, '--sbatch_flag=--men=0', *JOB)
   assert done.returncode == 2
   assert 'unknown option --men' in done.stderr
@@ -91,14 +92,64 @@ def test_one_sees_and_ends_ones_own_jobs(here, verb):
     (['--gpus_per_node=-1'], '--gpus_per_node=-1'),
     (['--python=no/python'], 'bash launch/install.sh --platform=gpu-cuda12'),
     (['--name=9'], '--name=9: give 1 to 30'),
+    (['--notice_seconds=0'], '--notice_seconds=0: give 1 or more'),
+    (['--time=5'], '--time=5 is over in 300 s, and --notice_seconds=300'),
   ],
 )
 def test_bad_flags_are_named(here, flags, said):
-  given = ['--name=pair', '--nodes=1', '--time=1', '--python=/bin/sh']
+  given = ['--name=pair', '--nodes=1', '--time=60', '--python=/bin/sh']
   done = here.launch('slurm', 'train', *given, *flags, *JOB)
   assert done.returncode == 2
   assert said in done.stderr and 'Traceback' not in done.stderr
   assert not here.called.exists()
+
+
+@pytest.mark.parametrize(
+  'time, seconds',
+  [
+    ('30', 1800),
+    ('5:30', 330),
+    ('24:00:00', 86400),
+    ('1:02:03', 3723),
+    ('2-0', 172800),
+    ('1-12:30', 131400),
+    ('1-0:0:1', 86401),
+    ('0', 0),
+    ('UNLIMITED', 0),
+  ],
+)
+def test_a_limit_of_time_is_read_as_sbatch_does(time, seconds):
+  assert slurm.limit_seconds(time) == seconds
+
+
+@pytest.mark.parametrize(
+  'given, seen',
+  [
+    ({}, '- 0.9'),
+    ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '- .5'),
+    ({'XLA_CLIENT_MEM_FRACTION': '.8'}, '.8 -'),
+  ],
+)
+def test_processes_get_the_memory_that_plans_count_on(here, given, seen):
+  here.put('scontrol', 'echo host')
+  here.put(
+    'srun',
+    'echo "$*" >args\n'
+    'echo "${XLA_CLIENT_MEM_FRACTION:--} ${XLA_PYTHON_CLIENT_MEM_FRACTION:--}"',
+  )
+  slurm_sets = {'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '1'}
+  slurm_sets['SLURM_JOB_NODELIST'] = 'host'
+  done = subprocess.run(
+    ['bash', 'launch/slurm/job.sh', 'python', '2', '300', 'folder', '--x=1'],
+    cwd=here.root,
+    env={**here.environment, **slurm_sets, **given},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[1] == seen
+  # A process that has saved does not end the others before they have.
+  assert ' --wait=300 ' in (here.root / 'args').read_text()
 
 
 class Cluster:
