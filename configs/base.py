@@ -231,7 +231,8 @@ def get_config():
   config.mesh.sequence = 1
   config.mesh.tensor = 1
   # 'fsdp'; 'fsdp_replica', which shards all but the tables over replica too;
-  # or 'data_parallel'. Tables are sharded over at most 64 devices of fsdp.
+  # 'whole_slice', which shards those, too; or 'data_parallel'. Tables are
+  # sharded over at most 64 devices.
   config.mesh.rules = 'fsdp'
   return config
 

@@ -26,9 +26,10 @@ What such a job needs of each chip is planned in configs/plans; the chips of
 """
 
 from configs import base
-from encdec_adapt.models import presets
+from encdec_adapt.models import model_flops, parameters, presets
 from encdec_adapt.planning import chips as chips_lib
 from encdec_adapt.runtime import errors
+from encdec_adapt.runtime import flops as flops_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 
@@ -60,7 +61,7 @@ def get_config(arg=None):
   pair = presets.t5gemma(args['size'], vocab_multiple=128)
   config = recipe(pair, args['objective'])
   if args['topology']:
-    spread(config, args['topology'], args['slices'])
+    spread(config, pair, args['topology'], args['slices'])
   elif args['slices'] != 1:
     raise errors.UserError(
       f'slices={args["slices"]} is of a topology, which is not given; add'
@@ -108,91 +109,126 @@ def recipe(pair, objective):
   return config
 
 
-# Positions of one side that a chip trains on at a time.
+# Positions of one side that a chip trains on at a time: as many as the plans
+# below `configs/plans` have memory for; those of GPUs are by shapes.
 _TOKENS = {'v5e': 4096, 'v6e': 8192, 'v5p': 4096, 'h100': 8192, 'h200': 8192}
 # Bytes that a parameter's state takes in a step: float32, two moments and two
-# gradients; and the share of a device's memory that all of them may take.
-_STATE, _SHARE = 20, {'tpu': 0.36, 'gpu': 0.7}
+# gradients; and the share of a device's memory that they and what layers save
+# may take. More did not fit when it was compiled (9B-9B on v5e:16x16: 0.77, of
+# which it needs 1.28 in all), this much does (2B-2B on v5e:4x4: 0.55, 0.92).
+_STATE, _SHARE = 20, 0.6
 # A v5p keeps products with weights for the backward pass, the widest of an MLP
-# only if those of all layers take at most so many bytes.
+# only if those of all layers take at most so many bytes: with 9B-9B's 20 GB it
+# needs 76 of 96 GiB, and 27B-27B has 56 GB.
 _WIDEST = 30e9
 _BFLOAT16 = 2  # Bytes.
+_SECONDS = 1800  # Between checkpoints.
+_MFU = 0.5  # By which steps are taken to run, for that.
 
 
-def spread(config, topology, slices):
+def spread(config, pair, topology, slices):
   """Sets mesh, microbatches and kernels for TPUs, or GPUs of a cluster.
 
   Groups of chips, of at most 64, hold a copy of everything; nothing is
-  gathered between slices. A slice has two groups at least where that leaves
-  room: what is summed over all chips of a slice, the TPU's compiler does not
-  scatter, and sends twice. GPUs are taken for nodes of eight, and a copy is
-  held by as few of them as can.
+  gathered between slices. Each half of a slice is a group where that leaves
+  room; where it does not, a slice alone shares one copy between its halves.
+  GPUs are taken for nodes of eight, and a copy is held by as few of them as
+  can. Where the largest group has no room for the optimizer's state, that is
+  in the hosts' memory, and everything is recomputed.
 
   Raises:
-    UserError: there are no such chips, or no slice of them.
+    UserError: there are no such chips, or no slice of them; or the batch does
+      not divide over them.
   """
   kind = topology.partition(':')[0]
+  if kind in chips_lib.CHIPS and kind not in _TOKENS:
+    raise errors.UserError(
+      f'topology={topology}: there is no recipe for {kind}; there are for'
+      f' {", ".join(_TOKENS)}. Take one of those and change config.mesh,'
+      ' config.compute and config.train.microbatches.'
+    )
   if kind not in _TOKENS:
     raise errors.UserError(
       f'topology={topology} is not known; it is one of'
       f' {", ".join(_TOKENS)} and extents, as in v5e:4x4 or h100:64.'
     )
   where = chips_lib.parse(topology, slices)
-  chips = where.devices
+  chips, batch = where.devices, config.train.batch_size
+  if batch % chips:
+    raise errors.UserError(
+      f'topology={topology}: {chips} chips do not divide the batch of {batch}'
+      ' rows; take a power of two.'
+    )
+  length = config.data.decoder_length
+  rows = max(1, _TOKENS[kind] // length)
   if where.chip.kind == 'tpu':
     config.compute.attention = 'splash'
-    group = _part_of_a_slice(config.model, where)
+    groups = _parts_of_a_slice(where)
   else:
     config.compute.attention = 'triton'
-    group = _nodes_that_hold(config.model, where)
+    groups = _nodes(where)
+  holds = [n for n in groups if _holds(pair, where, n, rows * length)]
+  group = holds[0] if holds else groups[-1]
+  if group == chips and where.chip.kind == 'tpu' and chips > 1:
+    config.mesh.rules, group = 'whole_slice', chips // 2
   config.mesh.fsdp = group
   config.mesh.replica = chips // group
-  config.compute.remat = _remat(config, kind)
-  rows = max(1, _TOKENS[kind] // config.data.decoder_length)
-  batch = config.train.batch_size
+  config.optimizer.offload = not holds
+  config.compute.remat = _remat(pair, kind, length) if holds else 'full'
   config.train.microbatches = max(1, batch // (chips * rows))
   config.train.eval_batch_size = max(chips, config.train.eval_batch_size)
+  flops = batch * flops_lib.TRAINING
+  flops *= model_flops.forward(pair, length, length, 2 * length)
+  seconds = flops / (_MFU * where.chip.flops * chips)
+  every = _rounded(_SECONDS / seconds)
+  config.checkpoint.every = min(every, config.checkpoint.every)
 
 
-def _part_of_a_slice(model, where):
-  """Chips of a group: half of a slice, or all of it where that is too few."""
+def _parts_of_a_slice(where):
+  """Sizes of groups: half of a slice's chips, or all of them."""
   chips = where.devices // where.count
-  whole, half = (
+  return [
     mesh_lib.in_groups(n, rules_lib.VOCABULARY_GROUP).fsdp
-    for n in (chips, max(1, chips // 2))
-  )
-  return half if _holds(model, where, half) else whole
+    for n in (max(1, chips // 2), chips)
+  ]
 
 
-def _nodes_that_hold(model, where):
-  """GPUs of the fewest nodes that have room for the state of a model."""
+def _nodes(where):
+  """Sizes of groups: GPUs of one node, or of several."""
   nodes = (n * where.chip.host_chips for n in (1, 2, 4, 8))
-  groups = [mesh_lib.in_groups(where.devices, n).fsdp for n in nodes]
-  return next((n for n in groups if _holds(model, where, n)), groups[-1])
+  return [mesh_lib.in_groups(where.devices, n).fsdp for n in nodes]
 
 
-def _holds(model, where, group):
-  """Whether so many devices have room for the state of a model.
+def _holds(pair, where, group, tokens):
+  """Whether so many devices have room for a job's state, and what is saved.
 
-  By its products and tables; what else there is takes little.
+  Args:
+    pair: its model.
+    where: the devices.
+    group: how many of them hold a copy.
+    tokens: of one side, that a device trains on at a time.
   """
-  count = 0
-  for stack in (model.encoder, model.decoder):
-    attention = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
-    rows = stack.layers * (3 * stack.mlp_width + attention) + stack.vocab_size
-    count += rows * stack.width
-  room = _SHARE[where.chip.kind] * where.chip.hbm_bytes
-  return _STATE * count / group <= room
+  state = _STATE * parameters.count(pair) / group
+  saved = 0
+  for stack in (pair.encoder, pair.decoder):
+    attentions = 2 if stack is pair.decoder else 1
+    kept = stack.width + attentions * stack.heads * stack.head_dim
+    saved += stack.layers * kept * tokens * _BFLOAT16
+  return state + saved <= _SHARE * where.chip.hbm_bytes
 
 
-def _remat(config, kind):
-  """What the backward pass recomputes: as little as a chip's memory allows."""
+def _remat(pair, kind, length):
+  """What the backward pass recomputes: of a v5p, as little as memory allows."""
   if kind != 'v5p':
     return 'attention'
-  lengths = (config.data.encoder_length, config.data.decoder_length)
-  stacks = (config.model.encoder, config.model.decoder)
   widest = sum(
     length * stack.layers * 2 * stack.mlp_width * _BFLOAT16
-    for length, stack in zip(lengths, stacks, strict=True)
+    for stack in (pair.encoder, pair.decoder)
   )
   return 'dots' if widest <= _WIDEST else 'narrow_dots'
+
+
+def _rounded(steps):
+  """A number of steps, down to 1, 2 or 5 times a power of ten."""
+  sizes = (m * 10**n for n in range(4) for m in (1, 2, 5))
+  return max((n for n in sizes if n <= steps), default=1)

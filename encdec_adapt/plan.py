@@ -149,7 +149,8 @@ def main(values: flags.FlagValues) -> int:
     print(report.text(plan))
   print(calibration.text(calibration.table()))
   if values.output:
-    _write(values, where, stored.content(plans))
+    setup = {'job': stored.setup(settings)}
+    _write(values, where, setup | stored.content(plans))
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 

@@ -43,25 +43,38 @@ def test_gemma2_configs_are_the_presets(size, objective):
 
 
 @pytest.mark.parametrize(
-  'arg, chips, replica, microbatches',
+  'arg, chips, replica, microbatches, every, rules',
   [
     # Half of a slice of 16 chips does not hold the state.
-    ('topology=v5e:4x4', 16, 1, 32),
-    ('topology=v6e:4x4', 16, 1, 16),
-    ('topology=v6e:16x16', 256, 4, 1),
-    ('topology=v5e:16x16,slices=2', 512, 8, 1),
-    ('topology=v5p:4x4x4', 64, 2, 8),
-    ('topology=v6e:8x16,slices=4', 512, 8, 1),
-    ('topology=v5e:8x8,objective=ul2', 64, 2, 4),
+    ('topology=v5e:4x4', 16, 2, 32, 20, 'whole_slice'),
+    ('topology=v6e:4x4', 16, 2, 16, 100, 'fsdp'),
+    ('topology=v6e:16x16', 256, 4, 1, 1000, 'fsdp'),
+    ('topology=v5e:16x16,slices=2', 512, 8, 1, 1000, 'fsdp'),
+    ('topology=v5e:4x4,slices=2', 32, 2, 16, 50, 'fsdp'),
+    ('topology=v5p:4x4x4', 64, 2, 8, 200, 'fsdp'),
+    ('topology=v6e:8x16,slices=4', 512, 8, 1, 1000, 'fsdp'),
+    ('topology=v5e:8x8,objective=ul2', 64, 2, 4, 100, 'fsdp'),
   ],
 )
-def test_the_recipe_is_spread_over_chips(arg, chips, replica, microbatches):
+def test_the_recipe_is_spread_over_chips(
+  arg, chips, replica, microbatches, every, rules
+):
   settings = _load(f'--config=configs/gemma2.py:{arg}', *TEACHER[:1], *NOT)
   assert settings.mesh.sizes(chips) == (replica, chips // replica, 1, 1)
-  assert settings.rules == rules_lib.named('fsdp')
+  assert settings.rules == rules_lib.named(rules)
+  assert not settings.optimizer.offload
   assert settings.train.microbatches == microbatches
+  # About half an hour.
+  assert settings.checkpoint.every == every
   assert settings.train.batch_size % (chips * microbatches) == 0
   assert settings.train.eval_batch_size % chips == 0
+
+
+def test_what_does_not_fit_beside_its_activations_is_on_the_host():
+  arg = 'size=9b_9b,topology=v5e:16x16'
+  settings = _load(f'--config=configs/gemma2.py:{arg}', *TEACHER[:1], *NOT)
+  assert settings.optimizer.offload and settings.compute.remat == 'full'
+  assert settings.mesh.sizes(256) == (4, 64, 1, 1)
 
 
 def test_presets_by_name():
@@ -265,7 +278,9 @@ def test_bad_input_is_named(flags, words):
     ('configs/gemma2.py:size=3b', "'3b'.*9b"),
     ('configs/gemma2.py:sizes=2b_2b', "'sizes=2b_2b'.*size"),
     ('configs/gemma2.py:objective=t5', 'prefixlm or ul2'),
-    ('configs/gemma2.py:topology=v4', 'topology=v4 is not known.*v5e:4x4'),
+    ('configs/gemma2.py:topology=v9', 'topology=v9 is not known.*v5e:4x4'),
+    ('configs/gemma2.py:topology=v4:4x4x4', 'no recipe for v4; .* v5p, h100'),
+    ('configs/gemma2.py:topology=h100:24', 'h100:24: 24 .* batch of 512 rows'),
     ('configs/gemma2.py:topology=v5e', 'topology=v5e: .*2 dim.*v5e:4x4'),
     ('configs/gemma2.py:topology=v5e:4xq', 'v5e:4xq: .*2 dim.*v5e:4x4'),
     ('configs/gemma2.py:topology=v5e:0x4', 'v5e:0x4: .*at least 1 chip'),

@@ -20,6 +20,14 @@ from encdec_adapt.models import execution as executions
 from encdec_adapt.models import layers
 from encdec_adapt.ops import attention, masks, partition, rope
 
+# Dimensions of the kernels.
+_AXES = {
+  'query': ('embed', 'heads', 'head_dim'),
+  'key': ('embed', 'kv_heads', 'head_dim'),
+  'value': ('embed', 'kv_heads', 'head_dim'),
+  'output': ('heads', 'head_dim', 'embed'),
+}
+
 
 def project_keys_values(
   config: config_lib.StackConfig,
@@ -50,6 +58,7 @@ def _project(
 ) -> jax.Array:
   """Product with the kernel of that name, and its bias where there is one."""
   kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
+  kernel = partition.summed_in_stages(kernel, *_AXES[name])
   return layers.biased_product(equation, x, kernel, bias)
 
 
@@ -68,20 +77,18 @@ class _Attention(nn.Module):
 
   def setup(self):
     cfg = self.config
-    heads, kv_heads = (cfg.heads, 'heads'), (cfg.kv_heads, 'kv_heads')
-    width, head_dim = (cfg.width, 'embed'), (cfg.head_dim, 'head_dim')
-    source = (self.source_width, 'embed')
-    # Dimensions of every kernel, and which of them a product contracts.
+    # Shape of every kernel, and which of its dimensions a product contracts.
+    of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
     kernels = {
-      'query': ((width, heads, head_dim), 0, (1, 2)),
-      'key': ((source, kv_heads, head_dim), 0, (1, 2)),
-      'value': ((source, kv_heads, head_dim), 0, (1, 2)),
-      'output': ((heads, head_dim, width), (0, 1), 2),
+      'query': ((cfg.width, cfg.heads, cfg.head_dim), 0, (1, 2)),
+      'key': (of_source, 0, (1, 2)),
+      'value': (of_source, 0, (1, 2)),
+      'output': ((cfg.heads, cfg.head_dim, cfg.width), (0, 1), 2),
     }
     biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
     weights = {}
-    for name, (dimensions, contracted, produced) in kernels.items():
-      shape, axes = zip(*dimensions, strict=True)
+    for name, (shape, contracted, produced) in kernels.items():
+      axes = _AXES[name]
       init = layers.kernel_init(axes, contracted, produced)
       weights[name] = self.param(name, init, shape)
       if name in biased[cfg.attention_bias]:

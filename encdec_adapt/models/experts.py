@@ -82,7 +82,8 @@ class Experts(nn.Module):
     sizes = {'embed': cfg.width, 'expert_mlp': cfg.expert_width}
     init = layers.kernel_init(('experts', *axes), 1, 2, batch_axis=0)
     shape = (cfg.experts, *(sizes[axis] for axis in axes))
-    return self.param(name, init, shape, jnp.float32).astype(self.dtype)
+    kernels = self.param(name, init, shape, jnp.float32).astype(self.dtype)
+    return partition.summed_in_stages(kernels, 'experts', *axes)
 
   def _shared(self, x: jax.Array) -> jax.Array:
     cfg = self.config

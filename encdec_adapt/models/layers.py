@@ -182,8 +182,9 @@ class MLP(nn.Module):
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     shape = tuple(sizes[axis] for axis in axes)
     kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
+    kernel = partition.summed_in_stages(kernel.astype(self.dtype), *axes)
     bias = None
     if self.config.mlp_bias:
       init = bias_init(axes[1])
       bias = self.param(f'{name}_bias', init, shape[1:], jnp.float32)
-    return biased_product('BLI,IJ->BLJ', x, kernel.astype(self.dtype), bias)
+    return biased_product('BLI,IJ->BLJ', x, kernel, bias)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
+import functools
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -99,6 +100,54 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(
     x, NamedSharding(partition.mesh, partition.spec(*names))
   )
+
+
+def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
+  """The same weight, whose gradient is summed over one mesh axis at a time.
+
+  For a dimension that is sharded over several axes: a TPU's compiler scatters
+  what it sums over some of a slice's chips, but not what it sums over all of
+  them, which it sends whole instead (`tests.benchmarks.gradient_sums`).
+
+  Args:
+    weight: that a product reads.
+    *names: logical name (or None) of each dimension.
+  """
+  partition = active()
+  if partition is None:
+    return weight
+  axes = [
+    [a for a in partition.mesh_axes(name) if partition.mesh.shape[a] > 1]
+    for name in names
+  ]
+  if max(map(len, axes)) < 2:
+    return weight
+  count = max(map(len, axes))
+  stages = tuple(
+    NamedSharding(
+      partition.mesh, PartitionSpec(*(tuple(a[:stage]) or None for a in axes))
+    )
+    for stage in range(1, count + 1)
+  )
+  return _summed(weight, stages)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(weight, stages):
+  return weight
+
+
+def _forward(weight, stages):
+  return weight, None
+
+
+def _backward(stages, _, gradient):
+  for sharding in stages:
+    gradient = jax.lax.with_sharding_constraint(gradient, sharding)
+  return (gradient,)
+
+
+_summed.defvjp(_forward, _backward)
 
 
 def _check(

@@ -209,10 +209,12 @@ def _meshes(
       continue
     config = mesh_lib.MeshConfig(replica, fsdp, sequence, tensor)
     yield config, 'fsdp'
-    if where.count == 1 < replica and not any(
-      width % (replica * fsdp) for width in widths
-    ):
-      yield config, 'fsdp_replica'
+    both = replica * fsdp
+    if where.count > 1 or replica == 1 or any(w % both for w in widths):
+      continue
+    rows = [s.table_rows for s in stacks]
+    whole = both in tables and not any(n % (both * tensor) for n in rows)
+    yield config, 'whole_slice' if whole else 'fsdp_replica'
 
 
 def _lengths(settings: config_lib.Settings) -> list[int]:

@@ -1,12 +1,14 @@
 """Plans as files: what was asked, with what, and what came out."""
 
 from collections.abc import Iterable, Mapping
+import dataclasses
 import importlib.metadata
 from typing import Any
 
 import jax
 from ml_collections import config_flags
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.planning import chips
 from encdec_adapt.runtime import errors, files, storage
 
@@ -41,6 +43,22 @@ def question(config_flag, where: chips.Slice) -> dict[str, Any]:
     'topology': where.name,
     'num_slices': where.count,
     'versions': {'jax': jax.__version__, 'libtpu': libtpu},
+  }
+
+
+def setup(settings: config_lib.Settings) -> dict[str, Any]:
+  """What a job runs with that the configuration file may have chosen."""
+  return {
+    'mesh': dataclasses.asdict(settings.mesh),
+    'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
+    'remat': settings.compute.remat,
+    'attention': settings.compute.attention,
+    'batch_size': settings.train.batch_size,
+    'microbatches': settings.train.microbatches,
+    'optimizer': {
+      name: getattr(settings.optimizer, name)
+      for name in ('kind', 'moment_dtype', 'offload')
+    },
   }
 
 

@@ -125,6 +125,7 @@ def main(
   """
 
   def start(argv: Sequence[str]) -> int:
+    """Reads the flags and runs, or prints the help."""
     values = parse(define, argv)
     if values.help:
       print(f'{description}\n\nflags:\n{values.get_help()}')
@@ -181,12 +182,14 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   """Runs a main on its arguments and exits with its status."""
 
   def parse_flags(argv: Sequence[str]) -> Sequence[str]:
+    """Leaves the arguments to us."""
     # absl, and Grain's workers, want the global flags parsed; ours are not
     # among them.
     flags.FLAGS(argv[:1])
     return argv
 
   def run(argv: Sequence[str]) -> int:
+    """What absl calls: the arguments without the program's name."""
     logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
     return start(argv[1:])
 

@@ -98,7 +98,7 @@ def require_space(
     )
 
 
-def format_bytes(nbytes: int) -> str:
+def format_bytes(nbytes: float) -> str:
   """Writes a number of bytes for people: `1.5 GiB`."""
   value, units = float(nbytes), ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']
   while value >= 1024 and len(units) > 1:

@@ -333,6 +333,7 @@ def agree(
   barrier(name, patience)
 
   def compare():
+    """On process 0, what everybody handed in."""
     handed_in = client.key_value_dir_get(_key(here, 'facts'))
     members = [
       agreement.Member(_process(key), **json.loads(value))

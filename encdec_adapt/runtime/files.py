@@ -43,6 +43,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
   """
 
   def unique(pairs):
+    """An object, of pairs of which no two have one key."""
     found = {}
     for key, value in pairs:
       if key in found:
@@ -55,6 +56,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
   def refuse(name):
+    """For NaN and infinities."""
     raise ValueError(f'{name} is not JSON')
 
   try:

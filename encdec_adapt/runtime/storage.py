@@ -219,6 +219,7 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   there = objects(target)
 
   def put(name: str) -> None:
+    """Copies one file, if its like is not there."""
     found, path = there.get(name), folder / name
     same = found and found['bytes'] == size(path)
     if not same or found['digest'] != file_crc32c(path):

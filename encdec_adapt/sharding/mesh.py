@@ -54,16 +54,23 @@ class MeshConfig:
 
 
 def in_groups(devices: int, largest: int) -> MeshConfig:
-  """Groups of `fsdp` of at most this many devices, replicas of each other."""
+  """Groups of `fsdp` of at most this many devices, replicas of each other.
+
+  Args:
+    devices: at least one.
+    largest: at least one.
+  """
   fsdp = max(n for n in range(1, largest + 1) if devices % n == 0)
   return MeshConfig(replica=devices // fsdp, fsdp=fsdp)
 
 
-def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+def make_mesh(
+  config: MeshConfig, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
   """Builds the mesh over `devices` (default: all).
 
-  On a TPU neighbours of the torus become neighbours of the mesh, and several
-  slices are told apart by `replica` alone: the network between them is slow.
+  On a TPU a group of `fsdp` is a box of the torus, and several slices are told
+  apart by `replica` alone: the network between them is slow.
 
   Axis types are Auto: Linen's constraints and ours need it, and
   `jax.make_mesh` defaults to Explicit.

@@ -83,13 +83,21 @@ class Rules:
     group = math.prod(sizes[axis] for axis in shared)
     if group <= VOCABULARY_GROUP:
       return
+    split = (
+      f'the vocabulary would be split among {group} devices (mesh axes'
+      f' {", ".join(shared)}), each of which reads the hidden states of all;'
+      f' the most is {VOCABULARY_GROUP}.'
+    )
+    if 'replica' in shared:
+      raise ValueError(
+        f'{split} Set config.mesh.rules to fsdp_replica, which shares a table'
+        ' among the devices of fsdp alone.'
+      )
     most = VOCABULARY_GROUP * sizes['fsdp'] // group
     fits = [n for n in range(1, most + 1) if sizes['fsdp'] % n == 0]
     fsdp = max(fits, default=1)
     raise ValueError(
-      f'the vocabulary would be split among {group} devices (mesh axes'
-      f' {", ".join(shared)}), each of which reads the hidden states of all;'
-      f' the most is {VOCABULARY_GROUP}. Set config.mesh.replica to'
+      f'{split} Set config.mesh.replica to'
       f' {sizes["replica"] * sizes["fsdp"] // fsdp} and config.mesh.fsdp to'
       f' {fsdp}; with config.mesh.rules fsdp_replica the other parameters'
       ' stay sharded over all of these devices.'
@@ -102,12 +110,17 @@ class Rules:
 # `fsdp_replica`: all but the tables also over replica, so that a device holds
 # less of the state; for one slice of more devices than the vocabulary may be
 # split among (parameters are gathered over replica, too, which between
-# slices is slow).
+# slices is slow). Gradients are summed inside the boxes of fsdp first.
+# `whole_slice`: the tables too; for one slice whose state needs all of its
+# devices.
 # `data_parallel`: parameters replicated, batch over every data axis; for
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
-  'fsdp_replica': Rules(embed=('replica', 'fsdp')),
+  'fsdp_replica': Rules(embed=('fsdp', 'replica')),
+  'whole_slice': Rules(
+    embed=('fsdp', 'replica'), vocab=('fsdp', 'replica', 'tensor')
+  ),
   'data_parallel': Rules(embed=(), vocab=()),
 }
 

@@ -53,8 +53,8 @@ def _of_slices(mesh):
     ('v5p:4x4x4', dict(replica=8, tensor=4)),
   ],
 )
-@pytest.mark.parametrize('slices', [2])
-def test_slices_are_told_apart_by_replica_alone(topology, sizes, slices):
+def test_slices_are_told_apart_by_replica_alone(topology, sizes):
+  slices = 2
   mesh, _ = _mesh(topology, slices, **sizes)
   found = _of_slices(mesh)
   of_replica = np.arange(sizes['replica']) // (sizes['replica'] // slices)
@@ -79,6 +79,26 @@ def test_neighbours_along_fsdp_are_linked(topology, sizes):
     assert {_hops(where, a, b) for a, b in pairs} == {1}
     if len(group) == where.devices // where.count:
       assert _hops(where, group[-1], group[0]) == 1
+
+
+@pytest.mark.parametrize(
+  'topology, slices, sizes',
+  [
+    ('v5e:4x4', 1, dict(replica=1)),
+    ('v6e:4x4', 1, dict(replica=2)),
+    ('v5e:8x8', 1, dict(replica=2)),
+    ('v5e:16x16', 1, dict(replica=4)),
+    ('v5e:16x16', 2, dict(replica=8)),
+    ('v5p:4x4x4', 1, dict(replica=2)),
+    ('v5p:8x8x8', 1, dict(replica=8)),
+  ],
+)
+def test_the_groups_of_shipped_meshes_are_boxes(topology, slices, sizes):
+  mesh, _ = _mesh(topology, slices, **sizes)
+  for group in mesh.devices[:, :, 0, 0]:
+    places = np.array([device.coords for device in group])
+    assert np.prod(places.max(0) - places.min(0) + 1) == len(group)
+    assert slices == 1 or len({device.slice_index for device in group}) == 1
 
 
 @pytest.mark.parametrize(

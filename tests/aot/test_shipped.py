@@ -51,10 +51,15 @@ def in_the_repository(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
 
 
+def test_every_planned_configuration_has_its_plan():
+  found = [json.loads(path.read_text())['config'] for path in PATHS]
+  wanted = [f'configs/gemma2.py:{argument}' for argument in gemma2.PLANNED]
+  assert sorted(found) == sorted(wanted)
+
+
 @pytest.mark.parametrize('path', PATHS, ids=lambda path: path.stem)
 def test_a_shipped_plan_fits(path):
   written = json.loads(path.read_text())
-  assert written['config'].partition(':')[2] in gemma2.PLANNED
   assert written['program'] == 'train' and written['source'] == 'compiled'
   assert all(plan['fits'] for plan in stored.programs(written).values())
   memory = written['memory']
@@ -64,6 +69,8 @@ def test_a_shipped_plan_fits(path):
   values = command.parse(plan.define_flags, stored.flags(written, ['train']))
   settings = config_lib.load(values.config, sources=False)
   assert settings.mesh.sizes(where.devices)
+  # The configuration still says what was compiled.
+  assert stored.setup(settings) == written['job']
 
 
 def test_the_readme_has_the_tables():
@@ -142,6 +149,10 @@ def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
     flags += [f'--config.model.{side}.{k}={v}' for k, v in shape.items()]
   found = run(tmp_path / 'plan.json', flags)
   assert found['fits'] and found['kernels'] and 0 < found['mfu'] < 1
+  # Gradients of what the layers' products read are scattered, never summed
+  # whole.
+  kinds = {row['kind'] for row in found['collectives']}
+  assert 'reduce-scatter' in kinds
   # Parameters are gathered inside a slice, gradients summed between slices.
   axes = {row['axes'] for row in found['collectives']}
   assert 'fsdp' in axes and ('slices' in axes) == (slices > 1)

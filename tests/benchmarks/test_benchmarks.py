@@ -16,6 +16,7 @@ from tests.benchmarks import (
   exchange,
   gpu_kernels,
   gpu_step,
+  gradient_sums,
   packing,
   processes,
   records,
@@ -138,6 +139,22 @@ def test_compile_scaling():
   assert (few['layers'], more['layers']) == ('2 + 2', '4 + 4')
   # Layers are scanned over: only numbers in the text change.
   assert more['text ratio'] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
+@pytest.mark.long
+def test_gradient_sums():
+  sizes = ['--width=512', '--mlp_width=1024', '--tokens=512']
+  found = gradient_sums.main(['--topologies=v5e:4x4', *sizes])
+  one, two, whole = found['rows']
+  assert one['of the least'] == pytest.approx(2)
+  assert two['of the least'] < 1.3
+  # Of one copy as of two: a half of the slice first, then its two halves.
+  assert whole['sums'] == 'reduce-scatter'
+  assert whole['of the least'] == pytest.approx(1)
 
 
 def test_sequence_parallel():

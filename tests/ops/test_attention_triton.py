@@ -3,14 +3,17 @@
 import functools
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 import numpy as np
 import pytest
 
+from encdec_adapt.models import execution
 from encdec_adapt.ops import (
   attention,
   attention_reference,
+  attention_shards,
   attention_triton,
   flash_kernels,
   masks,
@@ -195,6 +198,24 @@ def test_lowers_for_cuda(head_dim, dtype):
     traced = jax.jit(run).trace(q, k, v, ids, ids)
     text = traced.lower(lowering_platforms=('cuda',)).as_text()
   assert text.count('gpu.triton') == 3
+
+
+@pytest.mark.parametrize('remat, saved', [('attention', 2), ('full', 0)])
+def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
+  """Outputs and sums, so that the forward kernel is not run once more."""
+  states = jnp.ones((B, 96, K, H))
+  segments, positions = packed(96)
+
+  def loss(states):
+    spec = masks.causal(segments, positions, aligned=True)
+    options = dict(scale=1.0, softcap=None)
+    return jnp.sum(interpreted(states, states, states, spec, **options))
+
+  policy = execution.REMAT_POLICIES[remat]
+  jax.ad_checkpoint.print_saved_residuals(
+    jax.checkpoint(loss, policy=policy), states
+  )
+  assert capsys.readouterr().out.count(attention_shards.SAVED) == saved
 
 
 @pytest.mark.parametrize('head_dim', [32, 64, 128, 256])

@@ -32,7 +32,9 @@ CASES = [
   pytest.param(
     shape,
     name,
-    marks=[pytest.mark.slow] if (i + j) % 3 else [pytest.mark.long] * (i % 2),
+    marks=[pytest.mark.slow]
+    if (i + j) % len(rules_lib.RULES)
+    else [pytest.mark.long] * (i % 2),
     id=f'{shape}-{name}',
   )
   for i, shape in enumerate(SHAPES)

@@ -74,6 +74,13 @@ def test_a_vocabulary_in_too_many_pieces_names_the_mesh_that_would_do(
     placement.parameter_shardings(table, mesh, rules)
 
 
+def test_a_vocabulary_of_too_large_a_slice_names_the_rules_that_would_do():
+  sizes = dict(replica=2, fsdp=64, sequence=1, tensor=1)
+  with pytest.raises(ValueError, match='among 128 .*rules to fsdp_replica'):
+    rules_lib.named('whole_slice').check_vocabulary(sizes)
+  rules_lib.named('whole_slice').check_vocabulary(sizes | {'replica': 1})
+
+
 def test_only_devices_with_tokens_of_their_own_count_as_pieces():
   rules = rules_lib.named('fsdp')
   rules.check_vocabulary(dict(replica=8, fsdp=64, sequence=1, tensor=4))
