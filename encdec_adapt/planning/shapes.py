@@ -30,6 +30,10 @@ from encdec_adapt.runtime import flops
 # was published of Llama 2 7B on 8 and on 128 H100; see the calibration.
 PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
+# What a training step has in memory besides what is counted here (weights that
+# are cast and gathered, copies), as a share of that: 0.4 to 0.7 in the compiled
+# plans of `configs/plans`.
+_BESIDES = 0.55
 _FP32 = 4
 # Kernels of `ops.flash_kernels` by the work of a forward pass that each does:
 # products of scores and values; scores, their gradient, queries; those, keys
@@ -197,6 +201,7 @@ def _parts(work: workload.Workload, arguments) -> dict[str, float]:
   if work.trains:
     trees = programs.gradients(work.settings)
     parts['gradients'] = arguments['parameters'] * trees
+    parts['besides'] = _BESIDES * sum(parts.values())
   return parts
 
 
