@@ -23,6 +23,7 @@ prints a table of plans that were written with --output.
 """
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 import time
@@ -170,8 +171,8 @@ def make(
   """Plans of the named programs; see `report.describe`.
 
   Raises:
-    UserError: the mesh or a batch does not divide, libtpu is missing, or
-      the topology does not exist.
+    UserError: the mesh or a batch does not divide, libtpu is missing, the
+      topology does not exist, or the compiler fails.
   """
   devices = describe_devices(where)
   mesh = _mesh(settings, devices)
@@ -182,7 +183,8 @@ def make(
     }
   else:
     plans = {
-      name: _compiled(name, settings, mesh, where, budget) for name in names
+      name: _compiled_or_refused(name, settings, mesh, where, budget)
+      for name in names
     }
   for name, plan in plans.items():
     if not plan['fits']:
@@ -212,6 +214,24 @@ def _mesh(settings: config_lib.Settings, devices):
     raise errors.UserError(str(error)) from error
   job.check_batches(settings, mesh)
   return mesh
+
+
+def _compiled_or_refused(name, settings, mesh, where, budget) -> dict:
+  """The plan of one program.
+
+  Raises:
+    UserError: the compiler fails, and not for memory.
+  """
+  try:
+    return _compiled(name, settings, mesh, where, budget)
+  except jax.errors.JaxRuntimeError as error:
+    reason = str(error).strip().splitlines()[0]
+    raise errors.UserError(
+      f'the compiler fails on program {name!r} for {where.name} x'
+      f' {where.count}: {reason}. That is an error of libtpu'
+      f' {importlib.metadata.version("libtpu")}; change config.mesh, the'
+      ' topology or that version.'
+    ) from error
 
 
 def _compiled(name, settings, mesh, where, budget) -> dict:

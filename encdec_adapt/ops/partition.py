@@ -120,9 +120,9 @@ def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
     [a for a in partition.mesh_axes(name) if partition.mesh.shape[a] > 1]
     for name in names
   ]
-  if max(map(len, axes)) < 2:
-    return weight
   count = max(map(len, axes))
+  if count < 2:
+    return weight
   stages = tuple(
     NamedSharding(
       partition.mesh, PartitionSpec(*(tuple(a[:stage]) or None for a in axes))
@@ -134,6 +134,7 @@ def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(weight, stages):
+  """The weight; `stages` are shardings of its gradient, one after the other."""
   return weight
 
 

@@ -1,5 +1,6 @@
 """A search keeps what it has, whatever the compiler says of one candidate."""
 
+import importlib.util
 import json
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 from encdec_adapt import plan
 from encdec_adapt.planning import chips, search, shapes
-from encdec_adapt.runtime import command
+from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy
@@ -62,3 +63,15 @@ def test_what_was_compiled_before_an_interruption_is_kept(answers, tmp_path):
     plan.main(values)
   (row,) = json.loads(output.read_text())['candidates']
   assert row['flags'] == ['--flag=0']
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
+def test_a_compiler_that_fails_is_named(answers):
+  answers.append(jax.errors.JaxRuntimeError('INTERNAL: Bitcast\nand more'))
+  flags = ['--config=configs/base.py', '--topology=v5e:2x4']
+  values = command.parse(plan.define_flags, flags)
+  with pytest.raises(errors.UserError, match='INTERNAL: Bitcast. .* libtpu'):
+    plan.main(values)
