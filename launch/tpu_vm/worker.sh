@@ -145,7 +145,8 @@ run() {
   fi
   key=$(printf '%q ' "$@")
   shift
-  if [ -f "$JOB/key" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
+  # A job is known by its key once it has a process.
+  if [ -f "$JOB/pid" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
     # The connection broke meanwhile; what it has shown is not shown again.
     first=$(($(cat "$JOB/shown") + 1))
   elif running; then
@@ -156,8 +157,8 @@ run() {
     mkdir "$JOB"
     : >"$JOB/log"
     echo 0 >"$JOB/shown"
-    start "$@"
     printf '%s\n' "$key" >"$JOB/key"
+    start "$@"
   fi
   follow "$first"
   [ -f "$JOB/status" ] || sleep 2 # Between the last line and its status.
