@@ -103,33 +103,32 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
-  """The same weight, whose gradient is summed over one mesh axis at a time.
+  """The same weight, whose gradient is summed over some mesh axes first.
 
-  For a dimension that is sharded over several axes: a TPU's compiler scatters
-  what it sums over some of a slice's chips, but not what it sums over all of
-  them, which it sends whole instead (`tests.benchmarks.gradient_sums`).
+  Over those of `summed_first`, and then over the others that the weight is
+  sharded over: a TPU's compiler scatters what it sums over some of a slice's
+  chips, but not what it sums over all of them, which it sends whole instead
+  (`tests.benchmarks.gradient_sums`).
 
   Args:
     weight: that a product reads.
     *names: logical name (or None) of each dimension.
   """
   partition = active()
-  if partition is None:
+  first = partition.mesh_axes('summed_first') if partition else ()
+  if not first:
     return weight
-  axes = [
-    [a for a in partition.mesh_axes(name) if partition.mesh.shape[a] > 1]
-    for name in names
-  ]
-  count = max(map(len, axes))
-  if count < 2:
-    return weight
-  stages = tuple(
-    NamedSharding(
-      partition.mesh, PartitionSpec(*(tuple(a[:stage]) or None for a in axes))
-    )
-    for stage in range(1, count + 1)
+  axes = [partition.mesh_axes(name) for name in names]
+  stages = [[tuple(a for a in some if a in first) for some in axes], axes]
+  return _summed(
+    weight,
+    tuple(
+      NamedSharding(
+        partition.mesh, PartitionSpec(*(some or None for some in stage))
+      )
+      for stage in stages
+    ),
   )
-  return _summed(weight, stages)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

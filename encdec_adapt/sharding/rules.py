@@ -42,6 +42,9 @@ class Rules:
   act_heads: MeshAxes = ('tensor',)
   act_mlp: MeshAxes = ('tensor',)
   act_vocab: MeshAxes = ('tensor',)
+  # No axis of an array: what gradients of the layers' weights are summed over
+  # first, which otherwise is all at once (`ops.partition.summed_in_stages`).
+  summed_first: MeshAxes = ()
 
   def as_dict(self) -> dict[str, MeshAxes]:
     """The mapping that `ops.partition.use` takes."""
@@ -110,16 +113,18 @@ class Rules:
 # `fsdp_replica`: all but the tables also over replica, so that a device holds
 # less of the state; for one slice of more devices than the vocabulary may be
 # split among (parameters are gathered over replica, too, which between
-# slices is slow). Gradients are summed inside the boxes of fsdp first.
-# `whole_slice`: the tables too; for one slice whose state needs all of its
-# devices.
+# slices is slow).
+# `whole_slice`: the tables too, and gradients are summed inside the boxes of
+# fsdp first; for one slice whose state needs all of its devices.
 # `data_parallel`: parameters replicated, batch over every data axis; for
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
-  'fsdp_replica': Rules(embed=('fsdp', 'replica')),
+  'fsdp_replica': Rules(embed=('replica', 'fsdp')),
   'whole_slice': Rules(
-    embed=('fsdp', 'replica'), vocab=('fsdp', 'replica', 'tensor')
+    embed=('fsdp', 'replica'),
+    vocab=('fsdp', 'replica', 'tensor'),
+    summed_first=('fsdp',),
   ),
   'data_parallel': Rules(embed=(), vocab=()),
 }

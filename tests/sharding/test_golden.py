@@ -100,7 +100,10 @@ CASES = {
   ),
   'gemma2_whole_slice': Case('gemma2', ('size=2b_2b,topology=v5e:4x4',)),
   'gemma2_9b_2b': Case(
-    'gemma2', tuple(f'size=9b_2b,{where}' for where in MANY)
+    'gemma2',
+    tuple(
+      f'size=9b_2b,{where}' for where in (*MANY, 'topology=v5p:4x4x4,slices=2')
+    ),
   ),
   'gemma2_2b_2b_ul2': Case(
     'gemma2', ('size=2b_2b,objective=ul2,topology=v5e:8x8',)

@@ -136,7 +136,7 @@ def test_rules_with_replica_shard_all_but_the_tables_over_it():
     table, mesh, rules_lib.named('fsdp_replica')
   )
   up = specs['decoder/blocks/layer_0/mlp/up']
-  assert up.spec == PartitionSpec(None, ('fsdp', 'replica'), 'tensor')
+  assert up.spec == PartitionSpec(None, ('replica', 'fsdp'), 'tensor')
   embedding = specs['decoder/embedder/table']
   assert embedding.spec == PartitionSpec(('fsdp', 'tensor'), None)
   specs = placement.parameter_shardings(
