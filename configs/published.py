@@ -11,9 +11,17 @@ from configs import base
 from encdec_adapt.models import config as model_config
 from encdec_adapt.models import presets
 
+# MaxText's default decoder at 16 and 32 times its size, as its rule spreads
+# that over dimensions (configs/base.yml, `get_individual_scales`); changes to
+# Llama 2 7B.
+_SCALED = {
+  'maxtext_16b': {'width': 4096, 'mlp_width': 28672, 'heads': 64},
+  'maxtext_32b': {'width': 8192, 'mlp_width': 28672, 'heads': 64},
+}
+
 
 def get_config(arg=None):
-  """`shape` of `presets.STACKS`; `length` of a row, `rows` of a batch.
+  """`shape` of `presets.STACKS` or `_SCALED`; `length` of a row, `rows`.
 
   `replica` above 1 splits the chips into groups that share a table of the
   vocabulary; everything else is sharded over all of them.
@@ -28,7 +36,13 @@ def get_config(arg=None):
     attention='splash',
   )
   config = base.get_config()
-  stack = presets.stack(args['shape'], vocab_multiple=256)
+  scaled = _SCALED.get(args['shape'])
+  if scaled:
+    stack = presets.stack(
+      'llama2_7b', vocab_multiple=256, kv_heads=scaled['heads'], **scaled
+    )
+  else:
+    stack = presets.stack(args['shape'], vocab_multiple=256)
   base.set_model(config.model, model_config.DecoderOnlyConfig(stack))
   config.data.train_vocabulary = False
   config.data.decoder_length = args['length']

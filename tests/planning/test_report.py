@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from encdec_adapt.planning import (
+  calibration,
   chips,
   programs,
   report,
@@ -80,3 +81,10 @@ def test_plans_are_read_from_a_bucket(bucket):
   files.write_json(f'{folder}/plan.json', plan)
   files.write_json(f'{folder}/search.json', {'candidates': []})
   assert stored.read(folder) == [plan]
+
+
+def test_a_published_run_that_does_not_fit_is_told():
+  (name, run), *_ = calibration.RUNS.items()
+  plan = {'mfu': None, 'source': 'compiled', 'memory': {'peak': 40 * GIB}}
+  text = calibration.text([calibration.row(name, plan)])
+  assert f'{name}' in text and f'{run.mfu:.1%} published, does not fit' in text
