@@ -40,6 +40,7 @@ PLANNED = (
   'size=9b_2b,topology=v5e:16x16',
   'size=9b_2b,topology=v6e:16x16',
   'size=9b_2b,topology=v5p:4x4x4',
+  'size=9b_2b,topology=v5p:4x4x4,slices=2',
   'size=9b_9b,topology=v5e:16x16',
   'size=9b_9b,topology=v6e:16x16',
   'size=9b_9b,topology=v5p:4x4x4',

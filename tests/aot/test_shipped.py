@@ -29,6 +29,7 @@ SLOW = (
   'size=2b_2b,objective=ul2,topology=v5e:8x8',
   'size=9b_2b,topology=v5e:16x16',
   'size=9b_2b,topology=v5p:4x4x4',
+  'size=9b_2b,topology=v5p:4x4x4,slices=2',
   'size=9b_9b,topology=v5e:16x16',
   'size=9b_9b,topology=v6e:16x16',
   'size=9b_9b,topology=v5p:4x4x4',
