@@ -21,24 +21,11 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
-# Not compiled by CI, which has the three that differ most: unequal stacks, two
-# slices, most chips.
-SLOW = (
-  'size=2b_2b,topology=v5e:4x4',
-  'size=2b_2b,topology=v6e:4x4',
-  'size=2b_2b,objective=ul2,topology=v5e:8x8',
-  'size=9b_2b,topology=v5e:16x16',
-  'size=9b_2b,topology=v5p:4x4x4',
-  'size=9b_2b,topology=v5p:4x4x4,slices=2',
-  'size=9b_9b,topology=v5e:16x16',
-  'size=9b_9b,topology=v6e:16x16',
-  'size=9b_9b,topology=v5p:4x4x4',
-)
 # The shapes of a plan, small: what divides and what overlaps stays.
 SMALL = {
   'layers': 2,
-  'width': 512,
-  'mlp_width': 1024,
+  'width': 256,
+  'mlp_width': 512,
   'heads': 2,
   'kv_heads': 2,
   'head_dim': 128,
@@ -120,16 +107,8 @@ def test_a_shipped_plan_comes_out_again(path, tmp_path):
 
 @needs_libtpu
 @pytest.mark.aot
-@pytest.mark.parametrize(
-  'argument',
-  [
-    pytest.param(
-      argument,
-      marks=pytest.mark.slow if argument in SLOW else pytest.mark.long,
-    )
-    for argument in gemma2.PLANNED
-  ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize('argument', gemma2.PLANNED)
 def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   asked = dict(item.split('=') for item in argument.split(','))
   topology, slices = asked['topology'], int(asked.get('slices', 1))
@@ -140,11 +119,11 @@ def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
     f'--num_slices={slices}',
     f'--config.train.batch_size={2 * where.devices}',
     '--config.train.microbatches=2',
-    '--config.data.encoder_length=512',
-    '--config.data.decoder_length=512',
+    '--config.data.encoder_length=256',
+    '--config.data.decoder_length=256',
   ]
   encoder, decoder = asked['size'].split('_')
-  wider = {} if encoder == decoder else {'width': 1024, 'mlp_width': 2048}
+  wider = {} if encoder == decoder else {'width': 512, 'mlp_width': 1024}
   for side, shape in (('encoder', SMALL | wider), ('decoder', SMALL)):
     flags += [f'--config.model.{side}.{k}={v}' for k, v in shape.items()]
   found = run(tmp_path / 'plan.json', flags)
