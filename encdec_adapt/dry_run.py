@@ -1,7 +1,7 @@
 """What a job would need and do, without making any of it: `--dry_run`."""
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, job_sources
 from encdec_adapt.models import parameters
 from encdec_adapt.runtime import disk, storage
 from encdec_adapt.sharding import report as sharding_report
@@ -68,7 +68,7 @@ def _describe_memory(
   if settings.loss.distillation:
     absent = _absent('teacher.checkpoint', settings.teacher)
     if not absent:
-      teacher = job.place_teacher(settings, where.mesh)
+      teacher = job_sources.place_teacher(settings, where.mesh)
       sizes['teacher'] = sharding_report.device_bytes(teacher.abstract_params())
   lines = [f'mesh {dict(where.mesh.shape)}; bytes per device, fp32:']
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
@@ -105,6 +105,6 @@ def _describe_sources(
   )
   if absent:
     return f'sources: {absent}: not looked at'
-  sources, report = job.fitting_sources(settings, where)
+  sources, report = job_sources.fitting_sources(settings, where)
   paths = ' and '.join(str(source.path) for source in sources)
   return report.table() if report else f'{init.mode} of: {paths}'

@@ -13,7 +13,7 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, job
+from encdec_adapt import evaluate, job_sources
 from encdec_adapt.adaptation import coverage
 from encdec_adapt.data import vocabularies
 from encdec_adapt.exchange import origin, work_folder
@@ -42,7 +42,7 @@ def begin(
   path.unlink(missing_ok=True)
   if report:
     files.write_json(path, report.to_json())
-  origin.keep(workdir, job.origin_folders(settings))
+  origin.keep(workdir, job_sources.origin_folders(settings))
   work_folder.keep_vocabularies(workdir, opened)
 
 

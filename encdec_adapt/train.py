@@ -13,6 +13,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import (
   dry_run,
   job,
+  job_sources,
   loop,
   materialize,
   outcome,
@@ -139,7 +140,7 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
     outcome.describe(config, meta['environment'], workdir)
   teacher = {}
   if subject.teacher:
-    teacher = job.read_teacher(settings, subject.teacher)
+    teacher = job_sources.read_teacher(settings, subject.teacher)
   beginning = loop.Beginning(start, state, cost, meta, teacher)
   steps = loop.Loop(
     settings, workdir, subject, data, checkpoints, beginning, say
@@ -159,7 +160,9 @@ def _subject(settings: config_lib.Settings) -> job.Subject:
   job.check_batches(settings, mesh)
   vocabulary_checks.check_model(settings)
   where = job.place_model(settings, settings.model, mesh)
-  return job.Subject.of(settings, where, job.place_teacher(settings, mesh))
+  return job.Subject.of(
+    settings, where, job_sources.place_teacher(settings, mesh)
+  )
 
 
 def _find_start(config, settings, subject, checkpoints, say):
@@ -177,7 +180,7 @@ def _find_start(config, settings, subject, checkpoints, say):
   start = checkpoints.latest()
   if start is None:  # What was saved does not need them any more.
     checkpoints.check_not_lost()
-    job.check_sources(settings, subject.where)
+    job_sources.check_sources(settings, subject.where)
     return None, None
   saved = checkpoints.read_meta(start)
   continuation.check_is_training(saved)
@@ -196,10 +199,10 @@ def _saved(subject, step):
 
 def _initialise(settings, workdir, subject, data, meta, say):
   """State and cost before the first step; adds what the sources have cost."""
-  meta['sources'] = job.read_costs(settings).as_dict()
+  meta['sources'] = job_sources.read_costs(settings).as_dict()
   for path in meta['sources']['not_counted']:
     say(f'what {path} has cost is not known: the summary leaves it out')
-  params, report = job.initial_params(settings, subject.where)
+  params, report = job_sources.initial_params(settings, subject.where)
   state = state_lib.create(
     params,
     subject.optimizer,

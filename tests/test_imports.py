@@ -39,6 +39,7 @@ MAY_IMPORT = {
     'config',
     'evaluation',
     'job',
+    'job_sources',
     'models',
     'ops',
     'sharding',

@@ -76,6 +76,7 @@ class _Attention(nn.Module):
   source_width: int
 
   def setup(self):
+    """Declares kernels, biases and gains of norms, as `self.weights`."""
     cfg = self.config
     # Shape of every kernel, and which of its dimensions a product contracts.
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
+from encdec_adapt import job, job_sources
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import config as model_config
@@ -355,7 +355,7 @@ def teacher(
 ) -> state_lib.Placement | None:
   """The teacher's model, or None where nothing is distilled."""
   if not settings.loss.distillation or settings.teacher:
-    return job.place_teacher(settings, mesh)
+    return job_sources.place_teacher(settings, mesh)
   return job.place_model(settings, alone(settings.model.decoder), mesh)
 
 

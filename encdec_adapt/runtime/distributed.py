@@ -64,6 +64,10 @@ START = 300
 # For the others to come to the next meeting when this process has failed, and
 # for all to have left at the end: they come from a meeting.
 _PARTING = 60
+_NEEDS = (
+  'coordinator=auto needs the machines of a TPU slice; elsewhere give'
+  ' host:port, processes and process.'
+)
 _MESSAGE_LENGTH = 4000
 # Value of --coordinator where the machines themselves say who is who.
 AUTO = 'auto'
@@ -183,22 +187,28 @@ def _ask_machines(seconds: float) -> tuple[str, int, int, Any]:
   Returns:
     As jax has them: coordinator, processes, process, and the devices that
     this process is to use; None for all.
+
+  Raises:
+    AbsentError: the slice does not say, or its first machine has no address
+      yet.
+    UserError: these are not the machines of a TPU slice.
   """
-  needs = (
-    'coordinator=auto needs the machines of a TPU slice; elsewhere give'
-    ' host:port, processes and process.'
-  )
   try:
     found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
       None, None, None, None, None, int(seconds)
     )
-  except (ValueError, RuntimeError, OSError) as error:
+  except (RuntimeError, OSError) as error:
+    raise errors.AbsentError(
+      f'the processes of this job cannot be found ({error}): the machines of'
+      ' this TPU slice do not answer yet; start the job again.'
+    ) from error
+  except ValueError as error:
     raise errors.UserError(
-      f'the processes of this job cannot be found ({error}); {needs}'
+      f'the processes of this job cannot be found ({error}); {_NEEDS}'
     ) from error
   if None in found[:3]:
     raise errors.UserError(
-      f'the processes of this job cannot be found; {needs}'
+      f'the processes of this job cannot be found; {_NEEDS}'
     )
   return found
 

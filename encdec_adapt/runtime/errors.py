@@ -18,7 +18,7 @@ def behind(error: BaseException) -> UserError | None:
 
 
 class AbsentError(UserError):
-  """Another process of the job did not come in time.
+  """Another process of the job, or its machine, did not answer in time.
 
   Nothing is wrong with the input: mains exit with a status on which launchers
   start the job again.

@@ -36,6 +36,29 @@ def test_bad_flags_are_named(flags, said):
     distributed.initialize(*flags)
 
 
+@pytest.mark.parametrize(
+  'raised, error, said',
+  [
+    # The first machine is not up yet; the metadata server does not answer.
+    (RuntimeError('no address w-0'), errors.AbsentError, 'no address w-0'),
+    (ConnectionError('metadata'), errors.AbsentError, 'start the job again'),
+    (ValueError('of a format'), errors.UserError, 'coordinator=auto needs'),
+  ],
+)
+def test_machines_that_do_not_answer_are_asked_again(
+  monkeypatch, raised, error, said
+):
+  def ask(*args):
+    raise raised
+
+  monkeypatch.setattr(
+    distributed.clusters.ClusterEnv, 'auto_detect_unset_distributed_params', ask
+  )
+  with pytest.raises(errors.UserError, match=said) as caught:
+    distributed.initialize('auto', None, None)
+  assert type(caught.value) is error
+
+
 class _Client:
   """Of a coordination service whose other processes never come, or do."""
 
