@@ -135,7 +135,10 @@ class Loop:
       least_step=train.hang_step_seconds,
     )
     self.profiler = profiling.Profiler(
-      workdir, train.profile_from, train.profile_steps
+      workdir,
+      train.profile_from,
+      train.profile_steps,
+      writing=lambda step: self.watch.beat(step, 'profile'),
     )
 
   def run(self) -> int:

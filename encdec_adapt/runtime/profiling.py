@@ -4,6 +4,7 @@ Asked for in the configuration (a first step and a number of them), or of a
 job that is running, by SIGUSR1: then the next steps are traced.
 """
 
+from collections.abc import Callable
 import contextlib
 import os
 import signal
@@ -23,17 +24,27 @@ class Profiler:
   Must be entered in the main thread (Python's rule for signal handlers).
   """
 
-  def __init__(self, workdir: str | os.PathLike[str], first: int, steps: int):
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    first: int,
+    steps: int,
+    *,
+    writing: Callable[[int], None] = lambda step: None,
+  ):
     """Traces nothing yet.
 
     Args:
       workdir: gets the folder `profile`.
       first: step that is traced first, from 0.
       steps: how many; 0 for none.
+      writing: is told the step whose trace is about to be written, which to a
+        bucket takes longer than a step.
     """
     self._folder = storage.join(workdir, FOLDER)
     self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
+    self._writing = writing
     self._asked = False
     self._since = first  # Step that the last trace began with.
     self._until: int | None = None  # Traced before this step.
@@ -70,6 +81,7 @@ class Profiler:
     if self._until is None or step + 1 < self._until:
       return {}
     jax.block_until_ready(result)
+    self._writing(step)
     self._stop()
     print(f'profile up to step {step}: {self._folder} (tensorboard, perfetto)')
     return {'folder': self._folder, 'first': self._since, 'last': step}

@@ -56,7 +56,8 @@ class Watchdog:
       factor: times the median step after which a step hangs; 0 watches
         nothing, but heartbeats are written.
       least: seconds below which nothing else than a step hangs, nor one of
-        the first few: compiling, evaluating and saving must end in them.
+        the first few: compiling, evaluating, saving and writing a profile
+        must end in them.
       least_step: seconds below which no step hangs.
       clock: seconds.
       end: ends the process with a status.
@@ -93,7 +94,7 @@ class Watchdog:
 
     Args:
       step: that begins, or that `doing` belongs to.
-      doing: what begins: 'step', 'evaluate', 'save'.
+      doing: what begins: 'step', 'compile', 'evaluate', 'save', 'profile'.
     """
     now = self._clock()
     before, was, since = self._last

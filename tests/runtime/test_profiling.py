@@ -47,6 +47,11 @@ def test_the_steps_of_the_configuration(
   assert ''.join(traced) == expected
 
 
+def test_it_is_said_before_a_trace_is_written(tmp_path, traced):
+  run(profiling.Profiler(tmp_path, 1, 2, writing=traced.append), 4)
+  assert traced == ['+', 2, '-']
+
+
 def test_a_signal_traces_the_next_steps(tmp_path, traced):
   profiler = profiling.Profiler(tmp_path, 0, 0)
   run(profiler, 3)
