@@ -70,9 +70,15 @@ def _describe_memory(
     if not absent:
       teacher = job_sources.place_teacher(settings, where.mesh)
       sizes['teacher'] = sharding_report.device_bytes(teacher.abstract_params())
-  lines = [f'mesh {dict(where.mesh.shape)}; bytes per device, fp32:']
+  lines = [f'mesh {dict(where.mesh.shape)}; bytes per device:']
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
+  on_host = sharding_report.device_bytes(state.groups, host=True)
+  if on_host:
+    lines.append(
+      f"  {disk.format_bytes(on_host)} of optimizer state in the hosts' memory,"
+      ' for each of their devices'
+    )
   if absent:
     lines.append(f'  {"teacher":<16} {absent}: not counted')
   lines.append(

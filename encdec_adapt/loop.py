@@ -180,6 +180,7 @@ class Loop:
           self.cost,
           self.meta['sources'],
         )
+      distributed.barrier('the end')
     return 0
 
   def _all_steps(self, stop: preemption.StopSignal) -> bool:
@@ -235,6 +236,8 @@ class Loop:
           {k: v for k, v in rows.items() if k != 'row'}, self.subject.where
         )
         self.state, values = self.train_step(self.state, batch, self.teacher)
+      if compiling:
+        self.meter.pause()
       traced = self.profiler.after(self.step, values)
       if traced and self.writer:
         self.writer.write('profile', self.step + 1, traced)
@@ -270,9 +273,7 @@ class Loop:
     if due or look or compiling:
       # Its records are written before the checkpoint that counts on them.
       self._finish()
-    if compiling:
-      self.meter.pause()
-    else:
+    if not compiling:
       self.cost.seconds += time.perf_counter() - began
     if look:
       self._evaluate()

@@ -26,6 +26,7 @@ from encdec_adapt.runtime import (
   distributed,
   environment,
   lock,
+  profiling,
   storage,
 )
 from encdec_adapt.training import (
@@ -63,7 +64,7 @@ def main(values: flags.FlagValues) -> int:
   if values.print_config:
     print(values.config)
     return 0
-  with distributed.failing_as_one():
+  with profiling.listening(), distributed.failing_as_one():
     distributed.initialize(
       values.coordinator,
       values.processes,

@@ -40,13 +40,21 @@ def run(
 
 
 def guard(function: Callable[[Any], Any], argument: Any) -> Any:
-  """Calls `function(argument)`; on bad input, exits with `USER_ERROR`.
-
-  Where another process is missing, the status is `HANG`.
-  """
+  """Calls `function(argument)`; on bad input, exits with its `status`."""
   try:
     return function(argument)
   except (errors.UserError, flags.Error) as error:
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
-    sys.exit(HANG if isinstance(error, errors.AbsentError) else USER_ERROR)
+    sys.exit(status(error))
+
+
+def status(error: BaseException) -> int:
+  """What a process ends with that an error leaves."""
+  if isinstance(error, SystemExit):
+    return error.code if isinstance(error.code, int) else int(bool(error.code))
+  if isinstance(error, errors.PeerError):
+    return error.status
+  if isinstance(error, errors.AbsentError):
+    return HANG
+  return USER_ERROR if isinstance(error, (errors.UserError, flags.Error)) else 1

@@ -100,25 +100,27 @@ class BucketLock:
 
   def _wait_until_free(self) -> bytes:
     """The generation to be replaced, of no lock or of a dead job's."""
-    seen, since = None, time.monotonic()
+    seen, since = None, 0.0
     while True:
       found = self._store.read(FILE).result()
       if found.state == 'missing':
         return found.stamp.generation
       owner = _parse(found.value)
-      if _is_gone(owner) or time.monotonic() - since > self._stale:
+      changed = seen is not None and found.stamp.generation != seen
+      if changed:
+        raise in_use(self.folder, describe(owner))
+      old = seen is not None and time.monotonic() - since > self._stale
+      if old or _is_gone(owner):
         print(f'took over the lock of {describe(owner)}', file=sys.stderr)
         return found.stamp.generation
       if seen is None:
-        seen = found.stamp.generation
+        seen, since = found.stamp.generation, time.monotonic()
         print(
           f'{self.folder} was locked by {describe(owner)}; looking for up to'
           f' {self._stale:.0f} s whether it is alive',
           file=sys.stderr,
           flush=True,
         )
-      elif found.stamp.generation != seen:
-        raise in_use(self.folder, describe(owner))
       time.sleep(min(_LOOK, self._beat))
 
   def _take(self, generation: bytes) -> bool:

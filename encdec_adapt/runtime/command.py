@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import difflib
+import io
 import re
 import sys
 from typing import Any
@@ -191,6 +192,9 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   def run(argv: Sequence[str]) -> int:
     """What absl calls: the arguments without the program's name."""
     logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
+    # Into a file or a pipe Python writes 8 KB at once: hours of a job's lines.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+      sys.stdout.reconfigure(line_buffering=True)
     return start(argv[1:])
 
   app.run(run, parse_flags=parse_flags)

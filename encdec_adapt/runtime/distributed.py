@@ -5,7 +5,9 @@ and what differs between them, and which notices later when one is gone.
 
 Processes meet at points that all of them come to in the same order. One that
 fails goes to the next of them as well, with its error, wherever it was: the
-others stop there with that error instead of waiting for it. Meetings are
+others stop there with that error and its status instead of waiting for it.
+Those that do not come, because their devices wait for the one that failed,
+are told by the connections of the roll call, and end at once. Meetings are
 barriers of the coordination service that `jax.distributed` starts, so they
 need no device, and devices that wait for each other do not hold them up.
 """
@@ -19,6 +21,7 @@ import functools
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -76,10 +79,6 @@ _met = 0  # How many meetings this process has been at.
 _last = 'none'  # The last of them, and whether it is over.
 
 
-class PeerError(errors.UserError):
-  """Another process of the job failed, which this one stops with."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Place:
   """Which process this is, and where process 0 is; by default it is alone."""
@@ -98,7 +97,14 @@ def _end(lost: str) -> None:
   os._exit(app.HANG)
 
 
+def _end_with_peer(message: str, status: int) -> None:
+  """Ends this process, wherever it is, as another one ended."""
+  print(f'Error: {" ".join(message.split())}', file=sys.stderr, flush=True)
+  os._exit(status)
+
+
 _when_lost: Callable[[str], None] = _end
+_line: roll_call.Line | None = None
 
 
 def initialize(
@@ -228,7 +234,9 @@ def _call_roll(place: _Place, told: Mapping[str, Any], seconds: float) -> None:
     )
   # Whatever ends this process in order runs this.
   atexit.register(line.leave)
-  line.watch(lambda lost: _when_lost(lost))
+  line.watch(lambda lost: _when_lost(lost), _end_with_peer)
+  global _line
+  _line = line
 
 
 def when_lost(end: Callable[[str], None]) -> None:
@@ -256,31 +264,36 @@ def barrier(name: str, patience: Patience = READING) -> None:
 
   Raises:
     PeerError: another process failed on its way here.
-    AbsentError: somebody did not come in time.
+    AbsentError: somebody did not come in time, or process 0 is gone.
   """
-  client = jax_distributed.global_state.client
+  state = jax_distributed.global_state
+  client = state.client
   if client is None:
     return
   global _met, _last
   here = _met = _met + 1
   _last = f'waiting at {name!r}, number {here}'
-  late = None
+  late, began, failed = None, time.monotonic(), []
   try:
     client.wait_at_barrier(_key(here), int(patience.seconds * 1000))
     _last = f'left {name!r}, number {here}'
   except jax.errors.JaxRuntimeError as error:
     late = error
-  failed = client.key_value_dir_get(_key(here, 'failed'))
+  waited = time.monotonic() - began
+  with contextlib.suppress(*[jax.errors.JaxRuntimeError] * bool(late)):
+    failed = client.key_value_dir_get(_key(here, 'failed'))
   if failed:
-    key, message = min(failed, key=lambda item: _process(item[0]))
-    raise PeerError(
-      f'process {_process(key)} of {jax.process_count()} failed, and this one'
-      f' stops with it: {message}'
-    ) from late
+    _, said = min(failed, key=lambda item: _process(item[0]))
+    raise errors.PeerError(**json.loads(said)) from late
   if late:
+    others = f'at {name!r} for the other {state.num_processes - 1}'
+    me = f'process {state.process_id} waited'
+    if waited < patience.seconds:
+      raise errors.AbsentError(
+        f'{me} {waited:.1f} seconds {others}, and may not wait longer: {late}'
+      ) from late
     raise errors.AbsentError(
-      f'process {jax.process_index()} waited {patience.seconds:g} seconds at'
-      f' {name!r} for the other {jax.process_count() - 1}, the limit where'
+      f'{me} {patience.seconds:g} seconds {others}, the limit where'
       f' {patience.before} comes before it; see what they say.'
     ) from late
 
@@ -332,13 +345,14 @@ def agree(
     UserError: they differ; all processes raise it, with fields, hosts and
       values.
   """
-  client = jax_distributed.global_state.client
+  state = jax_distributed.global_state
+  client = state.client
   if client is None:
     return
   here = _met + 1
   own = {'host': environment.host(), 'facts': dict(facts)}
   client.key_value_set(
-    _key(here, 'facts', str(jax.process_index())), json.dumps(own)
+    _key(here, 'facts', str(state.process_id)), json.dumps(own)
   )
   barrier(name, patience)
 
@@ -361,36 +375,55 @@ def failing_as_one() -> Iterator[None]:
   """Tells the other processes of an error that leaves this context.
 
   They raise `PeerError` where they next meet. If that is not soon, because
-  they wait for this process's devices, it leaves nevertheless; they end when
-  the coordination service tells them so.
+  they wait for this process's devices, they are ended where they are. All
+  have the status that this process ends with.
   """
   try:
     yield
-  except PeerError:
+  except errors.PeerError:
     raise
   except errors.UserError as error:
-    _tell(str(error))
+    _tell(str(error), app.status(error))
     raise
   except Exception as error:
-    _tell(f'{type(error).__name__}: {error}')
+    _tell(f'{type(error).__name__}: {error}', app.status(error))
     raise
   except SystemExit as end:
-    if end.code:
-      _tell(f'it ended with status {end.code} and has said why.')
+    status = app.status(end)
+    if status:
+      _tell(f'it ended with status {status} and has said why.', status)
     raise
 
 
-def _tell(message: str) -> None:
-  """Goes to the next meeting with an error."""
-  client = jax_distributed.global_state.client
+def _tell(message: str, status: int) -> None:
+  """Goes to the next meeting with an error, and from there to all others."""
+  state = jax_distributed.global_state
+  client, me = state.client, state.process_id
   if client is None:
     return
   global _met
   here = _met = _met + 1
-  me = str(jax_distributed.global_state.process_id)
-  with contextlib.suppress(jax.errors.JaxRuntimeError):  # Nobody is there.
-    client.key_value_set(_key(here, 'failed', me), message[:_MESSAGE_LENGTH])
+  said = {
+    'message': (
+      f'process {me} of {state.num_processes} failed, and this one stops with'
+      f' it: {message[:_MESSAGE_LENGTH]}'
+    ),
+    'status': status,
+  }
+  try:
+    client.key_value_set(_key(here, 'failed', str(me)), json.dumps(said))
     client.wait_at_barrier(_key(here), _PARTING * 1000)
+  except jax.errors.JaxRuntimeError:  # Not all are there.
+    _line.fail(**said)
+    # Before jax's, which would wait for all, and abort without them.
+    atexit.register(_exit_at_once, status)
+
+
+def _exit_at_once(status: int) -> None:
+  """Ends this process, which has said why, without what jax does then."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
 
 
 def _key(meeting: int, *parts: str) -> str:

@@ -17,6 +17,19 @@ def behind(error: BaseException) -> UserError | None:
   return cause
 
 
+class PeerError(UserError):
+  """Another process of the job failed, which this one stops with.
+
+  Attributes:
+    status: of that process, and so of this one.
+  """
+
+  def __init__(self, message: str, status: int):
+    """Names the process and what it says."""
+    super().__init__(message)
+    self.status = status
+
+
 class AbsentError(UserError):
   """Another process of the job, or its machine, did not answer in time.
 

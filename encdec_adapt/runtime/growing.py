@@ -3,11 +3,12 @@
 On a file system a write goes to the kernel at once. In a bucket what was
 written is gathered and put as NAME, and after every `PART` bytes as
 NAME-000001 and so on, so that no object is put again and again as it grows.
-What matters is there after `flush`; the rest follows within `EVERY` seconds
-of the next write.
+What matters is there after `flush`; the rest follows with the next write that
+is `EVERY` seconds after the last, or, where the bucket is away then, later.
 """
 
 import io
+import sys
 import time
 
 from encdec_adapt.runtime import storage
@@ -22,18 +23,26 @@ class _Parts:
   def __init__(self, path: storage.Path):
     self._path, self._number = path, len(_parts(path))
     self._part, self._unwritten = io.BytesIO(), False
-    self._flushed = time.monotonic()
+    self._flushed, self._away = time.monotonic(), False
 
   def write(self, data: bytes) -> None:
     """Adds whole records: no part begins within one."""
     self._part.write(data)
     self._unwritten = True
     full = self._part.tell() >= PART
-    if full or time.monotonic() - self._flushed >= EVERY:
-      self.flush()
-    if full:
-      self._number += 1
-      self._part = io.BytesIO()
+    if (full and not self._away) or time.monotonic() - self._flushed >= EVERY:
+      try:
+        self.flush()
+      except OSError as error:  # It is whole, and put again.
+        print(
+          f'Warning: {self._path} is written later: {error}', file=sys.stderr
+        )
+        self._away, self._flushed = True, time.monotonic()
+        return
+      self._away = False
+      if full:
+        self._number += 1
+        self._part = io.BytesIO()
 
   def flush(self) -> None:
     """Puts what was written so far."""

@@ -1,14 +1,16 @@
 """Profiler traces of some steps, for TensorBoard and Perfetto, on request.
 
 Asked for in the configuration (a first step and a number of them), or of a
-job that is running, by SIGUSR1: then the next steps are traced.
+job that is running, by SIGUSR1: then the next steps are traced. A trace that
+cannot be written is warned of: no job ends for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import signal
-import types
+import sys
+import threading
 
 import jax
 
@@ -17,12 +19,25 @@ from encdec_adapt.runtime import storage
 FOLDER = 'profile'
 ON_SIGNAL = 3  # Steps traced after SIGUSR1.
 
+_asked = threading.Event()  # A signal is the whole process's.
 
-class Profiler:
-  """Context manager around a loop that calls `before` and `after` each step.
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+  """SIGUSR1 asks for a trace here, and ends nothing before or after a loop.
 
   Must be entered in the main thread (Python's rule for signal handlers).
   """
+  before = signal.signal(signal.SIGUSR1, lambda *_: _asked.set())
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
+    _asked.clear()
+
+
+class Profiler:
+  """Context manager around a loop that calls `before` and `after` each step."""
 
   def __init__(
     self,
@@ -45,52 +60,69 @@ class Profiler:
     self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
     self._writing = writing
-    self._asked = False
     self._since = first  # Step that the last trace began with.
     self._until: int | None = None  # Traced before this step.
-    self._handler = None
 
   def __enter__(self) -> 'Profiler':
-    self._handler = signal.signal(signal.SIGUSR1, self._ask)
     return self
 
   def __exit__(self, *exception) -> None:
-    self._stop()
-    signal.signal(signal.SIGUSR1, self._handler or signal.SIG_DFL)
+    if self._until is not None:
+      self._stop()
 
   def before(self, step: int) -> None:
     """Starts a trace where one is asked for; `step` is about to begin."""
     if self._until is not None:
       return
     steps = self._steps if step == self._first else 0
-    if self._asked:
-      self._asked, steps = False, max(steps, ON_SIGNAL)
+    if _asked.is_set():
+      _asked.clear()
+      steps = max(steps, ON_SIGNAL)
     if steps:
-      self._staged = contextlib.ExitStack()
-      place = self._staged.enter_context(storage.staged(self._folder))
-      jax.profiler.start_trace(str(place))
-      self._since, self._until = step, step + steps
+      self._start(step, steps)
 
   def after(self, step: int, result: object) -> dict[str, str | int]:
     """Ends the trace when its last step, `step`, has made `result`.
 
     Returns:
-      For the metrics, where a trace has ended: its `folder`, `first` and
-      `last` step; otherwise nothing.
+      For the metrics, where a trace has been written: its `folder`, `first`
+      and `last` step; otherwise nothing.
     """
     if self._until is None or step + 1 < self._until:
       return {}
     jax.block_until_ready(result)
     self._writing(step)
-    self._stop()
+    if not self._stop():
+      return {}
     print(f'profile up to step {step}: {self._folder} (tensorboard, perfetto)')
     return {'folder': self._folder, 'first': self._since, 'last': step}
 
-  def _stop(self) -> None:
-    if self._until is not None:
-      jax.profiler.stop_trace()
-      self._staged.close()
-      self._until = None
+  def _start(self, step: int, steps: int) -> None:
+    """Traces so many steps from this one."""
+    staged = contextlib.ExitStack()
+    try:
+      place = staged.enter_context(storage.staged(self._folder))
+      jax.profiler.start_trace(str(place))
+    except Exception as error:
+      self._warn(error)
+      return
+    self._staged = staged
+    self._since, self._until = step, step + steps
 
-  def _ask(self, number: int, frame: types.FrameType | None) -> None:
-    self._asked = True
+  def _stop(self) -> bool:
+    """Writes the trace; whether it could be."""
+    self._until = None
+    try:
+      with self._staged:
+        jax.profiler.stop_trace()
+    except Exception as error:
+      self._warn(error)
+      return False
+    return True
+
+  def _warn(self, error: Exception) -> None:
+    print(
+      f'Warning: no profile in {self._folder}: {type(error).__name__}: {error}',
+      file=sys.stderr,
+      flush=True,
+    )

@@ -13,7 +13,8 @@ Devices would wait for it for ever, and jax notices after 100 seconds.
 
 Messages are lines of JSON. Process 0 says `{"ready"}`; the other `{"process",
 "processes", "host", "clock", "facts"}`; process 0 `{"problem", "absent"}` when
-it knows; later whoever ends in order `{"left"}`, and process 0 `{"lost"}`.
+it knows; later whoever ends in order `{"left"}`, who fails `{"failed",
+"status"}`, which process 0 passes on, and process 0 `{"lost"}`.
 """
 
 from collections.abc import Callable
@@ -31,6 +32,7 @@ _Report = Callable[[str], None]
 
 _ANSWER = 10.0  # Seconds that a process may take to say who it is.
 _AGAIN = 0.5  # Between two attempts to reach process 0.
+_LAST_WORD = 1.0  # Seconds that an end takes to reach all.
 _NEWS = 30.0  # Between two lines about who is missing.
 _LONGEST = 1 << 22  # Bytes of a message.
 # A machine that vanishes is given up after 30 s and 3 questions, 10 s apart.
@@ -85,38 +87,63 @@ class Line:
   def __init__(self, peers: list[_Peer]):
     """Use `gather` or `join`."""
     self._peers = peers
+    self._failing = threading.Event()
 
-  def watch(self, lost: _Report) -> None:
-    """Calls `lost`, once, in a thread, when a process is gone.
+  def watch(self, lost: _Report, failed: Callable[[str, int], None]) -> None:
+    """Calls one of two, once, in a thread, when a process is gone or fails.
 
     Args:
       lost: gets a line that names the process and its host.
+      failed: gets what the process said, and the status it ends with.
     """
-    threading.Thread(target=self._watch, args=(lost,), daemon=True).start()
+    threading.Thread(
+      target=self._watch, args=(lost, failed), daemon=True
+    ).start()
+
+  def fail(self, message: str, status: int) -> None:
+    """Tells the others that this process fails, and that they end with it.
+
+    Args:
+      message: why.
+      status: that all end with.
+    """
+    self._failing.set()
+    self._pass_on({'failed': message, 'status': status})
+
+  def _pass_on(self, said: dict[str, Any], source: _Peer | None = None) -> None:
+    """Sends an end to all but who it is from, and lets them go first."""
+    others = [peer for peer in self._peers if peer is not source]
+    for peer in others:
+      peer.send(**said)
+    # Without process 0 jax aborts them, whatever they are told.
+    if any(peer.member.process for peer in others):
+      time.sleep(_LAST_WORD)
 
   def leave(self) -> None:
     """Says that this process ends in order; the others do not miss it."""
     for peer in self._peers:
       peer.send(left=True)
 
-  def _watch(self, lost: _Report) -> None:
+  def _watch(self, lost: _Report, failed: Callable[[str, int], None]) -> None:
     with selectors.DefaultSelector() as selector:
       for peer in self._peers:
         selector.register(peer.socket, selectors.EVENT_READ, peer)
       while selector.get_map():
         for key, _ in selector.select():
           message = key.data.receive()
+          if self._failing.is_set():
+            return  # They end because they were told to.
           if message is None:
             text = f'{key.data.member} is gone: its connection is closed'
+            message = {'lost': text}
           elif message.get('left'):
             selector.unregister(key.data.socket)
             continue
+          self._pass_on(message, key.data)
+          if 'failed' in message:
+            failed(message['failed'], message['status'])
           else:
-            text = message['lost']
-          for peer in self._peers:
-            if peer is not key.data:
-              peer.send(lost=text)
-          lost(text)
+            lost(message['lost'])
           return
 
 

@@ -126,13 +126,17 @@ class Watchdog:
   @property
   def limit(self) -> float:
     """Seconds without a sign of life that are a hang."""
-    if self._last[1] != 'step' or len(self._steps) < _KNOWN:
+    return self._limit(self._last[1])
+
+  def _limit(self, doing: str) -> float:
+    if doing != 'step' or len(self._steps) < _KNOWN:
       return self._least
     return max(self._least_step, self._factor * statistics.median(self._steps))
 
   def hangs(self) -> bool:
     """Whether there has been no sign of life for too long."""
-    return self._clock() - self._last[2] > self.limit
+    _, doing, since = self._last  # Another thread's beat replaces all three.
+    return self._clock() - since > self._limit(doing)
 
   def _watch(self) -> None:
     while not self._stop.wait(min(1.0, self._least / 10)):

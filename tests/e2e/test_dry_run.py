@@ -55,6 +55,17 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   assert 'without activations' in shown
 
 
+def test_dry_run_counts_what_the_hosts_hold(capsys):
+  assert _train(*GEMMA, '--config.optimizer.offload=True', '--dry_run') == 0
+  shown = capsys.readouterr().out
+  # Two moments of each parameter.
+  found = re.search(
+    r'^  ([\d.]+) GiB of optimizer state in', shown, re.MULTILINE
+  )
+  held = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
+  assert float(found[1]) == pytest.approx(2 * float(held[1]), abs=0.2)
+
+
 @pytest.mark.parametrize(
   'flags, said',
   [

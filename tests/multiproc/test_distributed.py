@@ -66,6 +66,67 @@ def _peer(process: int, message: str) -> str:
   )
 
 
+# One fails while the other waits for it somewhere else than at a meeting.
+_ALONE = """
+import sys, time
+from encdec_adapt.runtime import app, distributed, errors
+coordinator, me, failing = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+distributed._PARTING = 2
+ERRORS = {
+  'bad input': errors.UserError('no room'),
+  'defect': ValueError('a defect'),
+  'absent': errors.AbsentError('a machine is gone'),
+}
+
+def main(_):
+  with distributed.failing_as_one():
+    distributed.initialize(coordinator, 2, me)
+    distributed.barrier('the start')
+    if me == failing:
+      raise ERRORS[sys.argv[4]]
+    print('busy', flush=True)
+    time.sleep(600)
+
+app.guard(main, None)
+"""
+
+
+@pytest.mark.parametrize(
+  'failing, error, status, said',
+  [
+    (0, 'bad input', app.USER_ERROR, 'no room'),
+    (1, 'bad input', app.USER_ERROR, 'no room'),
+    (1, 'defect', 1, 'ValueError: a defect'),
+    (0, 'absent', app.HANG, 'a machine is gone'),
+  ],
+)
+def test_one_that_fails_ends_the_other_wherever_it_is(
+  tmp_path, failing, error, status, said
+):
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
+  logs = [tmp_path / f'process_{index}.log' for index in range(2)]
+  members = []
+  for index, log in enumerate(logs):
+    command = [sys.executable, '-c', _ALONE, coordinator, str(index)]
+    with open(log, 'w') as file:
+      members.append(
+        subprocess.Popen(
+          [*command, str(failing), error],
+          cwd=tiny.ROOT,
+          env=tiny.environment(),
+          stdout=file,
+          stderr=subprocess.STDOUT,
+        )
+      )
+  codes = tiny.wait_all(members, 120)
+  texts = [log.read_text() for log in logs]
+  assert codes == [status] * 2, texts
+  assert said in texts[failing]
+  assert (
+    f'Error: process {failing} of 2 failed, and this one stops with it: {said}'
+  ) in texts[1 - failing]
+
+
 def test_processes_meet_and_fail_as_one(tmp_path):
   zero, one = tiny.run_pair(_MEMBER, tmp_path)
   ended = 'it ended with status 2 and has said why.'

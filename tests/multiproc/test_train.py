@@ -71,6 +71,31 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
   step = checkpoint.open_latest(workdir).step
   assert step >= 4
   _continue_by_two(flags, workdir, step, two)
+  *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
+  assert last['starts'] == 2 and last['lost_steps'] >= 9 - step
+  assert last['lost_seconds'] > 0 or step >= 9
+
+
+@pytest.mark.long
+def test_where_one_stops_answering_the_other_reports_and_ends(folder, flags):
+  workdir = folder / 'hanging'
+  patience = (
+    '--config.train.hang_step_seconds=15',
+    '--config.train.hang_factor=2',
+  )
+  processes = _start_two([*flags, *patience], workdir)
+  try:
+    _wait_for_step(processes, workdir, 9)
+    processes[1].send_signal(signal.SIGSTOP)
+    code = processes[0].wait(120)
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  assert code == app.HANG, _said(workdir)
+  report = (workdir / watchdog.REPORTS / '0.txt').read_text()
+  assert report.startswith('process 0 hangs: ')
+  assert '\nprocess 1: step at step ' in report and 'loop.py' in report
 
 
 def _start_two(flags, workdir: pathlib.Path, command: str = 'train'):
@@ -214,6 +239,13 @@ def test_the_metrics_say_where_the_time_went(folder, two):
     assert record['tokens_per_second'] > 0 and record['mfu'] > 0
   compiled = [r['step'] for r in of_kind['time'] if r['seconds/compile'] > 0]
   assert compiled == [1]
+  # The rate is of the step, without what was compiled and measured before.
+  first = of_kind['time'][0]
+  step = first['seconds/total'] - sum(
+    first[f'seconds/{part}'] for part in ('compile', 'evaluate')
+  )
+  tokens = _records(two)['train', 1]['tokens']
+  assert first['tokens_per_second'] * step >= tokens
   last = of_kind['job'][-1]
   assert 0 < last['goodput'] <= 1 and last['starts'] == 1
   assert last['lost_steps'] == last['lost_seconds'] == 0

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from encdec_adapt.runtime import app
+from tests import tiny
 
 _MAIN = """
 from absl import flags
@@ -40,6 +41,26 @@ def _run(*arguments):
 def test_success_and_leftover_arguments():
   done = _run('more')
   assert (done.returncode, done.stdout) == (0, "doing ['more']\n")
+
+
+def test_lines_are_there_at_once():
+  """In a file or a pipe too, whatever ends the process."""
+  code = (
+    'import os\n'
+    'from encdec_adapt.runtime import command\n'
+    "command.main('', lambda values: None, lambda values: (\n"
+    "  print('step 10/20'), os._exit(76)))\n"
+  )
+  environment = tiny.environment()
+  environment.pop('PYTHONUNBUFFERED')
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    env=environment,
+  )
+  assert (done.returncode, done.stdout) == (app.HANG, 'step 10/20\n'), done
 
 
 def test_a_user_error_is_one_paragraph():

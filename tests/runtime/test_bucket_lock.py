@@ -67,6 +67,29 @@ def test_held_renewed_and_given_up(bucket, store):
     assert name in store.objects
 
 
+def test_a_look_that_takes_long_is_no_sign_of_death(bucket, monkeypatch):
+  """The owner, on another machine, renews its lock all the time."""
+
+  class Slow:
+    """A bucket whose first answer is late."""
+
+    def __init__(self, real):
+      self._real, self._late = real, True
+
+    def read(self, name):
+      _forge(bucket, machine='another', heartbeat=time.time())
+      found = self._real.read(name)
+      if self._late:
+        time.sleep(0.5)
+      self._late = False
+      return found
+
+  real = storage.key_value_store
+  monkeypatch.setattr(storage, 'key_value_store', lambda path: Slow(real(path)))
+  with pytest.raises(errors.UserError, match='in use by another job'):
+    bucket_lock.BucketLock(bucket, beat=0.05, stale=0.3).acquire()
+
+
 def test_a_second_job_is_told_who_holds_it_and_killed_ones_do_not(bucket):
   with _owner(bucket) as process:
     with pytest.raises(errors.UserError) as caught:

@@ -69,7 +69,7 @@ class _Client:
     del key
     self.seconds.append(milliseconds / 1000)
     if not self.come:
-      raise jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED')
+      raise jax.errors.JaxRuntimeError('of the service')
 
   def key_value_set(self, key, value):
     self.values[key] = value
@@ -86,10 +86,12 @@ def client(monkeypatch):
   """Makes meetings go to a client; gives what makes it."""
 
   def make(*, come):
+    jax.devices()  # Not to be made while there is a client.
     made = _Client(come)
     state = distributed.jax_distributed.global_state
     monkeypatch.setattr(state, 'client', made)
     monkeypatch.setattr(state, 'process_id', 0)
+    monkeypatch.setattr(state, 'num_processes', 2)
     # Put back, too: meetings are counted and named for the whole process.
     for held in ('_met', '_last'):
       monkeypatch.setattr(distributed, held, getattr(distributed, held))
@@ -115,7 +117,22 @@ def test_how_long_is_waited_is_by_what_comes_before(client):
     (distributed.MAKING, "waited 86400 seconds at 'here' .* making records"),
   ],
 )
-def test_a_wait_that_ends_says_where_and_why(client, patience, said):
-  client(come=False)
+def test_a_wait_that_ends_says_where_and_why(
+  client, monkeypatch, patience, said
+):
+  made = client(come=False)
+  monkeypatch.setattr(distributed.time, 'monotonic', lambda: sum(made.seconds))
   with pytest.raises(errors.AbsentError, match=said):
     distributed.barrier('here', patience)
+
+
+def test_a_wait_that_cannot_go_on_says_why(client, monkeypatch):
+  made = client(come=False)
+
+  def ask(folder):
+    raise jax.errors.JaxRuntimeError('gone')
+
+  monkeypatch.setattr(made, 'key_value_dir_get', ask)
+  said = r"waited 0.0 seconds at 'here' for the other 1, .* of the service"
+  with pytest.raises(errors.AbsentError, match=said):
+    distributed.barrier('here')

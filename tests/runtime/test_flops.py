@@ -118,6 +118,7 @@ def test_vocabulary_and_estimate():
     ('TPU v6 lite', 918),
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
+    ('NVIDIA H100 NVL', 835),
     ('NVIDIA H200', 989),
     ('NVIDIA GH200 480GB', 989),
     ('NVIDIA A100-SXM4-80GB', 312),

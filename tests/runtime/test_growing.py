@@ -40,6 +40,29 @@ def test_parts_and_what_was_not_flushed(bucket, store, small):
   assert growing.read(path) == b'all\n'
 
 
+def test_a_bucket_that_is_away_for_a_while_loses_nothing(
+  bucket, small, monkeypatch, capsys
+):
+  path = storage.at(bucket) / 'x'
+  file = growing.append(path)
+  real = storage.write
+
+  def refuse(path, data):
+    raise OSError('no answer')
+
+  monkeypatch.setattr(storage, 'write', refuse)
+  for number in range(15):
+    file.write(b'%09d\n' % number)
+  with pytest.raises(OSError, match='no answer'):
+    file.flush()
+  assert 'x is written later: no answer' in capsys.readouterr().err
+  monkeypatch.setattr(storage, 'write', real)
+  monkeypatch.setattr(growing, 'EVERY', 0.0)
+  for number in range(15, 25):
+    file.write(b'%09d\n' % number)
+  assert growing.read(path).splitlines() == [b'%09d' % n for n in range(25)]
+
+
 def test_metrics_are_there_after_a_flush_and_dropped_on_resume(bucket, small):
   writer = metrics.MetricWriter(bucket, -1)
   _write(writer, range(7))

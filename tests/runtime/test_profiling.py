@@ -1,5 +1,6 @@
 """Traces of the steps that were asked for, and no others."""
 
+import functools
 import os
 import signal
 
@@ -53,11 +54,34 @@ def test_it_is_said_before_a_trace_is_written(tmp_path, traced):
 
 
 def test_a_signal_traces_the_next_steps(tmp_path, traced):
+  ask = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
   profiler = profiling.Profiler(tmp_path, 0, 0)
-  run(profiler, 3)
-  assert not traced
-  run(profiler, 6, at=1, then=lambda: os.kill(os.getpid(), signal.SIGUSR1))
-  assert traced == ['+', '-']
+  with profiling.listening():
+    run(profiler, 3)
+    assert not traced
+    run(profiler, 6, at=1, then=ask)
+    assert traced == ['+', '-']
+    # One that comes before the loop is of its first steps.
+    ask()
+    run(profiler, 6)
+    assert traced == ['+', '-'] * 2
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(
+  tmp_path, monkeypatch, capsys
+):
+  def refuse(*args):
+    raise OSError('the disk is full')
+
+  for ending in ('start_trace', 'stop_trace'):
+    monkeypatch.setattr(jax.profiler, 'start_trace', lambda folder: None)
+    monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: None)
+    monkeypatch.setattr(jax.profiler, ending, refuse)
+    run(profiling.Profiler(tmp_path, 0, 2), 6)
+    # Also where the loop ends before.
+    run(profiling.Profiler(tmp_path, 0, 9), 6)
+  said = capsys.readouterr()
+  assert said.err.count('OSError: the disk is full') == 4 and not said.out
 
 
 def test_a_loop_that_ends_early_ends_its_trace(tmp_path, traced):

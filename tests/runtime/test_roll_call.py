@@ -43,9 +43,9 @@ class Job:
 
 
 def watched(line):
-  """What a line says of who is gone, as a future."""
+  """What a line says of who is gone, or fails, as a future."""
   told = futures.Future()
-  line.watch(told.set_result)
+  line.watch(told.set_result, lambda *failed: told.set_result(failed))
   return told
 
 
@@ -82,6 +82,19 @@ def test_who_leaves_in_order_is_not_missed():
   assert not told.done()
   hang_up(one)
   assert told.result(10).startswith('process 1 (host-1) is gone')
+
+
+@pytest.mark.parametrize('failing', [0, 1, 2])
+def test_one_that_fails_ends_all_with_its_words_and_status(failing):
+  lines = Job(3).lines()
+  told = [watched(line) for line in lines]
+  lines[failing].fail('process N failed: no room', 2)
+  hang_up(lines[failing])
+  for number, future in enumerate(told):
+    if number != failing:
+      assert future.result(10) == ('process N failed: no room', 2)
+  # That the others go is what it told them to do.
+  assert not told[failing].done()
 
 
 def test_the_one_that_is_missing_is_named_to_all():
