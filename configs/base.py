@@ -194,6 +194,8 @@ def get_config():
   config.optimizer.decay_rate = 0.8  # Adafactor's second moment.
   config.optimizer.factored = True  # Adafactor's rows and columns.
   config.optimizer.moment_dtype = 'float32'  # AdamW's first; or 'bfloat16'.
+  # Its second ones; 'bfloat16' for a b2 of at most 0.996.
+  config.optimizer.second_moment_dtype = 'float32'
   # Keep the state in the hosts' memory, and copy it for each update.
   config.optimizer.offload = False
 

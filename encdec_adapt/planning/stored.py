@@ -57,7 +57,7 @@ def setup(settings: config_lib.Settings) -> dict[str, Any]:
     'microbatches': settings.train.microbatches,
     'optimizer': {
       name: getattr(settings.optimizer, name)
-      for name in ('kind', 'moment_dtype', 'offload')
+      for name in ('kind', 'moment_dtype', 'second_moment_dtype', 'offload')
     },
   }
 

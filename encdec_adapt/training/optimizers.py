@@ -21,6 +21,9 @@ Parameters = dict[str, Array]
 
 KINDS = ('adamw', 'adafactor')
 MOMENT_DTYPES = ('float32', 'bfloat16')
+# The largest change, relative to a value, that bfloat16 may round away: half
+# the last of its 8 bits.
+_BFLOAT16_STEP = 2**-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,9 @@ class OptimizerConfig:
     decay_rate: Adafactor's exponent of the second moment (T5X: 0.8).
     factored: Adafactor keeps row and column moments instead of full ones
       for matrices of at least 128 x 128.
-    moment_dtype: dtype in which AdamW's first moments are kept; the second
-      ones, whose changes are smaller than bfloat16's steps, stay float32.
+    moment_dtype: dtype in which AdamW's first moments are kept.
+    second_moment_dtype: that of its second moments; bfloat16 only where their
+      decay, 1 - b2, is not lost in its rounding.
     offload: the state is kept in the hosts' memory between updates; see
       `training.offload`.
   """
@@ -54,6 +58,7 @@ class OptimizerConfig:
   decay_rate: float = 0.8
   factored: bool = True
   moment_dtype: str = 'float32'
+  second_moment_dtype: str = 'float32'
   offload: bool = False
 
   def __post_init__(self):
@@ -62,15 +67,23 @@ class OptimizerConfig:
         f'config.optimizer.kind is {self.kind!r}; known optimizers:'
         f' {", ".join(KINDS)}.'
       )
-    if self.moment_dtype not in MOMENT_DTYPES:
+    for name in ('moment_dtype', 'second_moment_dtype'):
+      dtype = getattr(self, name)
+      if dtype not in MOMENT_DTYPES:
+        raise errors.UserError(
+          f'config.optimizer.{name} is {dtype!r}; it must be one of'
+          f' {", ".join(MOMENT_DTYPES)}.'
+        )
+      if self.kind == 'adafactor' and dtype != 'float32':
+        raise errors.UserError(
+          f'config.optimizer.{name} is {dtype!r} with adafactor, which keeps'
+          ' no moments of AdamW; leave it float32.'
+        )
+    if self.second_moment_dtype == 'bfloat16' and 1 - self.b2 < _BFLOAT16_STEP:
       raise errors.UserError(
-        f'config.optimizer.moment_dtype is {self.moment_dtype!r}; it must be'
-        f' one of {", ".join(MOMENT_DTYPES)}.'
-      )
-    if self.kind == 'adafactor' and self.moment_dtype != 'float32':
-      raise errors.UserError(
-        f'config.optimizer.moment_dtype is {self.moment_dtype!r} with'
-        ' adafactor, which keeps no first moments; leave it float32.'
+        "config.optimizer.second_moment_dtype is 'bfloat16' with b2"
+        f' {self.b2}: a decay of less than {_BFLOAT16_STEP} a step is lost in'
+        ' its rounding. Leave it float32, or take a smaller b2.'
       )
     for name in ('b1', 'b2'):
       if not 0 <= getattr(self, name) < 1:
@@ -114,6 +127,9 @@ class Optimizer:
     if config.kind == 'adamw':
       self._transform = optax.scale_by_adam(
         config.b1, config.b2, config.eps, mu_dtype=config.moment_dtype
+      )
+      self._transform = _second_moments_in(
+        self._transform, config.second_moment_dtype
       )
     else:
       self._transform = optax.scale_by_factored_rms(
@@ -163,6 +179,27 @@ class Optimizer:
   def learning_rate(self, state: GroupState, step: Int[Array, '']) -> Array:
     """Learning rate of the group's next update."""
     return self._schedule(step, state.count)
+
+
+def _second_moments_in(
+  adam: optax.GradientTransformation, dtype: str
+) -> optax.GradientTransformation:
+  """Adam that keeps its second moments in a dtype, and updates in float32."""
+
+  def keep(state: optax.ScaleByAdamState, dtype) -> optax.ScaleByAdamState:
+    nu = {path: moment.astype(dtype) for path, moment in state.nu.items()}
+    return state._replace(nu=nu)
+
+  def init(parameters):
+    return keep(adam.init(parameters), dtype)
+
+  def update(gradients, state, parameters):
+    directions, state = adam.update(
+      gradients, keep(state, jnp.float32), parameters
+    )
+    return directions, keep(state, dtype)
+
+  return optax.GradientTransformation(init, update)
 
 
 def _adafactor_scale(path: str, direction: Array, parameter: Array) -> Array:

@@ -59,7 +59,12 @@ def test_state_on_the_host_gives_the_same_updates_and_stays_there(kind):
 @pytest.mark.parametrize(
   'kind, changes',
   [
-    ('adamw', dict(moment_dtype='bfloat16', offload=True)),
+    (
+      'adamw',
+      dict(
+        moment_dtype='bfloat16', second_moment_dtype='bfloat16', offload=True
+      ),
+    ),
     ('adafactor', dict(offload=True)),
   ],
 )

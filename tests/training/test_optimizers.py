@@ -1,5 +1,7 @@
 """Updates of AdamW and Adafactor against the formulas, in numpy."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,17 +72,24 @@ def test_adamw_is_the_formula_and_decays_all_but_norm_scales():
     _assert_equal(after[count - 1], now)
 
 
-def test_first_moments_in_bfloat16_change_updates_by_their_rounding():
+@pytest.mark.parametrize(
+  'changed, mu, nu',
+  [
+    ({'moment_dtype': 'bfloat16'}, 'bfloat16', 'float32'),
+    ({'second_moment_dtype': 'bfloat16'}, 'float32', 'bfloat16'),
+  ],
+)
+def test_moments_in_bfloat16_change_updates_by_their_rounding(changed, mu, nu):
   shapes = {TABLE: (64, 8), SCALE: (8,)}
   now = _draw(shapes, 0)
   steps = [_draw(shapes, seed) for seed in range(1, 5)]
   exact, _ = _run('adamw', now, steps)
-  rounded, state = _run('adamw', now, steps, moment_dtype='bfloat16')
+  rounded, state = _run('adamw', now, steps, **changed)
   dtypes = {
     name: {str(leaf.dtype) for leaf in getattr(state.inner, name).values()}
     for name in ('mu', 'nu')
   }
-  assert dtypes == {'mu': {'bfloat16'}, 'nu': {'float32'}}
+  assert dtypes == {'mu': {mu}, 'nu': {nu}}
   _assert_equal(rounded[0], exact[0])  # Of zeros: nothing to round yet.
   for path, value in exact[-1].items():
     moved = np.abs(value - now[path]).max()
@@ -93,13 +102,32 @@ def test_first_moments_in_bfloat16_change_updates_by_their_rounding():
   'kind, dtype, words',
   [
     ('adamw', 'float16', "moment_dtype is 'float16'; .* float32, bfloat16"),
-    ('adafactor', 'bfloat16', 'adafactor, which keeps no first moments'),
+    ('adafactor', 'bfloat16', 'adafactor, which keeps no moments of AdamW'),
   ],
 )
-def test_moments_that_cannot_be_kept_so_are_refused(kind, dtype, words):
+@pytest.mark.parametrize('name', ['moment_dtype', 'second_moment_dtype'])
+def test_moments_that_cannot_be_kept_so_are_refused(kind, dtype, words, name):
   schedule = schedules.ScheduleConfig('constant', RATE, 2, 10)
   with pytest.raises(errors.UserError, match=words):
-    optimizers.OptimizerConfig(kind, schedule, moment_dtype=dtype)
+    optimizers.OptimizerConfig(kind, schedule, **{name: dtype})
+
+
+def test_second_moments_that_would_not_decay_are_refused():
+  """What bfloat16 rounds away is just what the bound says."""
+  schedule = schedules.ScheduleConfig('constant', RATE, 2, 10)
+  make = functools.partial(
+    optimizers.OptimizerConfig,
+    'adamw',
+    schedule,
+    second_moment_dtype='bfloat16',
+  )
+  make(b2=0.996)
+  with pytest.raises(errors.UserError, match='with b2 0.999: a decay of less'):
+    make(b2=0.999)
+  values = jnp.linspace(1, 2, 129, dtype=jnp.bfloat16)
+  decayed = [values.astype(jnp.float32) * b2 for b2 in (0.996, 0.999)]
+  moved = [np.mean(x.astype(jnp.bfloat16) < values) for x in decayed]
+  assert moved[0] == 1 and moved[1] < 0.1
 
 
 def _rms(x):
