@@ -42,6 +42,7 @@ class Profiler:
   def __init__(
     self,
     workdir: str | os.PathLike[str],
+    process: int | None,
     first: int,
     steps: int,
     *,
@@ -51,12 +52,16 @@ class Profiler:
 
     Args:
       workdir: gets the folder `profile`.
+      process: number of this one of several, each of which has a folder in
+        there: what jax calls a trace tells only machines apart.
       first: step that is traced first, from 0.
       steps: how many; 0 for none.
       writing: is told the step whose trace is about to be written, which to a
         bucket takes longer than a step.
     """
     self._folder = storage.join(workdir, FOLDER)
+    if process is not None:
+      self._folder = storage.join(self._folder, f'process_{process}')
     self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
     self._writing = writing

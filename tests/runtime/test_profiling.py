@@ -39,7 +39,7 @@ def run(profiler, steps, at=None, then=lambda: None):
 def test_the_steps_of_the_configuration(
   tmp_path, traced, first, steps, expected
 ):
-  profiler = profiling.Profiler(tmp_path, first, steps)
+  profiler = profiling.Profiler(tmp_path, None, first, steps)
   with profiler:
     for step in range(6):
       profiler.before(step)
@@ -49,13 +49,13 @@ def test_the_steps_of_the_configuration(
 
 
 def test_it_is_said_before_a_trace_is_written(tmp_path, traced):
-  run(profiling.Profiler(tmp_path, 1, 2, writing=traced.append), 4)
+  run(profiling.Profiler(tmp_path, None, 1, 2, writing=traced.append), 4)
   assert traced == ['+', 2, '-']
 
 
 def test_a_signal_traces_the_next_steps(tmp_path, traced):
   ask = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
-  profiler = profiling.Profiler(tmp_path, 0, 0)
+  profiler = profiling.Profiler(tmp_path, None, 0, 0)
   with profiling.listening():
     run(profiler, 3)
     assert not traced
@@ -77,20 +77,20 @@ def test_a_trace_that_cannot_be_written_ends_nothing(
     monkeypatch.setattr(jax.profiler, 'start_trace', lambda folder: None)
     monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: None)
     monkeypatch.setattr(jax.profiler, ending, refuse)
-    run(profiling.Profiler(tmp_path, 0, 2), 6)
+    run(profiling.Profiler(tmp_path, None, 0, 2), 6)
     # Also where the loop ends before.
-    run(profiling.Profiler(tmp_path, 0, 9), 6)
+    run(profiling.Profiler(tmp_path, None, 0, 9), 6)
   said = capsys.readouterr()
   assert said.err.count('OSError: the disk is full') == 4 and not said.out
 
 
 def test_a_loop_that_ends_early_ends_its_trace(tmp_path, traced):
-  run(profiling.Profiler(tmp_path, 1, 100), 3)
+  run(profiling.Profiler(tmp_path, None, 1, 100), 3)
   assert traced == ['+', '-']
 
 
 def test_what_the_metrics_are_told(tmp_path, traced):
-  profiler = profiling.Profiler(tmp_path, 1, 2)
+  profiler = profiling.Profiler(tmp_path, None, 1, 2)
   told = []
   with profiler:
     for step in range(4):
@@ -100,6 +100,8 @@ def test_what_the_metrics_are_told(tmp_path, traced):
   assert told == [{}, {}, {'folder': folder, 'first': 1, 'last': 2}, {}]
 
 
-def test_a_real_trace_is_written(tmp_path):
-  run(profiling.Profiler(tmp_path, 0, 1), 1)
-  assert list((tmp_path / profiling.FOLDER).rglob('*.xplane.pb'))
+@pytest.mark.parametrize('process, folder', [(None, ''), (3, 'process_3')])
+def test_a_real_trace_is_written(tmp_path, process, folder):
+  run(profiling.Profiler(tmp_path, process, 0, 1), 1)
+  assert list((tmp_path / profiling.FOLDER / folder).glob('**/*.xplane.pb'))
+  assert process is None or os.listdir(tmp_path / profiling.FOLDER) == [folder]
