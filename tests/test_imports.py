@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from configs import gemma2
 from tests import tiny
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
@@ -197,6 +198,33 @@ def test_only_ops_names_shard_map():
         if 'shard_map' in (getattr(node, field, None) or ''):
           users.add(path.relative_to(PACKAGE).parts[0])
   assert users == {'ops'}
+
+
+def test_configurations_are_read_before_jax_looks_for_devices():
+  """jax joins several hosts, and stands in for GPUs, only before that."""
+  code = (
+    'import sys\n'
+    'from jax._src import xla_bridge\n'
+    'from encdec_adapt import config, train\n'
+    'from encdec_adapt.runtime import command\n'
+    'for name in sys.argv[1:]:\n'
+    "  values = command.parse(train.define_flags, [f'--config={name}'])\n"
+    '  config.load(values.config, sources=False)\n'
+    '  assert not xla_bridge.backends_are_initialized(), name\n'
+  )
+  recipes = [*gemma2.PLANNED, 'size=2b_2b,topology=h100:16', 'size=9b_9b']
+  names = [f'configs/gemma2.py:{argument}' for argument in recipes]
+  names += ['configs/base.py', 'configs/quickstart.py', 'configs/published.py']
+  names += ['configs/presets.py:encoder=llama3.2_1b,decoder=qwen3_0.6b']
+  done = subprocess.run(
+    [sys.executable, '-c', code, *names],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
 
 
 def test_training_imports_neither_tensorflow_nor_seqio(tmp_path):

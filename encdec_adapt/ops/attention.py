@@ -25,6 +25,7 @@ from encdec_adapt.ops import (
   partition,
 )
 
+PLATFORMS = frozenset({'cpu', 'gpu', 'tpu'})
 DEFAULT_CHUNK = 256
 # Name of what a rematerialisation policy keeps so that attention is not run
 # again: the output, and of kernels also their normalisers.
@@ -104,7 +105,7 @@ _XLA = Capabilities(
   dtypes=frozenset({'float32', 'bfloat16', 'float16'}),
   head_multiple=1,
   max_head_dim=None,
-  platforms=frozenset({'cpu', 'gpu', 'tpu'}),
+  platforms=PLATFORMS,
 )
 BACKENDS: dict[str, Backend] = {
   'reference': Backend(attention_reference.attend, _XLA),
@@ -159,7 +160,9 @@ def unsupported(
 ) -> list[str]:
   """What of a call a backend with these capabilities cannot honour."""
   name, dtype, head_dim = mask_name(spec), q.dtype.name, q.shape[3]
-  platform = _platform()
+  # Shapes are inferred before jax knows its devices: only who has to asks.
+  anywhere = capabilities.platforms == PLATFORMS
+  platform = None if anywhere else _platform()
   checks = {
     f'a {name!r} mask': name in capabilities.masks,
     'segment ids (packed rows, padding)': (
@@ -183,7 +186,7 @@ def unsupported(
       head_dim % capabilities.head_multiple == 0
       and head_dim <= (capabilities.max_head_dim or head_dim)
     ),
-    f'platform {platform!r}': platform in capabilities.platforms,
+    f'platform {platform!r}': anywhere or platform in capabilities.platforms,
   }
   return [what for what, honoured in checks.items() if not honoured]
 

@@ -118,3 +118,16 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(storage.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0
+
+
+def test_a_plan_is_written_there(bucket):
+  chips = 'h100:16'
+  done = tiny.run(
+    'plan',
+    f'--config=configs/gemma2.py:size=2b_2b,topology={chips}',
+    f'--topology={chips}',
+    f'--output={bucket}/plan.json',
+  )
+  assert done.returncode == 0, done.stderr
+  found = json.loads(storage.at(f'{bucket}/plan.json').read_bytes())
+  assert found['fits'] and found['topology'] == chips

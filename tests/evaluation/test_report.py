@@ -9,6 +9,7 @@ import pytest
 from encdec_adapt.evaluation import report as report_lib
 from encdec_adapt.evaluation import report_figures
 from encdec_adapt.evaluation import report_numbers as numbers
+from encdec_adapt.runtime import storage
 
 
 def _run(start, end, shuffled=None, **fields):
@@ -203,6 +204,14 @@ def test_write(report, tmp_path):
   assert saved['findings'] == report_lib.findings(report)
   assert saved['runs']['adapted'] == report['runs']['adapted']
   assert saved['runs']['scratch']['curve']['train_loss'][0] is None
+
+
+def test_write_to_a_bucket(report, bucket, tmp_path):
+  page = report_lib.write(report, f'{bucket}/study')
+  here = report_lib.write(report, tmp_path).parent
+  assert str(page) == f'{bucket}/study/report.html'
+  assert storage.tree(page.parent) == storage.tree(here)
+  assert page.read_bytes() == (here / 'report.html').read_bytes()
 
 
 @pytest.mark.parametrize(
