@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import typing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -18,6 +20,14 @@ SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
 USER_ERROR = 2
 RESTART = 75
 HANG = 76
+# Accelerator types of Google Cloud begin so: the chip's name in a topology, and
+# how many the type's number counts for each of them.
+TPUS = {
+  'v4': ('v4', 2),
+  'v5litepod': ('v5e', 1),
+  'v5p': ('v5p', 2),
+  'v6e': ('v6e', 1),
+}
 # What the launchers tell a job themselves.
 _OURS = ('coordinator', 'processes', 'process')
 # Names go into names of machines, pods and folders. GKE's limit is the
@@ -129,12 +139,41 @@ def check_zone(zone: str) -> None:
     )
 
 
-def check_positive(options: argparse.Namespace, *names: str) -> None:
-  """Refuses numbers below 1."""
+def check_least(options: argparse.Namespace, least: float, *names: str) -> None:
+  """Refuses flags whose number is below a least one, or is none."""
   for name in names:
     value = getattr(options, name)
-    if value < 1:
-      raise LaunchError(f'--{name}={value}: give 1 or more.')
+    if not (math.isfinite(value) and value >= least):
+      raise LaunchError(f'--{name}={value}: give {least} or more.')
+
+
+def tpu_chips(accelerator: str, *, extents: bool = False) -> tuple[str, int]:
+  """The chips of a TPU slice.
+
+  Args:
+    accelerator: its type, as v5litepod-16.
+    extents: the type may end in them, as v5litepod-4x4, which counts chips.
+
+  Returns:
+    Their name in a topology, and how many there are.
+
+  Raises:
+    LaunchError: there is no such type.
+  """
+  kind, _, number = accelerator.partition('-')
+  name, count = TPUS.get(kind, ('', 1))
+  if name and re.fullmatch('[1-9][0-9]*', number):
+    return name, int(number) // count
+  if name and extents and re.fullmatch('[1-9][0-9]*(x[1-9][0-9]*)+', number):
+    return name, math.prod(map(int, number.split('x')))
+  near = {'v5e': 'v5litepod', 'v5lite': 'v5litepod', 'v6': 'v6e'}.get(kind)
+  raise LaunchError(
+    f'--accelerator={accelerator} is not known;'
+    + (f' say {near}-{number}.' if near else '')
+    + f' Give KIND-NUMBER, as v5litepod-16, with KIND of {list(TPUS)}.'
+    ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
+    ' (v4, v5p).'
+  )
 
 
 def flag_values(arguments: list[str]) -> dict[str, str]:
@@ -179,6 +218,35 @@ def cautions(arguments: list[str]) -> list[str]:
     ' one microbatch, and no attention kernel is chosen. Say which chips it is'
     f' to be spread over, as in {path}:{given or "size=2b_2b"},topology=v5e:4x4'
   ]
+
+
+def check_topology(
+  training: list[str], kind: str, chips: int, slices: int, asked: str
+) -> None:
+  """Refuses a configuration that is of other chips than are asked for.
+
+  Args:
+    training: flags of encdec_adapt.train.
+    kind: of the chips, as in a topology; '' for GPUs of any.
+    chips: of a slice.
+    slices: how many.
+    asked: the flags that ask for them, for the message.
+  """
+  config = flag_values(training)['config']
+  found = re.search(r'\btopology=([^,]+)', config)
+  if not found:
+    return
+  given = re.search(r'\bslices=(\d+)', config)
+  many = int(given[1]) if given else 1
+  wanted, _, extents = found[1].partition(':')
+  size = math.prod(map(int, re.findall(r'\d+', extents)))
+  tpus = {name for name, _ in TPUS.values()}
+  fits = wanted == kind if kind else wanted not in tpus
+  if not fits or (size, many) != (chips, slices):
+    raise LaunchError(
+      f'--config={config} is of {many} x {size} {wanted} chips; {asked} are'
+      f' {slices} x {chips} {f"of {kind}" if kind else "GPUs"}. Change either.'
+    )
 
 
 def check_shared_workdir(arguments: list[str], machines: str) -> None:
@@ -269,13 +337,36 @@ class Shell:
     except FileNotFoundError:
       raise _missing(command) from None
 
-  def pack(self, path: pathlib.Path) -> None:
-    """Writes the source to an archive, by the command that it shows."""
-    command = ['tar', '--exclude=__pycache__', '-czf', str(path), *SOURCE]
+  def pack(self, path: pathlib.Path) -> str:
+    """Writes the source to an archive, by the command that it shows.
+
+    With dry_run, the archive is made elsewhere and deleted: other commands
+    name its checksum.
+
+    Returns:
+      Its checksum and size, as cksum prints them, with a hyphen between.
+    """
+
+    def archive(target: str) -> list[str]:
+      return ['tar', '--exclude=__pycache__', '-czf', target, *SOURCE]
+
     self.show(['mkdir', '-p', str(path.parent)])
-    if not self.dry_run:
-      (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-    self.require(command)
+    if self.dry_run:
+      self.show(archive(str(path)))
+      with tempfile.TemporaryDirectory() as folder:
+        target = str(pathlib.Path(folder) / path.name)
+        subprocess.run(archive(target), cwd=ROOT, check=True)
+        return self._checksum(target)
+    (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+    self.require(archive(str(path)))
+    return self._checksum(str(path))
+
+  def _checksum(self, path: str) -> str:
+    """Checksum and size of a file, with a hyphen between."""
+    status, answer, complaint = self.ask(['cksum', path])
+    if status:
+      raise LaunchError(f'cksum of {path} failed: {complaint}')
+    return '-'.join(answer.split()[:2])
 
 
 def _missing(command: typing.Sequence[str]) -> LaunchError:

@@ -89,9 +89,11 @@ def _check(options: argparse.Namespace) -> None:
   if 'zone' in given:
     commands.check_zone(options.zone)
   if 'slices' in given:
-    commands.check_positive(options, 'slices')
+    commands.tpu_chips(options.accelerator, extents=True)
+    commands.check_least(options, 1, 'slices')
   if 'grace_seconds' in given:
-    commands.check_positive(options, 'grace_seconds')
+    commands.check_least(options, 1, 'grace_seconds')
+    commands.check_least(options, 0, 'max_restarts')
   if 'image' in given and ':' not in options.image.rpartition('/')[2]:
     raise commands.LaunchError(
       f'--image={options.image} has no tag; end it in :TAG, another one for'
@@ -183,6 +185,12 @@ def logs(options: argparse.Namespace) -> list[list[str]]:
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the pods')
+    commands.check_topology(
+      options.training,
+      *commands.tpu_chips(options.accelerator, extents=True),
+      options.slices,
+      f'--accelerator={options.accelerator} --slices={options.slices}',
+    )
     todo = train(options)
   elif options.verb in ('create', 'image', 'logs'):
     todo = {'create': create, 'image': image, 'logs': logs}[options.verb](

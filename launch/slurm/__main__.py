@@ -84,9 +84,10 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
   """Refuses what would fail in line."""
-  commands.check_positive(
-    options, 'nodes', 'processes_per_node', 'notice_seconds'
+  commands.check_least(
+    options, 1, 'nodes', 'processes_per_node', 'notice_seconds'
   )
+  commands.check_least(options, 0, 'retries')
   gpus, processes = options.gpus_per_node, options.processes_per_node
   if gpus < 0 or (gpus and gpus % processes):
     raise commands.LaunchError(
@@ -168,6 +169,14 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   if options.verb == 'delete':
     return shell.run(['scancel', '--me', f'--name={options.name}'])
   commands.check_shared_workdir(options.training, 'the machines')
+  if options.gpus_per_node:  # Otherwise --sbatch_flag may ask for some.
+    commands.check_topology(
+      options.training,
+      '',
+      options.nodes * options.gpus_per_node,
+      1,
+      f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
+    )
   shell.require(['mkdir', '-p', f'runs/launch/{options.name}'])
   shell.require(train(options))
   return 0

@@ -24,12 +24,21 @@ Needs gcloud, logged in, and a key for SSH in an agent:
 from __future__ import annotations
 
 import argparse
+import posixpath
+import re
 import sys
 
 from launch import commands
 from launch.tpu_vm import job as job_lib
 from launch.tpu_vm import resource as resource_lib
 
+# Where every worker has the records, from where the job runs (worker.sh).
+_RECORDS = 'records'
+# What else the job reads, and what of it is on every worker.
+_INPUTS = ('config.init.encoder', 'config.init.decoder')
+_INPUTS += ('config.teacher.checkpoint', 'config.data.folder')
+_VOCABULARIES = ('config.data.vocabulary', 'config.data.encoder_vocabulary')
+_SHARED = r'$|/|gs://[^/]+/[^/]'
 _VERBS = {
   'create': 'create the resource, and wait until it is active',
   'setup': 'copy the source to all workers, and install',
@@ -77,6 +86,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       _add_restarts(verb)
   options = parser.parse_args(argv)
   _resource(options).check()
+  commands.check_least(options, 1, 'slices')
   records = getattr(options, 'records', '')
   if records and not records.startswith('gs://'):
     raise commands.LaunchError(
@@ -89,6 +99,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       ' are the folder records of every worker.'
     )
   if options.verb == 'train':
+    commands.check_least(options, 0, 'max_restarts', 'retries')
+    commands.check_least(options, 0, 'grace_seconds')
+    commands.check_least(options, 0.01, 'poll_seconds')
     options.training = []
   return options
 
@@ -166,8 +179,50 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   return shell.run(command[options.verb])
 
 
+def _check_records(options: argparse.Namespace) -> None:
+  """Refuses records that are not where the job looks for them."""
+  folder = commands.flag_values(options.training).get('config.data.folder', '')
+  there = posixpath.normpath(folder) == _RECORDS
+  flag = 'data_disk' if options.data_disk else 'records'
+  given = getattr(options, flag)
+  if given and not there:
+    raise commands.LaunchError(
+      f'--{flag}={given} is the folder {_RECORDS} of every worker, and'
+      f' --config.data.folder={folder} after -- is another; give'
+      f' --config.data.folder={_RECORDS}, or leave --{flag} out.'
+    )
+  if there and not given:
+    raise commands.LaunchError(
+      f'--config.data.folder={folder} after --: no worker has that folder;'
+      ' give --records=gs://BUCKET/FOLDER before --, which is copied to it, or'
+      ' --data_disk; or read them from the bucket,'
+      ' --config.data.folder=gs://BUCKET/FOLDER.'
+    )
+
+
+def _check_inputs(options: argparse.Namespace) -> None:
+  """Refuses files that only the machine has that launches."""
+  flags = commands.flag_values(options.training)
+  copied = options.records or options.data_disk
+  for key in _INPUTS + _VOCABULARIES:
+    path = flags.get(key, '')
+    shared = _SHARED + (r'|bytes$|{workdir}' if key in _VOCABULARIES else '')
+    if re.match(shared, path):
+      continue
+    first = posixpath.normpath(path).partition('/')[0]
+    carried = first in commands.SOURCE and (commands.ROOT / path).exists()
+    if not carried and not (copied and first == _RECORDS):
+      raise commands.LaunchError(
+        f'--{key}={path} after --: the workers have no such file; give one of'
+        ' a bucket, gs://BUCKET/NAME, or the absolute path of one that every'
+        ' worker has.'
+      )
+
+
 def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
   commands.check_shared_workdir(options.training, 'the workers')
+  _check_records(options)
+  _check_inputs(options)
   job.resource.check_topology(options.training)
   status = job.train(
     options.training,
@@ -175,7 +230,7 @@ def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
     retries=options.retries,
   )
   if options.delete_when_done and status == 0:
-    job.shell.require(job.resource.delete())
+    job.take_down()
   elif not job.shell.dry_run:
     job.shell.note('the machines are still there, and cost; to delete them:')
     job.shell.show(job.resource.delete())

@@ -30,7 +30,7 @@ UNKNOWN = 'UNKNOWN'  # Ours: a look failed, which says nothing of what is there.
 # Of a request that has been active, or of a slice: its machines are taken away.
 GONE = {ABSENT, 'SUSPENDING', 'SUSPENDED', 'DELETING', 'FAILED'}
 GONE |= {'PREEMPTED', 'TERMINATED', 'STOPPED'}
-# Looks in a row that may fail: half an hour of them.
+# Looks in a row that may fail, and requests: half an hour of them.
 _BORNE = 30
 DISK = 'disk'  # Instead of a gs:// folder: the records are on a data disk.
 
@@ -96,6 +96,9 @@ class Job:
     self.folder = pathlib.Path('runs') / 'launch' / resource.name
     # Looks that have failed in a row; the first one must not.
     self._failed_looks = _BORNE
+    # Requests of it likewise, until it has been there.
+    self._failed_requests = _BORNE
+    self._source = ''  # Checksum of the archive that workers are given.
 
   # -- resource --------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class Job:
         or failed to fill is deleted and made anew.
 
     Raises:
-      LaunchError: the request failed.
+      LaunchError: the request failed, or too many in a row.
     """
     self.shell.show(self.resource.describe())
     if self.shell.dry_run:
@@ -162,7 +165,7 @@ class Job:
       if state != seen:
         self.shell.note(f'{self.resource.name}: {state}')
       if state == ABSENT:
-        self.shell.require(self.resource.create())
+        self._request(self.resource.create())
       elif state == 'FAILED' and not again:
         _, reason, _ = self.shell.ask(self.resource.explain())
         raise commands.LaunchError(
@@ -171,18 +174,42 @@ class Job:
           ' ask for another --zone, --tier or --accelerator.'
         )
       elif state in ('SUSPENDED', 'FAILED'):
-        self.shell.require(self.resource.delete())
-        continue
+        if self._request(self.resource.delete()):
+          continue
       seen = state
       time.sleep(self.poll_seconds)
+    self._failed_requests = 0
     self.shell.note(f'{self.resource.name}: {ACTIVE}')
+
+  def _request(self, command: list[str]) -> bool:
+    """Creates or deletes the resource, which may fail for a while.
+
+    Returns:
+      Whether it succeeded; if not, it is to be tried at the next look.
+
+    Raises:
+      LaunchError: there has been no resource yet, or one too many has failed.
+    """
+    if self._failed_requests >= _BORNE:
+      self.shell.require(command)
+    elif status := self.shell.run(command):
+      self._failed_requests += 1
+      self.shell.note(
+        f'a request failed with status {status} ({self._failed_requests} in a'
+        f' row, {_BORNE} are borne); it is tried again'
+      )
+      return False
+    self._failed_requests = 0
+    return True
 
   def set_up(self) -> int:
     """Copies the source and installs from the lock file; returns a status."""
     archive = self.folder / 'encdec_adapt.tar.gz'
-    self.shell.pack(archive)
+    self._source = self.shell.pack(archive)
     copy = self.resource.copy([str(archive), 'launch/tpu_vm/worker.sh'])
-    return self.shell.run(copy) or self.on_workers('setup', self.records)
+    return self.shell.run(copy) or self.on_workers(
+      'setup', self._source, self.records
+    )
 
   def on_workers(self, *arguments: str) -> int:
     """Runs worker.sh on all workers; returns a status.
@@ -266,7 +293,7 @@ class Job:
     for node in self.resource.nodes:
       self.shell.show(self.resource.describe_node(node))
     self.shell.note('after a preemption, and then from the top again')
-    self.shell.run(self.resource.delete())
+    self.take_down()
     return 0
 
   def attempt(self, arguments: list[str]) -> tuple[End, dict[str, int]]:
@@ -305,11 +332,19 @@ class Job:
     return True
 
   def take_down(self) -> None:
-    """Deletes the resource, and what is left of its machines."""
-    while (state := self.state()) in ('SUSPENDING', 'DELETING', UNKNOWN):
+    """Deletes the resource, and what is left of its machines.
+
+    Raises:
+      LaunchError: too many requests in a row have failed.
+    """
+    if self.shell.dry_run:
+      self.shell.show(self.resource.delete())
+      return
+    while (state := self.state()) != ABSENT:
+      busy = state in ('SUSPENDING', 'DELETING', UNKNOWN)
+      if not busy and self._request(self.resource.delete()):
+        return
       time.sleep(self.poll_seconds)
-    if state != ABSENT:
-      self.shell.require(self.resource.delete())
 
   def _watch(self, process: subprocess.Popen) -> None:
     """Returns when the command has ended, or its machines are gone."""
@@ -342,7 +377,8 @@ class Job:
 
   def _run(self, arguments: list[str]) -> list[str]:
     """Arguments of worker.sh that run the job, or show it again."""
-    return ['run', f'attempt-{self._attempts() + 1}', *arguments]
+    attempt = f'attempt-{self._attempts() + 1}'
+    return ['run', self._source, attempt, *arguments]
 
   def _attempts(self) -> int:
     """How many attempts have ended, over all launches with this name."""

@@ -7,7 +7,6 @@ queued-resources`; tests/launch/gcloud_flags.json lists them.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import typing
 
@@ -61,21 +60,9 @@ class Resource:
   def check(self) -> None:
     """Refuses what the cloud would refuse, with the remedy."""
     commands.check_name('name', self.name)
-    kind, _, cores = self.accelerator.partition('-')
-    if self.accelerator and (
-      kind not in RUNTIMES or not re.fullmatch('[1-9][0-9]*', cores)
-    ):
-      near = {'v5e': 'v5litepod', 'v5lite': 'v5litepod', 'v6': 'v6e'}.get(kind)
-      raise commands.LaunchError(
-        f'--accelerator={self.accelerator} is not known;'
-        + (f' say {near}-{cores}.' if near else '')
-        + f' Give KIND-NUMBER, as v5litepod-16, with KIND of {list(RUNTIMES)}.'
-        ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
-        ' (v4, v5p).'
-      )
+    if self.accelerator:
+      commands.tpu_chips(self.accelerator)
     commands.check_zone(self.zone)
-    if self.slices < 1:
-      raise commands.LaunchError(f'--slices={self.slices}: give 1 or more.')
     disk = _DISK.fullmatch(self.data_disk)
     if self.data_disk and (disk is None or disk[1] != self.zone):
       raise commands.LaunchError(
@@ -90,23 +77,12 @@ class Resource:
     Args:
       training: flags of `encdec_adapt.train`.
     """
-    configs = [flag for flag in training if flag.startswith('--config=')]
-    found = re.search(r'\btopology=([^,]+)', ''.join(configs))
-    if not found:
-      return
-    slices = re.search(r'\bslices=(\d+)', configs[0])
-    kind, _, number = self.accelerator.partition('-')
-    name = {'v5litepod': 'v5e'}.get(kind, kind)
-    chips = int(number) // (2 if kind in ('v4', 'v5p') else 1)
-    wanted, _, extents = found[1].partition(':')
-    size = math.prod(map(int, re.findall(r'\d+', extents)))
-    many = int(slices[1]) if slices else 1
-    if (wanted, size, many) != (name, chips, self.slices):
-      raise commands.LaunchError(
-        f'{configs[0]} is of {many} x {size} {wanted} chips;'
-        f' --accelerator={self.accelerator} --slices={self.slices} are'
-        f' {self.slices} x {chips} of {name}. Change either.'
-      )
+    commands.check_topology(
+      training,
+      *commands.tpu_chips(self.accelerator),
+      self.slices,
+      f'--accelerator={self.accelerator} --slices={self.slices}',
+    )
 
   @property
   def nodes(self) -> list[str]:

@@ -3,10 +3,14 @@
 # In the home folder, with the source beside it as encdec_adapt.tar.gz:
 #
 #   bash worker.sh [--dry_run] ...
-#   bash worker.sh setup [gs://BUCKET/RECORDS | disk]
-#   bash worker.sh run ATTEMPT [flags of encdec_adapt.train]
+#   bash worker.sh setup SOURCE [gs://BUCKET/RECORDS | disk]
+#   bash worker.sh run SOURCE ATTEMPT [flags of encdec_adapt.train]
 #   bash worker.sh stop
 #   bash worker.sh profile
+#
+# SOURCE is the archive's checksum: gcloud says that it has copied to and run
+# on all workers where it has left one out with a warning (528,
+# `PrepareNodeForSSH`), which would go on with what it had before.
 #
 # The job is no child of the connection: one that breaks, or the launcher,
 # may end, and `run` given again goes on showing it. Every line is printed
@@ -24,6 +28,9 @@ else
 fi
 
 SOURCE=encdec_adapt
+ARCHIVE=encdec_adapt.tar.gz
+# Has the checksum of the archive that this worker is set up with.
+STAMP=encdec_adapt.source
 JOB=encdec_adapt.job
 # Bytes of the disk that records leave to logs and compiled programs.
 SPARE=2000000000
@@ -62,20 +69,28 @@ position() {
   printf '%s.%s\n' "${slice:-0}" "${worker:-0}"
 }
 
-# Whether the job's process is there.
+# Whether the job's process is there. After the machine has started again,
+# another may have its number.
 running() {
-  [ -f "$JOB/pid" ] && kill -0 "$(cat "$JOB/pid")" 2>/dev/null
+  local pid words
+  [ -f "$JOB/pid" ] && pid=$(cat "$JOB/pid") && kill -0 "$pid" 2>/dev/null ||
+    return 1
+  words=$(tr '\0' '\n' <"/proc/$pid/cmdline")
+  # Of a process that is just being started it is empty.
+  [ -z "$words" ] || grep -qxF encdec_adapt.train <<<"$words"
 }
 
 setup() {
-  local records=${1:-}
+  local source=$1 records=${2:-}
   if running; then
     echo 'launch: a job runs here; its source and records are left alone'
     return
   fi
+  require_source "$source"
+  attempt rm -f "$STAMP"
   attempt mkdir -p "$SOURCE"
   attempt rm -rf "$SOURCE/encdec_adapt" "$SOURCE/configs" "$SOURCE/launch"
-  attempt tar -xzf encdec_adapt.tar.gz -C "$SOURCE"
+  attempt tar -xzf "$ARCHIVE" -C "$SOURCE"
   attempt bash "$SOURCE/launch/install.sh" --platform=tpu
   if [ "$dry_run" = 1 ]; then
     bash launch/install.sh --platform=tpu --dry_run
@@ -85,6 +100,23 @@ setup() {
     disk) mount_records ;;
     *) copy_records "$records" ;;
   esac
+  if [ "$dry_run" = 0 ]; then
+    printf '%s\n' "$source" >"$STAMP"
+  fi
+}
+
+# Ends with status 1 where the archive is not the one with this checksum.
+require_source() {
+  local found
+  show cksum "$ARCHIVE"
+  if [ "$dry_run" = 1 ]; then
+    return
+  fi
+  found=$(cksum "$ARCHIVE" | awk '{ print $1 "-" $2 }')
+  if [ "$found" != "$1" ]; then
+    echo "launch: $ARCHIVE is $found, not $1: it was not copied to here"
+    return 1
+  fi
 }
 
 # Copies the records from a bucket.
@@ -138,12 +170,14 @@ mount_records() {
 }
 
 run() {
-  local key status first=1
+  local source=$1 key status first=1
+  shift
   if [ "$dry_run" = 1 ]; then
     start "${@:2}"
     return
   fi
   key=$(printf '%q ' "$@")
+  shift
   shift
   # A job is known by its key once it has a process.
   if [ -f "$JOB/pid" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
@@ -152,6 +186,10 @@ run() {
   elif running; then
     echo 'launch: another job runs here; stop it first'
     return 2
+  elif [ "$(cat "$STAMP" 2>/dev/null)" != "$source" ]; then
+    echo "launch: this worker is not set up with the source $source"
+    echo 'launch: ended with status 1'
+    return 1
   else
     rm -rf "$JOB"
     mkdir "$JOB"
@@ -193,19 +231,22 @@ start() {
     mv "$job/status.part" "$job/status"
   ' encdec_adapt "$PWD/$JOB" "$SOURCE" "${train[@]}" \
     </dev/null >>"$JOB/log" 2>&1 &
-  while [ ! -f "$JOB/pid" ]; do
+  while [ ! -s "$JOB/pid" ]; do
     sleep 0.1
   done
 }
 
 # Prints the log from a line on, as long as the job runs.
 follow() {
-  local line shown=$(($1 - 1))
+  local line shown=$(($1 - 1)) more=()
+  if running; then
+    more=(--pid="$(cat "$JOB/pid")" -f)
+  fi
   while IFS= read -r line; do
     printf '%s\n' "$line"
     shown=$((shown + 1))
     printf '%s\n' "$shown" >"$JOB/shown"
-  done < <(tail -n "+$1" --pid="$(cat "$JOB/pid")" -f "$JOB/log")
+  done < <(tail -n "+$1" "${more[@]}" "$JOB/log")
 }
 
 stop() {

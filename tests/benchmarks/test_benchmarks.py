@@ -141,11 +141,11 @@ def test_compile_scaling():
   assert more['text ratio'] == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.aot
 @pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
-@pytest.mark.long
 def test_gradient_sums():
   sizes = ['--width=512', '--mlp_width=1024', '--tokens=512']
   found = gradient_sums.main(['--topologies=v5e:4x4', *sizes])

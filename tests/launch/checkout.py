@@ -22,7 +22,8 @@ class Checkout:
     self.environment = {
       name: value
       for name, value in os.environ.items()
-      if name not in ('PYTHONPATH', 'VIRTUAL_ENV')
+      if name not in ('PYTHONPATH', 'PYTHONUNBUFFERED', 'VIRTUAL_ENV')
+      and not name.endswith('_MEM_FRACTION')
     }
     self.environment['PATH'] = f'{self.bin}:{os.environ["PATH"]}'
     self.bin.mkdir()

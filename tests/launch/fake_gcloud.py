@@ -5,8 +5,9 @@ Run as `gcloud` by launchers under test, with the folder $FAKE_CLOUD:
     calls.jsonl     every call, as a list
     scenario.json   `creations`: states that each created resource comes
                     to; `runs`: what each run of the job meets, as
-                    `preempt`; `blips`: looks that fail while a job runs, by
-                    the verb and what is looked at
+                    `preempt`; `blips`: calls that fail once a job has run,
+                    by the last two words of the command; one of scp leaves
+                    out worker 1 of slice 0, and says nothing
     state.json      the queued resource: its state, and states still to come
     home-N-W/       home folder of worker W of slice N
 
@@ -15,6 +16,7 @@ of `ssh` are run by bash in the home folder of every worker, beside a server
 of metadata that says which one it is.
 """
 
+import contextlib
 import fcntl
 import http.server
 import json
@@ -78,6 +80,8 @@ def _save(state: dict) -> None:
 def _queued_resources_create(names, flags) -> int:
   if _load():
     return _fail('ALREADY_EXISTS')
+  if _blip('queued-resources create'):
+    return _fail('Internal error encountered.')
   one, many = '--node-id' in flags, '--node-count' in flags
   if one == many or not {'--accelerator-type', '--runtime-version'} <= set(
     flags
@@ -122,6 +126,8 @@ def _queued_resources_delete(names, flags) -> int:
     return _fail('NOT_FOUND')
   if state['states'][0] == 'ACTIVE' and '--force' not in flags:
     return _fail('the nodes must be deleted first')
+  if _blip('queued-resources delete'):
+    return _fail('Internal error encountered.')
   for home in CLOUD.glob('home-*'):
     shutil.rmtree(home)
   (CLOUD / 'state.json').unlink()
@@ -131,21 +137,34 @@ def _queued_resources_delete(names, flags) -> int:
 def _queued_resources_scp(names, flags) -> int:
   *sources, target = names
   assert target == _load()['name'] + ':'
+  left_out = 'home-0-1' if _blip('queued-resources scp') else ''
   for home in CLOUD.glob('home-*'):
-    for source in sources:
+    for source in sources if home.name != left_out else ():
       shutil.copy(source, home)
   return 0
 
 
-def _blip(look: str) -> bool:
-  """Whether a look fails; the scenario says how many do, once a job runs."""
-  scenario = json.loads((CLOUD / 'scenario.json').read_text())
-  left = scenario.get('blips', {}).get(look, 0)
-  if not left or not (CLOUD / 'event').exists():
+@contextlib.contextmanager
+def _scenario():
+  """The scenario, to be changed by nobody else meanwhile."""
+  path, part = CLOUD / 'scenario.json', CLOUD / 'scenario.part'
+  with open(CLOUD / 'scenario.lock', 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    scenario = json.loads(path.read_text())
+    yield scenario
+    part.write_text(json.dumps(scenario))
+    part.rename(path)
+
+
+def _blip(call: str) -> bool:
+  """Whether a call fails; the scenario says how many do, once a job ran."""
+  if not (CLOUD / 'event').exists():
     return False
-  scenario['blips'][look] -= 1
-  (CLOUD / 'scenario.json').write_text(json.dumps(scenario))
-  return True
+  with _scenario() as scenario:
+    left = scenario.get('blips', {}).get(call, 0)
+    if left:
+      scenario['blips'][call] -= 1
+  return left > 0
 
 
 def _storage_du(names, flags) -> int:
@@ -197,10 +216,8 @@ def _queued_resources_ssh(names, flags) -> int:
 
 def _next(key: str):
   """The first entry of a list of the scenario, which is taken off."""
-  scenario = json.loads((CLOUD / 'scenario.json').read_text())
-  entry = scenario[key].pop(0)
-  (CLOUD / 'scenario.json').write_text(json.dumps(scenario))
-  return entry
+  with _scenario() as scenario:
+    return scenario[key].pop(0)
 
 
 def _wait_for(path: pathlib.Path, text: str) -> None:

@@ -1,9 +1,11 @@
 """A stand-in for encdec_adapt.train on the workers of a fake cloud.
 
 Counts to 6 in a file that all workers see, from where it was, and meets what
-$FAKE_CLOUD/event says. Worker 0.0 leads.
+$FAKE_CLOUD/event says. Worker 0.0 leads. Its lines leave it as those of the
+real one do (`encdec_adapt.runtime.command`).
 """
 
+import json
 import os
 import pathlib
 import signal
@@ -17,25 +19,26 @@ STEPS = 6
 
 def main(argv: list[str]) -> int:
   """Trains."""
+  sys.stdout.reconfigure(line_buffering=True)
   event = (CLOUD / 'event').read_text()
   path, part = CLOUD / 'step', CLOUD / 'step.part'
   step = int(path.read_text()) if path.exists() else 0
   assert argv[0] == '--coordinator=auto'
   assert pathlib.Path('launch/install.sh').is_file(), 'not in the source'
   if LEAD:
-    print(f'continuing at step {step}; {" ".join(argv)}', flush=True)
+    print(f'continuing at step {step}; {" ".join(argv)}')
   if event == 'refuse':
-    print('Error: config.data', flush=True)
+    print('Error: config.data')
     return 2
   if event == 'crash':
     if LEAD:
-      print('Traceback', flush=True)
+      print('Traceback')
     return 1 if LEAD else 2
   if event == 'wait':
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-    signal.signal(signal.SIGUSR1, lambda *_: print('tracing', flush=True))
-    print('waiting', flush=True)
+    signal.signal(signal.SIGUSR1, lambda *_: print('tracing'))
+    print('waiting')
     while not told:
       time.sleep(0.02)
     return 75
@@ -44,14 +47,22 @@ def main(argv: list[str]) -> int:
     step += 1
     part.write_text(str(step))
     part.rename(path)
-    print(f'step {step}', flush=True)
+    print(f'step {step}')
     # The connection is cut at step 2; the rest comes after that.
-    time.sleep(0.5 if event in ('drop', 'slow') else 0.02)
+    time.sleep(0.5 if event == 'drop' else 0.02)
+    while event == 'slow' and _blips():
+      time.sleep(0.02)
   if event == 'vanish':
     time.sleep(600)
   while not LEAD and not (path.exists() and int(path.read_text()) >= last):
     time.sleep(0.02)
   return 0 if last == STEPS else 75
+
+
+def _blips() -> int:
+  """How many looks are still to fail."""
+  scenario = json.loads((CLOUD / 'scenario.json').read_text())
+  return sum(scenario['blips'].values())
 
 
 if __name__ == '__main__':

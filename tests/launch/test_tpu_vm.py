@@ -1,103 +1,26 @@
 """Cloud TPU VMs on a fake cloud; what it is: fake_gcloud.py."""
 
-import json
 import shlex
-import subprocess
-import sys
 import time
 
 import pytest
 
-from launch import commands
-from launch.tpu_vm import job, resource
-from tests.launch import checkout
-
-WHERE = ('--name=pair', '--zone=us-west4-a')
-CREATION = ('--accelerator=v5litepod-16', '--slices=2')
-FAST = ('--poll_seconds=0.05', '--grace_seconds=1')
-JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's", '--x=a b')
-DISK = 'source=projects/p/zones/us-west4-a/disks/d,mode=read-only'
-
-
-class Cloud(checkout.Checkout):
-  """A checkout beside a fake cloud."""
-
-  def __init__(self, folder):
-    """An empty cloud."""
-    super().__init__(folder)
-    self.folder = folder / 'cloud'
-    self.folder.mkdir()
-    self.environment['FAKE_CLOUD'] = str(self.folder)
-    self.put(
-      'gcloud', f'exec {sys.executable} {checkout.HERE}/fake_gcloud.py "$@"'
-    )
-    # Makes environments of the Python that runs the tests.
-    self.put(
-      'uv',
-      'echo "uv $*" >>"$HOME/uv.log"\n'
-      f'[ "$1" != venv ] || {{ mkdir -p .venv/bin; ln -sf {sys.executable}'
-      ' .venv/bin/python; }',
-    )
-
-  def train(self, runs, *flags, creations=(('ACTIVE',),) * 2, **blips):
-    """Runs `train` where the job meets `runs`, one after another."""
-    (self.folder / 'scenario.json').write_text(
-      json.dumps({'runs': runs, 'creations': creations, **blips})
-    )
-    return self.launch(
-      'tpu_vm', 'train', *WHERE, *CREATION, *FAST, *flags, *JOB
-    )
-
-  def put_records(self):
-    """Puts records of 2 bytes into a bucket; returns their address."""
-    folder = self.folder / 'b' / 'records'
-    folder.mkdir(parents=True)
-    (folder / 'manifest.json').write_text('{}')
-    return 'gs://b/records'
-
-  def start_training(self, runs):
-    """Starts what `train` runs, and returns at once."""
-    (self.folder / 'scenario.json').write_text(
-      json.dumps({'runs': runs, 'creations': [['ACTIVE']]})
-    )
-    return subprocess.Popen(
-      [sys.executable, '-m', 'launch.tpu_vm', 'train', *WHERE, *CREATION]
-      + [*FAST, *JOB],
-      cwd=self.root,
-      env=self.environment,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-
-  def installed(self, worker):
-    """The commands of uv that a worker, as 0-1, has run."""
-    return (self.folder / f'home-{worker}' / 'uv.log').read_text().splitlines()
-
-  def calls(self, *verbs):
-    """Verbs of gcloud that were called; only those of `verbs` if given."""
-    path = self.folder / 'calls.jsonl'
-    if not path.exists():
-      return []
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [call for call in found if not verbs or call[3] in verbs]
-
-
-@pytest.fixture
-def cloud(tmp_path):
-  """A fake cloud with a checkout to launch from."""
-  return Cloud(tmp_path)
-
-
-def _assert_ended(done, status):
-  assert done.returncode == status, done.stdout + done.stderr
+from tests.launch import cloud as clouds
 
 
 def test_dry_run_prints_every_command_and_runs_none(cloud):
   done = cloud.launch(
-    *('tpu_vm', 'train', '--dry_run', *WHERE, *CREATION, '--project=p'),
-    *('--records=gs://b/records', *JOB),
+    *(
+      'tpu_vm',
+      'train',
+      '--dry_run',
+      *clouds.WHERE,
+      *clouds.CREATION,
+      '--project=p',
+    ),
+    *('--records=gs://b/records', *clouds.JOB),
   )
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   gcloud = 'gcloud compute tpus queued-resources'
   where = '--zone=us-west4-a --project=p'
   everywhere = '--node=all --worker=all --batch-size=all'
@@ -162,11 +85,11 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
 
 def test_what_dry_run_prints_is_what_is_run(cloud):
   records = f'--records={cloud.put_records()}'
-  flags = ('--dry_run', *WHERE, *CREATION, records)
-  printed = cloud.launch('tpu_vm', 'train', *flags, *JOB).stdout
+  flags = ('--dry_run', *clouds.WHERE, *clouds.CREATION, records)
+  printed = cloud.launch('tpu_vm', 'train', *flags, *clouds.JOB).stdout
   done = cloud.train(['finish'], records)
-  _assert_ended(done, 0)
-  _assert_ended(cloud.launch('tpu_vm', 'delete', *WHERE), 0)
+  clouds.assert_ended(done, 0)
+  clouds.assert_ended(cloud.launch('tpu_vm', 'delete', *clouds.WHERE), 0)
   shown = {
     tuple(shlex.split(line.partition('$ gcloud ')[2]))
     for line in printed.splitlines()
@@ -192,7 +115,7 @@ def test_what_dry_run_prints_is_what_is_run(cloud):
 
 def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   done = cloud.train(['finish'], f'--records={cloud.put_records()}')
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   lines = done.stdout.splitlines()
   assert (
     '[0.0] continuing at step 0; --coordinator=auto --config=configs/base.py'
@@ -211,7 +134,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   # Given again, nothing is created, and nothing is installed again.
   installed = cloud.installed('0-0')
   done = cloud.train(['finish'], '--delete_when_done')
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   assert '[0.0] continuing at step 6' in done.stdout
   assert len(installed) == 3
   assert '.venv is as launch/locks/tpu.txt has it' in done.stdout
@@ -224,7 +147,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
 @pytest.mark.parametrize('event', ['preempt', 'vanish', 'lose_slice'])
 def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
   done = cloud.train([event, 'finish'])
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   assert 'preempted: made anew, and continued' in done.stdout
   assert '[0.0] continuing at step 2' in done.stdout
   # Of machines that vanish, the last lines may not arrive.
@@ -241,7 +164,7 @@ def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
 def test_one_preempted_while_it_is_made_is_made_anew(cloud):
   creations = [['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
   done = cloud.train(['finish'], creations=creations)
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   assert '# pair: SUSPENDED' in done.stdout
   assert '[0.0] step 6' in done.stdout
   assert [call[3] for call in cloud.calls('create', 'delete')] == [
@@ -254,7 +177,7 @@ def test_one_preempted_while_it_is_made_is_made_anew(cloud):
 @pytest.mark.long
 def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
   done = cloud.train(['stop', 'finish'])
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   assert 'the job told to stop, and saved' in done.stdout
   assert '[0.0] continuing at step 2' in done.stdout
   assert len(cloud.calls('create', 'delete')) == 1
@@ -268,11 +191,11 @@ def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
     while not log.exists() or log.read_text().count('waiting') < 4:
       assert time.monotonic() < deadline
       time.sleep(0.1)
-    traced = cloud.launch('tpu_vm', 'profile', *WHERE, '--slices=2')
+    traced = cloud.launch('tpu_vm', 'profile', *clouds.WHERE, '--slices=2')
     while log.read_text().count('] tracing') < 4:
       assert time.monotonic() < deadline
       time.sleep(0.1)
-    done = cloud.launch('tpu_vm', 'stop', *WHERE, '--slices=2')
+    done = cloud.launch('tpu_vm', 'stop', *clouds.WHERE, '--slices=2')
     output, _ = launcher.communicate(timeout=60)
   finally:
     launcher.kill()
@@ -284,178 +207,18 @@ def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
 
 def test_a_connection_that_breaks_does_not_end_the_job(cloud):
   done = cloud.train(['drop', 'finish'])
-  _assert_ended(done, 0)
+  clouds.assert_ended(done, 0)
   lines = done.stdout.splitlines()
   assert 'the job was lost from sight' in done.stdout
   # Every line of it was shown; one that was on its way may come twice.
-  assert _starts(cloud) == 1
+  assert clouds.starts(cloud) == 1
   assert {f'[0.0] step {step}' for step in range(3, 7)} <= set(lines)
-
-
-def test_looks_that_fail_do_not_end_the_launcher(cloud):
-  blips = {'queued-resources describe': 3, 'tpu-vm describe': 2}
-  done = cloud.train(['slow'], '--delete_when_done', blips=blips)
-  _assert_ended(done, 0)
-  assert done.stdout.count('# a look failed (1 in a row, 30 are borne)') >= 2
-  assert '# a look failed (3 in a row, 30 are borne)' in done.stdout
-  assert 'Unable to find the server' in done.stdout
-  assert 'machines are being taken away' not in done.stdout
-  assert [call[3] for call in cloud.calls('create', 'delete')] == [
-    'create',
-    'delete',
-  ]
-
-
-def test_a_look_that_fails_after_the_connection_did_deletes_nothing(cloud):
-  done = cloud.train(['drop', 'finish'], blips={'tpu-vm describe': 4})
-  _assert_ended(done, 0)
-  assert done.stdout.count('# a look failed (') == 4
-  assert 'preempted' not in done.stdout
-  assert not cloud.calls('delete')
-  assert _starts(cloud) == 1
-
-
-def _starts(cloud) -> int:
-  """How often a job that went on from step 0 to its end was started."""
-  (log,) = [
-    text
-    for text in (
-      path.read_text()
-      for path in cloud.folder.glob('home-*/encdec_adapt.job/log')
-    )
-    if 'continuing at' in text
-  ]
-  assert 'continuing at step 0' in log and 'step 6' in log
-  return log.count('continuing at')
-
-
-class Looks(commands.Shell):
-  """A shell whose commands end with what it is given, one after another."""
-
-  def __init__(self, *answers):
-    """Answers are status, output and complaint; the last one stays."""
-    super().__init__(dry_run=False)
-    self.answers = list(answers)
-
-  def ask(self, command):
-    """The next answer."""
-    return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-
-ACTIVE, READY = (0, 'ACTIVE', ''), (0, 'READY', '')
-BLIP = (1, '', 'Unable to find the server')
-MISSING = (1, '', 'ERROR: (gcloud...) NOT_FOUND: Resource was not found.')
-
-
-def _job(*answers):
-  one = resource.Resource(name='pair', zone='us-west4-a')
-  return job.Job(one, Looks(*answers), poll_seconds=0, grace_seconds=0)
-
-
-@pytest.mark.parametrize(
-  'answers, gone',
-  [
-    ([ACTIVE, READY], False),
-    ([ACTIVE, MISSING], True),
-    ([ACTIVE, (0, 'PREEMPTED', '')], True),
-    ([MISSING], True),
-    ([(0, 'SUSPENDING', '')], True),
-    ([ACTIVE, BLIP], None),
-    ([ACTIVE, (127, '', 'gcloud: command not found')], None),
-  ],
-)
-def test_machines_are_gone_where_the_cloud_says_so(answers, gone):
-  assert _job(*answers).gone() is gone
-
-
-def test_the_first_look_must_not_fail():
-  with pytest.raises(commands.LaunchError, match='ended with status 1: Unable'):
-    _job(BLIP).state()
-
-
-def test_half_an_hour_of_looks_that_fail_ends_it(capsys):
-  watching = _job(ACTIVE, READY, BLIP)
-  assert watching.gone() is False
-  for _ in range(30):
-    assert watching.gone() is None
-  with pytest.raises(commands.LaunchError, match='Unable to find the server'):
-    watching.gone()
-  assert capsys.readouterr().out.count('# a look failed (') == 30
-
-
-def test_nothing_is_deleted_before_a_look_succeeds():
-  down = _job(ACTIVE, BLIP, BLIP, MISSING)
-  assert down.state() == 'ACTIVE'
-  down.take_down()  # Would run a command otherwise, and fail.
-  assert _job(ACTIVE, BLIP, BLIP, ACTIVE, READY).was_preempted(wait=True) is (
-    False
-  )
-
-
-def test_records_that_the_disk_has_no_room_for_are_not_copied(cloud):
-  cloud.put('df', 'echo Avail; echo 2000000001')
-  done = cloud.train(['finish'], f'--records={cloud.put_records()}')
-  _assert_ended(done, 2)
-  assert (
-    '[0.1] launch: the records gs://b/records are 0.0 GB, 0.0 GB of it here;'
-    ' the disk has 2.0 GB left.' in done.stdout
-  )
-  assert '(--data_disk)' in done.stdout
-  assert 'cannot be set up like this' in done.stdout
-  # Once, and machines stay for another try.
-  assert len(cloud.calls('scp')) == 1 and not cloud.calls('delete')
-  assert not (cloud.folder / 'home-0-0' / 'encdec_adapt' / 'records').exists()
-
-  # What is there already is not counted again.
-  cloud.put('df', 'echo Avail; echo 2000000002')
-  records = '--records=gs://b/records'
-  _assert_ended(cloud.train(['finish'], records), 0)
-  cloud.put('df', 'echo Avail; echo 2000000000')
-  (cloud.folder / 'step').unlink()
-  _assert_ended(cloud.train(['finish'], records), 0)
-
-
-def test_records_of_a_data_disk_are_mounted(cloud):
-  cloud.put(
-    'sudo',
-    '[ ! -e "$FAKE_CLOUD/no-disk" ] || exit 32\n'
-    'echo "$*" >>"$HOME/sudo.log"; touch "${!#}/manifest.json"',
-  )
-  done = cloud.train(['finish'], f'--data_disk={DISK}')
-  _assert_ended(done, 0)
-  assert f'--data-disk={DISK}' in cloud.calls('create')[0]
-  for worker in ('0-0', '1-1'):
-    home = cloud.folder / f'home-{worker}'
-    assert (home / 'sudo.log').read_text() == (
-      'mount -t ext4 -o ro -o noload LABEL=records encdec_adapt/records\n'
-    )
-    assert (home / 'encdec_adapt' / 'records' / 'manifest.json').exists()
-  assert not [call for call in cloud.calls() if call[0] == 'storage']
-
-  (cloud.folder / 'no-disk').touch()
-  done = cloud.train(['finish'], f'--data_disk={DISK}')
-  _assert_ended(done, 2)
-  assert '(mkfs.ext4 -L records)' in done.stdout
-
-
-def test_a_recipe_without_chips_to_spread_it_over_is_warned_of(cloud):
-  config = '--config=configs/gemma2.py:size=9b_2b'
-  flags = ('--dry_run', *WHERE, *CREATION, '--', '--workdir=/b/r')
-  done = cloud.launch('tpu_vm', 'train', *flags, config)
-  _assert_ended(done, 0)
-  assert done.stderr.startswith(f'Warning: {config} names no topology')
-  assert 'configs/gemma2.py:size=9b_2b,topology=v5e:4x4' in done.stderr
-  done = cloud.launch(
-    'tpu_vm', 'train', *flags, f'{config},topology=v5e:4x4,slices=2'
-  )
-  _assert_ended(done, 0)
-  assert not done.stderr
 
 
 @pytest.mark.long
 def test_failures_in_a_row_end_it(cloud):
   done = cloud.train(['crash', 'crash'], '--retries=1')
-  _assert_ended(done, 2)
+  clouds.assert_ended(done, 2)
   assert 'failed 2 times in a row' in done.stderr
   assert '--retries=1' in done.stderr
   assert 'Traceback' in done.stdout
@@ -464,124 +227,19 @@ def test_failures_in_a_row_end_it(cloud):
 
 def test_bad_input_is_not_tried_again(cloud):
   done = cloud.train(['refuse'])
-  _assert_ended(done, 2)
+  clouds.assert_ended(done, 2)
   assert done.stdout.count('[0.1] Error: config.data') == 1
   assert 'refused its input: 4 of 4 workers with status 2' in done.stdout
 
 
 def test_a_request_that_fails_says_why(cloud):
   done = cloud.train([], creations=[['FAILED']])
-  _assert_ended(done, 2)
+  clouds.assert_ended(done, 2)
   assert 'could not fill the request pair' in done.stderr
 
 
 @pytest.mark.long
 def test_restarts_are_limited(cloud):
   done = cloud.train(['stop', 'stop'], '--max_restarts=1')
-  _assert_ended(done, 2)
+  clouds.assert_ended(done, 2)
   assert '--max_restarts=1' in done.stderr
-
-
-@pytest.mark.parametrize(
-  'statuses, gcloud, end',
-  [
-    ({'0.0': 0, '0.1': 0}, 0, job.End.DONE),
-    ({'0.0': 0}, 255, job.End.LOST),  # Of a worker nothing is known.
-    ({}, 1, job.End.LOST),
-    ({'0.0': 75, '0.1': 75}, 75, job.End.RESTART),
-    ({'0.0': 75, '0.1': 0}, 75, job.End.RESTART),
-    ({'0.0': 2, '0.1': 2}, 2, job.End.REFUSED),
-    ({'0.0': 1, '0.1': 2}, 1, job.End.FAILED),  # It tells the others.
-    ({'0.0': 75, '0.1': 137}, 75, job.End.FAILED),
-    ({'0.0': 76, '0.1': 76}, 76, job.End.FAILED),
-  ],
-)
-def test_how_an_attempt_ended(statuses, gcloud, end):
-  assert job.judge(statuses, gcloud) is end
-
-
-@pytest.mark.parametrize(
-  'change, said',
-  [
-    ({'--accelerator': 'v5e-16'}, 'say v5litepod-16'),
-    ({'--accelerator': 'v5p'}, '--accelerator=v5p is not known'),
-    ({'--zone': 'us-west4'}, '--zone=us-west4: give a zone'),
-    ({'--name': 'Pair'}, '--name=Pair: give 1 to 30 small letters'),
-    ({'--slices': '0'}, '--slices=0: give 1 or more'),
-    ({'--tier': 'cheap'}, "argument --tier: invalid choice: 'cheap'"),
-    ({'--records': '/data'}, '--records=/data: give the folder of a bucket'),
-    (
-      {'--data_disk': 'source=d,mode=read-only'},
-      '--data_disk=source=d,mode=read-only: give a disk of the zone',
-    ),
-    ({'--data_disk': DISK.replace('4-a', '4-b')}, '/zones/us-west4-a/disks/'),
-    ({'--data_disk': DISK.replace('only', 'write')}, 'which all workers att'),
-    ({'--data_disk': DISK, '--records': 'gs://b/r'}, ': give one; both are'),
-    ({'--slice': '2'}, 'unrecognized arguments: --slice=2'),
-    ({'-- --workdir': 'runs/x'}, '--workdir=runs/x after --'),
-    ({'-- --workdir': 's3://b/r'}, 'give a folder of a bucket, gs://'),
-    ({'-- --workdir': 'gs://b'}, '--workdir=gs://b after --'),
-    ({'-- --workdir': ''}, '--workdir= of encdec_adapt.train is missing'),
-    ({'-- --config': 'configs/no.py'}, 'configs/no.py is not a file of this'),
-    ({'-- --process': '1'}, '--process=1 after --'),
-    (
-      {'-- --config': 'configs/gemma2.py:topology=v5e:8x8'},
-      'is of 1 x 64 v5e chips; --accelerator=v5litepod-16 --slices=1 are'
-      ' 1 x 16 of v5e',
-    ),
-    (
-      {'-- --config': 'configs/gemma2.py:topology=v5e:4x4,slices=2'},
-      'is of 2 x 16 v5e chips',
-    ),
-    (
-      {
-        '--accelerator': 'v5p-64',
-        '-- --config': 'configs/gemma2.py:topology=v5p:4x4x4',
-      },
-      'is of 1 x 64 v5p chips; --accelerator=v5p-64 --slices=1 are 1 x 32',
-    ),
-  ],
-)
-def test_bad_flags_are_named_before_anything_is_created(cloud, change, said):
-  own = {
-    '--name': 'pair',
-    '--zone': 'us-west4-a',
-    '--accelerator': 'v5litepod-16',
-  }
-  training = {'--config': 'configs/base.py', '--workdir': '/b/r'}
-  for name, value in change.items():
-    if name.startswith('-- '):
-      training[name[3:]] = value
-    else:
-      own[name] = value
-  done = cloud.launch(
-    'tpu_vm',
-    'train',
-    *(f'{name}={value}' for name, value in own.items()),
-    '--',
-    *(f'{name}={value}' for name, value in training.items()),
-  )
-  assert done.returncode == commands.USER_ERROR
-  assert said in done.stderr and done.stderr.startswith('Error: ')
-  assert 'Traceback' not in done.stderr
-  assert cloud.calls() == []
-  assert not (cloud.root / 'runs').exists()
-
-
-def test_without_gcloud_it_says_so(tmp_path):
-  here = checkout.Checkout(tmp_path)
-  here.environment['PATH'] = str(here.bin)
-  done = here.launch('tpu_vm', 'delete', *WHERE)
-  assert done.returncode == commands.USER_ERROR
-  assert 'gcloud is not on PATH' in done.stderr
-
-
-def test_the_fake_refuses_flags_that_gcloud_does_not_have(cloud):
-  done = subprocess.run(
-    ['gcloud', 'compute', 'tpus', 'queued-resources', 'delete', '--forced'],
-    env=cloud.environment,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 2
-  assert 'unrecognized arguments: --forced' in done.stderr
