@@ -346,20 +346,17 @@ class Shell:
     Returns:
       Its checksum and size, as cksum prints them, with a hyphen between.
     """
-
-    def archive(target: str) -> list[str]:
-      return ['tar', '--exclude=__pycache__', '-czf', target, *SOURCE]
-
+    command = ['tar', '--exclude=__pycache__', '-czf', str(path), *SOURCE]
     self.show(['mkdir', '-p', str(path.parent)])
-    if self.dry_run:
-      self.show(archive(str(path)))
-      with tempfile.TemporaryDirectory() as folder:
-        target = str(pathlib.Path(folder) / path.name)
-        subprocess.run(archive(target), cwd=ROOT, check=True)
-        return self._checksum(target)
-    (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-    self.require(archive(str(path)))
-    return self._checksum(str(path))
+    if not self.dry_run:
+      (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+      self.require(command)
+      return self._checksum(str(path))
+    self.show(command)
+    with tempfile.TemporaryDirectory() as folder:
+      command[3] = str(pathlib.Path(folder) / path.name)
+      subprocess.run(command, cwd=ROOT, check=True)
+      return self._checksum(command[3])
 
   def _checksum(self, path: str) -> str:
     """Checksum and size of a file, with a hyphen between."""

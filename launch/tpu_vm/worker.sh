@@ -178,7 +178,6 @@ run() {
   fi
   key=$(printf '%q ' "$@")
   shift
-  shift
   # A job is known by its key once it has a process.
   if [ -f "$JOB/pid" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
     # The connection broke meanwhile; what it has shown is not shown again.

@@ -17,13 +17,27 @@ from tests.launch import checkout
 WHERE = ('--cluster=pod', '--zone=us-west4-a')
 JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's")
 IMAGE = '--image=europe-docker.pkg.dev/p/r/encdec_adapt:1'
-# Of every verb, what is given and what is printed.
+# Of every verb, and tier, what is given and what is printed.
 COMMANDS = {
   'create': (
     [*WHERE, '--accelerator=v5litepod-16', '--slices=2', '--project=p'],
     [
       'xpk cluster create --cluster=pod --zone=us-west4-a --project=p'
       ' --tpu-type=v5litepod-16 --num-slices=2 --spot'
+    ],
+  ),
+  'create, on demand': (
+    [*WHERE, '--accelerator=v6e-4x4', '--tier=on_demand'],
+    [
+      'xpk cluster create --cluster=pod --zone=us-west4-a --tpu-type=v6e-4x4'
+      ' --num-slices=1 --on-demand'
+    ],
+  ),
+  'create, reserved': (
+    [*WHERE, '--accelerator=v5p-64', '--tier=reserved', '--reservation=r'],
+    [
+      'xpk cluster create --cluster=pod --zone=us-west4-a --tpu-type=v5p-64'
+      ' --num-slices=1 --reservation=r'
     ],
   ),
   'image': (
@@ -82,9 +96,10 @@ def here(tmp_path):
   return found
 
 
-@pytest.mark.parametrize('verb', COMMANDS)
-def test_dry_run_prints_what_is_run(here, verb):
-  flags, wanted = COMMANDS[verb]
+@pytest.mark.parametrize('name', COMMANDS)
+def test_dry_run_prints_what_is_run(here, name):
+  flags, wanted = COMMANDS[name]
+  verb = name.partition(',')[0]
   done = here.launch('gke', verb, '--dry_run', *flags)
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines() == [f'$ {line}' for line in wanted]
@@ -119,6 +134,27 @@ def test_a_command_that_fails_ends_it(here):
       + [*JOB],
       '--grace_seconds=0: give 1 or more',
     ),
+    (
+      'train',
+      ['--name=a', *WHERE, IMAGE, '--accelerator=v6e-8', '--max_restarts=-1']
+      + [*JOB],
+      '--max_restarts=-1: give 0 or more',
+    ),
+    (
+      'train',
+      ['--name=a', *WHERE, IMAGE, '--accelerator=v5litepod-16', '--']
+      + ['--config=configs/gemma2.py:topology=v5e:8x8', '--workdir=gs://b/r'],
+      'is of 1 x 64 v5e chips; --accelerator=v5litepod-16 --slices=1 are 1 x'
+      ' 16 of v5e',
+    ),
+    (
+      'train',
+      ['--name=a', *WHERE, IMAGE, '--accelerator=v5p-4x4x4', '--']
+      + ['--config=configs/gemma2.py:topology=v5p:4x4x4,slices=2']
+      + ['--workdir=gs://b/r'],
+      '--accelerator=v5p-4x4x4 --slices=1 are 1 x 64 of v5p',
+    ),
+    ('create', [*WHERE, '--accelerator=v5e-16'], 'say v5litepod-16'),
   ],
 )
 def test_bad_flags_are_named(here, verb, flags, said):
@@ -184,6 +220,8 @@ def test_xpk_takes_what_is_printed():
   assert shlex.split(read['train']['command'])[-1] == "--workdir=gs://b/it's"
   assert read['create']['spot'] is True
   assert read['create']['num_slices'] == 2
+  assert read['create, on demand']['on_demand'] is True
+  assert read['create, reserved']['reservation'] == 'r'
 
 
 @pytest.mark.slow

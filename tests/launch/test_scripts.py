@@ -176,10 +176,14 @@ chmod +x "$6/bin/uv"
 
 
 def _install(here):
+  # Nothing else of this machine, which may have a uv.
+  for name in 'bash sh basename cat chmod cksum dirname mkdir'.split():
+    if not (here.bin / name).exists():
+      (here.bin / name).symlink_to(shutil.which(name))
   return subprocess.run(
     ['bash', 'launch/install.sh', '--platform=cpu'],
     cwd=here.root,
-    env={**here.environment, 'PATH': f'{here.bin}:/usr/bin:/bin'},
+    env={**here.environment, 'PATH': str(here.bin)},
     capture_output=True,
     text=True,
   )

@@ -93,6 +93,7 @@ def test_one_sees_and_ends_ones_own_jobs(here, verb):
     (['--python=no/python'], 'bash launch/install.sh --platform=gpu-cuda12'),
     (['--name=9'], '--name=9: give 1 to 30'),
     (['--notice_seconds=0'], '--notice_seconds=0: give 1 or more'),
+    (['--retries=-1'], '--retries=-1: give 0 or more'),
     (['--time=5'], '--time=5 is over in 300 s, and --notice_seconds=300'),
   ],
 )
@@ -102,6 +103,25 @@ def test_bad_flags_are_named(here, flags, said):
   assert done.returncode == 2
   assert said in done.stderr and 'Traceback' not in done.stderr
   assert not here.called.exists()
+
+
+@pytest.mark.parametrize(
+  'topology, gpus, said',
+  [
+    ('h100:16', 8, ''),
+    ('h100:64', 8, 'is of 1 x 64 h100 chips; --nodes=2 --gpus_per_node=8 are'),
+    ('v5e:4x4', 8, 'is of 1 x 16 v5e chips; --nodes=2 --gpus_per_node=8 are'),
+    ('h100:64', 0, ''),  # Asked for in another way.
+  ],
+)
+def test_the_recipe_is_of_as_many_gpus(here, topology, gpus, said):
+  done = here.launch(
+    *('slurm', 'train', '--dry_run', '--name=pair', '--nodes=2', '--time=60'),
+    *(f'--gpus_per_node={gpus}', '--', '--workdir=/shared/r'),
+    f'--config=configs/gemma2.py:size=2b_2b,topology={topology}',
+  )
+  assert done.returncode == (2 if said else 0)
+  assert said in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -240,7 +260,8 @@ class Job:
     package = tiny.ROOT / 'encdec_adapt'
     (self.here.root / 'encdec_adapt').symlink_to(package)
     self.here.environment |= tiny.environment() | cluster.environment
-    self.here.environment.pop('PYTHONPATH', None)
+    for name in ('PYTHONPATH', 'PYTHONUNBUFFERED'):
+      self.here.environment.pop(name, None)
     flags = tiny.make_records(folder / 'records')
     self.workdir = folder / 'work'
     done = self.here.launch(

@@ -18,7 +18,7 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
       *clouds.CREATION,
       '--project=p',
     ),
-    *('--records=gs://b/records', *clouds.JOB),
+    *('--records=gs://b/records', *clouds.JOB, clouds.FOLDER),
   )
   clouds.assert_ended(done, 0)
   gcloud = 'gcloud compute tpus queued-resources'
@@ -27,9 +27,12 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
   alive = (
     '--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4'
   )
+  archive = 'tar --exclude=__pycache__ -czf {} setup.py pyproject.toml'
+  archive += ' encdec_adapt configs launch'
+  source = cloud.checksum(archive.format('-'))
   run = shlex.quote(
-    '--command=bash worker.sh run attempt-1 --config=configs/base.py'
-    " '--workdir=gs://b/it'\"'\"'s' '--x=a b'"
+    f'--command=bash worker.sh run {source} attempt-1 --config=configs/base.py'
+    " '--workdir=gs://b/it'\"'\"'s' '--x=a b' --config.data.folder=records"
   )
   look = f"$ {gcloud} describe pair '--format=value(state.state)' {where}"
   install = '[worker] $ uv pip install --quiet --python .venv/bin/python'
@@ -44,12 +47,13 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
     '# where it says FAILED, what the cloud says of it',
     f"$ {gcloud} describe pair '--format=yaml(state)' {where}",
     '$ mkdir -p runs/launch/pair',
-    '$ tar --exclude=__pycache__ -czf runs/launch/pair/encdec_adapt.tar.gz'
-    ' setup.py pyproject.toml encdec_adapt configs launch',
+    f'$ {archive.format("runs/launch/pair/encdec_adapt.tar.gz")}',
     f'$ {gcloud} scp runs/launch/pair/encdec_adapt.tar.gz'
     f' launch/tpu_vm/worker.sh pair: {everywhere} --quiet {where}',
-    f"$ {gcloud} ssh pair '--command=bash worker.sh setup gs://b/records'"
-    f' {everywhere} {alive} --quiet {where}',
+    f"$ {gcloud} ssh pair '--command=bash worker.sh setup {source}"
+    f" gs://b/records' {everywhere} {alive} --quiet {where}",
+    '[worker] $ cksum encdec_adapt.tar.gz',
+    '[worker] $ rm -f encdec_adapt.source',
     '[worker] $ mkdir -p encdec_adapt',
     '[worker] $ rm -rf encdec_adapt/encdec_adapt encdec_adapt/configs'
     ' encdec_adapt/launch',
@@ -68,7 +72,8 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
     f'$ {gcloud} ssh pair {run} {everywhere} {alive} --quiet {where}',
     '[worker] $ cd encdec_adapt',
     '[worker] $ .venv/bin/python -m encdec_adapt.train --coordinator=auto'
-    " --config=configs/base.py --workdir=gs://b/it\\'s --x=a\\ b",
+    " --config=configs/base.py --workdir=gs://b/it\\'s --x=a\\ b"
+    ' --config.data.folder=records',
     '# every 60 s while it runs',
     look,
     *(
@@ -86,7 +91,8 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
 def test_what_dry_run_prints_is_what_is_run(cloud):
   records = f'--records={cloud.put_records()}'
   flags = ('--dry_run', *clouds.WHERE, *clouds.CREATION, records)
-  printed = cloud.launch('tpu_vm', 'train', *flags, *clouds.JOB).stdout
+  printed = cloud.launch('tpu_vm', 'train', *flags, *clouds.JOB, clouds.FOLDER)
+  printed = printed.stdout
   done = cloud.train(['finish'], records)
   clouds.assert_ended(done, 0)
   clouds.assert_ended(cloud.launch('tpu_vm', 'delete', *clouds.WHERE), 0)
@@ -119,7 +125,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   lines = done.stdout.splitlines()
   assert (
     '[0.0] continuing at step 0; --coordinator=auto --config=configs/base.py'
-    " --workdir=gs://b/it's --x=a b" in lines
+    " --workdir=gs://b/it's --x=a b --config.data.folder=records" in lines
   )
   for worker in ('0.0', '0.1', '1.0', '1.1'):
     assert f'[{worker}] launch: ended with status 0' in lines
