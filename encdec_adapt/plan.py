@@ -127,11 +127,13 @@ def main(values: flags.FlagValues) -> int:
     return 0
   command.require(values, 'config', 'topology')
   where = chips.parse(values.topology, values.num_slices)
+  known = ', '.join(programs.PROGRAMS)
+  if not values.programs:
+    raise errors.UserError(f'--programs= names none; choose of {known}.')
   for name in values.programs:
     if name not in programs.PROGRAMS:
       raise errors.UserError(
-        f'--programs={name} is not known; choose of'
-        f' {", ".join(programs.PROGRAMS)}.'
+        f'--programs={name} is not known; choose of {known}.'
       )
   settings = config_lib.load(values.config, sources=False)
   job.check_attention(settings, where.chip.kind)
@@ -220,18 +222,27 @@ def _compiled_or_refused(name, settings, mesh, where, budget) -> dict:
   """The plan of one program.
 
   Raises:
-    UserError: the compiler fails, and not for memory.
+    UserError: the compiler fails, and not for memory; or what it made of the
+      program is not understood.
   """
   try:
     return _compiled(name, settings, mesh, where, budget)
-  except jax.errors.JaxRuntimeError as error:
+  except (jax.errors.JaxRuntimeError, hlo.UnknownProgramError) as error:
     reason = str(error).strip().splitlines()[0]
-    raise errors.UserError(
-      f'the compiler fails on program {name!r} for {where.name} x'
-      f' {where.count}: {reason}. That is an error of libtpu'
-      f' {importlib.metadata.version("libtpu")}; change config.mesh, the'
-      ' topology or that version.'
-    ) from error
+    of = f'program {name!r} for {where.name} x {where.count}'
+    libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
+    if isinstance(error, hlo.UnknownProgramError):
+      message = (
+        f'what the compiler made of {of} cannot be counted: {reason}. That is'
+        f' not known of {libtpu}: report it, with this command. Estimates by'
+        ' shapes, which compile nothing, are what --search prints first.'
+      )
+    else:
+      message = (
+        f'the compiler fails on {of}: {reason}. That is an error of {libtpu};'
+        ' change config.mesh, the topology or that version.'
+      )
+    raise errors.UserError(message) from error
 
 
 def _compiled(name, settings, mesh, where, budget) -> dict:

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -108,7 +109,8 @@ def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
   Over those of `summed_first`, and then over the others that the weight is
   sharded over: a TPU's compiler scatters what it sums over some of a slice's
   chips, but not what it sums over all of them, which it sends whole instead
-  (`tests.benchmarks.gradient_sums`).
+  (`tests.benchmarks.gradient_sums`). Nothing is summed over axes that split no
+  tokens, such as those of heads: they shard the gradient all along.
 
   Args:
     weight: that a product reads.
@@ -116,10 +118,14 @@ def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
   """
   partition = active()
   first = partition.mesh_axes('summed_first') if partition else ()
-  if not first:
+  sizes = partition.mesh.shape if partition else {}
+  if math.prod(sizes[axis] for axis in first) == 1:
     return weight
+  tokens = partition.mesh_axes('batch') + partition.mesh_axes('length')
+  kept = [a for a in sizes if a not in tokens and sizes[a] > 1]
+  kept += first
   axes = [partition.mesh_axes(name) for name in names]
-  stages = [[tuple(a for a in some if a in first) for some in axes], axes]
+  stages = [[tuple(a for a in some if a in kept) for some in axes], axes]
   return _summed(
     weight,
     tuple(

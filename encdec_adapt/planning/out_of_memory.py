@@ -15,18 +15,26 @@ _SAID = re.compile(
   'Ran out of memory|RESOURCE_EXHAUSTED.*(out of memory|allocat|hbm)',
   re.IGNORECASE | re.DOTALL,
 )
+# Of a device's memory, and no other that a chip has.
+_NEEDED = re.compile(
+  r'(?:Used |temporaries \()(?P<number>[\d.]+)(?P<unit>[KMGT])'
+  r'\)? (?:of [\d.]+[KMGT]? |exceeds available )hbm',
+  re.IGNORECASE,
+)
 _EXAMPLE = 'v5e:4x4'
 
 
 def needed(message: str) -> float | None:
-  """Bytes that a program needs, of the compiler's complaint; None: another."""
-  found = re.search(
-    r'(?:Used |temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)', message
-  )
+  """Bytes that a program needs, of the compiler's complaint; None: another.
+
+  Of what a chip computes in (vmem, smem) no plan can make less be needed: that
+  is another complaint.
+  """
+  found = _NEEDED.search(message)
   if not found:
     return None
-  power = ' KMGT'.index(found[2])
-  return float(found[1]) * 1024**power
+  power = ' KMGT'.index(found['unit'])
+  return float(found['number']) * 1024**power
 
 
 @contextlib.contextmanager

@@ -49,8 +49,12 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
   Returns:
     JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
     `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`;
-    where the compiler found that memory does not suffice, what it said of it,
-    and None for what only a compiled program has.
+    where the compiler found that memory does not suffice, it does not fit:
+    what the compiler said of it, and None for what only a compiled program has.
+
+  Raises:
+    JaxRuntimeError: the compiler fails, and not for a device's memory.
+    UnknownProgramError: what it compiled is not understood.
   """
   began = time.perf_counter()
   lowered = program.lower(question.mesh)
@@ -72,7 +76,7 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     found = _measured(compiled, program, question)
   return {
     'source': 'compiled',
-    'fits': found['memory']['peak'] <= question.budget,
+    'fits': compiled is not None and found['memory']['peak'] <= question.budget,
     **found,
     **times,
     **programs.held_twice(program),
@@ -81,8 +85,9 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
 
 def _refused(program, question: Question, needed: float) -> dict[str, Any]:
   """What is known of a program that needs more than a device has."""
+  # The compiler takes no more than a chip has, whatever it is allowed.
   memory = {
-    'budget': question.budget,
+    'budget': min(question.budget, question.where.chip.hbm_bytes),
     'peak': needed,
     'arguments': programs.argument_bytes(program),
     'beside': programs.tree_bytes(program.beside),

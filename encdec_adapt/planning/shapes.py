@@ -31,9 +31,13 @@ from encdec_adapt.runtime import flops
 PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
 # What a training step has in memory besides what is counted here (weights that
-# are cast and gathered, copies), as a share of that: 0.4 to 0.7 in the compiled
-# plans of `configs/plans`.
-_BESIDES = 0.55
+# are cast and gathered, copies), as shares of what layers keep for the backward
+# pass, and of the rest. In the compiled plans of `configs/plans` it is 0.05 to
+# 0.72 of both, the less the more layers keep. With these shares peaks are 0.88
+# to 1.18 of the compiled ones. The farthest above is 9B-2B on two slices of
+# v5p: it takes 36 GiB, but 44 on one, where each chip has the same to do.
+_BESIDES_KEPT = 0.15
+_BESIDES_REST = 1.0
 _FP32 = 4
 # Kernels of `ops.flash_kernels` by the work of a forward pass that each does:
 # products of scores and values; scores, their gradient, queries; those, keys
@@ -197,11 +201,13 @@ def _busy(work: workload.Workload) -> int:
 def _parts(work: workload.Workload, arguments) -> dict[str, float]:
   """Bytes that live inside the program only, by what they are."""
   name = 'logits' if work.name == 'decode' else 'loss'
-  parts = {name: _loss(work), 'activations': _activations(work)}
+  kept, working = _kept(work), max(_working(work, read) for read in work.reads)
+  parts = {name: _loss(work), 'activations': kept + working}
   if work.trains:
     trees = programs.gradients(work.settings)
     parts['gradients'] = arguments['parameters'] * trees
-    parts['besides'] = _BESIDES * sum(parts.values())
+    rest = sum(parts.values()) - kept
+    parts['besides'] = _BESIDES_KEPT * kept + _BESIDES_REST * rest
   return parts
 
 
@@ -228,17 +234,16 @@ def _saved(read: workload.Read, remat: str, shares, item: int) -> float:
   return kept * item + statistics
 
 
-def _activations(work: workload.Workload) -> float:
-  """What layers keep, and the most that one of them has in its own pass."""
+def _kept(work: workload.Workload) -> float:
+  """Bytes that all layers keep for the backward pass."""
   remat, shares = work.settings.compute.remat, work.shares
-  kept = sum(
+  return sum(
     read.stack.layers
     * work.tokens(read)
     * _saved(read, remat, shares, work.itemsize)
     for read in work.reads
     if read.trained
   )
-  return kept + max(_working(work, read) for read in work.reads)
 
 
 def _working(work: workload.Workload, read: workload.Read) -> float:

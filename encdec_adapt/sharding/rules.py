@@ -91,7 +91,10 @@ class Rules:
       f' {", ".join(shared)}), each of which reads the hidden states of all;'
       f' the most is {VOCABULARY_GROUP}.'
     )
-    if 'replica' in shared:
+    whole = 'replica' in shared
+    if whole:
+      group //= sizes['replica']
+    if group <= VOCABULARY_GROUP:
       raise ValueError(
         f'{split} Set config.mesh.rules to fsdp_replica, which shares a table'
         ' among the devices of fsdp alone.'
@@ -99,8 +102,9 @@ class Rules:
     most = VOCABULARY_GROUP * sizes['fsdp'] // group
     fits = [n for n in range(1, most + 1) if sizes['fsdp'] % n == 0]
     fsdp = max(fits, default=1)
+    rules = 'config.mesh.rules to fsdp_replica, ' if whole else ''
     raise ValueError(
-      f'{split} Set config.mesh.replica to'
+      f'{split} Set {rules}config.mesh.replica to'
       f' {sizes["replica"] * sizes["fsdp"] // fsdp} and config.mesh.fsdp to'
       f' {fsdp}; with config.mesh.rules fsdp_replica the other parameters'
       ' stay sharded over all of these devices.'

@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from configs import gemma2
 from encdec_adapt import plan
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -81,20 +82,14 @@ def test_neighbours_along_fsdp_are_linked(topology, sizes):
       assert _hops(where, group[-1], group[0]) == 1
 
 
-@pytest.mark.parametrize(
-  'topology, slices, sizes',
-  [
-    ('v5e:4x4', 1, dict(replica=1)),
-    ('v6e:4x4', 1, dict(replica=2)),
-    ('v5e:8x8', 1, dict(replica=2)),
-    ('v5e:16x16', 1, dict(replica=4)),
-    ('v5e:16x16', 2, dict(replica=8)),
-    ('v5p:4x4x4', 1, dict(replica=2)),
-    ('v5p:8x8x8', 1, dict(replica=8)),
-  ],
-)
-def test_the_groups_of_shipped_meshes_are_boxes(topology, slices, sizes):
-  mesh, _ = _mesh(topology, slices, **sizes)
+@pytest.mark.parametrize('argument', gemma2.PLANNED)
+def test_the_groups_of_shipped_meshes_are_boxes(argument):
+  asked = dict(item.split('=') for item in argument.split(','))
+  slices = int(asked.get('slices', 1))
+  config = gemma2.get_config(argument).mesh
+  sizes = {axis: config[axis] for axis in mesh_lib.AXES}
+  mesh, _ = _mesh(asked['topology'], slices, **sizes)
+  assert len(mesh.devices) > 1  # One group is the whole slice: always a box.
   for group in mesh.devices[:, :, 0, 0]:
     places = np.array([device.coords for device in group])
     assert np.prod(places.max(0) - places.min(0) + 1) == len(group)

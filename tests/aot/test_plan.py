@@ -230,6 +230,8 @@ def test_bad_questions(flags, words):
       ' available HBM (15.75G).',
       17.86 * 2**30,
     ),
+    ('Ran out of memory in memory space smem. Used 1.10M of 1.00M smem.', None),
+    ('Ran out of memory in memory space vmem. Used 65.1M of 64.0M vmem.', None),
     ('something else', None),
   ],
 )

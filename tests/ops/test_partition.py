@@ -1,5 +1,7 @@
 """Logical names to mesh axes, and constraints that hold on CPU too."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -10,9 +12,21 @@ from encdec_adapt.ops import partition
 RULES = {'batch': ('replica', 'fsdp'), 'mlp': 'tensor', 'embed': None}
 
 
-def make_mesh():
+# Weights over all devices that have tokens; gradients over some of them first.
+STAGES = {
+  'batch': ('replica', 'fsdp'),
+  'length': (),
+  'embed': ('fsdp', 'replica'),
+  'mlp': ('tensor',),
+  'summed_first': ('fsdp',),
+}
+
+
+def make_mesh(*sizes):
   return jax.make_mesh(
-    (2, 2, 2), ('replica', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3
+    sizes or (2, 2, 2),
+    ('replica', 'fsdp', 'tensor'),
+    axis_types=(AxisType.Auto,) * 3,
   )
 
 
@@ -91,3 +105,53 @@ def test_shard_names_axes_that_collide():
   with partition.use(make_mesh(), rules):
     with pytest.raises(ValueError, match="'batch' and 'heads'.*'fsdp'"):
       partition.shard(jnp.ones((4, 4)), 'batch', 'heads')
+
+
+def gradient(sizes, rules):
+  """The lowered gradient of a weight that a product reads."""
+  mesh, names = make_mesh(*sizes), ('embed', 'mlp')
+
+  def loss(weight, tokens):
+    summed = partition.summed_in_stages(weight, *names)
+    return jnp.sum(jnp.tanh(tokens @ summed))
+
+  def run(weight, tokens):
+    with partition.use(mesh, rules):
+      return jax.grad(loss)(weight, tokens)
+
+  def describe(shape, *axes):
+    spec = partition.Partition(mesh, rules).spec(*axes)
+    place = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+  weight = describe((64, 128), *names)
+  tokens = describe((16, 64), 'batch', None)
+  return jax.jit(run, out_shardings=weight.sharding).lower(weight, tokens)
+
+
+LAST = '{"fsdp", "replica"}, {"tensor"}'
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(
+  'sizes, rules, stages',
+  [
+    ((2, 4, 1), STAGES, ['{"fsdp"}, {}', LAST]),
+    # What is split by heads and mlp stays so.
+    ((2, 2, 2), STAGES, ['{"fsdp"}, {"tensor"}', LAST]),
+    # There is nothing to sum first.
+    ((2, 1, 4), STAGES, []),
+    ((2, 4, 1), {**STAGES, 'summed_first': ()}, []),
+  ],
+)
+def test_gradients_are_summed_in_stages(sizes, rules, stages):
+  text = gradient(sizes, rules).as_text()
+  found = re.findall(r'sharding_constraint .*<@mesh, \[(.*)\]>', text)
+  assert found == stages
+
+
+@pytest.mark.sharded
+def test_stages_gather_no_gradient():
+  text = gradient((2, 2, 2), STAGES).compile().as_text()
+  # The weight itself, for its product.
+  assert len(re.findall(r' all-gather\(', text)) == 1

@@ -104,6 +104,13 @@ def test_bad_questions(flags, words):
   assert words in done.stderr
 
 
+def test_no_program_is_refused():
+  asked = [f'--config={tiny.ROOT}/configs/base.py', '--topology=h100:8']
+  words = '--programs= names none; choose of train, eval, decode'
+  with pytest.raises(errors.UserError, match=words):
+    tiny.call(plan, *asked, '--programs=')
+
+
 @pytest.mark.parametrize(
   'flags, words',
   [

@@ -19,22 +19,26 @@ from tests.planning import toy
 GIB = 2**30
 
 
-@pytest.fixture(scope='module')
-def out_of_memory():
-  """The plan of a program for which the compiler finds no memory."""
+def refused(message, budget=15.75 * GIB):
+  """The plan of a program of which the compiler says no more than this."""
 
   def refuse(*args):
-    raise jax.errors.JaxRuntimeError(
-      'Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.'
-    )
+    raise jax.errors.JaxRuntimeError(message)
 
   settings = toy.settings()
   mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
-  where = chips.parse('v5e:2x4')
-  question = report.Question(where, mesh, 15.75 * GIB, [], 1.0)
+  question = report.Question(chips.parse('v5e:2x4'), mesh, budget, [], 1.0)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(report, '_compile', refuse)
     return report.describe(programs.evaluate(settings, mesh), question)
+
+
+@pytest.fixture(scope='module')
+def out_of_memory():
+  """The plan of a program for which the compiler finds no memory."""
+  return refused(
+    'Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.'
+  )
 
 
 def test_a_program_without_memory_has_every_key(out_of_memory):
@@ -43,6 +47,26 @@ def test_a_program_without_memory_has_every_key(out_of_memory):
   assert unknown >= {'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
   assert not out_of_memory['fits']
   assert out_of_memory['memory']['peak'] == 18.5 * GIB
+
+
+@pytest.mark.parametrize(
+  'message',
+  [
+    'Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm.',
+    # Less than a chip has, but nothing was compiled.
+    'Ran out of memory in memory space hbm. Used 15.60G of 15.48G hbm.',
+  ],
+)
+def test_what_was_not_compiled_fits_no_budget(message):
+  found = refused(message, budget=32 * GIB)
+  assert not found['fits']
+  assert found['memory']['budget'] == chips.CHIPS['v5e'].hbm_bytes
+
+
+def test_a_chips_other_memory_is_another_error():
+  message = 'Ran out of memory in memory space smem. Used 1.10M of 1.00M smem.'
+  with pytest.raises(jax.errors.JaxRuntimeError, match='1.10M'):
+    refused(message)
 
 
 def test_what_is_unknown_is_read(out_of_memory):

@@ -2,18 +2,23 @@
 
 import importlib.util
 import json
+import math
 
 import jax
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import chips, search, shapes
+from encdec_adapt.planning import chips, hlo, search, shapes
 from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy
 
 GIB = 2**30
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
 
 
 @pytest.fixture
@@ -65,13 +70,50 @@ def test_what_was_compiled_before_an_interruption_is_kept(answers, tmp_path):
   assert row['flags'] == ['--flag=0']
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
+@needs_libtpu
 def test_a_compiler_that_fails_is_named(answers):
   answers.append(jax.errors.JaxRuntimeError('INTERNAL: Bitcast\nand more'))
   flags = ['--config=configs/base.py', '--topology=v5e:2x4']
   values = command.parse(plan.define_flags, flags)
   with pytest.raises(errors.UserError, match='INTERNAL: Bitcast. .* libtpu'):
     plan.main(values)
+
+
+@needs_libtpu
+def test_a_program_that_is_not_understood_is_named(answers):
+  answers.append(hlo.UnknownProgramError("kernel 'fly' is not known"))
+  flags = ['--config=configs/base.py', '--topology=v5e:2x4']
+  values = command.parse(plan.define_flags, flags)
+  words = "'train' for v5e:2x4 x 1 .*: kernel 'fly' is not known.* report it"
+  with pytest.raises(errors.UserError, match=words):
+    plan.main(values)
+
+
+@pytest.mark.parametrize(
+  'topology, slices, halves',
+  [
+    # The second where two devices share a row.
+    ('v5e:4x4', 1, [(8, 1), (4, 2)]),
+    ('v5e:8x8', 1, [(32, 1), (16, 2)]),
+    ('v5e:4x4', 2, []),
+    ('v5e:16x16', 1, []),
+    ('h100:16', 1, []),
+  ],
+)
+def test_meshes_that_shard_alike_are_tried_once(topology, slices, halves):
+  """Shapes cannot tell them apart; a TPU's compiler likes two halves best."""
+  where = chips.parse(topology, slices)
+  job = toy.settings(data__encoder_length=1024, data__decoder_length=1024)
+  shards, whole = [], []
+  for asked, _ in search.on_meshes(job, where):
+    mesh, rules = asked.mesh, asked.rules
+    devices = [
+      math.prod(getattr(mesh, axis) for axis in axes)
+      for axes in (rules.length, rules.heads, rules.embed, rules.vocab)
+    ]
+    shards.append(tuple(devices))
+    if rules.summed_first:
+      assert mesh.replica == 2 and mesh.tensor == 1
+      whole.append((mesh.fsdp, mesh.sequence))
+  assert len(set(shards)) == len(shards)
+  assert whole == halves

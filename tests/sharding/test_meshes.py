@@ -1,7 +1,7 @@
 """Loss and gradients on every mesh of eight devices equal one device's.
 
-Every mesh is tried by default, with one of the rule sets each, and with the
-others in the slow tier.
+Every mesh is tried with one of the rule sets: half of them by default, the
+other half in the long tier. With the other rule sets they are in the slow one.
 """
 
 import itertools
@@ -27,7 +27,7 @@ SHAPES = [
   for shape in itertools.product((1, 2, 4, 8), repeat=4)
   if math.prod(shape) == 8
 ]
-# Each shape by one set of rules, every second by default, slow by the others.
+# Each shape by one set of rules, every second of them long, slow by the others.
 CASES = [
   pytest.param(
     shape,

@@ -78,7 +78,26 @@ def test_a_vocabulary_of_too_large_a_slice_names_the_rules_that_would_do():
   sizes = dict(replica=2, fsdp=64, sequence=1, tensor=1)
   with pytest.raises(ValueError, match='among 128 .*rules to fsdp_replica'):
     rules_lib.named('whole_slice').check_vocabulary(sizes)
+  rules_lib.named('fsdp_replica').check_vocabulary(sizes)
   rules_lib.named('whole_slice').check_vocabulary(sizes | {'replica': 1})
+
+
+@pytest.mark.parametrize(
+  'replica, fsdp, advised',
+  [(1, 128, (2, 64)), (2, 128, (4, 64)), (1, 96, (2, 48))],
+)
+def test_where_other_rules_alone_would_not_do_the_mesh_is_advised_too(
+  replica, fsdp, advised
+):
+  sizes = dict(replica=replica, fsdp=fsdp, sequence=1, tensor=1)
+  words = (
+    'Set config.mesh.rules to fsdp_replica, config.mesh.replica to {} and'
+    ' config.mesh.fsdp to {};'
+  )
+  with pytest.raises(ValueError, match=words.format(*advised)):
+    rules_lib.named('whole_slice').check_vocabulary(sizes)
+  would_do = dict(zip(('replica', 'fsdp'), advised, strict=True))
+  rules_lib.named('fsdp_replica').check_vocabulary(sizes | would_do)
 
 
 def test_only_devices_with_tokens_of_their_own_count_as_pieces():
