@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -283,8 +284,11 @@ def barrier(name: str, patience: Patience = READING) -> None:
   with contextlib.suppress(*[jax.errors.JaxRuntimeError] * bool(late)):
     failed = client.key_value_dir_get(_key(here, 'failed'))
   if failed:
-    _, said = min(failed, key=lambda item: _process(item[0]))
-    raise errors.PeerError(**json.loads(said)) from late
+    _, text = min(failed, key=lambda item: _process(item[0]))
+    said = json.loads(text)
+    if late:  # Not all are here.
+      _end_all(**said)
+    raise errors.PeerError(**said) from late
   if late:
     others = f'at {name!r} for the other {state.num_processes - 1}'
     me = f'process {state.process_id} waited'
@@ -410,13 +414,27 @@ def _tell(message: str, status: int) -> None:
     ),
     'status': status,
   }
-  try:
-    client.key_value_set(_key(here, 'failed', str(me)), json.dumps(said))
-    client.wait_at_barrier(_key(here), _PARTING * 1000)
-  except jax.errors.JaxRuntimeError:  # Not all are there.
-    _line.fail(**said)
-    # Before jax's, which would wait for all, and abort without them.
-    atexit.register(_exit_at_once, status)
+  all_met = threading.Event()
+
+  def meet():
+    """As long as who came first will wait, whatever is asked for here."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      client.key_value_set(_key(here, 'failed', str(me)), json.dumps(said))
+      client.wait_at_barrier(_key(here), _PARTING * 1000)
+      all_met.set()
+
+  thread = threading.Thread(target=meet, daemon=True)
+  thread.start()
+  thread.join(_PARTING)
+  if not all_met.is_set():
+    _end_all(**said)
+
+
+def _end_all(message: str, status: int) -> None:
+  """Ends the others where they are, and lets this process end by itself."""
+  _line.fail(message, status)
+  # Before jax's, which would wait for all, and abort without them.
+  atexit.register(_exit_at_once, status)
 
 
 def _exit_at_once(status: int) -> None:

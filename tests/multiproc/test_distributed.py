@@ -70,7 +70,7 @@ def _peer(process: int, message: str) -> str:
 _ALONE = """
 import sys, time
 from encdec_adapt.runtime import app, distributed, errors
-coordinator, me, failing = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+coordinator, me, roles = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 distributed._PARTING = 2
 ERRORS = {
   'bad input': errors.UserError('no room'),
@@ -80,10 +80,12 @@ ERRORS = {
 
 def main(_):
   with distributed.failing_as_one():
-    distributed.initialize(coordinator, 2, me)
+    distributed.initialize(coordinator, len(roles), me)
     distributed.barrier('the start')
-    if me == failing:
+    if roles[me] == 'F':
       raise ERRORS[sys.argv[4]]
+    if roles[me] == 'M':
+      distributed.barrier('the end')
     print('busy', flush=True)
     time.sleep(600)
 
@@ -92,26 +94,29 @@ app.guard(main, None)
 
 
 @pytest.mark.parametrize(
-  'failing, error, status, said',
+  'roles, error, status, said',
   [
-    (0, 'bad input', app.USER_ERROR, 'no room'),
-    (1, 'bad input', app.USER_ERROR, 'no room'),
-    (1, 'defect', 1, 'ValueError: a defect'),
-    (0, 'absent', app.HANG, 'a machine is gone'),
+    ('FS', 'bad input', app.USER_ERROR, 'no room'),
+    ('SF', 'bad input', app.USER_ERROR, 'no room'),
+    ('SF', 'defect', 1, 'ValueError: a defect'),
+    ('FS', 'absent', app.HANG, 'a machine is gone'),
+    ('MFS', 'bad input', app.USER_ERROR, 'no room'),
+    ('SMF', 'bad input', app.USER_ERROR, 'no room'),
   ],
 )
-def test_one_that_fails_ends_the_other_wherever_it_is(
-  tmp_path, failing, error, status, said
+def test_one_that_fails_ends_the_others_wherever_they_are(
+  tmp_path, roles, error, status, said
 ):
+  """F fails, S sleeps elsewhere, M comes to the next meeting."""
   coordinator = f'127.0.0.1:{tiny.free_port()}'
-  logs = [tmp_path / f'process_{index}.log' for index in range(2)]
+  logs = [tmp_path / f'process_{index}.log' for index in range(len(roles))]
   members = []
   for index, log in enumerate(logs):
     command = [sys.executable, '-c', _ALONE, coordinator, str(index)]
     with open(log, 'w') as file:
       members.append(
         subprocess.Popen(
-          [*command, str(failing), error],
+          [*command, roles, error],
           cwd=tiny.ROOT,
           env=tiny.environment(),
           stdout=file,
@@ -120,11 +125,11 @@ def test_one_that_fails_ends_the_other_wherever_it_is(
       )
   codes = tiny.wait_all(members, 120)
   texts = [log.read_text() for log in logs]
-  assert codes == [status] * 2, texts
-  assert said in texts[failing]
-  assert (
-    f'Error: process {failing} of 2 failed, and this one stops with it: {said}'
-  ) in texts[1 - failing]
+  assert codes == [status] * len(roles), texts
+  failing = roles.index('F')
+  assert said in texts.pop(failing)
+  told = f'process {failing} of {len(roles)} failed, and this one stops with it'
+  assert all(f'Error: {told}: {said}' in text for text in texts), texts
 
 
 def test_processes_meet_and_fail_as_one(tmp_path):
