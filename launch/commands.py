@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import pathlib
 import re
 import shlex
@@ -346,17 +347,20 @@ class Shell:
     Returns:
       Its checksum and size, as cksum prints them, with a hyphen between.
     """
-    command = ['tar', '--exclude=__pycache__', '-czf', str(path), *SOURCE]
+
+    def archive(to: str) -> list[str]:
+      return ['tar', '--exclude=__pycache__', '-czf', to, *SOURCE]
+
     self.show(['mkdir', '-p', str(path.parent)])
     if not self.dry_run:
       (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-      self.require(command)
+      self.require(archive(str(path)))
       return self._checksum(str(path))
-    self.show(command)
+    self.show(archive(str(path)))
     with tempfile.TemporaryDirectory() as folder:
-      command[3] = str(pathlib.Path(folder) / path.name)
-      subprocess.run(command, cwd=ROOT, check=True)
-      return self._checksum(command[3])
+      draft = os.path.join(folder, path.name)
+      subprocess.run(archive(draft), cwd=ROOT, check=True)
+      return self._checksum(draft)
 
   def _checksum(self, path: str) -> str:
     """Checksum and size of a file, with a hyphen between."""

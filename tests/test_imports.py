@@ -3,8 +3,6 @@
 import ast
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -216,14 +214,7 @@ def test_configurations_are_read_before_jax_looks_for_devices():
   names = [f'configs/gemma2.py:{argument}' for argument in recipes]
   names += ['configs/base.py', 'configs/quickstart.py', 'configs/published.py']
   names += ['configs/presets.py:encoder=llama3.2_1b,decoder=qwen3_0.6b']
-  done = subprocess.run(
-    [sys.executable, '-c', code, *names],
-    capture_output=True,
-    text=True,
-    cwd=tiny.ROOT,
-    env=tiny.environment(),
-    timeout=300,
-  )
+  done = tiny.run_code(code, *names)
   assert done.returncode == 0, done.stderr
 
 
@@ -238,14 +229,8 @@ def test_training_imports_neither_tensorflow_nor_seqio(tmp_path):
     'print(status, sorted(bad & set(sys.modules)))\n'
   )
   flags = tiny.make_records(tmp_path, rows=16)
-  done = subprocess.run(
-    [sys.executable, '-c', code, *flags, '--config.train.steps=2']
-    + [f'--workdir={tmp_path}/run'],
-    capture_output=True,
-    text=True,
-    cwd=tiny.ROOT,
-    env=tiny.environment(),
-    timeout=300,
+  done = tiny.run_code(
+    code, *flags, '--config.train.steps=2', f'--workdir={tmp_path}/run'
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert done.stdout.splitlines()[-1] == '0 []'

@@ -297,6 +297,18 @@ def wait_all(
       process.wait()
 
 
+def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:
+  """Runs Python code in a process of its own; its output is text."""
+  return subprocess.run(
+    [sys.executable, '-c', code, *map(str, arguments)],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
 def run(
   module: str, *arguments: str, devices: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import contextlib
 import datetime
 import json
+import math
 import os
 import pathlib
 import socket
@@ -100,17 +101,15 @@ class BucketLock:
 
   def _wait_until_free(self) -> bytes:
     """The generation to be replaced, of no lock or of a dead job's."""
-    seen, since = None, 0.0
+    seen, since = None, math.inf
     while True:
       found = self._store.read(FILE).result()
       if found.state == 'missing':
         return found.stamp.generation
       owner = _parse(found.value)
-      changed = seen is not None and found.stamp.generation != seen
-      if changed:
+      if seen not in (None, found.stamp.generation):
         raise in_use(self.folder, describe(owner))
-      old = seen is not None and time.monotonic() - since > self._stale
-      if old or _is_gone(owner):
+      if time.monotonic() - since > self._stale or _is_gone(owner):
         print(f'took over the lock of {describe(owner)}', file=sys.stderr)
         return found.stamp.generation
       if seen is None:

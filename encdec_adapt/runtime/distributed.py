@@ -281,8 +281,10 @@ def barrier(name: str, patience: Patience = READING) -> None:
   except jax.errors.JaxRuntimeError as error:
     late = error
   waited = time.monotonic() - began
-  with contextlib.suppress(*[jax.errors.JaxRuntimeError] * bool(late)):
+  try:
     failed = client.key_value_dir_get(_key(here, 'failed'))
+  except jax.errors.JaxRuntimeError as error:
+    late = late or error  # Process 0 is gone.
   if failed:
     _, text = min(failed, key=lambda item: _process(item[0]))
     said = json.loads(text)

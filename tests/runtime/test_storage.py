@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 
 from etils import epath
 import pytest
@@ -202,12 +200,5 @@ storage.write(folder / 'x', b'1')
 assert [p.name for p in folder.iterdir()] == ['x']
 assert not [m for m in sys.modules if m.startswith('tensorflow')]
 """
-  done = subprocess.run(
-    [sys.executable, '-c', code, bucket],
-    capture_output=True,
-    text=True,
-    cwd=tiny.ROOT,
-    env=tiny.environment(),
-    timeout=120,
-  )
+  done = tiny.run_code(code, bucket)
   assert done.returncode == 0, done.stderr
