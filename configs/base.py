@@ -9,8 +9,8 @@ a mistyped one is an error that names the nearest right one.
 
 import ml_collections
 
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import model_config
 
 
 def stack():
@@ -240,14 +240,14 @@ def get_config():
 
 
 def set_stack(section, shape):
-  """Fills a stack's section from a `models.config.StackConfig`."""
+  """Fills a stack's section from a `models.model_config.StackConfig`."""
   for key in section:
     value = getattr(shape, key)
     section[key] = model_config.NONE_AS[key] if value is None else value
 
 
 def set_model(section, model):
-  """Fills the section `model` from a `models.config.ModelConfig`."""
+  """Fills the section `model` from a `models.model_config.ModelConfig`."""
   for name, shape in model.stacks.items():
     set_stack(section[name], shape)
   if isinstance(model, model_config.DecoderOnlyConfig):

@@ -26,12 +26,12 @@ What such a job needs of each chip is planned in configs/plans; the chips of
 """
 
 from configs import base
+from encdec_adapt.cli import errors
 from encdec_adapt.models import model_flops, parameters, presets
 from encdec_adapt.planning import chips as chips_lib
-from encdec_adapt.runtime import errors
-from encdec_adapt.runtime import flops as flops_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.telemetry import flops as flops_lib
 
 PLANNED = (
   'size=2b_2b,topology=v5e:4x4',
@@ -71,7 +71,7 @@ def get_config(arg=None):
 
 
 def recipe(pair, objective):
-  """The configuration that adapts into a pair, a `models.config` one."""
+  """The configuration that adapts into a pair, a `models.model_config` one."""
   if objective not in ('prefixlm', 'ul2'):
     raise errors.UserError(
       f'objective={objective} is not known; choose prefixlm or ul2.'

@@ -11,7 +11,7 @@ the model is as in `configs/gemma2.py`.
 """
 
 from configs import base, gemma2
-from encdec_adapt.interop import model_configs
+from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import presets
 
 
@@ -26,5 +26,5 @@ def get_config(arg=None):
   )
   names = args['encoder'], args['decoder'] or args['encoder']
   stacks = [presets.stack(name, vocab_multiple=128) for name in names]
-  pair = model_configs.pair_of(*stacks, target=args['target'])
+  pair = config_json.pair_of(*stacks, target=args['target'])
   return gemma2.recipe(pair, args['objective'])

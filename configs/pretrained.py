@@ -15,10 +15,10 @@ steps: arXiv 2504.06225).
 """
 
 from configs import base
-from encdec_adapt.exchange import source
-from encdec_adapt.interop import model_configs
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_model
+from encdec_adapt.huggingface import config_json
+from encdec_adapt.models import model_config
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
@@ -65,13 +65,13 @@ def _model(args):
   encoder = _open(args['encoder'])
   decoder = _open(args['decoder']) if args['decoder'] else encoder
   for opened in (encoder, decoder):
-    source.require_decoder_only(opened)
+    source_model.require_decoder_only(opened)
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
-  pair = model_configs.pair_of(*stacks, target=args['target'])
-  choice = source.vocabularies_of_pair(encoder, decoder)
+  pair = config_json.pair_of(*stacks, target=args['target'])
+  choice = source_model.vocabularies_of_pair(encoder, decoder)
   return pair, 0 if balanced else 1000, choice
 
 
 def _open(path):
-  return source.open_source(path, vocab_multiple=_MULTIPLE)
+  return source_model.open_source(path, vocab_multiple=_MULTIPLE)

@@ -8,8 +8,7 @@ they are known; what they keep in the host's memory is recomputed here.
 """
 
 from configs import base
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import presets
+from encdec_adapt.models import model_config, presets
 
 # MaxText's default decoder at 16 and 32 times its size, as its rule spreads
 # that over dimensions (configs/base.yml, `get_individual_scales`); changes to

@@ -17,8 +17,8 @@ import dataclasses
 
 from configs import base
 from encdec_adapt import study
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import model_config
 
 RUNS = {
   'decoder_only': 'the causal decoder that is adapted',

@@ -8,7 +8,7 @@ Importing the package imports nothing else; the commands are its modules.
 
 
 def load(path, **options):
-  """Loads a model; see `encdec_adapt.exchange.facade.load`."""
-  from encdec_adapt.exchange import facade
+  """Loads a model; see `encdec_adapt.conversion.facade.load`."""
+  from encdec_adapt.conversion import facade
 
   return facade.load(path, **options)

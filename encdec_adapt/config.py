@@ -13,15 +13,16 @@ from typing import Any
 
 import ml_collections
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import objectives as data_objectives
-from encdec_adapt.data import records, vocabularies
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import execution
+from encdec_adapt.data import records
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import execution, model_config
 from encdec_adapt.ops import attention
-from encdec_adapt.runtime import errors, files, storage
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import objectives, optimizers, schedules
+from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.training import losses, optimizers, schedules
 
 RUN_CONFIG = 'config.json'
 # A vocabulary's path that starts so is below the work directory.
@@ -121,7 +122,7 @@ class Settings:
   init: InitConfig
   data: DataConfig
   teacher: str
-  loss: objectives.LossConfig
+  loss: losses.LossConfig
   optimizer: optimizers.OptimizerConfig
   train: TrainConfig
   checkpoint: CheckpointConfig
@@ -154,7 +155,7 @@ def load(
     init=_plain(InitConfig, config.init),
     data=_data(config, model, workdir),
     teacher=config.teacher.checkpoint,
-    loss=_plain(objectives.LossConfig, config.loss),
+    loss=_plain(losses.LossConfig, config.loss),
     optimizer=_optimizer(config),
     train=_plain(TrainConfig, config.train),
     checkpoint=_plain(CheckpointConfig, config.checkpoint),
@@ -169,7 +170,7 @@ def load(
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
   """Writes the resolved configuration into a run's folder."""
-  files.write_json(storage.join(workdir, RUN_CONFIG), config.to_dict())
+  atomic.write_json(paths.join(workdir, RUN_CONFIG), config.to_dict())
 
 
 def load_run(workdir: str) -> Settings:
@@ -180,7 +181,7 @@ def load_run(workdir: str) -> Settings:
   Raises:
     UserError: the folder holds no run, but perhaps a Hugging Face folder.
   """
-  path = storage.at(workdir) / RUN_CONFIG
+  path = paths.at(workdir) / RUN_CONFIG
   if not path.exists():
     raise errors.UserError(
       f'{workdir} is not the work directory of a training job: it has no'
@@ -194,7 +195,7 @@ def load_run(workdir: str) -> Settings:
     )
   saved = ml_collections.ConfigDict(content)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
-    own = storage.at(workdir) / VOCABULARIES / side
+    own = paths.at(workdir) / VOCABULARIES / side
     if own.exists():
       saved.data[f'{key}vocabulary'] = str(own)
   try:
@@ -304,10 +305,9 @@ def _data(config, model, workdir: str) -> DataConfig:
       f'config.data.eval_fraction is {data.eval_fraction}; it must be between'
       ' 0 and 1: a job trains on the one part and evaluates on the other.'
     )
-  folder = data.folder or storage.join(workdir, 'records')
+  folder = data.folder or paths.join(workdir, 'records')
   choice = vocabularies.Choice(
-    _below(data.vocabulary, workdir)
-    or storage.join(folder, 'vocabulary.model'),
+    _below(data.vocabulary, workdir) or paths.join(folder, 'vocabulary.model'),
     _below(data.encoder_vocabulary, workdir),
     data.add_sentinels,
   )
@@ -362,7 +362,7 @@ def _data(config, model, workdir: str) -> DataConfig:
 def _below(path: str, workdir: str) -> str:
   """A path that may start with the work directory's place."""
   if path.startswith(WORKDIR):
-    return storage.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
+    return paths.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
   return path
 
 

@@ -18,10 +18,15 @@ import functools
 
 from absl import flags
 
-from encdec_adapt.exchange import adapting, compare, conversions, inspection
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import (
+  adapting,
+  compare,
+  conversions,
+  inspection,
+  source_model,
+)
+from encdec_adapt.models import model_config
 
 _LAYOUTS = ('auto', 'transformers', 'encdec_adapt')
 _DTYPES = ('float32', 'bfloat16', 'float16')
@@ -36,7 +41,7 @@ _WINDOW = functools.partial(
   flags.DEFINE_enum,
   'encoder_window',
   None,
-  list(source_lib.WINDOWS),
+  list(source_model.WINDOWS),
   'Local window of the encoder, a bidirectional one: |q-k| < W, as the authors'
   " of T5Gemma, or <= W, as transformers 5.23. By default a run's own; of a"
   " folder, what its config.json says, or the authors'.",
@@ -132,7 +137,7 @@ def _defining(*definitions) -> command.DefineFlags:
 
 def inspect(_: flags.FlagValues, operands: list[str]) -> int:
   """Prints what a model is."""
-  print(inspection.describe(source_lib.open_source(operands[0])))
+  print(inspection.describe(source_model.open_source(operands[0])))
   return 0
 
 

@@ -2,9 +2,10 @@
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, job_sources
+from encdec_adapt.files import disk
+from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import disk, storage
-from encdec_adapt.sharding import report as sharding_report
+from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.training import state as state_lib
 
 
@@ -92,7 +93,7 @@ def _absent(key: str, path: str) -> str:
   """Says that a model is not given, or not there yet; '' where it is there."""
   if not path:
     return f'config.{key} is not given'
-  return '' if storage.at(path).exists() else f'{path} is not there'
+  return '' if paths_lib.at(path).exists() else f'{path} is not there'
 
 
 def _describe_sources(

@@ -17,15 +17,17 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, vocabulary_checks
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import source_model
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, disk, errors, files, storage
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import checkpoint, objectives
+from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 
 FILE = 'evaluation.json'
@@ -70,7 +72,7 @@ def main(values: flags.FlagValues) -> int:
       + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes'),
       flush=True,
     )
-    files.write_json(storage.join(run.path, FILE), result)
+    atomic.write_json(paths.join(run.path, FILE), result)
   return 0
 
 
@@ -86,9 +88,9 @@ class Run:
   """
 
   path: str
-  loss: objectives.LossConfig
+  loss: losses.LossConfig
   where: state_lib.Placement
-  found: checkpoint.Checkpoint
+  found: manager.Checkpoint
 
   @property
   def is_pair(self) -> bool:
@@ -118,8 +120,8 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
       ' without inputs; give records of prefix_lm or ul2.'
     )
   disk.require_writable(path)
-  found = checkpoint.open_latest(path)
-  source_lib.open_vocabularies(found, settings.data.vocabularies)
+  found = manager.open_latest(path)
+  source_model.open_vocabularies(found, settings.data.vocabularies)
   vocabulary_checks.check_records(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
   mesh = mesh_lib.make_mesh(

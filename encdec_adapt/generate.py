@@ -6,7 +6,7 @@ r"""Continues prompts with a trained model: text in, text out.
 The model is the newest checkpoint of a training job, or a Hugging Face folder.
 An encoder-decoder reads the prompt with its encoder, as in PrefixLM training;
 a decoder-only model continues it. With --chat a prompt is what a user says,
-and the model answers in the format of its vocabulary (`data/chat.py`).
+and the model answers in the chat format of its vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,20 +22,18 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
-from encdec_adapt.data import chat as chat_lib
-from encdec_adapt.data import vocabularies, vocabulary
-from encdec_adapt.exchange import facade, origin
-from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import facade, origin, source_model
+from encdec_adapt.files import disk, paths
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build
-from encdec_adapt.models import config as model_config
-from encdec_adapt.runtime import command, disk, errors, storage
+from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import checkpoint
+from encdec_adapt.tokenizers import chat_format, vocabularies, vocabulary
 
 # A text, or with --chat the messages of a conversation.
-Prompt = str | chat_lib.Messages
+Prompt = str | chat_format.Messages
 _SHORTEST = 16  # tokens; rows are padded to this times a power of two
 
 
@@ -208,7 +206,7 @@ def read_prompts(
   else:
     try:
       # Not splitlines(), which also splits at form feeds and the like.
-      lines = storage.at(file).read_text(encoding='utf-8').split('\n')
+      lines = paths.at(file).read_text(encoding='utf-8').split('\n')
     except (OSError, UnicodeDecodeError) as error:
       raise errors.UserError(
         f'--prompts={file} cannot be read as UTF-8 text ({error}).'
@@ -250,14 +248,14 @@ def open_model(path: str) -> Opened:
     UserError: there is no model, no sound checkpoint or no vocabulary, or it
       is not that of the checkpoint.
   """
-  open_it = _open_folder if source_lib.is_folder(path) else _open_run
+  open_it = _open_folder if source_model.is_folder(path) else _open_run
   config, opened, read = open_it(path)
   special = origin.special_ids(origin.folders(path), opened)
   return Opened(config, opened, special, read)
 
 
 def _open_folder(path: str):
-  source = source_lib.open_source(path)
+  source = source_model.open_source(path)
   if source.vocabularies is None:
     raise errors.UserError(
       f'{path} has no tokenizer, so there is nothing to read prompts with; put'
@@ -276,9 +274,9 @@ def _open_folder(path: str):
 
 def _open_run(workdir: str):
   settings = config_lib.load_run(workdir)
-  found = checkpoint.open_latest(workdir)
+  found = manager.open_latest(workdir)
   choice = settings.data.vocabularies
-  opened = source_lib.open_vocabularies(found, choice)
+  opened = source_model.open_vocabularies(found, choice)
   if opened is None:
     raise errors.UserError(
       f'{workdir} has no vocabulary, so there is nothing to read prompts with;'
@@ -319,7 +317,7 @@ def encode_prompts(
   """
   if chat:
     for one in opened.vocabularies.sides.values():
-      chat_lib.template_of(one)
+      chat_format.template_of(one)
   encoded = []
   for index, prompt in enumerate(prompts):
     try:
@@ -337,7 +335,7 @@ def _encode_prompt(
   messages = prompt
   if isinstance(prompt, str):
     messages = [{'role': 'user', 'content': prompt}]
-  return chat_lib.encode(messages, reader, open_turn=True).ids
+  return chat_format.encode(messages, reader, open_turn=True).ids
 
 
 def continue_prompts(
@@ -360,7 +358,7 @@ def continue_prompts(
   reader, writer = opened.reader, opened.vocabularies.decoder
   ends = list(opened.special_ids['eos'])
   if options.chat:
-    ends.append(chat_lib.end_of_turn(writer))
+    ends.append(chat_format.end_of_turn(writer))
   special = {**opened.special_ids, 'eos': np.array(ends, np.int32)}
   size = min(options.batch_size, len(prompts))
   compiled = {}
@@ -451,7 +449,7 @@ def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
     ) from error
   if chat and isinstance(prompt, list):
     try:
-      chat_lib.check_messages(prompt)
+      chat_format.check_messages(prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{where}: {error}') from error
   elif not isinstance(prompt, str):
@@ -474,7 +472,7 @@ def _write(output: str, run: str, results: Sequence[Continuation]) -> None:
     for result in results
   ]
   text = json.dumps(samples, indent=2, ensure_ascii=False) + '\n'
-  storage.write(output, text.encode())
+  paths.write(output, text.encode())
 
 
 if __name__ == '__main__':

@@ -11,21 +11,16 @@ from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize, vocabulary_checks
+from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import compile_cache, distributed, parent_death
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import records, vocabularies
-from encdec_adapt.models import build, model_flops
-from encdec_adapt.models import config as model_config
+from encdec_adapt.data import records
+from encdec_adapt.models import build, model_config, model_flops
 from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
-from encdec_adapt.runtime import (
-  app,
-  compile_cache,
-  distributed,
-  errors,
-  flops,
-  orphans,
-)
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.telemetry import flops
+from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -288,7 +283,7 @@ def run_apart(function, *args) -> None:
 
 def _guarded(function, *args) -> None:
   """What the process of `run_apart` runs: bad input ends in one paragraph."""
-  orphans.end_with_parent()  # It holds the locks of the records.
+  parent_death.end_with_parent()  # It holds the locks of the records.
   sys.exit(app.guard(lambda _: function(*args), None))
 
 

@@ -8,13 +8,12 @@ from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, vocabulary_checks
-from encdec_adapt.adaptation import coverage, initialise, plan
-from encdec_adapt.exchange import origin
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import decoder_only, parameters
-from encdec_adapt.runtime import distributed, errors
-from encdec_adapt.training import accounting
+from encdec_adapt.adaptation import coverage, initialise, weight_plan
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import origin, source_model
+from encdec_adapt.models import decoder_only, model_config, parameters
+from encdec_adapt.telemetry import accounting
 from encdec_adapt.training import state as state_lib
 
 
@@ -48,7 +47,7 @@ def check_sources(
 
 def fitting_sources(
   settings: config_lib.Settings, where: state_lib.Placement
-) -> tuple[list[source_lib.Source], coverage.Coverage | None]:
+) -> tuple[list[source_model.Source], coverage.Coverage | None]:
   """The sources, opened, and what an adaptation would do with every weight.
 
   Reads configs alone; says in what a model differs from one it continues.
@@ -69,20 +68,20 @@ def fitting_sources(
     _compare(sources[0], where)
     return sources, None
   for source in sources:
-    source_lib.require_decoder_only(source)
-  report = plan.make_plan(
+    source_model.require_decoder_only(source)
+  report = weight_plan.make_plan(
     settings.model,
     *(source.model for source in sources),
     **_options(settings),
   )
-  return sources, source_lib.with_outside(report, sources[0], sources[-1])
+  return sources, source_model.with_outside(report, sources[0], sources[-1])
 
 
 def _options(settings: config_lib.Settings) -> dict[str, Any]:
   """What a configuration asks of an adaptation."""
   init = settings.init
   if init.mode == 'embeddings':
-    return {'fresh': plan.all_but_embeddings(settings.model)}
+    return {'fresh': weight_plan.all_but_embeddings(settings.model)}
   return {
     'cross_attention': init.cross_attention,
     'post_norm_gain': init.post_norm_gain,
@@ -132,18 +131,18 @@ def initial_params(
   params = where.place(make, rng, *read)
   report = reports[-1]
   if sources:
-    report = source_lib.with_outside(report, sources[0], sources[-1])
+    report = source_model.with_outside(report, sources[0], sources[-1])
   return params, report
 
 
 def _read_source(
-  source: source_lib.Source, settings: config_lib.Settings, mesh: Mesh
+  source: source_model.Source, settings: config_lib.Settings, mesh: Mesh
 ) -> decoder_only.Params:
   """Parameters of a decoder-only model."""
   return source.read(job.place_model(settings, source.model, mesh))
 
 
-def _compare(source: source_lib.Source, where: state_lib.Placement) -> None:
+def _compare(source: source_model.Source, where: state_lib.Placement) -> None:
   """Says in what the model differs from the one that it continues.
 
   Raises:
@@ -207,8 +206,8 @@ def read_costs(settings: config_lib.Settings) -> accounting.Sources:
   return accounting.read_sources(p for p in (*paths, settings.teacher) if p)
 
 
-def _open(settings: config_lib.Settings, path: str) -> source_lib.Source:
+def _open(settings: config_lib.Settings, path: str) -> source_model.Source:
   """A source or teacher, its tables padded as the model's own."""
-  return source_lib.open_source(
+  return source_model.open_source(
     path, vocab_multiple=settings.model.decoder.vocab_multiple
   )

@@ -11,29 +11,23 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job, outcome
+from encdec_adapt.checkpoints import manager, resume_checks
+from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import distributed, preemption, watchdog
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.runtime import (
-  app,
-  distributed,
+from encdec_adapt.sharding import placement
+from encdec_adapt.telemetry import (
+  accounting,
   environment,
-  errors,
   flops,
   metrics,
-  preemption,
   profiling,
   progress,
   timing,
-  watchdog,
 )
-from encdec_adapt.sharding import placement
-from encdec_adapt.training import (
-  accounting,
-  checkpoint,
-  continuation,
-  guards,
-)
+from encdec_adapt.training import guards
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -66,7 +60,7 @@ class Loop:
     workdir: str,
     subject: job.Subject,
     data: job.Data,
-    checkpoints: checkpoint.Checkpoints,
+    checkpoints: manager.Checkpoints,
     beginning: Beginning,
     say: Callable[..., None],
   ):
@@ -100,7 +94,7 @@ class Loop:
       teacher=job.reads_teacher_row(settings),
       local=self._shards.rows(train.batch_size),
     )
-    continuation.report_end(self._batches.left, self._first, train.steps, say)
+    resume_checks.report_end(self._batches.left, self._first, train.steps, say)
     self._evaluator = perplexity.Evaluator(subject.where, settings.loss.chunk)
     self._writer = self._starts = None
     if distributed.is_lead():

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 from absl import flags
 import numpy as np
 
+from encdec_adapt.cli import command, errors
+from encdec_adapt.cluster import lock
 from encdec_adapt.data import (
   batch,
   mixtures,
@@ -32,11 +34,11 @@ from encdec_adapt.data import (
   randomness,
   record_copy,
   records,
-  vocabularies,
-  vocabulary_training,
   workers,
 )
-from encdec_adapt.runtime import command, errors, lock, progress, storage
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 PARTS = ('all', 'vocabulary', 'train', 'eval')
 _LINE_SECONDS = 10.0  # between progress lines
@@ -215,7 +217,7 @@ def materialize_sets(
   if workers < 1:
     raise errors.UserError(f'data: workers={workers} must be at least 1')
   opened = choice.open()
-  sets = [(fill_in(spec, opened), storage.at(folder)) for spec, folder in sets]
+  sets = [(fill_in(spec, opened), paths.at(folder)) for spec, folder in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
       stack.enter_context(lock.hold(folder))
@@ -263,7 +265,7 @@ def fill_in(
 
 
 def _place_of_shards(
-  folder: storage.Path, spec: records.RecordSpec
+  folder: paths.Path, spec: records.RecordSpec
 ) -> pathlib.Path:
   """Where shards are made: in the folder, or on this machine for a bucket.
 
@@ -277,7 +279,7 @@ def _place_of_shards(
     records.check_spec(
       folder, manifest, dataclasses.replace(spec, passes=passes)
     )
-    if storage.is_bucket(folder):
+    if paths.is_bucket(folder):
       return record_copy.fetch(folder, records.shards(manifest))
   return record_copy.place(folder)
 
@@ -339,9 +341,9 @@ def _finish(spec, folder, entries, opened, say) -> dict[str, Any]:
       ' use more text, or another fraction'
     )
   manifest = records.write_manifest(place, spec, own, opened.describe())
-  if storage.is_bucket(folder):
+  if paths.is_bucket(folder):
     say(f'{folder}: copying the records there')
-    storage.upload(place, folder, records.MANIFEST)
+    paths.upload(place, folder, records.MANIFEST)
   say(f'{folder}: {summary(manifest)}')
   return manifest
 
@@ -370,9 +372,9 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def set_folders(
   data: Any,
-) -> dict[str, tuple[records.RecordSpec, storage.Path]]:
+) -> dict[str, tuple[records.RecordSpec, paths.Path]]:
   """Specs and folders of a `config.DataConfig`, by part."""
-  folder = storage.at(data.folder)
+  folder = paths.at(data.folder)
   return {
     'train': (data.train, folder / 'train'),
     'eval': (data.evaluation, folder / 'eval'),
@@ -427,7 +429,7 @@ def open_vocabularies(
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabularies.exists(choice.decoder):
-    path = storage.at(choice.decoder)
+    path = paths.at(choice.decoder)
     # Our own have mode tokens, so that sentinels are all that is added.
     size = data.table_sizes['decoder'] - choice.added_sentinels
     say(

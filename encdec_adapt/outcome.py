@@ -15,11 +15,11 @@ import ml_collections
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, job_sources
 from encdec_adapt.adaptation import coverage
-from encdec_adapt.data import vocabularies
-from encdec_adapt.exchange import origin, work_folder
+from encdec_adapt.conversion import origin, work_folder
+from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import files, metrics, storage
-from encdec_adapt.training import accounting
+from encdec_adapt.telemetry import accounting, metrics
+from encdec_adapt.tokenizers import vocabularies
 
 
 def begin(
@@ -38,10 +38,10 @@ def begin(
     opened: the vocabularies.
   """
   reopen(workdir)
-  path = storage.at(workdir) / work_folder.COVERAGE
+  path = paths.at(workdir) / work_folder.COVERAGE
   path.unlink(missing_ok=True)
   if report:
-    files.write_json(path, report.to_json())
+    atomic.write_json(path, report.to_json())
   origin.keep(workdir, job_sources.origin_folders(settings))
   work_folder.keep_vocabularies(workdir, opened)
 
@@ -59,13 +59,13 @@ def describe(
     workdir: its folder.
   """
   config_lib.save(config, workdir)
-  files.write_json(storage.join(workdir, 'environment.json'), environment)
+  atomic.write_json(paths.join(workdir, 'environment.json'), environment)
 
 
 def reopen(workdir: str | os.PathLike[str]) -> None:
   """Removes what is said of a job that was done and is not any more."""
   for name in (accounting.SUMMARY, evaluate.FILE):
-    (storage.at(workdir) / name).unlink(missing_ok=True)
+    (paths.at(workdir) / name).unlink(missing_ok=True)
 
 
 def summarise(
@@ -95,7 +95,7 @@ def summarise(
   }
   found = accounting.Sources(**sources)
   summary = accounting.summarise(workdir, own, cost, found)
-  files.write_json(storage.join(workdir, accounting.SUMMARY), summary)
+  atomic.write_json(paths.join(workdir, accounting.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'

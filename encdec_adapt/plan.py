@@ -33,21 +33,22 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
+from encdec_adapt.cli import command, errors
+from encdec_adapt.files import atomic, disk
 from encdec_adapt.planning import (
   calibration,
   chips,
   hlo,
   kernels,
+  plan_report,
   programs,
   remedies,
-  report,
   search,
   shapes,
   stored,
 )
-from encdec_adapt.runtime import command, disk, errors, files
+from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import report as sharding_report
 
 DOES_NOT_FIT = 3  # Exit status.
 _CANDIDATES = 6  # That --search compiles by itself.
@@ -149,7 +150,7 @@ def main(values: flags.FlagValues) -> int:
   plans = make(settings, where, values.programs, budget)
   for name, plan in plans.items():
     print(f'[{name}] {where.name} x {where.count}: {where.devices} chips')
-    print(report.text(plan))
+    print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
   if values.output:
     setup = {'job': stored.setup(settings)}
@@ -161,7 +162,7 @@ def _write(values, where: chips.Slice, found: dict) -> None:
   """Writes a report, with what was asked and what estimates are worth."""
   asked = stored.question(values['config'], where)
   worth = {'calibration': calibration.table()}
-  files.write_json(values.output, {**asked, **found, **worth})
+  atomic.write_json(values.output, {**asked, **found, **worth})
 
 
 def make(
@@ -249,7 +250,7 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
   """The plan of one program, compiled."""
   lengths = settings.data.train.lengths
   loss = {'train': programs.loss, 'eval': programs.evaluation_loss}.get(name)
-  question = report.Question(
+  question = plan_report.Question(
     where,
     mesh,
     budget,
@@ -263,7 +264,7 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
     model_flops=programs.model_flops(name, settings, mesh),
     loss=loss and loss(settings, mesh),
   )
-  return report.describe(programs.PROGRAMS[name](settings, mesh), question)
+  return plan_report.describe(programs.PROGRAMS[name](settings, mesh), question)
 
 
 def _search(settings, where, budget, values) -> int:
@@ -361,10 +362,10 @@ def _calibrate(names: list[str]) -> int:
     settings = config_lib.load(values.config, sources=False)
     where = chips.parse(run.topology)
     plan = make(settings, where, ['train'], where.chip.hbm_bytes)['train']
-    print(f'[{name}]\n{report.text(plan)}', flush=True)
+    print(f'[{name}]\n{plan_report.text(plan)}', flush=True)
     rows[name] = calibration.row(name, plan)
     ordered = [rows[n] for n in calibration.RUNS if n in rows]
-    files.write_json(calibration.path(), ordered)
+    atomic.write_json(calibration.path(), ordered)
   print(calibration.text(list(rows.values())))
   return 0
 

@@ -25,15 +25,9 @@ from typing import Any
 
 from absl import flags
 
-from encdec_adapt.runtime import (
-  command,
-  disk,
-  errors,
-  files,
-  progress,
-  storage,
-)
-from encdec_adapt.training import accounting
+from encdec_adapt.cli import command, errors
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.telemetry import accounting, progress
 
 COMMANDS = ('materialize', 'train', 'evaluate', 'generate', 'plan')
 
@@ -138,7 +132,7 @@ def run(study: Study) -> int:
   from encdec_adapt import job
 
   check(study)
-  root = storage.at(study.root)
+  root = paths.at(study.root)
   disk.require_writable(root / 'stages')
   _check_same_study(root, study)
   print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
@@ -236,8 +230,8 @@ def _checked_flags(stage: Stage) -> flags.FlagValues:
 
 def _place(path: str, *names: str) -> str:
   """One spelling of each path, without asking a disk or a bucket."""
-  if storage.is_bucket(path):
-    return storage.join(path, *names)
+  if paths.is_bucket(path):
+    return paths.join(path, *names)
   return os.path.abspath(os.path.join(path, *names))
 
 
@@ -256,13 +250,13 @@ def _require_made(
 def run_stages(root: str, stages: Sequence[Stage]) -> int:
   """Runs commands in this process; returns the first status that is not 0."""
   for stage in stages:
-    extra = _best_rate(storage.at(root), stage.rate_of)
+    extra = _best_rate(paths.at(root), stage.rate_of)
     line = _command(stage, extra)
     budget = progress.format_seconds(stage.budget_seconds)
     print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
     module = importlib.import_module(f'encdec_adapt.{stage.module}')
     values = command.parse(module.define_flags, (*stage.flags, *extra))
-    with _timed(storage.at(root), stage) as clock:
+    with _timed(paths.at(root), stage) as clock:
       status = module.main(values)
     seconds = clock()
     if status:
@@ -271,8 +265,8 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
       f'[{stage.name}] took {progress.format_seconds(seconds)} of {budget}',
       flush=True,
     )
-    files.write_json(
-      _marker(storage.at(root), stage),
+    atomic.write_json(
+      _marker(paths.at(root), stage),
       {
         'name': stage.name,
         'command': line,
@@ -292,12 +286,12 @@ def _command(stage: Stage, extra: Sequence[str]) -> str:
   )
 
 
-def _marker(root: storage.Path, stage: Stage) -> storage.Path:
+def _marker(root: paths.Path, stage: Stage) -> paths.Path:
   return root / 'stages' / f'{stage.name}.json'
 
 
 @contextlib.contextmanager
-def _timed(root: storage.Path, stage: Stage):
+def _timed(root: paths.Path, stage: Stage):
   """Seconds that a stage has taken, over all its starts but killed ones."""
   path = root / 'stages' / f'{stage.name}.seconds'
   before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
@@ -309,10 +303,10 @@ def _timed(root: storage.Path, stage: Stage):
   try:
     yield clock
   finally:
-    files.write_json(path, {'seconds': clock()})
+    atomic.write_json(path, {'seconds': clock()})
 
 
-def _check_same_study(root: storage.Path, study: Study) -> None:
+def _check_same_study(root: paths.Path, study: Study) -> None:
   """Refuses a folder with stages of another version of the study."""
   path = root / 'study.json'
   if path.exists() and json.loads(path.read_text())['digest'] != study.digest:
@@ -321,14 +315,14 @@ def _check_same_study(root: storage.Path, study: Study) -> None:
       ' configuration file has changed). Remove the folder, or give the study'
       ' another root.'
     )
-  files.write_json(path, {'digest': study.digest})
+  atomic.write_json(path, {'digest': study.digest})
 
 
-def _summary(root: storage.Path, name: str) -> dict[str, Any]:
+def _summary(root: paths.Path, name: str) -> dict[str, Any]:
   return json.loads((root / name / accounting.SUMMARY).read_text())
 
 
-def _best(root: storage.Path, names: Sequence[str]) -> str:
+def _best(root: paths.Path, names: Sequence[str]) -> str:
   """The run with the lowest held-out loss; one that diverged never is."""
   losses = {name: _summary(root, name)['eval_loss'] for name in names}
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
@@ -337,7 +331,7 @@ def _best(root: storage.Path, names: Sequence[str]) -> str:
   return min(finite, key=finite.get)
 
 
-def _best_rate(root: storage.Path, names: Sequence[str]) -> tuple[str, ...]:
+def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
   """The flag with the learning rate of the best of these runs."""
   if not names:
     return ()
@@ -347,10 +341,10 @@ def _best_rate(root: storage.Path, names: Sequence[str]) -> tuple[str, ...]:
 
 def _report(study: Study) -> None:
   """Collects what the runs left behind and writes the report."""
-  from encdec_adapt.evaluation import report
-  from encdec_adapt.runtime import environment
+  from encdec_adapt.evaluation import html_report
+  from encdec_adapt.telemetry import environment
 
-  root = storage.at(study.root)
+  root = paths.at(study.root)
   folders = {name: name for name in study.runs}
   for name, candidates in study.best_of.items():
     best = _best(root, candidates)
@@ -369,10 +363,10 @@ def _report(study: Study) -> None:
     },
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
-    'samples': json.loads(storage.at(study.samples).read_text()),
+    'samples': json.loads(paths.at(study.samples).read_text()),
     'environment': environment.report(),
   }
-  report.write(collected, root)
+  html_report.write(collected, root)
   print(f'\n{"stage":<28}{"budget":>9}{"took":>9}')
   for stage in stages:
     keys = 'budget_seconds', 'seconds'
@@ -380,14 +374,14 @@ def _report(study: Study) -> None:
     print(f'{stage["name"]:<28}{budget:>9}{took:>9}')
   together = sum(stage['seconds'] for stage in stages)
   print(f'{"together":<28}{"":>9}{progress.format_seconds(together):>9}\n')
-  for sentence in report.findings(collected):
+  for sentence in html_report.findings(collected):
     print(f'- {sentence}')
   print(f'\nreport: {root / "report.html"}')
 
 
-def _run(root: storage.Path, folder: str) -> dict[str, Any]:
+def _run(root: paths.Path, folder: str) -> dict[str, Any]:
   """One run as the report wants it."""
-  from encdec_adapt.runtime import metrics
+  from encdec_adapt.telemetry import metrics
 
   summary = _summary(root, folder)
   evaluation = json.loads((root / folder / 'evaluation.json').read_text())

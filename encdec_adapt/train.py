@@ -19,21 +19,13 @@ from encdec_adapt import (
   outcome,
   vocabulary_checks,
 )
+from encdec_adapt.checkpoints import manager, resume_checks
+from encdec_adapt.cli import command
+from encdec_adapt.cluster import distributed, lock
+from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import out_of_memory
-from encdec_adapt.runtime import (
-  command,
-  distributed,
-  environment,
-  lock,
-  profiling,
-  storage,
-)
-from encdec_adapt.training import (
-  accounting,
-  checkpoint,
-  continuation,
-)
+from encdec_adapt.telemetry import accounting, environment, profiling
 from encdec_adapt.training import state as state_lib
 
 
@@ -111,8 +103,8 @@ def _run(config, settings: config_lib.Settings, workdir: str) -> int:
   """Checks everything, opens what there is, and trains."""
   say = print if distributed.is_lead() else lambda *_, **__: None
   subject = _subject(settings)
-  checkpoints = checkpoint.Checkpoints(
-    storage.join(workdir, checkpoint.FOLDER),
+  checkpoints = manager.Checkpoints(
+    paths.join(workdir, manager.FOLDER),
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every or None,
   )
@@ -184,8 +176,8 @@ def _find_start(config, settings, subject, checkpoints, say):
     job_sources.check_sources(settings, subject.where)
     return None, None
   saved = checkpoints.read_meta(start)
-  continuation.check_is_training(saved)
-  continuation.report_changes(saved['config'], config.to_dict(), say)
+  resume_checks.check_is_training(saved)
+  resume_checks.report_changes(saved['config'], config.to_dict(), say)
   checkpoints.at(start).require_same(subject.abstract(_saved(subject, start)))
   return start, saved
 
@@ -222,10 +214,10 @@ def _restore(start, saved, subject, checkpoints, data, meta, say):
   """State and cost of a saved step; takes over what the sources have cost."""
   meta['sources'] = saved['sources']
   cost = accounting.Cost(**checkpoints.read_data(start))
-  continuation.check_same_rows(
+  resume_checks.check_same_rows(
     saved['order'], meta['order'], cost.rows, data.train.starts
   )
-  continuation.report_place(saved, meta, say)
+  resume_checks.report_place(saved, meta, say)
   state = checkpoints.restore(start, subject.abstract(_saved(subject, start)))
   say(f'continuing at step {start}')
   return state, cost

@@ -1,9 +1,11 @@
 """Whether vocabularies are those of a model, its records and its sources."""
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.data import records, vocabularies
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.runtime import distributed, errors
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import source_model
+from encdec_adapt.data import records
+from encdec_adapt.tokenizers import vocabularies
 
 
 def check_model(settings: config_lib.Settings) -> None:
@@ -71,7 +73,7 @@ def check_records(
 
 
 def check_source(
-  settings: config_lib.Settings, source: source_lib.Source, side: str
+  settings: config_lib.Settings, source: source_model.Source, side: str
 ) -> None:
   """Refuses a source or teacher that was trained with another vocabulary.
 

@@ -16,7 +16,7 @@ import typing
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What a machine needs that runs jobs.
 SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
-# Statuses of a job; encdec_adapt.runtime.app owns them, and a test holds them
+# Statuses of a job; encdec_adapt.cli.app owns them, and a test holds them
 # equal.
 USER_ERROR = 2
 RESTART = 75

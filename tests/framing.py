@@ -1,10 +1,10 @@
 """The special ids of Gemma's layout, as tests frame rows with them."""
 
-from encdec_adapt.data import batch
+from encdec_adapt.tokenizers import special_ids
 
 PAD, EOS, BOS = 0, 1, 2
-SIDE = batch.SideIds(pad=PAD, eos=EOS, bos=BOS)
-FRAMING = batch.Framing(SIDE, SIDE)
+SIDE = special_ids.SideIds(pad=PAD, eos=EOS, bos=BOS)
+FRAMING = special_ids.Framing(SIDE, SIDE)
 # What a manifest says of such vocabularies.
 DESCRIBED = {
   side: {

@@ -5,9 +5,8 @@ import pytest
 from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import presets
-from encdec_adapt.runtime import command, errors
+from encdec_adapt.cli import command, errors
+from encdec_adapt.models import model_config, presets
 from encdec_adapt.sharding import rules as rules_lib
 
 BASE = '--config=configs/base.py'

@@ -11,72 +11,33 @@ from tests import tiny
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
 
-# What each part may import of ours; runtime.errors is everybody's but the
-# leaves', and mains import anything.
-MAY_IMPORT = {
-  'ops': set(),
-  'sharding': set(),
-  'runtime': set(),
-  'models': {'ops'},
-  'data': set(),
-  'adaptation': {'models'},
-  'interop': {'models'},
-  'inference': {'models', 'ops', 'sharding'},
-  'training': {'inference', 'models', 'ops', 'sharding', 'data'},
-  'exchange': {
-    'adaptation',
-    'config',
-    'data',
-    'inference',
-    'interop',
-    'models',
-    'sharding',
-    'training',
-  },
-  # What a job's programs cost: the job's own functions make them.
-  'planning': {
-    'config',
-    'evaluation',
-    'job',
-    'job_sources',
-    'models',
-    'ops',
-    'sharding',
-    'training',
-  },
-  'evaluation': {
-    'training',
-    'inference',
-    'models',
-    'ops',
-    'sharding',
-    'data',
-  },
-}
-LEAVES = ('ops', 'sharding')
-# Of data, what other packages may import.
-TENSORFLOW_FREE = {
-  'added_tokens',
-  'batch',
-  'records',
-  'loader',
-  'vocabularies',
-  'vocabulary',
-}
-# Of runtime, what is for everybody but the leaves; exchange, half of a main,
-# may take all.
-SHARED = {
-  'errors',
-  'disk',
-  'files',
-  'seals',
-  'storage',
-  'lock',
-  'orphans',
-  'progress',
-  'distributed',
-  'environment',
-  'flops',
+# Layers, lowest first: a module imports only from layers below its own, and
+# from its own package.
+LAYERS = (
+  {'ops', 'sharding', 'files'},
+  {'telemetry'},
+  {'cluster'},
+  {'cli'},
+  {'models', 'tokenizers'},
+  {'data', 'adaptation'},
+  {'checkpoints', 'huggingface', 'inference'},
+  {'training'},
+  {'config'},
+  {'conversion'},
+  {'evaluation'},
+  {'planning'},
+)
+LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
+# User errors and exit status lie below everything; flags are for commands.
+LOWEST = {'cli.errors', 'cli.app'}
+COMMANDS = {
+  'convert',
+  'evaluate',
+  'generate',
+  'materialize',
+  'plan',
+  'study',
+  'train',
 }
 
 
@@ -127,7 +88,7 @@ def _imports(source: str, package: str) -> set[str]:
     ('from .masks import MaskSpec', {'ops.masks'}),
     ('from .. import train', {'train'}),
     ('from ..models import build', {'models.build'}),
-    ('def f():\n  from ..runtime import lock', {'runtime.lock'}),
+    ('def f():\n  from ..cluster import lock', {'cluster.lock'}),
     ('import encdec_adapt.data.batch', {'data.batch'}),
     ('import jax\nfrom jax import numpy', set()),
   ],
@@ -141,15 +102,26 @@ def test_imports_are_found_however_they_are_written(source, names):
 )
 def test_imports_go_one_way(path, part):
   for name in _imports(path.read_text(), _package(path)):
-    other, _, module = name.partition('.')
-    if other == part:
-      continue
-    if other == 'runtime' and part not in LEAVES:
-      assert part == 'exchange' or module in SHARED, f'{path} imports {name}'
-      continue
-    assert other in MAY_IMPORT[part], f'{path} imports {name}'
-    if other == 'data':
-      assert module in TENSORFLOW_FREE, f'{path} imports {name}'
+    other = name.partition('.')[0]
+    if other != part and name not in LOWEST:
+      assert LEVEL.get(other, 99) < LEVEL.get(part, 98), f'{path}: {name}'
+
+
+def test_the_root_holds_commands_and_the_configuration():
+  names = {path.stem for path in PACKAGE.glob('*.py')}
+  assert names == COMMANDS | {'__init__', 'config'}
+
+
+@pytest.mark.parametrize('command', sorted(COMMANDS))
+def test_no_command_imports_another(command):
+  path = PACKAGE / f'{command}.py'
+  assert not _imports(path.read_text(), PACKAGE.name) & COMMANDS
+
+
+def test_no_two_modules_have_one_name():
+  names = [path.stem for path in PACKAGE.rglob('*.py')]
+  again = {name for name in names if names.count(name) > 1}
+  assert again == {'__init__'}
 
 
 def test_modules_are_imported_from_their_package():
@@ -181,9 +153,9 @@ def test_only_data_imports_tensorflow(library):
 
 def test_only_checkpoint_imports_orbax():
   assert _users('orbax') == {
-    'training/checkpoint.py',
-    'training/orbax_folder.py',
-    'training/streamed.py',
+    'checkpoints/manager.py',
+    'checkpoints/orbax_folder.py',
+    'checkpoints/streamed.py',
   }
 
 
@@ -204,7 +176,7 @@ def test_configurations_are_read_before_jax_looks_for_devices():
     'import sys\n'
     'from jax._src import xla_bridge\n'
     'from encdec_adapt import config, train\n'
-    'from encdec_adapt.runtime import command\n'
+    'from encdec_adapt.cli import command\n'
     'for name in sys.argv[1:]:\n'
     "  values = command.parse(train.define_flags, [f'--config={name}'])\n"
     '  config.load(values.config, sources=False)\n'
@@ -223,7 +195,7 @@ def test_training_imports_neither_tensorflow_nor_seqio(tmp_path):
   code = (
     'import sys\n'
     'from encdec_adapt import evaluate, generate, materialize, train\n'
-    'from encdec_adapt.runtime import command\n'
+    'from encdec_adapt.cli import command\n'
     'status = train.main(command.parse(train.define_flags, sys.argv[1:]))\n'
     "bad = {'tensorflow', 'seqio', 'tensorflow_datasets', 'torch'}\n"
     'print(status, sorted(bad & set(sys.modules)))\n'

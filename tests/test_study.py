@@ -8,8 +8,9 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
-from encdec_adapt.runtime import command, errors, storage
-from encdec_adapt.training import accounting
+from encdec_adapt.cli import command, errors
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import accounting
 from tests import tiny
 
 RATES = ('0.0005', '0.0015', '0.0045')
@@ -22,7 +23,7 @@ def _summaries(folder, **losses):
     (folder / name / accounting.SUMMARY).write_text(
       json.dumps({'eval_loss': loss, 'learning_rate': rate * 1e-3})
     )
-  return storage.at(folder), tuple(losses)
+  return paths.at(folder), tuple(losses)
 
 
 def test_rate_of_the_lowest_loss_and_never_of_a_run_that_diverged(tmp_path):

@@ -19,15 +19,10 @@ import numpy as np
 
 from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
-from encdec_adapt.data import (
-  batch,
-  loader,
-  records,
-  vocabularies,
-  vocabulary_training,
-)
-from encdec_adapt.runtime import command
-from encdec_adapt.training import checkpoint
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command
+from encdec_adapt.data import batch, loader, records
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -167,7 +162,7 @@ def assert_same_params(workdir: pathlib.Path, reference: pathlib.Path) -> None:
 
 
 def _params(workdir: pathlib.Path) -> dict[str, np.ndarray]:
-  found = checkpoint.open_latest(workdir)
+  found = manager.open_latest(workdir)
   abstract = {
     tuple(path.split('/')): jax.ShapeDtypeStruct(*info)
     for path, info in found.stored_leaves().items()

@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal
 
 from encdec_adapt.adaptation import steps as steps_lib
-from encdec_adapt.models import leaves as leaves_lib
+from encdec_adapt.models import layer_leaves
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -204,9 +204,9 @@ def _by_layers(
   """Joins rows that differ in their layer number only."""
   groups: dict[tuple[str, str, str], list[int]] = {}
   for leaf, shape, text in rows:
-    layer = leaves_lib.layer_of(leaf)
+    layer = layer_leaves.layer_of(leaf)
     if layer is not None:
-      leaf = leaves_lib.with_layer(leaf, '*')
+      leaf = layer_leaves.with_layer(leaf, '*')
       text = text.replace(f'/layers/{layer}/', '/layers/*/')
     group = groups.setdefault((leaf, str(list(shape)), text), [])
     if layer is not None:

@@ -14,24 +14,22 @@ import jax
 from jax import numpy as jnp
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import plan
 from encdec_adapt.adaptation import recipes as recipes_lib
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import leaves as leaves_lib
-from encdec_adapt.models import parameters
+from encdec_adapt.adaptation import weight_plan
+from encdec_adapt.models import layer_leaves, model_config, parameters
 
 Params = dict[str, Any]
-Source = tuple[config_lib.DecoderOnlyConfig, Params]
+Source = tuple[model_config.DecoderOnlyConfig, Params]
 
 
 def initialise(
-  target: config_lib.EncoderDecoderConfig,
+  target: model_config.EncoderDecoderConfig,
   encoder_source: Source,
   decoder_source: Source | None = None,
   *,
   rng: jax.Array,
-  cross_attention: plan.CrossAttention = 'auto',
-  post_norm_gain: plan.PostNormGain = 'one',
+  cross_attention: weight_plan.CrossAttention = 'auto',
+  post_norm_gain: weight_plan.PostNormGain = 'one',
   fresh: Sequence[str] = (),
 ) -> tuple[Params, coverage_lib.Coverage]:
   """Parameters of `target` from one or two decoder-only models.
@@ -64,11 +62,11 @@ def initialise(
     'decoder_source': decoder_source or encoder_source,
   }
   flat = {
-    name: leaves_lib.flatten_checked(name, *source)
+    name: layer_leaves.flatten_checked(name, *source)
     for name, source in sources.items()
   }
   configs = {name: source[0] for name, source in sources.items()}
-  coverage = plan.make_plan(
+  coverage = weight_plan.make_plan(
     target,
     *configs.values(),
     cross_attention=cross_attention,
@@ -95,10 +93,10 @@ def initialise(
 
 
 def from_scratch(
-  target: config_lib.ModelConfig, rng: jax.Array
+  target: model_config.ModelConfig, rng: jax.Array
 ) -> tuple[Params, coverage_lib.Coverage]:
   """Every weight as the model's own initialisation draws it."""
-  names = leaves_lib.leaves_of(target)
+  names = layer_leaves.leaves_of(target)
   account = coverage_lib.Coverage(
     target={name: leaf.shape for name, leaf in names.items()},
     filled={name: coverage_lib.Fill('fresh') for name in names},

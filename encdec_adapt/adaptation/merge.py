@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 
 
 def check_weights(weights: Sequence[float], models: int) -> None:

@@ -12,13 +12,11 @@ from typing import Any
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import steps as steps_lib
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import leaves as leaves_lib
-from encdec_adapt.models import parameters
+from encdec_adapt.models import layer_leaves, model_config, parameters
 
 FRESH = 'fresh'  # Name of the tree that fresh leaves are taken from.
 # Stored path -> array. Of an array shape, layer [i] and conversion by NumPy
-# are used: an `interop.folder.LazyArray` will do.
+# are used: an `huggingface.folder.LazyArray` will do.
 Tree = Mapping[str, Any]
 
 
@@ -105,9 +103,9 @@ def _apply(done: tuple[steps_lib.Step, ...], array: Any, xp: types.ModuleType):
 
 
 def make_recipes(
-  target: config_lib.EncoderDecoderConfig,
+  target: model_config.EncoderDecoderConfig,
   account: coverage_lib.Coverage,
-  sources: Mapping[str, config_lib.DecoderOnlyConfig],
+  sources: Mapping[str, model_config.DecoderOnlyConfig],
 ) -> dict[str, Recipe]:
   """Recipe of every stored array of `target`, by path.
 
@@ -116,9 +114,9 @@ def make_recipes(
     account: from `plan.make_plan`.
     sources: by name, as in the account.
   """
-  targets = leaves_lib.leaves_of(target)
-  places = {name: leaves_lib.leaves_of(c) for name, c in sources.items()}
-  stored = leaves_lib.stored_leaves(targets)
+  targets = layer_leaves.leaves_of(target)
+  places = {name: layer_leaves.leaves_of(c) for name, c in sources.items()}
+  stored = layer_leaves.stored_leaves(targets)
 
   def origin(name: str) -> _Origin | float:
     fill = account.filled[name]

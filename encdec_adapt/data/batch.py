@@ -35,49 +35,13 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from encdec_adapt.tokenizers import special_ids
+
 Batch = dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class SideIds:
-  """Special ids of a vocabulary; some have one id for several of these.
-
-  Attributes:
-    pad: fills rows up; weights and segments mask it.
-    eos: ends a document.
-    bos: starts a segment.
-  """
-
-  pad: int
-  eos: int
-  bos: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Framing:
-  """Special ids that rows are framed with, by side.
-
-  Attributes:
-    encoder: of the encoder's vocabulary.
-    decoder: of the decoder's, which a teacher reads too.
-  """
-
-  encoder: SideIds
-  decoder: SideIds
-
-  @classmethod
-  def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
-    """From what `vocabularies.Opened.describe` gives."""
-    roles = [field.name for field in dataclasses.fields(SideIds)]
-    sides = {
-      side: SideIds(*(one['special_tokens'][role]['id'] for role in roles))
-      for side, one in described.items()
-    }
-    return cls(**sides)
 
 
 class Pair(NamedTuple):
@@ -134,7 +98,7 @@ def encoder_cost(pair: Pair, lengths: Lengths) -> int:
 def frame_row(
   pairs: Sequence[Pair],
   lengths: Lengths,
-  framing: Framing,
+  framing: special_ids.Framing,
   *,
   teacher: bool = False,
 ) -> Batch:
@@ -218,7 +182,9 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
   return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def check_framing(batch: Mapping[str, np.ndarray], framing: Framing) -> None:
+def check_framing(
+  batch: Mapping[str, np.ndarray], framing: special_ids.Framing
+) -> None:
   """Asserts the module's table on a batch; run on the first one of a job.
 
   Args:
@@ -243,7 +209,7 @@ def check_framing(batch: Mapping[str, np.ndarray], framing: Framing) -> None:
 
 
 def _decoder_rules(
-  batch: Mapping[str, np.ndarray], ids: SideIds
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
 ) -> dict[str, np.ndarray]:
   """Rule -> where it holds, [B, T]."""
   segments, weights = batch['decoder_segments'], batch['weights']
@@ -266,7 +232,7 @@ def _decoder_rules(
 
 
 def _encoder_rules(
-  batch: Mapping[str, np.ndarray], ids: SideIds
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
 ) -> dict[str, np.ndarray]:
   """Rule -> where it holds, [B, S]."""
   if 'encoder_tokens' not in batch:

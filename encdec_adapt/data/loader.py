@@ -19,8 +19,8 @@ import grain
 from grain import experimental
 import numpy as np
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, records
-from encdec_adapt.runtime import errors
 
 FILLER = -1  # `row` of a row that only fills up a batch; its weights are 0
 _ROUNDS = 4  # of Grain's index shuffle, its own default

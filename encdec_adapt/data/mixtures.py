@@ -2,9 +2,9 @@
 
     python@2 + jsonl:/data/*.jsonl@0.25
 
-Sources (`data/sources.py`) stand between ' + ', each with its weight after an
-'@'; without one it is 1. In each pass a source's documents are drawn as often
-as its weight says: with 2 all of them twice, with 0.25 a quarter of them (in
+Sources (`data/text_sources.py`) stand between ' + ', each with its weight after
+an '@'; without one it is 1. In each pass a source's documents are drawn as
+often as its weight says: with 2 all of them twice, with 0.25 a quarter of them (in
 every pass another), with 1.5 all of them and half of them once more. So a
 pass is one epoch of a source of weight 1, no text is left out because another
 source ended, and what a pass holds is known before it is made. Of held-out
@@ -23,8 +23,8 @@ import dataclasses
 import math
 import re
 
-from encdec_adapt.data import randomness, sources
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.data import randomness, text_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Draw:
 
   def has(self, document_id: str) -> bool:
     """Whether a document is in the split."""
-    return sources.in_split(
+    return text_sources.in_split(
       document_id, self.split, self.eval_fraction, self.seed
     )
 
@@ -62,12 +62,12 @@ class Part:
     weight: how often a pass draws each of them; positive.
   """
 
-  source: sources.Source
+  source: text_sources.Source
   weight: float
 
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
-  ) -> Iterator[sources.Document]:
+  ) -> Iterator[text_sources.Document]:
     """The documents that are drawn, all of one round before the next.
 
     Args:
@@ -149,7 +149,7 @@ def open_parts(
   """
   return [
     Part(
-      sources.open_source(
+      text_sources.open_source(
         name, max_documents=max_documents, max_bytes=max_bytes
       ),
       weight,
@@ -166,7 +166,7 @@ def fingerprint(parts: Sequence[Part]) -> str:
 
 def documents_in_turn(
   parts: Sequence[Part], draw: Draw
-) -> Iterator[sources.Document]:
+) -> Iterator[text_sources.Document]:
   """One document of each source, then the next of each; all of them."""
   waiting = collections.deque(part.documents(draw) for part in parts)
   while waiting:

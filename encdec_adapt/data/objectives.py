@@ -34,8 +34,8 @@ from typing import Protocol
 
 import numpy as np
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch
-from encdec_adapt.runtime import errors
 
 SENTINEL_POLICIES = ('unique', 'recycle')
 

@@ -18,18 +18,19 @@ import os
 import pathlib
 from typing import Any
 
-from encdec_adapt.runtime import disk, errors, storage
+from encdec_adapt.cli import errors
+from encdec_adapt.files import disk, paths
 
 _AT_ONCE = 8  # Shards.
 
 
-def place(folder: storage.Path) -> pathlib.Path:
+def place(folder: paths.Path) -> pathlib.Path:
   """Where the files of a record set lie on this machine.
 
   Args:
     folder: of the record set; where it is on a file system, that is it.
   """
-  if not storage.is_bucket(folder):
+  if not paths.is_bucket(folder):
     return folder
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   address = str(folder)
@@ -39,7 +40,7 @@ def place(folder: storage.Path) -> pathlib.Path:
 
 
 def fetch(
-  folder: storage.Path, shards: Mapping[str, Mapping[str, Any]]
+  folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
   """Copies shards to this machine, those that are not there yet.
 
@@ -78,7 +79,7 @@ def fetch(
   return target
 
 
-def is_whole(path: storage.Path, entry: Mapping[str, Any]) -> bool:
+def is_whole(path: paths.Path, entry: Mapping[str, Any]) -> bool:
   """Whether a shard is what the manifest says.
 
   Args:
@@ -100,7 +101,7 @@ def file_hash(path: str | os.PathLike) -> str:
 
 
 def _copy(
-  folder: storage.Path,
+  folder: paths.Path,
   target: pathlib.Path,
   name: str,
   entry: Mapping[str, Any],
@@ -110,9 +111,9 @@ def _copy(
   path.parent.mkdir(parents=True, exist_ok=True)
   draft = path.with_name(f'{path.name}.part')
   try:
-    storage.copy(folder / name, draft)
+    paths.copy(folder / name, draft)
     note = pathlib.PurePosixPath(name).with_suffix('.json')
-    storage.copy(folder / str(note), target / note)
+    paths.copy(folder / str(note), target / note)
   except OSError as error:
     raise errors.UserError(
       f'record shard {folder / name} cannot be copied to {target} ({error});'
@@ -123,7 +124,7 @@ def _copy(
       f'record shard {folder / name} is not what the manifest says; remove the'
       ' manifest and materialise again.'
     )
-  storage.sync(draft)
+  paths.sync(draft)
   os.replace(draft, path)
 
 

@@ -31,8 +31,10 @@ from typing import Any
 from array_record.python import array_record_module
 from grain import sources
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, record_copy, rows
-from encdec_adapt.runtime import errors, files, storage
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.tokenizers import special_ids
 
 # Of rows, file names, windows, packing and manifest; counts up when changed.
 FORMAT = 3
@@ -193,7 +195,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
-      storage.sync(self._temporary)
+      paths.sync(self._temporary)
       entry = {
         **self.counts,
         **counts,
@@ -201,7 +203,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         'sha256': record_copy.file_hash(self._temporary),
       }
       os.replace(self._temporary, self._path)
-      files.write_json(
+      atomic.write_json(
         self._path.with_suffix('.json'),
         {'identity': self._spec.shard_identity(), **entry},
       )
@@ -294,7 +296,7 @@ def write_manifest(
     },
     'passes': passes,
   }
-  files.write_json(pathlib.Path(folder) / MANIFEST, manifest)
+  atomic.write_json(pathlib.Path(folder) / MANIFEST, manifest)
   return manifest
 
 
@@ -304,7 +306,7 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
   Raises:
     UserError: there is one, but of another format or not readable.
   """
-  path = storage.at(folder) / MANIFEST
+  path = paths.at(folder) / MANIFEST
   try:
     manifest = json.loads(path.read_bytes())
   except FileNotFoundError:
@@ -341,7 +343,9 @@ class RecordSet:
     """Use `open`."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
-    self.framing = batch.Framing.from_description(manifest['vocabularies'])
+    self.framing = special_ids.Framing.from_description(
+      manifest['vocabularies']
+    )
     self.manifest = manifest
     counts = [entry['rows'] for entry in manifest['passes']]
     self.starts = tuple(itertools.accumulate(counts, initial=0))
@@ -374,7 +378,7 @@ class RecordSet:
     Raises:
       UserError: no records, made from something else, damaged, or empty.
     """
-    folder = storage.at(folder)
+    folder = paths.at(folder)
     manifest = read_manifest(folder)
     if manifest is None:
       raise errors.UserError(
@@ -383,7 +387,7 @@ class RecordSet:
       )
     if expect is not None:
       check_spec(folder, manifest, expect)
-    if storage.is_bucket(folder):
+    if paths.is_bucket(folder):
       folder = record_copy.fetch(folder, shards(manifest))
     else:
       for entry in _shards(manifest):

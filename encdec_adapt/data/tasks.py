@@ -26,9 +26,8 @@ from encdec_adapt.data import (
   objectives,
   randomness,
   text_split,
-  vocabularies,
-  vocabulary,
 )
+from encdec_adapt.tokenizers import vocabularies, vocabulary
 
 # Tokens of an example; the last only where the text is split.
 _PARTS = ('inputs', 'targets', 'prefix')

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from encdec_adapt.data import batch, objectives, vocabularies
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, objectives
+from encdec_adapt.tokenizers import vocabularies
 
 
 class _Document(NamedTuple):

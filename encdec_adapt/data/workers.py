@@ -15,7 +15,8 @@ import time
 import traceback
 from typing import Any
 
-from encdec_adapt.runtime import errors, orphans
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import parent_death
 
 # A job's function: (job, report) -> result, where report takes counts.
 Report = Callable[[Mapping[str, int]], None]
@@ -122,7 +123,7 @@ def _receive(worker: _Worker) -> tuple[str, Any]:
 def _serve(function: Function, pipe: connection.Connection) -> None:
   """A worker: takes jobs until the pipe closes."""
   # Closing it stops an idle worker only; two at one shard would spoil it.
-  orphans.end_with_parent()
+  parent_death.end_with_parent()
   pending: dict[str, int] = {}
   last = time.monotonic()
 

@@ -1,7 +1,7 @@
 """Loss per target token on held-out batches.
 
 An encoder-decoder and a decoder-only model are measured on the same target
-tokens of the same batches of pairs (`training.objectives.predict` says how
+tokens of the same batches of pairs (`training.losses.predict` says how
 each reads them); a decoder-only model also on causal batches.
 """
 
@@ -12,11 +12,11 @@ import math
 import jax
 import numpy as np
 
+from encdec_adapt.cli import errors
 from encdec_adapt.models import decoder_only
 from encdec_adapt.ops import partition, vocabulary_loss
-from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import compiler
-from encdec_adapt.training import objectives
+from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -62,7 +62,7 @@ class Evaluator:
     def sums(params, batch) -> dict[str, jax.Array]:
       with partition.use(where.mesh, where.rules.as_dict()):
         loss = vocabulary_loss.cross_entropy(
-          objectives.predict(where.model, params, batch),
+          losses.predict(where.model, params, batch),
           where.model.head(params),
           batch['targets'],
           batch['weights'],

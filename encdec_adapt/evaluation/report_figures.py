@@ -38,7 +38,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   lines. Right: the decoders' own training.
 
   Args:
-    report: see `evaluation.report`.
+    report: see `evaluation.html_report`.
     path: of the PNG.
   """
   import matplotlib

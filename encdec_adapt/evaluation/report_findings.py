@@ -26,7 +26,7 @@ def findings(report: Report) -> list[str]:
   """Sentences for the report, from its numbers alone.
 
   Args:
-    report: see `evaluation.report`. Runs that are absent are not spoken of.
+    report: see `evaluation.html_report`. Absent runs are left out.
 
   Returns:
     Plain sentences, the main comparison first.

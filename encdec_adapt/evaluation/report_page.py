@@ -8,7 +8,7 @@ from typing import Any
 
 from encdec_adapt.evaluation import report_findings
 from encdec_adapt.evaluation import report_numbers as numbers
-from encdec_adapt.runtime import progress
+from encdec_adapt.telemetry import progress
 
 _CSS = """
 :root { color-scheme: light; }
@@ -58,7 +58,7 @@ def render(
   """The page.
 
   Args:
-    report: see `evaluation.report`.
+    report: see `evaluation.html_report`.
     findings: sentences of `report_findings.findings`.
     pictures: PNGs, embedded as data.
 

@@ -13,10 +13,9 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from encdec_adapt.cli import errors
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.models import build, decoder_only, model_config
 
 
 class Generated(NamedTuple):
@@ -143,7 +142,7 @@ def _start(
   bos: int,
 ) -> tuple[Callable[..., Any], _Start]:
   """The model's decode step, the encoder done, and what it reads first."""
-  if not isinstance(model.config, config_lib.EncoderDecoderConfig):
+  if not isinstance(model.config, model_config.EncoderDecoderConfig):
     return model.decode_step, _Start(tokens, segments, positions)
   encoded = model.encode(params, tokens, segments, positions)
   cross = model.prefill_cross(params, encoded, segments)

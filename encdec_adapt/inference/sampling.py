@@ -10,7 +10,7 @@ import dataclasses
 import jax
 from jax import numpy as jnp
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,13 @@ from flax import linen as nn
 import flax.struct
 from jaxtyping import Array, Float
 
-from encdec_adapt.models import attention, experts, layers
+from encdec_adapt.models import (
+  attention_layer,
+  expert_layer,
+  layers,
+  model_config,
+)
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
 from encdec_adapt.ops import partition
 
@@ -63,9 +67,9 @@ class Block(nn.Module):
     sparse: whether its feed-forward has experts.
   """
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
   execution: executions.Execution
-  kind: config_lib.LayerKind
+  kind: model_config.LayerKind
   sparse: bool = False
 
   @nn.compact
@@ -90,7 +94,7 @@ class Block(nn.Module):
     memory = None
     if reads_encoder and cfg.cross_merged:
       memory = context.encoded if cross_cached is None else cross_cached
-    y, cached = attention.SelfAttention(
+    y, cached = attention_layer.SelfAttention(
       cfg, execution, cfg.width, name='attention'
     )(
       norm('pre_attention_norm', x),
@@ -103,7 +107,7 @@ class Block(nn.Module):
     x = add(x, y, 'post_attention_norm')
 
     if reads_encoder and not cfg.cross_merged:
-      cross = attention.CrossAttention(
+      cross = attention_layer.CrossAttention(
         cfg, execution, cfg.cross_width, name='cross_attention'
       )
       y = cross(
@@ -116,7 +120,7 @@ class Block(nn.Module):
 
     y = norm('pre_mlp_norm', x)
     if self.sparse:
-      feed_forward = experts.Experts(cfg, execution.dtype, name='experts')
+      feed_forward = expert_layer.Experts(cfg, execution.dtype, name='experts')
       y = feed_forward(y, context.real)
     else:
       y = layers.MLP(cfg, execution.dtype, cfg.mlp_width, name='mlp')(y)

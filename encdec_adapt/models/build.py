@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
-from encdec_adapt.models import config as configs
 from encdec_adapt.models import decoder_only, encoder_decoder
 from encdec_adapt.models import execution as executions
+from encdec_adapt.models import model_config as configs
 from encdec_adapt.ops import attention
 
 Model = decoder_only.DecoderOnly | encoder_decoder.EncoderDecoder

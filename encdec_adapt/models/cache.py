@@ -12,8 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import layers_index
+from encdec_adapt.models import layers_index, model_config
 from encdec_adapt.ops import partition
 
 # Logical axes: of keys and values, and of what is known of every entry.
@@ -60,7 +59,7 @@ class CrossCache:
 
 
 def empty(
-  config: config_lib.StackConfig, batch: int, length: int, dtype: jnp.dtype
+  config: model_config.StackConfig, batch: int, length: int, dtype: jnp.dtype
 ) -> Cache:
   """A cache of `length` entries per row, none of them visible."""
   shape = (batch, length, config.kv_heads, config.head_dim)
@@ -79,7 +78,7 @@ def empty(
   return shard(cache, axes(config))
 
 
-def axes(config: config_lib.StackConfig) -> Cache:
+def axes(config: model_config.StackConfig) -> Cache:
   """Logical axes of every leaf of the cache that `empty` makes."""
   return Cache(
     layers=layers_index.map_blocks(config, _entry_axes),
@@ -89,7 +88,7 @@ def axes(config: config_lib.StackConfig) -> Cache:
   )
 
 
-def cross_axes(config: config_lib.StackConfig) -> CrossCache:
+def cross_axes(config: model_config.StackConfig) -> CrossCache:
   """Logical axes of a cache of cross-attention; None for layers without."""
 
   def entry(prefix: str, repeats: int | None) -> KeyValues | None:

@@ -8,9 +8,14 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
-from encdec_adapt.models import experts, layers, parameters, stack
+from encdec_adapt.models import (
+  expert_layer,
+  layers,
+  model_config,
+  parameters,
+  stack,
+)
 
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']
@@ -26,7 +31,7 @@ class Decoder:
     execution: how it is run.
   """
 
-  config: config_lib.ModelConfig
+  config: model_config.ModelConfig
   execution: executions.Execution
 
   @property
@@ -84,7 +89,7 @@ class Decoder:
     variables = {'params': params[name]}
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)
-    collection = experts.COLLECTION
+    collection = expert_layer.COLLECTION
     result, aside = apply(variables, *args, mutable=[collection], **kwargs)
     routing.append(aside[collection])
     return result
@@ -94,7 +99,7 @@ class Decoder:
 class DecoderOnly(Decoder):
   """A causal decoder."""
 
-  config: config_lib.DecoderOnlyConfig
+  config: model_config.DecoderOnlyConfig
 
   def decode(
     self,

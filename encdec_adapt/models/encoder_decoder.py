@@ -5,9 +5,13 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import attention, decoder_only, layers_index
+from encdec_adapt.models import (
+  attention_layer,
+  decoder_only,
+  layers_index,
+  model_config,
+)
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import config as config_lib
 
 Params = decoder_only.Params
 
@@ -20,7 +24,7 @@ class EncoderDecoder(decoder_only.Decoder):
   own segment number.
   """
 
-  config: config_lib.EncoderDecoderConfig
+  config: model_config.EncoderDecoderConfig
 
   def encode(
     self,
@@ -93,7 +97,7 @@ class EncoderDecoder(decoder_only.Decoder):
       kernels = block[name]
 
       def fn(kernels):
-        return attention.project_keys_values(stack, kernels, encoded)
+        return attention_layer.project_keys_values(stack, kernels, encoded)
 
       return (fn if repeats is None else jax.vmap(fn))(kernels)
 

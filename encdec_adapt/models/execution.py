@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from encdec_adapt.cli import errors
 from encdec_adapt.ops import attention, experts
-from encdec_adapt.runtime import errors
 
 
 def _narrow(prim, *avals, **params) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import model_config
 from encdec_adapt.ops import activations, embedding, norms, partition
 
 
@@ -44,7 +44,7 @@ def bias_init(*axes: str) -> nn.initializers.Initializer:
 
 
 def gain_init(
-  config: config_lib.StackConfig, axis: str
+  config: model_config.StackConfig, axis: str
 ) -> nn.initializers.Initializer:
   """Initialiser of a norm's scale that stands for a gain of one."""
   one_plus = config.norm_gain == 'one_plus'
@@ -53,7 +53,7 @@ def gain_init(
 
 
 def norm(
-  config: config_lib.StackConfig,
+  config: model_config.StackConfig,
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'],
 ) -> Float[Array, '*L D']:
@@ -65,7 +65,7 @@ def norm(
 class RMSNorm(nn.Module):
   """Root-mean-square norm of the residual stream."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 class Embedder(nn.Module):
   """Token ids to the states that enter the first layer."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
   dtype: jnp.dtype
 
   @nn.compact
@@ -102,14 +102,16 @@ class Embedder(nn.Module):
 class Head(nn.Module):
   """The table of a head that is not tied; `logits` reads it."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
     return make_table(self, self.config)
 
 
-def make_table(module: nn.Module, config: config_lib.StackConfig) -> jax.Array:
+def make_table(
+  module: nn.Module, config: model_config.StackConfig
+) -> jax.Array:
   """Declares a token table [V, D] as the parameter 'table' of a module."""
   init = nn.with_logical_partitioning(
     nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
@@ -165,7 +167,7 @@ def biased_product(
 class MLP(nn.Module):
   """Gated feed-forward, F wide: down(activation(gate(x)) * up(x))."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
   dtype: jnp.dtype
   mlp_width: int
 

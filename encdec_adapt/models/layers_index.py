@@ -9,8 +9,8 @@ their own too, under 'lead'.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import model_config
 
 Tree = Mapping[str, Any]
 
@@ -18,7 +18,7 @@ _LEAD, _BLOCKS, _TAIL = 'lead', 'blocks', 'tail'
 
 
 def layer_location(
-  stack: config_lib.StackConfig, i: int
+  stack: model_config.StackConfig, i: int
 ) -> tuple[str, int | None]:
   """Location of layer `i`'s leaves inside the stack's parameters.
 
@@ -57,15 +57,15 @@ def is_stacked(path: str) -> bool:
 
 
 def block_kind(
-  stack: config_lib.StackConfig, prefix: str
-) -> config_lib.LayerKind:
+  stack: model_config.StackConfig, prefix: str
+) -> model_config.LayerKind:
   """Kind of the layers whose leaves are at a prefix of `layer_location`."""
   kinds = stack.lead if prefix.startswith(f'{_LEAD}/') else stack.cycle
   return kinds[int(prefix.rpartition('_')[2])]
 
 
 def map_blocks(
-  stack: config_lib.StackConfig, fn: Callable[[str, int | None], Any]
+  stack: model_config.StackConfig, fn: Callable[[str, int | None], Any]
 ) -> dict[str, dict[str, Any]]:
   """A tree with one value per block of leaves: 'lead', 'blocks', 'tail'.
 

@@ -1,7 +1,7 @@
-"""FLOPs of a model's forward pass, by the formula of `runtime.flops`."""
+"""FLOPs of a model's forward pass, by the formula of `telemetry.flops`."""
 
-from encdec_adapt.models import config as configs
-from encdec_adapt.runtime import flops
+from encdec_adapt.models import model_config as configs
+from encdec_adapt.telemetry import flops
 
 
 def forward(

@@ -16,8 +16,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models import block, stack
-from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import block, model_config, stack
 from encdec_adapt.models import execution as executions
 
 
@@ -52,7 +51,7 @@ class StackCount:
     return self.embedding + self.head + self.cross + self.other
 
 
-def init(config: config_lib.ModelConfig, rng: jax.Array) -> dict[str, Any]:
+def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   """Fresh parameters (see `layers` for the distributions).
 
   Jit it with `out_shardings` to make them sharded where they live.
@@ -66,7 +65,7 @@ def init(config: config_lib.ModelConfig, rng: jax.Array) -> dict[str, Any]:
 
 
 def init_one(
-  config: config_lib.ModelConfig, rng: jax.Array, path: str
+  config: model_config.ModelConfig, rng: jax.Array, path: str
 ) -> jax.Array:
   """One array of `init`, the same values, and no other in memory.
 
@@ -88,7 +87,9 @@ def init_one(
 
 
 @functools.cache
-def parameter_table(config: config_lib.ModelConfig) -> Mapping[str, ParamInfo]:
+def parameter_table(
+  config: model_config.ModelConfig,
+) -> Mapping[str, ParamInfo]:
   """Path ('decoder/blocks/layer_0/mlp/up') to ParamInfo, read-only."""
   return types.MappingProxyType(
     {
@@ -100,12 +101,12 @@ def parameter_table(config: config_lib.ModelConfig) -> Mapping[str, ParamInfo]:
   )
 
 
-def count(config: config_lib.ModelConfig) -> int:
+def count(config: model_config.ModelConfig) -> int:
   """Number of parameters, padding rows of the tables left out."""
   return sum(part.total for part in count_by_stack(config).values())
 
 
-def padding(config: config_lib.ModelConfig) -> dict[str, int]:
+def padding(config: model_config.ModelConfig) -> dict[str, int]:
   """Path of each table with padding rows -> how many parameters they have."""
   sizes = {}
   for path, info in parameter_table(config).items():
@@ -116,7 +117,7 @@ def padding(config: config_lib.ModelConfig) -> dict[str, int]:
   return sizes
 
 
-def count_active(config: config_lib.ModelConfig) -> int:
+def count_active(config: model_config.ModelConfig) -> int:
   """Parameters that a token meets: all but the experts it does not take."""
   idle = 0
   for path, info in parameter_table(config).items():
@@ -127,7 +128,7 @@ def count_active(config: config_lib.ModelConfig) -> int:
   return count(config) - idle
 
 
-def count_by_stack(config: config_lib.ModelConfig) -> dict[str, StackCount]:
+def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
   """Number of parameters by stack and part."""
   counts = {
     name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
@@ -147,7 +148,7 @@ def count_by_stack(config: config_lib.ModelConfig) -> dict[str, StackCount]:
   return {name: StackCount(**count) for name, count in counts.items()}
 
 
-def _has_table(config: config_lib.ModelConfig, stack_name: str) -> bool:
+def _has_table(config: model_config.ModelConfig, stack_name: str) -> bool:
   """Whether a stack has an embedding table of its own."""
   return stack_name == 'decoder' or not config.shared_table
 
@@ -157,21 +158,21 @@ def _is_box(x: Any) -> bool:
 
 
 def _stack_keys(
-  config: config_lib.ModelConfig, rng: jax.Array
+  config: model_config.ModelConfig, rng: jax.Array
 ) -> dict[str, jax.Array]:
   keys = jax.random.split(rng, len(config.stacks))
   return dict(zip(config.stacks, keys, strict=True))
 
 
 def _init_values(
-  config: config_lib.StackConfig, rng: jax.Array
+  config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
   boxed = _init_stack(config, rng)
   return jax.tree.map(lambda box: box.value, boxed, is_leaf=_is_box)
 
 
 def _init_stack(
-  config: config_lib.StackConfig, rng: jax.Array
+  config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
   """Parameters of one stack, boxed with their logical axes."""
   ids = jnp.zeros((1, 1), jnp.int32)
@@ -188,7 +189,7 @@ def _init_stack(
 
 
 @functools.cache
-def _stack_table(config: config_lib.StackConfig) -> dict[str, ParamInfo]:
+def _stack_table(config: model_config.StackConfig) -> dict[str, ParamInfo]:
   boxed = jax.eval_shape(lambda: _init_stack(config, jax.random.key(0)))
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
   return {

@@ -11,8 +11,8 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.models import config as configs
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import model_config as configs
 
 GEMMA2_VOCABULARY = 256000
 

@@ -7,9 +7,8 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import block, experts, layers
+from encdec_adapt.models import block, expert_layer, layers, model_config
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import config as config_lib
 from encdec_adapt.models import execution as executions
 from encdec_adapt.ops import masks, rope
 
@@ -19,9 +18,9 @@ Tokens = Int[Array, 'B L']
 class _Group(nn.Module):
   """Consecutive layers of these kinds, each rematerialised by itself."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
   execution: executions.Execution
-  kinds: tuple[config_lib.LayerKind, ...]
+  kinds: tuple[model_config.LayerKind, ...]
   sparse: bool
   prevent_cse: bool
 
@@ -50,7 +49,7 @@ class _Group(nn.Module):
 class Stack(nn.Module):
   """Token ids to states after the final norm."""
 
-  config: config_lib.StackConfig
+  config: model_config.StackConfig
   execution: executions.Execution
 
   @nn.compact
@@ -130,7 +129,7 @@ class Stack(nn.Module):
       unroll = min(execution.scan_unroll, cfg.repeats)
       scanned = nn.scan(
         _Group,
-        variable_axes={'params': 0, experts.COLLECTION: 0},
+        variable_axes={'params': 0, expert_layer.COLLECTION: 0},
         split_rngs={'params': True},
         length=cfg.repeats,
         in_axes=(nn.broadcast, 0, 0),
@@ -174,8 +173,8 @@ def _write_tokens(
 
 
 def _rotation(
-  config: config_lib.StackConfig,
-  kind: config_lib.LayerKind,
+  config: model_config.StackConfig,
+  kind: model_config.LayerKind,
   positions: jax.Array,
   dtype,
 ) -> tuple[jax.Array, jax.Array]:
@@ -187,7 +186,7 @@ def _rotation(
 
 
 def _self_masks(
-  config: config_lib.StackConfig,
+  config: model_config.StackConfig,
   segments: jax.Array,
   positions: jax.Array,
   cached: caches.Cache | None,
@@ -200,7 +199,7 @@ def _self_masks(
       masks.bidirectional, window_rule=config.window_rule
     )
 
-  def make_kind(kind: config_lib.LayerKind) -> masks.MaskSpec:
+  def make_kind(kind: model_config.LayerKind) -> masks.MaskSpec:
     """Its mask; in merged attention the encoder's keys follow."""
     spec = make(
       segments,

@@ -14,7 +14,8 @@ import re
 
 import jax
 
-from encdec_adapt.runtime import errors, flops
+from encdec_adapt.cli import errors
+from encdec_adapt.telemetry import flops
 
 _GIB = 2**30
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
 

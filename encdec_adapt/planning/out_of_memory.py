@@ -7,8 +7,8 @@ import shlex
 
 import jax
 
+from encdec_adapt.cli import errors
 from encdec_adapt.planning import chips, stored
-from encdec_adapt.runtime import errors
 
 # Of resources that are exhausted, messages of a network may be the ones.
 _SAID = re.compile(

@@ -17,12 +17,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job, job_sources
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
-from encdec_adapt.sharding import report as sharding_report
-from encdec_adapt.training import objectives
+from encdec_adapt.sharding import layout_report as sharding_report
+from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 
 
@@ -121,7 +121,7 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
       source = None
       if taught:
         source = (taught.model.config.decoder, *teachers.values())
-      sums = objectives.vocabulary_sums(
+      sums = losses.vocabulary_sums(
         where.model.config.decoder,
         *students.values(),
         batch,
@@ -332,7 +332,7 @@ def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
 
   Returns:
     `replicated`: large ones that every device holds whole; `copies`: see
-    `sharding.report.copies`.
+    `sharding.layout_report.copies`.
   """
   described = rows(program)
   return {

@@ -15,9 +15,10 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import job
+from encdec_adapt.cli import errors
+from encdec_adapt.files import disk
 from encdec_adapt.models import execution
 from encdec_adapt.planning import chips, programs, shapes
-from encdec_adapt.runtime import disk, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 

@@ -23,7 +23,7 @@ from encdec_adapt.planning import (
   roofline,
   workload,
 )
-from encdec_adapt.runtime import flops
+from encdec_adapt.telemetry import flops
 
 # Share of the peak that products of weights reach, with what is elementwise
 # around them, and share of the collectives that other work hides: set by what

@@ -9,8 +9,10 @@ import jax
 from ml_collections import config_flags
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic
+from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.planning import chips
-from encdec_adapt.runtime import errors, files, storage
 
 _GIB = 2**30
 
@@ -88,8 +90,8 @@ def read(folder: str) -> list[dict[str, Any]]:
   Raises:
     UserError: there is none, or a file is no JSON object.
   """
-  paths = sorted(storage.at(folder).glob('*.json'))
-  found = [files.read_json(path) for path in paths]
+  paths = sorted(paths_lib.at(folder).glob('*.json'))
+  found = [atomic.read_json(path) for path in paths]
   plans = [one for one in found if 'program' in one]
   if not plans:
     raise errors.UserError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.planning import programs
 
 

@@ -9,7 +9,8 @@ from collections import deque
 import jax
 import numpy as np
 
-from encdec_adapt.runtime import errors, files, storage
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic, paths
 
 FILE = 'nonfinite-{process}.json'
 
@@ -24,7 +25,7 @@ class NonFiniteGuard:
   def __init__(self, workdir: str, limit: int):
     self.limit = limit
     name = FILE.format(process=jax.process_index())
-    self._path = storage.join(workdir, name)
+    self._path = paths.join(workdir, name)
     self._rows: deque[dict] = deque(maxlen=limit)
 
   def check(self, step: int, skipped_in_row: int, rows: np.ndarray) -> None:
@@ -38,7 +39,7 @@ class NonFiniteGuard:
       return
     self._rows.append({'step': step, 'rows': np.asarray(rows).tolist()})
     if skipped_in_row >= self.limit:
-      files.write_json(self._path, list(self._rows))
+      atomic.write_json(self._path, list(self._rows))
       raise errors.UserError(
         f'the last {skipped_in_row} updates were not finite, up to step'
         f' {step}; the job stops (config.train.max_skipped). The rows of'

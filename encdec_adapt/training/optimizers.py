@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 import optax
 
+from encdec_adapt.cli import errors
 from encdec_adapt.models import layers_index
-from encdec_adapt.runtime import errors
 from encdec_adapt.training import schedules
 
 Parameters = dict[str, Array]

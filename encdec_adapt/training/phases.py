@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
 
+from encdec_adapt.cli import errors
 from encdec_adapt.models import block
-from encdec_adapt.runtime import errors
 
 _CROSS = rf'.*/({"|".join(block.CROSS)})/.*'
 

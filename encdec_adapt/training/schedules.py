@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 
 KINDS = ('cosine', 'linear', 'rsqrt', 'constant')
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 
+from encdec_adapt.cli import errors
 from encdec_adapt.models import build
-from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import memory, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import optimizers, phases

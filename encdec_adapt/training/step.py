@@ -12,7 +12,7 @@ import optax
 from encdec_adapt.models import build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
-from encdec_adapt.training import objectives, offload, optimizers, phases
+from encdec_adapt.training import losses, offload, optimizers, phases
 from encdec_adapt.training import state as state_lib
 
 Batch = Mapping[str, Array]
@@ -36,7 +36,7 @@ class StepConfig:
 
 def make_train_step(
   where: state_lib.Placement,
-  loss: objectives.LossConfig,
+  loss: losses.LossConfig,
   optimizer: optimizers.Optimizer,
   assignment: Mapping[str, str],
   active: Sequence[str],
@@ -85,7 +85,7 @@ def make_train_step(
         """What a microbatch adds to the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
         source = (teacher, teacher_params) if teacher else None
-        sums = objectives.loss_sums(where.model, params, part, loss, source)
+        sums = losses.loss_sums(where.model, params, part, loss, source)
         return sums.total / divisor, sums
 
       places = {path: where.parameters[path] for path in trained}
@@ -117,7 +117,7 @@ def make_train_step(
   )
 
 
-def _averages(sums: objectives.StepSums, divisor: jax.Array) -> Metrics:
+def _averages(sums: losses.StepSums, divisor: jax.Array) -> Metrics:
   """What was summed over the batch's targets, per target."""
   routers = {}
   if sums.routing is not None:

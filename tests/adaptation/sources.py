@@ -5,10 +5,9 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import leaves, parameters
+from encdec_adapt.models import layer_leaves, model_config, parameters
 
-STACK = config_lib.StackConfig(
+STACK = model_config.StackConfig(
   layers=3,
   width=8,
   mlp_width=12,
@@ -24,7 +23,7 @@ RNG = jax.random.key(7)
 
 def make(stack, seed=0):
   """A decoder-only model in which no two arrays are alike, norms too."""
-  config = config_lib.DecoderOnlyConfig(stack)
+  config = model_config.DecoderOnlyConfig(stack)
   rng = np.random.default_rng(seed)
   flat = {
     path: jnp.asarray(0.3 * rng.normal(size=info.shape), info.dtype)
@@ -40,7 +39,7 @@ def by_name(config, params):
     name: np.asarray(
       flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
     )
-    for name, leaf in leaves.leaves_of(config).items()
+    for name, leaf in layer_leaves.leaves_of(config).items()
   }
 
 

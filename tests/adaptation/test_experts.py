@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from encdec_adapt.adaptation import initialise
-from encdec_adapt.models import build
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.training import objectives, optimizers, schedules
+from encdec_adapt.models import build, model_config
+from encdec_adapt.training import losses, optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from tests.adaptation import sources
 from tests.training import conftest as training
@@ -23,8 +22,8 @@ STACK = dataclasses.replace(
   shared_expert_width=8,
   dense_layers=1,
 )
-SOURCE = config_lib.DecoderOnlyConfig(STACK)
-TARGET = config_lib.encoder_decoder(STACK, STACK)
+SOURCE = model_config.DecoderOnlyConfig(STACK)
+TARGET = model_config.encoder_decoder(STACK, STACK)
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +61,7 @@ def test_training_lowers_the_loss_and_reports_the_load(adapted, monkeypatch):
   monkeypatch.setattr(training, 'MODEL', build.build(TARGET))
   trainer = training.Trainer(
     microbatches=2,
-    loss=objectives.LossConfig(load_balance=0.02, router_z_loss=1e-3, chunk=16),
+    loss=losses.LossConfig(load_balance=0.02, router_z_loss=1e-3, chunk=16),
     optimizer=optimizers.OptimizerConfig(
       'adamw', schedules.ScheduleConfig('constant', 1e-2, 0, 100)
     ),

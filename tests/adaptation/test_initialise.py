@@ -9,10 +9,9 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import initialise, plan
-from encdec_adapt.models import build, leaves, parameters
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.adaptation import initialise, weight_plan
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, layer_leaves, model_config, parameters
 from tests.adaptation import sources
 
 STACK, RNG = sources.STACK, sources.RNG
@@ -32,7 +31,7 @@ def _fresh(target):
 def _initialise(target, *sources, **options):
   """`initialise` under jit (many small programs are slow to compile)."""
   configs = [config for config, _ in sources]
-  coverage = plan.make_plan(target, *configs, **options)
+  coverage = weight_plan.make_plan(target, *configs, **options)
 
   @jax.jit
   def traced(trees, rng):
@@ -51,24 +50,24 @@ def _check_shapes(config, params):
 
 
 def test_names_do_not_depend_on_the_layout():
-  config = config_lib.DecoderOnlyConfig(STACK)
-  names = leaves.leaves_of(config)
-  assert names['decoder/layers/0/mlp/gate'] == leaves.Leaf(
+  config = model_config.DecoderOnlyConfig(STACK)
+  names = layer_leaves.leaves_of(config)
+  assert names['decoder/layers/0/mlp/gate'] == layer_leaves.Leaf(
     (8, 12), 'decoder/blocks/layer_0/mlp/gate', 0
   )
-  assert names['decoder/layers/1/mlp/gate'] == leaves.Leaf(
+  assert names['decoder/layers/1/mlp/gate'] == layer_leaves.Leaf(
     (8, 12), 'decoder/blocks/layer_1/mlp/gate', 0
   )
-  assert names['decoder/layers/2/mlp/gate'] == leaves.Leaf(
+  assert names['decoder/layers/2/mlp/gate'] == layer_leaves.Leaf(
     (8, 12), 'decoder/tail/layer_0/mlp/gate', None
   )
-  assert names['decoder/embedder/table'] == leaves.Leaf(
+  assert names['decoder/embedder/table'] == layer_leaves.Leaf(
     (11, 8), 'decoder/embedder/table', None
   )
   other = dataclasses.replace(STACK, pattern=('global',))
-  assert set(leaves.leaves_of(config_lib.DecoderOnlyConfig(other))) == set(
-    names
-  )
+  assert set(
+    layer_leaves.leaves_of(model_config.DecoderOnlyConfig(other))
+  ) == set(names)
   # 11 leaves per layer (4 norms, 4 + 3 kernels), a table and a norm.
   assert len(names) == 3 * 11 + 2
 
@@ -79,7 +78,7 @@ def test_names_do_not_depend_on_the_layout():
 def test_balanced_copies_everything(pattern):
   config, params = sources.make(STACK)
   stack = dataclasses.replace(STACK, pattern=pattern)
-  target = config_lib.encoder_decoder(stack, stack)
+  target = model_config.encoder_decoder(stack, stack)
   got, coverage = _initialise(target, (config, params))
   _check_shapes(target, got)
   source = sources.by_name(config, params)
@@ -115,7 +114,7 @@ def test_balanced_copies_everything(pattern):
 
 def test_two_sources():
   encoder, decoder = sources.make(WIDE, 1), sources.make(STACK, 2)
-  target = config_lib.encoder_decoder(WIDE, STACK)
+  target = model_config.encoder_decoder(WIDE, STACK)
   got, coverage = _initialise(target, encoder, decoder)
   _check_shapes(target, got)
   filled = sources.by_name(target, got)
@@ -147,7 +146,7 @@ def test_two_sources():
 @pytest.mark.parametrize('encoder', [WIDE, STACK])
 def test_zero_gain_leaves_the_decoders_function_unchanged(encoder):
   config, params = sources.make(STACK, 2)
-  target = config_lib.encoder_decoder(encoder, STACK)
+  target = model_config.encoder_decoder(encoder, STACK)
   tokens = jax.random.randint(jax.random.key(3), (2, 7), 0, 11)
   ones = jnp.ones_like(tokens)
   positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
@@ -181,7 +180,7 @@ def test_zero_gain_leaves_the_decoders_function_unchanged(encoder):
 
 def test_traces_and_plans_without_arrays():
   encoder, decoder = sources.make(WIDE, 1), sources.make(STACK, 2)
-  target = config_lib.encoder_decoder(WIDE, STACK)
+  target = model_config.encoder_decoder(WIDE, STACK)
   eager, coverage = initialise.initialise(target, encoder, decoder, rng=RNG)
   jitted, planned = _initialise(target, encoder, decoder)
   jax.tree.map(
@@ -203,7 +202,7 @@ def test_traces_and_plans_without_arrays():
 def test_padding_rows_are_added_and_dropped():
   padded = dataclasses.replace(STACK, vocab_multiple=8)  # 16 rows
   config, params = sources.make(padded)
-  target = config_lib.encoder_decoder(STACK, padded)
+  target = model_config.encoder_decoder(STACK, padded)
   got, coverage = _initialise(target, (config, params))
   table = params['decoder']['embedder']['table']
   assert got['encoder']['embedder']['table'].shape == (11, 8)
@@ -213,7 +212,7 @@ def test_padding_rows_are_added_and_dropped():
   assert '5 padding rows dropped' in fill.describe()
 
   config, params = sources.make(STACK)
-  target = config_lib.encoder_decoder(padded, padded)
+  target = model_config.encoder_decoder(padded, padded)
   got, coverage = _initialise(target, (config, params))
   table = params['decoder']['embedder']['table']
   np.testing.assert_array_equal(
@@ -227,7 +226,7 @@ def test_padding_rows_are_added_and_dropped():
 def test_heads():
   untied = dataclasses.replace(STACK, tied_head=False)
   config, params = sources.make(untied)
-  target = config_lib.encoder_decoder(untied, untied)
+  target = model_config.encoder_decoder(untied, untied)
   got, coverage = _initialise(target, (config, params))
   np.testing.assert_array_equal(
     got['decoder']['head']['table'], params['decoder']['head']['table']
@@ -246,14 +245,14 @@ def test_heads():
   assert 'ties' in coverage.filled['decoder/head/table'].note
 
   # An untied head has no place in a tied target.
-  target = config_lib.encoder_decoder(STACK, STACK)
+  target = model_config.encoder_decoder(STACK, STACK)
   with pytest.raises(errors.UserError, match='decoder.tied_head to False'):
-    plan.make_plan(target, config)
+    weight_plan.make_plan(target, config)
 
 
 def test_fresh_patterns():
   source = sources.make(STACK)
-  target = config_lib.encoder_decoder(STACK, STACK)
+  target = model_config.encoder_decoder(STACK, STACK)
   got, coverage = _initialise(
     target, source, fresh=('encoder/*', 'decoder/layers/1/mlp/up')
   )
@@ -272,13 +271,13 @@ def test_fresh_patterns():
 
 def test_controls():
   source = sources.make(STACK)
-  target = config_lib.encoder_decoder(STACK, STACK)
+  target = model_config.encoder_decoder(STACK, STACK)
   fresh = _fresh(target)
   scratch, coverage = initialise.from_scratch(target, RNG)
   jax.tree.map(np.testing.assert_array_equal, scratch, fresh)
   assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
 
-  fresh_leaves = plan.all_but_embeddings(target)
+  fresh_leaves = weight_plan.all_but_embeddings(target)
   got, coverage = initialise.initialise(
     target, source, rng=RNG, fresh=fresh_leaves
   )
@@ -322,7 +321,7 @@ def test_controls():
   ],
 )
 def test_what_does_not_fit_is_named(encoder, decoder, options, message):
-  target = config_lib.encoder_decoder(encoder, decoder)
+  target = model_config.encoder_decoder(encoder, decoder)
   given = [sources.make(STACK)]
   if encoder is WIDE:
     given.insert(0, sources.make(WIDE))
@@ -335,14 +334,14 @@ def test_padding_cannot_hide_another_vocabulary():
   of_13 = dataclasses.replace(STACK, vocab_multiple=8, vocab_size=13)
   of_11 = dataclasses.replace(of_13, vocab_size=11)
   with pytest.raises(errors.UserError, match='extended, not cut'):
-    plan.make_plan(
-      config_lib.encoder_decoder(of_11, of_11),
-      config_lib.DecoderOnlyConfig(of_13),
+    weight_plan.make_plan(
+      model_config.encoder_decoder(of_11, of_11),
+      model_config.DecoderOnlyConfig(of_13),
     )
 
 
 def test_parameters_of_another_model_are_named():
-  target = config_lib.encoder_decoder(STACK, STACK)
+  target = model_config.encoder_decoder(STACK, STACK)
   config, params = sources.make(STACK)
   other = sources.make(dataclasses.replace(STACK, mlp_width=16))[1]
   with pytest.raises(errors.UserError, match='encoder_source has shape'):
@@ -355,11 +354,11 @@ def test_parameters_of_another_model_are_named():
 
 def test_a_gain_is_stored_as_the_norm_reads_it():
   stack = dataclasses.replace(STACK, norm_gain='direct')
-  source = config_lib.DecoderOnlyConfig(stack)
-  target = config_lib.encoder_decoder(stack, stack)
+  source = model_config.DecoderOnlyConfig(stack)
+  target = model_config.encoder_decoder(stack, stack)
   leaf = 'decoder/layers/0/post_cross_norm/scale'
   for gain, scale in (('one', 1.0), ('zero', 0.0)):
-    account = plan.make_plan(
+    account = weight_plan.make_plan(
       target, source, cross_attention='fresh', post_norm_gain=gain
     )
     assert account.filled[leaf].value == scale
@@ -367,12 +366,12 @@ def test_a_gain_is_stored_as_the_norm_reads_it():
 
 def test_cross_attention_of_global_layers_only():
   stack = dataclasses.replace(STACK, pattern=('local', 'global'))
-  account = plan.make_plan(
-    config_lib.encoder_decoder(stack, stack, cross_layers='global'),
-    config_lib.DecoderOnlyConfig(stack),
+  account = weight_plan.make_plan(
+    model_config.encoder_decoder(stack, stack, cross_layers='global'),
+    model_config.DecoderOnlyConfig(stack),
   )
   cross = {leaf.split('/')[2] for leaf in account.filled if 'cross' in leaf}
   assert cross == {'1'}
   with pytest.raises(errors.UserError, match='no layer of the decoder reads'):
     local = dataclasses.replace(STACK, pattern=('local',))
-    config_lib.encoder_decoder(local, local, cross_layers='global')
+    model_config.encoder_decoder(local, local, cross_layers='global')

@@ -7,14 +7,13 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import initialise, plan, recipes
-from encdec_adapt.models import build, leaves, parameters
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.adaptation import initialise, recipes, weight_plan
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, layer_leaves, model_config, parameters
 from tests.adaptation import sources
 
 STACK, RNG = sources.STACK, sources.RNG
-LLAMA = config_lib.StackConfig(
+LLAMA = model_config.StackConfig(
   layers=2,
   width=8,
   mlp_width=12,
@@ -94,7 +93,9 @@ def _assert_planned(target, *given):
   assert {p: leaf.shape for p, leaf in flat.items()} == {
     p: info.shape for p, info in table.items()
   }
-  assert account == plan.make_plan(target, *(config for config, _ in given))
+  assert account == weight_plan.make_plan(
+    target, *(config for config, _ in given)
+  )
 
 
 @pytest.mark.parametrize('bias', ['none', 'qkv'])
@@ -102,7 +103,7 @@ def test_more_key_value_heads_in_the_encoder(bias):
   stack = dataclasses.replace(STACK, attention_bias=bias)
   given = sources.make(stack)
   more = dataclasses.replace(stack, kv_heads=4)
-  target = config_lib.encoder_decoder(more, stack)
+  target = model_config.encoder_decoder(more, stack)
   params, account = _adapted(target, given)
   _assert_planned(target, given)
   key = params['encoder']['blocks']['layer_0']['attention']['key']
@@ -114,7 +115,7 @@ def test_more_key_value_heads_in_the_encoder(bias):
   assert fill.describe().endswith('(each key/value head 2 times)')
   assert 'encoder.kv_heads is 4, in encoder_source 2' in account.changes
 
-  plain = config_lib.encoder_decoder(stack, stack)
+  plain = model_config.encoder_decoder(stack, stack)
   want, _ = _adapted(plain, given)
   tokens = _tokens()
   np.testing.assert_allclose(
@@ -125,7 +126,7 @@ def test_more_key_value_heads_in_the_encoder(bias):
 def test_more_key_value_heads_in_both_stacks():
   given = sources.make(STACK)
   more = dataclasses.replace(STACK, kv_heads=4)
-  target, plain = (config_lib.encoder_decoder(s, s) for s in (more, STACK))
+  target, plain = (model_config.encoder_decoder(s, s) for s in (more, STACK))
   (params, account), (want, _) = (_adapted(t, given) for t in (target, plain))
   assert account.parameters()['fresh'] == 0
   np.testing.assert_allclose(
@@ -137,7 +138,7 @@ def test_more_key_value_heads_in_both_stacks():
 
 def test_a_shared_table_is_taken_once():
   given = sources.make(STACK)
-  target = config_lib.encoder_decoder(STACK, STACK, shared_table=True)
+  target = model_config.encoder_decoder(STACK, STACK, shared_table=True)
   params, account = _adapted(target, given)
   _assert_planned(target, given)
   assert 'embedder' not in params['encoder']
@@ -149,7 +150,7 @@ def test_a_shared_table_is_taken_once():
   }
   assert "the encoder reads the decoder's embedding table" in account.changes
   # Equal tables, shared or not, are the same function.
-  plain = config_lib.encoder_decoder(STACK, STACK)
+  plain = model_config.encoder_decoder(STACK, STACK)
   want, _ = _adapted(plain, given)
   np.testing.assert_allclose(
     _logits(target, params, _tokens(), _tokens(5, seed=4)),
@@ -162,7 +163,7 @@ def test_a_shared_table_is_taken_once():
 @pytest.mark.parametrize('stack', [STACK, LLAMA], ids=['gemma', 'llama'])
 def test_merged_attention_is_the_decoders_own(stack, shared):
   given = sources.make(stack)
-  target = config_lib.encoder_decoder(
+  target = model_config.encoder_decoder(
     stack, stack, cross_merged=True, shared_table=shared
   )
   params, account = _adapted(target, given)
@@ -186,7 +187,7 @@ def test_merged_attention_is_the_decoders_own(stack, shared):
 def test_t5gemma2_keeps_what_its_token_was_embedded_as():
   stack = dataclasses.replace(STACK, qk_norm=True)
   given = sources.make(stack)
-  target = config_lib.t5gemma2(stack, stack, eoi_token=7)
+  target = model_config.t5gemma2(stack, stack, eoi_token=7)
   params, account = _adapted(target, given)
   _assert_planned(target, given)
   table = given[1]['decoder']['embedder']['table']
@@ -221,7 +222,7 @@ def test_new_tokens_are_the_mean(tied):
   stack = dataclasses.replace(STACK, tied_head=tied, vocab_multiple=8)
   given = sources.make(stack)  # 16 rows, 5 of them padding.
   more = dataclasses.replace(stack, vocab_size=18)
-  target = config_lib.encoder_decoder(more, more)
+  target = model_config.encoder_decoder(more, more)
   params, account = _adapted(
     target, given, cross_attention='fresh', post_norm_gain='zero'
   )
@@ -255,7 +256,7 @@ def test_new_tokens_are_the_mean(tied):
 def test_an_untied_head_starts_as_the_extended_table():
   given = sources.make(STACK)
   more = dataclasses.replace(STACK, vocab_size=13, tied_head=False)
-  target = config_lib.encoder_decoder(STACK, more)
+  target = model_config.encoder_decoder(STACK, more)
   params, account = _adapted(target, given)
   decoder = params['decoder']
   np.testing.assert_array_equal(
@@ -273,7 +274,7 @@ def test_an_untied_head_starts_as_the_extended_table():
 
 def test_a_causal_encoder_computes_what_its_source_did():
   given = sources.make(STACK)
-  target = config_lib.encoder_decoder(STACK, STACK, causal_encoder=True)
+  target = model_config.encoder_decoder(STACK, STACK, causal_encoder=True)
   params, account = _adapted(target, given)
   assert not any('role' in change for change in account.changes)
   tokens = _tokens()
@@ -281,14 +282,14 @@ def test_a_causal_encoder_computes_what_its_source_did():
   source = build.build(given[0])
   want = jax.jit(lambda params: source.decode(params, *tokens))(given[1])
   np.testing.assert_allclose(encoded, want, atol=1e-5)
-  both = config_lib.encoder_decoder(STACK, STACK)
+  both = model_config.encoder_decoder(STACK, STACK)
   assert np.abs(_encoded(both, params, tokens) - want).max() > 1e-2
 
 
 def test_two_families_in_one_pair():
   """Other widths, norms, activations, biases and vocabularies."""
   given = sources.make(LLAMA, 1), sources.make(QWEN, 2)
-  target = config_lib.encoder_decoder(LLAMA, QWEN)
+  target = model_config.encoder_decoder(LLAMA, QWEN)
   params, account = _adapted(target, *given)
   _assert_planned(target, *given)
   filled = sources.by_name(target, params)
@@ -323,8 +324,8 @@ def test_two_families_in_one_pair():
 @pytest.mark.parametrize(
   'target',
   [
-    config_lib.encoder_decoder(LLAMA, LLAMA, cross_merged=True),
-    config_lib.encoder_decoder(
+    model_config.encoder_decoder(LLAMA, LLAMA, cross_merged=True),
+    model_config.encoder_decoder(
       dataclasses.replace(LLAMA, vocab_size=12),
       dataclasses.replace(LLAMA, vocab_size=10, vocab_multiple=4),
       cross_layers='global',
@@ -339,11 +340,11 @@ def test_recipes_are_the_same_in_numpy(target):
   configs = dict.fromkeys(('encoder_source', 'decoder_source'), given[0])
   flat = {
     path: np.asarray(leaf)
-    for path, leaf in leaves.flatten_checked('source', *given).items()
+    for path, leaf in layer_leaves.flatten_checked('source', *given).items()
   }
   trees = dict.fromkeys(configs, flat)
   made = recipes.make_recipes(target, account, configs)
-  want = leaves.flatten_checked('target', target, want)
+  want = layer_leaves.flatten_checked('target', target, want)
   for path, recipe in made.items():
     array = recipe.make(trees, np)
     assert isinstance(array, np.ndarray)
@@ -382,18 +383,20 @@ def test_recipes_are_the_same_in_numpy(target):
   ],
 )
 def test_options_that_cannot_be(encoder, pair, options, message):
-  target = config_lib.encoder_decoder(
+  target = model_config.encoder_decoder(
     dataclasses.replace(STACK, **encoder), STACK, **pair
   )
   with pytest.raises(errors.UserError, match=message):
-    plan.make_plan(target, config_lib.DecoderOnlyConfig(STACK), **options)
+    weight_plan.make_plan(
+      target, model_config.DecoderOnlyConfig(STACK), **options
+    )
 
 
 def test_a_gain_needs_a_norm():
   with pytest.raises(errors.UserError, match="post_norm_gain='zero' needs"):
-    plan.make_plan(
-      config_lib.encoder_decoder(LLAMA, LLAMA),
-      config_lib.DecoderOnlyConfig(LLAMA),
+    weight_plan.make_plan(
+      model_config.encoder_decoder(LLAMA, LLAMA),
+      model_config.DecoderOnlyConfig(LLAMA),
       cross_attention='fresh',
       post_norm_gain='zero',
     )
@@ -402,13 +405,13 @@ def test_a_gain_needs_a_norm():
 def test_another_tokens_vector_is_refused():
   stack = dataclasses.replace(STACK, eoi_token=3)
   with pytest.raises(errors.UserError, match='its vector is of another token'):
-    plan.make_plan(
-      config_lib.t5gemma2(stack, stack, eoi_token=4),
-      config_lib.DecoderOnlyConfig(stack),
+    weight_plan.make_plan(
+      model_config.t5gemma2(stack, stack, eoi_token=4),
+      model_config.DecoderOnlyConfig(stack),
     )
 
 
 def test_merged_attention_needs_equal_widths():
   wide = dataclasses.replace(STACK, width=12)
   with pytest.raises(errors.UserError, match=r"encoder's width .*12.* 8;"):
-    config_lib.encoder_decoder(wide, STACK, cross_merged=True)
+    model_config.encoder_decoder(wide, STACK, cross_merged=True)

@@ -11,8 +11,8 @@ import pytest
 from configs import gemma2
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
+from encdec_adapt.cli import command
 from encdec_adapt.planning import calibration, chips, search, shapes, stored
-from encdec_adapt.runtime import command
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 

@@ -13,8 +13,8 @@ import jax
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
+from encdec_adapt.cli import command
 from encdec_adapt.planning import chips, programs
-from encdec_adapt.runtime import command
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.benchmarks import results
 

@@ -19,9 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from encdec_adapt.interop import model_configs, tensor_writer, weights
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import presets
+from encdec_adapt.huggingface import config_json, tensor_writer, weights
+from encdec_adapt.models import model_config, presets
 from tests.benchmarks import results
 
 # A process that measures itself: seconds of the work, and its peak memory.
@@ -37,7 +36,7 @@ lines = open('/proc/self/status').readlines()
 print(json.dumps([seconds, peak]))
 """
 _CONVERT = (
-  'from encdec_adapt import convert\nfrom encdec_adapt.runtime import command',
+  'from encdec_adapt import convert\nfrom encdec_adapt.cli import command',
   "command.run_subcommand('', convert.COMMANDS, {arguments!r})",
 )
 # As ours does, so that all end with the bytes on the disk.
@@ -68,7 +67,7 @@ _SAVE = (
 )
 
 
-def make_folder(folder: pathlib.Path, model: config_lib.ModelConfig) -> int:
+def make_folder(folder: pathlib.Path, model: model_config.ModelConfig) -> int:
   """Writes a folder of random bf16 weights.
 
   Args:
@@ -78,7 +77,7 @@ def make_folder(folder: pathlib.Path, model: config_lib.ModelConfig) -> int:
   Returns:
     Bytes of the weights.
   """
-  raw, layout = model_configs.raw_from_model(model)
+  raw, layout = config_json.raw_from_model(model)
   folder.mkdir()
   (folder / 'config.json').write_text(json.dumps({**raw, 'dtype': 'bfloat16'}))
   rng = np.random.default_rng(0)
@@ -134,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _measure_all(
-  folder: pathlib.Path, model: config_lib.ModelConfig, *, peer: bool
+  folder: pathlib.Path, model: model_config.ModelConfig, *, peer: bool
 ) -> list[dict[str, Any]]:
   source, run, output = (folder / name for name in ('source', 'run', 'out'))
   nbytes = make_folder(source, model)
-  raw, _ = model_configs.raw_from_model(model)
+  raw, _ = config_json.raw_from_model(model)
   name = raw['architectures'][0]
   rows = []
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from encdec_adapt.ops import attention, masks, vocabulary_loss
 from encdec_adapt.planning import chips
-from encdec_adapt.runtime import flops
+from encdec_adapt.telemetry import flops
 from tests.benchmarks import results
 
 

@@ -7,7 +7,7 @@ The whole step (forward, backward, clipping, AdamW with fp32 state) of the
 `training_step`. For every attention backend of ours, with one example a row
 and with several, and for the peer (which cannot pack) with every attention
 that it has: every batch that fits, tokens/s and MFU by the formula of
-`runtime.flops`. The parts of ours are programs of their own: the
+`telemetry.flops`. The parts of ours are programs of their own: the
 loss, and the loss with its gradient; the rest is the optimizer. Every row
 says which attention it ran. `speed ratio` is over the peer's best row;
 without torch and transformers there is none. `gpu_kernels` has attention and
@@ -167,7 +167,7 @@ def _step_flops(
 ) -> int:
   """Model FLOPs of a step."""
   from encdec_adapt.models import model_flops
-  from encdec_adapt.runtime import flops
+  from encdec_adapt.telemetry import flops
 
   pair = training_step.make_pair(training_step.make_parser().parse_args(flags))
   lengths = arguments.encoder_length, arguments.decoder_length

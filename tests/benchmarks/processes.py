@@ -114,7 +114,7 @@ def _answer(process: subprocess.Popen) -> dict[str, float]:
 
 def _work(arguments: argparse.Namespace) -> None:
   """Runs one step per line of standard input; answers in JSON lines."""
-  from encdec_adapt.runtime import distributed
+  from encdec_adapt.cluster import distributed
 
   distributed.initialize(
     arguments.coordinator, int(arguments.processes), int(arguments.process)

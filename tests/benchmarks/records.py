@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt import materialize
-from encdec_adapt.data import (
-  batch,
-  loader,
-  records,
-  sources,
-  vocabularies,
-  vocabulary_training,
-)
+from encdec_adapt.data import batch, loader, records, text_sources
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import framing
 from tests.benchmarks import results
 
@@ -128,7 +122,7 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
     max_bytes=arguments.text_bytes,
   )
   vocabulary = folder / 'vocabulary.model'
-  documents = sources.open_source(
+  documents = text_sources.open_source(
     'python', max_bytes=arguments.text_bytes
   ).documents()
   vocabulary_training.train_vocabulary(

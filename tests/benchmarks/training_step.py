@@ -113,8 +113,8 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_pair(arguments: argparse.Namespace) -> Any:
-  """The shape of the model, a `models.config.EncoderDecoderConfig`."""
-  from encdec_adapt.models import config as configs
+  """The shape of the model, a `models.model_config.EncoderDecoderConfig`."""
+  from encdec_adapt.models import model_config as configs
   from encdec_adapt.models import presets
 
   if arguments.pair:
@@ -143,7 +143,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   from encdec_adapt.ops import partition
   from encdec_adapt.sharding import mesh, placement, rules
   from encdec_adapt.training import (
-    objectives,
+    losses,
     optimizers,
     phases,
     schedules,
@@ -174,7 +174,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   active = phases.active(groups, 0)
   params = where.place(model.init, jax.random.key(0))
   current = state.create(params, optimizer, assignment, active, where)
-  config = objectives.LossConfig(chunk=arguments.loss_chunk)
+  config = losses.LossConfig(chunk=arguments.loss_chunk)
   train = step.make_train_step(
     where,
     config,
@@ -200,7 +200,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   @jax.jit
   def forward(params, batch):
     with partition.use(where.mesh, where.rules.as_dict()):
-      sums = objectives.loss_sums(model, params, batch, config, None)
+      sums = losses.loss_sums(model, params, batch, config, None)
       return sums.total / sums.weight
 
   @jax.jit
@@ -292,7 +292,7 @@ def _work(arguments: argparse.Namespace) -> None:
     runs, parameters = make_ours(arguments)
     import jax
 
-    from encdec_adapt.runtime import flops
+    from encdec_adapt.telemetry import flops
 
     peak_flops = flops.peak(jax.devices())
   else:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data import batch
+from encdec_adapt.tokenizers import special_ids
 from tests import framing
 
 EOS, BOS = framing.EOS, framing.BOS
@@ -136,9 +137,9 @@ def test_each_broken_rule_is_found_and_named(field, index, value, rule):
 
 
 # Of a Qwen decoder, whose padding, EOS and BOS are one, and a Llama encoder.
-MIXED = batch.Framing(
-  encoder=batch.SideIds(pad=94, eos=91, bos=90),
-  decoder=batch.SideIds(pad=80, eos=80, bos=80),
+MIXED = special_ids.Framing(
+  encoder=special_ids.SideIds(pad=94, eos=91, bos=90),
+  decoder=special_ids.SideIds(pad=80, eos=80, bos=80),
 )
 SPLIT = [
   batch.Pair(

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, loader, records
-from encdec_adapt.runtime import errors
 from tests import framing
 
 LENGTHS = batch.Lengths(4, 3)

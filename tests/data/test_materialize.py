@@ -13,15 +13,10 @@ import numpy as np
 import pytest
 
 from encdec_adapt import materialize
-from encdec_adapt.data import (
-  batch,
-  loader,
-  randomness,
-  records,
-  vocabularies,
-  vocabulary_training,
-)
-from encdec_adapt.runtime import command, errors, lock
+from encdec_adapt.cli import command, errors
+from encdec_adapt.cluster import lock
+from encdec_adapt.data import batch, loader, randomness, records
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 DOCUMENTS = 40
 

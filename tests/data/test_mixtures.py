@@ -5,8 +5,8 @@ import collections
 import numpy as np
 import pytest
 
-from encdec_adapt.data import mixtures, sources
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.data import mixtures, text_sources
 
 COUNT = 300
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 def _part(folder, weight, name='a'):
   return mixtures.Part(
-    sources.open_source(f'jsonl:{folder}/{name}.jsonl'), weight
+    text_sources.open_source(f'jsonl:{folder}/{name}.jsonl'), weight
   )
 
 

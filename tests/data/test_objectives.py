@@ -7,8 +7,8 @@ from hypothesis import strategies
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objectives
-from encdec_adapt.runtime import errors
 from tests import framing
 
 EOS = 1

@@ -4,8 +4,9 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize
+from encdec_adapt.cli import command, errors
 from encdec_adapt.data import record_copy, records
-from encdec_adapt.runtime import command, errors, storage
+from encdec_adapt.files import paths
 from tests import tiny
 
 
@@ -19,9 +20,9 @@ def cache(tmp_path, monkeypatch):
 def put(bucket, tmp_path):
   """Records in a bucket; gives their folder and that they were copied from."""
   tiny.make_records(tmp_path / 'made', 24)
-  folder = storage.at(f'{bucket}/records')
+  folder = paths.at(f'{bucket}/records')
   here = tmp_path / 'made' / 'prefix_lm' / 'train'
-  storage.upload(here, folder, records.MANIFEST)
+  paths.upload(here, folder, records.MANIFEST)
   return folder, here
 
 
@@ -69,7 +70,7 @@ def test_damage_in_the_bucket_is_refused(put):
   folder, here = put
   (shard,) = here.rglob('*.array_record')
   name = shard.relative_to(here).as_posix()
-  storage.write(folder / name, shard.read_bytes()[:-1] + b'x')
+  paths.write(folder / name, shard.read_bytes()[:-1] + b'x')
   with pytest.raises(errors.UserError, match='not what the manifest says'):
     records.RecordSet.open(folder)
   (folder / name).unlink()
@@ -87,7 +88,7 @@ def test_without_its_manifest_a_set_is_none(put):
 def test_a_manifest_that_leads_outside_is_refused(bucket):
   entry = {'../../x': {'bytes': 1, 'sha256': ''}}
   with pytest.raises(errors.UserError, match="names a file '../../x' outside"):
-    record_copy.fetch(storage.at(bucket), entry)
+    record_copy.fetch(paths.at(bucket), entry)
 
 
 def test_made_here_and_put_there(bucket, tmp_path, store):
@@ -125,7 +126,7 @@ def test_made_here_and_put_there(bucket, tmp_path, store):
     materialize.open_sets(data, opened)[0] for data in (there, local)
   )
   assert found.digests == wanted.digests
-  record_copy.place(storage.at(f'{bucket}/run/records/train')).rename(
+  record_copy.place(paths.at(f'{bucket}/run/records/train')).rename(
     tmp_path / 'gone'
   )
   more = settings(f'{bucket}/run', 2)

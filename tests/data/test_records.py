@@ -8,8 +8,8 @@ import resource
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, records
-from encdec_adapt.runtime import errors
 from tests import framing
 
 SPEC = records.RecordSpec(

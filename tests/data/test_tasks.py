@@ -5,16 +5,15 @@ import pathlib
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
   mixtures,
   objectives,
   randomness,
-  sources,
-  vocabularies,
-  vocabulary_training,
+  text_sources,
 )
-from encdec_adapt.runtime import errors
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 seqio = pytest.importorskip('seqio')
 tf = pytest.importorskip('tensorflow')
@@ -27,7 +26,7 @@ LENGTHS = batch.Lengths(24, 24)
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory) -> pathlib.Path:
   folder = tmp_path_factory.mktemp('text')
-  kept = sources.open_source('python', max_documents=15).documents()
+  kept = text_sources.open_source('python', max_documents=15).documents()
   for i, document in enumerate(kept):
     text = document.text[:700] + ' <unused0> \u2581'
     (folder / f'{i:02d}\u00e9.txt').write_text(text + '\0\0')
@@ -36,7 +35,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def vocabulary(folder):
-  source = sources.open_source(f'text:{folder}/*.txt')
+  source = text_sources.open_source(f'text:{folder}/*.txt')
   return vocabulary_training.train_vocabulary(
     (document.text for document in source.documents()),
     folder / 'v.model',
@@ -45,7 +44,7 @@ def vocabulary(folder):
 
 
 def _source(folder):
-  return sources.open_source(f'text:{folder}/*.txt')
+  return text_sources.open_source(f'text:{folder}/*.txt')
 
 
 def _objective(vocabulary, name='prefix_lm'):
@@ -90,7 +89,7 @@ def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
   source = _source(folder)
   expected = []
   for document in source.documents():
-    if not sources.in_split(document.id, 'train', 0.3, 3):
+    if not text_sources.in_split(document.id, 'train', 0.3, 3):
       continue
     names = [f'{document.id}#{i}' for i in range(1000)]
     pairs = made.pairs(
@@ -241,12 +240,12 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   texts = [f'text number {i} \u2581' for i in range(7)]
   _write_tfds(tmp_path, texts)
   name = f'tfds:{tmp_path}:train:body'
-  source = sources.open_source(name)
+  source = text_sources.open_source(name)
   documents = list(source.documents())
   assert sorted(document.text for document in documents) == texts
   assert len({document.id for document in documents}) == 7
-  assert documents == list(sources.open_source(name).documents())
-  assert source.fingerprint() == sources.open_source(name).fingerprint()
+  assert documents == list(text_sources.open_source(name).documents())
+  assert source.fingerprint() == text_sources.open_source(name).fingerprint()
   mixture = tasks.make_mixture(
     [mixtures.Part(source, 1.0)],
     _draw(eval_fraction=0.0),
@@ -259,11 +258,11 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   }
   assert decoded == set(texts)
   with pytest.raises(errors.UserError, match=r"no feature 'text' but \['body'"):
-    sources.open_source(name.removesuffix(':body'))
+    text_sources.open_source(name.removesuffix(':body'))
   with pytest.raises(errors.UserError, match='TFDS does not give it'):
-    sources.open_source(name.replace('train', 'test'))
+    text_sources.open_source(name.replace('train', 'test'))
   with pytest.raises(errors.UserError, match='TFDS does not give it'):
-    sources.open_source('tfds:no_such_dataset_at_all:train')
+    text_sources.open_source('tfds:no_such_dataset_at_all:train')
 
 
 def test_what_reading_raises_comes_through(vocabulary, tmp_path):

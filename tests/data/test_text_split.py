@@ -5,8 +5,9 @@ from hypothesis import strategies
 import numpy as np
 import pytest
 
-from encdec_adapt.data import batch, objectives, text_split, vocabularies
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, objectives, text_split
+from encdec_adapt.tokenizers import vocabularies
 from tests import tiny_tokenizers
 
 TEXTS = ['the quick brown fox jumps over a lazy dog, caf\u00e9 \U0001f600.'] * 5

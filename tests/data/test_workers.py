@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import workers
-from encdec_adapt.runtime import errors
 
 
 def square(job, report):

@@ -10,9 +10,8 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from encdec_adapt.interop import export
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import parameters
+from encdec_adapt.huggingface import export
+from encdec_adapt.models import model_config, parameters
 from tests import tiny
 
 # The model of `tiny.flags`.

@@ -9,10 +9,9 @@ import pytest
 from safetensors import numpy as safetensors
 
 from encdec_adapt import train
-from encdec_adapt.interop import export
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import export
+from encdec_adapt.models import model_config, parameters
 from tests import tiny
 from tests.e2e import folders
 

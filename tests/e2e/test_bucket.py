@@ -8,11 +8,13 @@ import types
 import pytest
 
 from encdec_adapt import evaluate, train
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_model
 from encdec_adapt.data import records
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.interop import new_folder
-from encdec_adapt.runtime import errors, metrics, storage
-from encdec_adapt.training import checkpoint
+from encdec_adapt.files import paths
+from encdec_adapt.huggingface import new_folder
+from encdec_adapt.telemetry import metrics
 from tests import tiny
 
 pytestmark = [
@@ -31,25 +33,25 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture
 def put(bucket, gemma):
   """The address of a Hugging Face folder in the bucket."""
-  target = storage.at(f'{bucket}/gemma')
-  storage.upload(gemma, target, new_folder.MARKER)
+  target = paths.at(f'{bucket}/gemma')
+  paths.upload(gemma, target, new_folder.MARKER)
   return str(target)
 
 
 def test_import_then_export_gives_the_same_bytes(bucket, put, gemma):
   run, output = f'{bucket}/run', f'{bucket}/exported'
   assert convert('import', f'--source={put}', f'--output={run}') == 0
-  assert not checkpoint.open_latest(run).problems()
+  assert not manager.open_latest(run).problems()
   flags = [f'--checkpoint={run}', f'--output={output}']
   assert convert('export', *flags, '--shard_gb=1e-5') == 0
-  assert len(list(storage.at(output).glob('*.safetensors'))) > 1
+  assert len(list(paths.at(output).glob('*.safetensors'))) > 1
   assert convert('diff', output, str(gemma)) == 0
   assert convert('verify', run, put) == 0
   names = ('config.json', 'chat_template.json', 'tokenizer.model')
   for name in names:
-    found = (storage.at(output) / name).read_bytes()
+    found = (paths.at(output) / name).read_bytes()
     assert found == (gemma / name).read_bytes(), name
-  card = (storage.at(output) / 'README.md').read_text()
+  card = (paths.at(output) / 'README.md').read_text()
   assert 'convert import` of `gemma`' in card
   with pytest.raises(errors.UserError, match='exists already'):
     convert('export', *flags)
@@ -65,25 +67,25 @@ def test_space_is_asked_for_where_the_draft_is(
   with pytest.raises(errors.UserError, match=r'1000 .* another .*\(\$TMPDIR\)'):
     convert('import', f'--source={gemma}', f'--output={bucket}/run')
   assert asked == [tmp_path]
-  assert not storage.objects(storage.at(bucket))
+  assert not paths.objects(paths.at(bucket))
 
 
 def test_a_folder_without_its_marker_is_none(put):
-  (storage.at(put) / new_folder.MARKER).unlink()
+  (paths.at(put) / new_folder.MARKER).unlink()
   with pytest.raises(errors.UserError, match='holds no model'):
-    source_lib.open_source(put)
+    source_model.open_source(put)
 
 
 def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   """Sources, vocabulary, records, work directory, outputs."""
   for split in ('train', 'eval'):
-    storage.upload(
+    paths.upload(
       folder / 'prefix_lm' / split,
-      storage.at(f'{bucket}/records/{split}'),
+      paths.at(f'{bucket}/records/{split}'),
       records.MANIFEST,
     )
   vocabulary = f'{bucket}/vocabulary.model'
-  storage.copy(folder / 'vocabulary.model', vocabulary)
+  paths.copy(folder / 'vocabulary.model', vocabulary)
   workdir = f'{bucket}/runs/adapted'
   flags = [
     *pairs,
@@ -98,12 +100,12 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
     f'--workdir={workdir}',
   ]
   assert tiny.call(train, *flags) == 0
-  place = storage.at(workdir)
+  place = paths.at(workdir)
   summary = json.loads((place / 'summary.json').read_text())
   assert summary['steps'] == 4 and list(summary['ledger']) == [workdir]
   steps = [r['step'] for r in metrics.read_metrics(workdir)]
   assert max(steps) == 4
-  names = storage.tree(place)
+  names = paths.tree(place)
   assert 'coverage.json' in names and 'environment.json' in names
   assert 'hugging_face/decoder/tokenizer.model' in names
   assert any(name.startswith('profile/') for name in names)
@@ -116,7 +118,7 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert json.loads((place / evaluate.FILE).read_text())['eval_loss'] > 0
   output = f'{bucket}/out/samples.json'
   assert tiny.generate(workdir, 'the quick', output) == 0
-  (sample,) = json.loads(storage.at(output).read_text())
+  (sample,) = json.loads(paths.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0
 
 
@@ -129,5 +131,5 @@ def test_a_plan_is_written_there(bucket):
     f'--output={bucket}/plan.json',
   )
   assert done.returncode == 0, done.stderr
-  found = json.loads(storage.at(f'{bucket}/plan.json').read_bytes())
+  found = json.loads(paths.at(f'{bucket}/plan.json').read_bytes())
   assert found['fits'] and found['topology'] == chips

@@ -13,12 +13,15 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, job, loop, train
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import preemption
+from encdec_adapt.conversion import origin
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import loader, records, vocabularies
-from encdec_adapt.exchange import origin
+from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import app, errors, metrics, preemption
-from encdec_adapt.training import checkpoint
+from encdec_adapt.telemetry import metrics
+from encdec_adapt.tokenizers import vocabularies
 from tests import tiny
 
 pytestmark = [
@@ -95,7 +98,7 @@ def at_thaw(adapted, tmp_path):
   """A copy of the run as it was at the step of which all parameters move."""
   copy = tmp_path / 'copy'
   shutil.copytree(adapted, copy)
-  shutil.rmtree(copy / checkpoint.FOLDER / '4')
+  shutil.rmtree(copy / manager.FOLDER / '4')
   (copy / 'summary.json').unlink()
   return copy
 
@@ -106,7 +109,7 @@ def test_continues_where_parameters_thaw_and_shows_the_first_batch(
   assert _train(*adapting, f'--workdir={at_thaw}') == 0
   shown = capsys.readouterr().out
   assert 'continuing at step 3' in shown
-  assert checkpoint.open_latest(at_thaw).step == 4
+  assert manager.open_latest(at_thaw).step == 4
   tiny.assert_same_params(at_thaw, adapted)
 
   assert 'the first example read for the first batch' in shown
@@ -170,7 +173,7 @@ def test_a_first_batch_of_wrong_framing_ends_the_job(
   shown = capsys.readouterr().out
   assert 'continuing at step 3' in shown and 'the first example' not in shown
   steps = [r['step'] for r in metrics.read_metrics(at_thaw)]
-  assert max(steps) == checkpoint.open_latest(at_thaw).step == 3
+  assert max(steps) == manager.open_latest(at_thaw).step == 3
 
 
 def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):
@@ -289,7 +292,7 @@ def test_attention_of_a_run_that_these_devices_cannot_run(
 
 
 def test_vocabulary_that_is_not_the_records(tmp_path, pairs, folder):
-  from encdec_adapt.data import vocabulary_training
+  from encdec_adapt.tokenizers import vocabulary_training
 
   other = tmp_path / 'other.model'
   vocabulary_training.train_vocabulary(
@@ -393,7 +396,7 @@ def test_without_a_sound_checkpoint_it_does_not_start_anew(
   folder, copied, capsys
 ):
   for step in (3, 4):
-    path = copied / checkpoint.FOLDER / str(step) / 'data' / 'metadata'
+    path = copied / manager.FOLDER / str(step) / 'data' / 'metadata'
     path.write_bytes(path.read_bytes() + b' ')
   written = (copied / 'metrics.jsonl').read_bytes()
   said = (
@@ -407,12 +410,12 @@ def test_without_a_sound_checkpoint_it_does_not_start_anew(
   shown = capsys.readouterr()
   assert shown.err.count('is damaged') == 2
   assert shown.err.count('there is none before it') == 1
-  for path in (copied / checkpoint.FOLDER).glob('damaged-*'):
+  for path in (copied / manager.FOLDER).glob('damaged-*'):
     shutil.rmtree(path)
   assert _continue(folder, copied) == 0
   shown = capsys.readouterr().out
   assert re.search(r'^\d+ records of metrics are dropped', shown, re.M)
-  assert checkpoint.open_latest(copied).step == 4
+  assert manager.open_latest(copied).step == 4
 
 
 def test_what_was_said_of_the_end_goes_where_a_job_goes_on(
@@ -422,7 +425,7 @@ def test_what_was_said_of_the_end_goes_where_a_job_goes_on(
   paths[1].write_text('{}')
   assert _continue(folder, copied) == 0  # It was done.
   assert all(path.exists() for path in paths)
-  monkeypatch.setattr(checkpoint.Checkpoints, 'save', _end)
+  monkeypatch.setattr(manager.Checkpoints, 'save', _end)
   with pytest.raises(InterruptedError):
     _continue(folder, copied, '--config.train.steps=6')
   assert not any(path.exists() for path in paths)
@@ -444,12 +447,12 @@ def test_another_learning_rate_is_reported(folder, copied, capsys):
 
 
 def test_another_batch_size_continues_at_the_saved_rows(folder, copied, capsys):
-  assert checkpoint.open_latest(copied).read_data()['rows'] == 4 * 8
+  assert manager.open_latest(copied).read_data()['rows'] == 4 * 8
   flags = ['--config.train.steps=6', '--config.train.batch_size=16']
   assert _continue(folder, copied, *flags) == 0
   assert 'the records last for' not in capsys.readouterr().out
   rows = 4 * 8 + 2 * 16
-  found = checkpoint.open_latest(copied)
+  found = manager.open_latest(copied)
   assert found.step == 6
   assert found.read_data()['rows'] == rows
   # No row was read twice and none was passed over.
@@ -477,7 +480,7 @@ def test_records_that_end_between_evaluations_or_saves(
     ' step 6 of 10.'
   ) in early
   assert 'the records end after 96 rows, at step 6 of 10' in late
-  found = checkpoint.open_latest(copied)
+  found = manager.open_latest(copied)
   assert found.step == 6
   assert found.read_data()['rows'] == 96
   evaluations = [r for r in metrics.read_metrics(copied) if r['kind'] == 'eval']
@@ -514,7 +517,7 @@ def test_a_second_signal_does_not_break_the_last_save_off(
   def kill(*_):
     raise AssertionError('the signal was not held')
 
-  close = checkpoint.Checkpoints.close
+  close = manager.Checkpoints.close
 
   def close_slowly(checkpoints):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -522,7 +525,7 @@ def test_a_second_signal_does_not_break_the_last_save_off(
     close(checkpoints)
 
   monkeypatch.setattr(preemption.StopSignal, 'reached', lambda *_: True)
-  monkeypatch.setattr(checkpoint.Checkpoints, 'close', close_slowly)
+  monkeypatch.setattr(manager.Checkpoints, 'close', close_slowly)
   before = signal.signal(signal.SIGTERM, kill)
   try:
     status = _continue(folder, copied, '--config.train.steps=9')
@@ -531,4 +534,4 @@ def test_a_second_signal_does_not_break_the_last_save_off(
   assert status == app.RESTART
   _, _, late = capsys.readouterr().out.partition('all is saved')
   assert 'told to stop: saved step 5, exiting with 75' in late
-  assert checkpoint.open_latest(copied).step == 5
+  assert manager.open_latest(copied).step == 5

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from encdec_adapt.exchange import source as source_lib
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_model
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
 from tests import tiny
 
 pytestmark = [
@@ -21,7 +21,7 @@ def test_inspect(adapted, gemma, capsys):
   shown = capsys.readouterr().out
   assert 'work directory, checkpoint of step 0' in shown
   assert 'T5GemmaForConditionalGeneration' in shown
-  count = parameters.count(source_lib.open_source(adapted).model)
+  count = parameters.count(source_model.open_source(adapted).model)
   assert f'parameters: {count:,}' in shown
   assert re.search(r'^window +8 +8 *$', shown, re.MULTILINE)
   assert convert_('inspect', gemma) == 0

@@ -17,14 +17,12 @@ import tokenizers
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
-from encdec_adapt.data import vocabularies, vocabulary_training
-from encdec_adapt.exchange import origin, work_folder
-from encdec_adapt.exchange import source as source_lib
-from encdec_adapt.interop import siglip
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import parameters
-from encdec_adapt.runtime import command, errors
-from encdec_adapt.training import checkpoint
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import origin, source_model, work_folder
+from encdec_adapt.huggingface import siglip
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
 
@@ -40,7 +38,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   settings = config_lib.load_run(str(imported))
   stack = model_config.StackConfig(**folders.GEMMA, vocab_multiple=128)
   assert settings.model == model_config.DecoderOnlyConfig(stack)
-  found = checkpoint.open_latest(imported)
+  found = manager.open_latest(imported)
   assert found.step == 0
   assert found.read_meta()['made_by']['sources'] == [str(gemma)]
   assert not found.problems()
@@ -79,7 +77,7 @@ def test_export_in_bfloat16_and_shards(folder, imported):
   index = json.loads((output / 'model.safetensors.index.json').read_text())
   assert len(set(index['weight_map'].values())) > 1
   assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
-  opened = source_lib.open_source(output)
+  opened = source_model.open_source(output)
   assert {str(array.dtype) for array in opened.arrays()} == {'bfloat16'}
   assert convert_('verify', imported, output, '--tolerance=1e-6') == 1
   assert convert_('verify', imported, output, '--tolerance=1') == 0
@@ -110,7 +108,7 @@ def test_export_tells_of_another_window(folder, adapted, capsys):
 def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
   account = json.loads((adapted / 'coverage.json').read_text())
   assert account['parameters']['fresh'] == 0
-  assert source_lib.open_source(adapted).step == 0
+  assert source_model.open_source(adapted).step == 0
   settings = config_lib.load_run(str(adapted))
   assert settings.model.encoder.role == 'bidirectional'
   # Rows of the tables that no token has are not counted.
@@ -160,8 +158,8 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   assert tensors['decoder.layers.1.attention.query'].shape == (16, 2, 8)
   assert tensors['encoder.embedder.table'].shape == (tiny.VOCAB, 16)
   assert tensors['decoder.head.table'].shape == (50, 16)
-  assert source_lib.open_source(output).model == (
-    source_lib.open_source(cross_family).model
+  assert source_model.open_source(output).model == (
+    source_model.open_source(cross_family).model
   )
   assert convert_('diff', cross_family, output) == 0
   assert convert_('verify', cross_family, output, folders.ROUNDED) == 0
@@ -221,7 +219,7 @@ def test_added_sentinels_are_written_or_spoken_of(
 ):
   workdir = folder / f'{vocabulary}_sentinels'
   output = folder / f'{vocabulary}_sentinels_out'
-  source = source_lib.open_source(imported)
+  source = source_model.open_source(imported)
   made_by = {'command': 'import', 'sources': []}
   kept = origin.folders(imported)
   # Its checkpoint names no vocabulary, so that any may be put beside it.
@@ -447,10 +445,10 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
   flags = ['--weights=0.25,0.75', f'--output={output}']
   assert convert_('merge', imported, other, *flags) == 0
   arrays = [
-    {a.path: np.asarray(a) for a in source_lib.open_source(path).arrays()}
+    {a.path: np.asarray(a) for a in source_model.open_source(path).arrays()}
     for path in (imported, output)
   ]
-  theirs = source_lib.open_source(other, vocab_multiple=128)
+  theirs = source_model.open_source(other, vocab_multiple=128)
   for array in theirs.arrays():
     mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
     np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from encdec_adapt import train
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 from tests import tiny
 
 pytestmark = [

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from encdec_adapt import train
+from encdec_adapt.checkpoints import checksums, manager
+from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.runtime import errors, seals
-from encdec_adapt.training import checkpoint
 from encdec_adapt.training import step as step_lib
 from tests import tiny
 
@@ -47,7 +47,7 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   assert asked[0] == '--config=configs/base.py'
   assert set(flags) < set(asked)
   assert '--topology=v5e:4x4' in asked and 'in the place of v5e:4x4' in said
-  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+  assert manager.open_latest(tmp_path / 'run').step == 2
 
 
 def test_an_evaluation_out_of_memory_asks_for_its_plan(
@@ -64,7 +64,7 @@ def test_an_evaluation_out_of_memory_asks_for_its_plan(
 def test_what_is_being_saved_when_a_job_fails_is_sealed(
   pairs, tmp_path, monkeypatch
 ):
-  make, seal, ended = step_lib.make_train_step, seals.write, []
+  make, seal, ended = step_lib.make_train_step, checksums.write, []
 
   def make_failing(*arguments):
     step, calls = make(*arguments), []
@@ -83,11 +83,11 @@ def test_what_is_being_saved_when_a_job_fails_is_sealed(
     seal(path)
 
   monkeypatch.setattr(step_lib, 'make_train_step', make_failing)
-  monkeypatch.setattr(seals, 'write', seal_slowly)
+  monkeypatch.setattr(checksums, 'write', seal_slowly)
   with pytest.raises(ValueError, match='the third step fails'):
     _train(*pairs, '--config.checkpoint.every=2', f'--workdir={tmp_path}/run')
   ended.append(True)
-  assert checkpoint.open_latest(tmp_path / 'run').step == 2
+  assert manager.open_latest(tmp_path / 'run').step == 2
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_save_that_fails_does_not_hide_why_a_job_did(
     raise RuntimeError('nor does the store answer')
 
   monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
-  monkeypatch.setattr(checkpoint.Checkpoints, 'close', fail)
+  monkeypatch.setattr(manager.Checkpoints, 'close', fail)
   with pytest.raises(ValueError, match='the first step fails'):
     _train(*pairs, f'--workdir={tmp_path}/run')
   assert 'too: nor does the store answer' in capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import evaluate, generate
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.e2e import folders

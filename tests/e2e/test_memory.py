@@ -2,8 +2,8 @@
 
 Measured in a process of its own, as the most that it had resident beyond what
 it has once every command has run on a tiny model. Pages of mapped files count.
-That of export is bounded in tests/interop/test_tensor_writer.py: what it reads
-and writes together is more than this model.
+That of export is bounded in tests/huggingface/test_tensor_writer.py: what it
+reads and writes together is more than this model.
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ import sys
 
 import pytest
 
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import presets
+from encdec_adapt.models import model_config, presets
 from tests.benchmarks import exchange
 
 # Fourteen stacked arrays of one size (the projections of two layers of a
@@ -39,7 +38,7 @@ MOST = 8 * LARGEST
 SCRIPT = """
 import gc, json, sys
 from encdec_adapt import convert
-from encdec_adapt.runtime import command
+from encdec_adapt.cli import command
 
 def resident(field):
   lines = open('/proc/self/status').readlines()

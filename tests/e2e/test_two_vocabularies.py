@@ -11,12 +11,12 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, generate, materialize, train
-from encdec_adapt.data import loader, records, vocabularies
-from encdec_adapt.interop import export
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import parameters
-from encdec_adapt.runtime import errors
-from encdec_adapt.training import checkpoint
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import errors
+from encdec_adapt.data import loader, records
+from encdec_adapt.huggingface import export
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.tokenizers import vocabularies
 from tests import tiny, tiny_tokenizers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -167,7 +167,7 @@ def test_it_trains_evaluates_and_continues(folder, trained, capsys):
   assert 'continuing at step 4' in capsys.readouterr().out
   summary = json.loads((workdir / 'summary.json').read_text())
   assert summary['steps'] == 6
-  found = checkpoint.open_latest(workdir)
+  found = manager.open_latest(workdir)
   opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
   assert found.read_meta()['vocabularies'] == opened.describe()
   arguments = [f'--records={folder}/records/eval', '--batch_size=8']

@@ -9,17 +9,16 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.models import build, parameters
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.runtime import errors
+from encdec_adapt.models import build, model_config, parameters
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
 from tests import framing
 
-STACK = config_lib.StackConfig(
+STACK = model_config.StackConfig(
   layers=1,
   width=8,
   mlp_width=12,
@@ -31,8 +30,8 @@ STACK = config_lib.StackConfig(
   query_scale=4.0,
 )
 CONFIGS = {
-  'encoder_decoder': config_lib.encoder_decoder(STACK, STACK),
-  'decoder_only': config_lib.DecoderOnlyConfig(STACK),
+  'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
+  'decoder_only': model_config.DecoderOnlyConfig(STACK),
 }
 LENGTHS = batch_lib.Lengths(encoder=8, decoder=6)
 

@@ -11,11 +11,10 @@ import pytest
 from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
-from encdec_adapt.data import chat as chat_lib
-from encdec_adapt.data import vocabulary_training
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command, errors
 from encdec_adapt.models import parameters
-from encdec_adapt.runtime import command, errors
-from encdec_adapt.training import checkpoint
+from encdec_adapt.tokenizers import chat_format, vocabulary_training
 
 TEXT = 'The quick brown fox jumps over the lazy dog, again and again.\n'
 PROMPTS = ['The quick', 'over\nthe lazy dog', 'fox ' * 20, 'dog', 'again']
@@ -57,7 +56,7 @@ def run_folder(request, tmp_path_factory):
     },
     sep='/',
   )
-  with checkpoint.Checkpoints(workdir / checkpoint.FOLDER) as checkpoints:
+  with manager.Checkpoints(workdir / manager.FOLDER) as checkpoints:
     checkpoints.save(
       3, {'params': params}, data={}, meta={'vocabularies': None}
     )
@@ -176,7 +175,7 @@ def unread(monkeypatch):
   def read(*_):
     raise AssertionError('parameters are read')
 
-  monkeypatch.setattr(checkpoint.Checkpoint, 'restore_params', read)
+  monkeypatch.setattr(manager.Checkpoint, 'restore_params', read)
 
 
 def test_a_chat_needs_a_vocabulary_with_turns(run_folder, unread):
@@ -192,9 +191,9 @@ def test_a_prompt_that_cannot_be_encoded_is_named_before_any_work(
   bad = '\ud800'
   if chat:  # Gemma's format has the system speak within a user's turn.
     bad = [{'role': 'system', 'content': 'x'}]
-    gemma = chat_lib.TEMPLATES[0]
+    gemma = chat_format.TEMPLATES[0]
     ours = dataclasses.replace(gemma, start=('<bos>', ''), end='<eos>')
-    monkeypatch.setattr(chat_lib, 'TEMPLATES', [ours])
+    monkeypatch.setattr(chat_format, 'TEMPLATES', [ours])
   lines = [*(PROMPTS * 4), bad, 'end']
   prompts.write_text(''.join(json.dumps(line) + '\n' for line in lines))
   flags = [f'--checkpoint={run_folder}', f'--prompts={prompts}']

@@ -8,16 +8,15 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.inference import generation, sampling
-from encdec_adapt.models import build, parameters
-from encdec_adapt.models import config as config_lib
+from encdec_adapt.models import build, model_config, parameters
 from encdec_adapt.ops import partition
-from encdec_adapt.runtime import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 
 # A scanned block and a tail; windows shorter than what is generated.
-STACK = config_lib.StackConfig(
+STACK = model_config.StackConfig(
   layers=3,
   width=16,
   mlp_width=24,
@@ -31,8 +30,8 @@ STACK = config_lib.StackConfig(
   query_scale=4.0,
 )
 CONFIGS = {
-  'encoder_decoder': config_lib.encoder_decoder(STACK, STACK),
-  'decoder_only': config_lib.DecoderOnlyConfig(STACK),
+  'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
+  'decoder_only': model_config.DecoderOnlyConfig(STACK),
 }
 RNG = jax.random.key(11)
 NEVER = np.array([-1])  # an EOS that no model generates

@@ -5,8 +5,8 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.inference import sampling
-from encdec_adapt.runtime import errors
 
 INF = np.inf
 

@@ -2,7 +2,7 @@
 
 Counts to 6 in a file that all workers see, from where it was, and meets what
 $FAKE_CLOUD/event says. Worker 0.0 leads. Its lines leave it as those of the
-real one do (`encdec_adapt.runtime.command`).
+real one do (`encdec_adapt.cli.command`).
 """
 
 import json

@@ -8,7 +8,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize, train
-from encdec_adapt.runtime import command
+from encdec_adapt.cli import command
 from tests import tiny
 
 

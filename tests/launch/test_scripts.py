@@ -10,7 +10,7 @@ import sys
 from packaging import requirements
 import pytest
 
-from encdec_adapt.runtime import app
+from encdec_adapt.cli import app
 from launch import commands
 from tests import tiny
 from tests.launch import checkout

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config, presets
+from encdec_adapt.models import build, model_config, presets
 
 SMALL = presets.stack(
   'toy_small',
@@ -43,7 +43,7 @@ def small_pair():
     pattern=('global', 'local', 'local'),
     window=2,
   )
-  return config.encoder_decoder(encoder, SMALL)
+  return model_config.encoder_decoder(encoder, SMALL)
 
 
 @pytest.fixture(scope='session')

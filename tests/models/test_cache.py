@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.models import cache as caches
 
 
@@ -32,7 +32,7 @@ def decode_cached(model, params, triple, length, sizes, **cross):
 
 @pytest.mark.parametrize('sizes', [(12,), (7, 1, 1, 1, 1, 1)])
 def test_decoder_only(small_stack, redraw, pack, sizes):
-  model = build.build(config.DecoderOnlyConfig(small_stack(layers=5)))
+  model = build.build(model_config.DecoderOnlyConfig(small_stack(layers=5)))
   params, rows = redraw(model), pack([[12], [9]], 12)
   expected = jax.jit(model.decode)(params, *rows)
   got = decode_cached(model, params, rows, 15, sizes)
@@ -56,7 +56,7 @@ def test_rows_of_unequal_length_continue_at_their_own_positions(
   small_stack, redraw, pack
 ):
   """A right-padded prompt, then tokens in slots after the padding."""
-  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  model = build.build(model_config.DecoderOnlyConfig(small_stack()))
   params = redraw(model)
   whole = pack([[10], [7]], 10)
   prompt = np.asarray([6, 3])
@@ -86,7 +86,7 @@ def test_rows_of_unequal_length_continue_at_their_own_positions(
 
 def test_the_cache_mirrors_the_parameters(small_stack):
   model = build.build(
-    config.DecoderOnlyConfig(small_stack(layers=5)), dtype=jnp.bfloat16
+    model_config.DecoderOnlyConfig(small_stack(layers=5)), dtype=jnp.bfloat16
   )
   layers = model.init_cache(2, 7).layers
   assert sorted(layers) == ['blocks', 'tail']
@@ -104,7 +104,7 @@ def test_every_leaf_of_a_cache_has_its_axes(small_stack):
     experts_per_token=1,
     dense_layers=1,
   )
-  pair = config.encoder_decoder(stack, stack, cross_layers='global')
+  pair = model_config.encoder_decoder(stack, stack, cross_layers='global')
   model = build.build(pair)
 
   def make(params):
@@ -130,6 +130,6 @@ def test_every_leaf_of_a_cache_has_its_axes(small_stack):
 def test_more_tokens_than_the_cache_holds_are_refused(
   small_stack, redraw, pack
 ):
-  model = build.build(config.DecoderOnlyConfig(small_stack()))
+  model = build.build(model_config.DecoderOnlyConfig(small_stack()))
   with pytest.raises(ValueError, match='12 tokens.*length 8'):
     decode_cached(model, redraw(model), pack([[12]], 12), 8, (12,))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config, parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, model_config, parameters
 
 LLAMA = dict(
   post_norms=False,
@@ -46,9 +46,9 @@ def test_cached_equals_uncached(case, small_stack, redraw, pack):
   fields, pair = CASES[case]
   stack = small_stack(**fields)
   if pair is None:
-    model = build.build(config.DecoderOnlyConfig(stack))
+    model = build.build(model_config.DecoderOnlyConfig(stack))
   else:
-    model = build.build(config.encoder_decoder(stack, stack, **pair))
+    model = build.build(model_config.encoder_decoder(stack, stack, **pair))
   params = redraw(model)
   inputs = pack([[9], [6]], 9)
   tokens, segments, positions = pack([[7], [7]], 7, seed=1)
@@ -91,7 +91,7 @@ def test_cached_equals_uncached(case, small_stack, redraw, pack):
 def test_every_setting_reaches_the_logits(
   field, value, small_stack, redraw, pack, run
 ):
-  one = config.DecoderOnlyConfig(small_stack(**LLAMA))
+  one = model_config.DecoderOnlyConfig(small_stack(**LLAMA))
   other = dataclasses.replace(
     one, decoder=dataclasses.replace(one.decoder, **{field: value})
   )
@@ -108,7 +108,9 @@ def test_only_local_layers_have_the_local_rotation(
 ):
   stack = small_stack(**{**GEMMA3, 'pattern': ('local',)})
   changed = dataclasses.replace(stack, rope_theta=7.0, rope_factor=2.0)
-  models = [build.build(config.DecoderOnlyConfig(s)) for s in (stack, changed)]
+  models = [
+    build.build(model_config.DecoderOnlyConfig(s)) for s in (stack, changed)
+  ]
   params, rows = redraw(models[0]), pack([[12]], 12)
   first, second = (run(model)(params, None, rows) for model in models)
   np.testing.assert_array_equal(first, second)
@@ -116,7 +118,7 @@ def test_only_local_layers_have_the_local_rotation(
 
 def test_a_shared_table_is_counted_once(small_stack):
   stack = small_stack(qk_norm=True, eoi_token=7)
-  pair = config.encoder_decoder(stack, stack, **MERGED)
+  pair = model_config.encoder_decoder(stack, stack, **MERGED)
   table = parameters.parameter_table(pair)
   assert 'encoder/embedder/table' not in table
   assert not [path for path in table if 'cross' in path]
@@ -128,7 +130,7 @@ def test_a_shared_table_is_counted_once(small_stack):
 
 def test_the_eoi_vector_replaces_the_scaled_row(small_stack, redraw, pack, run):
   stack = small_stack(eoi_token=7)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params, rows = redraw(model), pack([[5]], 5)
   embedder = params['decoder']['embedder']
   with_token = (rows[0].at[0, 2].set(7), *rows[1:])
@@ -155,6 +157,6 @@ def test_fields_that_cannot_be(changes, message, small_stack):
 
 def test_unequal_stacks_cannot_share_a_table(small_stack):
   with pytest.raises(errors.UserError, match='equal vocab_size'):
-    config.encoder_decoder(
+    model_config.encoder_decoder(
       small_stack(), small_stack(vocab_size=60), shared_table=True
     )

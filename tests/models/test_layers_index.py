@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import config, layers_index, parameters
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.models import layers_index, model_config, parameters
 from tests import layer_trees
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
@@ -29,7 +29,7 @@ def stack(request, small_stack):
 
 def test_location_is_a_bijection_onto_the_leaves(stack):
   slots = {}  # (prefix, index) -> paths of leaves
-  table = parameters.parameter_table(config.DecoderOnlyConfig(stack))
+  table = parameters.parameter_table(model_config.DecoderOnlyConfig(stack))
   for path, info in table.items():
     parts = path.split('/')[1:]
     if parts[0] not in ('blocks', 'tail'):
@@ -49,7 +49,7 @@ def test_location_is_a_bijection_onto_the_leaves(stack):
 
 
 def test_a_path_says_whether_it_is_of_layers_and_stacked(small_stack):
-  pair = config.encoder_decoder(
+  pair = model_config.encoder_decoder(
     small_stack(layers=5), small_stack(layers=3, pattern=('global',))
   )
   found = {'outside': 0, 'tail': 0, 'stacked': 0}
@@ -84,7 +84,7 @@ def test_join_layers_and_get_layer_are_inverse(stack):
 
 
 def test_pairs_with_different_patterns(small_stack):
-  pair = config.encoder_decoder(
+  pair = model_config.encoder_decoder(
     small_stack(layers=8, pattern=FIVE_TO_ONE), small_stack(layers=3)
   )
   paths = parameters.parameter_table(pair)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config
+from encdec_adapt.models import build, model_config
 
 
 def change(triple, where):
@@ -70,7 +70,7 @@ def test_the_encoder_sees_ahead_and_every_decoder_token_sees_it(pair, pack):
 def test_beyond_the_window_is_not_seen(small_stack, redraw, run, pack):
   # Two local layers of window 3 reach 4 tokens back.
   stack = small_stack(layers=2, pattern=('local',))
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params, rows = redraw(model), pack([[12]], 12)
   before = np.asarray(run(model)(params, None, rows))
   changed = change(rows, np.arange(12)[None] == 3)

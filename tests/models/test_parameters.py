@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config, parameters
+from encdec_adapt.models import build, model_config, parameters
 from encdec_adapt.ops import partition
 from tests.models.test_sharded import RULES
 
@@ -62,7 +62,9 @@ def test_axes_and_shapes_of_a_decoder_block(small_pair):
 
 
 def test_an_untied_head_is_a_table_of_its_own(small_stack, redraw, pack, run):
-  model = build.build(config.DecoderOnlyConfig(small_stack(tied_head=False)))
+  model = build.build(
+    model_config.DecoderOnlyConfig(small_stack(tied_head=False))
+  )
   assert model.table['decoder/head/table'].shape == (53, 16)
   params = redraw(model)
   assert model.head(params) is params['decoder']['head']['table']
@@ -76,7 +78,7 @@ def test_an_untied_head_is_a_table_of_its_own(small_stack, redraw, pack, run):
 
 def test_distributions(small_stack):
   stack = small_stack(width=64, mlp_width=256, vocab_size=1024, layers=5)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params = flatten(jax.jit(model.init)(jax.random.key(1)))
   table = params['decoder/embedder/table']
   assert np.std(table * 64**0.5) == pytest.approx(1, rel=0.02)
@@ -93,7 +95,7 @@ def test_distributions(small_stack):
 @pytest.mark.sharded
 def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   stack = small_stack(width=64, vocab_size=4096, layers=2)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
   flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
   shardings = [
@@ -121,7 +123,7 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
 def test_init_and_table_ignore_mesh_and_partition(small_stack, redraw):
   """Traced only: with no constraint in it, the program is the same."""
   stack = small_stack(layers=1, window=5)  # a table that is not cached yet
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
   rules = dict.fromkeys(RULES, 'fsdp')
   with jax.set_mesh(mesh), partition.use(mesh, rules):

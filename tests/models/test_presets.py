@@ -2,10 +2,9 @@
 
 import pytest
 
-from encdec_adapt.interop import model_configs
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import parameters, presets
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import config_json
+from encdec_adapt.models import model_config, parameters, presets
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,9 @@ def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
 
 def _assert_exported_as_t5gemma(config):
   """Its config.json is of the class of transformers, and says all of it."""
-  raw, _ = model_configs.raw_from_model(config)
+  raw, _ = config_json.raw_from_model(config)
   assert raw['architectures'] == ['T5GemmaForConditionalGeneration']
-  back, _ = model_configs.model_from_raw(raw)
+  back, _ = config_json.model_from_raw(raw)
   assert not model_config.differences(config, back)
 
 
@@ -92,7 +91,7 @@ def test_other_families(name, non_embedding, total, class_name):
   config = presets.decoder_only(name)
   assert parameters.count_by_stack(config)['decoder'].other == non_embedding
   assert parameters.count(config) == total
-  raw, _ = model_configs.raw_from_model(config)
+  raw, _ = config_json.raw_from_model(config)
   assert raw['architectures'] == [class_name]
 
 
@@ -113,7 +112,7 @@ def test_t5gemma2_counts(pair, embedding, stack, total):
   )
   assert parts['decoder'].cross == 0
   assert parameters.count(config) == total
-  raw, _ = model_configs.raw_from_model(config)
+  raw, _ = config_json.raw_from_model(config)
   assert raw['architectures'] == ['T5Gemma2ForConditionalGeneration']
   assert raw['eoi_token_index'] == 256_000
 

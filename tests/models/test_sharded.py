@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules
 
@@ -20,7 +20,7 @@ RULES = rules.named('fsdp').as_dict()
 def case(small_stack, redraw, pack):
   """A pair, its arguments, the loss, and what one device makes of them."""
   table = {'vocab_multiple': 8}
-  pair = config.encoder_decoder(
+  pair = model_config.encoder_decoder(
     # What compiles is one layer of a tail and one that is scanned over.
     small_stack(layers=1, width=24, pattern=('local', 'global'), **table),
     small_stack(layers=2, pattern=('global',), **table),

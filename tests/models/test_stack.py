@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, config, execution, layers
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, execution, layers, model_config
 from encdec_adapt.ops import attention
-from encdec_adapt.runtime import errors
 from tests import layer_trees
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
@@ -40,10 +40,10 @@ def test_a_scanned_stack_equals_its_layers_unrolled(
   changes, small_stack, redraw, pack, run
 ):
   stack = small_stack(**changes)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params = redraw(model)
   flat, flat_params = unrolled(stack, params['decoder'])
-  flat_model = build.build(config.DecoderOnlyConfig(flat))
+  flat_model = build.build(model_config.DecoderOnlyConfig(flat))
   rows = pack([[9, 3], [12]], 12)
   np.testing.assert_allclose(
     run(model)(params, None, rows),
@@ -59,7 +59,9 @@ def test_an_unequal_pair_equals_its_layers_unrolled(
   params = redraw(model)
   flat = {k: unrolled(s, params[k]) for k, s in small_pair.stacks.items()}
   flat_model = build.build(
-    config.EncoderDecoderConfig(**{k: stack for k, (stack, _) in flat.items()})
+    model_config.EncoderDecoderConfig(
+      **{k: stack for k, (stack, _) in flat.items()}
+    )
   )
   encoder, decoder = pack([[5, 4], [9]], 10), pack([[2, 6], [7]], 8, seed=1)
   np.testing.assert_allclose(
@@ -71,7 +73,7 @@ def test_an_unequal_pair_equals_its_layers_unrolled(
 
 def test_the_order_of_layers_matters(small_stack, redraw, pack, run):
   stack = small_stack(layers=4)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params = redraw(model)
   order = [
     layer_trees.get_layer(stack, params['decoder'], i) for i in (2, 1, 0, 3)
@@ -88,7 +90,7 @@ def test_the_order_of_layers_matters(small_stack, redraw, pack, run):
 @pytest.fixture
 def gradients(small_stack, redraw, pack):
   """A function (**options) -> gradients and logits of 2 x 2 + 1 layers."""
-  decoder = config.DecoderOnlyConfig(small_stack(layers=5))
+  decoder = model_config.DecoderOnlyConfig(small_stack(layers=5))
   params, rows = redraw(build.build(decoder)), pack([[5, 4]], 10)
 
   def make(**options):
@@ -135,7 +137,7 @@ def test_policies_save_what_they_say(
 ):
   # In the tail, so that nothing is in a loop.
   stack = small_stack(layers=1, mlp_width=40)
-  model = build.build(config.DecoderOnlyConfig(stack), remat=remat)
+  model = build.build(model_config.DecoderOnlyConfig(stack), remat=remat)
   params = jax.jit(model.init)(jax.random.key(0))
   ids = jnp.ones((2, 4), jnp.int32)
   jax.ad_checkpoint.print_saved_residuals(
@@ -159,7 +161,7 @@ def test_bfloat16_is_near_float32(gradients):
 
 
 def test_states_are_in_the_compute_dtype(small_stack, pack, redraw):
-  decoder = config.DecoderOnlyConfig(small_stack())
+  decoder = model_config.DecoderOnlyConfig(small_stack())
   model = build.build(decoder, dtype=jnp.bfloat16)
   states = jax.jit(model.decode)(redraw(model), *pack([[4]], 4))
   assert states.dtype == jnp.bfloat16
@@ -181,7 +183,7 @@ def test_embedding_scale_is_rounded_to_the_compute_dtype(
 
 def test_logits_are_capped_and_without_padding_rows(small_stack, pack, redraw):
   stack = small_stack(vocab_multiple=64, final_softcap=2.0)
-  model = build.build(config.DecoderOnlyConfig(stack))
+  model = build.build(model_config.DecoderOnlyConfig(stack))
   params = redraw(model)
   assert model.head(params).shape == (64, 16)
   hidden = jax.jit(model.decode)(params, *pack([[4]], 4))
@@ -202,7 +204,7 @@ def test_logits_are_capped_and_without_padding_rows(small_stack, pack, redraw):
 )
 def test_bad_options(small_stack, options, message):
   with pytest.raises(errors.UserError, match=message):
-    build.build(config.DecoderOnlyConfig(small_stack()), **options)
+    build.build(model_config.DecoderOnlyConfig(small_stack()), **options)
 
 
 def test_models_are_values(small_pair):

@@ -9,7 +9,7 @@ and each those of one more: process 0 of shards 0, 1, 3, process 1 of 0, 2, 3.
 import numpy as np
 
 from encdec_adapt import train
-from encdec_adapt.runtime import command
+from encdec_adapt.cli import command
 from encdec_adapt.sharding import mesh
 
 ORDER = ((0, 4), (1, 2), (5, 6), (3, 7))

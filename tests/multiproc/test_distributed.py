@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from encdec_adapt.runtime import app, lock, watchdog
+from encdec_adapt.cli import app
+from encdec_adapt.cluster import lock, watchdog
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.multiproc
 # Both processes go through the same places; at each, one may fail.
 _MEMBER = """
 import json, pathlib, sys
-from encdec_adapt.runtime import distributed, errors
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
 coordinator, me = sys.argv[1], int(sys.argv[2])
 distributed.initialize(coordinator, 2, me)
 said = []
@@ -69,7 +71,8 @@ def _peer(process: int, message: str) -> str:
 # One fails while the other waits for it somewhere else than at a meeting.
 _ALONE = """
 import sys, time
-from encdec_adapt.runtime import app, distributed, errors
+from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import distributed
 coordinator, me, roles = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 distributed._PARTING = 2
 ERRORS = {
@@ -239,7 +242,7 @@ _LOOP = """
 import sys, time
 import jax
 from jax.experimental import multihost_utils
-from encdec_adapt.runtime import distributed, watchdog
+from encdec_adapt.cluster import distributed, watchdog
 coordinator, me, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with distributed.failing_as_one():
   distributed.initialize(coordinator, 2, me)
@@ -303,7 +306,7 @@ def test_who_is_who_is_found_or_given(coordinator):
   port = tiny.free_port()
   code = (
     'import sys, jax\n'
-    'from encdec_adapt.runtime import distributed\n'
+    'from encdec_adapt.cluster import distributed\n'
     'me = int(sys.argv[1])\n'
     "given = ('auto', None, None)\n"
     "if sys.argv[2] == 'given':\n"

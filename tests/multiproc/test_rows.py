@@ -13,7 +13,7 @@ _MEMBER = """
 import json, pathlib, sys
 import jax
 import numpy as np
-from encdec_adapt.runtime import distributed
+from encdec_adapt.cluster import distributed
 from encdec_adapt.sharding import mesh as mesh_lib, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state, step

@@ -7,9 +7,12 @@ import time
 
 import pytest
 
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import app
+from encdec_adapt.cluster import watchdog
 from encdec_adapt.data import loader, records
-from encdec_adapt.runtime import app, metrics, storage, timing, watchdog
-from encdec_adapt.training import checkpoint
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import metrics, timing
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
@@ -68,7 +71,7 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
   report = (workdir / watchdog.REPORTS / '0.txt').read_text()
   assert report.startswith('process 1 (')
   assert 'train.py' in report  # The stack of the main thread.
-  step = checkpoint.open_latest(workdir).step
+  step = manager.open_latest(workdir).step
   assert step >= 4
   _continue_by_two(flags, workdir, step, two)
   *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
@@ -205,9 +208,9 @@ def test_two_processes_in_a_bucket(
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   for split in ('train', 'eval'):
     here = folder / 'prefix_lm' / split
-    there = storage.at(f'{bucket}/records/{split}')
-    storage.upload(here, there, records.MANIFEST)
-  workdir, logs = storage.at(bucket) / 'two', folder / 'bucket_logs'
+    there = paths.at(f'{bucket}/records/{split}')
+    paths.upload(here, there, records.MANIFEST)
+  workdir, logs = paths.at(bucket) / 'two', folder / 'bucket_logs'
   processes = tiny.start_several(
     2,
     'train',
@@ -224,7 +227,7 @@ def test_two_processes_in_a_bucket(
   assert said.count('records: copying 1 of 1 shards') == 2  # Of two sets.
   assert _records(workdir) == _records(two)
   tiny.assert_same_params(workdir, two)
-  assert storage.tree(workdir / 'heartbeat') == ['0.json', '1.json']
+  assert paths.tree(workdir / 'heartbeat') == ['0.json', '1.json']
 
 
 @pytest.mark.long
@@ -299,7 +302,7 @@ def _stop_two(flags, workdir, told, start=_start_two) -> int:
     processes[0].send_signal(signal.SIGCONT)
     codes = tiny.wait_all(processes)
   assert codes == [app.RESTART] * 2, _said(workdir)
-  step = checkpoint.open_latest(workdir).step
+  step = manager.open_latest(workdir).step
   print(f'stopped after step {step}')
   last = max(number for _, number in _records(workdir))
   assert step == last < STEPS, _said(workdir)

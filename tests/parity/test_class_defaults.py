@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from encdec_adapt.interop import (
+from encdec_adapt.huggingface import (
   class_defaults,
+  config_json,
   families,
-  model_configs,
   siglip,
 )
 from tests.parity import tiny_models
@@ -41,7 +41,7 @@ GEMMA3_4B = {
 
 def read(raw):
   """The stacks of a config.json; a window that no layer has does not count."""
-  model, _ = model_configs.model_from_raw(raw)
+  model, _ = config_json.model_from_raw(raw)
   return {
     name: stack
     if 'local' in stack.pattern
@@ -71,7 +71,7 @@ def paths_of(raw, parts=('encoder', 'decoder', 'text_config')):
 
 
 def test_every_family_is_compared():
-  expected = {*families.FAMILIES, *model_configs.PAIRS}
+  expected = {*families.FAMILIES, *config_json.PAIRS}
   assert set(CLASSES) == expected
 
 

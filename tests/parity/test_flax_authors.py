@@ -19,10 +19,9 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import convert
-from encdec_adapt.interop import model_configs
-from encdec_adapt.models import config as config_lib
-from encdec_adapt.models import presets
-from encdec_adapt.runtime import command
+from encdec_adapt.cli import command
+from encdec_adapt.huggingface import config_json
+from encdec_adapt.models import model_config, presets
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 _REASON = "the authors' code: pip install gemma, in an environment of its own"
@@ -124,7 +123,7 @@ def imported(params, config, folder, form):
     params = flat(params)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / 'flax', params)
-  raw, _ = model_configs.raw_from_model(config)
+  raw, _ = config_json.raw_from_model(config)
   (folder / 'config.json').write_text(json.dumps(raw))
   flags = ['import', f'--source={folder}/flax', f'--output={folder}/run']
   flags.append(f'--model={folder}/config.json')
@@ -160,7 +159,7 @@ def test_t5gemma(tmp_path, capsys):
   inputs = dict(target_tokens=decoder, input_tokens=encoder)
   params = redrawn(theirs.init(jax.random.key(0), **inputs)['params'])
   expected = theirs.apply({'params': params}, **inputs).logits
-  config = config_lib.encoder_decoder(ENCODER, DECODER)
+  config = model_config.encoder_decoder(ENCODER, DECODER)
   ours = imported(params, config, tmp_path, 'nested')
   assert 'rows 67 to 69' in capsys.readouterr().out
   got = ours.logits(decoder, encoder, encoder_mask, mask)
@@ -181,7 +180,7 @@ def test_gemma2(form, tmp_path):
   tokens, mask = rows(12, 1)
   params = redrawn(theirs.init(jax.random.key(0), tokens)['params'])
   expected = theirs.apply({'params': params}, tokens).logits
-  only = config_lib.DecoderOnlyConfig(DECODER)
+  only = model_config.DecoderOnlyConfig(DECODER)
   ours = imported(params, only, tmp_path, form)
   got = ours.logits(tokens, decoder_mask=mask)
   np.testing.assert_allclose(

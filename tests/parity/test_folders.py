@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.interop import export, tensor_folder
-from encdec_adapt.interop import folder as folder_lib
+from encdec_adapt.huggingface import export, tensor_folder
+from encdec_adapt.huggingface import folder as folder_lib
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.interop import folder, tensor_folder
-from encdec_adapt.models import experts
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import folder, tensor_folder
+from encdec_adapt.models import expert_layer
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -46,12 +46,14 @@ def test_load_balancing_loss(tmp_path):
     )
   # Theirs counts assignments by token, of which there are two.
   np.testing.assert_allclose(
-    2 * experts.mean_losses(routing).balance, out.aux_loss.numpy(), rtol=1e-5
+    2 * expert_layer.mean_losses(routing).balance,
+    out.aux_loss.numpy(),
+    rtol=1e-5,
   )
   real = torch.tensor(rows.decoder_mask.reshape(-1))
   logits = torch.logsumexp(out.router_logits[0][real], dim=-1)
   np.testing.assert_allclose(
-    experts.mean_losses(routing).z, (logits**2).mean().numpy(), rtol=1e-5
+    expert_layer.mean_losses(routing).z, (logits**2).mean().numpy(), rtol=1e-5
   )
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from encdec_adapt.data import added_tokens, chat, vocabularies
+from encdec_adapt.tokenizers import added_tokens, chat_format, vocabularies
 from tests import tiny, tiny_tokenizers
 from tests.parity import tiny_models
 
@@ -83,7 +83,7 @@ def test_conversations_are_those_of_the_template(family, turns, tmp_path):
   )
   if family != 'qwen':  # BOS is framing.
     assert want.pop(0) == own.bos
-  got = chat.encode(turns, own, open_turn=is_asked)
+  got = chat_format.encode(turns, own, open_turn=is_asked)
   assert got.ids.tolist() == want
 
 

@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from encdec_adapt.interop import tensor_folder, vision
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import tensor_folder, vision
 from tests import tiny
 from tests.parity import tiny_models
 

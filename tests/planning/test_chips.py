@@ -8,8 +8,9 @@ import types
 import pytest
 
 from encdec_adapt import plan
+from encdec_adapt.cli import errors
 from encdec_adapt.planning import chips
-from encdec_adapt.runtime import errors, flops
+from encdec_adapt.telemetry import flops
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from encdec_adapt import plan
+from encdec_adapt.cli import errors
 from encdec_adapt.planning import calibration, chips, stored
-from encdec_adapt.runtime import errors
 from tests import tiny
 from tests.planning import toy
 

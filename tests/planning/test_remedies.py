@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from encdec_adapt import plan as command_of_plan
+from encdec_adapt.cli import command, errors
 from encdec_adapt.planning import programs, remedies, shapes
-from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from encdec_adapt import plan
+from encdec_adapt.cli import command, errors
 from encdec_adapt.planning import chips, hlo, search, shapes
-from encdec_adapt.runtime import command, errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy

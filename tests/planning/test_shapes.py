@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt import job
+from encdec_adapt.cli import errors
 from encdec_adapt.models import model_flops, parameters
 from encdec_adapt.planning import (
   chips,
@@ -17,9 +18,9 @@ from encdec_adapt.planning import (
   search,
   shapes,
 )
-from encdec_adapt.runtime import errors, flops
+from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import report as sharding_report
+from encdec_adapt.telemetry import flops
 from tests.planning import toy
 
 

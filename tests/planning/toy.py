@@ -2,8 +2,7 @@
 
 from configs import base
 from encdec_adapt import config as config_lib
-from encdec_adapt.models import config as model_config
-from encdec_adapt.models import presets
+from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 
 WHERE = chips.parse('h100:8')

@@ -9,8 +9,11 @@ import time
 
 import pytest
 
-from encdec_adapt.runtime import app, lock, metrics, seals, storage
-from encdec_adapt.training import checkpoint
+from encdec_adapt.checkpoints import checksums, manager
+from encdec_adapt.cli import app
+from encdec_adapt.cluster import lock
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import metrics
 from tests import tiny
 
 pytestmark = pytest.mark.resume
@@ -50,7 +53,7 @@ def _last_step(workdir: pathlib.Path) -> int:
   return max([r['step'] for r in metrics.read_metrics(path)], default=0)
 
 
-def _assert_same(workdir: storage.Path, reference: pathlib.Path):
+def _assert_same(workdir: paths.Path, reference: pathlib.Path):
   mine, wanted = (
     [r for r in metrics.read_metrics(w) if r['kind'] in ('train', 'eval')]
     for w in (workdir, reference)
@@ -78,7 +81,7 @@ def _wait(process: subprocess.Popen, due) -> bool:
   return False
 
 
-def _kill(flags, workdir: storage.Path, due, log=None) -> bool:
+def _kill(flags, workdir: paths.Path, due, log=None) -> bool:
   """Starts the job and kills it once `due()`; whether it was running."""
   process = tiny.start(
     'train',
@@ -96,7 +99,7 @@ def _kill(flags, workdir: storage.Path, due, log=None) -> bool:
 
 def _kill_during_a_save(flags, workdir: pathlib.Path) -> None:
   """Kills a job of which nothing is there yet; half a save is left behind."""
-  saves = workdir / checkpoint.FOLDER
+  saves = workdir / manager.FOLDER
   for _ in range(3):  # A save may end just before the signal arrives.
     assert _kill(flags, workdir, lambda: any(saves.glob(DRAFTS)))
     if any(saves.glob(DRAFTS)):
@@ -129,14 +132,14 @@ def test_killed_during_a_save_and_at_random_steps(folder, flags, uninterrupted):
   _assert_same(workdir, uninterrupted)
 
 
-def _saves(store, workdir: storage.Path) -> dict[int, bool]:
+def _saves(store, workdir: paths.Path) -> dict[int, bool]:
   """The steps in a bucket of which anything is there: whether all is."""
-  saves = store.key(storage.join(workdir, checkpoint.FOLDER)) + '/'
+  saves = store.key(paths.join(workdir, manager.FOLDER)) + '/'
   found: dict[int, bool] = {}
   for name in store.names(saves):
     step, _, below = name.removeprefix(saves).partition('/')
     if step.isdecimal():
-      whole = below == seals.FILE
+      whole = below == checksums.FILE
       found[int(step)] = found.get(int(step), False) or whole
   return found
 
@@ -144,7 +147,7 @@ def _saves(store, workdir: storage.Path) -> dict[int, bool]:
 @pytest.mark.long
 def test_killed_in_a_bucket(folder, flags, uninterrupted, store, bucket):
   """The store has half a save after the first kill, and a lock after both."""
-  workdir, log = storage.at(bucket) / 'run', folder / 'bucket.log'
+  workdir, log = paths.at(bucket) / 'run', folder / 'bucket.log'
   half = lambda: not all(_saves(store, workdir).values())  # noqa: E731
   for _ in range(3):  # A save may end just before the signal arrives.
     assert _kill(flags, workdir, half, log)
@@ -174,7 +177,7 @@ def test_sigterm_saves_and_exits_with_its_own_status(
   assert _wait(process, lambda: _last_step(workdir) >= 2)
   process.send_signal(signal.SIGTERM)
   assert process.wait(120) == app.RESTART
-  saved = checkpoint.open_latest(workdir).step
+  saved = manager.open_latest(workdir).step
   assert saved == _last_step(workdir) < STEPS
   done = tiny.run('train', *flags, f'--workdir={workdir}')
   assert f'continuing at step {saved}' in done.stdout

@@ -11,13 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import objectives
+from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 
 pytestmark = pytest.mark.sharded
@@ -56,7 +55,7 @@ STACK = model_config.StackConfig(
 )
 LENGTHS = {'encoder': 16, 'decoder': 8}
 ROWS = 8
-LOSS = objectives.LossConfig(z_loss=1e-2, chunk=4)
+LOSS = losses.LossConfig(z_loss=1e-2, chunk=4)
 
 
 def _make_batch():
@@ -104,7 +103,7 @@ def _run(model, params, batch):
   """The loss and its gradients."""
 
   def loss(params):
-    return objectives.loss_sums(model, params, batch, LOSS).total
+    return losses.loss_sums(model, params, batch, LOSS).total
 
   return jax.value_and_grad(loss)(params)
 

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.models import build
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import objectives, optimizers, phases, schedules
+from encdec_adapt.training import losses, optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from tests import framing
@@ -90,7 +89,7 @@ class Trainer:
     )
     self.groups = phases.cross_attention_warmup(warmup)
     self.assignment = phases.assign(self.where.model.table, self.groups)
-    self.loss = loss or objectives.LossConfig(z_loss=1e-3, chunk=16)
+    self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
     self.config = step_lib.StepConfig(microbatches, 1.0)
     self.teacher = teacher
     self.functions = {}

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.runtime import errors, seals, storage
-from encdec_adapt.training import checkpoint, step_folders
+from encdec_adapt.checkpoints import checksums, manager, step_folders
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
 
 
 def _make(seed):
@@ -33,8 +34,8 @@ def _largest(store, prefix):
 
 
 def test_saved_kept_and_read_by_others(bucket, store):
-  folder = storage.join(bucket, checkpoint.FOLDER)
-  with checkpoint.Checkpoints(folder, keep=2, keep_every=2) as checkpoints:
+  folder = paths.join(bucket, manager.FOLDER)
+  with manager.Checkpoints(folder, keep=2, keep_every=2) as checkpoints:
     assert checkpoints.latest() is None
     for step in range(1, 5):
       _save(checkpoints, step)
@@ -42,34 +43,34 @@ def test_saved_kept_and_read_by_others(bucket, store):
   assert store.names(f'{store.key(folder)}/1/') == []
   # The seal comes after all that it speaks of.
   here = {n: o.generation for n, o in store.objects.items() if '/4/' in n}
-  assert max(here, key=here.get).endswith(f'/4/{seals.FILE}')
-  with checkpoint.Checkpoints(folder) as checkpoints:
+  assert max(here, key=here.get).endswith(f'/4/{checksums.FILE}')
+  with manager.Checkpoints(folder) as checkpoints:
     assert checkpoints.latest() == 4
     _assert_is(checkpoints, 4, 4)
-  found = checkpoint.open_latest(bucket)
+  found = manager.open_latest(bucket)
   assert (found.step, found.read_data()) == (4, {'row': 4})
-  params = checkpoint.open_latest(f'{folder}/2').restore(
+  params = manager.open_latest(f'{folder}/2').restore(
     {'x': jax.ShapeDtypeStruct((64, 16), np.float32)}, partial=True
   )
   np.testing.assert_array_equal(params['x'], _make(2)['x'])
 
 
 def test_damage_is_set_aside_and_the_step_saved_again(bucket, store, capsys):
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  with manager.Checkpoints(bucket) as checkpoints:
     _save(checkpoints, 3)
     _save(checkpoints, 6)
   name = _largest(store, f'{store.key(bucket)}/6/state/')
   data = bytearray(store.objects[name].data)
   data[len(data) // 2] ^= 1
   store.put(name, bytes(data))
-  before = storage.tree(storage.at(bucket) / '6')
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  before = paths.tree(paths.at(bucket) / '6')
+  with manager.Checkpoints(bucket) as checkpoints:
     assert checkpoints.latest() == 3
     warning = capsys.readouterr().err
     assert 'step 6 is damaged' in warning and 'other contents' in warning
     assert checkpoints.all_steps() == [3]
-    aside = storage.at(bucket) / 'damaged-00000006'
-    assert storage.tree(aside) == before
+    aside = paths.at(bucket) / 'damaged-00000006'
+    assert paths.tree(aside) == before
     _save(checkpoints, 6, seed=60)
     assert checkpoints.latest() == 6
     _assert_is(checkpoints, 6, 60)
@@ -77,26 +78,26 @@ def test_damage_is_set_aside_and_the_step_saved_again(bucket, store, capsys):
 
 @pytest.mark.parametrize('object_missing', ['seal', 'data'])
 def test_a_committed_step_without_a_seal(bucket, store, object_missing):
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  with manager.Checkpoints(bucket) as checkpoints:
     _save(checkpoints, 3)
     _save(checkpoints, 6)
-  folder = storage.at(bucket) / '6'
-  (folder / seals.FILE).unlink()
+  folder = paths.at(bucket) / '6'
+  (folder / checksums.FILE).unlink()
   if object_missing == 'data':
-    storage.at(f'{bucket}/6/data/metadata').unlink()
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+    paths.at(f'{bucket}/6/data/metadata').unlink()
+  with manager.Checkpoints(bucket) as checkpoints:
     assert checkpoints.latest() == (6 if object_missing == 'seal' else 3)
-    assert seals.is_sealed(folder) == (object_missing == 'seal')
+    assert checksums.is_sealed(folder) == (object_missing == 'seal')
 
 
 def test_half_a_step_is_no_step_and_removed(bucket, store):
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  with manager.Checkpoints(bucket) as checkpoints:
     _save(checkpoints, 3)
     _save(checkpoints, 6)
-  (storage.at(bucket) / '6' / step_folders.COMMITTED).unlink()
-  assert step_folders.steps(storage.at(bucket)) == [3]
-  assert checkpoint.open_latest(bucket).step == 3
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  (paths.at(bucket) / '6' / step_folders.COMMITTED).unlink()
+  assert step_folders.steps(paths.at(bucket)) == [3]
+  assert manager.open_latest(bucket).step == 3
+  with manager.Checkpoints(bucket) as checkpoints:
     assert store.names(f'{store.key(bucket)}/6/') == []
     assert checkpoints.latest() == 3
     _save(checkpoints, 6, seed=7)
@@ -104,9 +105,9 @@ def test_half_a_step_is_no_step_and_removed(bucket, store):
 
 
 def test_a_bucket_that_refuses_a_save_is_an_error(bucket, store):
-  with checkpoint.Checkpoints(bucket) as checkpoints:
+  with manager.Checkpoints(bucket) as checkpoints:
     store.refuses = 403
-    with pytest.raises(checkpoint.CheckpointError, match='step 1 was not'):
+    with pytest.raises(manager.CheckpointError, match='step 1 was not'):
       _save(checkpoints, 1)
     store.refuses = 0
     _save(checkpoints, 1)
@@ -115,4 +116,4 @@ def test_a_bucket_that_refuses_a_save_is_an_error(bucket, store):
 
 def test_there_is_no_checkpoint(bucket):
   with pytest.raises(errors.UserError, match='no sound checkpoint in gs://'):
-    checkpoint.open_latest(bucket)
+    manager.open_latest(bucket)

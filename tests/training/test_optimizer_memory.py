@@ -6,15 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import errors
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import (
-  checkpoint,
-  optimizers,
-  phases,
-  schedules,
-)
+from encdec_adapt.training import optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
 from tests.training.conftest import Trainer, host, make_batch
 
@@ -75,7 +71,7 @@ def test_resume_is_exact_and_stays_on_the_host(kind, changes, tmp_path):
   abstract = state_lib.abstract(
     trainer.optimizer, trainer.assignment, active, trainer.where
   )
-  with checkpoint.Checkpoints(tmp_path) as checkpoints:
+  with manager.Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(1, state, data={}, meta={})
     checkpoints.wait()
     expected = _steps(trainer, state, (1,))

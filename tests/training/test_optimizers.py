@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.runtime import errors
+from encdec_adapt.cli import errors
 from encdec_adapt.training import optimizers, schedules
 
 RATE, DECAY = 0.1, 0.25

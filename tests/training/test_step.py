@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build
-from encdec_adapt.models import config as model_config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import objectives, optimizers, phases, schedules
+from encdec_adapt.training import losses as losses_lib
+from encdec_adapt.training import optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from tests.training.conftest import (
@@ -126,7 +126,7 @@ def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
   def temporary(parts):
     step = step_lib.make_train_step(
       where,
-      objectives.LossConfig(chunk=16),
+      losses_lib.LossConfig(chunk=16),
       optimizer,
       assignment,
       ['all'],
@@ -237,7 +237,7 @@ def test_clip_norm_is_that_of_the_moving_parameters(frozen, full):
   batch = jax.tree.map(jnp.asarray, batch)
 
   def loss(flat):
-    sums = objectives.loss_sums(
+    sums = losses_lib.loss_sums(
       model, state_lib.unflatten(flat), batch, frozen.loss
     )
     return sums.total / sums.weight
@@ -298,10 +298,10 @@ def test_distillation_alone_has_no_gradient_of_the_data():
   batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))
   model = build.build(PAIR)
   params = model.init(jax.random.key(0))
-  config = objectives.LossConfig(distillation=1.0, chunk=16)
+  config = losses_lib.LossConfig(distillation=1.0, chunk=16)
 
   def loss(params, batch):
-    return objectives.loss_sums(
+    return losses_lib.loss_sums(
       model, params, batch, config, (teacher, teacher_params)
     ).total
 
@@ -310,7 +310,7 @@ def test_distillation_alone_has_no_gradient_of_the_data():
   one, two = gradient(params, batch), gradient(params, other)
   jax.tree.map(np.testing.assert_array_equal, one, two)
   sums = jax.jit(
-    lambda params, batch: objectives.loss_sums(
+    lambda params, batch: losses_lib.loss_sums(
       model, params, batch, config, (teacher, teacher_params)
     )
   )(params, batch)
@@ -329,7 +329,7 @@ def test_distillation_alone_has_no_gradient_of_the_data():
 def test_distillation_on_a_mesh_equals_one_device(share):
   teacher = build.build(SOURCE)
   params = teacher.init(jax.random.key(1))
-  loss = objectives.LossConfig(distillation=share, z_loss=1e-3, chunk=16)
+  loss = losses_lib.LossConfig(distillation=share, z_loss=1e-3, chunk=16)
   batch = make_batch(16, teacher=True)
   one = _updates(Trainer(loss=loss, teacher=teacher), [batch], params)
   mesh = mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2)

@@ -1,0 +1,93 @@
+"""A folder of arrays that Orbax wrote, whoever had it write: names and values.
+
+Beside `checkpoint` and `streamed`, the only module that imports Orbax.
+"""
+
+from collections.abc import Iterable, Mapping
+import os
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from encdec_adapt.checkpoints import state_leaves
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
+
+# Files that Orbax leaves in a folder of arrays: of now, and of before 2024.
+_MARKS = ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint')
+_ITEM = 'default'  # Where a manager puts the only item.
+
+
+def is_orbax_folder(path: str | os.PathLike[str]) -> bool:
+  """Whether Orbax wrote this folder."""
+  return any((paths.at(path) / name).exists() for name in _MARKS)
+
+
+class OrbaxFolder:
+  """Arrays by name; none is read before it is asked for.
+
+  Attributes:
+    path: of the folder.
+    arrays: name ('layer_0/mlp/linear') -> shape and dtype.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    """Reads what is in the folder.
+
+    Args:
+      path: of the folder.
+
+    Raises:
+      UserError: it cannot be read as arrays.
+    """
+    self.path = paths.absolute(path)
+    if not (self.path / '_METADATA').exists() and (self.path / _ITEM).is_dir():
+      self.path /= _ITEM
+    try:
+      metadata = ocp.PyTreeCheckpointHandler().metadata(self.path)
+      found, self._structure = jax.tree_util.tree_flatten_with_path(
+        metadata.tree
+      )
+      self.arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]] = {
+        state_leaves.path_string(keys): (
+          tuple(leaf.shape),
+          np.dtype(leaf.dtype),
+        )
+        for keys, leaf in found
+      }
+    except Exception as error:  # Orbax has no type for it.
+      raise errors.UserError(
+        f'{path} cannot be read as a folder of Orbax ({error}). It is'
+        ' incomplete or damaged: fetch it again.'
+      ) from error
+
+  def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Reads some arrays, in the dtype that they are stored in.
+
+    Args:
+      names: of `arrays`.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    wanted = set(names)
+    item = [0 if name in wanted else ocp.PLACEHOLDER for name in self.arrays]
+    how = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(item)
+    arguments = ocp.args.PyTreeRestore(
+      item=self._structure.unflatten(item),
+      restore_args=self._structure.unflatten(how),
+    )
+    try:
+      with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        restored = checkpointer.restore(self.path, args=arguments)
+    except Exception as error:
+      raise errors.UserError(
+        f'{self.path}: {min(wanted)} cannot be read ({error}). The folder is'
+        ' incomplete or damaged: fetch it again.'
+      ) from error
+    return {
+      state_leaves.path_string(keys): np.asarray(leaf)
+      for keys, leaf in jax.tree_util.tree_leaves_with_path(restored)
+      if state_leaves.path_string(keys) in wanted
+    }

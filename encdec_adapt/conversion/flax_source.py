@@ -1,0 +1,71 @@
+"""A folder of Gemma 2 or T5Gemma as their authors' Flax code saves it."""
+
+import os
+import pathlib
+
+from encdec_adapt.checkpoints import orbax_folder
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_model
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.huggingface import config_json, flax_layout
+from encdec_adapt.models import model_config, presets
+
+is_flax_folder = orbax_folder.is_orbax_folder
+
+
+def open_flax(
+  path: str | os.PathLike[str],
+  config: str | None,
+  *,
+  encoder_window: str | None = None,
+  vocab_multiple: int | None = None,
+) -> source_model.Source:
+  """Opens such a folder; reads names and shapes only.
+
+  Args:
+    path: of the folder, with Orbax's arrays.
+    config: what windows, caps and scales are taken from: a size ('2b'), two
+      ('9b_2b'), or a config.json of Gemma 2 or T5Gemma. None for the released
+      model of these shapes.
+    encoder_window: as in `source.open_source`.
+    vocab_multiple: as there.
+
+  Raises:
+    UserError: it is damaged, or not of the model that the config says; or as
+      `source.with_window`.
+  """
+  path = paths.at(path)
+  folder = orbax_folder.OrbaxFolder(path)
+  given = None if config is None else _config(config)
+  model = flax_layout.model_of(folder.arrays, given, str(path))
+  model = source_model.with_window(model, encoder_window, str(path))
+  if vocab_multiple is not None:
+    model = model_config.with_vocab_multiple(model, vocab_multiple)
+  found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+
+  def read(where, on_progress=None):
+    return source_model.read_placed(found.arrays(), where, on_progress)
+
+  return source_model.Source(
+    path,
+    model,
+    source_model.vocabularies_in(path),
+    found.arrays,
+    read,
+    unused=found.unused,
+  )
+
+
+def _config(name: str) -> model_config.ModelConfig:
+  """The config of a size, of two, or of a file."""
+  if pathlib.Path(name).suffix == '.json':
+    raw = atomic.read_json(name)
+    return config_json.model_from_raw(raw, name)[0]
+  if name in presets.STACKS:
+    return presets.decoder_only(name)
+  try:
+    return presets.t5gemma(name)
+  except errors.UserError as error:
+    raise errors.UserError(
+      f'--model={name} is no size, no two sizes, and no config.json: {error}'
+    ) from error

@@ -1,0 +1,195 @@
+"""README.md of an exported folder: what the model is and what was done."""
+
+from collections.abc import Iterable, Iterator, Sequence
+import pathlib
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.conversion import inspection, source_model, work_folder
+from encdec_adapt.files import atomic
+from encdec_adapt.files import paths as paths_lib
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.telemetry import accounting
+
+_OWN = """No class of transformers can express this model. The folder is in
+the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and
+every field of both stacks; the tensors are named
+`<stack>.layers.<number>.<part>`, kernels are stored as [in, out] with heads
+apart ([D, N, H] of a query, [N, H, D] of an output), and token tables without
+padding rows.
+"""
+_LOAD = """## Loading
+
+    import encdec_adapt
+    model = encdec_adapt.load({})
+"""
+
+
+def write(
+  source: source_model.Source,
+  *,
+  own: bool,
+  dtype: str,
+  notes: Sequence[str] = (),
+) -> str:
+  """The card of a model that is exported.
+
+  Args:
+    source: the checkpoint or folder that it is exported from.
+    own: it is written in our own layout.
+    dtype: of the exported tensors.
+    notes: what its other files do not say, as the command has printed it.
+
+  Raises:
+    UserError: a file of the run is damaged.
+  """
+  library = 'encdec_adapt' if own else 'transformers'
+  lines = [
+    '---',
+    f'library_name: {library}',
+    'tags: [encdec_adapt]',
+    '---',
+    f'# {source.path.name or paths_lib.absolute(source.path).name}',
+    '',
+    f'A model with {parameters.count(source.model):,} parameters'
+    f' ({inspection.kind_of(source.model)}), exported in {dtype} by'
+    ' encdec_adapt.',
+    '',
+    *_shape(source.model),
+    '',
+    '## What was done',
+    '',
+    *_history(source.path, source.step),
+    '',
+    *_notes(notes),
+    _LOAD.format(_arguments(source.model, own=own)),
+  ]
+  if own:
+    lines.append(_OWN)
+  else:
+    name = inspection.exported_as(source.model)
+    lines += [
+      'or with transformers:',
+      '',
+      f'    from transformers import {name}',
+      f"    model = {name}.from_pretrained('PATH')",
+      '',
+    ]
+  lines += [
+    '## Licence',
+    '',
+    'Weights that were made from others are under the terms of those others.',
+  ]
+  return '\n'.join(lines) + '\n'
+
+
+def _arguments(model: model_config.ModelConfig, *, own: bool) -> str:
+  """Those of `load`, as code; with the window that is not T5Gemma's own."""
+  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
+  if own or rule != 'inclusive':
+    return "'PATH'"
+  return "'PATH', encoder_window='inclusive'"
+
+
+def _shape(model: model_config.ModelConfig) -> Iterator[str]:
+  yield '| | ' + ' | '.join(model.stacks) + ' |'
+  yield '|---|' + '---|' * len(model.stacks)
+  names = ['layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim']
+  if any(stack.experts for stack in model.stacks.values()):
+    names += ['experts', 'experts_per_token', 'dense_layers']
+  for name in names:
+    values = [str(getattr(stack, name)) for stack in model.stacks.values()]
+    yield f'| {name} | ' + ' | '.join(values) + ' |'
+  sizes = [str(stack.vocab_size) for stack in model.stacks.values()]
+  yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
+
+
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+  if notes:
+    yield from ('## Notes', '', *(f'- {note}' for note in notes), '')
+
+
+def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
+  """What the files of a run say, and those of the runs it started from.
+
+  Args:
+    path: a work directory or a folder.
+    step: of the checkpoint, None for a folder.
+  """
+  if step is None:
+    yield f'- The folder `{path.name}`, written anew.'
+    return
+  summary = _read(path / accounting.SUMMARY)
+  config = _read(path / config_lib.RUN_CONFIG)
+  coverage = _read(path / work_folder.COVERAGE)
+  made_by = (summary or {}).get('made_by')
+  if made_by:
+    sources = made_by['sources']
+    weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
+    yield (
+      f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
+      f' {_names(sources)}' + f', weighted {weights}' * bool(weights) + '.'
+    )
+  else:
+    init = config['init']
+    sources = [path for path in (init['encoder'], init['decoder']) if path]
+    yield from _training(config, summary, step)
+  if coverage:
+    counts = coverage['parameters']
+    yield (
+      '- Adapted: '
+      + ', '.join(f'{n:,} parameters {how}' for how, n in counts.items() if n)
+      + '.'
+    )
+    for change in coverage['changes']:
+      yield f'  - Differs from its source: {change}.'
+  for earlier in dict.fromkeys(sources):
+    yield from _earlier(paths_lib.at(earlier))
+
+
+def _earlier(path: paths_lib.Path) -> Iterator[str]:
+  """What was done to a source, where it is a finished run still there."""
+  summary = _read(path / accounting.SUMMARY)
+  if summary:
+    yield f'- `{path.name}`:'
+    for line in _history(path, summary['steps']):
+      yield f'  {line}'
+
+
+def _names(paths: Iterable[str]) -> str:
+  """Folders as a card names them: where they were is nobody's business."""
+  return ' and '.join(f'`{pathlib.Path(path).name}`' for path in paths)
+
+
+def _training(
+  config: dict[str, Any], summary: dict[str, Any] | None, step: int
+) -> Iterator[str]:
+  """The lines of a run that was trained."""
+  init, data = config['init'], config['data']
+  if init['mode'] != 'random':
+    names = [path for path in (init['encoder'], init['decoder']) if path]
+    yield f'- Started by `{init["mode"]}` from {_names(names)}.'
+  yield (
+    f'- Trained to step {step} of {config["train"]["steps"]}, with'
+    f' {config["train"]["batch_size"]} rows a step, objective'
+    f' `{data["objective"]}`, {data["encoder_length"]} +'
+    f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'
+    f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
+  )
+  if config['loss']['distillation']:
+    yield (
+      f'- {config["loss"]["distillation"]:.0%} of the loss was to the'
+      f' distribution of {_names([config["teacher"]["checkpoint"]])}.'
+    )
+  if summary:
+    yield (
+      f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
+      f' {summary["eval_loss"]:.4f} at the end, in nats per target token;'
+      f' {summary["target_tokens"]:,.0f} target tokens,'
+      f' {summary["flops"]:.3g} model FLOPs.'
+    )
+
+
+def _read(path: paths_lib.Path) -> dict[str, Any] | None:
+  """A JSON file of a run; None where it is not there."""
+  return atomic.read_json(path) if path.exists() else None

@@ -1,0 +1,466 @@
+"""Where text comes from: sources of documents, opened by name.
+
+A source gives documents in a fixed order with ids that do not depend on the
+machine or on who reads. Ids carry the train/eval split (`in_split`): what
+stands before the last '::' is hashed, so that two documents made from one
+text (the docstrings and the source of a module) are on the same side.
+
+| name                     | documents                                      |
+|--------------------------|------------------------------------------------|
+| python                   | the text that this Python carries (below)      |
+| text:GLOB                | each file that matches is one document         |
+| jsonl:GLOB               | each line's field `text`                       |
+| jsonl:GLOB#FIELD         | each line's field FIELD                        |
+| tfds:NAME:SPLIT          | each example's feature `text`                  |
+| tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
+
+A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. What makes records reads
+its files once for every shard.
+
+`python` is the documentation topics of `pydoc_data`, and of every module of
+the standard library its docstrings and its source. Left out: installed
+packages, tests, what is generated or a table rather than text (`encodings`,
+`_sysconfigdata*`), and what is not UTF-8. Its order is that of hashes of the
+ids, so that a capped prefix is a fair sample.
+
+This module imports neither TensorFlow nor SeqIO nor jax; a source `tfds:..`
+imports `tensorflow_datasets` (and with it TensorFlow) when it is opened.
+"""
+
+import abc
+import ast
+from collections.abc import Callable, Iterator
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import re
+import sysconfig
+import warnings
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import randomness
+from encdec_adapt.files import paths
+
+SPLITS = ('train', 'eval')
+_SAMPLE_BYTES = 1 << 16
+# A split may be a slice, such as train[:10%].
+_TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
+_FORMS = 'python, text:GLOB, jsonl:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One document: its id, unique in its source, and its text, not empty."""
+
+  id: str
+  text: str
+
+
+def in_split(
+  document_id: str, split: str, eval_fraction: float, seed: int
+) -> bool:
+  """Whether a document belongs to `split`; a hash of its id decides.
+
+  Args:
+    document_id: of the document; only what precedes a last '::' counts.
+    split: 'train' or 'eval'.
+    eval_fraction: share of the documents in 'eval', in [0, 1].
+    seed: another seed draws another split.
+
+  Raises:
+    UserError: there is no such split, or the fraction is outside [0, 1].
+  """
+  if split not in SPLITS:
+    raise errors.UserError(f'split {split!r}: it is one of {SPLITS}')
+  if not 0 <= eval_fraction <= 1:
+    raise errors.UserError(f'eval_fraction {eval_fraction}: it is in [0, 1]')
+  group = document_id.rpartition('::')[0] or document_id
+  uniform = randomness.digest('split', seed, group) / 2**128
+  return (uniform < eval_fraction) == (split == 'eval')
+
+
+class Source(abc.ABC):
+  """Documents in a fixed order.
+
+  Attributes:
+    name: what `open_source` was given.
+    max_documents: how many documents are used, the first ones; 0 for all.
+    max_bytes: documents are used until their UTF-8 text exceeds this; the
+      one that exceeds it is not used. 0 for all.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    max_documents: int = 0,
+    max_bytes: int = 0,
+  ):
+    for key, value in (('documents', max_documents), ('bytes', max_bytes)):
+      if value < 0:
+        raise errors.UserError(
+          f'source {name!r}: max_{key} is {value}; give at least 1, or 0 for'
+          ' all'
+        )
+    self.name = name
+    self.max_documents = max_documents
+    self.max_bytes = max_bytes
+
+  @abc.abstractmethod
+  def _entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Id and a function that reads the text, cheap until it is called."""
+
+  @abc.abstractmethod
+  def _content(self) -> Iterator[object]:
+    """What the fingerprint is taken of."""
+
+  def documents(
+    self, keep: Callable[[int, str], bool] | None = None
+  ) -> Iterator[Document]:
+    """The documents, in order; those without text are passed over.
+
+    Args:
+      keep: of (index, id), whether the document is wanted; what is not
+        wanted is not read, unless `max_bytes` has to count it.
+
+    Raises:
+      UserError: the source is missing or has no text.
+    """
+    size, empty = 0, True
+    for index, (document_id, read) in enumerate(self._entries()):
+      if self.max_documents and index >= self.max_documents:
+        break
+      wanted = keep is None or keep(index, document_id)
+      if not wanted and not self.max_bytes:
+        empty = False
+        continue
+      text = read()
+      if self.max_bytes:
+        size += len(text.encode('utf-8'))
+        if size > self.max_bytes:
+          break
+      empty = empty and not text
+      if wanted and text:
+        yield Document(document_id, text)
+    if empty:
+      raise errors.UserError(
+        f'source {self.name!r} has no text within max_documents='
+        f'{self.max_documents}, max_bytes={self.max_bytes}; check that its'
+        ' files are not empty, that the field is the right one, and the caps'
+      )
+
+  def fingerprint(self) -> str:
+    """A hex digest of the content and the caps.
+
+    Cheap: of files their names, sizes and three samples are read, not all; of
+    those in a bucket, the store's checksums.
+    """
+    parts = [self.max_documents, self.max_bytes, *self._content()]
+    return f'{randomness.digest(self.name, *parts):032x}'
+
+
+def open_source(
+  name: str,
+  *,
+  max_documents: int = 0,
+  max_bytes: int = 0,
+) -> Source:
+  """Opens a source by its name (the module's table).
+
+  Raises:
+    UserError: the name has no known form, or nothing is found there.
+  """
+  kind, _, rest = name.partition(':')
+  if kind not in _SOURCES or bool(rest) != (kind != 'python'):
+    raise errors.UserError(
+      f'source {name!r}: not a source; the forms are {_FORMS}'
+    )
+  return _SOURCES[kind](name, max_documents, max_bytes)
+
+
+class PythonSource(Source):
+  """`python`: the text that the running Python carries."""
+
+  _LEFT_OUT = frozenset(
+    ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')
+    + ('encodings', 'pydoc_data', '__pycache__', '_bundled', 'lib-dynload')
+  )
+
+  def __init__(self, *args):
+    super().__init__(*args)
+    self._root = pathlib.Path(sysconfig.get_path('stdlib'))
+    try:
+      from pydoc_data import topics  # Only this source needs 500 kB of text.
+    except ImportError:
+      topics = None
+    self._topics = topics.topics if topics else {}
+    self._modules = sorted(
+      path.relative_to(self._root).as_posix()
+      for path in self._root.rglob('*.py')
+      if self._wanted(path.relative_to(self._root))
+    )
+    if not self._topics or not self._modules:
+      raise errors.UserError(
+        f'source {self.name!r}: this Python ({platform.python_version()})'
+        ' carries no sources of its standard library or no pydoc_data; use a'
+        ' complete Python, or name text of your own as text:GLOB'
+      )
+
+  def _wanted(self, path: pathlib.Path) -> bool:
+    return not (
+      self._LEFT_OUT.intersection(path.parts)
+      or path.name.startswith('_sysconfigdata')
+      or path.parts[0].startswith('config-')
+    )
+
+  def _entries(self):
+    entries = []
+    seen = set()
+    for topic, text in sorted(self._topics.items()):
+      if text not in seen:  # Some topics are the same page under two names.
+        entries.append((f'topic/{topic}', lambda text=text: text))
+      seen.add(text)
+    for module in self._modules:
+      path = self._root / module
+      entries.append(
+        (f'{module}::docstrings', lambda p=path: _docstrings(_python(p)))
+      )
+      entries.append((f'{module}::source', lambda p=path: _python(p)))
+    entries.sort(key=lambda entry: randomness.digest('order', entry[0]))
+    yield from entries
+
+  def _content(self):
+    yield platform.python_version()
+    yield from sorted(self._topics)
+    for module in self._modules:
+      yield module
+      yield (self._root / module).stat().st_size
+
+
+def _python(path: pathlib.Path) -> str:
+  """Source of a module, '' if it is not UTF-8 (a few name another coding)."""
+  try:
+    text = path.read_text('utf-8')
+  except UnicodeDecodeError:
+    return ''
+  return text.removeprefix('\ufeff')
+
+
+def _docstrings(source: str) -> str:
+  """The docstrings of a module under their names, like `pydoc`'s pages."""
+  parts = []
+
+  def visit(node, prefix):
+    text = ast.get_docstring(node)
+    if text:
+      parts.append(f'{prefix}\n\n{text}' if prefix else text)
+    for child in node.body if hasattr(node, 'body') else ():
+      if isinstance(child, ast.ClassDef):
+        visit(child, f'{prefix}.{child.name}'.lstrip('.'))
+      elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        name = f'{prefix}.{child.name}'.lstrip('.')
+        text = ast.get_docstring(child)
+        if text:
+          arguments = ast.unparse(child.args)
+          parts.append(f'{name}({arguments})\n\n{text}')
+
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # About escapes in others' strings.
+      tree = ast.parse(source)
+  except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
+    return ''
+  visit(tree, '')
+  return _encodable('\n\n\n'.join(parts) + '\n' if parts else '')
+
+
+def _encodable(text: str) -> str:
+  """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+class FileSource(Source):
+  """Files that match a glob, in the order of their names."""
+
+  def __init__(self, *args):
+    super().__init__(*args)
+    self.pattern = self._pattern(self.name.partition(':')[2])
+    expanded = os.path.expanduser(self.pattern)
+    self._root = _fixed_folder(expanded)
+    self._digests = {}  # Of files in a bucket, as the store has them.
+    if paths.is_bucket(expanded):
+      try:
+        self._digests = paths.matching(expanded)
+      except OSError as error:
+        raise errors.UserError(
+          f'source {self.name!r} cannot be listed: {error}'
+        ) from error
+      self._paths, searched = list(self._digests), 'its bucket'
+    else:
+      found = glob.glob(expanded, recursive=True)
+      self._paths = sorted(path for path in found if os.path.isfile(path))
+      searched = os.getcwd()
+    if not self._paths:
+      raise errors.UserError(
+        f'source {self.name!r}: no file matches {self.pattern!r} in'
+        f' {searched}; check the path, and quote the glob in the shell'
+      )
+
+  def _pattern(self, rest: str) -> str:
+    return rest
+
+  def _id(self, path: str) -> str:
+    """Path below the glob's fixed folder; '::' is taken (module docstring)."""
+    relative = os.path.relpath(path, self._root).replace(os.sep, '/')
+    return relative.replace('::', ':_:')
+
+  def _content(self):
+    for path in self._paths:
+      yield self._id(path)
+      yield str(self._digests.get(path) or _sample(path))
+
+
+class TextSource(FileSource):
+  """`text:GLOB`: each file is one document."""
+
+  def _entries(self):
+    for path in self._paths:
+      yield self._id(path), lambda path=path: self._read(path)
+
+  def _read(self, path: str) -> str:
+    with paths.open_to_read(path) as file:
+      return _decode(file.read(), self.name, path)
+
+
+class JsonlSource(FileSource):
+  """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, field = rest.partition('#')
+    self._field = field or 'text'
+    return pattern
+
+  def _entries(self):
+    for path in self._paths:
+      with paths.open_to_read(path) as file:
+        for number, line in enumerate(file, start=1):
+          if line.strip():
+            where = f'{self._id(path)}:{number}'
+            yield (
+              where,
+              lambda line=line, at=(path, number): self._read(line, *at),
+            )
+
+  def _read(self, line: bytes, path: str, number: int) -> str:
+    where = f'{path}, line {number}'
+    try:
+      row = json.loads(_decode(line, self.name, where))
+    except json.JSONDecodeError as error:
+      raise errors.UserError(
+        f'source {self.name!r}: {where}, is not JSON ({error.msg}); each'
+        ' line has to be one JSON object'
+      ) from None
+    text = row.get(self._field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+      has = sorted(row) if isinstance(row, dict) else type(row).__name__
+      raise errors.UserError(
+        f'source {self.name!r}: {where}, has no text in {self._field!r} but'
+        f' {has}; name the field as jsonl:GLOB#FIELD'
+      )
+    return _encodable(text)
+
+
+class TfdsSource(Source):
+  """`tfds:NAME:SPLIT[:FIELD]`: a prepared TensorFlow dataset."""
+
+  def __init__(self, *args):
+    super().__init__(*args)
+    match = re.fullmatch(_TFDS, self.name)
+    if not match:
+      raise errors.UserError(
+        f'source {self.name!r}: the form is tfds:NAME:SPLIT[:FIELD], where'
+        ' NAME may end in :VERSION, or be the folder of a prepared version'
+      )
+    dataset, self._split, self._field = match.groups(default='text')
+    import tensorflow_datasets as tfds  # Brings TensorFlow.
+
+    try:
+      if os.path.isdir(dataset):
+        self._builder = tfds.builder_from_directory(dataset)
+      else:
+        self._builder = tfds.builder(dataset)
+      self._examples = self._builder.info.splits[self._split].num_examples
+    except Exception as error:  # Of many kinds: names, files, splits.
+      raise errors.UserError(
+        f'source {self.name!r}: TFDS does not give it: {error}. Prepare it'
+        f' with `tfds build {dataset}`, or set TFDS_DATA_DIR'
+      ) from error
+    if self._field not in self._builder.info.features:
+      raise errors.UserError(
+        f'source {self.name!r}: no feature {self._field!r} but'
+        f' {sorted(self._builder.info.features)}; give it as the last part'
+      )
+
+  def _entries(self):
+    import tensorflow_datasets as tfds
+
+    # Ordered reading: index i is the same example on every machine.
+    config = tfds.ReadConfig(
+      shuffle_seed=0, interleave_cycle_length=1, add_tfds_id=True
+    )
+    rows = self._builder.as_dataset(
+      split=self._split, shuffle_files=False, read_config=config
+    )
+    for row in tfds.as_numpy(rows):
+      example_id = row['tfds_id'].decode().replace('::', ':_:')
+      yield (
+        example_id,
+        lambda text=row[self._field], at=example_id: _decode(
+          text, self.name, at
+        ),
+      )
+
+  def _content(self):
+    yield self._builder.info.full_name
+    yield self._examples
+    yield self._field
+
+
+def _decode(data: bytes, source: str, where: str) -> str:
+  try:
+    return data.decode('utf-8-sig')
+  except UnicodeDecodeError as error:
+    raise errors.UserError(
+      f'source {source!r}: {where}, is not UTF-8 (byte {error.start});'
+      ' convert it, for example with `iconv -t UTF-8`'
+    ) from None
+
+
+def _fixed_folder(pattern: str) -> str:
+  """The folder of a glob up to its first wildcard."""
+  folder = os.path.dirname(pattern)
+  while glob.has_magic(folder):
+    folder = os.path.dirname(folder)
+  return folder or '.'
+
+
+def _sample(path: str) -> str:
+  """Digest of a file's size, beginning, middle and end."""
+  size = os.path.getsize(path)
+  digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+  with open(path, 'rb') as file:
+    for start in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+      file.seek(start)
+      digest.update(file.read(_SAMPLE_BYTES))
+  return digest.hexdigest()
+
+
+_SOURCES = {
+  'python': PythonSource,
+  'text': TextSource,
+  'jsonl': JsonlSource,
+  'tfds': TfdsSource,
+}

@@ -1,0 +1,108 @@
+"""Folders a job writes to: can they be written, have they room.
+
+Owns the questions asked of a disk or a bucket before a job starts.
+"""
+
+import errno
+import os
+import pathlib
+import shutil
+import socket
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
+
+# Written, synced and removed to find out whether a folder can be written.
+_PROBE_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
+  """Makes the folder if need be and writes a probe file into it.
+
+  Args:
+    folder: where it is going to be.
+
+  Returns:
+    The folder.
+
+  Raises:
+    UserError: it cannot be made or written.
+  """
+  folder = paths.at(folder)
+  name = f'.probe-{socket.gethostname()}-{os.getpid()}'
+  try:
+    paths.write(folder / name, bytes(_PROBE_BYTES))
+    (folder / name).unlink()
+  except OSError as error:
+    raise cannot_write(folder, error) from error
+  return folder
+
+
+def require_output(output: str) -> None:
+  """Refuses an --output that cannot be written, before any long work.
+
+  Args:
+    output: the file; its folder is made.
+
+  Raises:
+    UserError: it is a folder, or its folder cannot be made or written.
+  """
+  path = paths.at(output)
+  if path.is_dir():
+    raise errors.UserError(
+      f'--output={output} cannot be written (it is a folder); name a file in a'
+      ' folder of yours.'
+    )
+  require_writable(path.parent)
+
+
+def cannot_write(
+  path: str | os.PathLike[str], error: OSError
+) -> errors.UserError:
+  """The error to raise where writing `path` failed with `error`."""
+  if error.errno in _FULL:
+    what, remedy = 'is full', 'Free space there, or choose another folder'
+  else:
+    what = 'cannot be written'
+    remedy = 'Choose a folder that this user may write'
+  return errors.UserError(
+    f'{path} {what} ({error.strerror or error}). {remedy}.'
+  )
+
+
+def require_space(
+  folder: str | os.PathLike[str], nbytes: int, *, what: str, remedy: str = ''
+) -> None:
+  """Refuses a disk with less free space than a job is going to need.
+
+  Args:
+    folder: where the bytes will go; need not exist yet. A bucket has room.
+    nbytes: how many are going to be written.
+    what: what they are, for the message.
+    remedy: what else would help, to end the message.
+
+  Raises:
+    UserError: fewer than `nbytes` are free for this user.
+  """
+  if paths.is_bucket(folder):
+    return
+  existing = pathlib.Path(folder).absolute()
+  while not existing.exists():
+    existing = existing.parent
+  free = shutil.disk_usage(existing).free
+  if free < nbytes:
+    raise errors.UserError(
+      f'{folder} has {format_bytes(free)} free, but {what} need'
+      f' {format_bytes(nbytes)}. Free space there, or choose another'
+      f' folder{remedy}.'
+    )
+
+
+def format_bytes(nbytes: float) -> str:
+  """Writes a number of bytes for people: `1.5 GiB`."""
+  value, units = float(nbytes), ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']
+  while value >= 1024 and len(units) > 1:
+    value /= 1024
+    units.pop(0)
+  return f'{value:.0f} bytes' if nbytes < 1024 else f'{value:.1f} {units[0]}'

@@ -1,0 +1,444 @@
+"""What a Hugging Face config.json says, as our configs, and back.
+
+A family is data: which of its fields is which of ours, and what it fixes;
+`class_defaults` has what its class takes where a file is silent. Both
+spellings of rotary and window fields are read, of transformers 4 and of 5;
+version 5's is written.
+Names and rules: transformers 5.23, `configuration_<family>.py`.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import re
+import types
+from typing import Any, Literal
+
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import (
+  class_defaults,
+  raw_fields,
+  rotary_fields,
+  weights,
+)
+from encdec_adapt.models import model_config
+
+Raw = Mapping[str, Any]
+
+_COMMON = {
+  'vocab_size': 'vocab_size',
+  'hidden_size': 'width',
+  'intermediate_size': 'mlp_width',
+  'num_hidden_layers': 'layers',
+  'num_attention_heads': 'heads',
+  'num_key_value_heads': 'kv_heads',
+  'head_dim': 'head_dim',
+  'rms_norm_eps': 'norm_eps',
+  'tie_word_embeddings': 'tied_head',
+}
+_KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
+_ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
+_FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A decoder-only family.
+
+  Attributes:
+    model_type: of its config.json.
+    architecture: class that transformers loads it with.
+    layout: names of its tensors.
+    activation: the field that names the activation.
+    bias: our `attention_bias` where its file sets `bias_field`, or what it
+      always has, with `bias_is_fixed`.
+    bias_field: the field that says whether it has biases.
+    windows: which layers may have one: 'layers' any, 'all' all or none,
+      'none' none.
+    aliases: other spellings of their fields -> the one used here.
+    fields: their field -> ours, beside the common ones.
+    fixed: fields of ours that every model of the family has.
+    layer_types: kinds of the layers where a file does not list them; none
+      where it has to.
+  """
+
+  model_type: str
+  architecture: str
+  layout: weights.Layout
+  activation: str = 'hidden_act'
+  bias: str = 'qkvo'
+  bias_is_fixed: bool = False
+  bias_field: str = 'attention_bias'
+  windows: Literal['layers', 'all', 'none'] = 'layers'
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  layer_types: Callable[[Raw], list[str]] = lambda raw: ['full_attention']
+
+  @property
+  def defaults(self) -> Raw:
+    """Their fields where a file is silent, as its class has them."""
+    return class_defaults.DEFAULTS[self.model_type]
+
+  @property
+  def local_theta(self) -> bool:
+    """Whether local layers have a rotary base of their own (Gemma 3)."""
+    return 'rope_local_base_freq' in self.defaults
+
+
+def _alternating(period: int) -> Callable[[Raw], list[str]]:
+  """Every `period`-th layer full, or as `sliding_window_pattern` says."""
+
+  def kinds(raw: Raw) -> list[str]:
+    every = raw.get('sliding_window_pattern') or period
+    return ['sliding_attention'] * (every - 1) + ['full_attention']
+
+  return kinds
+
+
+def _qwen_kinds(raw: Raw) -> list[str]:
+  """Sliding from `max_window_layers` on, where the window is used at all."""
+  if not raw['use_sliding_window'] or raw.get('sliding_window') is None:
+    return ['full_attention']
+  layers = raw['num_hidden_layers']
+  full = min(raw['max_window_layers'], layers)
+  return ['full_attention'] * full + ['sliding_attention'] * (layers - full)
+
+
+def _mistral_kinds(raw: Raw) -> list[str]:
+  if raw.get('sliding_window') is None:
+    return ['full_attention']
+  return ['sliding_attention']
+
+
+def _all_or_none(raw: Raw) -> list[str]:
+  """Sliding where the window is used at all."""
+  if not raw['use_sliding_window']:
+    return ['full_attention']
+  return _mistral_kinds(raw)
+
+
+def _full(raw: Raw) -> list[str]:
+  """None where a window is not listed: versions differ in who has it."""
+  return [] if raw['use_sliding_window'] else ['full_attention']
+
+
+_GEMMA_FIELDS = {
+  'query_pre_attn_scalar': 'query_scale',
+  'final_logit_softcapping': 'final_softcap',
+}
+# A pre-norm block without Gemma's extras.
+_PLAIN = {
+  'norm_gain': 'direct',
+  'post_norms': False,
+  'scale_embeddings': False,
+  'attention_softcap': None,
+  'final_softcap': None,
+}
+_MOE_FIELDS = {
+  'num_experts': 'experts',
+  'num_experts_per_tok': 'experts_per_token',
+  'moe_intermediate_size': 'expert_mlp_width',
+  'norm_topk_prob': 'norm_topk',
+}
+
+FAMILIES: Mapping[str, Family] = types.MappingProxyType(
+  {
+    family.model_type: family
+    for family in (
+      Family(
+        'gemma2',
+        'Gemma2ForCausalLM',
+        weights.DECODER_ONLY_GEMMA,
+        activation='hidden_activation',
+        fields={**_GEMMA_FIELDS, 'attn_logit_softcapping': 'attention_softcap'},
+        layer_types=_alternating(2),
+      ),
+      Family(
+        'gemma3_text',
+        'Gemma3ForCausalLM',
+        weights.DECODER_ONLY_GEMMA,
+        activation='hidden_activation',
+        fields=_GEMMA_FIELDS,
+        # Its soft-cap of scores is in the file and not in the model.
+        fixed={'qk_norm': True, 'attention_softcap': None},
+        layer_types=_alternating(6),
+      ),
+      Family(
+        'llama',
+        'LlamaForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        windows='none',
+        fixed=_PLAIN,
+      ),
+      Family(
+        'mistral',
+        'MistralForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        bias='none',
+        bias_is_fixed=True,
+        windows='all',
+        fixed=_PLAIN,
+        layer_types=_mistral_kinds,
+      ),
+      Family(
+        'qwen2',
+        'Qwen2ForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        bias='qkv',
+        bias_is_fixed=True,
+        fixed=_PLAIN,
+        layer_types=_qwen_kinds,
+      ),
+      Family(
+        'qwen3',
+        'Qwen3ForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        fixed={**_PLAIN, 'qk_norm': True},
+        layer_types=_qwen_kinds,
+      ),
+      Family(
+        'mixtral',
+        'MixtralForCausalLM',
+        weights.DECODER_ONLY_MIXTRAL,
+        bias='none',
+        bias_is_fixed=True,
+        windows='all',
+        aliases={'num_experts': 'num_local_experts'},
+        fields={
+          'num_local_experts': 'experts',
+          'num_experts_per_tok': 'experts_per_token',
+        },
+        fixed={**_PLAIN, 'norm_topk': True},
+        layer_types=_mistral_kinds,
+      ),
+      Family(
+        'qwen2_moe',
+        'Qwen2MoeForCausalLM',
+        weights.DECODER_ONLY_QWEN_MOE,
+        bias='qkv',
+        bias_field='qkv_bias',
+        aliases={'num_local_experts': 'num_experts'},
+        fields={
+          **_MOE_FIELDS,
+          'shared_expert_intermediate_size': 'shared_expert_width',
+        },
+        fixed={**_PLAIN, 'shared_expert_gate': True},
+        layer_types=_full,
+      ),
+      Family(
+        'qwen3_moe',
+        'Qwen3MoeForCausalLM',
+        weights.DECODER_ONLY_QWEN_MOE,
+        windows='all',
+        # Its files have the first name, and as transformers 5 writes them
+        # the second.
+        aliases={'num_local_experts': 'num_experts'},
+        fields=_MOE_FIELDS,
+        fixed={**_PLAIN, 'qk_norm': True},
+        layer_types=_all_or_none,
+      ),
+    )
+  }
+)
+
+
+def stack_from_raw(
+  raw: Raw, family: Family, file: str
+) -> model_config.StackConfig:
+  """The stack that a config.json (or a part of one) describes.
+
+  Args:
+    raw: the parsed object.
+    family: whose fields they are.
+    file: what errors call it.
+
+  Raises:
+    UserError: a value that we have no model for, or values that contradict
+      each other; names the file and its fields.
+  """
+  spelled = {
+    name: raw[other] for other, name in family.aliases.items() if other in raw
+  }
+  raw_fields.check(raw, file)
+  raw = {**family.defaults, **spelled, **raw}
+  fields = dict(family.fixed)
+  for theirs, ours in {**_COMMON, **family.fields}.items():
+    if raw.get(theirs) is not None:
+      fields[ours] = raw[theirs]
+    elif theirs in family.fields:
+      fields[ours] = None  # A cap that is off.
+  fields.setdefault('kv_heads', fields['heads'])
+  fields.setdefault('head_dim', fields['width'] // fields['heads'])
+  fields.setdefault('query_scale', fields['head_dim'])
+  for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
+    if fields[ours] is not None:
+      fields[ours] = float(fields[ours])
+  fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
+  biased = family.bias_is_fixed or raw.get(family.bias_field)
+  fields['attention_bias'] = family.bias if biased else 'none'
+  fields['mlp_bias'] = bool(raw.get('mlp_bias'))
+  fields['pattern'] = _pattern(raw, family, file)
+  if raw.get('sliding_window'):  # Qwen 2 MoE writes 0 for none.
+    fields['window'] = raw['sliding_window']
+  fields |= rotary_fields.fields_from_raw(
+    raw, file, local_theta=family.local_theta
+  )
+  if 'mlp_only_layers' in raw:
+    fields['dense_layers'] = _dense_layers(raw, file)
+  if raw.get('use_bidirectional_attention'):
+    raise errors.UserError(
+      f'{file} sets use_bidirectional_attention; only causal decoders are'
+      ' imported. Clear it, and set the role of the stack when adapting.'
+    )
+  try:
+    return model_config.StackConfig(**fields)
+  except errors.UserError as error:
+    message = f'{file}: {error}{_their_names(str(error), family)}'
+    raise errors.UserError(message) from error
+
+
+def _their_names(message: str, family: Family) -> str:
+  """What the fields that a message of ours speaks of are in the file."""
+  theirs = {**_COMMON, **family.fields, **rotary_fields.NAMES}
+  theirs |= {'mlp_only_layers': 'dense_layers'}
+  said = [
+    f'{name} is {their}'
+    for their, name in theirs.items()
+    if their != name and re.search(rf'\b{name}\b', message)
+  ]
+  return f' In the file, {", ".join(said)}.' if said else ''
+
+
+def raw_from_stack(
+  stack: model_config.StackConfig, family: Family
+) -> dict[str, Any]:
+  """Fields of a config.json for a stack of the family (5.x spelling).
+
+  Raises:
+    UserError: the stack is not one of the family's.
+  """
+  _check_windows(stack, family)
+  raw: dict[str, Any] = {
+    theirs: getattr(stack, ours)
+    for theirs, ours in {**_COMMON, **family.fields}.items()
+  }
+  raw['model_type'] = family.model_type
+  names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+  raw[family.activation] = names[stack.activation]
+  kinds = {ours: theirs for theirs, ours in _KINDS.items()}
+  raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
+  local = 'local' in stack.pattern
+  raw['sliding_window'] = stack.window if local else None
+  if 'use_sliding_window' in family.defaults:
+    raw['use_sliding_window'] = local
+    # Read by older versions, which do not know layer_types.
+    raw['max_window_layers'] = raw['layer_types'].count('full_attention')
+  if not family.bias_is_fixed:
+    raw[family.bias_field] = stack.attention_bias != 'none'
+  if 'mlp_bias' in family.defaults:
+    raw['mlp_bias'] = stack.mlp_bias
+  if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
+    raw['query_pre_attn_scalar'] = int(stack.query_scale)
+  if 'mlp_only_layers' in family.defaults:
+    raw['decoder_sparse_step'] = 1
+    raw['mlp_only_layers'] = list(range(stack.dense_layers))
+  raw['rope_parameters'] = rotary_fields.raw_from_stack(
+    stack, local_theta=family.local_theta
+  )
+  back = stack_from_raw(raw, family, 'the exported config')
+  silent = {
+    'vocab_multiple': stack.vocab_multiple,
+    'window': stack.window if not local else back.window,
+    'window_rule': stack.window_rule,
+    'role': stack.role,
+    'pattern': stack.pattern,  # Compared layer by layer, in layer_types.
+  }
+  for field in dataclasses.fields(stack):
+    ours = getattr(stack, field.name)
+    theirs = silent.get(field.name, getattr(back, field.name))
+    if ours != theirs:
+      raise errors.UserError(
+        f'{field.name} is {ours!r}, and a {family.model_type} model can only'
+        f' have {theirs!r}.'
+      )
+  return raw
+
+
+def _dense_layers(raw: Raw, file: str) -> int:
+  """How many layers have no experts: the first ones or none."""
+  dense = raw['mlp_only_layers'] or []
+  if isinstance(dense, list) and all(type(i) is int for i in dense):
+    dense = sorted(dense)
+  first = list(range(len(dense))) if isinstance(dense, list) else None
+  if raw['decoder_sparse_step'] != 1 or dense != first:
+    raise errors.UserError(
+      f'{file} has decoder_sparse_step = {raw["decoder_sparse_step"]} and'
+      f' mlp_only_layers = {dense}; we have layers without experts only'
+      ' before those with them: 1, and [0, 1, ..].'
+    )
+  return len(dense)
+
+
+def _check_windows(stack: model_config.StackConfig, family: Family) -> None:
+  """Refuses windows that the family's class would not look at."""
+  kinds = {stack.layer_kind(i) for i in range(stack.layers)}
+  if family.windows == 'none' and 'local' in kinds:
+    raise errors.UserError(
+      f'it has local layers, and a {family.model_type} model has none.'
+    )
+  if family.windows == 'all' and len(kinds) > 1:
+    raise errors.UserError(
+      f'it has local and global layers, and those of a {family.model_type}'
+      ' model are all alike.'
+    )
+
+
+def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
+  if raw.get(field) not in choices:
+    raise errors.UserError(
+      f'{file} has {field} = {raw.get(field)!r}; we have {", ".join(choices)}.'
+    )
+  return choices[raw[field]]
+
+
+def _pattern(
+  raw: Raw, family: Family, file: str
+) -> tuple[model_config.LayerKind, ...]:
+  """The shortest pattern that gives the kinds of all layers."""
+  layers = raw['num_hidden_layers']
+  named = raw.get('layer_types')
+  if named is None:
+    named = family.layer_types(raw)
+    if not named:
+      raise errors.UserError(
+        f'{file} sets use_sliding_window without layer_types; versions of'
+        ' transformers differ in which layers then have a window. List them.'
+      )
+  elif family.windows != 'layers' and (
+    set(named) != (usual := set(family.layer_types(raw)))
+  ):
+    raise errors.UserError(
+      f'{file} lists layer_types {", ".join(sorted(set(named)))}; with this'
+      f' sliding_window, {family.model_type} has {", ".join(usual)} only.'
+    )
+  elif len(named) != layers:
+    raise errors.UserError(
+      f'{file} lists {len(named)} layer_types for {layers} layers.'
+    )
+  for kind in named:
+    if kind not in _KINDS:
+      raise errors.UserError(
+        f'{file} has a layer of type {kind!r}; we have {", ".join(_KINDS)}.'
+      )
+  kinds = [_KINDS[kind] for kind in named]
+  kinds = [kinds[i % len(kinds)] for i in range(layers)]
+  if 'local' in kinds and not raw.get('sliding_window'):
+    raise errors.UserError(
+      f'{file} has sliding_attention layers and no sliding_window.'
+    )
+  period = next(
+    p
+    for p in range(1, layers + 1)
+    if all(kinds[i] == kinds[i % p] for i in range(layers))
+  )
+  return tuple(kinds[:period])

@@ -1,0 +1,297 @@
+"""Gemma 2 and T5Gemma as their authors' Flax code stores them.
+
+Names and shapes: google-deepmind/gemma 3.3, `gm/nn/_modules.py` and
+`research/t5gemma/modules.py`. What a model is made of is read off its arrays;
+windows, caps and scales, which no array shows, are of a config that is named
+or found by its shapes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import re
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.huggingface import folder, tensor_folder
+from encdec_adapt.models import layer_leaves, model_config, parameters, presets
+
+Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+Read = Callable[[list[str]], Mapping[str, np.ndarray]]
+
+_NORMS = {
+  'pre_attention_norm': 'pre_attention_norm',
+  'post_attention_norm': 'post_attention_norm',
+  'pre_cross_norm': 'pre_cross_attention_norm',
+  'post_cross_norm': 'post_cross_attention_norm',
+  'pre_mlp_norm': 'pre_ffw_norm',
+  'post_mlp_norm': 'post_ffw_norm',
+}
+# Our leaf -> names of theirs, the first that is there; with the place on its
+# first axis where several kernels are one array. Theirs have heads first.
+_KERNELS = {
+  'query': (('q_einsum/w', None), ('qkv_einsum/w', 0)),
+  'key': (('kv_einsum/w', 0), ('qkv_einsum/w', 1)),
+  'value': (('kv_einsum/w', 1), ('qkv_einsum/w', 2)),
+  'output': (('attn_vec_einsum/w', None),),
+}
+_LAYER = {
+  f'{ours}/scale': ((f'{theirs}/scale', None),)
+  for ours, theirs in _NORMS.items()
+} | {
+  f'{ours}/{kernel}': tuple((f'{theirs}/{name}', i) for name, i in places)
+  for ours, theirs in (('attention', 'attn'), ('cross_attention', 'cross_attn'))
+  for kernel, places in _KERNELS.items()
+}
+_LAYER |= {
+  'mlp/gate': (('mlp/gating_einsum', 0),),
+  'mlp/up': (('mlp/gating_einsum', 1),),
+  'mlp/down': (('mlp/linear', None),),
+}
+_OUTSIDE = {
+  'embedder/table': (('embedder/input_embedding', None),),
+  'final_norm/scale': (('final_norm/scale', None),),
+}
+_HEADS_FIRST = ('query', 'key', 'value')
+_SHAPE_FIELDS = (
+  'layers',
+  'width',
+  'mlp_width',
+  'heads',
+  'kv_heads',
+  'head_dim',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Where a leaf of ours lies: an array of theirs, or a part of one."""
+
+  name: str
+  part: int | None
+
+
+class FlaxModel:
+  """A model in the authors' layout whose every array is accounted for.
+
+  Attributes:
+    config: the model.
+    unused: what is no part of the model -> why.
+  """
+
+  def __init__(
+    self,
+    arrays: Arrays,
+    read: Read,
+    config: model_config.ModelConfig,
+    where: str,
+  ):
+    """Matches every array with the model.
+
+    Args:
+      arrays: name -> shape and dtype, as they are stored.
+      read: gives arrays by name.
+      config: the model; its vocabulary may be smaller than the tables, which
+        the authors round up: further rows are left out.
+      where: what errors call the folder.
+
+    Raises:
+      UserError: an array is missing, unexpected or of another shape.
+    """
+    self.config = config
+    self.unused: dict[str, str] = {}
+    self._arrays = arrays
+    self._read_arrays = read
+    self._where = where
+    self._leaves = layer_leaves.leaves_of(config)
+    stored = {canonical(name): name for name in arrays}
+    self._places = {leaf: self._place(leaf, stored) for leaf in self._leaves}
+    used = {place.name for place in self._places.values()}
+    extra = sorted(set(arrays) - used)
+    if extra:
+      raise errors.UserError(
+        f'{where}: {extra[0]} is no array of this model. Nothing is dropped'
+        ' silently: remove it, or give the config of the model with --model.'
+      )
+
+  def arrays(self) -> Iterator[folder.LazyArray]:
+    """Every parameter of our tree, unread, in the order of the table."""
+    stored = layer_leaves.stored_leaves(self._leaves)
+    for path, info in parameters.parameter_table(self.config).items():
+      names = stored[path]
+      stacked = self._leaves[names[0]].index is not None
+      dtype = self._arrays[self._places[names[0]].name][1]
+
+      def read(index, names=tuple(names), stacked=stacked):
+        chosen = names[index[0]] if stacked else names
+        rest = index[1:] if stacked else index
+        found = self._read_arrays([self._places[n].name for n in chosen])
+        made = [self._ours(name, found)[rest] for name in chosen]
+        return np.stack(made) if stacked else made[0]
+
+      yield folder.LazyArray(path, tuple(info.shape), dtype, read)
+
+  def _place(self, leaf: str, stored: Mapping[str, str]) -> _Place:
+    """Finds a leaf and checks its shape."""
+    start, choices = _their_names(leaf, self.config)
+    for name, part in choices:
+      if start + name in stored:
+        place = _Place(stored[start + name], part)
+        break
+    else:
+      raise errors.UserError(
+        f'{self._where} has no array {start + choices[0][0]!r}, which holds'
+        f' {leaf}. The folder is incomplete, or of another model.'
+      )
+    shape = self._arrays[place.name][0]
+    part = shape if place.part is None else shape[1:]
+    wanted = self._leaves[leaf].shape
+    if leaf.endswith('/table'):
+      rows = self.config.stacks[leaf.split('/')[0]].vocab_size
+      fits = part[1:] == wanted[1:] and part[0] >= rows
+      if fits and part[0] > rows:
+        self.unused[f'{place.name}, rows {rows} to {part[0] - 1}'] = (
+          'beyond the vocabulary; the authors round tables up'
+        )
+    else:
+      fits = part in _their_shapes(leaf, wanted)
+    if not fits:
+      raise errors.UserError(
+        f'{self._where}: {place.name} has shape {list(shape)}, and {leaf} of'
+        f' the model {list(wanted)}. Give the config of the model with'
+        ' --model.'
+      )
+    return place
+
+  def _ours(self, leaf: str, found: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Our leaf from their array."""
+    place, wanted = self._places[leaf], self._leaves[leaf].shape
+    array = found[place.name]
+    array = array if place.part is None else array[place.part]
+    tensor_folder.check_finite(place.name, array, self._where)
+    if leaf.endswith('/table'):
+      rows = self.config.stacks[leaf.split('/')[0]].vocab_size
+      return np.pad(array[:rows], [(0, wanted[0] - rows), (0, 0)])
+    is_ours = array.shape == _their_shapes(leaf, wanted)[0] == wanted
+    heads_first = leaf.rpartition('/')[2] in _HEADS_FIRST
+    return array if is_ours and not heads_first else array.swapaxes(0, 1)
+
+
+def canonical(name: str) -> str:
+  """A name as the modules have it, from any of the forms on disk.
+
+  The first releases have the flat names of an older module tree.
+  """
+  name = name.removeprefix('transformer/')
+  return name.removesuffix('/w') if '/mlp/' in name else name
+
+
+def model_of(
+  arrays: Arrays, given: model_config.ModelConfig | None, where: str
+) -> model_config.ModelConfig:
+  """The model that the arrays are of.
+
+  Args:
+    arrays: name -> shape and dtype.
+    given: the config that was named; None finds the released one of the same
+      shapes.
+    where: what errors call the folder.
+
+  Raises:
+    UserError: no released model has these shapes, or `given` has others.
+  """
+  shapes = {canonical(name): shape for name, (shape, _) in arrays.items()}
+  is_pair = any(name.startswith('encoder/') for name in shapes)
+  found = {
+    name: _shape_of(shapes, f'{name}/' if is_pair else '', where)
+    for name in (('encoder', 'decoder') if is_pair else ('decoder',))
+  }
+  if given is None:
+    sizes = [_size_of(fields, where) for fields in found.values()]
+    if is_pair:
+      return presets.t5gemma('_'.join(sizes))
+    return presets.decoder_only(sizes[0])
+  if set(given.stacks) != set(found):
+    raise errors.UserError(
+      f'{where} has the arrays of {" and ".join(found)}, and --model names a'
+      f' model of {" and ".join(given.stacks)}.'
+    )
+  for name, fields in found.items():
+    for field, value in fields.items():
+      ours = getattr(given.stacks[name], field)
+      if ours != value:
+        raise errors.UserError(
+          f'--model says {field} = {ours} of the {name}; the arrays in'
+          f' {where} have {value}.'
+        )
+  return given
+
+
+def _shape_of(
+  shapes: Mapping[str, tuple[int, ...]], start: str, where: str
+) -> dict[str, int]:
+  """What the arrays of a stack say of it."""
+  numbers = {
+    int(match.group(1))
+    for match in (re.match(rf'{start}layer_(\d+)/', name) for name in shapes)
+    if match
+  }
+  layer = f'{start}layer_0/'
+  try:
+    heads, head_dim, width = shapes[f'{layer}attn/attn_vec_einsum/w']
+    mlp_width, _ = shapes[f'{layer}mlp/linear']
+    kv = shapes.get(f'{layer}attn/kv_einsum/w')
+    kv_heads = heads if kv is None else kv[1]
+  except (KeyError, ValueError, IndexError) as error:
+    raise errors.UserError(
+      f'{where} has not the arrays of Gemma 2 or T5Gemma as their authors'
+      f' store them ({error} of {start or "the model"}).'
+    ) from error
+  values = (len(numbers), width, mlp_width, heads, kv_heads, head_dim)
+  return dict(zip(_SHAPE_FIELDS, values, strict=True))
+
+
+def _size_of(fields: Mapping[str, int], where: str) -> str:
+  """The released size with these shapes."""
+  for size, stack in presets.STACKS.items():
+    is_gemma2 = stack.post_norms and not stack.qk_norm
+    if is_gemma2 and all(
+      getattr(stack, name) == value for name, value in fields.items()
+    ):
+      return size
+  shown = ', '.join(f'{name} {value}' for name, value in fields.items())
+  raise errors.UserError(
+    f'{where} has a stack of {shown}, which no released model has. Give its'
+    ' config.json with --model=FILE: windows, caps and scales cannot be read'
+    ' off the arrays.'
+  )
+
+
+def _their_names(
+  leaf: str, config: model_config.ModelConfig
+) -> tuple[str, tuple[tuple[str, int | None], ...]]:
+  """Start of their name, and what it may go on with."""
+  stack, *rest = leaf.split('/')
+  start = f'{stack}/' if len(config.stacks) > 1 else ''
+  if rest[0] == 'layers':
+    start += f'layer_{rest[1]}/'
+    table, inner = _LAYER, '/'.join(rest[2:])
+  else:
+    table, inner = _OUTSIDE, '/'.join(rest)
+  if inner not in table:
+    raise errors.UserError(
+      f'{leaf} has no array in the layout of Gemma 2 and T5Gemma; give the'
+      ' config of such a model with --model.'
+    )
+  return start, table[inner]
+
+
+def _their_shapes(
+  leaf: str, ours: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+  """Shapes that a leaf may have on disk: the gate's axes may be swapped."""
+  kind = leaf.rpartition('/')[2]
+  swapped = (*ours[:2][::-1], *ours[2:])
+  if kind in _HEADS_FIRST:
+    return (swapped,)
+  return (ours, swapped) if kind in ('gate', 'up') else (ours,)

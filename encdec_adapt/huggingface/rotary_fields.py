@@ -1,0 +1,116 @@
+"""Rotary fields of a Hugging Face config.json, as ours and back.
+
+Both spellings are read, of transformers 4 and of 5; version 5's is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.models import model_config
+
+_Rope = Mapping[str, Any]
+# Their field -> ours.
+NAMES = {
+  'factor': 'rope_factor',
+  'low_freq_factor': 'rope_low_factor',
+  'high_freq_factor': 'rope_high_factor',
+  'original_max_position_embeddings': 'rope_original_length',
+}
+_ROPE_FIELDS = {'linear': list(NAMES)[:1], 'llama3': list(NAMES)}
+
+
+def fields_from_raw(
+  raw: Mapping[str, Any], file: str, *, local_theta: bool
+) -> dict[str, Any]:
+  """Our rotary fields, from either spelling.
+
+  Args:
+    raw: the parsed object, with the defaults of its class.
+    file: what errors call it.
+    local_theta: whether local layers have a base of their own (Gemma 3).
+
+  Raises:
+    UserError: a scaling that we have not, or without its fields; or one for
+      all layers where local layers have a base of their own.
+  """
+  full, local = (_by_kind if local_theta else _of_all)(raw, file)
+  kind = full.get('rope_type', full.get('type', 'default'))
+  if kind not in ('default', *_ROPE_FIELDS):
+    raise errors.UserError(
+      f'{file} scales its rotary embedding by {kind!r}; we have default,'
+      f' {", ".join(_ROPE_FIELDS)}.'
+    )
+  fields: dict[str, Any] = {
+    'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
+    'rope_scaling': 'none' if kind == 'default' else kind,
+  }
+  for name in _ROPE_FIELDS.get(kind, ()):
+    if name not in full:
+      raise errors.UserError(
+        f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
+      )
+    whole = NAMES[name] == 'rope_original_length'
+    fields[NAMES[name]] = (int if whole else float)(full[name])
+  if local and dict(local) != dict(full):
+    if local.get('rope_type', 'default') != 'default':
+      raise errors.UserError(
+        f'{file} scales the rotary embedding of sliding layers by'
+        f' {local["rope_type"]!r}; only that of full layers can be scaled.'
+      )
+    theta = local.get('rope_theta', raw['rope_theta'])
+    fields['local_rope_theta'] = float(theta)
+  return fields
+
+
+def _of_all(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
+  """Fields of full and of sliding layers; the latter empty if the same."""
+  del file
+  given = raw.get('rope_parameters')
+  if given is None:  # transformers 4.
+    scaling = raw.get('rope_scaling') or {}
+    return {'rope_theta': raw['rope_theta'], **scaling}, {}
+  if _is_by_kind(given):
+    full = given['full_attention']
+    return full, given.get('sliding_attention', full)
+  return given, {}
+
+
+def _by_kind(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
+  """The same, of a class that has a base of its own for either kind."""
+  full = {'rope_theta': raw['rope_theta']}
+  local = {'rope_theta': raw['rope_local_base_freq']}
+  given = raw.get('rope_parameters')
+  if not given:  # transformers 4, where only full layers are scaled.
+    return {**full, **(raw.get('rope_scaling') or {})}, local
+  if not _is_by_kind(given):
+    # Its class looks for either kind, and silently past these.
+    raise errors.UserError(
+      f'{file} has rope_parameters = {dict(given)!r}; those of'
+      f' {raw.get("model_type", "this model")} are by kind of layer: give them'
+      ' as full_attention and as sliding_attention.'
+    )
+  return (
+    {**full, **given['full_attention']},
+    {**local, **(given.get('sliding_attention') or {})},
+  )
+
+
+def _is_by_kind(given: _Rope) -> bool:
+  return any(isinstance(value, Mapping) for value in given.values())
+
+
+def raw_from_stack(
+  stack: model_config.StackConfig, *, local_theta: bool
+) -> dict[str, Any]:
+  """`rope_parameters` of a stack, in the spelling of transformers 5."""
+  kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
+  full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
+  for name in _ROPE_FIELDS.get(kind, ()):
+    full[name] = getattr(stack, NAMES[name])
+  if not local_theta:
+    return full
+  local = full
+  if stack.local_rope_theta is not None:
+    local = {'rope_type': 'default', 'rope_theta': stack.local_rope_theta}
+  return {'full_attention': full, 'sliding_attention': local}

@@ -1,0 +1,365 @@
+"""Which tensor of a Hugging Face folder is which of our parameters, and how.
+
+Each family has one table, read in both directions: our leaf within a layer
+-> the name of theirs. Whether a model has a leaf (a bias, a norm) is decided
+by our table of parameters alone.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import math
+import types
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.models import layer_leaves, model_config
+
+_ATTENTION = {
+  f'{ours}{suffix}': f'{theirs}_proj.{their_suffix}'
+  for ours, theirs in {
+    'query': 'q',
+    'key': 'k',
+    'value': 'v',
+    'output': 'o',
+  }.items()
+  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+} | {'query_norm': 'q_norm.weight', 'key_norm': 'k_norm.weight'}
+_MLP = {
+  f'mlp/{name}{suffix}': f'mlp.{name}_proj.{their_suffix}'
+  for name in ('gate', 'up', 'down')
+  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+}
+# In the names of experts' tensors, one for each expert, their number.
+_EXPERT = '{}'
+# Kernels of ours whose first dimension a product contracts.
+_KERNELS = frozenset('query key value gate up down router shared_gate'.split())
+
+
+def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
+  """Table of a layer.
+
+  Args:
+    norms: our norm -> theirs.
+    **attentions: our attention module -> theirs.
+  """
+  table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
+  for ours, theirs in attentions.items():
+    table |= {f'{ours}/{k}': f'{theirs}.{v}' for k, v in _ATTENTION.items()}
+  return types.MappingProxyType(table | _MLP)
+
+
+# The name trap: post_attention_layernorm is before the feed-forward in Llama
+# and after attention in Gemma.
+LLAMA = _layer(
+  {
+    'pre_attention_norm': 'input_layernorm',
+    'pre_mlp_norm': 'post_attention_layernorm',
+  },
+  attention='self_attn',
+)
+MIXTRAL = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'block_sparse_moe.gate.weight',
+    'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
+    'experts/up': f'block_sparse_moe.experts.{_EXPERT}.w3.weight',
+    'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
+  }
+)
+QWEN_MOE = types.MappingProxyType(
+  LLAMA
+  | {
+    'experts/router': 'mlp.gate.weight',
+    'experts/shared_gate': 'mlp.shared_expert_gate.weight',
+  }
+  | {
+    f'experts/{start}{name}': f'mlp.{module}.{name}_proj.weight'
+    for name in ('gate', 'up', 'down')
+    for start, module in {
+      '': f'experts.{_EXPERT}',
+      'shared/': 'shared_expert',
+    }.items()
+  }
+)
+GEMMA = _layer(
+  {
+    'pre_attention_norm': 'input_layernorm',
+    'post_attention_norm': 'post_attention_layernorm',
+    'pre_mlp_norm': 'pre_feedforward_layernorm',
+    'post_mlp_norm': 'post_feedforward_layernorm',
+  },
+  attention='self_attn',
+)
+T5GEMMA = _layer(
+  {
+    'pre_attention_norm': 'pre_self_attn_layernorm',
+    'post_attention_norm': 'post_self_attn_layernorm',
+    'pre_cross_norm': 'pre_cross_attn_layernorm',
+    'post_cross_norm': 'post_cross_attn_layernorm',
+    'pre_mlp_norm': 'pre_feedforward_layernorm',
+    'post_mlp_norm': 'post_feedforward_layernorm',
+  },
+  attention='self_attn',
+  cross_attention='cross_attn',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Names of a model's tensors in a folder.
+
+  Attributes:
+    layer: table of a layer, our leaf -> their name.
+    stacks: our stack -> what its names start with.
+    embedder: our stack with an embedding table -> what that table's names
+      start with.
+    head: name of an untied head.
+    aliases: other spellings of the start of a name -> the one used here.
+    inner_aliases: of what stands inside a name.
+    copies: tensors that some writers store a second time, under the first
+      name -> where they are stored by their class.
+    fused: end of the name of a tensor of all experts, as transformers 5 has
+      them in memory and can save them -> the ends of those of one expert,
+      which lie in it side by side.
+    own: the layout of this project: names are our leaves' with '.' for '/',
+      and tensors have our shapes; the tables above are then empty.
+  """
+
+  layer: Mapping[str, str]
+  stacks: Mapping[str, str]
+  embedder: Mapping[str, str]
+  head: str
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  own: bool = False
+
+  def canonical(self, name: str) -> str:
+    """The name with its start spelled as here."""
+    for other, ours in self.inner_aliases.items():
+      name = name.replace(other, ours)
+    for start, ours in self.aliases.items():
+      if name.startswith(start):
+        return ours + name.removeprefix(start)
+    return name
+
+  def pieces(
+    self, name: str, shape: tuple[int, ...]
+  ) -> Mapping[str, tuple[int, slice] | None]:
+    """The tensors that one in a folder holds.
+
+    Args:
+      name: as `canonical` gives it.
+      shape: of the tensor.
+
+    Returns:
+      Name -> number of the expert and its rows; or the name itself, for all.
+    """
+    for end, parts in self.fused.items():
+      if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
+        start, rows = name.removesuffix(end), shape[1] // len(parts)
+        return {
+          start + part.replace(_EXPERT, str(number)): (
+            number,
+            slice(i * rows, (i + 1) * rows),
+          )
+          for number in range(shape[0])
+          for i, part in enumerate(parts)
+        }
+    return {name: None}
+
+
+def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+  """`Layout.fused` of a layer with experts."""
+  return {
+    'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
+    'mlp.experts.down_proj': (layer['experts/down'],),
+  }
+
+
+def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
+  return Layout(
+    layer=layer,
+    stacks={'decoder': 'model.'},
+    embedder={'decoder': 'model.embed_tokens.'},
+    head='lm_head.weight',
+    # Text of a multimodal model, as it is saved and as it is in memory.
+    aliases={
+      'language_model.model.': 'model.',
+      'language_model.lm_head.': 'lm_head.',
+      'model.language_model.': 'model.',
+    },
+    **others,
+  )
+
+
+DECODER_ONLY_LLAMA = _decoder_only(LLAMA)
+DECODER_ONLY_MIXTRAL = _decoder_only(
+  MIXTRAL,
+  inner_aliases={'.mlp.gate.': '.block_sparse_moe.gate.'},
+  fused=_fused(MIXTRAL),
+)
+DECODER_ONLY_QWEN_MOE = _decoder_only(QWEN_MOE, fused=_fused(QWEN_MOE))
+DECODER_ONLY_GEMMA = _decoder_only(GEMMA)
+_PAIR = {'encoder': 'model.encoder.', 'decoder': 'model.decoder.'}
+PAIR_T5GEMMA = Layout(
+  layer=T5GEMMA,
+  stacks=_PAIR,
+  embedder={k: f'{v}embed_tokens.' for k, v in _PAIR.items()},
+  head='lm_head.out_proj.weight',
+)
+# One table for both stacks, stored with the encoder.
+PAIR_T5GEMMA2 = Layout(
+  layer=T5GEMMA,
+  stacks=_PAIR,
+  embedder={'decoder': 'model.encoder.embed_tokens.'},
+  head='lm_head.out_proj.weight',
+  aliases={'model.encoder.text_model.': 'model.encoder.'},
+  # As they are in memory.
+  copies={
+    f'model.decoder.embed_tokens.{name}': f'model.encoder.embed_tokens.{name}'
+    for name in ('weight', 'eoi_embedding')
+  },
+)
+OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+  """One parameter of ours and the tensor that it is, or a part of it is.
+
+  Attributes:
+    name: name of the tensor.
+    leaf: our leaf's name (`models.layer_leaves`).
+    shape: of our leaf, or of the part.
+    rows: rows of a token table that are tokens, None for anything else; our
+      table may have more.
+    own: the tensor has our leaf's shape.
+    part: place on our leaf's first axis, of a tensor that is an expert's;
+      None for the whole leaf.
+  """
+
+  name: str
+  leaf: str
+  shape: tuple[int, ...]
+  rows: int | None = None
+  own: bool = False
+  part: int | None = None
+
+  @property
+  def their_shape(self) -> tuple[int, ...]:
+    """Shape of the tensor: [out, in] of a kernel, whatever its heads."""
+    if self.rows is not None:
+      return (self.rows, self.shape[1])
+    if self.own:
+      return self.shape
+    kernel = self._inputs
+    if not kernel:
+      return (math.prod(self.shape),)
+    inner = math.prod(self.shape[:kernel])
+    return (math.prod(self.shape[kernel:]), inner)
+
+  def to_ours(self, tensor: np.ndarray) -> np.ndarray:
+    """Our leaf from their tensor, a view; of a table the rows of tokens."""
+    if self.rows is not None:
+      return tensor
+    return (tensor.T if self._inputs else tensor).reshape(self.shape)
+
+  def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
+    """Their tensor from our leaf, in its dtype; a view where possible."""
+    if self.rows is not None:
+      return leaf[: self.rows]
+    if not self._inputs:
+      return leaf.reshape(self.their_shape)
+    return leaf.reshape(self.their_shape[::-1]).T
+
+  @property
+  def _inputs(self) -> int:
+    """Leading dimensions that a product contracts; 0 of a vector."""
+    name = self.leaf.rpartition('/')[2]
+    if self.own:
+      return 0
+    if name == 'output':
+      return 2
+    return 1 if name in _KERNELS else 0
+
+
+def weights(
+  config: model_config.ModelConfig, layout: Layout
+) -> Mapping[str, Weight]:
+  """Every tensor of a model by name.
+
+  Args:
+    config: the model.
+    layout: of its family.
+
+  Raises:
+    UserError: the family has no tensor for one of the model's parameters.
+  """
+  return types.MappingProxyType(
+    {
+      weight.name: weight
+      for leaf, info in layer_leaves.leaves_of(config).items()
+      for weight in _weights(config, layout, leaf, info.shape)
+    }
+  )
+
+
+def copies(
+  config: model_config.ModelConfig, layout: Layout
+) -> Mapping[str, str]:
+  """Names of tensors that may be stored twice -> the name that counts.
+
+  Args:
+    config: the model. A head that is tied to a table is a copy of it.
+    layout: of its family.
+  """
+  if layout.own or not config.decoder.tied_head:
+    return layout.copies
+  table = f'{layout.embedder["decoder"]}weight'
+  return {**layout.copies, layout.head: table}
+
+
+def _weights(
+  config: model_config.ModelConfig,
+  layout: Layout,
+  leaf: str,
+  shape: tuple[int, ...],
+) -> Iterator[Weight]:
+  stack, part, *rest = leaf.split('/')
+  vocabulary = config.stacks[stack].vocab_size
+  if layout.own:
+    rows = vocabulary if rest == ['table'] else None
+    yield Weight(leaf.replace('/', '.'), leaf, shape, rows, own=True)
+    return
+  if part == 'layers':
+    layer, inner = rest[0], '/'.join(rest[1:])
+    if inner in layout.layer:
+      name = f'{layout.stacks[stack]}layers.{layer}.{layout.layer[inner]}'
+      if _EXPERT not in name:
+        yield Weight(name, leaf, shape)
+        return
+      for number in range(shape[0]):
+        part = name.replace(_EXPERT, str(number))
+        yield Weight(part, leaf, shape[1:], part=number)
+      return
+  elif part == 'final_norm':
+    yield Weight(f'{layout.stacks[stack]}norm.weight', leaf, shape)
+    return
+  elif part == 'head':
+    yield Weight(layout.head, leaf, shape, vocabulary)
+    return
+  elif stack in layout.embedder:
+    start = layout.embedder[stack]
+    if rest == ['eoi']:
+      yield Weight(f'{start}eoi_embedding', leaf, shape)
+    else:
+      yield Weight(f'{start}weight', leaf, shape, vocabulary)
+    return
+  raise errors.UserError(
+    f'{leaf} has no counterpart in the layout that was asked for; export to'
+    ' the layout of this project instead.'
+  )

@@ -1,0 +1,203 @@
+"""Attention modules: projections around `ops.attention`.
+
+Grouped-query attention, scores scaled by query_scale^-1/2 and soft-capped.
+Self-attention rotates queries and keys. Cross-attention has no position
+signal and no window, reads an encoding that is already normalised, of the
+encoder's width, and has the decoder's heads, scale and cap. In merged
+attention (T5Gemma 2) the decoder's self-attention reads the encoding too.
+"""
+
+from collections.abc import Mapping
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.models import cache as caches
+from encdec_adapt.models import execution as executions
+from encdec_adapt.models import layers, model_config
+from encdec_adapt.ops import attention, masks, partition, rope
+
+# Dimensions of the kernels.
+_AXES = {
+  'query': ('embed', 'heads', 'head_dim'),
+  'key': ('embed', 'kv_heads', 'head_dim'),
+  'value': ('embed', 'kv_heads', 'head_dim'),
+  'output': ('heads', 'head_dim', 'embed'),
+}
+
+
+def project_keys_values(
+  config: model_config.StackConfig,
+  params: Mapping[str, Array],
+  source: Float[Array, 'B S E'],
+) -> caches.KeyValues:
+  """Keys and values [B, S, K, H] in the source's dtype, before rotation.
+
+  Args:
+    config: of the stack whose layer attends.
+    params: parameters of its attention, of which those of keys and values
+      are used: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    source: normalised states.
+  """
+  key = _project(params, 'key', 'BSE,EKH->BSKH', source)
+  if config.qk_norm:
+    key = layers.norm(config, key, params['key_norm'])
+  value = _project(params, 'value', 'BSE,EKH->BSKH', source)
+  key, value = (
+    partition.shard(x, 'batch', 'kv_length', 'kv_heads', None)
+    for x in (key, value)
+  )
+  return caches.KeyValues(key=key, value=value)
+
+
+def _project(
+  params: Mapping[str, Array], name: str, equation: str, x: jax.Array
+) -> jax.Array:
+  """Product with the kernel of that name, and its bias where there is one."""
+  kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
+  kernel = partition.summed_in_stages(kernel, *_AXES[name])
+  return layers.biased_product(equation, x, kernel, bias)
+
+
+class _Attention(nn.Module):
+  """Parameters and the steps that self- and cross-attention share.
+
+  Attributes:
+    config: the stack's shape.
+    execution: how it is run.
+    source_width: width of what keys and values are made of.
+  """
+
+  config: model_config.StackConfig
+  execution: executions.Execution
+  source_width: int
+
+  def setup(self):
+    """Declares kernels, biases and gains of norms, as `self.weights`."""
+    cfg = self.config
+    # Shape of every kernel, and which of its dimensions a product contracts.
+    of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
+    kernels = {
+      'query': ((cfg.width, cfg.heads, cfg.head_dim), 0, (1, 2)),
+      'key': (of_source, 0, (1, 2)),
+      'value': (of_source, 0, (1, 2)),
+      'output': ((cfg.heads, cfg.head_dim, cfg.width), (0, 1), 2),
+    }
+    biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
+    weights = {}
+    for name, (shape, contracted, produced) in kernels.items():
+      axes = _AXES[name]
+      init = layers.kernel_init(axes, contracted, produced)
+      weights[name] = self.param(name, init, shape)
+      if name in biased[cfg.attention_bias]:
+        made = slice(2, None) if name == 'output' else slice(1, None)
+        weights[f'{name}_bias'] = self.param(
+          f'{name}_bias', layers.bias_init(*axes[made]), shape[made]
+        )
+    if cfg.qk_norm:
+      for name in ('query_norm', 'key_norm'):
+        init = layers.gain_init(cfg, 'head_dim')
+        weights[name] = self.param(name, init, (cfg.head_dim,))
+    self.weights = weights
+
+  def queries(self, x: Float[Array, 'B T D']) -> Float[Array, 'B T N H']:
+    """Queries, before rotation."""
+    q = _project(self.weights, 'query', 'BTD,DNH->BTNH', x)
+    if self.config.qk_norm:
+      q = layers.norm(self.config, q, self.weights['query_norm'])
+    return q
+
+  def attend(
+    self,
+    q: Float[Array, 'B T N H'],
+    source: caches.KeyValues,
+    mask: masks.MaskSpec,
+    *,
+    cached: bool,
+  ) -> Float[Array, 'B T D']:
+    """Attention of the queries over the source, projected to the width.
+
+    Args:
+      q: queries.
+      source: keys and values.
+      mask: who sees whom.
+      cached: whether the source comes from a cache.
+    """
+    cfg, run = self.config, self.execution
+    q = partition.shard(q, 'batch', 'length', 'act_heads', None)
+    out = attention.attention(
+      q,
+      source.key,
+      source.value,
+      mask,
+      scale=cfg.query_scale**-0.5,
+      softcap=cfg.attention_softcap,
+      backend=run.cached_attention_backend if cached else run.attention_backend,
+      chunk=run.attention_chunk,
+    )  # [B, T, N, H]
+    out = partition.shard(out, 'batch', 'length', 'act_heads', None)
+    return _project(self.weights, 'output', 'BTNH,NHD->BTD', out)
+
+
+class SelfAttention(_Attention):
+  """Attention of a sequence to itself, with rotary embedding."""
+
+  def __call__(
+    self,
+    x: Float[Array, 'B L D'],
+    rotation: tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']],
+    mask: masks.MaskSpec,
+    cached: caches.KeyValues | None,
+    index: Int[Array, ''] | None,
+    memory: caches.KeyValues | Float[Array, 'B S D'] | None = None,
+  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
+    """Attends over `x`, or over a cache after writing `x` to it.
+
+    Args:
+      x: normalised states.
+      rotation: cosines and sines of the positions (`rope.angles`).
+      mask: its keys are those of `x`, or with a cache the cache's entries.
+      cached: entries of earlier tokens, or None.
+      index: where the cache is written.
+      memory: in merged attention the encoder's output, or its keys and
+        values: keys without a rotation that follow the others in `mask`.
+
+    Returns:
+      The output, and the cache with `x` in it (None without one).
+    """
+    q = rope.rotate(self.queries(x), *rotation)
+    source = project_keys_values(self.config, self.weights, x)
+    source = source.replace(key=rope.rotate(source.key, *rotation))
+    if cached is not None:
+      source = cached = caches.write(cached, source, index)
+    if memory is not None:
+      source = self._with_memory(source, memory)
+    out = self.attend(q, source, mask, cached=cached is not None)
+    return out, cached
+
+  def _with_memory(
+    self, source: caches.KeyValues, memory: caches.KeyValues | jax.Array
+  ) -> caches.KeyValues:
+    """The source's entries followed by the memory's."""
+    if not isinstance(memory, caches.KeyValues):
+      memory = project_keys_values(self.config, self.weights, memory)
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), source, memory)
+
+
+class CrossAttention(_Attention):
+  """Attention of a decoder to the encoder's output."""
+
+  def __call__(
+    self,
+    x: Float[Array, 'B T D'],
+    encoded: Float[Array, 'B S E'] | None,
+    mask: masks.MaskSpec,
+    cached: caches.KeyValues | None,
+  ) -> Float[Array, 'B T D']:
+    """Reads `cached` where given, `encoded` otherwise."""
+    source = cached
+    if source is None:
+      source = project_keys_values(self.config, self.weights, encoded)
+    return self.attend(self.queries(x), source, mask, cached=cached is not None)

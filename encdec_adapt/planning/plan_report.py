@@ -1,0 +1,251 @@
+"""What a plan says, as JSON and as text."""
+
+from collections.abc import Mapping
+import dataclasses
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from encdec_adapt.files import disk
+from encdec_adapt.planning import (
+  chips,
+  hlo,
+  kernels,
+  out_of_memory,
+  programs,
+  roofline,
+)
+from encdec_adapt.sharding import layout_report as sharding_report
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """What is asked of a program.
+
+  Attributes:
+    where: the slices.
+    mesh: of their devices.
+    budget: bytes of memory that a device may use.
+    known: attentions of the model and its teacher.
+    model_flops: FLOPs of one run on all devices by the stated formula
+      (`telemetry.flops`).
+    loss: the part of it that is the vocabulary's loss, to be told apart in
+      memory; None of a program without one.
+  """
+
+  where: chips.Slice
+  mesh: Mesh
+  budget: float
+  known: list[kernels.Attention]
+  model_flops: float
+  loss: programs.Program | None = None
+
+
+def describe(program: programs.Program, question: Question) -> dict[str, Any]:
+  """Compiles a program and says what it costs on one device.
+
+  Returns:
+    JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
+    `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`;
+    where the compiler found that memory does not suffice, it does not fit:
+    what the compiler said of it, and None for what only a compiled program has.
+
+  Raises:
+    JaxRuntimeError: the compiler fails, and not for a device's memory.
+    UnknownProgramError: what it compiled is not understood.
+  """
+  began = time.perf_counter()
+  lowered = program.lower(question.mesh)
+  traced = time.perf_counter()
+  try:
+    compiled = _compile(lowered, question)
+  except jax.errors.JaxRuntimeError as error:
+    needed = out_of_memory.needed(str(error))
+    if needed is None:
+      raise
+    compiled = None
+  times = {
+    'trace_s': traced - began,
+    'compile_s': time.perf_counter() - traced,
+  }
+  if compiled is None:
+    found = _refused(program, question, needed)
+  else:
+    found = _measured(compiled, program, question)
+  return {
+    'source': 'compiled',
+    'fits': compiled is not None and found['memory']['peak'] <= question.budget,
+    **found,
+    **times,
+    **programs.held_twice(program),
+  }
+
+
+def _refused(program, question: Question, needed: float) -> dict[str, Any]:
+  """What is known of a program that needs more than a device has."""
+  # The compiler takes no more than a chip has, whatever it is allowed.
+  memory = {
+    'budget': min(question.budget, question.where.chip.hbm_bytes),
+    'peak': needed,
+    'arguments': programs.argument_bytes(program),
+    'beside': programs.tree_bytes(program.beside),
+  }
+  unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
+  return {'memory': memory, **dict.fromkeys((*unknown, 'instructions'))}
+
+
+def _measured(compiled, program, question: Question) -> dict[str, Any]:
+  """What a compiled program says of itself, and what follows from it."""
+  totals = hlo.totals(compiled.as_text())
+  peak = question.where.chip.flops
+  of_kernels = _kernels(totals, question.known, peak)
+  kernel_flops = sum(row['flops'] for row in of_kernels)
+  estimate = roofline.estimate(
+    totals,
+    question.mesh,
+    question.where,
+    kernel_flops,
+    programs.moved_bytes(program),
+    programs.host_bytes(program),
+  )
+  share = question.model_flops / question.mesh.size
+  return {
+    'memory': _memory(compiled, program, question),
+    'flops': {
+      'products': totals.flops,
+      'kernels': kernel_flops,
+      'model': share,
+    },
+    'collectives': [dataclasses.asdict(t) for t in estimate.traffic],
+    'kernels': of_kernels,
+    'roofline': {
+      'compute_s': estimate.compute,
+      'kernels_s': estimate.kernels,
+      'collectives_s': estimate.collectives,
+      'exposed_s': estimate.exposed,
+      'memory_s': estimate.memory,
+      'host_s': estimate.host,
+      'step_s': estimate.step,
+    },
+    'mfu': share / peak / estimate.step,
+    'instructions': totals.instructions,
+  }
+
+
+def _compile(lowered, question: Question):
+  with jax.set_mesh(question.mesh):
+    return lowered.compile()
+
+
+def _memory(compiled, program, question) -> dict[str, Any]:
+  """Bytes on one device; those of `parts` are of what is temporary."""
+  found = compiled.memory_analysis()
+  results = found.output_size_in_bytes - found.alias_size_in_bytes
+  code = found.generated_code_size_in_bytes
+  temporary = float(found.temp_size_in_bytes)
+  parts = programs.tree_bytes(program.made)
+  if question.loss is not None:
+    alone = _compile(question.loss.lower(question.mesh), question)
+    of_loss = alone.memory_analysis()
+    parts['loss'] = float(
+      of_loss.temp_size_in_bytes + of_loss.output_size_in_bytes
+    )
+  parts['activations'] = max(0.0, temporary - sum(parts.values()))
+  beside = programs.tree_bytes(program.beside)
+  inside = float(found.argument_size_in_bytes + results + code) + temporary
+  return {
+    'budget': question.budget,
+    'peak': inside + sum(beside.values()),
+    'arguments': programs.argument_bytes(program),
+    'beside': beside,
+    'temporary': temporary,
+    'parts': parts,
+    'results': float(results),
+    'code': float(code),
+  }
+
+
+def _kernels(totals, known, peak) -> list[dict[str, Any]]:
+  """Kernels by name: calls, FLOPs and time."""
+  names: dict[str, list[hlo.Kernel]] = {}
+  for kernel in totals.kernels:
+    names.setdefault(kernel.name, []).append(kernel)
+  rows = []
+  for name, calls in sorted(names.items()):
+    work = kernels.flops(calls, known)
+    rows.append(
+      {
+        'name': name,
+        'calls': sum(call.times for call in calls),
+        'flops': work,
+        'seconds': work / peak / roofline.KERNEL_EFFICIENCY,
+      }
+    )
+  return rows
+
+
+def text(plan: Mapping[str, Any]) -> str:
+  """The report of one program, for people."""
+  memory = plan['memory']
+  verdict = 'fits' if plan['fits'] else 'DOES NOT FIT'
+  lines = [
+    f'memory per device: {disk.format_bytes(memory["peak"])} of'
+    f' {disk.format_bytes(memory["budget"])}: {verdict}'
+  ]
+  if plan['source'] == 'shapes':
+    lines.append('from shapes alone: nothing was compiled')
+  parts = {
+    **memory['arguments'],
+    **{f'{k} (beside)': v for k, v in memory['beside'].items()},
+    **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
+    **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
+  }
+  lines += [f'  {k:<18}{disk.format_bytes(v):>12}' for k, v in parts.items()]
+  for one in plan['replicated']:
+    lines.append(
+      f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
+    )
+  lines += [f'  {line}' for line in sharding_report.copies_text(plan['copies'])]
+  lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
+  if plan.get('advice'):
+    lines.append(f'  {plan["advice"]}')
+  if plan['roofline'] is None:
+    lines.append('the compiler gave up: there are no FLOPs, and no times')
+  else:
+    lines += _times(plan)
+  return '\n'.join(lines)
+
+
+def _times(plan: Mapping[str, Any]) -> list[str]:
+  """FLOPs, kernels, collectives and seconds, a line each."""
+  work, times = plan['flops'], plan['roofline']
+  lines = [
+    f'FLOPs per device: {work["products"]:.4g} in products,'
+    f' {work["kernels"]:.4g} in kernels; {work["model"]:.4g} by the formula'
+  ]
+  for kernel in plan['kernels'] or ():
+    lines.append(
+      f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
+      f' FLOPs, {kernel["seconds"]:.3f} s'
+    )
+  for row in plan['collectives']:
+    lines.append(
+      f'  {row["kind"]:<19}{row["axes"]:<14}{row["count"]:>6} times'
+      f' {disk.format_bytes(row["bytes"]):>11} {row["seconds"]:.4f} s,'
+      f' {row["exposed"]:.4f} s exposed'
+    )
+  lines.append(
+    f'step, estimated: {times["step_s"]:.4f} s = compute'
+    f' {times["compute_s"]:.4f} + kernels {times["kernels_s"]:.4f} + exposed'
+    f' collectives {times["exposed_s"]:.4f} (of {times["collectives_s"]:.4f})'
+    f' + host {times["host_s"]:.4f}; memory alone {times["memory_s"]:.4f}'
+  )
+  lines.append(f'MFU, estimated: {plan["mfu"]:.1%}')
+  if plan['compile_s'] is not None:
+    lines.append(
+      f'traced in {plan["trace_s"]:.1f} s, compiled in'
+      f' {plan["compile_s"]:.1f} s'
+    )
+  return lines

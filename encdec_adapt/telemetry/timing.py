@@ -1,0 +1,107 @@
+"""Where the time of a job goes: inside a step, and over all its starts.
+
+`Split` divides the seconds between two records of metrics. `Starts` keeps a
+line for every start of a job in `starts.jsonl`: when it was, at which step,
+and what had been computed in vain before it; from them follows the goodput,
+the share of the time since the first start that went into steps that count.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from encdec_adapt.files import paths
+
+STARTS = 'starts.jsonl'
+_PREFIX = 'seconds/'
+# Waiting for the next rows; placing them and launching the step, or, the
+# first time, compiling it; waiting for its results; and, between steps, what
+# their names say.
+PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
+
+
+class Split:
+  """Adds up seconds by what they were spent on."""
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    """Nothing is spent yet.
+
+    Args:
+      clock: seconds.
+    """
+    self._clock = clock
+    self._began = clock()
+    self._spent = dict.fromkeys(PARTS, 0.0)
+
+  @contextlib.contextmanager
+  def spent(self, on: str) -> Iterator[None]:
+    """Counts what happens inside as time spent on one of `PARTS`."""
+    began = self._clock()
+    try:
+      yield
+    finally:
+      self._spent[on] += self._clock() - began
+
+  def take(self) -> dict[str, float]:
+    """Seconds since the last call: `seconds/total` and those of every part.
+
+    What no part explains is the loop itself.
+    """
+    now = self._clock()
+    taken = {_PREFIX + name: value for name, value in self._spent.items()}
+    taken[_PREFIX + 'total'] = now - self._began
+    self._began = now
+    self._spent = dict.fromkeys(PARTS, 0.0)
+    return taken
+
+
+class Starts:
+  """The starts of a job, this one included."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    step: int,
+    lost: Sequence[Mapping[str, Any]] = (),
+    clock: Callable[[], float] = time.time,
+  ):
+    """Writes this start down.
+
+    Args:
+      folder: the work directory.
+      step: that this start continues at.
+      lost: records of training steps beyond it, which are computed again.
+      clock: unix seconds.
+    """
+    self._clock = clock
+    path = paths.at(folder) / STARTS
+    start = {
+      'unix_time': clock(),
+      'step': step,
+      'lost_steps': len(lost),
+      'lost_seconds': sum(r.get(_PREFIX + 'total', 0.0) for r in lost),
+    }
+    before = path.read_bytes() if path.exists() else b''
+    lines = before + json.dumps(start).encode() + b'\n'
+    paths.write(path, lines)
+    self._starts = [json.loads(line) for line in lines.splitlines()]
+
+  def goodput(self, seconds: float) -> dict[str, float]:
+    """What became of the time since the first start.
+
+    Args:
+      seconds: in training steps that count, over all starts.
+
+    Returns:
+      `goodput` in [0, 1], `starts`, `lost_steps`, `lost_seconds`.
+    """
+    wall = max(self._clock() - self._starts[0]['unix_time'], 1e-9)
+    return {
+      'goodput': min(1.0, seconds / wall),
+      'starts': len(self._starts),
+      'lost_steps': sum(s['lost_steps'] for s in self._starts),
+      'lost_seconds': sum(s['lost_seconds'] for s in self._starts),
+    }

@@ -1,0 +1,261 @@
+r"""Conversations as token ids, in the formats of Gemma, Llama 3 and Qwen.
+
+| family | a turn                                                           |
+|--------|------------------------------------------------------------------|
+| gemma  | <start_of_turn>ROLE\nTEXT<end_of_turn>\n; the assistant's role   |
+|        | is "model", and what the system says goes before the first       |
+|        | turn's text, two line ends apart, as Gemma 3 has it              |
+| llama3 | <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>       |
+| chatml | <|im_start|>ROLE\nTEXT<|im_end|>\n (Qwen)                        |
+
+Gemma's and Llama's text is stripped, as their templates do. Special ids are
+placed by id: a text that spells one out stays text. Nothing is put into a
+conversation that is not said in it (the templates of Llama 3.1 add a date,
+those of Qwen 2.5 a system message). BOS is framing and is not included.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+ROLES = ('system', 'user', 'assistant')
+Messages = Sequence[Mapping[str, str]]
+
+
+class Turns(NamedTuple):
+  """A conversation as tokens.
+
+  Attributes:
+    ids: int32 [n].
+    assistant: bool [n], True at what the assistant says and at the token
+      that ends its turn.
+  """
+
+  ids: np.ndarray
+  assistant: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+  """How a family writes a turn.
+
+  Attributes:
+    family: as in the module's table.
+    start: special tokens around the role; the second may be ''.
+    end: special token after the text; it ends an answer.
+    before_text: between the role, or the second special token, and the text.
+    after_turn: after the end.
+    assistant: what the assistant's role is called.
+    strips: text is stripped.
+    system_apart: the system has a turn of its own.
+  """
+
+  family: str
+  start: tuple[str, str]
+  end: str
+  before_text: str = '\n'
+  after_turn: str = '\n'
+  assistant: str = 'assistant'
+  strips: bool = False
+  system_apart: bool = True
+
+
+TEMPLATES = (
+  Template(
+    'gemma',
+    ('<start_of_turn>', ''),
+    '<end_of_turn>',
+    assistant='model',
+    strips=True,
+    system_apart=False,
+  ),
+  Template(
+    'llama3',
+    ('<|start_header_id|>', '<|end_header_id|>'),
+    '<|eot_id|>',
+    before_text='\n\n',
+    after_turn='',
+    strips=True,
+  ),
+  Template('chatml', ('<|im_start|>', ''), '<|im_end|>'),
+)
+
+
+def markers() -> set[str]:
+  """Special tokens of all templates."""
+  return {name for t in TEMPLATES for name in (*t.start, t.end) if name}
+
+
+def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
+  """The template whose special tokens a vocabulary has.
+
+  Raises:
+    UserError: it has those of none.
+  """
+  for template in TEMPLATES:
+    names = [*filter(None, template.start), template.end]
+    if all(name in vocabulary.specials for name in names):
+      return template
+  needed = '; '.join(
+    f'{t.family}: {" ".join(filter(None, t.start))} {t.end}' for t in TEMPLATES
+  )
+  raise errors.UserError(
+    f'the vocabulary {vocabulary.path} has no chat template: it lacks the'
+    f' special tokens of all that are known ({needed}). Give plain prompts, or'
+    ' a model whose vocabulary has them'
+  )
+
+
+def end_of_turn(vocabulary: vocabulary_lib.Vocabulary) -> int:
+  """Id that ends an answer.
+
+  Raises:
+    UserError: as `template_of`.
+  """
+  return vocabulary.specials[template_of(vocabulary).end]
+
+
+def encode(
+  messages: Messages,
+  vocabulary: vocabulary_lib.Vocabulary,
+  *,
+  open_turn: bool = False,
+) -> Turns:
+  """Writes a conversation.
+
+  Args:
+    messages: `role` (system, user or assistant) and `content` of each.
+    vocabulary: decides on the template.
+    open_turn: begin the assistant's turn at the end, for it to be continued.
+
+  Raises:
+    UserError: the vocabulary has no template, or a message is not of this
+      form.
+  """
+  check_messages(messages)
+  template = template_of(vocabulary)
+  ids: list[np.ndarray] = []
+  masks: list[np.ndarray] = []
+  text, said = '', 0  # Pending, and how many of its last characters are said.
+
+  def put_text() -> None:
+    if not text:
+      return
+    tokens, boundaries = vocabulary.encode_with_boundaries(text)
+    ids.append(tokens)
+    # A token is what was said if some of its characters are; one that ends
+    # inside of a character is of the one that it begins or goes on with.
+    ends = _ends(boundaries)
+    masks.append(
+      ends > len(text) - said if said else np.zeros(len(tokens), bool)
+    )
+
+  for part in _parts(_turns(messages, template), template, open_turn):
+    if isinstance(part, _Special):
+      put_text()
+      ids.append(np.array([vocabulary.specials[part.name]], np.int32))
+      masks.append(np.array([part.said]))
+      text, said = '', 0
+    else:
+      text, said = text + part.text, len(part.text) if part.said else 0
+  put_text()
+  return Turns(np.concatenate(ids), np.concatenate(masks))
+
+
+class _Special(NamedTuple):
+  """A special token of a conversation, and whether the assistant said it."""
+
+  name: str
+  said: bool = False
+
+
+class _Text(NamedTuple):
+  """A text of a conversation, and whether the assistant said it."""
+
+  text: str
+  said: bool = False
+
+
+def _parts(
+  messages: list[tuple[str, str]], template: Template, open_turn: bool
+) -> Iterator[_Special | _Text]:
+  """A conversation part by part."""
+  for role, content in messages:
+    said = role == 'assistant'
+    yield from _header(role, template)
+    yield _Text(content, said)
+    yield _Special(template.end, said)
+    yield _Text(template.after_turn)
+  if open_turn:
+    yield from _header('assistant', template)
+
+
+def _header(role: str, template: Template) -> Iterator[_Special | _Text]:
+  first, second = template.start
+  yield _Special(first)
+  yield _Text(template.assistant if role == 'assistant' else role)
+  if second:
+    yield _Special(second)
+  yield _Text(template.before_text)
+
+
+def check_messages(messages: Messages) -> None:
+  """Refuses what is no conversation.
+
+  Raises:
+    UserError: there is no message, or one is not of the right form.
+  """
+  if not messages:
+    raise errors.UserError('the conversation has no message')
+  for i, message in enumerate(messages):
+    right = (
+      isinstance(message, Mapping)
+      and message.keys() == {'role', 'content'}
+      and isinstance(message['content'], str)
+    )
+    if not right or message['role'] not in ROLES:
+      raise errors.UserError(
+        f'message {i + 1} of the conversation is not an object with "role"'
+        f' ({", ".join(ROLES)}) and "content" (a text): {str(message)[:80]}'
+      )
+    if message['role'] == 'system' and i:
+      raise errors.UserError(
+        f'message {i + 1} of the conversation is of the system, which speaks'
+        ' first or not at all'
+      )
+
+
+def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
+  """Roles and texts, as the template has them.
+
+  Raises:
+    UserError: the system speaks to nobody.
+  """
+  result = [
+    (m['role'], m['content'].strip() if template.strips else m['content'])
+    for m in messages
+  ]
+  if result[0][0] == 'system' and not template.system_apart:
+    if len(result) < 2 or result[1][0] != 'user':
+      raise errors.UserError(
+        "what the system says goes before the first user's text in this"
+        ' format, and no user follows it; add their message'
+      )
+    (_, system), (_, first) = result[:2]
+    result[:2] = [('user', f'{system}\n\n{first}')]
+  return result
+
+
+def _ends(boundaries: np.ndarray) -> np.ndarray:
+  """Characters begun by the end of each token, [n] from [n + 1]."""
+  # A token that ends inside of a character ends in the one after the last
+  # boundary.
+  whole = np.maximum.accumulate(np.maximum(boundaries, 0))
+  return whole[1:] + (boundaries[1:] < 0)

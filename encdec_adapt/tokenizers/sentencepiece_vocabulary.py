@@ -1,0 +1,176 @@
+"""SentencePiece models of any layout of ids: Gemma's, Llama 2's, ours.
+
+Special tokens are the model's control and unknown pieces and, in Gemma's own
+files, symbols of their names that would match in text. The text comes back
+for every text that UTF-8 can hold: no normalisation, no unknown characters
+(they become bytes). Two things need help:
+
+- SentencePiece writes a space as U+2581 and would read a U+2581 back as a
+  space, so we encode that character as its three bytes.
+- Some models put a space before every text (Llama 2, Mistral). So do we, and
+  take it away when a text is decoded from its start, but not where ids go on
+  after others.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import hashlib
+
+import sentencepiece
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
+from encdec_adapt.tokenizers import vocabulary
+
+_SPACE = '\u2581'
+
+
+class SentencePieceVocabulary(vocabulary.Vocabulary):
+  """A SentencePiece model."""
+
+  def __init__(self, path: paths.Path, *, added_sentinels: int = 0):
+    """Opens a model file.
+
+    Args:
+      path: the file.
+      added_sentinels: as for any vocabulary.
+
+    Raises:
+      UserError: it is missing or damaged, has no EOS or BOS, or loses text.
+    """
+    name = str(path)
+    try:
+      data = paths.at(path).read_bytes()
+    except OSError as error:
+      raise errors.UserError(
+        f'vocabulary {name!r}: cannot be read ({error.strerror or error}); give'
+        ' the path of a tokenizer, or train one'
+      ) from None
+    self._model = _load(data, name)
+    self._prefix = ' ' if _puts_prefix(self._model) else ''
+    if self._prefix or _text_matches_specials(self._model):
+      self._model = _load(_plain(data), name)
+    self._bytes = self._byte_ids()
+    super().__init__(
+      name,
+      hashlib.sha256(data).hexdigest(),
+      self._model.get_piece_size(),
+      {
+        self._model.id_to_piece(i): i
+        for i in range(self._model.get_piece_size())
+        if self._model.is_control(i) or self._model.is_unknown(i)
+      },
+      _roles(self._model, name),
+      files=[paths.at(path)],
+      added_sentinels=added_sentinels,
+    )
+
+  def _byte_ids(self) -> list[int]:
+    """Ids of the bytes 0 to 255; empty where the model lacks them."""
+    ids = [self._model.piece_to_id(f'<0x{byte:02X}>') for byte in range(256)]
+    return [] if self._model.unk_id() in ids else ids
+
+  def _piece(self, token):
+    return self._model.id_to_piece(token)
+
+  def _encode(self, text):
+    if not text:
+      return []
+    text = self._prefix + text
+    if _SPACE not in text or not self._bytes:
+      return self._model.encode(text.encode('utf-8'))
+    first, *parts = text.split(_SPACE)
+    ids = self._model.encode(first)
+    for part in parts:
+      ids += [self._bytes[byte] for byte in _SPACE.encode('utf-8')]
+      ids += self._model.encode(part)
+    return ids
+
+  def _encode_with_boundaries(self, text):
+    ids = self._encode(text)
+    bounds = vocabulary.boundaries_of_bytes(
+      self._prefix + text if ids else '', [self._bytes_of(i) for i in ids]
+    )
+    if self._prefix:
+      # The space that was put there is no character of the text.
+      bounds[1:] -= bounds[1:] > 0
+    return ids, bounds
+
+  def _bytes_of(self, token: int) -> bytes:
+    piece = self._model.id_to_piece(token)
+    if self._model.is_byte(token):
+      return bytes([int(piece[1:-1], 16)])
+    return piece.replace(_SPACE, ' ').encode('utf-8')
+
+  def _decode(self, ids, *, start):
+    text = self._model.decode(ids)
+    return text.removeprefix(self._prefix) if start else text
+
+
+def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
+  try:
+    if not data:
+      raise ValueError('an empty file')
+    return sentencepiece.SentencePieceProcessor(model_proto=data)
+  except (RuntimeError, ValueError) as error:
+    raise vocabulary.DamagedError(
+      f'vocabulary {path!r}: not a SentencePiece model, or a damaged one'
+      f' ({len(data)} bytes); copy it again, or train one'
+    ) from error
+
+
+def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
+  """Whether a space is put before every text."""
+  return model.decode(2 * model.encode('x')) == 'x x'
+
+
+def _text_matches_specials(
+  model: sentencepiece.SentencePieceProcessor,
+) -> bool:
+  """Whether a special piece's name in a text would become its id."""
+  return any(
+    vocabulary.SPECIAL.fullmatch(model.id_to_piece(i))
+    and not (model.is_control(i) or model.is_unknown(i))
+    for i in range(model.get_piece_size())
+  )
+
+
+def _plain(data: bytes) -> bytes:
+  """The model with special pieces unmatchable in text, and no prefix."""
+  from sentencepiece import sentencepiece_model_pb2  # Brings protobuf.
+
+  proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+  for piece in proto.pieces:
+    special = vocabulary.SPECIAL.fullmatch(piece.piece)
+    if special and piece.type != piece.UNKNOWN:
+      piece.type = piece.CONTROL
+  proto.normalizer_spec.add_dummy_prefix = False
+  return proto.SerializeToString()
+
+
+def _roles(
+  model: sentencepiece.SentencePieceProcessor, path: str
+) -> vocabulary.SpecialIds:
+  """Ids of the special pieces that have a role.
+
+  Raises:
+    UserError: there is no EOS or no BOS.
+  """
+  found = {
+    'eos': model.eos_id(),
+    'bos': model.bos_id(),
+    'unk': model.unk_id(),
+    'pad': model.pad_id(),
+  }
+  for role in ('eos', 'bos'):
+    if found[role] < 0:
+      raise errors.UserError(
+        f'vocabulary {path!r}: it has no {role.upper()} piece, which rows are'
+        ' framed with; use that of Gemma, Llama or Qwen, or train one'
+      )
+  if found['pad'] < 0:
+    found['pad'] = found['eos']  # Masked everywhere, so any id will do.
+  mask = model.piece_to_id('<mask>')
+  return vocabulary.SpecialIds(
+    **found, mask=None if mask == model.unk_id() else mask
+  )

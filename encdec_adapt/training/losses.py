@@ -1,0 +1,245 @@
+"""What the loss of a batch is.
+
+Losses are sums over weights; whoever calls divides by the weight of the
+whole global step. The hidden states that predict a batch's targets come
+from `predict`, which is the only place that knows how each architecture
+reads a batch; evaluation uses it too.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, decoder_only, expert_layer, model_config
+from encdec_adapt.ops import distillation_loss, vocabulary_loss
+
+Batch = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """Weights of the parts of the loss.
+
+  Attributes:
+    distillation: share of the loss that is cross-entropy to the teacher's
+      full distribution (Gemma 2 report, section 3); the rest is
+      cross-entropy to the data.
+    temperature: of both distributions in the distillation.
+    z_loss: weight of the squared log-normaliser.
+    label_smoothing: share of the target spread over the vocabulary.
+    load_balance: weight of the routers' load-balancing loss, in models with
+      experts (`ops.experts.RouterLosses`).
+    router_z_loss: weight of their z-loss, in models with experts.
+    chunk: tokens whose logits exist at a time.
+  """
+
+  distillation: float = 0.0
+  temperature: float = 1.0
+  z_loss: float = 0.0
+  label_smoothing: float = 0.0
+  load_balance: float = 0.01
+  router_z_loss: float = 0.0
+  chunk: int = 1024
+
+  def __post_init__(self):
+    if not 0 <= self.distillation <= 1 or not 0 <= self.label_smoothing < 1:
+      raise errors.UserError(
+        f'config.loss: distillation is {self.distillation}, a share in'
+        f' [0, 1]; label_smoothing is {self.label_smoothing}, a share in'
+        ' [0, 1).'
+      )
+    if self.temperature <= 0 or self.z_loss < 0 or self.chunk < 1:
+      raise errors.UserError(
+        f'config.loss: temperature {self.temperature} must be above 0,'
+        f' z_loss {self.z_loss} at least 0 and chunk {self.chunk} at least 1.'
+      )
+    for name in ('load_balance', 'router_z_loss'):
+      if getattr(self, name) < 0:
+        raise errors.UserError(
+          f'config.loss.{name} is {getattr(self, name)}; it must be at least 0.'
+        )
+
+
+@flax.struct.dataclass
+class StepSums:
+  """Sums over the weights of a batch, fp32 scalars (or their shapes).
+
+  Attributes:
+    total: what is differentiated.
+    cross_entropy: -log p(target).
+    distillation: Kullback-Leibler divergence from the teacher; 0 without.
+    z_loss: the z-loss part of `total`.
+    correct: targets that are the most likely token.
+    weight: weights.
+    routing: `ops.experts.RouterLosses` times the weights of the batch, whose
+      tokens they are of; None of a model without experts.
+  """
+
+  total: Any
+  cross_entropy: Any
+  distillation: Any
+  z_loss: Any
+  correct: Any
+  weight: Any
+  routing: Any = None
+
+
+def predict(
+  model: build.Model,
+  params: decoder_only.Params,
+  batch: Batch,
+  *,
+  routing: decoder_only.Routing = None,
+) -> Float[Array, 'B T D']:
+  """Hidden states that predict `batch['targets']`.
+
+  An encoder-decoder reads the pair. A decoder-only model reads the decoder
+  fields of a causal batch, and the teacher's row of a batch of pairs, from
+  which the positions that predict the targets are gathered.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    batch: fields of `data.batch`.
+    routing: see `decoder_only.Decoder.run_stack`.
+  """
+  if isinstance(model.config, model_config.EncoderDecoderConfig):
+    encoded = model.encode(
+      params,
+      batch['encoder_tokens'],
+      batch['encoder_segments'],
+      batch['encoder_positions'],
+      routing=routing,
+    )
+    return model.decode(
+      params,
+      batch['decoder_tokens'],
+      batch['decoder_segments'],
+      batch['decoder_positions'],
+      encoded,
+      batch['encoder_segments'],
+      routing=routing,
+    )
+  if 'encoder_tokens' not in batch:
+    return model.decode(
+      params,
+      batch['decoder_tokens'],
+      batch['decoder_segments'],
+      batch['decoder_positions'],
+      routing=routing,
+    )
+  hidden = model.decode(
+    params,
+    batch['teacher_tokens'],
+    batch['teacher_segments'],
+    batch['teacher_positions'],
+    routing=routing,
+  )
+  return jnp.take_along_axis(
+    hidden, batch['teacher_index'][..., None], axis=1
+  )  # [B, T, D]
+
+
+def loss_sums(
+  model: build.Model,
+  params: decoder_only.Params,
+  batch: Batch,
+  config: LossConfig,
+  teacher: tuple[build.Model, decoder_only.Params] | None = None,
+) -> StepSums:
+  """Loss of a batch as sums over its weights.
+
+  Args:
+    model: the model that is trained.
+    params: its parameters.
+    batch: fields of `data.batch`.
+    config: weights of the parts.
+    teacher: decoder-only model and parameters; needed where
+      `config.distillation` is above 0. No gradient reaches it.
+
+  Returns:
+    Sums; `total` carries the gradient.
+  """
+  routing = []
+  hidden = predict(model, params, batch, routing=routing)
+  taught = None
+  if config.distillation:
+    other, other_params = teacher
+    taught = (
+      other.config.decoder,
+      predict(other, other_params, batch),
+      other.head(other_params),
+    )
+  sums = vocabulary_sums(
+    model.config.decoder, hidden, model.head(params), batch, config, taught
+  )
+  if not routing:
+    return sums
+  # By the batch's weight, as what is summed over it.
+  routed = jax.tree.map(
+    lambda mean: sums.weight * mean, expert_layer.mean_losses(routing)
+  )
+  total = sums.total + config.load_balance * routed.balance
+  total = total + config.router_z_loss * routed.z
+  return sums.replace(total=total, routing=routed)
+
+
+def vocabulary_sums(
+  stack: model_config.StackConfig,
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  batch: Batch,
+  config: LossConfig,
+  teacher: tuple[model_config.StackConfig, Array, Array] | None = None,
+) -> StepSums:
+  """The part of `loss_sums` that is computed from logits.
+
+  Args:
+    stack: the decoder's.
+    hidden: states that predict the targets.
+    table: the output table.
+    batch: `targets` and `weights`.
+    config: weights of the parts.
+    teacher: the same three of the teacher.
+  """
+  options = dict(
+    vocab_size=stack.vocab_size,
+    softcap=stack.final_softcap,
+    z_loss=config.z_loss,
+    label_smoothing=config.label_smoothing,
+    chunk=config.chunk,
+  )
+  targets, weights = batch['targets'], batch['weights']
+  if config.distillation:
+    shape, *states = teacher
+    sums = distillation_loss.distillation(
+      hidden,
+      table,
+      *states,
+      targets,
+      weights,
+      share=config.distillation,
+      teacher_softcap=shape.final_softcap,
+      temperature=config.temperature,
+      **options,
+    )
+    divergence = sums.kl
+  else:
+    sums = vocabulary_loss.cross_entropy(
+      hidden, table, targets, weights, **options
+    )
+    divergence = jnp.zeros((), jnp.float32)
+  return StepSums(
+    total=sums.total,
+    cross_entropy=sums.cross_entropy,
+    distillation=divergence,
+    z_loss=sums.z_loss,
+    correct=sums.correct,
+    weight=sums.weight,
+  )

@@ -1,0 +1,84 @@
+"""Leaves that are made while a checkpoint is written."""
+
+import threading
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.checkpoints import manager, streamed
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  streamed.register()
+
+
+class _Array(np.ndarray):
+  """Can be pointed at without being kept."""
+
+
+def _save(folder, params):
+  with manager.Checkpoints(folder) as checkpoints:
+    checkpoints.save(0, {'params': params}, data={}, meta={})
+
+
+def test_leaves_are_read_back_and_never_in_memory_together(tmp_path):
+  made, alive = [], []
+
+  def leaf(value):
+    def make():
+      alive.append(sum(reference() is not None for reference in made))
+      array = np.full((64, 3), value, np.float32).view(_Array)
+      made.append(weakref.ref(array))
+      return array
+
+    return streamed.Leaf((64, 3), np.dtype(np.float32), make)
+
+  _save(tmp_path, {'a': {str(i): leaf(i) for i in range(20)}})
+  assert len(made) == 20
+  assert max(alive) <= 2
+  found = manager.open_latest(tmp_path)
+  shape = jax.ShapeDtypeStruct((64, 3), np.float32)
+  params = found.restore_params({'a': {str(i): shape for i in range(20)}})
+  for i in range(20):
+    np.testing.assert_array_equal(params['a'][str(i)], i)
+  found.read_through()
+
+
+def test_a_leaf_is_made_while_the_one_before_is_written(tmp_path, monkeypatch):
+  making = threading.Event()
+  write = streamed._Writes._write
+
+  def waiting_write(self, array, *rest):
+    # Only the last has none after it.
+    assert array[0] == 1 or making.wait(timeout=60)
+    write(self, array, *rest)
+
+  monkeypatch.setattr(streamed._Writes, '_write', waiting_write)
+
+  def first():
+    return np.zeros(3, np.float32)
+
+  def second():
+    making.set()
+    return np.ones(3, np.float32)
+
+  kind = np.dtype(np.float32)
+  leaves = {'a': first, 'b': second}
+  _save(tmp_path, {k: streamed.Leaf((3,), kind, m) for k, m in leaves.items()})
+  shape = jax.ShapeDtypeStruct((3,), np.float32)
+  found = manager.open_latest(tmp_path)
+  params = found.restore_params({'a': shape, 'b': shape})
+  assert [float(params[name][0]) for name in ('a', 'b')] == [0, 1]
+
+
+def test_a_leaf_that_cannot_be_made_leaves_no_checkpoint(tmp_path):
+  def make():
+    raise ValueError('no such tensor')
+
+  leaf = streamed.Leaf((2,), np.dtype(np.float32), make)
+  with pytest.raises(manager.CheckpointError, match='no such tensor'):
+    _save(tmp_path, {'a': leaf})
+  assert not [path for path in tmp_path.iterdir() if path.name.isdecimal()]

@@ -1,0 +1,66 @@
+"""Commands with subcommands; those with flags only are in tests/e2e."""
+
+import functools
+
+from absl import flags
+import pytest
+
+from encdec_adapt.cli import command, errors
+
+
+def _define(values):
+  flags.DEFINE_integer('count', 1, 'How often.', flag_values=values)
+
+
+COMMANDS = {
+  'one': command.Subcommand(
+    'takes one', _define, lambda values, rest: values.count, ('X',)
+  ),
+  'many': command.Subcommand(
+    'takes some', _define, lambda values, rest: len(rest), ('X', 'Y'), more=True
+  ),
+}
+run = functools.partial(command.run_subcommand, 'A command.', COMMANDS)
+
+
+@pytest.mark.parametrize(
+  'argv, status',
+  [
+    (['one', 'a'], 1),
+    (['one', 'a', '--count=3'], 3),
+    (['one', '--count=3', 'a'], 3),
+    (['many', 'a', 'b'], 2),
+    (['many', 'a', '--count=7', 'b', 'c'], 3),
+  ],
+)
+def test_flags_stand_on_either_side_of_operands(argv, status):
+  assert run(argv) == status
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    ([], 'a command is missing.*one, many'),
+    (['on'], "'on' is no command.*Did you mean one"),
+    (['--count=3'], 'is no command'),
+    (['one'], 'one takes X, not nothing'),
+    (['one', 'a', 'b'], 'one takes X, not a b'),
+    (['many', 'a'], 'many takes X Y ..., not a'),
+    (['one', 'a', '--cuont=3'], 'cuont'),
+    (['one', 'a', '--count=x'], 'count'),
+  ],
+)
+def test_bad_arguments_are_named(argv, words):
+  with pytest.raises(errors.UserError, match=words):
+    run(argv)
+
+
+def test_help_of_all_and_of_one(capsys):
+  assert run(['--help']) == 0
+  shown = capsys.readouterr().out
+  assert shown.startswith('A command.')
+  assert 'takes some' in shown
+  assert run(['many', '--help']) == 0
+  shown = capsys.readouterr().out
+  assert shown.startswith('many X Y ...: takes some')
+  assert '--count' in shown

@@ -1,0 +1,263 @@
+"""Documents, their order, ids, splits, caps and what is refused."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import text_sources
+from encdec_adapt.files import paths
+
+
+@pytest.fixture(scope='module')
+def python_documents():
+  return list(text_sources.open_source('python', max_documents=60).documents())
+
+
+def _write(folder, **files):
+  for name, text in files.items():
+    path = folder / name.replace('__', '/')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_python_has_topics_docstrings_and_sources(python_documents):
+  assert len(python_documents) > 30  # Modules without docstrings are not.
+  assert all(document.text for document in python_documents)
+  ids = []
+  # Wants none, so that nothing is read.
+  list(text_sources.open_source('python').documents(lambda _, i: ids.append(i)))
+  assert len(set(ids)) == len(ids) > 500
+  assert {'topic/for', 'ast.py::docstrings', 'json/decoder.py::source'} < set(
+    ids
+  )
+  parts = {part for i in ids for part in i.partition('::')[0].split('/')}
+  assert not parts & {'site-packages', 'test', 'tests', 'encodings'}
+
+
+def test_python_is_the_same_again(python_documents):
+  again = text_sources.open_source('python', max_documents=60)
+  assert list(again.documents()) == python_documents
+  assert again.fingerprint() == again.fingerprint()
+  assert again.fingerprint() != text_sources.open_source('python').fingerprint()
+
+
+def test_docstrings_are_read_without_importing():
+  source = '''"""Module."""
+raise SystemExit('imported')
+class A:
+  """Class."""
+  def f(self, x=1):
+    """Method.
+
+      Indented.
+    """
+async def g(): """Coroutine \\ud800."""
+def silent(): pass
+'''
+  assert text_sources._docstrings(source) == (
+    'Module.\n\n\nA\n\nClass.\n\n\nA.f(self, x=1)\n\nMethod.\n\nIndented.'
+    '\n\n\ng()\n\nCoroutine \ufffd.\n'
+  )
+  assert text_sources._docstrings('print "Python 2"') == ''
+
+
+def test_text_files_are_documents(tmp_path):
+  _write(tmp_path, b__x='second\n', a='first \u00e9', empty='', c__d__e='3')
+  source = text_sources.open_source(f'text:{tmp_path}/**')
+  assert list(source.documents()) == [
+    text_sources.Document('a', 'first \u00e9'),
+    text_sources.Document('b/x', 'second\n'),
+    text_sources.Document('c/d/e', '3'),
+  ]
+
+
+def test_jsonl_lines_are_documents(tmp_path):
+  lines = '{"text": "one", "n": 1}\n\n{"text": "tw\\ud800o"}\n{"text": ""}\n'
+  _write(tmp_path, **{'a::b.jsonl': lines})
+  source = text_sources.open_source(f'jsonl:{tmp_path}/*.jsonl')
+  assert list(source.documents()) == [
+    text_sources.Document('a:_:b.jsonl:1', 'one'),
+    text_sources.Document('a:_:b.jsonl:3', 'tw\ufffdo'),
+  ]
+  _write(tmp_path, **{'other.json': '{"body": "b", "text": "t"}'})
+  other = text_sources.open_source(f'jsonl:{tmp_path}/*.json#body')
+  assert [document.text for document in other.documents()] == ['b']
+
+
+def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
+  lines = '{"text": "one"}\n\n{"text": "two"}\n' + '{"text": "x"}\n' * 3
+  files = {'b__x.jsonl': lines, 'a.jsonl': '{"text": "a"}', 'a.txt': 'not'}
+  _write(tmp_path, **files, **{'b__c__d.jsonl': '{"text": "d"}'})
+  paths.upload(tmp_path, paths.at(f'{bucket}/text'))
+  paths.write(f'{bucket}/other/a.jsonl', b'{"text": "elsewhere"}')
+  for glob in ('*.jsonl', '**/*.jsonl', 'b/x.jsonl', '?.txt', '[ab].*'):
+    kind = 'jsonl' if 'jsonl' in glob else 'text'
+    here, there = (
+      list(text_sources.open_source(f'{kind}:{root}/{glob}').documents())
+      for root in (tmp_path, f'{bucket}/text')
+    )
+    assert here and here == there, glob
+  source = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  first = source.fingerprint()
+  requests = len(store.requests)
+  assert source.fingerprint() == first
+  assert len(store.requests) == requests
+  paths.write(f'{bucket}/text/a.jsonl', b'{"text": "b"}')
+  changed = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  assert changed.fingerprint() != first
+  with pytest.raises(errors.UserError, match='absent.* in its bucket'):
+    text_sources.open_source(f'text:{bucket}/absent/*')
+  with pytest.raises(errors.UserError, match=f'cannot be listed: {bucket}/a'):
+    text_sources.open_source(f'text:{bucket}/a**/x')
+
+
+def test_lines_of_a_bucket_are_read_in_blocks(bucket, store):
+  line = json.dumps({'text': 'x' * 90}).encode() + b'\n'
+  paths.write(f'{bucket}/a.jsonl', line * 30_000)
+  source = text_sources.open_source(f'jsonl:{bucket}/a.jsonl')
+  requests = len(store.requests)
+  assert sum(1 for _ in source.documents()) == 30_000
+  assert len(store.requests) - requests < 10
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+  _write(tmp_path, a='a', b=b'\xff not UTF-8', c='c')
+  source = text_sources.open_source(f'text:{tmp_path}/*')
+  kept = source.documents(lambda index, name: index != 1)
+  assert [document.id for document in kept] == ['a', 'c']
+  with pytest.raises(errors.UserError, match='b, is not UTF-8 .byte 0'):
+    list(source.documents())
+
+
+@pytest.mark.parametrize(
+  'caps, ids',
+  [
+    (dict(max_documents=2), ['a', 'b']),
+    (dict(max_bytes=7), ['a', 'b']),
+    (dict(max_bytes=6), ['a']),
+    (dict(max_documents=1, max_bytes=100), ['a']),
+  ],
+)
+def test_caps_take_the_first(tmp_path, caps, ids):
+  _write(tmp_path, a='\u00e9\u00e9', b='bbb', c='c')
+  source = text_sources.open_source(f'text:{tmp_path}/*', **caps)
+  assert [document.id for document in source.documents()] == ids
+  # A cap means the same documents to every reader of a shard.
+  shards = [
+    [
+      document.id
+      for document in source.documents(lambda i, _, shard=shard: i % 2 == shard)
+    ]
+    for shard in (0, 1)
+  ]
+  assert sorted(sum(shards, [])) == ids
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+  big = b'x' * 200_000
+  _write(tmp_path, a=big, b='b')
+  name = f'text:{tmp_path}/*'
+  first = text_sources.open_source(name).fingerprint()
+  assert text_sources.open_source(name).fingerprint() == first
+  os.utime(tmp_path / 'a', (1, 1))
+  assert text_sources.open_source(name).fingerprint() == first
+  assert text_sources.open_source(name, max_bytes=9).fingerprint() != first
+  for changed in (b'y' + big[1:], big[:-1] + b'y', big + b'x'):
+    _write(tmp_path, a=changed)
+    assert text_sources.open_source(name).fingerprint() != first
+
+
+def test_split_is_by_id_and_by_group():
+  ids = [f'document {i}' for i in range(2000)]
+  held_out = {i for i in ids if text_sources.in_split(i, 'eval', 0.1, 0)}
+  trained = {i for i in ids if text_sources.in_split(i, 'train', 0.1, 0)}
+  assert held_out | trained == set(ids) and not held_out & trained
+  assert 150 < len(held_out) < 250
+  assert held_out != {
+    i for i in ids if text_sources.in_split(i, 'eval', 0.1, 1)
+  }
+  for i in ids[:100]:
+    sides = {
+      text_sources.in_split(f'{i}::{kind}', 'eval', 0.5, 0)
+      for kind in ('docstrings', 'source')
+    }
+    assert sides == {text_sources.in_split(i, 'eval', 0.5, 0)}
+  assert not any(text_sources.in_split(i, 'eval', 0.0, 0) for i in ids)
+  assert all(text_sources.in_split(i, 'eval', 1.0, 0) for i in ids)
+
+
+@pytest.mark.parametrize(
+  'split, fraction, message',
+  [
+    ('test', 0.1, "split 'test'"),
+    ('train', 1.5, 'eval_fraction 1.5'),
+    ('train', -0.1, 'eval_fraction -0.1'),
+  ],
+)
+def test_split_refuses(split, fraction, message):
+  with pytest.raises(errors.UserError, match=message):
+    text_sources.in_split('a', split, fraction, 0)
+
+
+@pytest.mark.parametrize('name', ['pyhton', 'python:x', 'text:', 'http://x'])
+def test_unknown_names_are_refused(name):
+  with pytest.raises(errors.UserError, match='the forms are python, text:GLOB'):
+    text_sources.open_source(name)
+
+
+def test_missing_and_empty_text_is_refused(tmp_path):
+  with pytest.raises(errors.UserError, match='no file matches .*absent'):
+    text_sources.open_source(f'text:{tmp_path}/absent*')
+  _write(tmp_path, a='', b='')
+  with pytest.raises(errors.UserError, match='has no text'):
+    list(text_sources.open_source(f'text:{tmp_path}/*').documents())
+  with pytest.raises(errors.UserError, match='max_documents is -1'):
+    text_sources.open_source('python', max_documents=-1)
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    ('{"text": ', 'line 2, is not JSON'),
+    ('{"body": "x", "id": 3}', r"no text in 'text' but \['body', 'id'\]"),
+    ('{"text": 3}', "no text in 'text'"),
+    ('["x"]', "no text in 'text' but list"),
+  ],
+)
+def test_jsonl_refuses(tmp_path, line, message):
+  _write(tmp_path, **{'a.jsonl': '{"text": "fine"}\n' + line})
+  with pytest.raises(errors.UserError, match=message):
+    list(text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
+
+
+def test_compressed_files_are_refused(tmp_path):
+  _write(tmp_path, a=gzip.compress(json.dumps({'text': 'x'}).encode()))
+  with pytest.raises(errors.UserError, match='is not UTF-8'):
+    list(text_sources.open_source(f'jsonl:{tmp_path}/a').documents())
+
+
+@pytest.mark.parametrize(
+  'name, parts',
+  [
+    ('tfds:c4/en:3.0.1:train:text', ('c4/en:3.0.1', 'train', 'text')),
+    ('tfds:wiki40b/de:validation', ('wiki40b/de', 'validation', None)),
+    ('tfds:pg19:train[:10%]:book', ('pg19', 'train[:10%]', 'book')),
+  ],
+)
+def test_tfds_names(name, parts):
+  assert text_sources.re.fullmatch(text_sources._TFDS, name).groups() == parts
+
+
+def test_needs_no_tensorflow():
+  code = (
+    'import sys\n'
+    'from encdec_adapt.data import sources, vocabularies, objectives\n'
+    'next(sources.open_source("python").documents())\n'
+    'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)\n'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)

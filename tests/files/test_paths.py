@@ -1,0 +1,208 @@
+"""Paths and commits, on a file system and in a bucket of a fake store."""
+
+import importlib.util
+import os
+
+from etils import epath
+import pytest
+
+from encdec_adapt.checkpoints import checksums
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.huggingface import new_folder
+from tests import tiny
+
+
+@pytest.fixture(params=['file system', 'bucket'])
+def folder(request, tmp_path):
+  if request.param == 'bucket':
+    return paths.at(request.getfixturevalue('bucket'))
+  return tmp_path
+
+
+def _fill(folder):
+  contents = {'a': b'one', 'b/c': b'two' * 1000, 'b/d/e': b''}
+  for name, data in contents.items():
+    paths.write(folder / name, data)
+  return contents
+
+
+def test_paths_are_joined_and_spelled_once(tmp_path, bucket, monkeypatch):
+  assert paths.join('gs://b/x/', 'y', 'z') == 'gs://b/x/y/z'
+  assert paths.join('x', 'y', 'z') == 'x/y/z'
+  monkeypatch.chdir(tmp_path)
+  assert paths.absolute('x/../y') == tmp_path / 'y'
+  assert str(paths.absolute(bucket)) == bucket
+  assert isinstance(paths.at(bucket), epath.Path)
+
+
+@pytest.mark.parametrize(
+  'path, message', [('s3://b/x', 's3://b/x is no path'), ('gs://', 'gs://BUC')]
+)
+def test_other_stores_are_refused(path, message):
+  with pytest.raises(errors.UserError, match=message):
+    paths.at(path)
+
+
+@pytest.mark.parametrize(
+  'data', [b'', b'\r', b'\n', b'x\r\n', b'\n\nx\r', b'\r\n\r\n']
+)
+def test_a_file_is_copied_whole_whatever_it_ends_in(data, bucket, tmp_path):
+  (tmp_path / 'x').write_bytes(data)
+  paths.copy(tmp_path / 'x', f'{bucket}/x')
+  paths.copy(f'{bucket}/x', tmp_path / 'y')
+  assert (tmp_path / 'y').read_bytes() == data
+
+
+def test_files_are_written_copied_and_removed(folder, tmp_path):
+  contents = _fill(folder / 'x')
+  assert paths.tree(folder / 'x') == sorted(contents)
+  assert paths.size(folder / 'x' / 'b' / 'c') == 3000
+  paths.write(folder / 'x' / 'a', b'other')
+  assert (folder / 'x' / 'a').read_bytes() == b'other'
+  paths.copy(folder / 'x' / 'b' / 'c', tmp_path / 'copy')
+  assert (tmp_path / 'copy').read_bytes() == contents['b/c']
+  paths.copy(tmp_path / 'copy', folder / 'again')
+  assert (folder / 'again').read_bytes() == contents['b/c']
+  paths.move(folder / 'x', folder / 'y')
+  assert not (folder / 'x').exists()
+  assert paths.tree(folder / 'y') == sorted(contents)
+  paths.remove(folder / 'y')
+  paths.remove(folder / 'y')
+  assert not (folder / 'y').exists() and (folder / 'again').exists()
+
+
+def test_a_large_object_arrives_in_parts(store, bucket, tmp_path):
+  data = os.urandom(6 << 20)
+  (tmp_path / 'x').write_bytes(data)
+  paths.copy(tmp_path / 'x', paths.join(bucket, 'x'))
+  assert store.objects[store.key(f'{bucket}/x')].data == data
+  path = paths.at(bucket) / 'x'
+  assert paths.read_range(path, 5 << 20, 1 << 20) == data[5 << 20 :]
+  with pytest.raises(OSError, match='ends 1 bytes too early'):
+    paths.read_range(path, 5 << 20, (1 << 20) + 1)
+  paths.copy(path, tmp_path / 'y')
+  assert (tmp_path / 'y').read_bytes() == data
+
+
+def test_another_hosts_objects_are_seen_at_once(store, bucket):
+  folder = paths.at(bucket)
+  assert not folder.exists() and not (folder / 'x').exists()
+  store.put(store.key(f'{bucket}/x'), b'1')
+  assert (folder / 'x').exists()
+  assert [path.name for path in folder.iterdir()] == ['x']
+  store.put(store.key(f'{bucket}/x'), b'2')
+  store.put(store.key(f'{bucket}/y'), b'')
+  assert (folder / 'x').read_bytes() == b'2'
+  assert sorted(path.name for path in folder.iterdir()) == ['x', 'y']
+
+
+def test_markers_go_first_and_come_last(store, bucket, tmp_path):
+  folder = paths.at(bucket)
+  _fill(tmp_path / 'draft')
+  paths.write(folder / 'xy' / 'a', b'')  # Of another folder.
+  start = len(store.requests)
+  paths.upload(tmp_path / 'draft', folder / 'x', marker='a')
+  written = [r for r in store.requests[start:] if r.startswith('POST')]
+  assert paths.tree(folder / 'x') == paths.tree(tmp_path / 'draft')
+  generations = {n: o.generation for n, o in store.objects.items()}
+  newest = max(generations, key=generations.get)
+  assert newest == store.key(f'{bucket}/x/a') and len(written) == 3
+  (folder / 'x' / 'a').unlink()
+  start = len(store.requests)
+  paths.upload(tmp_path / 'draft', folder / 'x', marker='a')
+  written = [r for r in store.requests[start:] if r.startswith('POST')]
+  assert len(written) == 1  # The rest is there.
+  start = len(store.requests)
+  paths.remove(folder / 'x', markers=('a',))
+  removed = [r for r in store.requests[start:] if r.startswith('DELETE')]
+  assert removed[0].endswith('/x/a') and len(removed) == 3
+  assert not (folder / 'x').exists()
+
+
+def test_seals(folder):
+  contents = _fill(folder)
+  assert not checksums.is_sealed(folder)
+  checksums.write(folder)
+  assert checksums.is_sealed(folder) and checksums.problems(folder) == []
+  paths.write(folder / 'later', b'')
+  assert checksums.problems(folder) == []
+  paths.write(folder / 'b' / 'c', contents['b/c'][:-1] + b'x')
+  paths.write(folder / 'a', b'longer')
+  (folder / 'b' / 'd' / 'e').unlink()
+  assert checksums.problems(folder) == [
+    'a has 6 bytes instead of 3',
+    'b/c has other contents than were written',
+    'b/d/e is missing',
+  ]
+  paths.write(folder / checksums.FILE, b'{}')
+  (problem,) = checksums.problems(folder)
+  assert problem.startswith('seal.json cannot be read')
+
+
+@pytest.mark.parametrize('up', [True, False], ids=['to a bucket', 'from one'])
+def test_a_seal_holds_where_its_folder_was_copied(bucket, tmp_path, up):
+  there, here = paths.at(bucket), tmp_path / 'x'
+  source, target = (here, there) if up else (there, here)
+  _fill(source)
+  checksums.write(source)
+  for name in paths.tree(source):
+    (tmp_path / 'x' / name).parent.mkdir(parents=True, exist_ok=True)
+    paths.copy(source / name, target / name)
+  assert checksums.problems(target) == []
+  paths.write(target / 'a', b'two')
+  assert checksums.problems(target) == [
+    'a has other contents than were written'
+  ]
+
+
+def test_a_folder_counts_once_its_marker_is_there(bucket, store):
+  target = paths.join(bucket, 'model')
+  with pytest.raises(ZeroDivisionError):
+    with new_folder.new_folder(target) as draft:
+      atomic.write_json(draft / 'config.json', {})
+      1 / 0  # noqa: B018
+  assert store.names(store.key(bucket)) == []
+  with new_folder.new_folder(target) as draft:
+    atomic.write_json(draft / 'config.json', {})
+    paths.write(draft / 'sub' / 'weights', bytes(100))
+  assert not draft.exists()
+  assert paths.tree(paths.at(target)) == ['config.json', 'sub/weights']
+  newest = max(store.objects, key=lambda n: store.objects[n].generation)
+  assert newest.endswith('/model/config.json')
+  with pytest.raises(errors.UserError, match='exists already'):
+    with new_folder.new_folder(target):
+      pass
+
+
+def test_a_bucket_that_may_not_be_written(store, bucket):
+  folder = paths.at(bucket)
+  store.refuses = 403
+  try:
+    with pytest.raises(errors.UserError, match='cannot be written'):
+      disk.require_writable(folder)
+  finally:
+    store.refuses = 0
+
+
+def test_gcsfs_is_named_where_it_is_missing(monkeypatch):
+  paths._connect.cache_clear()
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(errors.UserError, match=r"'encdec_adapt\[gcs\]'"):
+    paths.at('gs://b/x')
+
+
+def test_tensorflow_is_not_taken_for_buckets(store, bucket):
+  """Even where etils has looked for it before."""
+  code = """
+import sys
+from etils import epath
+epath.Path('/').exists()
+from encdec_adapt.files import paths as storage
+folder = storage.at(sys.argv[1])
+storage.write(folder / 'x', b'1')
+assert [p.name for p in folder.iterdir()] == ['x']
+assert not [m for m in sys.modules if m.startswith('tensorflow')]
+"""
+  done = tiny.run_code(code, bucket)
+  assert done.returncode == 0, done.stderr

@@ -1,0 +1,255 @@
+"""The authors' Flax layout, from arrays that are made by hand.
+
+That their own code stores models so is the business of tests/parity.
+"""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_model
+from encdec_adapt.huggingface import config_json, flax_layout
+from encdec_adapt.models import layer_leaves, model_config, parameters, presets
+from tests import tiny
+
+convert_ = tiny.convert
+SHAPE = dict(
+  layers=3,
+  width=8,
+  mlp_width=12,
+  heads=4,
+  kv_heads=2,
+  head_dim=6,
+  vocab_size=20,
+  window=4,
+)
+DECODER = presets.stack('toy_small', **SHAPE)
+ENCODER = presets.stack('toy_small', **{**SHAPE, 'width': 4, 'kv_heads': 4})
+PAIR = model_config.encoder_decoder(ENCODER, DECODER)
+ROWS = 24  # Of their tables.
+
+
+def random_leaves(model):
+  """Our leaves by name, tables without padding rows."""
+  draws = np.random.default_rng(0)
+  return {
+    name: draws.normal(size=leaf.shape).astype(np.float32)
+    for name, leaf in layer_leaves.leaves_of(model).items()
+  }
+
+
+def attention_arrays(get, start):
+  query, key, value = (
+    get(name).swapaxes(0, 1) for name in ('query', 'key', 'value')
+  )
+  arrays = {f'{start}/attn_vec_einsum/w': get('output')}
+  if query.shape == key.shape and start.endswith('/attn'):
+    return arrays | {f'{start}/qkv_einsum/w': np.stack([query, key, value])}
+  return arrays | {
+    f'{start}/q_einsum/w': query,
+    f'{start}/kv_einsum/w': np.stack([key, value]),
+  }
+
+
+def their_arrays(model, leaves, transposed=False):
+  """The arrays of the authors, by the names of their modules."""
+  arrays = {}
+  for name, stack in model.stacks.items():
+    start = f'{name}/' if len(model.stacks) > 1 else ''
+    table = leaves[f'{name}/embedder/table']
+    further = np.full((ROWS - len(table), stack.width), 7.0, np.float32)
+    arrays[f'{start}embedder/input_embedding'] = np.vstack([table, further])
+    arrays[f'{start}final_norm/scale'] = leaves[f'{name}/final_norm/scale']
+    for layer in range(stack.layers):
+      ours, theirs = f'{name}/layers/{layer}/', f'{start}layer_{layer}'
+      kinds = {'attention': 'attn', 'cross_attention': 'cross_attn'}
+      for kind, their_kind in kinds.items():
+        if f'{ours}{kind}/query' in leaves:
+          arrays |= attention_arrays(
+            lambda part, at=f'{ours}{kind}/': leaves[at + part],
+            f'{theirs}/{their_kind}',
+          )
+      gate, up = (leaves[f'{ours}mlp/{part}'] for part in ('gate', 'up'))
+      both = np.stack([gate.T, up.T] if transposed else [gate, up])
+      arrays[f'{theirs}/mlp/gating_einsum'] = both
+      arrays[f'{theirs}/mlp/linear'] = leaves[f'{ours}mlp/down']
+      norms = {
+        'pre_cross_norm': 'pre_cross_attention_norm',
+        'post_cross_norm': 'post_cross_attention_norm',
+        'pre_mlp_norm': 'pre_ffw_norm',
+        'post_mlp_norm': 'post_ffw_norm',
+      }
+      for leaf in leaves:
+        if leaf.startswith(ours) and leaf.endswith('_norm/scale'):
+          norm = leaf.split('/')[-2]
+          arrays[f'{theirs}/{norms.get(norm, norm)}/scale'] = leaves[leaf]
+  return arrays
+
+
+def open_model(arrays, model):
+  info = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+  model = flax_layout.model_of(info, model, 'there')
+  return flax_layout.FlaxModel(
+    info, lambda names: {name: arrays[name] for name in names}, model, 'there'
+  )
+
+
+@pytest.mark.parametrize('transposed', [False, True])
+@pytest.mark.parametrize(
+  'model', [model_config.DecoderOnlyConfig(DECODER), PAIR], ids=['one', 'pair']
+)
+def test_every_parameter_is_found(model, transposed):
+  leaves = random_leaves(model)
+  opened = open_model(their_arrays(model, leaves, transposed), model)
+  found = {array.path: np.asarray(array) for array in opened.arrays()}
+  assert set(found) == set(parameters.parameter_table(model))
+  for name, leaf in layer_leaves.leaves_of(model).items():
+    stored = found[leaf.path]
+    value = stored if leaf.index is None else stored[leaf.index]
+    np.testing.assert_array_equal(value, leaves[name], name)
+  assert len(opened.unused) == len(model.stacks)
+  assert all('rows 20 to 23' in name for name in opened.unused)
+
+
+def test_released_models_are_known_by_their_shapes():
+  """Names and shapes alone: nothing is as large as they are."""
+  for model in (presets.decoder_only('27b'), presets.t5gemma('9b_2b')):
+    leaves = {
+      name: np.broadcast_to(np.float32(0), leaf.shape)
+      for name, leaf in layer_leaves.leaves_of(model).items()
+      if '/layers/' not in name or '/layers/0/' in name
+    }
+    shapes = {}
+    for name, stack in model.stacks.items():
+      start = f'{name}/' if len(model.stacks) > 1 else ''
+      for layer in range(stack.layers):
+        at = f'{start}layer_{layer}'
+        first = f'{name}/layers/0/'
+        output = leaves[f'{first}attention/output'].shape
+        down = leaves[f'{first}mlp/down'].shape
+        kv = (2, stack.kv_heads, stack.width, stack.head_dim)
+        shapes[f'{at}/attn/attn_vec_einsum/w'] = output
+        shapes[f'{at}/mlp/linear'] = down
+        shapes[f'{at}/attn/kv_einsum/w'] = kv
+    info = {name: (shape, np.float32) for name, shape in shapes.items()}
+    assert flax_layout.model_of(info, None, 'there') == model
+
+
+def damaged(arrays, **changes):
+  arrays = dict(arrays)
+  for name, change in changes.items():
+    name = name.replace('__', '/')
+    if change is None:
+      del arrays[name]
+    else:
+      arrays[name] = change
+  return arrays
+
+
+@pytest.mark.parametrize(
+  'changes, words',
+  [
+    ({'layer_1__mlp__linear': None}, "no array 'layer_1/mlp/linear'"),
+    ({'layer_1__stray': np.zeros(2)}, 'layer_1/stray is no array of this'),
+    (
+      {'layer_1__mlp__linear': np.zeros((12, 9))},
+      r'layer_1/mlp/linear has shape \[12, 9\]',
+    ),
+    (
+      {'embedder__input_embedding': np.zeros((19, 8))},
+      r'embedder/input_embedding has shape \[19, 8\]',
+    ),
+    ({'layer_0__mlp__linear': None}, 'has not the arrays of Gemma 2'),
+    ({'layer_0__mlp__linear': np.zeros((9, 8))}, 'says mlp_width = 12'),
+    (
+      {'final_norm__scale': np.full(8, np.nan)},
+      "'final_norm/scale' has the value nan",
+    ),
+  ],
+)
+def test_arrays_that_are_not_the_models(changes, words):
+  model = model_config.DecoderOnlyConfig(DECODER)
+  arrays = damaged(their_arrays(model, random_leaves(model)), **changes)
+  with pytest.raises(errors.UserError, match=words):
+    for array in open_model(arrays, model).arrays():
+      np.asarray(array)
+
+
+def test_a_config_of_another_kind():
+  model = model_config.DecoderOnlyConfig(DECODER)
+  arrays = their_arrays(model, random_leaves(model))
+  with pytest.raises(errors.UserError, match='--model names a model of enc'):
+    open_model(arrays, PAIR)
+  with pytest.raises(errors.UserError, match='which no released model has'):
+    open_model(arrays, None)
+
+
+def save(folder, arrays):
+  """As Orbax stores a tree, with what the import command wants to know."""
+  tree = {}
+  for name, array in arrays.items():
+    *path, last = name.split('/')
+    branch = tree
+    for key in path:
+      branch = branch.setdefault(key, {})
+    branch[last] = array
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / 'flax', jax.tree.map(np.asarray, tree))
+
+
+def test_the_import_command(tmp_path, capsys):
+  leaves = random_leaves(PAIR)
+  save(tmp_path, their_arrays(PAIR, leaves))
+  raw, _ = config_json.raw_from_model(PAIR)
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  source = tmp_path / 'flax'
+  flags = [f'--source={source}', f'--output={tmp_path}/run']
+  flags += [f'--model={tmp_path}/config.json', '--vocab_multiple=16']
+  assert convert_('import', *flags) == 0
+  assert 'rows 20 to 23' in capsys.readouterr().out
+  opened = source_model.open_source(tmp_path / 'run')
+  assert opened.model == model_config.with_vocab_multiple(PAIR, 16)
+  found = {array.path: np.asarray(array) for array in opened.arrays()}
+  table = found['encoder/embedder/table']
+  np.testing.assert_array_equal(table[:20], leaves['encoder/embedder/table'])
+  assert table.shape == (32, 4) and not table[20:].any()
+  with pytest.raises(errors.UserError, match='convert import'):
+    source_model.open_source(source)
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    ([], 'which no released model has'),
+    (['--model=3b'], "'3b' is not a pair"),
+    (['--model=nowhere.json'], 'nowhere.json cannot be read'),
+    (['--model=2b'], 'says layers = 26'),
+  ],
+)
+def test_bad_arguments_leave_nothing_behind(flags, words, tmp_path):
+  model = model_config.DecoderOnlyConfig(DECODER)
+  save(tmp_path, their_arrays(model, random_leaves(model)))
+  flags = [f'--source={tmp_path}/flax', f'--output={tmp_path}/run', *flags]
+  with pytest.raises(errors.UserError, match=words):
+    convert_('import', *flags)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_damaged_folder_leaves_nothing_behind(tmp_path):
+  model = model_config.DecoderOnlyConfig(DECODER)
+  save(tmp_path, their_arrays(model, random_leaves(model)))
+  raw, _ = config_json.raw_from_model(model)
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  for file in (tmp_path / 'flax' / 'd').iterdir():
+    file.write_bytes(file.read_bytes()[:100])
+  flags = [f'--source={tmp_path}/flax', f'--output={tmp_path}/run']
+  with pytest.raises(errors.UserError, match='incomplete or damaged'):
+    convert_('import', *flags, f'--model={tmp_path}/config.json')
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    'config.json',
+    'flax',
+  ]

@@ -1,0 +1,85 @@
+"""What a run says of the machine and the code it ran on."""
+
+import json
+import shutil
+import subprocess
+import types
+
+import jax
+import pytest
+
+from encdec_adapt.telemetry import environment
+
+
+def test_report_is_json_and_names_what_matters(monkeypatch):
+  jax.devices()  # XLA ends the process for flags that it does not know.
+  monkeypatch.setenv('XLA_FLAGS', ' --b=1  --a=2')
+  report = json.loads(json.dumps(environment.report()))
+  assert report['jax'] == jax.__version__
+  assert report['devices'] == 8
+  assert report['cores'] >= 1
+  assert report['xla_flags'] == '--a=2 --b=1'
+  assert report['jax_enable_x64'] is False
+
+
+def test_fingerprint_is_stable_and_without_what_does_not_matter():
+  fingerprint = environment.fingerprint()
+  assert fingerprint == environment.fingerprint()
+  assert not {'git', 'host', 'python'} & fingerprint.keys()
+  assert {'jaxlib', 'cpu', 'cores', 'devices'} <= fingerprint.keys()
+  again = json.loads(json.dumps(fingerprint))
+  assert environment.difference(again, fingerprint) == []
+
+
+def test_difference_names_keys_and_values():
+  assert environment.difference(
+    {'jax': '1', 'cores': 2, 'old': None}, {'jax': '2', 'cores': 2, 'new': 3}
+  ) == [
+    "jax: '1' before, '2' now",
+    'new: not recorded before, 3 now',
+    'old: None before, not recorded now',
+  ]
+
+
+@pytest.mark.skipif(not shutil.which('git'), reason='runs git')
+def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
+  module = tmp_path / 'environment.py'
+  module.write_text('')
+  monkeypatch.setattr(environment, '__file__', str(module))
+  assert environment.git_revision() is None
+
+  def git(*arguments):
+    subprocess.run(
+      [
+        'git',
+        '-C',
+        str(tmp_path),
+        '-c',
+        'user.name=n',
+        '-c',
+        'user.email=e@example.org',
+        *arguments,
+      ],
+      check=True,
+      capture_output=True,
+    )
+
+  git('init')
+  assert environment.git_revision() is None  # Here, but not tracked.
+  git('add', '.')
+  git('commit', '-m', 'first')
+  found = environment.git_revision()
+  assert len(found['revision']) == 40
+  assert found['dirty'] is False
+  module.write_text('changed')
+  assert environment.git_revision() == found | {'dirty': True}
+  monkeypatch.setenv('PATH', str(tmp_path))
+  assert environment.git_revision() is None
+
+
+def test_the_high_water_is_that_of_the_fullest_device(monkeypatch):
+  assert environment.memory_high_water() == {}  # The CPU does not tell.
+  full = [{'peak_bytes_in_use': 5, 'bytes_in_use': 9}, {'peak_bytes_in_use': 7}]
+  devices = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in full]
+  monkeypatch.setattr(jax, 'local_devices', lambda: devices)
+  assert environment.memory_high_water() == {'memory_peak_bytes': 7}

@@ -1,0 +1,162 @@
+"""Metrics on disk: whole, in order, and once for every step."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboard.compat.proto import event_pb2
+from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
+
+from encdec_adapt.cli import errors
+from encdec_adapt.telemetry import metrics
+
+
+def _steps(folder, kind='train'):
+  return [
+    record['step']
+    for record in metrics.read_metrics(folder)
+    if record['kind'] == kind
+  ]
+
+
+def _events(folder):
+  """The events of every file, files in the order they were begun."""
+  for path in sorted((folder / metrics.EVENTS).iterdir()):
+    reader = pywrap_tensorflow.PyRecordReader_New(str(path))
+    while True:
+      try:
+        reader.GetNext()
+      except Exception as end:
+        assert 'OutOfRange' in type(end).__name__
+        break
+      yield event_pb2.Event.FromString(reader.record())
+
+
+def test_values_come_back_exactly(tmp_path):
+  third = np.float32(1) / np.float32(3)
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    writer.write('train', 1, {'loss': third, 'rows': 8, 'name': 'a'})
+    writer.write('eval', 1, {'loss': jnp.float32(2.5), 'many': [1, 2]})
+  assert metrics.read_metrics(tmp_path) == [
+    {'kind': 'train', 'step': 1, 'loss': float(third), 'rows': 8, 'name': 'a'},
+    {'kind': 'eval', 'step': 1, 'loss': 2.5, 'many': [1, 2]},
+  ]
+  assert np.float32(metrics.read_metrics(tmp_path)[0]['loss']) == third
+
+
+def test_what_is_not_finite_stays_visible_and_is_json(tmp_path):
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    writer.write('train', 1, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
+
+  def refuse(name):
+    raise AssertionError(f'{name} is not JSON')
+
+  json.loads((tmp_path / metrics.FILE).read_text(), parse_constant=refuse)
+  record = metrics.read_metrics(tmp_path / metrics.FILE)[0]
+  assert math.isnan(record['a'])
+  assert (record['b'], record['c']) == (math.inf, -math.inf)
+
+
+def test_resume_drops_later_records_and_the_half_line(tmp_path):
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    for step in range(1, 6):
+      writer.write('train', step, {'loss': step})
+      if step % 2 == 0:
+        writer.write('eval', step, {'loss': step})
+  with open(tmp_path / metrics.FILE, 'a') as file:
+    file.write('{"kind": "train", "step": 6, "lo')
+  assert _steps(tmp_path) == [1, 2, 3, 4, 5]
+  with metrics.MetricWriter(tmp_path, 3) as writer:
+    for step in (4, 5, 6):
+      writer.write('train', step, {'loss': -step})
+    writer.write('eval', 4, {'loss': -4})
+  assert _steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+  assert _steps(tmp_path, 'eval') == [2, 4]
+  losses = [r['loss'] for r in metrics.read_metrics(tmp_path)]
+  assert losses == [1, 2, 2, 3, -4, -5, -6, -4]
+
+
+def test_only_a_half_line(tmp_path):
+  (tmp_path / metrics.FILE).write_text('{"kind": "train", "step": 1')
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    writer.write('train', 1, {'loss': 1.0})
+  assert _steps(tmp_path) == [1]
+
+
+def test_a_line_that_is_no_record_is_left_out_aloud(tmp_path, capsys):
+  (tmp_path / metrics.FILE).write_text(
+    '{"kind": "train", "step": 1}\n\0\0\0\n{"kind": "train", "step": 2}\n'
+  )
+  with metrics.MetricWriter(tmp_path, 2):
+    assert 'line 2 is not a record' in capsys.readouterr().err
+  assert _steps(tmp_path) == [1, 2]
+  assert capsys.readouterr().err == ''
+
+
+def test_a_step_appears_once(tmp_path):
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    writer.write('train', 2, {})
+    for step in (2, 1):
+      with pytest.raises(ValueError, match='out of order'):
+        writer.write('train', step, {})
+    writer.write('eval', 2, {})
+  with metrics.MetricWriter(tmp_path, 2) as writer:
+    with pytest.raises(ValueError, match='up to step 2'):
+      writer.write('train', 2, {})
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+  with metrics.MetricWriter(tmp_path, 0) as writer:
+    writer.write('train', 1, {'loss': 0.5, 'note': 'text'})
+    # Written through: read before it is closed.
+    first, start, event = list(_events(tmp_path))
+  assert first.file_version == 'brain.Event:2'
+  assert (start.step, start.session_log.status) == (
+    1,
+    event_pb2.SessionLog.START,
+  )
+  assert event.step == 1
+  assert [(v.tag, v.simple_value) for v in event.summary.value] == [
+    ('train/loss', 0.5)
+  ]
+  metrics.MetricWriter(tmp_path, 7).close()
+  assert list(_events(tmp_path))[-1].step == 8
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(errors.UserError, match='cannot be written'):
+    metrics.MetricWriter(tmp_path / 'file', 0)
+
+
+_WRITER = """
+import itertools, sys
+from encdec_adapt.telemetry import metrics
+writer = metrics.MetricWriter(sys.argv[1], 0)
+for step in itertools.count(1):
+  writer.write('train', step, {'loss': 1 / step})
+  assert 'tensorflow' not in sys.modules
+  print(step, flush=True)
+"""
+
+
+def test_records_survive_sigkill_and_tensorflow_is_not_imported(tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, '-c', _WRITER, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  for _ in range(20):
+    seen = int(process.stdout.readline())
+  os.kill(process.pid, signal.SIGKILL)
+  process.wait()
+  process.stdout.close()
+  steps = _steps(tmp_path)
+  assert len(steps) >= seen
+  assert steps == list(range(1, len(steps) + 1))

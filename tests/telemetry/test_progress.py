@@ -1,0 +1,84 @@
+"""Rates and times as they are shown, on a clock of the test."""
+
+import pytest
+
+from encdec_adapt.telemetry import progress
+
+
+class _Clock:
+  def __init__(self):
+    self.now = 100.0
+
+  def __call__(self):
+    return self.now
+
+
+def test_rate_is_of_recent_steps():
+  clock = _Clock()
+  line = progress.Progress(
+    1000, first_step=10, flops_per_step=50.0, peak=400.0, window=2, clock=clock
+  )
+  assert line.tokens_per_second == 0
+  assert line.seconds_left is None
+  for step, seconds, tokens in ((11, 60, 5), (12, 1, 100), (13, 1, 300)):
+    clock.now += seconds
+    line.update(step, tokens)
+  # The compile in step 11 has left the window.
+  assert line.steps_per_second == pytest.approx(1)
+  assert line.tokens_per_second == pytest.approx(200)
+  assert line.utilisation == pytest.approx(50 / 400)
+  assert line.rates() == pytest.approx({'tokens_per_second': 200, 'mfu': 0.125})
+  assert line.seconds_left == pytest.approx(987)
+  assert line.line(2.5, grad_norm=0.125) == (
+    'step   13/1000  loss 2.5000  grad_norm 0.125  200 tok/s  12% of peak'
+    '  16m27s left'
+  )
+
+
+def test_time_away_is_left_out():
+  clock = _Clock()
+  line = progress.Progress(10, clock=clock)
+  clock.now += 2
+  line.update(1, 10)
+  clock.now += 500
+  line.pause()
+  clock.now += 2
+  line.update(2, 10)
+  assert line.tokens_per_second == pytest.approx(5)
+  assert line.utilisation is None
+  assert line.rates() == pytest.approx({'tokens_per_second': 5})
+  assert line.line(1.0) == 'step  2/10  loss 1.0000  5 tok/s  16s left'
+
+
+@pytest.mark.parametrize(
+  'seconds, text',
+  [(0.4, '0s'), (59.6, '1m00s'), (187, '3m07s'), (7500, '2h05m')],
+)
+def test_format_seconds(seconds, text):
+  assert progress.format_seconds(seconds) == text
+
+
+def test_bytes_are_reported_every_few_seconds_and_at_the_end():
+  clock, lines = _Clock(), []
+  report = progress.ByteProgress('read', every=5, clock=clock, say=lines.append)
+  report(0, 4096)
+  clock.now += 4
+  report(1024, 4096)
+  assert not lines
+  clock.now += 4
+  report(2048, 4096)
+  clock.now += 1
+  report(3072, 4096)
+  clock.now += 7
+  report(4096, 4096)
+  assert lines == [
+    'read: 2.0 KiB of 4.0 KiB  256 bytes/s  8s left',
+    'read: 4.0 KiB in 16s  256 bytes/s',
+  ]
+
+
+def test_a_transfer_that_takes_no_time_is_reported():
+  lines = []
+  report = progress.ByteProgress('read', clock=_Clock(), say=lines.append)
+  report(10, 10)
+  assert lines == ['read: 10 bytes in 0s']

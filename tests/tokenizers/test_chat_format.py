@@ -1,0 +1,136 @@
+"""Conversations as literal tokens, masks, and what is refused."""
+
+import pydoc_data.topics
+
+import pytest
+import tokenizers
+
+from encdec_adapt.cli import errors
+from encdec_adapt.tokenizers import chat_format, vocabularies
+from tests import tiny_tokenizers
+
+TEXTS = list(pydoc_data.topics.topics.values())[:20]
+MESSAGES = [
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': ' Say <eos><|im_end|><|eot_id|> '},
+  {'role': 'assistant', 'content': 'No, never.'},
+  {'role': 'user', 'content': 'Why?'},
+]
+# As the family's own template renders it, BOS apart.
+RENDERED = {
+  'gemma': (
+    '<start_of_turn>user\nBe brief.\n\nSay {}<end_of_turn>\n'
+    '<start_of_turn>model\nNo, never.<end_of_turn>\n'
+    '<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n'
+  ),
+  'llama3': (
+    '<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>'
+    '<|start_header_id|>user<|end_header_id|>\n\nSay {}<|eot_id|>'
+    '<|start_header_id|>assistant<|end_header_id|>\n\nNo, never.<|eot_id|>'
+    '<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>'
+    '<|start_header_id|>assistant<|end_header_id|>\n\n'
+  ),
+  'qwen': (
+    '<|im_start|>system\nBe brief.<|im_end|>\n'
+    '<|im_start|>user\n Say {} <|im_end|>\n'
+    '<|im_start|>assistant\nNo, never.<|im_end|>\n'
+    '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n'
+  ),
+}
+END = {'gemma': '<end_of_turn>', 'llama3': '<|eot_id|>', 'qwen': '<|im_end|>'}
+
+
+@pytest.fixture(scope='module', params=RENDERED)
+def family(request):
+  return request.param
+
+
+@pytest.fixture(scope='module')
+def folder(family, tmp_path_factory):
+  folder = tmp_path_factory.mktemp(family)
+  return tiny_tokenizers.save(folder, family, TEXTS, 600)
+
+
+@pytest.fixture(scope='module')
+def vocabulary(folder):
+  return vocabularies.open_vocabulary(folder)
+
+
+def test_a_turn_as_literal_ids(family, vocabulary):
+  turns = chat_format.encode([{'role': 'user', 'content': 'Hi'}], vocabulary)
+  special, encode = vocabulary.specials, vocabulary.encode
+  if family == 'llama3':
+    want = [
+      special['<|start_header_id|>'],
+      *encode('user'),
+      special['<|end_header_id|>'],
+      *encode('\n\nHi'),
+      special['<|eot_id|>'],
+    ]
+  else:
+    start, end = {
+      'gemma': ('<start_of_turn>', '<end_of_turn>'),
+      'qwen': ('<|im_start|>', '<|im_end|>'),
+    }[family]
+    want = [special[start], *encode('user\nHi'), special[end], *encode('\n')]
+  assert turns.ids.tolist() == want
+  assert not turns.assistant.any()
+
+
+def test_ids_are_those_of_the_rendered_text(family, folder, vocabulary):
+  """As `tokenizers` reads the template's text, where no text is special."""
+  messages = [dict(message) for message in MESSAGES]
+  messages[1]['content'] = ' Say it '
+  reference = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  # Gemma's turns are of no special kind in its file, and match all the same.
+  want = reference.encode(
+    RENDERED[family].format('it'), add_special_tokens=False
+  )
+  turns = chat_format.encode(messages, vocabulary, open_turn=True)
+  assert turns.ids.tolist() == want.ids
+
+
+def test_special_tokens_that_are_said_stay_text(family, vocabulary):
+  turns = chat_format.encode(MESSAGES, vocabulary, open_turn=True)
+  shown = vocabulary.decode(turns.ids, show_special=True)
+  assert shown == RENDERED[family].format('<eos><|im_end|><|eot_id|>')
+  end = vocabulary.specials[END[family]]
+  assert (turns.ids == end).sum() == RENDERED[family].count(END[family])
+  assert chat_format.end_of_turn(vocabulary) == end
+
+
+def test_the_mask_is_what_the_assistant_says(family, vocabulary):
+  turns = chat_format.encode(MESSAGES, vocabulary, open_turn=True)
+  said = turns.ids[turns.assistant]
+  shown = vocabulary.decode(said, show_special=True)
+  assert shown == 'No, never.' + END[family]
+  assert turns.assistant.dtype == bool
+  assert len(turns.assistant) == len(turns.ids)
+
+
+@pytest.mark.parametrize(
+  'messages, message',
+  [
+    ([], 'has no message'),
+    ([{'role': 'user'}], 'message 1 .* is not an object'),
+    ([{'role': 'tool', 'content': 'x'}], 'message 1 .* is not an object'),
+    ([{'role': 'user', 'content': 3}], 'message 1 .* is not an object'),
+    ([MESSAGES[1], MESSAGES[0]], 'message 2 .* of the system'),
+  ],
+)
+def test_other_conversations_are_refused(vocabulary, messages, message):
+  with pytest.raises(errors.UserError, match=message):
+    chat_format.encode(messages, vocabulary)
+
+
+def test_gemmas_system_needs_a_user(tmp_path):
+  folder = tiny_tokenizers.save(tmp_path, 'gemma', TEXTS, 500)
+  own = vocabularies.open_vocabulary(folder)
+  with pytest.raises(errors.UserError, match='no user follows'):
+    chat_format.encode(MESSAGES[:1], own)
+
+
+def test_vocabularies_without_a_template_are_refused():
+  own = vocabularies.open_vocabulary('bytes')
+  with pytest.raises(errors.UserError, match='bytes has no chat template'):
+    chat_format.encode(MESSAGES, own)

@@ -1,0 +1,264 @@
+"""Layout, losslessness, special tokens in text, and what is refused."""
+
+import pathlib
+
+import hypothesis
+from hypothesis import strategies
+import numpy as np
+import pytest
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import text_sources
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+
+SIZE = 512
+TOKENIZERS = [
+  path
+  for parent in pathlib.Path(__file__).parents
+  for path in (parent / 'shared' / 'data' / 'tokenizers').glob('*')
+  if path.suffix in ('.model', '.spm')
+]
+SPELLED_OUT = (
+  '<pad><eos><bos><unk><mask><unused3><unused98> [R][S][X] <0x41> <2mass>'
+  ' \u2581 \u2585 \u2047 <start_of_turn>'
+)
+
+
+@pytest.fixture(scope='module')
+def documents():
+  source = text_sources.open_source('python', max_documents=30)
+  return [document.text for document in source.documents()]
+
+
+@pytest.fixture(scope='module', params=['unigram', 'bpe'])
+def vocabulary(request, documents, tmp_path_factory):
+  """A vocabulary that we train; and one as Gemma's, which are 'bpe'."""
+  path = tmp_path_factory.mktemp('vocabulary') / 'new' / 'folder' / 'a.model'
+  trainer = sentencepiece.SentencePieceTrainer
+  train = trainer.train
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      trainer,
+      'train',
+      lambda **options: train(**{**options, 'model_type': request.param}),
+    )
+    return vocabulary_training.train_vocabulary(
+      documents, path, SIZE, max_bytes=100_000
+    )
+
+
+def test_layout(vocabulary):
+  assert vocabulary.size == SIZE
+  names = [vocabulary.piece(i) for i in range(5)]
+  assert names == ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>']
+  assert (vocabulary.pad, vocabulary.eos, vocabulary.bos) == (0, 1, 2)
+  assert (vocabulary.unk, vocabulary.mask) == (3, 4)
+  assert vocabulary.sentinels == list(range(5, 101))
+  assert vocabulary.mode_ids == {'R': 101, 'S': 102, 'X': 103}
+  assert vocabulary.piece(104) == '\n'
+  assert vocabulary.piece(107) == '<0x00>'
+
+
+def test_every_document_comes_back(vocabulary, documents):
+  for text in documents:
+    ids = vocabulary.encode(text)
+    assert ids.dtype == np.int32 and ids.min() >= 104
+    assert vocabulary.decode(ids) == text
+
+
+@hypothesis.settings(
+  deadline=None,
+  max_examples=300,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+  strategies.lists(
+    strategies.text(max_size=12)
+    | strategies.sampled_from(
+      ['\0', '\t', '\n', '\r\n', ' ', '   ', '\u2581', '\u2585', '\ufeff']
+      + ['\u3000', '\ufb01', 'A\u030a', '\ufffd', '\U0010ffff', '<eos>']
+      + ['<unused0>', '[S]', '<0x0A>', '\x1c', '12345', 'def f(self):']
+    ),
+    max_size=8,
+  ).map(''.join)
+)
+def test_any_text_comes_back(vocabulary, text):
+  ids = vocabulary.encode(text)
+  assert ids.dtype == np.int32 and ids.ndim == 1
+  assert (ids >= 104).all()
+  assert vocabulary.decode(ids) == text
+  assert vocabulary.decode(ids, show_special=True) == text
+
+
+def test_special_tokens_in_text_stay_text(vocabulary):
+  ids = vocabulary.encode(SPELLED_OUT)
+  assert ids.min() >= 104
+  assert vocabulary.decode(ids) == SPELLED_OUT
+
+
+def test_special_ids_are_shown_on_demand(vocabulary):
+  ids = [2, 102, *vocabulary.encode('a b'), 5, *vocabulary.encode(' c'), 3, 1]
+  assert vocabulary.decode(ids) == 'a b c'
+  shown = vocabulary.decode(np.array(ids), show_special=True)
+  assert shown == '<bos>[S]a b<unused0> c<unk><eos>'
+
+
+def test_digits_are_split(vocabulary):
+  assert len(vocabulary.encode('2026')) >= 4
+
+
+@pytest.mark.parametrize('ids', [[SIZE], [-1]])
+def test_ids_of_others_are_refused(vocabulary, ids):
+  with pytest.raises(ValueError, match=f'token id {ids[0]} is not of'):
+    vocabulary.decode(ids)
+
+
+def test_lone_surrogates_are_refused(vocabulary):
+  with pytest.raises(errors.UserError, match=r'U\+D800 at character 3'):
+    vocabulary.encode('abc\ud800')
+
+
+def test_opening_refuses(vocabulary, tmp_path):
+  with pytest.raises(errors.UserError, match='cannot be read'):
+    vocabularies.open_vocabulary(tmp_path / 'absent.model')
+  data = pathlib.Path(vocabulary.path).read_bytes()
+  for damaged in (b'', b'not a model', data[: len(data) // 2]):
+    (tmp_path / 'damaged.model').write_bytes(damaged)
+    with pytest.raises(errors.UserError, match='a damaged one|give back'):
+      vocabularies.open_vocabulary(tmp_path / 'damaged.model')
+
+
+def _changed(vocabulary, path, change):
+  """A copy of a vocabulary's file with something changed in it."""
+  data = pathlib.Path(vocabulary.path).read_bytes()
+  proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+  change(proto)
+  path.write_bytes(proto.SerializeToString())
+  return path
+
+
+def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
+  def as_gemma(proto):
+    # Gemma 2's specials are ordinary symbols, with <unused0> at 7.
+    names = ['<2mass>', '[@BOS@]', *(f'<unused{i}>' for i in range(99))]
+    for piece, name in zip(proto.pieces[5:106], names, strict=True):
+      piece.piece = name
+    for piece in proto.pieces[4:106]:
+      piece.type = piece.USER_DEFINED
+
+  path = _changed(vocabulary, tmp_path / 'gemma.model', as_gemma)
+  raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
+  assert raw.encode('<mask><unused3>') == [4, 10]
+  gemma = vocabularies.open_vocabulary(path)
+  ids = gemma.encode(SPELLED_OUT)
+  assert gemma.decode(ids) == SPELLED_OUT
+  assert ids.min() > 105
+  assert gemma.sentinels == list(range(7, 103))
+  assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
+
+
+def test_vocabularies_without_sentinels_say_so(vocabulary, tmp_path):
+  def rename(proto):
+    for piece in proto.pieces[5:104]:
+      piece.piece = piece.piece.replace('unused', 'other')
+
+  bare = vocabularies.open_vocabulary(
+    _changed(vocabulary, tmp_path / 'bare.model', rename)
+  )
+  assert bare.sentinels == [] and bare.mode_ids == {}
+
+
+def test_other_names_of_special_pieces_are_found(vocabulary, tmp_path):
+  def as_llama(proto):
+    proto.pieces[1].piece, proto.pieces[2].piece = '</s>', '<s>'
+    proto.trainer_spec.eos_piece, proto.trainer_spec.bos_piece = '</s>', '<s>'
+
+  path = _changed(vocabulary, tmp_path / 'llama.model', as_llama)
+  other = vocabularies.open_vocabulary(path)
+  assert (other.piece(other.eos), other.piece(other.bos)) == ('</s>', '<s>')
+  assert (other.eos, other.bos) == (1, 2)
+  ids = other.encode('<s> </s>')
+  assert ids.min() >= 104 and other.decode(ids) == '<s> </s>'
+  assert other.tokens_digest != vocabulary.tokens_digest
+
+
+def test_a_space_before_every_text(vocabulary, tmp_path):
+  """As Llama 2: it is put there, and taken away from a text's start alone."""
+  path = _changed(
+    vocabulary,
+    tmp_path / 'prefix.model',
+    lambda proto: setattr(proto.normalizer_spec, 'add_dummy_prefix', True),
+  )
+  raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
+  prefixed = vocabularies.open_vocabulary(path)
+  for text in ('a b', ' a', '', '<eos>', '\u2581', 'x\u2581 y\n', '  '):
+    ids, boundaries = prefixed.encode_with_boundaries(text)
+    if '\u2581' not in text:
+      assert ids.tolist() == raw.encode(text)
+    assert prefixed.decode(ids) == text
+    assert prefixed.decode(ids, start=False) == (' ' + text if text else '')
+    assert boundaries[0] == 0 and boundaries[-1] == len(text)
+  ids = [*prefixed.encode('a'), 1, *prefixed.encode('b')]
+  assert prefixed.decode(ids) == 'a b'
+  assert prefixed.decode([2, *ids], show_special=True) == '<bos>a<eos> b'
+
+
+def _without_bytes(proto):
+  proto.trainer_spec.byte_fallback = False
+  for piece in proto.pieces[107:]:
+    piece.type = piece.NORMAL
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (
+      lambda proto: setattr(
+        proto.normalizer_spec, 'remove_extra_whitespaces', True
+      ),
+      'does not give back the text',
+    ),
+    (
+      lambda proto: setattr(proto.pieces[2], 'piece', 'other'),
+      'no BOS piece',
+    ),
+    (
+      _without_bytes,
+      'lacks bytes',
+    ),
+  ],
+)
+def test_models_that_cannot_serve_are_refused(
+  vocabulary, tmp_path, change, message
+):
+  path = _changed(vocabulary, tmp_path / 'other.model', change)
+  with pytest.raises(errors.UserError, match=message):
+    vocabularies.open_vocabulary(path)
+
+
+def test_boundaries_part_the_text(vocabulary):
+  text = 'a\u00e9 \U0001f600\u2581b'
+  ids, boundaries = vocabulary.encode_with_boundaries(text)
+  np.testing.assert_array_equal(ids, vocabulary.encode(text))
+  assert len(boundaries) == len(ids) + 1 and (boundaries < 0).any()
+  for i, place in enumerate(boundaries):
+    if place >= 0:
+      assert vocabulary.decode(ids[:i]) == text[:place]
+    else:
+      assert vocabulary.decode(ids[:i])[-1] == '\ufffd'
+
+
+@pytest.mark.skipif(not TOKENIZERS, reason='no tokenizers here')
+@pytest.mark.parametrize('path', TOKENIZERS, ids=lambda path: path.name)
+def test_public_models(path):
+  if 'mistral' not in path.name:
+    with pytest.raises(errors.UserError, match='no BOS piece|give back the'):
+      vocabularies.open_vocabulary(path)
+    return
+  mistral = vocabularies.open_vocabulary(path)
+  assert (mistral.unk, mistral.bos, mistral.eos) == (0, 1, 2)
+  # Its published ids of this text.
+  assert mistral.encode('Hello world').tolist() == [22557, 1526]
+  assert mistral.size == 32000 and not mistral.sentinels

@@ -1,0 +1,60 @@
+"""Training a vocabulary: the same every time, bounded, whole or not at all."""
+
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import text_sources
+from encdec_adapt.tokenizers import vocabulary_training
+
+SIZE = 512
+
+
+@pytest.fixture(scope='module')
+def documents():
+  source = text_sources.open_source('python', max_documents=30)
+  return [document.text for document in source.documents()]
+
+
+def test_training_is_deterministic_and_atomic(documents, tmp_path):
+  first, second = (
+    vocabulary_training.train_vocabulary(
+      iter(documents), tmp_path / name, SIZE, max_bytes=100_000
+    )
+    for name in ('a.model', 'b.model')
+  )
+  assert first.fingerprint == second.fingerprint
+  assert len(first.fingerprint) == 64
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['a.model', 'b.model']
+  other = vocabulary_training.train_vocabulary(
+    documents, tmp_path / 'b.model', SIZE + 1, max_bytes=100_000
+  )
+  assert other.size == SIZE + 1 and other.fingerprint != first.fingerprint
+
+
+def test_training_text_is_bounded():
+  def endless():
+    while True:
+      yield 'some words on a line\n' * 1000
+
+  lines = list(vocabulary_training._training_lines(endless(), 10_000))
+  assert sum(map(len, lines)) == pytest.approx(10_000, rel=0.01)
+  lines = list(
+    vocabulary_training._training_lines(['x' * 2500 + '\n\n y'], 10**6)
+  )
+  assert lines == ['x' * 1000, 'x' * 1000, 'x' * 500, ' y']
+
+
+def test_training_refuses(documents, tmp_path):
+  path = tmp_path / 'a.model'
+  with pytest.raises(errors.UserError, match='there is no text'):
+    vocabulary_training.train_vocabulary(['', '\n'], path, SIZE)
+  with pytest.raises(errors.UserError, match='vocabulary size 100000 does not'):
+    vocabulary_training.train_vocabulary(documents[:2], path, 100_000)
+  with pytest.raises(errors.UserError, match='vocabulary size 64 does not'):
+    vocabulary_training.train_vocabulary(documents[:2], path, 64)
+  assert not list(tmp_path.iterdir())
+  (tmp_path / 'file').touch()
+  with pytest.raises(errors.UserError, match='cannot be written'):
+    vocabulary_training.train_vocabulary(
+      documents, tmp_path / 'file' / 'a', SIZE, max_bytes=50_000
+    )
