@@ -16,7 +16,7 @@ steps: arXiv 2504.06225).
 
 from configs import base
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config
 
@@ -65,13 +65,13 @@ def _model(args):
   encoder = _open(args['encoder'])
   decoder = _open(args['decoder']) if args['decoder'] else encoder
   for opened in (encoder, decoder):
-    source_model.require_decoder_only(opened)
+    stored_model.require_decoder_only(opened)
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
   pair = config_json.pair_of(*stacks, target=args['target'])
-  choice = source_model.vocabularies_of_pair(encoder, decoder)
+  choice = stored_model.vocabularies_of_pair(encoder, decoder)
   return pair, 0 if balanced else 1000, choice
 
 
 def _open(path):
-  return source_model.open_source(path, vocab_multiple=_MULTIPLE)
+  return stored_model.open_model(path, vocab_multiple=_MULTIPLE)

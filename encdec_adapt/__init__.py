@@ -8,7 +8,7 @@ Importing the package imports nothing else; the commands are its modules.
 
 
 def load(path, **options):
-  """Loads a model; see `encdec_adapt.conversion.facade.load`."""
-  from encdec_adapt.conversion import facade
+  """Loads a model; see `encdec_adapt.conversion.loaded_model.load`."""
+  from encdec_adapt.conversion import loaded_model
 
-  return facade.load(path, **options)
+  return loaded_model.load(path, **options)

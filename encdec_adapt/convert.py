@@ -24,7 +24,7 @@ from encdec_adapt.conversion import (
   compare,
   conversions,
   inspection,
-  source_model,
+  stored_model,
 )
 from encdec_adapt.models import model_config
 
@@ -41,7 +41,7 @@ _WINDOW = functools.partial(
   flags.DEFINE_enum,
   'encoder_window',
   None,
-  list(source_model.WINDOWS),
+  list(stored_model.WINDOWS),
   'Local window of the encoder, a bidirectional one: |q-k| < W, as the authors'
   " of T5Gemma, or <= W, as transformers 5.23. By default a run's own; of a"
   " folder, what its config.json says, or the authors'.",
@@ -137,7 +137,7 @@ def _defining(*definitions) -> command.DefineFlags:
 
 def inspect(_: flags.FlagValues, operands: list[str]) -> int:
   """Prints what a model is."""
-  print(inspection.describe(source_model.open_source(operands[0])))
+  print(inspection.describe(stored_model.open_model(operands[0])))
   return 0
 
 

@@ -19,7 +19,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import atomic, disk, paths
@@ -121,7 +121,7 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
     )
   disk.require_writable(path)
   found = manager.open_latest(path)
-  source_model.open_vocabularies(found, settings.data.vocabularies)
+  stored_model.open_vocabularies(found, settings.data.vocabularies)
   vocabulary_checks.check_records(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
   mesh = mesh_lib.make_mesh(

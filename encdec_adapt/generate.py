@@ -24,7 +24,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import job
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import facade, origin, source_model
+from encdec_adapt.conversion import kept_files, loaded_model, stored_model
 from encdec_adapt.files import disk, paths
 from encdec_adapt.inference import generation
 from encdec_adapt.inference import sampling as sampling_lib
@@ -87,7 +87,7 @@ class Opened:
   Attributes:
     config: its shape.
     vocabularies: of its sides.
-    special_ids: as `origin.special_ids` gives them.
+    special_ids: as `kept_files.special_ids` gives them.
     read: gives the model and its parameters, on one device.
   """
 
@@ -248,14 +248,14 @@ def open_model(path: str) -> Opened:
     UserError: there is no model, no sound checkpoint or no vocabulary, or it
       is not that of the checkpoint.
   """
-  open_it = _open_folder if source_model.is_folder(path) else _open_run
+  open_it = _open_folder if stored_model.is_folder(path) else _open_run
   config, opened, read = open_it(path)
-  special = origin.special_ids(origin.folders(path), opened)
+  special = kept_files.special_ids(kept_files.folders(path), opened)
   return Opened(config, opened, special, read)
 
 
 def _open_folder(path: str):
-  source = source_model.open_source(path)
+  source = stored_model.open_model(path)
   if source.vocabularies is None:
     raise errors.UserError(
       f'{path} has no tokenizer, so there is nothing to read prompts with; put'
@@ -266,7 +266,7 @@ def _open_folder(path: str):
     vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
 
   def read():
-    loaded = facade.load(path)
+    loaded = loaded_model.load(path)
     return loaded.model, loaded.params
 
   return source.model, opened, read
@@ -276,7 +276,7 @@ def _open_run(workdir: str):
   settings = config_lib.load_run(workdir)
   found = manager.open_latest(workdir)
   choice = settings.data.vocabularies
-  opened = source_model.open_vocabularies(found, choice)
+  opened = stored_model.open_vocabularies(found, choice)
   if opened is None:
     raise errors.UserError(
       f'{workdir} has no vocabulary, so there is nothing to read prompts with;'

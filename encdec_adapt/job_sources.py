@@ -11,7 +11,7 @@ from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.adaptation import coverage, initialise, weight_plan
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import origin, source_model
+from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.models import decoder_only, model_config, parameters
 from encdec_adapt.telemetry import accounting
 from encdec_adapt.training import state as state_lib
@@ -35,7 +35,7 @@ def check_sources(
   sources, _ = fitting_sources(settings, where)
   if not sources:
     return
-  origin.check(origin_folders(settings))
+  kept_files.check(origin_folders(settings))
   of_side = {'encoder': sources[0], 'decoder': sources[-1]}
   seen = set()
   for side in settings.model.stacks:
@@ -47,7 +47,7 @@ def check_sources(
 
 def fitting_sources(
   settings: config_lib.Settings, where: state_lib.Placement
-) -> tuple[list[source_model.Source], coverage.Coverage | None]:
+) -> tuple[list[stored_model.StoredModel], coverage.Coverage | None]:
   """The sources, opened, and what an adaptation would do with every weight.
 
   Reads configs alone; says in what a model differs from one it continues.
@@ -68,13 +68,13 @@ def fitting_sources(
     _compare(sources[0], where)
     return sources, None
   for source in sources:
-    source_model.require_decoder_only(source)
+    stored_model.require_decoder_only(source)
   report = weight_plan.make_plan(
     settings.model,
     *(source.model for source in sources),
     **_options(settings),
   )
-  return sources, source_model.with_outside(report, sources[0], sources[-1])
+  return sources, stored_model.with_outside(report, sources[0], sources[-1])
 
 
 def _options(settings: config_lib.Settings) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def _options(settings: config_lib.Settings) -> dict[str, Any]:
   }
 
 
-def origin_folders(settings: config_lib.Settings) -> origin.Folders:
+def origin_folders(settings: config_lib.Settings) -> kept_files.Folders:
   """Where the files of the sources lie that export carries along."""
   init = settings.init
   if init.mode == 'random':
     return {}
   if init.mode == 'checkpoint':
-    return origin.folders(init.encoder)
-  return origin.of_pair(init.encoder, init.decoder or init.encoder)
+    return kept_files.folders(init.encoder)
+  return kept_files.of_pair(init.encoder, init.decoder or init.encoder)
 
 
 def initial_params(
@@ -131,18 +131,20 @@ def initial_params(
   params = where.place(make, rng, *read)
   report = reports[-1]
   if sources:
-    report = source_model.with_outside(report, sources[0], sources[-1])
+    report = stored_model.with_outside(report, sources[0], sources[-1])
   return params, report
 
 
 def _read_source(
-  source: source_model.Source, settings: config_lib.Settings, mesh: Mesh
+  source: stored_model.StoredModel, settings: config_lib.Settings, mesh: Mesh
 ) -> decoder_only.Params:
   """Parameters of a decoder-only model."""
   return source.read(job.place_model(settings, source.model, mesh))
 
 
-def _compare(source: source_model.Source, where: state_lib.Placement) -> None:
+def _compare(
+  source: stored_model.StoredModel, where: state_lib.Placement
+) -> None:
   """Says in what the model differs from the one that it continues.
 
   Raises:
@@ -206,8 +208,8 @@ def read_costs(settings: config_lib.Settings) -> accounting.Sources:
   return accounting.read_sources(p for p in (*paths, settings.teacher) if p)
 
 
-def _open(settings: config_lib.Settings, path: str) -> source_model.Source:
+def _open(settings: config_lib.Settings, path: str) -> stored_model.StoredModel:
   """A source or teacher, its tables padded as the model's own."""
-  return source_model.open_source(
+  return stored_model.open_model(
     path, vocab_multiple=settings.model.decoder.vocab_multiple
   )

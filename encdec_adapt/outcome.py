@@ -15,7 +15,7 @@ import ml_collections
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, job_sources
 from encdec_adapt.adaptation import coverage
-from encdec_adapt.conversion import origin, work_folder
+from encdec_adapt.conversion import kept_files, work_directory
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import accounting, metrics
@@ -38,12 +38,12 @@ def begin(
     opened: the vocabularies.
   """
   reopen(workdir)
-  path = paths.at(workdir) / work_folder.COVERAGE
+  path = paths.at(workdir) / work_directory.COVERAGE
   path.unlink(missing_ok=True)
   if report:
     atomic.write_json(path, report.to_json())
-  origin.keep(workdir, job_sources.origin_folders(settings))
-  work_folder.keep_vocabularies(workdir, opened)
+  kept_files.keep(workdir, job_sources.origin_folders(settings))
+  work_directory.keep_vocabularies(workdir, opened)
 
 
 def describe(

@@ -3,7 +3,7 @@
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.data import records
 from encdec_adapt.tokenizers import vocabularies
 
@@ -73,7 +73,7 @@ def check_records(
 
 
 def check_source(
-  settings: config_lib.Settings, source: source_model.Source, side: str
+  settings: config_lib.Settings, source: stored_model.StoredModel, side: str
 ) -> None:
   """Refuses a source or teacher that was trained with another vocabulary.
 

@@ -17,9 +17,9 @@ from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
   conversions,
-  origin,
-  source_model,
-  work_folder,
+  kept_files,
+  stored_model,
+  work_directory,
 )
 from encdec_adapt.huggingface import config_json, folder
 from encdec_adapt.models import model_config, parameters
@@ -40,7 +40,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   """Makes an encoder-decoder of one or two decoder-only models."""
   command.require(values, 'encoder', *(() if values.dry_run else ('output',)))
   if not values.dry_run:
-    work_folder.require(values.output)
+    work_directory.require(values.output)
   paths = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [_open_decoder_only(path, values) for path in paths]
   encoder, decoder = sources[0], sources[-1]
@@ -52,8 +52,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
-  report = source_model.with_outside(report, encoder, decoder)
-  choice = source_model.vocabularies_of_pair(encoder, decoder)
+  report = stored_model.with_outside(report, encoder, decoder)
+  choice = stored_model.vocabularies_of_pair(encoder, decoder)
   _check_vocabularies(choice, encoder, decoder, shared=target.shared_table)
   print(report.table())
   if encoder.model.decoder.width != decoder.model.decoder.width:
@@ -66,26 +66,26 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   if values.dry_run:
     print(f'{count:,} parameters; no weights were read, nothing was written')
     return 0
-  contents = work_folder.Contents(
+  contents = work_directory.Contents(
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    origin.of_pair(encoder.path, decoder.path),
+    kept_files.of_pair(encoder.path, decoder.path),
     choice,
     report,
     can_extend=True,
   )
   arrays = _arrays(target, report, encoder, decoder, values.seed)
-  lazy = work_folder.lazy_params(arrays, progress.ByteProgress('made'))
-  work_folder.write(values.output, contents, lazy)
+  lazy = work_directory.lazy_params(arrays, progress.ByteProgress('made'))
+  work_directory.write(values.output, contents, lazy)
   print(f'{values.output}: {count:,} parameters, step 0')
   return 0
 
 
 def _open_decoder_only(
   path: str, values: flags.FlagValues
-) -> source_model.Source:
+) -> stored_model.StoredModel:
   source = conversions.open_source(path, values)
-  source_model.require_decoder_only(source)
+  stored_model.require_decoder_only(source)
   return source
 
 
@@ -146,8 +146,8 @@ def _refuse_contradictions(
 def _arrays(
   target: model_config.EncoderDecoderConfig,
   report: coverage_lib.Coverage,
-  encoder: source_model.Source,
-  decoder: source_model.Source,
+  encoder: stored_model.StoredModel,
+  decoder: stored_model.StoredModel,
   seed: int,
 ) -> Iterator[folder.LazyArray]:
   """Every array of the target, made when it is read."""
@@ -191,8 +191,8 @@ def _drawn(
 
 def _check_vocabularies(
   choice: vocabularies.Choice | None,
-  encoder: source_model.Source,
-  decoder: source_model.Source,
+  encoder: stored_model.StoredModel,
+  decoder: stored_model.StoredModel,
   *,
   shared: bool,
 ) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import facade, source_model
+from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import layer_leaves, model_config
 
@@ -55,7 +55,7 @@ class LeafDifference:
 
 
 def diff(
-  one: source_model.Source, other: source_model.Source
+  one: stored_model.StoredModel, other: stored_model.StoredModel
 ) -> Iterator[LeafDifference]:
   """Compares two models parameter by parameter, layer by layer.
 
@@ -81,7 +81,7 @@ def diff(
 class _Leaves:
   """A model's parameters by layer."""
 
-  def __init__(self, source: source_model.Source):
+  def __init__(self, source: stored_model.StoredModel):
     self.leaves = layer_leaves.leaves_of(source.model)
     self._arrays = {array.path: array for array in source.arrays()}
     self._stacks = source.model.stacks
@@ -220,7 +220,9 @@ class Agreement:
   top1: float
 
 
-def require_alike(one: source_model.Source, other: source_model.Source) -> None:
+def require_alike(
+  one: stored_model.StoredModel, other: stored_model.StoredModel
+) -> None:
   """Refuses two models that cannot read the same tokens.
 
   Raises:
@@ -254,7 +256,7 @@ def verify(
   """
   logits = []
   for path in paths:
-    model = facade.load(path, encoder_window=encoder_window)
+    model = loaded_model.load(path, encoder_window=encoder_window)
     with jax.default_matmul_precision('highest'):
       found = model.logits(
         rows.decoder, rows.encoder, rows.encoder_mask, rows.decoder_mask

@@ -14,11 +14,11 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import merge
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
-  flax_source,
+  flax_folder,
+  kept_files,
   model_card,
-  origin,
-  source_model,
-  work_folder,
+  stored_model,
+  work_directory,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import (
@@ -33,9 +33,11 @@ from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
 
 
-def open_source(path: str, values: flags.FlagValues) -> source_model.Source:
+def open_source(
+  path: str, values: flags.FlagValues
+) -> stored_model.StoredModel:
   """Opens a model as the flags say, those that the command has."""
-  return source_model.open_source(
+  return stored_model.open_model(
     path,
     **{
       name: values[name].value
@@ -48,10 +50,10 @@ def open_source(path: str, values: flags.FlagValues) -> source_model.Source:
 def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Makes a work directory of a Hugging Face folder, or an authors' one."""
   command.require(values, 'source', 'output')
-  work_folder.require(values.output)
+  work_directory.require(values.output)
   is_flax = _is_flax(values.source)
   if is_flax:
-    source = flax_source.open_flax(
+    source = flax_folder.open_flax(
       values.source,
       values.model,
       encoder_window=values.encoder_window,
@@ -65,18 +67,20 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       )
     source = open_source(values.source, values)
   print_unused(source)
-  contents = work_folder.Contents(
+  contents = work_directory.Contents(
     source.model,
     {
       'command': 'import',
       'sources': [str(source.path)],
       'unused': source.unused,
     },
-    {} if is_flax else origin.folders(source.path),
+    {} if is_flax else kept_files.folders(source.path),
     source.vocabularies,
   )
-  lazy = work_folder.lazy_params(source.arrays(), progress.ByteProgress('read'))
-  work_folder.write(values.output, contents, lazy)
+  lazy = work_directory.lazy_params(
+    source.arrays(), progress.ByteProgress('read')
+  )
+  work_directory.write(values.output, contents, lazy)
   count = parameters.count(source.model)
   print(f'{values.output}: {count:,} parameters, step 0')
   return 0
@@ -89,9 +93,9 @@ def _is_flax(path: str) -> bool:
     UserError: it is neither.
   """
   has_config = (paths.at(path) / tensor_folder.CONFIG).exists()
-  if not has_config and flax_source.is_flax_folder(path):
+  if not has_config and flax_folder.is_flax_folder(path):
     return True
-  if not source_model.is_folder(path):
+  if not stored_model.is_folder(path):
     raise errors.UserError(
       f'--source={path} is a work directory already; import reads Hugging Face'
       " folders, and the authors' Flax ones."
@@ -107,27 +111,27 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     raise errors.UserError(
       f'--shard_gb is {values.shard_gb}; it must be a number above 0.'
     )
-  source = source_model.open_source(values.checkpoint)
+  source = stored_model.open_model(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
-  found = origin.folders(source.path)
-  origin.check(found)
+  found = kept_files.folders(source.path)
+  kept_files.check(found)
   opened = source.vocabularies.open() if source.vocabularies else None
-  files = origin.tokenizer_files(found, opened)
-  carried = origin.with_added(files, opened)
+  files = kept_files.tokenizer_files(found, opened)
+  carried = kept_files.with_added(files, opened)
   vision = _vision(values.vision, source.model, found, own=own)
   notes = [
     _window_note(source.model, own=own),
-    origin.added_note(opened, is_written=carried != files),
+    kept_files.added_note(opened, is_written=carried != files),
     _vision_note(vision, values.vision, source.model, own=own),
     _processor_note(vision, values.vision, found),
-    origin.dropped_note(found),
+    kept_files.dropped_note(found),
   ]
   notes = [note for note in notes if note]
   for note in notes:
     print(f'note: {note}')
-  fields = origin.config_fields(found, opened)
+  fields = kept_files.config_fields(found, opened)
   is_pair = isinstance(source.model, model_config.EncoderDecoderConfig)
-  generation = origin.generation_config(found, fields, is_pair=is_pair)
+  generation = kept_files.generation_config(found, fields, is_pair=is_pair)
   arrays = {array.path: array for array in source.arrays()}
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
@@ -141,7 +145,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     dtype=dtype,
     fields=fields,
     texts={
-      origin.GENERATION: json.dumps(generation, indent=2) + '\n',
+      kept_files.GENERATION: json.dumps(generation, indent=2) + '\n',
       'README.md': model_card.write(source, own=own, dtype=name, notes=notes),
     },
     carried=carried,
@@ -156,7 +160,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
 def _vision(
   folder: str | None,
   model: model_config.ModelConfig,
-  found: origin.Folders,
+  found: kept_files.Folders,
   *,
   own: bool,
 ) -> vision_lib.Vision | None:
@@ -168,7 +172,7 @@ def _vision(
         ' model has no part that reads images.'
       )
     return None
-  part = origin.vision_part(found, folder)
+  part = kept_files.vision_part(found, folder)
   if part is not None:
     part.require_fits(model)
   return part
@@ -197,7 +201,7 @@ def _vision_note(
 
 
 def _processor_note(
-  part: vision_lib.Vision | None, folder: str | None, found: origin.Folders
+  part: vision_lib.Vision | None, folder: str | None, found: kept_files.Folders
 ) -> str:
   """Which files make pixels of images, and what they need besides; or ''."""
   if part is None:
@@ -210,7 +214,7 @@ def _processor_note(
       ' of an image without them: take them from the model that the vision part'
       ' is of.'
     )
-  if folder is None or origin.reads_images(found):
+  if folder is None or kept_files.reads_images(found):
     return ''
   return (
     f'{names} came with the vision part; the tokenizer did not. An image is'
@@ -269,13 +273,13 @@ def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   """Averages models of one shape."""
   command.require(values, 'output')
-  work_folder.require(values.output)
+  work_directory.require(values.output)
   weights = _weights(values.weights, len(operands))
   merge.check_weights(weights, len(operands))
-  sources = [source_model.open_source(operands[0])]
+  sources = [stored_model.open_model(operands[0])]
   rows = sources[0].model.decoder.vocab_multiple
   sources += [
-    source_model.open_source(path, vocab_multiple=rows) for path in operands[1:]
+    stored_model.open_model(path, vocab_multiple=rows) for path in operands[1:]
   ]
   for source in sources[1:]:
     found = model_config.differences(sources[0].model, source.model)
@@ -286,22 +290,22 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
         f'{sources[0].path} and {source.path} are not of one shape:'
         f' {"; ".join(found)}. Only models of the same config are averaged.'
       )
-    source_model.require_same_vocabularies(sources[0], source)
-  contents = work_folder.Contents(
+    stored_model.require_same_vocabularies(sources[0], source)
+  contents = work_directory.Contents(
     sources[0].model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
-    origin.folders(operands[0]),
+    kept_files.folders(operands[0]),
     sources[0].vocabularies,
   )
-  lazy = work_folder.lazy_params(
+  lazy = work_directory.lazy_params(
     _averages(sources, weights), progress.ByteProgress('averaged')
   )
-  work_folder.write(values.output, contents, lazy)
+  work_directory.write(values.output, contents, lazy)
   print(f'{values.output}: the average of {len(operands)} models')
   return 0
 
 
-def _averages(sources: list[source_model.Source], weights: list[float]):
+def _averages(sources: list[stored_model.StoredModel], weights: list[float]):
   """Every parameter of the average, made when it is read."""
   for arrays in zip(*(s.arrays() for s in sources), strict=True):
 
@@ -314,7 +318,7 @@ def _averages(sources: list[source_model.Source], weights: list[float]):
     )
 
 
-def print_unused(source: source_model.Source) -> None:
+def print_unused(source: stored_model.StoredModel) -> None:
   """Says what is left out: all of it is in summary.json."""
   for line in coverage_lib.by_reason(source.unused):
     print(f'unused: {line}')

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 import dataclasses
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import disk
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config, parameters
 
 
-def describe(source: source_model.Source) -> str:
+def describe(source: stored_model.StoredModel) -> str:
   """Kind, sizes, dtypes, step and config of a model.
 
   Args:
@@ -34,7 +34,7 @@ def kind_of(model: model_config.ModelConfig) -> str:
   return 'encoder-decoder' if is_pair else 'decoder-only'
 
 
-def _head(source: source_model.Source) -> Iterator[str]:
+def _head(source: stored_model.StoredModel) -> Iterator[str]:
   if source.is_run:
     yield f'{source.path}: work directory, checkpoint of step {source.step}'
   else:
@@ -47,7 +47,7 @@ def _head(source: source_model.Source) -> Iterator[str]:
     yield f"the encoder's vocabulary: {choice.encoder}"
 
 
-def _sizes(source: source_model.Source) -> Iterator[str]:
+def _sizes(source: stored_model.StoredModel) -> Iterator[str]:
   yield f'parameters: {parameters.count(source.model):,}'
   for name, part in parameters.count_by_stack(source.model).items():
     split = ', '.join(
@@ -68,7 +68,7 @@ def _sizes(source: source_model.Source) -> Iterator[str]:
     yield f'{count} tensors unused: {reason}'
 
 
-def _config(source: source_model.Source) -> Iterator[str]:
+def _config(source: stored_model.StoredModel) -> Iterator[str]:
   stacks = source.model.stacks
   width = max(len(field.name) for field in _fields())
   yield f'{"config":<{width}}  ' + '  '.join(f'{n:<20}' for n in stacks)

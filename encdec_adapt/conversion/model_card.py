@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import inspection, source_model, work_folder
+from encdec_adapt.conversion import inspection, stored_model, work_directory
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import model_config, parameters
@@ -26,7 +26,7 @@ _LOAD = """## Loading
 
 
 def write(
-  source: source_model.Source,
+  source: stored_model.StoredModel,
   *,
   own: bool,
   dtype: str,
@@ -121,7 +121,7 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     return
   summary = _read(path / accounting.SUMMARY)
   config = _read(path / config_lib.RUN_CONFIG)
-  coverage = _read(path / work_folder.COVERAGE)
+  coverage = _read(path / work_directory.COVERAGE)
   made_by = (summary or {}).get('made_by')
   if made_by:
     sources = made_by['sources']

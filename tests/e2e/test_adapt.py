@@ -15,7 +15,7 @@ from safetensors import numpy as safetensors
 from encdec_adapt import train
 from encdec_adapt.adaptation import initialise
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders
@@ -31,7 +31,7 @@ _train = functools.partial(tiny.call, train)
 
 def _arrays(path):
   """Every parameter of a model, by its stored path."""
-  opened = source_model.open_source(path, vocab_multiple=128)
+  opened = stored_model.open_model(path, vocab_multiple=128)
   return {array.path: np.asarray(array) for array in opened.arrays()}
 
 
@@ -42,10 +42,10 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
   assert convert_('adapt', *flags, '--seed=3') == 0
   sources = []
   for path in (wide, gemma):
-    model = source_model.open_source(path, vocab_multiple=128).model
+    model = stored_model.open_model(path, vocab_multiple=128).model
     nested = traverse_util.unflatten_dict(_arrays(path), sep='/')
     sources.append((model, nested))
-  target = source_model.open_source(output).model
+  target = stored_model.open_model(output).model
   account = {}
 
   @jax.jit
@@ -85,7 +85,7 @@ def test_options_of_adaptation_keep_the_function(
   output = folder / 'optional'
   flags = [f'--encoder={gemma}', f'--output={output}', '--shared_table']
   assert convert_('adapt', *flags, '--encoder_kv_heads=2') == 0
-  model = source_model.open_source(output).model
+  model = stored_model.open_model(output).model
   assert model.shared_table
   assert (model.encoder.kv_heads, model.decoder.kv_heads) == (2, 1)
   assert convert_('verify', adapted, output, folders.ROUNDED) == 0

@@ -10,7 +10,7 @@ import pytest
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder
@@ -73,7 +73,7 @@ def test_space_is_asked_for_where_the_draft_is(
 def test_a_folder_without_its_marker_is_none(put):
   (paths.at(put) / new_folder.MARKER).unlink()
   with pytest.raises(errors.UserError, match='holds no model'):
-    source_model.open_source(put)
+    stored_model.open_model(put)
 
 
 def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):

@@ -16,7 +16,7 @@ from encdec_adapt import evaluate, generate, job, loop, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import preemption
-from encdec_adapt.conversion import origin
+from encdec_adapt.conversion import kept_files
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
@@ -144,14 +144,19 @@ def _end(*_, **__):
   raise InterruptedError('this is not to be gone beyond')
 
 
-FOR_READERS = ('summary.json', evaluate.FILE, 'coverage.json', origin.FOLDER)
+FOR_READERS = (
+  'summary.json',
+  evaluate.FILE,
+  'coverage.json',
+  kept_files.FOLDER,
+)
 
 
 def test_what_a_start_before_left_goes_before_the_new_is_written(
   pairs, tmp_path, monkeypatch
 ):
   run = tmp_path / 'run'
-  (run / origin.FOLDER / 'decoder').mkdir(parents=True)
+  (run / kept_files.FOLDER / 'decoder').mkdir(parents=True)
   for name in FOR_READERS[:3]:
     (run / name).write_text('{"of": "others"}')
   monkeypatch.setattr(loop.loader, 'Loader', _end)

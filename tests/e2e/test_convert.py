@@ -19,7 +19,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import origin, source_model, work_folder
+from encdec_adapt.conversion import kept_files, stored_model, work_directory
 from encdec_adapt.huggingface import siglip
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
@@ -77,7 +77,7 @@ def test_export_in_bfloat16_and_shards(folder, imported):
   index = json.loads((output / 'model.safetensors.index.json').read_text())
   assert len(set(index['weight_map'].values())) > 1
   assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
-  opened = source_model.open_source(output)
+  opened = stored_model.open_model(output)
   assert {str(array.dtype) for array in opened.arrays()} == {'bfloat16'}
   assert convert_('verify', imported, output, '--tolerance=1e-6') == 1
   assert convert_('verify', imported, output, '--tolerance=1') == 0
@@ -108,7 +108,7 @@ def test_export_tells_of_another_window(folder, adapted, capsys):
 def test_adapted_pairs_say_where_weights_came_from(adapted, imported):
   account = json.loads((adapted / 'coverage.json').read_text())
   assert account['parameters']['fresh'] == 0
-  assert source_model.open_source(adapted).step == 0
+  assert stored_model.open_model(adapted).step == 0
   settings = config_lib.load_run(str(adapted))
   assert settings.model.encoder.role == 'bidirectional'
   # Rows of the tables that no token has are not counted.
@@ -158,8 +158,8 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   assert tensors['decoder.layers.1.attention.query'].shape == (16, 2, 8)
   assert tensors['encoder.embedder.table'].shape == (tiny.VOCAB, 16)
   assert tensors['decoder.head.table'].shape == (50, 16)
-  assert source_model.open_source(output).model == (
-    source_model.open_source(cross_family).model
+  assert stored_model.open_model(output).model == (
+    stored_model.open_model(cross_family).model
   )
   assert convert_('diff', cross_family, output) == 0
   assert convert_('verify', cross_family, output, folders.ROUNDED) == 0
@@ -219,14 +219,14 @@ def test_added_sentinels_are_written_or_spoken_of(
 ):
   workdir = folder / f'{vocabulary}_sentinels'
   output = folder / f'{vocabulary}_sentinels_out'
-  source = source_model.open_source(imported)
+  source = stored_model.open_model(imported)
   made_by = {'command': 'import', 'sources': []}
-  kept = origin.folders(imported)
+  kept = kept_files.folders(imported)
   # Its checkpoint names no vocabulary, so that any may be put beside it.
-  work_folder.write(
+  work_directory.write(
     workdir,
-    work_folder.Contents(source.model, made_by, kept),
-    work_folder.lazy_params(source.arrays(), lambda *_: None),
+    work_directory.Contents(source.model, made_by, kept),
+    work_directory.lazy_params(source.arrays(), lambda *_: None),
   )
   config = json.loads((workdir / 'config.json').read_text())
   own = source.vocabularies.decoder
@@ -311,14 +311,14 @@ def test_what_is_kept_takes_the_place_of_what_was(gemma, tmp_path):
   tensors = {f'model.encoder.{n}': np.zeros(s, 'f4') for n, s in shapes.items()}
   safetensors.save_file(tensors, sees / 'model.safetensors', {'format': 'pt'})
   for _ in range(2):
-    origin.keep(run, {'decoder': sees, 'encoder': gemma})
-  kept = run / origin.FOLDER
-  part = origin.vision_part({'decoder': kept / 'decoder'})
+    kept_files.keep(run, {'decoder': sees, 'encoder': gemma})
+  kept = run / kept_files.FOLDER
+  part = kept_files.vision_part({'decoder': kept / 'decoder'})
   assert len(part.names) == len(shapes)
-  origin.keep(run, {'decoder': gemma})
+  kept_files.keep(run, {'decoder': gemma})
   assert os.listdir(kept) == ['decoder']
   assert not (kept / 'decoder' / 'vision').exists()
-  origin.keep(run, {})
+  kept_files.keep(run, {})
   assert not kept.exists()
 
 
@@ -445,10 +445,10 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
   flags = ['--weights=0.25,0.75', f'--output={output}']
   assert convert_('merge', imported, other, *flags) == 0
   arrays = [
-    {a.path: np.asarray(a) for a in source_model.open_source(path).arrays()}
+    {a.path: np.asarray(a) for a in stored_model.open_model(path).arrays()}
     for path in (imported, output)
   ]
-  theirs = source_model.open_source(other, vocab_multiple=128)
+  theirs = stored_model.open_model(other, vocab_multiple=128)
   for array in theirs.arrays():
     mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
     np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)

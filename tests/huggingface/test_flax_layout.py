@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 from tests import tiny
@@ -211,14 +211,14 @@ def test_the_import_command(tmp_path, capsys):
   flags += [f'--model={tmp_path}/config.json', '--vocab_multiple=16']
   assert convert_('import', *flags) == 0
   assert 'rows 20 to 23' in capsys.readouterr().out
-  opened = source_model.open_source(tmp_path / 'run')
+  opened = stored_model.open_model(tmp_path / 'run')
   assert opened.model == model_config.with_vocab_multiple(PAIR, 16)
   found = {array.path: np.asarray(array) for array in opened.arrays()}
   table = found['encoder/embedder/table']
   np.testing.assert_array_equal(table[:20], leaves['encoder/embedder/table'])
   assert table.shape == (32, 4) and not table[20:].any()
   with pytest.raises(errors.UserError, match='convert import'):
-    source_model.open_source(source)
+    stored_model.open_model(source)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pathlib
 
 from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import model_config, presets
@@ -19,7 +19,7 @@ def open_flax(
   *,
   encoder_window: str | None = None,
   vocab_multiple: int | None = None,
-) -> source_model.Source:
+) -> stored_model.StoredModel:
   """Opens such a folder; reads names and shapes only.
 
   Args:
@@ -38,18 +38,18 @@ def open_flax(
   folder = orbax_folder.OrbaxFolder(path)
   given = None if config is None else _config(config)
   model = flax_layout.model_of(folder.arrays, given, str(path))
-  model = source_model.with_window(model, encoder_window, str(path))
+  model = stored_model.with_window(model, encoder_window, str(path))
   if vocab_multiple is not None:
     model = model_config.with_vocab_multiple(model, vocab_multiple)
   found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
 
   def read(where, on_progress=None):
-    return source_model.read_placed(found.arrays(), where, on_progress)
+    return stored_model.read_placed(found.arrays(), where, on_progress)
 
-  return source_model.Source(
+  return stored_model.StoredModel(
     path,
     model,
-    source_model.vocabularies_in(path),
+    stored_model.vocabularies_in(path),
     found.arrays,
     read,
     unused=found.unused,

@@ -13,7 +13,7 @@ import pathlib
 from typing import Any
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_model
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import config_json, tensor_folder, vision
 from encdec_adapt.tokenizers import added_tokens, vocabularies, vocabulary
@@ -49,7 +49,7 @@ def folders(path: str | os.PathLike[str]) -> Folders:
     path: a Hugging Face folder, or a work directory.
   """
   path = paths.at(path)
-  if source_model.is_folder(path):
+  if stored_model.is_folder(path):
     return {'decoder': path}
   kept = path / FOLDER
   return {
@@ -299,7 +299,7 @@ def tokenizer_files(
     name not in files or path.read_bytes() != files[name].read_bytes()
     for name, path in own.items()
   ):
-    files |= {f'{source_model.ENCODER}/{name}': p for name, p in own.items()}
+    files |= {f'{stored_model.ENCODER}/{name}': p for name, p in own.items()}
   return files
 
 
@@ -321,7 +321,7 @@ def with_added(
   """
   found: dict[str, paths.Path | bytes] = dict(carried)
   for side, one in opened.sides.items() if opened else ():
-    start = '' if side == 'decoder' else f'{source_model.ENCODER}/'
+    start = '' if side == 'decoder' else f'{stored_model.ENCODER}/'
     own = {
       name.removeprefix(start): path
       for name, path in carried.items()

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import origin, source_model
+from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -216,7 +216,7 @@ def load(
     )
   rules = rules_lib.named('fsdp')
   shards = math.prod(mesh.shape[axis] for axis in rules.vocab)
-  source = source_model.open_source(
+  source = stored_model.open_model(
     path,
     encoder_window=encoder_window,
     vocab_multiple=shards if shards > 1 else None,
@@ -239,9 +239,9 @@ def load(
   )
 
 
-def _special_ids(source: source_model.Source) -> dict[str, Any]:
+def _special_ids(source: stored_model.StoredModel) -> dict[str, Any]:
   opened = source.vocabularies.open() if source.vocabularies else None
-  return origin.special_ids(origin.folders(source.path), opened)
+  return kept_files.special_ids(kept_files.folders(source.path), opened)
 
 
 def _array(values: Any, what: str) -> np.ndarray | jax.Array:

@@ -26,7 +26,7 @@ _TOGETHER = 128 << 20  # Bytes of a checkpoint that are read at a time.
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class StoredModel:
   """A model whose parameters have not been read yet.
 
   Attributes:
@@ -54,12 +54,12 @@ class Source:
     return self.step is not None
 
 
-def open_source(
+def open_model(
   path: str | os.PathLike[str],
   *,
   encoder_window: str | None = None,
   vocab_multiple: int | None = None,
-) -> Source:
+) -> StoredModel:
   """Opens the work directory of a run, or a Hugging Face folder.
 
   Reads configs and headers only.
@@ -115,7 +115,7 @@ def with_window(
   )
 
 
-def _open_run(path: paths_lib.Path, vocab_multiple: int | None) -> Source:
+def _open_run(path: paths_lib.Path, vocab_multiple: int | None) -> StoredModel:
   """A work directory; its tables are as they are."""
   del vocab_multiple
   settings = config_lib.load_run(str(path))
@@ -127,7 +127,7 @@ def _open_run(path: paths_lib.Path, vocab_multiple: int | None) -> Source:
     del on_progress  # Orbax reads all at once.
     return found.restore_params(where.abstract_params())
 
-  return Source(
+  return StoredModel(
     path,
     settings.model,
     choice if opened else None,
@@ -192,7 +192,7 @@ def _put_back(path: str, side: str, found: manager.Checkpoint) -> str:
 
 
 def vocabularies_of_pair(
-  encoder: Source, decoder: Source
+  encoder: StoredModel, decoder: StoredModel
 ) -> vocabularies.Choice | None:
   """Vocabularies of an encoder-decoder that is made of two models.
 
@@ -215,7 +215,7 @@ def vocabularies_of_pair(
   return dataclasses.replace(own, encoder=theirs.decoder)
 
 
-def require_same_vocabularies(one: Source, other: Source) -> None:
+def require_same_vocabularies(one: StoredModel, other: StoredModel) -> None:
   """Refuses two models of one shape whose ids mean other text.
 
   A model without a tokenizer beside it is taken at its shape.
@@ -247,7 +247,7 @@ def _mean_the_same(one: str, other: str) -> bool:
 
 
 def with_outside(
-  report: coverage_lib.Coverage, encoder: Source, decoder: Source
+  report: coverage_lib.Coverage, encoder: StoredModel, decoder: StoredModel
 ) -> coverage_lib.Coverage:
   """The account of an adaptation, with what the sources' models leave out.
 
@@ -264,7 +264,7 @@ def with_outside(
   return dataclasses.replace(report, outside=outside)
 
 
-def require_decoder_only(source: Source) -> None:
+def require_decoder_only(source: StoredModel) -> None:
   """Refuses what cannot be adapted.
 
   Raises:
@@ -301,13 +301,15 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   return 'model_type' in content or 'train' not in content
 
 
-def _open_folder(path: paths_lib.Path, vocab_multiple: int | None) -> Source:
+def _open_folder(
+  path: paths_lib.Path, vocab_multiple: int | None
+) -> StoredModel:
   opened = folder.ModelFolder.open(path, vocab_multiple=vocab_multiple)
 
   def read(where: state_lib.Placement, on_progress: OnProgress | None = None):
     return read_placed(opened.arrays(), where, on_progress)
 
-  return Source(
+  return StoredModel(
     path,
     opened.config,
     vocabularies_in(path),

@@ -21,7 +21,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, streamed
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import origin, source_model
+from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.huggingface import new_folder
@@ -42,7 +42,7 @@ class Contents:
   Attributes:
     model: the model.
     made_by: `command` and `sources`, the folders it was made from.
-    kept: Hugging Face files (`origin`).
+    kept: Hugging Face files (`kept_files`).
     choice: of vocabularies; None for none.
     coverage: the account of an adaptation.
     can_extend: the command has flags for larger tables, `SIDE_vocab_size`.
@@ -50,7 +50,7 @@ class Contents:
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
-  kept: origin.Folders
+  kept: kept_files.Folders
   choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
@@ -67,7 +67,7 @@ def require(output: str | os.PathLike[str]) -> None:
 
 
 def lazy_params(
-  arrays: Iterable[folder_lib.LazyArray], on_progress: source_model.OnProgress
+  arrays: Iterable[folder_lib.LazyArray], on_progress: stored_model.OnProgress
 ) -> Any:
   """Parameters for `write`, each read when it is written, in its own dtype.
 
@@ -113,7 +113,7 @@ def write(
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
-  origin.check(contents.kept)
+  kept_files.check(contents.kept)
   opened = _open_vocabularies(contents)
   config = _config(contents.model)
   if opened:
@@ -144,7 +144,7 @@ def write(
     atomic.write_json(draft / accounting.SUMMARY, summary)
     if opened:
       keep_vocabularies(draft, opened)
-    origin.keep(draft, contents.kept)
+    kept_files.keep(draft, contents.kept)
     if contents.coverage:
       atomic.write_json(draft / COVERAGE, contents.coverage.to_json())
     meta = {
@@ -271,7 +271,7 @@ def keep_vocabularies(
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
     one, names = sides.get(side), {}
     if one:
-      names = origin.vocabulary_files(one)
+      names = kept_files.vocabulary_files(one)
       names |= {file.name: file for file in one.files if file.suffix == '.json'}
     if any(paths.at(file).parent == folder for file in names.values()):
       continue
