@@ -54,6 +54,8 @@ def _shape(layers, width, mlp_width):
   return dict(layers=layers, width=width, mlp_width=mlp_width)
 
 
+# Digests of the documents that no decoder in configs/decoders has seen.
+HELD_OUT = 'configs/decoders/held_out.txt'
 SIZES = {
   # For a test that every stage runs; its numbers mean nothing.
   'smoke': Size(
@@ -143,12 +145,12 @@ def get_config(arg=None):
   )
   config.compute.scan_unroll = 4
   config.compute.compile_cache = f'{size.root}/compiled'
+  config.data.source = f'python:{HELD_OUT}'
   config.data.max_bytes = size.max_bytes
   # Importing TensorFlow costs a worker more than it saves on so little text.
   config.data.workers = 1
   config.data.vocabulary = f'{size.root}/records/vocabulary.model'
   config.data.shards = 2
-  config.data.eval_fraction = 0.05
   config.data.eval_rows = size.eval_rows
   config.optimizer.learning_rate = 2e-3
   config.train.batch_size = 16

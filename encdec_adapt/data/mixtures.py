@@ -4,8 +4,9 @@
 
 Sources (`data/text_sources.py`) stand between ' + ', each with its weight after
 an '@'; without one it is 1. In each pass a source's documents are drawn as
-often as its weight says: with 2 all of them twice, with 0.25 a quarter of them (in
-every pass another), with 1.5 all of them and half of them once more. So a
+often as its weight says: with 2 all of them twice, with 0.25 a quarter of them
+(in every pass another), with 1.5 all of them and half of them once more. So a
+
 pass is one epoch of a source of weight 1, no text is left out because another
 source ended, and what a pass holds is known before it is made. Of held-out
 documents none is drawn more than once.
@@ -44,11 +45,12 @@ class Draw:
   pass_index: int = 0
 
   def __post_init__(self):
-    self.has('')  # Checks split and fraction.
+    # Checks split and fraction.
+    text_sources.in_split('', self.split, self.eval_fraction, self.seed)
 
-  def has(self, document_id: str) -> bool:
-    """Whether a document is in the split."""
-    return text_sources.in_split(
+  def has(self, source: text_sources.Source, document_id: str) -> bool:
+    """Whether a document of a source is in the split."""
+    return source.in_split(
       document_id, self.split, self.eval_fraction, self.seed
     )
 
@@ -85,7 +87,7 @@ class Part:
       def keep(index: int, name: str, share=share) -> bool:
         return (
           index % num_shards == shard_index
-          and draw.has(name)
+          and draw.has(self.source, name)
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 

@@ -8,6 +8,7 @@ text (the docstrings and the source of a module) are on the same side.
 | name                     | documents                                      |
 |--------------------------|------------------------------------------------|
 | python                   | the text that this Python carries (below)      |
+| python:FILE              | the same, with a list of held-out documents    |
 | text:GLOB                | each file that matches is one document         |
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
@@ -21,7 +22,10 @@ its files once for every shard.
 the standard library its docstrings and its source. Left out: installed
 packages, tests, what is generated or a table rather than text (`encodings`,
 `_sysconfigdata*`), and what is not UTF-8. Its order is that of hashes of the
-ids, so that a capped prefix is a fair sample.
+ids, so that a capped prefix is a fair sample. `python:FILE` holds out the
+topics and modules whose content's digest (`content_digest`) stands on a line
+of FILE, and no others: names and contents change between Python versions, and
+a model that was trained elsewhere is evaluated only on what it has not seen.
 
 This module imports neither TensorFlow nor SeqIO nor jax; a source `tfds:..`
 imports `tensorflow_datasets` (and with it TensorFlow) when it is opened.
@@ -49,7 +53,7 @@ SPLITS = ('train', 'eval')
 _SAMPLE_BYTES = 1 << 16
 # A split may be a slice, such as train[:10%].
 _TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
-_FORMS = 'python, text:GLOB, jsonl:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+_FORMS = 'python[:FILE], text:GLOB, jsonl:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +117,12 @@ class Source(abc.ABC):
   def _entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
     """Id and a function that reads the text, cheap until it is called."""
 
+  def in_split(
+    self, document_id: str, split: str, eval_fraction: float, seed: int
+  ) -> bool:
+    """Whether a document belongs to `split`; the arguments of `in_split`."""
+    return in_split(document_id, split, eval_fraction, seed)
+
   @abc.abstractmethod
   def _content(self) -> Iterator[object]:
     """What the fingerprint is taken of."""
@@ -174,15 +184,20 @@ def open_source(
     UserError: the name has no known form, or nothing is found there.
   """
   kind, _, rest = name.partition(':')
-  if kind not in _SOURCES or bool(rest) != (kind != 'python'):
+  if kind not in _SOURCES or not rest and name != 'python':
     raise errors.UserError(
       f'source {name!r}: not a source; the forms are {_FORMS}'
     )
   return _SOURCES[kind](name, max_documents, max_bytes)
 
 
+def content_digest(text: str) -> str:
+  """The 16 hexadecimal digits that identify a held-out text in a list."""
+  return hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]
+
+
 class PythonSource(Source):
-  """`python`: the text that the running Python carries."""
+  """`python[:FILE]`: the text that the running Python carries."""
 
   _LEFT_OUT = frozenset(
     ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')
@@ -208,6 +223,29 @@ class PythonSource(Source):
         ' carries no sources of its standard library or no pydoc_data; use a'
         ' complete Python, or name text of your own as text:GLOB'
       )
+    path = self.name.partition(':')[2]
+    self._held_out = self._read_list(path) if path else None
+
+  def _read_list(self, path: str) -> frozenset[str]:
+    """The topics and modules whose contents a file lists as held out."""
+    try:
+      digests = set(paths.at(path).read_text().split())
+    except OSError as error:
+      raise errors.UserError(
+        f'source {self.name!r}: the list of held-out documents {path} cannot'
+        f' be read ({error.strerror or error})'
+      ) from None
+    contents = {f'topic/{name}': text for name, text in self._topics.items()}
+    contents |= {name: _python(self._root / name) for name in self._modules}
+    return frozenset(
+      name for name, text in contents.items() if content_digest(text) in digests
+    )
+
+  def in_split(self, document_id, split, eval_fraction, seed):
+    if self._held_out is None:
+      return super().in_split(document_id, split, eval_fraction, seed)
+    group = document_id.rpartition('::')[0] or document_id
+    return (group in self._held_out) == (split == 'eval')
 
   def _wanted(self, path: pathlib.Path) -> bool:
     return not (
@@ -234,6 +272,7 @@ class PythonSource(Source):
 
   def _content(self):
     yield platform.python_version()
+    yield from sorted(self._held_out or ())
     yield from sorted(self._topics)
     for module in self._modules:
       yield module

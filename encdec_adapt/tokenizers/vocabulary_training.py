@@ -1,4 +1,4 @@
-"""Trains a SentencePiece vocabulary in the layout of Gemma's ids.
+"""Trains a SentencePiece BPE vocabulary in the layout of Gemma's ids.
 
 | piece                     | id                 |
 |---------------------------|--------------------|
@@ -83,7 +83,9 @@ def _train(
       sentence_iterator=iter(lines),
       model_writer=model,
       vocab_size=size,
-      model_type='unigram',  # Faster to encode than the 'bpe' of Gemma's.
+      # As Gemma's: `transformers` and `tokenizers` read a SentencePiece file as
+      # BPE whatever its type, and would encode a unigram model differently.
+      model_type='bpe',
       control_symbols=['<mask>', *_UNUSED],
       user_defined_symbols=list(_NEWLINES),
       byte_fallback=True,
@@ -93,8 +95,7 @@ def _train(
       allow_whitespace_only_pieces=True,
       split_digits=True,
       character_coverage=0.9999,
-      seed_sentencepiece_size=100_000,
-      num_threads=2,  # A part of the result: sums are taken per thread.
+      num_threads=2,
       minloglevel=2,
       **names,
       **ids,

@@ -191,6 +191,27 @@ def test_split_is_by_id_and_by_group():
   assert all(text_sources.in_split(i, 'eval', 1.0, 0) for i in ids)
 
 
+def test_a_list_of_contents_decides_what_python_holds_out(tmp_path):
+  every = {d.id: d.text for d in text_sources.open_source('python').documents()}
+  chosen = ('topic/for', 'json/decoder.py::source')
+  path = tmp_path / 'held_out.txt'
+  path.write_text(
+    '\n'.join(text_sources.content_digest(every[name]) for name in chosen)
+  )
+  source = text_sources.open_source(f'python:{path}')
+  held_out, trained = (
+    {name for name in every if source.in_split(name, split, 0.5, 0)}
+    for split in ('eval', 'train')
+  )
+  assert held_out == {*chosen, 'json/decoder.py::docstrings'}
+  assert trained == set(every) - held_out
+  assert (
+    source.fingerprint() != text_sources.open_source('python').fingerprint()
+  )
+  with pytest.raises(errors.UserError, match='held-out .* cannot be read'):
+    text_sources.open_source(f'python:{tmp_path}/absent')
+
+
 @pytest.mark.parametrize(
   'split, fraction, message',
   [
@@ -204,9 +225,9 @@ def test_split_refuses(split, fraction, message):
     text_sources.in_split('a', split, fraction, 0)
 
 
-@pytest.mark.parametrize('name', ['pyhton', 'python:x', 'text:', 'http://x'])
+@pytest.mark.parametrize('name', ['pyhton', 'text:', 'http://x'])
 def test_unknown_names_are_refused(name):
-  with pytest.raises(errors.UserError, match='the forms are python, text:GLOB'):
+  with pytest.raises(errors.UserError, match='the forms are python'):
     text_sources.open_source(name)
 
 
@@ -256,8 +277,8 @@ def test_tfds_names(name, parts):
 def test_needs_no_tensorflow():
   code = (
     'import sys\n'
-    'from encdec_adapt.data import sources, vocabularies, objectives\n'
-    'next(sources.open_source("python").documents())\n'
+    'from encdec_adapt.data import text_sources, objectives\n'
+    'next(text_sources.open_source("python").documents())\n'
     'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)\n'
   )
   subprocess.run([sys.executable, '-c', code], check=True)
