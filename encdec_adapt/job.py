@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 import dataclasses
-import multiprocessing
-import os
 import sys
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize, vocabulary_checks
-from encdec_adapt.cli import app, errors
-from encdec_adapt.cluster import compile_cache, distributed, parent_death
+from encdec_adapt import vocabulary_checks
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import compile_cache, distributed
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import records
+from encdec_adapt.data import materialization, records, workers
 from encdec_adapt.models import build, model_config, model_flops
 from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
@@ -234,13 +232,13 @@ def open_data(settings: config_lib.Settings) -> Data:
     UserError: the records or the vocabularies are not the configuration's, or
       not the same for all processes.
   """
-  if distributed.is_lead() and materialize.missing(settings.data):
-    print('records are missing; making them (encdec_adapt.materialize)')
-    run_apart(materialize.run, settings.data)
+  if distributed.is_lead() and materialization.is_missing(settings.data):
+    print('records are missing; encdec_adapt.materialize makes them')
+    workers.run_in_subprocess(materialization.materialize, settings.data)
   distributed.barrier('records', distributed.MAKING)
   opened = settings.data.vocabularies.open()
   vocabulary_checks.check_sizes(settings, opened)
-  train_set, eval_set = materialize.open_sets(settings.data, opened)
+  train_set, eval_set = materialization.open_sets(settings.data, opened)
   distributed.agree(
     'data',
     {
@@ -250,41 +248,6 @@ def open_data(settings: config_lib.Settings) -> Data:
     },
   )
   return Data(opened, train_set, eval_set)
-
-
-def run_apart(function, *args) -> None:
-  """Calls `function(*args)` in a fresh process and waits for it.
-
-  The process dies with this one, however this one is killed.
-
-  Raises:
-    UserError: the process died.
-    SystemExit: it was given bad input; its message was printed.
-  """
-  # TensorFlow reads it when it is loaded, before any code of ours runs.
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-  context = multiprocessing.get_context('spawn')
-  process = context.Process(target=_guarded, args=(function, *args))
-  process.start()
-  try:
-    process.join()
-  except BaseException:
-    process.terminate()
-    process.join()
-    raise
-  if process.exitcode == app.USER_ERROR:
-    sys.exit(app.USER_ERROR)  # It has said why.
-  if process.exitcode:
-    raise errors.UserError(
-      f'the process of {function.__module__}.{function.__name__} ended with'
-      f' status {process.exitcode}; what it printed stands above.'
-    )
-
-
-def _guarded(function, *args) -> None:
-  """What the process of `run_apart` runs: bad input ends in one paragraph."""
-  parent_death.end_with_parent()  # It holds the locks of the records.
-  sys.exit(app.guard(lambda _: function(*args), None))
 
 
 def reads_teacher_row(settings: config_lib.Settings) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 from absl import flags
 
 from encdec_adapt.cli import command, errors
+from encdec_adapt.data import workers
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.telemetry import accounting, progress
 
@@ -128,9 +129,6 @@ def run(study: Study) -> int:
   Raises:
     UserError: as `check`, before any stage; or as a stage.
   """
-  # Here, because it imports what trains; a study is listed without it.
-  from encdec_adapt import job
-
   check(study)
   root = paths.at(study.root)
   disk.require_writable(root / 'stages')
@@ -150,7 +148,7 @@ def run(study: Study) -> int:
     if not unfinished:
       continue
     if unfinished[0].module == 'materialize':
-      job.run_apart(run_stages, str(root), unfinished)
+      workers.run_in_subprocess(run_stages, str(root), unfinished)
     else:
       status = run_stages(str(root), unfinished)
       if status:
@@ -211,7 +209,6 @@ def _checked_flags(stage: Stage) -> flags.FlagValues:
     UserError: there is no such command, or it would refuse the flags.
   """
   from encdec_adapt import config as config_lib
-  from encdec_adapt import materialize
 
   if stage.module not in COMMANDS:
     raise errors.UserError(
@@ -223,7 +220,6 @@ def _checked_flags(stage: Stage) -> flags.FlagValues:
   if stage.module in ('train', 'materialize'):
     is_train = stage.module == 'train'
     command.require(values, 'config', *(['workdir'] if is_train else []))
-    materialize.set_passes(values)
     config_lib.load(values.config, values.workdir, sources=is_train)
   return values
 

@@ -15,7 +15,6 @@ from encdec_adapt import (
   job,
   job_sources,
   loop,
-  materialize,
   outcome,
   vocabulary_checks,
 )
@@ -46,13 +45,11 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_integer(
     'start_seconds', distributed.START, 'To wait for all of them.', **define
   )
-  materialize.define_passes(values)
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'config')
-  materialize.set_passes(values)
   if values.print_config:
     print(values.config)
     return 0

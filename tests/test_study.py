@@ -99,7 +99,7 @@ def _study(*stages, **fields):
     (_study(_stage('a', 'train', BASE)), "stage 'a': --workdir is missing"),
     (_study(_stage('r', 'materialize', BASE, '--config.data.eval_rows=-1')),
      "stage 'r': config.data.eval_rows is -1"),
-    (_study(_trained('a', '--passes=0')), "stage 'a': .*passes"),
+    (_study(_trained('a', '--config.data.passes=0')), "stage 'a': .*passes"),
     (_study(_trained('a', rate_of=('b',)), _trained('b')),
      "rate_of of 'a' names 'b', which no stage before it trains"),
     (_study(runs=('a', 'c')), "runs names 'c', .* are .*/x/a, .*/x/b"),

@@ -55,7 +55,7 @@ def check_same_rows(
       f'{after} passes of records are given, and the checkpoint was written in'
       f' a repetition of {before}: {position:,} rows were read of'
       f' {starts[before]:,}, so that the place of the passes that were added is'
-      f' behind it. Set --passes={before} (config.data.passes) again, or start'
+      f' behind it. Set config.data.passes={before} again, or start'
       ' in another --workdir.'
     )
 
@@ -111,7 +111,7 @@ def report_end(
     say(
       f'the records last for {left:,} of the {steps - step:,} steps to come:'
       f' the job is going to end at step {end:,} of {steps:,}. For all of them'
-      ' make more passes (--passes=N) or repeat those that there are'
+      ' make more passes (config.data.passes) or repeat those that there are'
       f' (config.data.repeat=True); or set config.train.steps={end}, which'
       ' learning rates are then scheduled for.'
     )

@@ -1,19 +1,18 @@
-"""Several sources as one text, and how often each document is drawn.
+"""Mixtures of text sources, and how often each document is drawn.
 
     python@2 + jsonl:/data/*.jsonl@0.25
 
-Sources (`data/text_sources.py`) stand between ' + ', each with its weight after
-an '@'; without one it is 1. In each pass a source's documents are drawn as
-often as its weight says: with 2 all of them twice, with 0.25 a quarter of them
-(in every pass another), with 1.5 all of them and half of them once more. So a
+Sources (`data/text_sources.py`) are separated by ' + '. The number after the
+'@' is the source's weight (1 by default): how often a pass draws each of its
+documents. With 2 it draws all of them twice, with 0.25 a quarter of them
+(another one in every pass), with 1.5 all of them and half of them once more.
+So a pass is one epoch of a source of weight 1, no text is left out because
+another source ended, and the content of a pass is known before it is made.
+Held-out documents are drawn at most once.
 
-pass is one epoch of a source of weight 1, no text is left out because another
-source ended, and what a pass holds is known before it is made. Of held-out
-documents none is drawn more than once.
-
-Which documents a fraction takes is keyed by (seed, pass, source, document
-id). A document's second draw in a pass has an id of its own, the document's
-with '::1', so that its masks and splits are others.
+A fraction's documents are chosen by (seed, pass, source, document id). The
+second draw of a document in a pass has its own id, the document's with '::1',
+so that its masks and splits differ.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """

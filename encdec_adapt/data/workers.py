@@ -1,9 +1,11 @@
-"""Runs independent jobs in fresh processes, and says which one failed.
+"""Runs functions in fresh processes.
 
-`concurrent.futures` would do but for one thing: when a worker is killed (most
-often for memory) it does not tell which job that was.
+`run_jobs` distributes jobs over worker processes. `concurrent.futures` does
+not tell which job a worker had when it was killed (most often for memory),
+so it is not used. `run_in_subprocess` makes a single call in a process of its
+own, which keeps TensorFlow out of this one.
 
-Imports neither TensorFlow nor SeqIO; what it is given to run may.
+This module imports neither TensorFlow nor SeqIO; the functions may.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +13,13 @@ import contextlib
 import dataclasses
 import multiprocessing
 from multiprocessing import connection
+import os
+import sys
 import time
 import traceback
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import parent_death
 
 # A job's function: (job, report) -> result, where report takes counts.
@@ -153,3 +157,42 @@ def _serve(function: Function, pipe: connection.Connection) -> None:
       except Exception:
         result = ('error', traceback.format_exc())
       pipe.send(result)
+
+
+def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
+  """Calls `function(*args)` in a fresh process and waits for its end.
+
+  The process dies with this one, even if this one is killed.
+
+  Args:
+    function: must be importable by name; its result is discarded.
+    *args: arguments that can be pickled.
+
+  Raises:
+    UserError: the process died.
+    SystemExit: the function raised a UserError, which the process printed.
+  """
+  # TensorFlow reads it when it is loaded, before any code of ours runs.
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+  context = multiprocessing.get_context('spawn')
+  process = context.Process(target=_call_and_exit, args=(function, *args))
+  process.start()
+  try:
+    process.join()
+  except BaseException:
+    process.terminate()
+    process.join()
+    raise
+  if process.exitcode == app.USER_ERROR:
+    sys.exit(app.USER_ERROR)  # The error is printed already.
+  if process.exitcode:
+    raise errors.UserError(
+      f'the process of {function.__module__}.{function.__name__} ended with'
+      f' status {process.exitcode}; see its output above.'
+    )
+
+
+def _call_and_exit(function: Callable[..., Any], *args: Any) -> None:
+  """Calls the function and exits with its status; see `run_in_subprocess`."""
+  parent_death.end_with_parent()  # An orphan would hold the records' locks.
+  sys.exit(app.guard(lambda _: function(*args), None))

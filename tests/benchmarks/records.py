@@ -17,8 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt import materialize
-from encdec_adapt.data import batch, loader, records, text_sources
+from encdec_adapt.data import (
+  batch,
+  loader,
+  materialization,
+  records,
+  text_sources,
+)
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import framing
 from tests.benchmarks import results
@@ -144,10 +149,9 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
 
   def make(name, spec):
     made.extend(
-      materialize.materialize_sets(
+      materialization.materialize_sets(
         [(spec, folder / name)],
         vocabularies.Choice(str(vocabulary)),
-        say=lambda line: None,
       )
     )
 

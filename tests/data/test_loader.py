@@ -286,8 +286,7 @@ def test_closing_ends_the_reading_thread(record_set):
 def test_reading_imports_no_tensorflow(record_set):
   program = f"""
 import sys
-from encdec_adapt import materialize  # As the trainer does.
-from encdec_adapt.data import batch, loader, records
+from encdec_adapt.data import batch, loader, materialization, records
 found = records.RecordSet.open({str(record_set.folder)!r})
 stream = loader.Loader(found, batch.Lengths(4, 3), 4, teacher=True)
 print(sum(fields['weights'].sum() for fields in stream))

@@ -3,9 +3,8 @@
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import materialize
 from encdec_adapt.cli import command, errors
-from encdec_adapt.data import record_copy, records
+from encdec_adapt.data import materialization, record_copy, records
 from encdec_adapt.files import paths
 from tests import tiny
 
@@ -91,7 +90,7 @@ def test_a_manifest_that_leads_outside_is_refused(bucket):
     record_copy.fetch(paths.at(bucket), entry)
 
 
-def test_made_here_and_put_there(bucket, tmp_path, store):
+def test_made_here_and_put_there(bucket, tmp_path, store, capsys):
   """Another machine adds a pass to what it finds in the bucket."""
   text = tmp_path / 'text'
   text.mkdir()
@@ -118,20 +117,19 @@ def test_made_here_and_put_there(bucket, tmp_path, store):
     settings(f'{bucket}/run', 1),
   )
   for data in (local, there):
-    assert materialize.missing(data)
-    materialize.run(data)
-    assert not materialize.missing(data)
+    assert materialization.is_missing(data)
+    materialization.materialize(data)
+    assert not materialization.is_missing(data)
   opened = there.vocabularies.open()
   found, wanted = (
-    materialize.open_sets(data, opened)[0] for data in (there, local)
+    materialization.open_sets(data, opened)[0] for data in (there, local)
   )
   assert found.digests == wanted.digests
   record_copy.place(paths.at(f'{bucket}/run/records/train')).rename(
     tmp_path / 'gone'
   )
   more = settings(f'{bucket}/run', 2)
-  lines = []
-  materialize.run(more, say=lines.append)
-  assert 'records: 1 of 3 shards to make' in '\n'.join(lines)
-  found = materialize.open_sets(more, opened)[0]
+  materialization.materialize(more)
+  assert 'records: 1 of 3 shards to make' in capsys.readouterr().out
+  found = materialization.open_sets(more, opened)[0]
   assert found.passes == 2 and found.digests[:1] == wanted.digests

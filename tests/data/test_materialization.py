@@ -15,7 +15,13 @@ import pytest
 from encdec_adapt import materialize
 from encdec_adapt.cli import command, errors
 from encdec_adapt.cluster import lock
-from encdec_adapt.data import batch, loader, randomness, records
+from encdec_adapt.data import (
+  batch,
+  loader,
+  materialization,
+  randomness,
+  records,
+)
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 DOCUMENTS = 40
@@ -69,15 +75,14 @@ def fake_examples(job):
       m, n = rng.integers(0, 12), rng.integers(1, 12)
       tokens = rng.integers(5, 600, m + n).astype(np.int32)
       tokens[0] = 10 + document
-      yield materialize.Example(batch.Pair(tokens[:m], tokens[m:]), 1)
+      yield materialization.Example(batch.Pair(tokens[:m], tokens[m:]), 1)
 
 
 def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
-  (manifest,) = materialize.materialize_sets(
+  (manifest,) = materialization.materialize_sets(
     [(spec or make_spec(text, **changes), folder)],
     vocabularies.Choice(str(text / 'vocabulary.model')),
     workers=workers,
-    say=lambda line: None,
     read=read,
   )
   return manifest
@@ -130,7 +135,7 @@ def test_a_killed_worker_is_named_and_what_is_finished_is_kept(
 
 
 def bad_pair(job):
-  yield materialize.Example(batch.Pair(np.arange(30), np.arange(3)), 0)
+  yield materialization.Example(batch.Pair(np.arange(30), np.arange(3)), 0)
 
 
 def test_a_pair_too_long_for_the_rows_is_an_error(text, tmp_path):
@@ -141,16 +146,8 @@ def test_a_pair_too_long_for_the_rows_is_an_error(text, tmp_path):
 def test_finished_records_are_left_alone(text, tmp_path):
   first = make(text, tmp_path)
   before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.array_record')}
-  said = []
-  again = materialize.materialize_sets(
-    [(make_spec(text), tmp_path)],
-    vocabularies.Choice(str(text / 'vocabulary.model')),
-    say=said.append,
-    read=None,  # not called
-  )
-  assert again == [first]
+  assert make(text, tmp_path, read=None) == first  # `read` is not called.
   assert before == {p: p.stat().st_mtime_ns for p in before}
-  assert len(said) == 1 and 'examples' in said[0]
 
 
 def test_passes_can_be_added_and_draw_anew(text, reference, tmp_path):
@@ -190,7 +187,7 @@ def test_the_manifest_says_what_was_made(text, tmp_path):
   assert manifest['totals']['examples'] == 2 * 4 * DOCUMENTS
   assert manifest['totals']['pairs'] == 2 * 4 * DOCUMENTS
   assert manifest['totals']['shared_sentinel_spans'] == 2 * 4 * DOCUMENTS
-  assert '320 spans share' in materialize.summary(manifest)
+  assert '320 spans share' in materialization.summary(manifest)
   found = records.RecordSet.open(tmp_path)
   rows = found.read(range(len(found)))
   targets = sum(len(pair.targets) for row in rows for pair in row)
@@ -216,17 +213,6 @@ def test_max_rows_keeps_rows_from_all_over(text, tmp_path):
   assert first[:6] == sorted(first[:6])
 
 
-def test_keep_rows_keeps_order_and_all_of_a_few():
-  rows = [[i] for i in range(50)]
-  rng = np.random.default_rng(0)
-  kept = materialize.keep_rows(rows, 10, rng)
-  assert len(kept) == 10
-  assert kept == sorted(kept)
-  assert kept != rows[:10]
-  assert materialize.keep_rows(rows[:3], 10, rng) == rows[:3]
-  assert materialize.keep_rows(rows, 0, rng) == []
-
-
 def no_examples(job):
   return iter(())
 
@@ -242,8 +228,6 @@ def test_other_records_are_not_written_over(text, tmp_path):
   before = contents(tmp_path)
   with pytest.raises(errors.UserError, match='seed is 1 in the records and 2'):
     make(text, tmp_path, seed=2)
-  with pytest.raises(errors.UserError, match='workers=0'):
-    make(text, tmp_path, workers=0)
   assert contents(tmp_path) == before
 
 
@@ -273,7 +257,7 @@ def data_config(text, folder, **changes):
   return types.SimpleNamespace(**{**fields, **changes})
 
 
-def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
+def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
   """The real thing, with SeqIO."""
   data = data_config(
     text,
@@ -281,18 +265,15 @@ def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
     vocabularies=vocabularies.Choice(str(tmp_path / 'own.model')),
     train_vocabulary=True,
   )
-  assert materialize.missing(data)
-  said = []
-  materialize.run(data, 'train', said.append)
-  assert materialize.missing(data)
+  assert materialization.is_missing(data)
+  materialization.materialize(data, 'train')
+  assert materialization.is_missing(data)
   assert not (tmp_path / 'eval').exists()
-  materialize.run(data, 'all', said.append)
-  assert not materialize.missing(data)
-  assert 'own.model is not there: a new one of 600 ids is trained' in said[0]
-  assert sum('is not there' in line for line in said) == 1
-  assert any('tokens/s' in line for line in said)
+  materialization.materialize(data)
+  assert not materialization.is_missing(data)
+  assert capsys.readouterr().out.count('own.model does not exist') == 1
   opened = data.vocabularies.open()
-  train_set, eval_set = materialize.open_sets(data, opened)
+  train_set, eval_set = materialization.open_sets(data, opened)
   assert 1 <= len(eval_set) <= 8
   assert train_set.manifest['fill']['decoder'] > 0.85  # it binds
   words = ''
@@ -306,75 +287,29 @@ def test_run_makes_vocabulary_and_records_from_text(text, tmp_path):
 
 def test_records_of_another_vocabulary_are_refused(text, tmp_path):
   data = data_config(text, tmp_path)
-  for part, (spec, folder) in materialize.set_folders(data).items():
+  for part, (spec, folder) in materialization.set_folders(data).items():
     assert folder == tmp_path / part
     make(text, folder, spec=spec)
-  materialize.open_sets(data, data.vocabularies.open())
+  materialization.open_sets(data, data.vocabularies.open())
   topics = pydoc_data.topics.topics.values()
   other = tmp_path / 'other.model'
   vocabulary_training.train_vocabulary(topics, other, 500)
   data.vocabularies = vocabularies.Choice(str(other))
   with pytest.raises(errors.UserError, match='vocabulary is .* in the records'):
-    materialize.open_sets(data, data.vocabularies.open())
+    materialization.open_sets(data, data.vocabularies.open())
   data.table_sizes = {'decoder': 400}
   with pytest.raises(errors.UserError, match='has 500 tokens.* table 400 rows'):
-    materialize.open_vocabularies(data)
+    materialization.open_vocabularies(data)
   data.vocabularies = vocabularies.Choice(str(tmp_path / 'none.model'))
   with pytest.raises(errors.UserError, match='none.model'):
-    materialize.open_vocabularies(data)
-
-
-def test_a_mixture_of_sources_is_a_source(text, tmp_path):
-  """The records know every source, and the vocabulary is of all of them."""
-  files = [f'text:{text}/{digit}*.txt' for digit in '01']
-  spec = make_spec(text, source=' + '.join(files))
-  opened = vocabularies.Choice(str(text / 'vocabulary.model')).open()
-  filled = materialize.fill_in(spec, opened)
-  alone, other = (
-    materialize.fill_in(
-      dataclasses.replace(spec, source=name), opened
-    ).source_fingerprint
-    for name in files
-  )
-  assert len({filled.source_fingerprint, alone, other}) == 3
-  data = data_config(
-    text,
-    tmp_path,
-    vocabularies=vocabularies.Choice(str(tmp_path / 'own.model')),
-    train_vocabulary=True,
-    train=spec,
-  )
-  said = []
-  opened = materialize.open_vocabularies(data, said.append)
-  assert opened.decoder.size == 600 and len(said) == 1
-  with pytest.raises(errors.UserError, match='weight 0 after the @'):
-    make(text, tmp_path, source=f'{files[0]}@0')
-
-
-def test_passes_is_short_for_its_key(tmp_path):
-  def parse(*argv):
-    arguments = ['--config=configs/base.py', f'--workdir={tmp_path}', *argv]
-    values = command.parse(materialize.define_flags, arguments)
-    materialize.set_passes(values)
-    return values.config.data.passes
-
-  assert parse() == 1
-  assert parse('--passes=3') == 3
-  assert parse('--config.data.passes=4') == 4
-  with pytest.raises(errors.UserError, match='passes'):
-    parse('--passes=many')
-
-
-def test_no_passes_are_refused(tmp_path):
-  arguments = ['--config=configs/base.py', f'--workdir={tmp_path}']
-  values = command.parse(materialize.define_flags, [*arguments, '--passes=0'])
-  with pytest.raises(errors.UserError, match='passes=0 must be at least 1'):
-    materialize.main(values)
+    materialization.open_vocabularies(data)
 
 
 def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   made = []
-  monkeypatch.setattr(materialize, 'run', lambda data, _: made.append(data))
+  monkeypatch.setattr(
+    materialization, 'materialize', lambda data, _: made.append(data)
+  )
   arguments = [
     '--config=configs/gemma2.py:size=s_s',
     f'--config.data.folder={tmp_path}',
@@ -383,7 +318,7 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   values = command.parse(materialize.define_flags, arguments)
   assert materialize.main(values) == 0
   monkeypatch.undo()
-  assert materialize.open_vocabularies(made[0]).decoder.size == 600
+  assert materialization.open_vocabularies(made[0]).decoder.size == 600
   # What records are of is asked for.
   values.config.data.vocabulary = f'{tmp_path}/absent.model'
   with pytest.raises(errors.UserError, match='absent.model'):
@@ -411,7 +346,7 @@ def test_seqio_shards_are_the_same_for_any_number_of_workers(
   found = []
   for workers in counts:
     folder = tmp_path / str(workers)
-    read = materialize.read_examples
+    read = materialization.read_examples
     make(text, folder, workers, spec=spec, read=read)
     found.append(contents(folder))
   assert all(other == found[0] for other in found[1:])

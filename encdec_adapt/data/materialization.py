@@ -1,0 +1,444 @@
+"""Turns text sources into record sets, and opens the sets that a job reads.
+
+A record set (`data/records.py`) is made shard by shard. Shard i of n holds the
+documents whose index is i modulo n, and every random draw in it is keyed by
+what is drawn (`data/randomness.py`). So its bytes depend neither on the number
+of workers nor on restarts: finished shards are kept, the others are made
+again.
+
+`read_examples` imports tokenisation, objectives and SeqIO (so TensorFlow)
+when a shard is made; a process that only opens records never does.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import dataclasses
+import heapq
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import lock
+from encdec_adapt.data import (
+  batch,
+  mixtures,
+  packing,
+  randomness,
+  record_copy,
+  records,
+  workers,
+)
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+
+PARTS = ('all', 'vocabulary', 'train', 'eval')
+_PROGRESS_SECONDS = 10.0
+
+
+def _print(line: str) -> None:
+  """Prints without buffering, so that progress shows in pipes too."""
+  print(line, flush=True)
+
+
+class Example(NamedTuple):
+  """An (inputs, targets) pair and its number of spans that share a sentinel."""
+
+  pair: batch.Pair
+  shared_spans: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardJob:
+  """Describes one shard to make.
+
+  Attributes:
+    folder: folder of the record set.
+    spec: spec of the record set with its fingerprints.
+    choice: vocabularies of the model.
+    pass_index: pass of the shard, 0 to spec.passes - 1.
+    shard: number of the shard, 0 to spec.shards - 1.
+    read: function that yields the shard's examples; must be importable by
+      name, because worker processes call it.
+  """
+
+  folder: str
+  spec: records.RecordSpec
+  choice: vocabularies.Choice
+  pass_index: int
+  shard: int
+  read: Callable[['ShardJob'], Iterable[Example]]
+
+  def __str__(self) -> str:
+    return (
+      f'shard {self.shard} of {self.spec.shards}, pass {self.pass_index},'
+      f' {self.spec.split} records in {self.folder}'
+    )
+
+  def generator(self, purpose: str) -> np.random.Generator:
+    """Returns the generator of a shard-level draw such as the packing."""
+    spec = self.spec
+    return randomness.generator(
+      spec.seed,
+      self.pass_index,
+      spec.source,
+      f'{purpose} of {spec.split} shard {self.shard} of {spec.shards}',
+    )
+
+
+# -- One shard ---------------------------------------------------------------
+
+
+def read_examples(job: ShardJob) -> Iterable[Example]:
+  """Yields the examples of a shard from SeqIO; imports TensorFlow."""
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Only real warnings.
+  from encdec_adapt.data import objectives, tasks, text_split
+
+  spec, opened = job.spec, job.choice.open()
+  objective = objectives.make_objective(
+    spec.objective,
+    spec.lengths,
+    opened.decoder,
+    sentinel_policy=spec.sentinels,
+  )
+  if opened.differ and spec.encoder_length:
+    objective = text_split.TextSplit(objective, opened)
+  mixture = tasks.make_mixture(
+    _open_sources(spec), _draw(spec, job.pass_index), opened, objective
+  )
+  for example in tasks.examples(mixture, job.shard, spec.shards):
+    yield Example(example.pair, example.shared_spans)
+
+
+def write_shard(job: ShardJob, report: workers.Report) -> dict[str, Any]:
+  """Makes one shard.
+
+  Args:
+    job: the shard.
+    report: called with the counts of rows and tokens of each row.
+
+  Returns:
+    The shard's entry in the manifest.
+  """
+  spec = job.spec
+  examples = shared_spans = 0
+
+  def pairs():
+    nonlocal examples, shared_spans
+    for example in job.read(job):
+      examples += 1
+      shared_spans += example.shared_spans
+      yield example.pair
+
+  rows = (
+    packing.pack_pairs(pairs(), spec.lengths, job.generator('packing'))
+    if spec.pack
+    else packing.single_pairs(pairs(), spec.lengths)
+  )
+  if spec.max_rows:
+    # The shards' shares differ by at most one row and sum to max_rows.
+    first, stop = (
+      spec.max_rows * i // spec.shards for i in (job.shard, job.shard + 1)
+    )
+    rows = sample_rows(rows, stop - first, job.generator('rows'))
+  with records.ShardWriter(
+    job.folder, spec, job.pass_index, job.shard
+  ) as writer:
+    for row in rows:
+      writer.write(row)
+      tokens = sum(len(pair.inputs) + len(pair.targets) for pair in row)
+      report({'rows': 1, 'tokens': tokens})
+    return writer.finish(examples=examples, shared_sentinel_spans=shared_spans)
+
+
+def sample_rows(
+  rows: Iterable[Sequence[batch.Pair]],
+  count: int,
+  rng: np.random.Generator,
+) -> list[Sequence[batch.Pair]]:
+  """Draws `count` of the rows in one pass over them, and keeps their order."""
+  keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
+  # The indices differ, so rows themselves are never compared.
+  kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
+  return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
+
+
+# -- Record sets -------------------------------------------------------------
+
+
+def materialize_sets(
+  sets: Sequence[tuple[records.RecordSpec, str | os.PathLike]],
+  choice: vocabularies.Choice,
+  *,
+  workers: int = 1,
+  read: Callable[[ShardJob], Iterable[Example]] = read_examples,
+) -> list[dict[str, Any]]:
+  """Makes the missing shards and the manifests of record sets.
+
+  Args:
+    sets: specs, whose fingerprints are filled in, and folders.
+    choice: vocabularies of the model.
+    workers: number of processes; 1 makes the shards in this one.
+    read: function that yields a shard's examples; importable by name.
+
+  Returns:
+    The manifests, in the order of `sets`.
+
+  Raises:
+    UserError: the source is missing or gives no rows, a folder has records
+      of another spec, or another job is writing it.
+  """
+  opened = choice.open()
+  sets = [
+    (_with_fingerprints(spec, opened), paths.at(folder))
+    for spec, folder in sets
+  ]
+  with contextlib.ExitStack() as stack:
+    for _, folder in sets:
+      stack.enter_context(lock.hold(folder))
+    entries = {}
+    jobs = []
+    for spec, folder in sets:
+      place = _shard_folder(folder, spec)
+      for leftover in place.glob('pass-*/*.tmp'):  # Of killed workers.
+        leftover.unlink()
+      for pass_index in range(spec.passes):
+        for shard in range(spec.shards):
+          done = records.finished_shard(place, spec, pass_index, shard)
+          entries[place, pass_index, shard] = done
+          if done is None:
+            jobs.append(
+              ShardJob(str(place), spec, choice, pass_index, shard, read)
+            )
+    for job, entry in _make_shards(jobs, len(entries), workers):
+      key = pathlib.Path(job.folder), job.pass_index, job.shard
+      entries[key] = entry
+    return [
+      _finish(spec, folder, entries, opened.describe()) for spec, folder in sets
+    ]
+
+
+def _with_fingerprints(
+  spec: records.RecordSpec, opened: vocabularies.Opened
+) -> records.RecordSpec:
+  source = mixtures.fingerprint(_open_sources(spec))
+  return dataclasses.replace(
+    spec, source_fingerprint=source, **opened.fingerprints
+  )
+
+
+def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
+  return mixtures.open_parts(
+    spec.source,
+    max_documents=spec.max_documents,
+    max_bytes=spec.max_bytes,
+  )
+
+
+def _draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
+  return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
+
+
+def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
+  """Returns the local folder in which the shards of a set are made.
+
+  Raises:
+    UserError: the folder has a finished set of another spec.
+  """
+  manifest = records.read_manifest(folder)
+  if manifest is not None:
+    # Another number of passes leaves every shard as it is.
+    passes = manifest['spec'].get('passes')
+    records.check_spec(
+      folder, manifest, dataclasses.replace(spec, passes=passes)
+    )
+    if paths.is_bucket(folder):
+      return record_copy.fetch(folder, records.shards(manifest))
+  return record_copy.place(folder)
+
+
+def _make_shards(
+  jobs: Sequence[ShardJob], total: int, count: int
+) -> list[tuple[ShardJob, dict[str, Any]]]:
+  """Makes shards in `count` processes and prints the progress."""
+  if not jobs:
+    return []
+  _print(
+    f'records: {len(jobs)} of {total} shards to make, {min(count, len(jobs))}'
+    ' at a time'
+  )
+  results = []
+  start = shown = time.monotonic()
+  totals = {'rows': 0, 'tokens': 0}
+
+  def show():
+    nonlocal shown
+    shown = time.monotonic()
+    seconds = max(shown - start, 1e-3)
+    line = (
+      f'records: {len(results)}/{len(jobs)} shards, {totals["rows"]:,} rows,'
+      f' {totals["tokens"] / seconds:,.0f} tokens/s'
+    )
+    if results:
+      left = seconds / len(results) * (len(jobs) - len(results))
+      line += f', {progress.format_seconds(left)} left'
+    _print(line)
+
+  def on_report(counts: Mapping[str, int]):
+    for key, value in counts.items():
+      totals[key] += value
+    if time.monotonic() - shown >= _PROGRESS_SECONDS:
+      show()
+
+  workers.run_jobs(
+    write_shard,
+    jobs,
+    count,
+    on_report=on_report,
+    on_result=lambda *result: results.append(result),
+  )
+  show()
+  return results
+
+
+def _finish(
+  spec: records.RecordSpec,
+  folder: paths.Path,
+  entries: Mapping[tuple[pathlib.Path, int, int], Mapping[str, Any]],
+  described: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Writes the manifest, uploads the set if need be and prints a summary."""
+  place = record_copy.place(folder)
+  own = {key[1:]: value for key, value in entries.items() if key[0] == place}
+  if not any(entry['rows'] for entry in own.values()):
+    raise errors.UserError(
+      f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
+      f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
+      ' use more text, or another fraction'
+    )
+  manifest = records.write_manifest(place, spec, own, described)
+  if paths.is_bucket(folder):
+    _print(f'{folder}: uploading the records')
+    paths.upload(place, folder, records.MANIFEST)
+  _print(f'{folder}: {summary(manifest)}')
+  return manifest
+
+
+def summary(manifest: Mapping[str, Any]) -> str:
+  """Returns one line with the counts and fill of a record set."""
+  spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
+  sides = f'decoder {fill["decoder"]:.1%} full'
+  if spec['encoder_length']:
+    sides = f'encoder {fill["encoder"]:.1%}, {sides}'
+  line = (
+    f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
+    f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
+    f' tokens, {sides}'
+  )
+  if totals['shared_sentinel_spans']:
+    line += (
+      f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
+      f' another (sentinels={spec["sentinels"]})'
+    )
+  return line
+
+
+# -- The data of a job -------------------------------------------------------
+
+
+def set_folders(
+  data: Any,
+) -> dict[str, tuple[records.RecordSpec, paths.Path]]:
+  """Returns spec and folder of the sets 'train' and 'eval' of a DataConfig."""
+  folder = paths.at(data.folder)
+  return {
+    'train': (data.train, folder / 'train'),
+    'eval': (data.evaluation, folder / 'eval'),
+  }
+
+
+def is_missing(data: Any) -> bool:
+  """Returns whether records of a DataConfig have yet to be made.
+
+  Records of another spec are not missing: `open_sets` refuses them. Other
+  numbers of passes are, because passes can be added.
+  """
+  for spec, folder in set_folders(data).values():
+    manifest = records.read_manifest(folder)
+    if manifest is None or manifest['spec']['passes'] != spec.passes:
+      return True
+  return False
+
+
+def open_sets(
+  data: Any, opened: vocabularies.Opened
+) -> tuple[records.RecordSet, records.RecordSet]:
+  """Opens the training and the held-out records of a DataConfig.
+
+  Raises:
+    UserError: they are missing or damaged, or were made with another
+      configuration or other vocabularies.
+  """
+  train, evaluation = (
+    records.RecordSet.open(
+      folder, dataclasses.replace(spec, **opened.fingerprints)
+    )
+    for spec, folder in set_folders(data).values()
+  )
+  return train, evaluation
+
+
+def open_vocabularies(data: Any) -> vocabularies.Opened:
+  """Opens the vocabularies of a DataConfig; trains the decoder's if allowed.
+
+  It is trained on documents of the training split.
+
+  Raises:
+    UserError: a vocabulary is missing and not to be trained, or has more
+      tokens than the model's table has rows.
+  """
+  choice = data.vocabularies
+  if data.train_vocabulary and not vocabularies.exists(choice.decoder):
+    path = paths.at(choice.decoder)
+    # Trained vocabularies have mode tokens: only sentinels are added.
+    size = data.table_sizes['decoder'] - choice.added_sentinels
+    _print(
+      f'vocabulary: {path} does not exist, so a new one of {size:,} ids is'
+      ' trained; if it should exist, stop and correct config.data.vocabulary.'
+    )
+    spec = data.train
+    documents = mixtures.documents_in_turn(_open_sources(spec), _draw(spec, 0))
+    vocabulary_training.train_vocabulary(
+      (document.text for document in documents), path, size
+    )
+  opened = choice.open()
+  for side, rows in data.table_sizes.items():
+    key = f'config.model.{side}.vocab_size'
+    note = vocabularies.check_size(opened.sides[side], rows, side, key=key)
+    if note:
+      _print(f'note: {note}')
+  return opened
+
+
+def materialize(data: Any, only: str = 'all') -> None:
+  """Makes the vocabulary and the records of a DataConfig that are missing.
+
+  Args:
+    data: data section of the settings.
+    only: one of `PARTS`.
+
+  Raises:
+    UserError: bad input, see `materialize_sets`.
+  """
+  opened = open_vocabularies(data)
+  for vocabulary in {one.path: one for one in opened.sides.values()}.values():
+    if vocabulary.note:
+      _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
+  sets = set_folders(data)
+  if only != 'all':
+    sets = {part: value for part, value in sets.items() if part == only}
+  materialize_sets(list(sets.values()), data.vocabularies, workers=data.workers)
