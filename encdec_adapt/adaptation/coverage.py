@@ -1,8 +1,8 @@
-"""What became of every weight of an adaptation.
+"""The coverage report: what an adaptation does with every weight.
 
-Every leaf of the new model says how it was filled; every leaf of every
-source says where it went, or why it is unused. Leaves are named by layer
-(`adaptation.leaves`).
+Each leaf of the new model has a `Fill`, and each leaf of each source is
+either used or listed as unused with a reason. Leaves are named by layer
+(`models.layer_leaves`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from encdec_adapt.adaptation import steps as steps_lib
+from encdec_adapt.adaptation import transforms as transforms_lib
 from encdec_adapt.models import layer_leaves
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -18,57 +18,57 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-  """How one leaf of the new model was filled.
+  """How one leaf of the new model is filled.
 
   Attributes:
-    how: 'copied' from a source, drawn 'fresh' as the model's own
-      initialisation draws it, or set to the constant `value`.
+    how: 'copied' from a source, drawn 'fresh' by the model's own
+      initialisation, or set to the constant `value`.
     source: name of the source, if copied.
     leaf: leaf of the source, if copied.
     value: the constant, if constant.
-    steps: what is done to a copy.
-    note: what else is worth saying.
+    transforms: changes that a copy undergoes, in order.
+    note: remark for the report.
   """
 
   how: Literal['copied', 'fresh', 'constant']
   source: str | None = None
   leaf: str | None = None
   value: float | None = None
-  steps: tuple[steps_lib.Step, ...] = ()
+  transforms: tuple[transforms_lib.Transform, ...] = ()
   note: str = ''
 
   def describe(self) -> str:
-    """One phrase, as in 'copied from encoder_source decoder/...'."""
+    """Returns a phrase such as 'copied from encoder_source decoder/...'."""
     text = {
       'copied': f'copied from {self.source} {self.leaf}',
       'fresh': 'fresh',
       'constant': f'constant {self.value}',
     }[self.how]
     notes = [self.note] if self.note else []
-    notes += [step.describe() for step in self.steps]
+    notes += [transform.describe() for transform in self.transforms]
     return f'{text} ({"; ".join(notes)})' if notes else text
 
   def to_json(self) -> dict[str, Any]:
-    """The same as JSON types."""
-    steps = [step.describe() for step in self.steps]
-    return {**dataclasses.asdict(self), 'steps': steps}
+    """Returns the fields as JSON types."""
+    transforms = [transform.describe() for transform in self.transforms]
+    return {**dataclasses.asdict(self), 'transforms': transforms}
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-  """The account of an adaptation.
+  """The coverage report of an adaptation.
 
   Attributes:
     target: shapes of the new model's leaves.
-    filled: how each of them was filled.
+    filled: leaf of the new model -> how it is filled.
     sources: shapes of each source's leaves, by name of the source.
-    unused: by name of the source, leaf to the reason why it is not used.
+    unused: by name of the source, unused leaf -> reason.
     changes: settings in which the new model differs from its sources though
       its weights are theirs, such as a bidirectional encoder.
-    padding: parameters of a leaf that no token has (`parameters.padding`);
-      they are not counted.
-    outside: by name of the source, tensors beside it that are no part of the
-      model, such as a vision tower -> why.
+    padding: leaf -> parameters in rows that no token has
+      (`parameters.padding`); they are not counted.
+    outside: by name of the source, tensors on disk that are no part of the
+      model, such as a vision tower -> reason.
   """
 
   target: Shapes
@@ -82,7 +82,7 @@ class Coverage:
   )
 
   def used(self, source: str) -> dict[str, list[str]]:
-    """Leaf of `source` to the leaves of the new model that it filled."""
+    """Maps each used leaf of `source` to the target leaves it fills."""
     used = {}
     for leaf, fill in self.filled.items():
       if fill.source == source:
@@ -90,7 +90,7 @@ class Coverage:
     return used
 
   def parameters(self) -> dict[str, int]:
-    """Numbers of parameters by how they were filled."""
+    """Counts parameters by how they are filled."""
     counts = {'copied': 0, 'fresh': 0, 'constant': 0}
     for leaf, fill in self.filled.items():
       size = math.prod(self.target[leaf]) - self.padding.get(leaf, 0)
@@ -98,51 +98,49 @@ class Coverage:
     return counts
 
   def check(self) -> None:
-    """Raises unless every leaf on both sides is accounted for.
+    """Checks that every leaf on both sides is covered exactly once.
 
     Raises:
-      ValueError: an unfilled target leaf, a fill of no target leaf or from no
+      ValueError: a target leaf without a fill, a fill without a target or a
         source leaf, or a source leaf that is not exactly one of used and
         named unused.
     """
     _refuse('target leaves not filled', set(self.target) - set(self.filled))
     _refuse('fills of no target leaf', set(self.filled) - set(self.target))
-    unknown = set(self.unused) - set(self.sources)
-    _refuse('unused leaves of unknown sources', unknown)
+    named = {fill.source for fill in self.filled.values() if fill.source}
+    _refuse('copies from unknown sources', named - set(self.sources))
     for source, shapes in self.sources.items():
       used = set(self.used(source))
       unused = set(self.unused.get(source, {}))
-      _refuse(f'fills from no leaf of {source}', used - set(shapes))
-      _refuse(f'unused leaves not in {source}', unused - set(shapes))
+      _refuse(f'leaves not in {source}', (used | unused) - set(shapes))
       _refuse(f'leaves of {source} both used and unused', used & unused)
       lost = set(shapes) - used - unused
       _refuse(f'leaves of {source} neither used nor named unused', lost)
-    copied = {f.source for f in self.filled.values() if f.how == 'copied'}
-    _refuse('copies from unknown sources', copied - set(self.sources))
 
   def table(self) -> str:
-    """The account as text, layers with the same fate on one line."""
+    """Formats the report, joining layers that are treated alike."""
     counts = self.parameters()
-    total = sum(counts.values())
     lines = [
-      f'adaptation: {total:,} parameters, of which '
+      f'adaptation: {sum(counts.values()):,} parameters, of which '
       + ', '.join(f'{count:,} {how}' for how, count in counts.items())
     ]
-    rows = [
-      (leaf, self.target[leaf], fill.describe())
-      for leaf, fill in self.filled.items()
-    ]
-    lines += _columns(('target', 'shape', 'filled'), _by_layers(rows))
-    for source in self.sources:
-      used = len(self.used(source))
+    lines += _columns(
+      ('target', 'shape', 'filled'),
+      (
+        (leaf, self.target[leaf], fill.describe())
+        for leaf, fill in self.filled.items()
+      ),
+    )
+    for source, shapes in self.sources.items():
       unused = self.unused.get(source, {})
-      lines.append(f'{source}: {used} leaves used, {len(unused)} unused')
-      rows = [
-        (leaf, self.sources[source][leaf], reason)
-        for leaf, reason in unused.items()
-      ]
-      if rows:
-        lines += _columns(('unused', 'shape', 'reason'), _by_layers(rows))
+      lines.append(
+        f'{source}: {len(self.used(source))} leaves used, {len(unused)} unused'
+      )
+      if unused:
+        lines += _columns(
+          ('unused', 'shape', 'reason'),
+          ((leaf, shapes[leaf], reason) for leaf, reason in unused.items()),
+        )
       lines += [
         f'  not part of the model: {line}'
         for line in by_reason(self.outside.get(source, {}))
@@ -151,7 +149,7 @@ class Coverage:
     return '\n'.join(lines)
 
   def to_json(self) -> dict[str, Any]:
-    """The account as JSON types, one entry per leaf."""
+    """Returns the report as JSON types, one entry per leaf."""
     sources = {}
     for source, shapes in self.sources.items():
       used, unused = self.used(source), self.unused.get(source, {})
@@ -166,42 +164,38 @@ class Coverage:
     return {
       'parameters': self.parameters(),
       'target': {
-        leaf: {
-          'shape': list(self.target[leaf]),
-          **fill.to_json(),
-        }
+        leaf: {'shape': list(self.target[leaf]), **fill.to_json()}
         for leaf, fill in self.filled.items()
       },
       'sources': sources,
       'not_part_of_the_model': {
-        name: dict(some) for name, some in self.outside.items()
+        name: dict(tensors) for name, tensors in self.outside.items()
       },
       'changes': list(self.changes),
     }
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[str]:
-  """Names with reasons as text, a line for each reason."""
+  """Formats names with reasons as text, one line per reason."""
   names: dict[str, list[str]] = {}
   for name, reason in reasons.items():
     names.setdefault(reason, []).append(name)
-  more = {r: f' and {len(some) - 1} more' for r, some in names.items()}
   return [
-    f'{some[0]}{more[reason] * (len(some) > 1)} ({reason})'
+    some[0] + f' and {len(some) - 1} more' * (len(some) > 1) + f' ({reason})'
     for reason, some in names.items()
   ]
 
 
 def _refuse(what: str, leaves: Iterable[str]) -> None:
-  leaves = sorted(leaves)
-  if leaves:
+  if leaves := sorted(leaves):
     raise ValueError(f'{what}: {", ".join(leaves)}')
 
 
-def _by_layers(
+def _columns(
+  header: tuple[str, str, str],
   rows: Iterable[tuple[str, tuple[int, ...], str]],
-) -> list[tuple[str, str, str]]:
-  """Joins rows that differ in their layer number only."""
+) -> list[str]:
+  """Formats rows (leaf, shape, text), joining those of consecutive layers."""
   groups: dict[tuple[str, str, str], list[int]] = {}
   for leaf, shape, text in rows:
     layer = layer_leaves.layer_of(leaf)
@@ -211,27 +205,20 @@ def _by_layers(
     group = groups.setdefault((leaf, str(list(shape)), text), [])
     if layer is not None:
       group.append(layer)
-  return [
+  lines = [header] + [
     (leaf.replace('*', _ranges(layers)), shape, text)
     for (leaf, shape, text), layers in groups.items()
   ]
+  widths = [max(len(line[i]) for line in lines) for i in range(2)]
+  return [f'  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}' for a, b, c in lines]
 
 
 def _ranges(numbers: list[int]) -> str:
-  """[0, 1, 2, 5] -> '0-2,5'."""
+  """Formats sorted layer numbers: [0, 1, 2, 5] -> '0-2,5'."""
   runs: list[list[int]] = []
-  for number in sorted(numbers):
+  for number in numbers:
     if runs and number == runs[-1][1] + 1:
       runs[-1][1] = number
     else:
       runs.append([number, number])
   return ','.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)
-
-
-def _columns(
-  header: tuple[str, str, str], rows: list[tuple[str, str, str]]
-) -> list[str]:
-  widths = [max(len(row[i]) for row in [header, *rows]) for i in range(2)]
-  return [
-    f'  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}' for a, b, c in [header, *rows]
-  ]

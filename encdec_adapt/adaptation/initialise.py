@@ -1,4 +1,4 @@
-"""First parameters of an encoder-decoder, from decoder-only models.
+"""Initial parameters of an encoder-decoder, from decoder-only models.
 
 The copy maps of Encoder-Decoder Gemma (arXiv 2504.06225, section 3): the
 encoder and the decoder are the decoder-only stacks; cross-attention is
@@ -6,7 +6,7 @@ copied from the decoder's self-attention where the encoder is as wide as the
 decoder ("balanced"), and drawn fresh otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from flax import traverse_util
@@ -30,9 +30,9 @@ def initialise(
   rng: jax.Array,
   cross_attention: weight_plan.CrossAttention = 'auto',
   post_norm_gain: weight_plan.PostNormGain = 'one',
-  fresh: Sequence[str] = (),
+  fresh: Collection[str] = (),
 ) -> tuple[Params, coverage_lib.Coverage]:
-  """Parameters of `target` from one or two decoder-only models.
+  """Makes parameters of `target` from one or two decoder-only models.
 
   Can be traced: under `jax.jit` with `out_shardings` no replicated copy is
   made, and with ShapeDtypeStructs as parameters the result is
@@ -40,22 +40,22 @@ def initialise(
 
   Args:
     target: the model to fill.
-    encoder_source: config and parameters that the encoder is copied from.
+    encoder_source: config and parameters to copy the encoder from.
     decoder_source: the same for the decoder; None for the encoder's.
-    rng: key of what is drawn fresh.
+    rng: key for the fresh parameters.
     cross_attention: 'copy' the decoder's self-attention with its norms, draw
       it 'fresh' (its pre-norm still copied), or 'auto': copy where the
       shapes allow.
-    post_norm_gain: gain of fresh cross-attention's post-norm. 'zero' leaves
-      the decoder's function unchanged until training moves it.
-    fresh: shell patterns of leaves, named by layer, to draw fresh although
-      they could be copied: 'encoder/*', 'decoder/layers/3/mlp/*'.
+    post_norm_gain: gain of the post-norm of fresh cross-attention. 'zero'
+      leaves the decoder's function unchanged until training moves it.
+    fresh: leaves, named by layer, to draw fresh although they could be
+      copied, such as 'decoder/layers/3/mlp/up'.
 
   Returns:
-    Parameters, and the account of where each came from.
+    The parameters and the coverage report.
 
   Raises:
-    UserError: sources that do not fit the target, with what would.
+    UserError: the sources do not fit the target; names a remedy.
   """
   sources = {
     'encoder_source': encoder_source,
@@ -73,7 +73,6 @@ def initialise(
     post_norm_gain=post_norm_gain,
     fresh=fresh,
   )
-
   recipes = recipes_lib.make_recipes(target, coverage, configs)
   draws = any(fill.how == 'fresh' for fill in coverage.filled.values())
 
@@ -95,14 +94,13 @@ def initialise(
 def from_scratch(
   target: model_config.ModelConfig, rng: jax.Array
 ) -> tuple[Params, coverage_lib.Coverage]:
-  """Every weight as the model's own initialisation draws it."""
-  names = layer_leaves.leaves_of(target)
-  account = coverage_lib.Coverage(
-    target={name: leaf.shape for name, leaf in names.items()},
-    filled={name: coverage_lib.Fill('fresh') for name in names},
+  """Draws every weight by the model's own initialisation."""
+  leaves = layer_leaves.leaves_of(target)
+  coverage = coverage_lib.Coverage(
+    target={name: leaf.shape for name, leaf in leaves.items()},
+    filled={name: coverage_lib.Fill('fresh') for name in leaves},
     sources={},
     unused={},
     padding=parameters.padding(target),
   )
-  account.check()
-  return parameters.init(target, rng), account
+  return parameters.init(target, rng), coverage

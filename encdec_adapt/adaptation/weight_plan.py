@@ -1,20 +1,19 @@
-"""What an adaptation does, decided from configs alone: the copy rules."""
+"""The copy rules: how each weight is filled, decided from configs alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 import dataclasses
-import fnmatch
 import math
 from typing import Literal
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import steps as steps_lib
+from encdec_adapt.adaptation import transforms as transforms_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.models import block, layer_leaves, model_config, parameters
 
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
-# Gain of a fresh cross-attention's post-norm.
+# Gains of the post-norm of fresh cross-attention.
 _GAINS = {'one': 1.0, 'zero': 0.0}
 # Leaves of attention that have key/value heads.
 _KEYS_VALUES = ('key', 'value', 'key_bias', 'value_bias')
@@ -24,14 +23,15 @@ _HEAD = 'decoder/head/table'
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """One stack of the target, and the model that it is made of.
+  """One stack of the target and the model it is made from.
 
   Attributes:
-    stack: its name, 'encoder' or 'decoder'.
-    target: its config.
-    source: name of its source.
-    config: of the source's only stack.
-    leaves: of the source.
+    stack: 'encoder' or 'decoder'.
+    target: config of the target's stack.
+    source: name of the source in the report.
+    config: config of the source's only stack.
+    leaves: leaves of the source.
+    shared_table: whether the encoder reads the decoder's table.
   """
 
   stack: str
@@ -39,14 +39,24 @@ class _Side:
   source: str
   config: model_config.StackConfig
   leaves: Mapping[str, layer_leaves.Leaf]
+  shared_table: bool
 
   @property
-  def remedy(self) -> str:
-    """How a target that does not fit is mended."""
-    return (
-      'Build the target from its sources with models.config.encoder_decoder'
-      f' (config.model.{self.stack} is the shape of the source), or choose a'
-      ' source of its shape.'
+  def changed_fields(self) -> list[str]:
+    """Fields in which the stack differs from its source."""
+    return [
+      f'{self.stack}.{field} is {ours!r}, in {self.source} {theirs!r}'
+      for field, ours in vars(self.target).items()
+      if ours != (theirs := getattr(self.config, field))
+    ]
+
+  def misfit(self, problem: str) -> errors.UserError:
+    """Returns the error for a target that its source cannot fill."""
+    return errors.UserError(
+      f'{problem} Build the target from its sources with'
+      ' models.model_config.encoder_decoder (config.model.'
+      f'{self.stack} is the shape of the source), or choose a source of its'
+      ' shape.'
     )
 
 
@@ -57,23 +67,23 @@ def make_plan(
   *,
   cross_attention: CrossAttention = 'auto',
   post_norm_gain: PostNormGain = 'one',
-  fresh: Sequence[str] = (),
+  fresh: Collection[str] = (),
 ) -> coverage_lib.Coverage:
   """Decides how each leaf of `target` is filled.
 
   Args:
-    target: as of `initialise.initialise`, like the options.
+    target: the model to fill.
     encoder_source: config of the encoder's source.
-    decoder_source: of the decoder's; None for the encoder's.
-    cross_attention: see there.
-    post_norm_gain: see there.
-    fresh: see there.
+    decoder_source: config of the decoder's source; None for the encoder's.
+    cross_attention: see `initialise.initialise`.
+    post_norm_gain: see `initialise.initialise`.
+    fresh: see `initialise.initialise`.
 
   Returns:
-    The checked account.
+    The checked coverage report.
 
   Raises:
-    UserError: sources that do not fit the target, with what would.
+    UserError: the sources do not fit the target; names a remedy.
   """
   sources = {
     'encoder': encoder_source,
@@ -86,10 +96,18 @@ def make_plan(
       f'{stack}_source',
       source.decoder,
       layer_leaves.leaves_of(source),
+      target.shared_table,
     )
     for stack, source in sources.items()
   }
+  for side in sides.values():
+    if side.target.layers != side.config.layers:
+      raise side.misfit(
+        f"the target's {side.stack} has {side.target.layers} layers and"
+        f' {side.source} has {side.config.layers}.'
+      )
   copies = _copies_cross(target, cross_attention, post_norm_gain)
+  # Gemma's norms store the gain's difference from one.
   offset = 1.0 if target.decoder.norm_gain == 'one_plus' else 0.0
   gain = coverage_lib.Fill(
     'constant',
@@ -97,42 +115,41 @@ def make_plan(
     note=f'gain {post_norm_gain}',
   )
   targets = layer_leaves.leaves_of(target)
-  redrawn = _matching(fresh, targets)
-  for side in sides.values():
-    _check_layers(side)
   filled = {}
   for name, leaf in targets.items():
     side = sides[name.split('/')[0]]
     fill = coverage_lib.Fill('fresh')
-    if name not in redrawn:
+    if name not in fresh:
       fill = _fill_of(name, side, copies, gain)
     if fill.how == 'copied':
-      fill = dataclasses.replace(fill, steps=_steps(name, leaf, side, fill))
+      transforms = _transforms(name, leaf, side, fill)
+      fill = dataclasses.replace(fill, transforms=transforms)
     filled[name] = fill
-  account = coverage_lib.Coverage(
+  changes = [line for side in sides.values() for line in side.changed_fields]
+  if target.shared_table:
+    changes.append("the encoder reads the decoder's embedding table")
+  coverage = coverage_lib.Coverage(
     target=_shapes(targets),
     filled=filled,
     sources={side.source: _shapes(side.leaves) for side in sides.values()},
-    unused={
-      side.source: _unused(side, filled, target) for side in sides.values()
-    },
-    changes=_changes(target, sides.values()),
+    unused={side.source: _unused(side, filled) for side in sides.values()},
+    changes=tuple(changes),
     padding=parameters.padding(target),
   )
-  account.check()
-  return account
+  coverage.check()
+  return coverage
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
-  """What is `fresh` where only the embedding tables are copied."""
+  """Lists the leaves to draw fresh so that only embeddings are copied."""
   names = layer_leaves.leaves_of(target)
   return [name for name in names if '/embedder/' not in name]
 
 
 def _shapes(
-  names: Mapping[str, layer_leaves.Leaf],
+  leaves: Mapping[str, layer_leaves.Leaf],
 ) -> dict[str, tuple[int, ...]]:
-  return {name: leaf.shape for name, leaf in names.items()}
+  return {name: leaf.shape for name, leaf in leaves.items()}
 
 
 def _copies_cross(
@@ -140,24 +157,19 @@ def _copies_cross(
   cross_attention: CrossAttention,
   post_norm_gain: PostNormGain,
 ) -> bool:
-  """Whether cross-attention is copied from self-attention."""
-  if cross_attention not in ('auto', 'copy', 'fresh'):
-    raise errors.UserError(
-      f"cross_attention is {cross_attention!r}; it is 'auto', 'copy' or"
-      " 'fresh'."
-    )
-  if post_norm_gain not in _GAINS:
-    raise errors.UserError(
-      f"post_norm_gain is {post_norm_gain!r}; it is 'one' or 'zero'."
-    )
+  """Decides whether cross-attention is copied from self-attention.
+
+  Raises:
+    UserError: an option has no effect on this model, or cannot be met.
+  """
   decoder = target.decoder
   if decoder.cross_merged:
     if cross_attention != 'auto' or post_norm_gain != 'one':
       raise errors.UserError(
         f'cross_attention={cross_attention!r} and'
-        f' post_norm_gain={post_norm_gain!r} are of cross-attention with'
-        ' weights of its own, and merged attention (cross_merged) reads the'
-        " encoder with self-attention's; leave them at 'auto' and 'one'."
+        f' post_norm_gain={post_norm_gain!r} need cross-attention with weights'
+        ' of its own, and merged attention (cross_merged) reads the encoder'
+        " with self-attention's; leave them at 'auto' and 'one'."
       )
     return False
   if post_norm_gain != 'one' and not decoder.post_norms:
@@ -165,7 +177,7 @@ def _copies_cross(
       f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
       " cross-attention, and this one has none; leave it at 'one'."
     )
-  differing = _differing(target)
+  differing = _differing_kernels(target)
   if cross_attention == 'copy' and differing:
     raise errors.UserError(
       "cross_attention='copy' needs an encoder as wide as the decoder, and"
@@ -183,32 +195,24 @@ def _copies_cross(
   return copies
 
 
-def _differing(target: model_config.EncoderDecoderConfig) -> list[str]:
-  """Kernels whose shapes differ in self- and cross-attention."""
-  decoder = target.decoder
+def _differing_kernels(target: model_config.EncoderDecoderConfig) -> list[str]:
+  """Lists kernels whose shapes differ in self- and cross-attention."""
   names = layer_leaves.leaves_of(target)
-  layer = next(
-    i
-    for i in range(decoder.layers)
-    if decoder.reads_encoder(decoder.layer_kind(i))
-  )
-  differing = []
-  for part in ('query', 'key', 'value', 'output'):
-    own, cross = (
-      list(names[f'decoder/layers/{layer}/{module}/{part}'].shape)
-      for module in ('attention', 'cross_attention')
-    )
-    if own != cross:
-      differing.append(
-        f'{part} is {own} in self-attention and {cross} in cross-attention'
-      )
-  return differing
+  query = next(name for name in names if name.endswith('cross_attention/query'))
+  cross = query.removesuffix('query')
+  own = cross.replace('cross_attention', 'attention')
+  return [
+    f'{part} is {list(names[own + part].shape)} in self-attention and'
+    f' {list(names[cross + part].shape)} in cross-attention'
+    for part in ('query', 'key', 'value', 'output')
+    if names[own + part].shape != names[cross + part].shape
+  ]
 
 
 def _fill_of(
   name: str, side: _Side, copies_cross: bool, post_norm: coverage_lib.Fill
 ) -> coverage_lib.Fill:
-  """The rule of one target leaf.
+  """Applies the copy rule of one target leaf.
 
   Raises:
     UserError: the source has no such leaf.
@@ -220,46 +224,41 @@ def _fill_of(
       return coverage_lib.Fill('fresh')
     if cross[0] == 'post_cross_norm':
       return post_norm
+  # Cross-attention and its norms are copied from those of self-attention.
   own = [block.CROSS.get(part, part) for part in parts[1:]]
   leaf, note = '/'.join(['decoder', *own]), ''
   if leaf == _HEAD and leaf not in side.leaves:
     leaf, note = _TABLE, 'the source ties its head to it'
   elif leaf == 'decoder/embedder/eoi' and leaf not in side.leaves:
-    leaf, note = _TABLE, 'what the token was embedded as'
+    leaf, note = _TABLE, 'the embedding of the token'
   if leaf not in side.leaves:
-    raise errors.UserError(
+    raise side.misfit(
       f'{name} of the target has no counterpart in {side.source}:'
-      f' {_differences(side)}. {side.remedy}'
+      f' {"; ".join(side.changed_fields)}.'
     )
   return coverage_lib.Fill('copied', source=side.source, leaf=leaf, note=note)
 
 
-def _differences(side: _Side) -> str:
-  """The fields in which a stack differs from its source."""
-  found = _changed_fields(side)
-  return '; '.join(found) or 'though their configs are alike'
-
-
-def _steps(
+def _transforms(
   name: str, leaf: layer_leaves.Leaf, side: _Side, fill: coverage_lib.Fill
-) -> tuple[steps_lib.Step, ...]:
-  """What makes the source's leaf the target's.
+) -> tuple[transforms_lib.Transform, ...]:
+  """Finds the transforms that make a leaf of the source the target's.
 
   Raises:
-    UserError: the shapes differ in what no step changes.
+    UserError: no transform reconciles the shapes.
   """
   shape, have = leaf.shape, side.leaves[fill.leaf].shape
   target, source = side.target, side.config
   if fill.leaf.endswith('/table') and shape[-1:] == have[-1:]:
-    done = _table_steps(name, side, have[0])
+    transforms = _table_transforms(name, side, have[0])
     if name.endswith('/eoi'):
       scale = math.sqrt(source.width) if source.scale_embeddings else 1.0
-      done += (steps_lib.Row(target.eoi_token, scale),)
-    return done
+      transforms += (transforms_lib.TakeRow(target.eoi_token, scale),)
+    return transforms
   if name.endswith('/eoi') and target.eoi_token != source.eoi_token:
-    raise errors.UserError(
+    raise side.misfit(
       f"{side.stack}.eoi_token is {target.eoi_token}, and {side.source}'s is"
-      f' {source.eoi_token}: its vector is of another token. {side.remedy}'
+      f' {source.eoi_token}: its vector belongs to another token.'
     )
   if shape == have:
     return ()
@@ -273,21 +272,20 @@ def _steps(
         f' {side.stack}.heads ({target.heads}).'
       )
     if (*have[:-2], times * have[-2], have[-1]) == shape:
-      return (steps_lib.RepeatHeads(times),)
-  raise errors.UserError(
+      return (transforms_lib.RepeatHeads(times),)
+  raise side.misfit(
     f'{name} has shape {list(shape)}, and {fill.leaf} of {fill.source} has'
-    f' {list(have)}. {side.remedy} Or draw the leaf fresh with'
-    f' fresh=({name!r},).'
+    f' {list(have)}.'
   )
 
 
-def _table_steps(
+def _table_transforms(
   name: str, side: _Side, source_rows: int
-) -> tuple[steps_lib.Step, ...]:
-  """What fits a table's rows to the target's.
+) -> tuple[transforms_lib.Transform, ...]:
+  """Finds the transforms that fit a table's rows to the target's.
 
   Raises:
-    UserError: the target has fewer tokens.
+    UserError: the target's vocabulary is smaller than the source's.
   """
   target, source = side.target, side.config
   if target.vocab_size < source.vocab_size:
@@ -299,53 +297,21 @@ def _table_steps(
   same = target.vocab_size == source.vocab_size
   if same and target.table_rows == source_rows:
     return ()
-  fitted = steps_lib.FitTable(
-    source.vocab_size, target.vocab_size, source_rows, target.table_rows
+  return (
+    transforms_lib.FitTable(
+      source.vocab_size, target.vocab_size, source_rows, target.table_rows
+    ),
   )
-  return (fitted,)
-
-
-def _check_layers(side: _Side) -> None:
-  if side.target.layers != side.config.layers:
-    raise errors.UserError(
-      f"the target's {side.stack} has {side.target.layers} layers and"
-      f' {side.source} has {side.config.layers}; build the target from its'
-      ' sources with models.config.encoder_decoder, or choose a source with'
-      f' {side.target.layers} layers.'
-    )
-
-
-def _matching(
-  patterns: Sequence[str], names: Mapping[str, layer_leaves.Leaf]
-) -> set[str]:
-  """Leaves that any pattern matches; each pattern must match one."""
-  if isinstance(patterns, str):
-    raise errors.UserError(
-      f'fresh is the text {patterns!r}; it is a sequence of patterns:'
-      f' ({patterns!r},).'
-    )
-  matched = set()
-  for pattern in patterns:
-    found = fnmatch.filter(names, pattern)
-    if not found:
-      raise errors.UserError(
-        f'fresh pattern {pattern!r} matches no parameter; they are named like'
-        f' {next(iter(names))!r} and'
-        f' {next(n for n in names if "/layers/" in n)!r}.'
-      )
-    matched.update(found)
-  return matched
 
 
 def _unused(
-  side: _Side,
-  filled: Mapping[str, coverage_lib.Fill],
-  target: model_config.EncoderDecoderConfig,
+  side: _Side, filled: Mapping[str, coverage_lib.Fill]
 ) -> dict[str, str]:
-  """Reasons for the leaves of a source that fill nothing.
+  """Maps each leaf of a source that fills nothing to the reason.
 
   Raises:
-    UserError: there is none: the target's function would not be the source's.
+    UserError: there is no reason, so the target would compute something else
+      than its source.
   """
   used = {fill.leaf for fill in filled.values() if fill.source == side.source}
   reasons = {}
@@ -359,7 +325,7 @@ def _unused(
       reasons[name] = 'an encoder has no head'
     elif (
       side.stack == 'encoder'
-      and target.shared_table
+      and side.shared_table
       and name.startswith('decoder/embedder/')
     ):
       reasons[name] = "the encoder reads the decoder's table"
@@ -370,26 +336,8 @@ def _unused(
         f' {side.stack}.tied_head to False.'
       )
     else:
-      raise errors.UserError(
+      raise side.misfit(
         f'{name} of {side.source} has no counterpart in the target:'
-        f' {_differences(side)}. {side.remedy}'
+        f' {"; ".join(side.changed_fields)}.'
       )
   return reasons
-
-
-def _changes(
-  target: model_config.EncoderDecoderConfig, sides: Sequence[_Side]
-) -> tuple[str, ...]:
-  """Settings that differ though the weights are the source's."""
-  lines = [line for side in sides for line in _changed_fields(side)]
-  if target.shared_table:
-    lines.append("the encoder reads the decoder's embedding table")
-  return tuple(lines)
-
-
-def _changed_fields(side: _Side) -> list[str]:
-  return [
-    f'{side.stack}.{field} is {ours!r}, in {side.source} {theirs!r}'
-    for field, ours in vars(side.target).items()
-    if ours != (theirs := getattr(side.config, field))
-  ]

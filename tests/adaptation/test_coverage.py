@@ -1,4 +1,4 @@
-"""The account of an adaptation, on a literal example."""
+"""The coverage report on a literal example."""
 
 import dataclasses
 import json
@@ -57,71 +57,41 @@ def test_table_joins_layers_with_the_same_fate():
 
 
 def test_json_has_every_leaf_once():
-  account = json.loads(json.dumps(EXAMPLE.to_json()))
-  assert account['parameters'] == {'copied': 8, 'fresh': 10, 'constant': 4}
-  assert list(account['target']) == list(EXAMPLE.target)
-  assert account['target']['decoder/layers/1/w'] == {
-    'shape': [2, 2],
-    'how': 'copied',
-    'source': 'source',
-    'leaf': 'decoder/layers/1/w',
-    'value': None,
-    'steps': [],
-    'note': '',
-  }
-  outside = account['not_part_of_the_model']['source']
-  assert outside == {'eye.a': 'vision', 'eye.b': 'vision', 'c': 'a copy'}
-  assert account['sources']['source'] == {
-    'decoder/layers/0/w': {
-      'shape': [2, 2],
-      'used': ['decoder/layers/0/w'],
-      'unused': None,
-    },
-    'decoder/layers/1/w': {
-      'shape': [2, 2],
-      'used': ['decoder/layers/1/w'],
-      'unused': None,
-    },
-    'decoder/table': {'shape': [5, 2], 'used': [], 'unused': 'drawn fresh'},
-  }
+  saved = json.loads(json.dumps(EXAMPLE.to_json()))
+  assert saved['parameters'] == {'copied': 8, 'fresh': 10, 'constant': 4}
+  assert list(saved['target']) == list(EXAMPLE.target)
+  filled = saved['target']['decoder/layers/1/w']
+  assert (filled['how'], filled['leaf']) == ('copied', 'decoder/layers/1/w')
+  assert saved['not_part_of_the_model'] == EXAMPLE.outside
+  first = saved['sources']['source']['decoder/layers/0/w']
+  assert first['used'] == ['decoder/layers/0/w'] and first['unused'] is None
+  table = saved['sources']['source']['decoder/table']
+  assert table['used'] == [] and table['unused'] == 'drawn fresh'
 
 
 def _without(mapping, key):
   return {k: v for k, v in mapping.items() if k != key}
 
 
+FILLED = EXAMPLE.filled
+COPY_OF_NOTHING = dataclasses.replace(COPIED, leaf='y')
+
+
 @pytest.mark.parametrize(
   'change, message',
   [
-    (
-      {'filled': _without(EXAMPLE.filled, 'decoder/layers/0/gain')},
-      'target leaves not filled: decoder/layers/0/gain',
-    ),
-    (
-      {'target': _without(EXAMPLE.target, 'decoder/table')},
-      'fills of no target leaf: decoder/table',
-    ),
+    ({'filled': _without(FILLED, 'decoder/layers/0/gain')}, 'leaves not fill'),
+    ({'target': _without(EXAMPLE.target, 'decoder/table')}, 'no target leaf'),
     ({'unused': {}}, 'neither used nor named unused: decoder/table'),
     (
       {'unused': {'source': {'decoder/table': '', 'decoder/layers/0/w': ''}}},
       'source both used and unused: decoder/layers/0/w',
     ),
-    (
-      {'unused': {'source': {'decoder/table': '', 'x': ''}}},
-      'unused leaves not in source: x',
-    ),
+    ({'unused': {'source': {'decoder/table': '', 'x': ''}}}, 'not in source'),
     ({'sources': {}, 'unused': {}}, 'copies from unknown sources: source'),
-    (
-      {
-        'filled': {
-          **EXAMPLE.filled,
-          'decoder/table': dataclasses.replace(COPIED, leaf='y'),
-        }
-      },
-      'fills from no leaf of source: y',
-    ),
+    ({'filled': {**FILLED, 'decoder/table': COPY_OF_NOTHING}}, 'not in source'),
   ],
 )
-def test_check_names_what_is_lost(change, message):
+def test_a_leaf_that_is_not_covered_once_is_an_error(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(EXAMPLE, **change).check()

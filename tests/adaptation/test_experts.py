@@ -28,7 +28,7 @@ TARGET = model_config.encoder_decoder(STACK, STACK)
 
 @pytest.fixture(scope='module')
 def adapted():
-  """The source's parameters, the target's, and the account."""
+  """The source's parameters, the target's, and the coverage report."""
   params = jax.jit(build.build(SOURCE).init)(jax.random.key(0))
   made, coverage = initialise.initialise(
     TARGET, (SOURCE, params), rng=jax.random.key(1)

@@ -74,17 +74,17 @@ def _source_logits(config, params, tokens):
 
 
 def _adapted(target, *given, **options):
-  """Parameters of the target, and the account, which says everything."""
+  """Parameters of the target and the coverage report."""
   return initialise.initialise(target, *given, rng=RNG, **options)
 
 
 def _assert_planned(target, *given):
-  """The same account and shapes from shapes alone."""
+  """Shapes alone give the same report and shapes."""
   shapes = [
     (config, jax.eval_shape(lambda params=params: params))
     for config, params in given
   ]
-  abstract, account = _adapted(target, *shapes)
+  abstract, coverage = _adapted(target, *shapes)
   table = parameters.parameter_table(target)
   flat = {
     '/'.join(key.key for key in path): leaf
@@ -93,42 +93,31 @@ def _assert_planned(target, *given):
   assert {p: leaf.shape for p, leaf in flat.items()} == {
     p: info.shape for p, info in table.items()
   }
-  assert account == weight_plan.make_plan(
+  assert coverage == weight_plan.make_plan(
     target, *(config for config, _ in given)
   )
 
 
-@pytest.mark.parametrize('bias', ['none', 'qkv'])
-def test_more_key_value_heads_in_the_encoder(bias):
-  stack = dataclasses.replace(STACK, attention_bias=bias)
+def test_more_key_value_heads():
+  """Repeated heads compute the same function, biases included."""
+  stack = dataclasses.replace(STACK, attention_bias='qkv')
   given = sources.make(stack)
   more = dataclasses.replace(stack, kv_heads=4)
-  target = model_config.encoder_decoder(more, stack)
-  params, account = _adapted(target, given)
+  target = model_config.encoder_decoder(more, more)
+  params, coverage = _adapted(target, given)
   _assert_planned(target, given)
+  assert coverage.parameters()['fresh'] == 0
   key = params['encoder']['blocks']['layer_0']['attention']['key']
   theirs = given[1]['decoder']['blocks']['layer_0']['attention']['key']
   assert key.shape == (1, 8, 4, 4)
   for head in range(4):
     np.testing.assert_array_equal(key[:, :, head], theirs[:, :, head // 2])
-  fill = account.filled['encoder/layers/2/attention/value']
+  fill = coverage.filled['encoder/layers/2/attention/value']
   assert fill.describe().endswith('(each key/value head 2 times)')
-  assert 'encoder.kv_heads is 4, in encoder_source 2' in account.changes
+  assert 'encoder.kv_heads is 4, in encoder_source 2' in coverage.changes
 
   plain = model_config.encoder_decoder(stack, stack)
   want, _ = _adapted(plain, given)
-  tokens = _tokens()
-  np.testing.assert_allclose(
-    _encoded(target, params, tokens), _encoded(plain, want, tokens), atol=1e-5
-  )
-
-
-def test_more_key_value_heads_in_both_stacks():
-  given = sources.make(STACK)
-  more = dataclasses.replace(STACK, kv_heads=4)
-  target, plain = (model_config.encoder_decoder(s, s) for s in (more, STACK))
-  (params, account), (want, _) = (_adapted(t, given) for t in (target, plain))
-  assert account.parameters()['fresh'] == 0
   np.testing.assert_allclose(
     _logits(target, params, _tokens(), _tokens(5, seed=4)),
     _logits(plain, want, _tokens(), _tokens(5, seed=4)),
@@ -139,16 +128,16 @@ def test_more_key_value_heads_in_both_stacks():
 def test_a_shared_table_is_taken_once():
   given = sources.make(STACK)
   target = model_config.encoder_decoder(STACK, STACK, shared_table=True)
-  params, account = _adapted(target, given)
+  params, coverage = _adapted(target, given)
   _assert_planned(target, given)
   assert 'embedder' not in params['encoder']
-  assert account.unused == {
+  assert coverage.unused == {
     'encoder_source': {
       'decoder/embedder/table': "the encoder reads the decoder's table"
     },
     'decoder_source': {},
   }
-  assert "the encoder reads the decoder's embedding table" in account.changes
+  assert "the encoder reads the decoder's embedding table" in coverage.changes
   # Equal tables, shared or not, are the same function.
   plain = model_config.encoder_decoder(STACK, STACK)
   want, _ = _adapted(plain, given)
@@ -159,17 +148,20 @@ def test_a_shared_table_is_taken_once():
   )
 
 
-@pytest.mark.parametrize('shared', [False, True])
-@pytest.mark.parametrize('stack', [STACK, LLAMA], ids=['gemma', 'llama'])
+@pytest.mark.parametrize(
+  'stack, shared', [(STACK, True), (LLAMA, False)], ids=['gemma', 'llama']
+)
 def test_merged_attention_is_the_decoders_own(stack, shared):
   given = sources.make(stack)
   target = model_config.encoder_decoder(
     stack, stack, cross_merged=True, shared_table=shared
   )
-  params, account = _adapted(target, given)
+  params, coverage = _adapted(target, given)
   _assert_planned(target, given)
-  assert account.parameters()['fresh'] == account.parameters()['constant'] == 0
-  assert not any('cross' in leaf for leaf in account.filled)
+  assert (
+    coverage.parameters()['fresh'] == coverage.parameters()['constant'] == 0
+  )
+  assert not any('cross' in leaf for leaf in coverage.filled)
   decoder = sources.by_name(target, params)
   for name, array in sources.by_name(*given).items():
     np.testing.assert_array_equal(decoder[name], array, err_msg=name)
@@ -184,23 +176,23 @@ def test_merged_attention_is_the_decoders_own(stack, shared):
   assert np.abs(read - want).max() > 1e-2
 
 
-def test_t5gemma2_keeps_what_its_token_was_embedded_as():
+def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
   stack = dataclasses.replace(STACK, qk_norm=True)
   given = sources.make(stack)
   target = model_config.t5gemma2(stack, stack, eoi_token=7)
-  params, account = _adapted(target, given)
+  params, coverage = _adapted(target, given)
   _assert_planned(target, given)
   table = given[1]['decoder']['embedder']['table']
   np.testing.assert_allclose(
     params['decoder']['embedder']['eoi'], table[7] * np.sqrt(8), rtol=1e-6
   )
-  fill = account.filled['decoder/embedder/eoi'].describe()
+  fill = coverage.filled['decoder/embedder/eoi'].describe()
   assert fill == (
-    'copied from decoder_source decoder/embedder/table (what the token was'
-    ' embedded as; row 7 times 2.82843)'
+    'copied from decoder_source decoder/embedder/table (the embedding of the'
+    ' token; row 7 times 2.82843)'
   )
   assert "encoder.window_rule is 'centered', in encoder_source 'exclusive'" in (
-    account.changes
+    coverage.changes
   )
   tokens = _tokens()
   tokens = (tokens[0].at[:, 2].set(7), *tokens[1:])
@@ -217,13 +209,12 @@ def test_t5gemma2_keeps_what_its_token_was_embedded_as():
   )
 
 
-@pytest.mark.parametrize('tied', [True, False])
-def test_new_tokens_are_the_mean(tied):
-  stack = dataclasses.replace(STACK, tied_head=tied, vocab_multiple=8)
+def test_new_tokens_are_the_mean():
+  stack = dataclasses.replace(STACK, tied_head=False, vocab_multiple=8)
   given = sources.make(stack)  # 16 rows, 5 of them padding.
   more = dataclasses.replace(stack, vocab_size=18)
   target = model_config.encoder_decoder(more, more)
-  params, account = _adapted(
+  params, coverage = _adapted(
     target, given, cross_attention='fresh', post_norm_gain='zero'
   )
   _assert_planned(target, given)
@@ -236,12 +227,9 @@ def test_new_tokens_are_the_mean(tied):
       table[11:18], np.tile(theirs[:11].mean(0), (7, 1)), atol=1e-6
     )
     assert not np.any(table[18:])
-  fill = account.filled['encoder/embedder/table'].describe()
-  assert fill.endswith('(7 new tokens, the mean of the 11)')
-  assert 'decoder.vocab_size is 18, in decoder_source 11' in account.changes
-  if not tied:
-    head = account.filled['decoder/head/table'].describe()
-    assert head.endswith('head/table (7 new tokens, the mean of the 11)')
+  for leaf in ('encoder/embedder/table', 'decoder/head/table'):
+    fill = coverage.filled[leaf].describe()
+    assert fill.endswith('(7 new tokens, the mean of the 11)')
   # The tokens that were there are predicted as before, the new ones with the
   # mean of their logits (before the soft-cap, which is far away here).
   got = _logits(target, params, _tokens(), _tokens(5, seed=4))
@@ -257,26 +245,18 @@ def test_an_untied_head_starts_as_the_extended_table():
   given = sources.make(STACK)
   more = dataclasses.replace(STACK, vocab_size=13, tied_head=False)
   target = model_config.encoder_decoder(STACK, more)
-  params, account = _adapted(target, given)
-  decoder = params['decoder']
+  decoder = _adapted(target, given)[0]['decoder']
+  assert decoder['head']['table'].shape == (13, 8)
   np.testing.assert_array_equal(
     decoder['head']['table'], decoder['embedder']['table']
-  )
-  assert decoder['head']['table'].shape == (13, 8)
-  assert (
-    account.filled['decoder/head/table']
-    .describe()
-    .endswith(
-      '(the source ties its head to it; 2 new tokens, the mean of the 11)'
-    )
   )
 
 
 def test_a_causal_encoder_computes_what_its_source_did():
   given = sources.make(STACK)
   target = model_config.encoder_decoder(STACK, STACK, causal_encoder=True)
-  params, account = _adapted(target, given)
-  assert not any('role' in change for change in account.changes)
+  params, coverage = _adapted(target, given)
+  assert not any('role' in change for change in coverage.changes)
   tokens = _tokens()
   encoded = _encoded(target, params, tokens)
   source = build.build(given[0])
@@ -290,7 +270,7 @@ def test_two_families_in_one_pair():
   """Other widths, norms, activations, biases and vocabularies."""
   given = sources.make(LLAMA, 1), sources.make(QWEN, 2)
   target = model_config.encoder_decoder(LLAMA, QWEN)
-  params, account = _adapted(target, *given)
+  params, coverage = _adapted(target, *given)
   _assert_planned(target, *given)
   filled = sources.by_name(target, params)
   decoder = sources.by_name(*given[1])
@@ -300,7 +280,7 @@ def test_two_families_in_one_pair():
     if name != 'decoder/head/table':
       own = 'encoder' + name.removeprefix('decoder')
       np.testing.assert_array_equal(filled[own], array, err_msg=name)
-  assert account.unused == {
+  assert coverage.unused == {
     'encoder_source': {'decoder/head/table': 'an encoder has no head'},
     'decoder_source': {},
   }
@@ -309,10 +289,10 @@ def test_two_families_in_one_pair():
   for layer in range(3):
     block = f'decoder/layers/{layer}'
     for part in ('query', 'key', 'value', 'output', 'query_bias', 'key_norm'):
-      assert account.filled[f'{block}/cross_attention/{part}'].how == 'fresh'
-    norm = account.filled[f'{block}/pre_cross_norm/scale']
+      assert coverage.filled[f'{block}/cross_attention/{part}'].how == 'fresh'
+    norm = coverage.filled[f'{block}/pre_cross_norm/scale']
     assert norm.leaf == f'{block}/pre_attention_norm/scale'
-    assert f'{block}/post_cross_norm/scale' not in account.filled
+    assert f'{block}/post_cross_norm/scale' not in coverage.filled
   logits = _logits(
     target, params, _tokens(vocabulary=9), _tokens(5, vocabulary=13, seed=4)
   )
@@ -334,16 +314,16 @@ def test_two_families_in_one_pair():
   ids=['merged', 'extended'],
 )
 def test_recipes_are_the_same_in_numpy(target):
-  """As `exchange` carries them out, array by array."""
+  """As `conversion` carries them out, array by array."""
   given = sources.make(LLAMA)
-  want, account = _adapted(target, given)
+  want, coverage = _adapted(target, given)
   configs = dict.fromkeys(('encoder_source', 'decoder_source'), given[0])
   flat = {
     path: np.asarray(leaf)
     for path, leaf in layer_leaves.flatten_checked('source', *given).items()
   }
   trees = dict.fromkeys(configs, flat)
-  made = recipes.make_recipes(target, account, configs)
+  made = recipes.make_recipes(target, coverage, configs)
   want = layer_leaves.flatten_checked('target', target, want)
   for path, recipe in made.items():
     array = recipe.make(trees, np)
@@ -352,39 +332,36 @@ def test_recipes_are_the_same_in_numpy(target):
 
 
 @pytest.mark.parametrize(
-  'encoder, pair, options, message',
+  'encoder, decoder, pair, options, message',
   [
-    ({'kv_heads': 1}, {}, {}, r'kv_heads is 1, no multiple of the 2'),
-    ({'vocab_size': 10}, {}, {}, r'vocab_size is 10, .* extended, not cut'),
+    ({'kv_heads': 1}, {}, {}, {}, r'kv_heads is 1, no multiple of the 2'),
+    ({'vocab_size': 10}, {}, {}, {}, r'vocab_size is 10, .* extended, not cut'),
+    ({'qk_norm': True}, {}, {}, {}, 'no .*encoder.qk_norm is True'),
+    ({'post_norms': False}, {}, {}, {}, 'encoder_source has no .*post_norms'),
+    ({'layers': 4}, {}, {}, {}, 'encoder has 4 layers and encoder_source'),
+    ({}, {'mlp_width': 16}, {}, {}, r'decoder/layers/0/mlp/\w+ has shape \['),
+    ({'width': 12}, {}, {}, {'cross_attention': 'copy'}, 'widths are 12 and 8'),
+    ({}, {}, {}, {'post_norm_gain': 'zero'}, "cross_attention='fresh'"),
     (
-      {'qk_norm': True},
       {},
-      {},
-      'key_norm of the target has no .*encoder.qk_norm is True',
-    ),
-    (
       {'post_norms': False},
       {},
-      {},
-      'post_attention_norm/scale of encoder_source has no .*post_norms',
+      {'cross_attention': 'fresh', 'post_norm_gain': 'zero'},
+      'needs a decoder with norms',
     ),
-    (
-      {},
-      {'cross_merged': True},
-      {'cross_attention': 'fresh'},
-      'of cross-attention with weights of its own',
-    ),
-    (
-      {},
-      {'cross_merged': True},
-      {'post_norm_gain': 'zero'},
-      'of cross-attention with weights of its own',
+    *(
+      ({}, {}, {'cross_merged': True}, option, 'weights of its own')
+      for option in ({'cross_attention': 'fresh'}, {'post_norm_gain': 'zero'})
     ),
   ],
 )
-def test_options_that_cannot_be(encoder, pair, options, message):
+def test_targets_that_the_sources_cannot_fill(
+  encoder, decoder, pair, options, message
+):
   target = model_config.encoder_decoder(
-    dataclasses.replace(STACK, **encoder), STACK, **pair
+    dataclasses.replace(STACK, **encoder),
+    dataclasses.replace(STACK, **decoder),
+    **pair,
   )
   with pytest.raises(errors.UserError, match=message):
     weight_plan.make_plan(
@@ -392,26 +369,20 @@ def test_options_that_cannot_be(encoder, pair, options, message):
     )
 
 
-def test_a_gain_needs_a_norm():
-  with pytest.raises(errors.UserError, match="post_norm_gain='zero' needs"):
-    weight_plan.make_plan(
-      model_config.encoder_decoder(LLAMA, LLAMA),
-      model_config.DecoderOnlyConfig(LLAMA),
-      cross_attention='fresh',
-      post_norm_gain='zero',
-    )
-
-
-def test_another_tokens_vector_is_refused():
-  stack = dataclasses.replace(STACK, eoi_token=3)
-  with pytest.raises(errors.UserError, match='its vector is of another token'):
-    weight_plan.make_plan(
-      model_config.t5gemma2(stack, stack, eoi_token=4),
-      model_config.DecoderOnlyConfig(stack),
-    )
-
-
-def test_merged_attention_needs_equal_widths():
-  wide = dataclasses.replace(STACK, width=12)
-  with pytest.raises(errors.UserError, match=r"encoder's width .*12.* 8;"):
-    model_config.encoder_decoder(wide, STACK, cross_merged=True)
+def test_sources_that_the_target_has_no_place_for():
+  untied = dataclasses.replace(STACK, tied_head=False)
+  # Both tables have 16 rows: padding cannot hide another vocabulary.
+  padded = dataclasses.replace(STACK, vocab_multiple=8)
+  larger = dataclasses.replace(padded, vocab_size=13)
+  eoi = dataclasses.replace(STACK, eoi_token=3)
+  for source, target, message in (
+    (untied, model_config.encoder_decoder(STACK, STACK), 'tied_head to False'),
+    (larger, model_config.encoder_decoder(padded, padded), 'not cut'),
+    (
+      eoi,
+      model_config.t5gemma2(eoi, eoi, eoi_token=4),
+      'to another token',
+    ),
+  ):
+    with pytest.raises(errors.UserError, match=message):
+      weight_plan.make_plan(target, model_config.DecoderOnlyConfig(source))

@@ -116,7 +116,7 @@ def test_training_adapts_with_options(folder, pairs, gemma):
   account = json.loads((workdir / 'coverage.json').read_text())
   assert account['parameters']['fresh'] == 0
   table = account['target']['decoder/embedder/table']
-  assert table['steps'] == ['10 new tokens, the mean of the 400']
+  assert table['transforms'] == ['10 new tokens, the mean of the 400']
   exported = folder / 'merged_out'
   convert_('export', f'--checkpoint={workdir}', f'--output={exported}')
   assert convert_('verify', workdir, exported, folders.ROUNDED) == 0

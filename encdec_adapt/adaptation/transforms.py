@@ -1,8 +1,7 @@
-"""What is done to a leaf of a source on its way into the new model.
+"""Changes that a source leaf undergoes on its way into the new model.
 
-Each step is a function of one array, of NumPy or of JAX alike. Axes are
-counted from the end, so that an array with a leading `layers` axis is changed
-at once.
+Each transform maps one array to one array, in NumPy or JAX. Axes are counted
+from the end, so an array with a leading `layers` axis is changed at once.
 """
 
 import dataclasses
@@ -14,39 +13,39 @@ Array = Any
 
 @dataclasses.dataclass(frozen=True)
 class RepeatHeads:
-  """Each key/value head several times in a row.
+  """Repeats each key/value head.
 
-  Query head i reads key/value head i // (N / K), so that the attention with
-  more heads computes what it did with fewer.
+  Query head i reads key/value head i // (N / K), so attention with repeated
+  heads computes the same function as before.
 
   Attributes:
-    times: how often each head is there, at least 2.
+    times: copies of each head, at least 2.
   """
 
   times: int
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
-    """Of a kernel [.., D, K, H] or a bias [.., K, H]."""
+    """Repeats the heads of a kernel [.., D, K, H] or a bias [.., K, H]."""
     return xp.repeat(array, self.times, axis=-2)
 
   def describe(self) -> str:
-    """What was done, as a phrase."""
+    """Names the change in a phrase."""
     return f'each key/value head {self.times} times'
 
 
 @dataclasses.dataclass(frozen=True)
 class FitTable:
-  """A token table with more tokens, and with other padding rows.
+  """Resizes a token table to another vocabulary size and padding.
 
-  A new token's row is the mean of the source's tokens' (Hewitt 2021,
+  A new token's row is the mean of the source's rows (Hewitt 2021,
   "Initializing New Word Embeddings for Pretrained Language Models"): its
   logit is the mean of theirs, which bounds how far predictions move.
 
   Attributes:
-    tokens: of the source's vocabulary.
-    vocabulary: tokens of the target's, at least as many.
+    tokens: vocabulary size of the source.
+    vocabulary: vocabulary size of the target, at least `tokens`.
     source_rows: rows of the source's table, padding included.
-    rows: rows of the target's.
+    rows: rows of the target's table, padding included.
   """
 
   tokens: int
@@ -55,7 +54,7 @@ class FitTable:
   rows: int
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
-    """Of a table [V, D]."""
+    """Resizes a table [V, D]."""
     new = self.vocabulary - self.tokens
     if not new:
       kept = array[: self.rows]
@@ -66,7 +65,7 @@ class FitTable:
     return xp.concatenate([kept, xp.repeat(mean, new, axis=0), padding])
 
   def describe(self) -> str:
-    """What was done, as a phrase."""
+    """Names the change in a phrase."""
     new = self.vocabulary - self.tokens
     if new:
       return f'{new} new tokens, the mean of the {self.tokens}'
@@ -75,24 +74,24 @@ class FitTable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """A row of a token table as the states that it becomes.
+class TakeRow:
+  """Takes one token's embedding out of a table.
 
   Attributes:
-    token: which.
-    scale: what embeddings are multiplied by.
+    token: token id.
+    scale: factor that the model multiplies embeddings by.
   """
 
   token: int
   scale: float
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
-    """Of a table [V, D]: a vector [D]."""
+    """Maps a table [V, D] to a vector [D]."""
     return array[self.token].astype(xp.float32) * xp.float32(self.scale)
 
   def describe(self) -> str:
-    """What was done, as a phrase."""
+    """Names the change in a phrase."""
     return f'row {self.token} times {self.scale:.6g}'
 
 
-Step = RepeatHeads | FitTable | Row
+Transform = RepeatHeads | FitTable | TakeRow
