@@ -2,12 +2,12 @@
 
 import pytest
 
-from configs import base
+from configs import base, gemma2
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.cli import command, errors
 from encdec_adapt.models import model_config, presets
-from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.planning import chips
 
 BASE = '--config=configs/base.py'
 SOURCE = '--config.init.encoder=a'
@@ -41,39 +41,15 @@ def test_gemma2_configs_are_the_presets(size, objective):
   assert settings.train.cross_attention_warmup == (0 if balanced else 1000)
 
 
-@pytest.mark.parametrize(
-  'arg, chips, replica, microbatches, every, rules',
-  [
-    # Half of a slice of 16 chips does not hold the state.
-    ('topology=v5e:4x4', 16, 2, 32, 20, 'whole_slice'),
-    ('topology=v6e:4x4', 16, 2, 16, 100, 'fsdp'),
-    ('topology=v6e:16x16', 256, 4, 1, 1000, 'fsdp'),
-    ('topology=v5e:16x16,slices=2', 512, 8, 1, 1000, 'fsdp'),
-    ('topology=v5e:4x4,slices=2', 32, 2, 16, 50, 'fsdp'),
-    ('topology=v5p:4x4x4', 64, 2, 8, 200, 'fsdp'),
-    ('topology=v6e:8x16,slices=4', 512, 8, 1, 1000, 'fsdp'),
-    ('topology=v5e:8x8,objective=ul2', 64, 2, 4, 100, 'fsdp'),
-  ],
-)
-def test_the_recipe_is_spread_over_chips(
-  arg, chips, replica, microbatches, every, rules
-):
+@pytest.mark.parametrize('arg', gemma2.SHIPPED)
+def test_a_shipped_recipe_divides_over_its_chips(arg):
   settings = _load(f'--config=configs/gemma2.py:{arg}', *TEACHER[:1], *NOT)
-  assert settings.mesh.sizes(chips) == (replica, chips // replica, 1, 1)
-  assert settings.rules == rules_lib.named(rules)
-  assert not settings.optimizer.offload
-  assert settings.train.microbatches == microbatches
-  # About half an hour.
-  assert settings.checkpoint.every == every
-  assert settings.train.batch_size % (chips * microbatches) == 0
-  assert settings.train.eval_batch_size % chips == 0
-
-
-def test_what_does_not_fit_beside_its_activations_is_on_the_host():
-  arg = 'size=9b_9b,topology=v5e:16x16'
-  settings = _load(f'--config=configs/gemma2.py:{arg}', *TEACHER[:1], *NOT)
-  assert settings.optimizer.offload and settings.compute.remat == 'full'
-  assert settings.mesh.sizes(256) == (4, 64, 1, 1)
+  given = dict(item.split('=') for item in arg.split(','))
+  where = chips.parse(given['topology'], int(given.get('slices', 1)))
+  assert settings.mesh.sizes(where.devices)
+  shards = where.devices * settings.train.microbatches
+  assert settings.train.batch_size % shards == 0
+  assert settings.train.eval_batch_size % where.devices == 0
 
 
 def test_presets_by_name():
@@ -276,17 +252,8 @@ def test_bad_input_is_named(flags, words):
     ('configs/gemma2.py:size=3b', "'3b'.*9b"),
     ('configs/gemma2.py:sizes=2b_2b', "'sizes=2b_2b'.*size"),
     ('configs/gemma2.py:objective=t5', 'prefixlm or ul2'),
-    ('configs/gemma2.py:topology=v9', 'topology=v9 is not known.*v5e:4x4'),
-    ('configs/gemma2.py:topology=v4:4x4x4', 'no recipe for v4; .* v5p, h100'),
-    ('configs/gemma2.py:topology=h100:24', 'h100:24: 24 .* batch of 512 rows'),
-    ('configs/gemma2.py:topology=v5e', 'topology=v5e: .*2 dim.*v5e:4x4'),
-    ('configs/gemma2.py:topology=v5e:4xq', 'v5e:4xq: .*2 dim.*v5e:4x4'),
-    ('configs/gemma2.py:topology=v5e:0x4', 'v5e:0x4: .*at least 1 chip'),
-    ('configs/gemma2.py:topology=v5e:-4x4', 'v5e:-4x4: .*at least 1 chip'),
-    ('configs/gemma2.py:topology=v5p:4x4', 'v5p:4x4: .*3 dim.*v5p:4x4x4'),
-    ('configs/gemma2.py:topology=v5e:4x4,slices=0', 'slices is 0; .*least 1'),
-    ('configs/gemma2.py:topology=v5e:4x4,slices=-2', 'slices is -2; .*least'),
-    ('configs/gemma2.py:slices=2', 'slices=2 .*topology'),
+    ('configs/gemma2.py:topology=v5e:2x4', '2x4 is not in .*--search'),
+    ('configs/gemma2.py:slices=2', 'slices=2 is not in .*v5e:4x4; '),
     ('configs/quickstart.py:run=x', 'run=x.*adapted'),
     ('configs/base.py:x', 'with what follows the colon: TypeError.* 0 pos'),
   ],

@@ -2,16 +2,14 @@
 
     python -m tests.sharding.test_golden
 
-writes the files anew, after a change of rules, of meshes or of parameters
-that is meant. Configurations whose arrays lie alike share a file, which says
-of each its rules and its mesh.
+rewrites the files after an intended change of rules, meshes or parameters.
+Configurations with equal array shardings share a file, which has the rules and
+the mesh of each.
 """
 
-import dataclasses
 import importlib
 import json
 import pathlib
-import tempfile
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -19,111 +17,70 @@ import pytest
 
 from configs import gemma2
 from encdec_adapt import config as config_lib
-from encdec_adapt.planning import chips, programs
+from encdec_adapt.planning import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from tests.e2e import folders
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-  """Configurations whose arrays lie alike.
-
-  Attributes:
-    module: below `configs`.
-    arguments: what stands after the colon, of each; a name in braces is a
-      folder of `models`.
-    devices: that they are placed on; 0 for the chips of their topologies.
-    tensor: shards of heads.
-  """
-
-  module: str
-  arguments: tuple[str, ...] = ('',)
-  devices: int = 0
-  tensor: int = 1
-
-  def settings(self, argument: str) -> tuple[config_lib.Settings, int]:
-    """One of the configurations, and how many devices it is for."""
-    module = importlib.import_module(f'configs.{self.module}')
-    with tempfile.TemporaryDirectory() as folder:
-      filled = argument.format_map(_Models(folder))
-      config = module.get_config(*[filled] if filled else [])
-    devices = self.devices
-    if not devices:
-      given = dict(item.split('=') for item in argument.split(','))
-      where = chips.parse(given['topology'], int(given.get('slices', 1)))
-      devices = where.devices
-    config.mesh.tensor = self.tensor
-    config.teacher.checkpoint = ''  # Of the decoder's shape, then.
-    # An abstract mesh has no hosts; where an array is sharded, is the same.
-    config.optimizer.offload = False
-    return config_lib.load(config, sources=False), devices
+def shipped(size: str, *places: str) -> tuple[str, ...]:
+  """Arguments of configs/gemma2.py of a size for these topologies."""
+  return tuple(f'size={size},topology={place}' for place in places)
 
 
-class _Models(dict):
-  """Tiny models by the name of their shape in `folders`, made where named."""
-
-  def __init__(self, folder: str):
-    super().__init__()
-    self._folder = pathlib.Path(folder)
-
-  def __missing__(self, name: str) -> str:
-    path = folders.make_folder(self._folder / name, getattr(folders, name))
-    return str(path)
-
-
-MANY = (
-  'topology=v5e:16x16',
-  'topology=v6e:16x16',
-  'topology=v5p:4x4x4',
-  'topology=v5e:16x16,slices=2',
-)
+LARGE = ('v5e:16x16', 'v6e:16x16', 'v5p:4x4x4')
+# File: module below `configs`, arguments, devices (0: as the mesh says).
 CASES = {
-  'base': Case('base', devices=8, tensor=2),
-  'quickstart_decoder_only': Case('quickstart', ('run=decoder_only',), 8),
-  'quickstart_adapted': Case('quickstart', ('run=adapted',), 8),
-  'quickstart_unbalanced': Case('quickstart', ('run=unbalanced',), 8),
-  'pretrained': Case('pretrained', ('encoder={LLAMA},decoder={GEMMA}',), 8),
-  'presets_gemma3_1b': Case(
-    'presets', ('encoder=gemma3_1b,target=t5gemma2',), 16
+  'base': ('base', ('',), 8),
+  'quickstart_decoder_only': ('quickstart', ('run=decoder_only',), 8),
+  'quickstart_adapted': ('quickstart', ('run=adapted',), 8),
+  'quickstart_unbalanced': ('quickstart', ('run=unbalanced',), 8),
+  'presets_gemma3_1b': (
+    ('presets', ('encoder=gemma3_1b,target=t5gemma2',), 16)
   ),
-  'gemma2_balanced': Case(
+  'gemma2_balanced': (
     'gemma2',
     (
-      'size=2b_2b,topology=v6e:4x4',
-      *(f'size=9b_9b,{where}' for where in MANY),
-      'size=27b_27b,topology=v5p:8x8x8',
+      *shipped('2b_2b', 'v6e:4x4'),
+      *shipped('9b_9b', *LARGE, 'v5e:16x16,slices=2'),
+      *shipped('27b_27b', 'v5p:8x8x8'),
     ),
+    0,
   ),
-  'gemma2_whole_slice': Case('gemma2', ('size=2b_2b,topology=v5e:4x4',)),
-  'gemma2_9b_2b': Case(
-    'gemma2',
-    tuple(
-      f'size=9b_2b,{where}' for where in (*MANY, 'topology=v5p:4x4x4,slices=2')
-    ),
+  'gemma2_whole_slice': ('gemma2', shipped('2b_2b', 'v5e:4x4'), 0),
+  'gemma2_9b_2b': (
+    ('gemma2', shipped('9b_2b', *LARGE, 'v5p:4x4x4,slices=2'), 0)
   ),
-  'gemma2_2b_2b_ul2': Case(
-    'gemma2', ('size=2b_2b,objective=ul2,topology=v5e:8x8',)
+  'gemma2_2b_2b_ul2': (
+    ('gemma2', ('size=2b_2b,objective=ul2,topology=v5e:8x8',), 0)
   ),
-  'gemma2_gpus': Case(
+  'gemma2_gpus': (
     'gemma2',
     (
-      'size=2b_2b,topology=h100:8',
-      'size=2b_2b,topology=h100:64',
-      'size=9b_9b,topology=h200:64',
-      'size=27b_27b,topology=h100:64',
+      *shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64'),
+      *shipped('9b_9b', 'h200:64'),
+      *shipped('27b_27b', 'h100:64'),
     ),
+    0,
   ),
 }
 
 
-def describe(case: Case, argument: str) -> tuple[str, dict[str, dict]]:
-  """Rules and mesh in a line, and the mesh axes of each array by its part."""
-  settings, devices = case.settings(argument)
-  sizes = settings.mesh.sizes(devices)
+def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
+  """Returns rules and mesh in a line, and each array's mesh axes by part."""
+  module, _, devices = CASES[name]
+  make = importlib.import_module(f'configs.{module}').get_config
+  config = make(*[argument] if argument else [])
+  if module == 'base':
+    config.mesh.tensor = 2
+  config.teacher.checkpoint = ''  # Then it has the decoder's shape.
+  # An abstract mesh has no hosts; the axes of an array are the same.
+  config.optimizer.offload = False
+  settings = config_lib.load(config, sources=False)
+  axes = settings.mesh
+  sizes = axes.sizes(devices or axes.replica * axes.fsdp)
   mesh = AbstractMesh(
     sizes, mesh_lib.AXES, axis_types=(AxisType.Auto,) * len(sizes)
   )
@@ -142,14 +99,14 @@ def describe(case: Case, argument: str) -> tuple[str, dict[str, dict]]:
   rules = next(
     name for name, known in rules_lib.RULES.items() if known == settings.rules
   )
-  axes = (f'{axis}={size}' for axis, size in mesh.shape.items())
-  return ', '.join([rules, *axes]), arrays
+  sizes = (f'{axis}={size}' for axis, size in mesh.shape.items())
+  return ', '.join([rules, *sizes]), arrays
 
 
 def _fold(
   states: dict[str, str], parameters: dict[str, str]
 ) -> dict[str, str | int]:
-  """Counts moments that lie as their parameters; the rest one by one."""
+  """Counts moments sharded as their parameters; lists the rest one by one."""
   found: dict[str, str | int] = {}
   for path, axes in states.items():
     parts = path.split('/')
@@ -172,41 +129,35 @@ def _dimensions(leaf: jax.ShapeDtypeStruct) -> str:
 
 @pytest.mark.parametrize(
   'name, argument',
-  [(name, a) for name, case in CASES.items() for a in case.arguments],
+  [
+    pytest.param(name, argument, marks=[pytest.mark.long] * bool(i))
+    for name, (_, arguments, _) in CASES.items()
+    for i, argument in enumerate(arguments)
+  ],
 )
 def test_arrays_are_where_they_were(name, argument):
   stored = json.loads((FOLDER / f'{name}.json').read_text())
-  mesh, arrays = describe(CASES[name], argument)
+  mesh, arrays = describe(name, argument)
   assert mesh == stored['meshes'][argument]
   assert arrays.keys() == stored['arrays'].keys()
   for part, specs in arrays.items():
     assert specs == stored['arrays'][part], part
 
 
-def test_every_file_is_of_a_case():
-  assert {path.stem for path in FOLDER.glob('*.json')} == CASES.keys()
-  for name, case in CASES.items():
-    stored = json.loads((FOLDER / f'{name}.json').read_text())
-    assert tuple(stored['meshes']) == case.arguments
-
-
-def test_every_planned_configuration_is_of_a_case():
-  cases = [case for case in CASES.values() if case.module == 'gemma2']
-  named = {argument for case in cases for argument in case.arguments}
-  assert named >= set(gemma2.PLANNED)
-
-
-def write(name: str, case: Case) -> None:
-  """Writes the file of a case."""
-  found = {a: describe(case, a) for a in case.arguments}
-  arrays = next(iter(found.values()))[1]
-  assert all(other == arrays for _, other in found.values()), name
-  meshes = {argument: mesh for argument, (mesh, _) in found.items()}
-  text = json.dumps({'meshes': meshes, 'arrays': arrays}, indent=1)
-  (FOLDER / f'{name}.json').write_text(text + '\n')
+def test_every_shipped_recipe_has_a_file():
+  stored = {path.stem for path in FOLDER.glob('*.json')}
+  assert stored == CASES.keys()
+  cases = [
+    arguments for module, arguments, _ in CASES.values() if module == 'gemma2'
+  ]
+  assert {a for arguments in cases for a in arguments} == {*gemma2.SHIPPED}
 
 
 if __name__ == '__main__':
-  FOLDER.mkdir(exist_ok=True)
-  for name, case in CASES.items():
-    write(name, case)
+  for name, (_, arguments, _) in CASES.items():
+    found = {a: describe(name, a) for a in arguments}
+    arrays = next(iter(found.values()))[1]
+    assert all(other == arrays for _, other in found.values()), name
+    meshes = {argument: mesh for argument, (mesh, _) in found.items()}
+    text = json.dumps({'meshes': meshes, 'arrays': arrays}, indent=1)
+    (FOLDER / f'{name}.json').write_text(text + '\n')
