@@ -18,6 +18,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import json
 from typing import NamedTuple
 
 import numpy as np
@@ -93,24 +94,63 @@ def markers() -> set[str]:
   return {name for t in TEMPLATES for name in (*t.start, t.end) if name}
 
 
-def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
-  """The template whose special tokens a vocabulary has.
-
-  Raises:
-    UserError: it has those of none.
-  """
+def find_template(vocabulary: vocabulary_lib.Vocabulary) -> Template | None:
+  """Returns the template whose special tokens a vocabulary has, if any."""
   for template in TEMPLATES:
     names = [*filter(None, template.start), template.end]
     if all(name in vocabulary.specials for name in names):
       return template
+  return None
+
+
+def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
+  """Returns the template whose special tokens a vocabulary has.
+
+  Raises:
+    UserError: it has the special tokens of no template.
+  """
+  if template := find_template(vocabulary):
+    return template
   needed = '; '.join(
     f'{t.family}: {" ".join(filter(None, t.start))} {t.end}' for t in TEMPLATES
   )
   raise errors.UserError(
     f'the vocabulary {vocabulary.path} has no chat template: it lacks the'
-    f' special tokens of all that are known ({needed}). Give plain prompts, or'
+    f' special tokens of every known one ({needed}). Give plain prompts, or'
     ' a model whose vocabulary has them'
   )
+
+
+def jinja(template: Template) -> str:
+  """Returns a template as the Jinja source that `transformers` renders."""
+  first, second = (json.dumps(name) for name in template.start)
+  before, end = json.dumps(template.before_text), json.dumps(template.end)
+  after, assistant = (
+    json.dumps(text) for text in (template.after_turn, template.assistant)
+  )
+  strip = ' | trim' if template.strips else ''
+  parts = ['{{- bos_token }}', "{%- set system = '' %}"]
+  if not template.system_apart:
+    parts += [
+      "{%- if messages[0].role == 'system' %}",
+      f'{{%- set system = (messages[0].content{strip}) + "\\n\\n" %}}',
+      '{%- set messages = messages[1:] %}',
+      '{%- endif %}',
+    ]
+  parts += [
+    '{%- for message in messages %}',
+    "{%- set role = message.role if message.role != 'assistant'"
+    f' else {assistant} %}}',
+    f'{{{{- {first} + role + {second} + {before} }}}}',
+    "{{- system if loop.first else '' }}",
+    f'{{{{- message.content{strip} }}}}',
+    f'{{{{- {end} + {after} }}}}',
+    '{%- endfor %}',
+    '{%- if add_generation_prompt %}',
+    f'{{{{- {first} + {assistant} + {second} + {before} }}}}',
+    '{%- endif %}',
+  ]
+  return ''.join(parts)
 
 
 def end_of_turn(vocabulary: vocabulary_lib.Vocabulary) -> int:

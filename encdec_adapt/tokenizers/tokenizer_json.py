@@ -107,7 +107,7 @@ class TokenizerJson(vocabulary.Vocabulary):
         )
 
   def _own_specials(self) -> dict[int, str]:
-    return {i: n for n, i in self.specials.items() if i < self._stored_size}
+    return {i: n for n, i in self.specials.items() if i < self.stored_size}
 
   def _piece(self, token):
     return self._by_id.get(token, '')

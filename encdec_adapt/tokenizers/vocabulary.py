@@ -134,7 +134,7 @@ class Vocabulary(abc.ABC):
     self.unk, self.mask = ids.unk, ids.mask
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
-    self._stored_size = self.size = size
+    self.stored_size = self.size = size
     self._own_size = _before_added(self._names, size)
     self.sentinels, self.mode_ids = _sentinels_and_modes(self.specials)
     self._take(range(self._own_size, size))
@@ -171,7 +171,7 @@ class Vocabulary(abc.ABC):
   @property
   def added(self) -> range:
     """Ids that were added at its end and that no file of it has."""
-    return range(self._stored_size, self.size)
+    return range(self.stored_size, self.size)
 
   @property
   def ids(self) -> special_ids.SideIds:

@@ -1,0 +1,329 @@
+"""Writes a vocabulary as tokenizer files that other software loads.
+
+| vocabulary            | tokenizer.json                                      |
+|-----------------------|-----------------------------------------------------|
+| tokenizer.json        | the file as it is                                   |
+| SentencePiece BPE     | BPE with byte fallback, merges ordered by score     |
+| SentencePiece unigram | Unigram with byte fallback                          |
+| bytes                 | BPE with byte fallback and no merges                |
+
+Two things differ from this package. `tokenizers` reads a U+2581 in a text as
+a space where the model is of SentencePiece. And a special token that is
+spelled out in a text becomes that token if the folder has a chat template,
+which needs that; otherwise tokenizer_config.json has `split_special_tokens`.
+
+tokenizer_config.json names PreTrainedTokenizerFast: transformers 4 and 5 then
+load tokenizer.json as it is, without `sentencepiece` or `protobuf`; model
+classes such as GemmaTokenizer rebuild the tokenizer from parts of it.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterable, Mapping
+import json
+import pathlib
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, processors
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.tokenizers import (
+  byte_vocabulary,
+  chat_format,
+  sentencepiece_vocabulary,
+  tokenizer_json,
+  vocabulary,
+)
+
+JSON = tokenizer_json.FILE
+SENTENCEPIECE = 'tokenizer.model'
+CONFIG = 'tokenizer_config.json'
+_SPACE = '\u2581'
+# Below every path through ordinary pieces, so that the name of a special
+# token, which Unigram has among its pieces, never matches in a text.
+_NEVER = -1e6
+
+
+def write(
+  folder: pathlib.Path,
+  one: vocabulary.Vocabulary,
+  chat_template: str | None = None,
+) -> str:
+  """Completes the tokenizer files of a folder.
+
+  Files that are there already, carried along from the folder that the model
+  came from, are kept; tokens that were added to the vocabulary are written
+  into them.
+
+  Args:
+    folder: local folder that exists, such as the draft of an export.
+    one: the vocabulary.
+    chat_template: Jinja template of a conversation for a new
+      tokenizer_config.json; by default that of the vocabulary's family, if it
+      has the special tokens of one.
+
+  Returns:
+    A sentence on tokens that were added to the vocabulary, '' without any.
+
+  Raises:
+    UserError: a file is damaged.
+  """
+  for source in one.files:
+    name = source.name
+    if isinstance(one, sentencepiece_vocabulary.SentencePieceVocabulary):
+      name = SENTENCEPIECE
+    if name != 'config.json' and not (folder / name).exists():
+      paths.copy(source, folder / name)
+  if not (folder / JSON).exists():
+    (folder / JSON).write_text(_convert(one).to_str(pretty=True) + '\n')
+  if not (folder / CONFIG).exists():
+    _write_json(folder / CONFIG, _config(one, chat_template))
+  if not one.added:
+    return ''
+  first, last = one.added[0], one.added[-1]
+  added = (
+    f'{len(one.added)} added tokens, {one.piece(first)} to {one.piece(last)},'
+    f' have the ids {first} to {last}'
+  )
+  if _add_tokens(folder, {one.piece(i): i for i in one.added}):
+    return f'{added} in the tokenizer files.'
+  return (
+    f'{added}, but the tokenizer files would number them otherwise and are'
+    ' left without them. Set config.data.add_sentinels to the same number'
+    ' when this model is trained further.'
+  )
+
+
+def check(
+  folder: pathlib.Path, one: vocabulary.Vocabulary, texts: Iterable[str]
+) -> None:
+  """Compares the ids of texts by the folder's tokenizer.json with ours.
+
+  Texts with a U+2581 are skipped; see the module's docstring. SentencePiece
+  adds unigram scores in float32, so rounding decides between segmentations of
+  equal score: unigram ids are compared line by line, whatever their order.
+
+  Args:
+    folder: folder with a tokenizer.json.
+    one: the vocabulary that the folder was written for.
+    texts: texts to encode, without BOS.
+
+  Raises:
+    UserError: names the first text and token that differ.
+  """
+  theirs = tokenizers.Tokenizer.from_file(str(folder / JSON))
+  theirs.encode_special_tokens = True
+  unigram = isinstance(theirs.model, models.Unigram)
+  for text in texts:
+    for part in text.splitlines(keepends=True) if unigram else [text]:
+      ours = one.encode(part).tolist()
+      found = theirs.encode(part, add_special_tokens=False).ids
+      same = sorted(found) == sorted(ours) if unigram else found == ours
+      if not same and _SPACE not in part:
+        _refuse(folder / JSON, one, ours, found)
+
+
+def _refuse(
+  path: pathlib.Path,
+  one: vocabulary.Vocabulary,
+  ours: list[int],
+  found: list[int],
+) -> None:
+  at = 0
+  while ours[at : at + 1] == found[at : at + 1]:
+    at += 1
+  shown = [
+    ' '.join(repr(one.piece(i)) for i in ids[at : at + 3]) or 'nothing'
+    for ids in (found, ours)
+  ]
+  raise errors.UserError(
+    f'{path} encodes a text differently from the vocabulary {one.path}: after'
+    f' {one.decode(ours[:at])[-40:]!r} (token {at}) it has {shown[0]} instead'
+    f' of {shown[1]}. Software that loads the export would read other tokens'
+    ' than the model was trained on; use a vocabulary that comes with a'
+    ' tokenizer.json of its own, or a SentencePiece BPE model.'
+  )
+
+
+def _convert(one: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
+  """Builds the `tokenizers` form of a vocabulary, without added tokens."""
+  if isinstance(one, byte_vocabulary.ByteVocabulary):
+    names = [one.piece(i) for i in range(one.stored_size)]
+    tokenizer = _bpe({name: i for i, name in enumerate(names)}, [])
+    tokenizer.decoder = decoders.Sequence(
+      [decoders.ByteFallback(), decoders.Fuse()]
+    )
+    symbols = []
+  else:
+    tokenizer, symbols = _from_sentencepiece(one)
+  tokenizer.add_special_tokens(
+    [
+      tokenizers.AddedToken(name, special=True, normalized=False)
+      for name, i in sorted(one.specials.items(), key=lambda item: item[1])
+      if i < one.stored_size
+    ]
+  )
+  # A symbol with spaces matches after normalisation, which writes U+2581.
+  tokenizer.add_tokens(
+    [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
+  )
+  bos = one.piece(one.bos)
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=f'{bos} $A',
+    pair=f'{bos} $A {bos}:1 $B:1',
+    special_tokens=[(bos, one.bos)],
+  )
+  return tokenizer
+
+
+def _from_sentencepiece(
+  one: vocabulary.Vocabulary,
+) -> tuple[tokenizers.Tokenizer, list[str]]:
+  """Converts a SentencePiece model.
+
+  Returns:
+    The tokenizer, and the names of the symbols that always match as a whole.
+  """
+  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
+
+  proto = sentencepiece_model_pb2.ModelProto.FromString(
+    one.files[0].read_bytes()
+  )
+  ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+  scores = {
+    piece.piece: piece.score
+    for piece in proto.pieces
+    if piece.type == piece.NORMAL
+  }
+  symbols = [
+    piece.piece
+    for piece in proto.pieces
+    if piece.type == piece.USER_DEFINED and piece.piece not in one.specials
+  ]
+  if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+    # As SentencePiece scores a symbol: better than any path through pieces.
+    best = max(scores.values())
+    for name in symbols:
+      scores[name] = best * len(name.encode()) - 0.1
+    symbols = []
+    tokenizer = tokenizers.Tokenizer(
+      models.Unigram(
+        [(name, scores.get(name, _NEVER)) for name in ids],
+        unk_id=one.unk,
+        byte_fallback=True,
+      )
+    )
+  else:
+    tokenizer = _bpe(ids, _merges(scores), unk_token=one.piece(one.unk))
+  spec = proto.normalizer_spec
+  steps = [normalizers.Replace(' ', _SPACE)]
+  undo = [
+    decoders.Replace(_SPACE, ' '),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+  ]
+  if spec.add_dummy_prefix:
+    steps.insert(0, normalizers.Prepend(_SPACE))
+    undo.append(decoders.Strip(' ', 1, 0))
+  if spec.precompiled_charsmap:
+    steps.insert(0, normalizers.Precompiled(spec.precompiled_charsmap))
+  tokenizer.normalizer = normalizers.Sequence(steps)
+  tokenizer.decoder = decoders.Sequence(undo)
+  return tokenizer, symbols
+
+
+def _bpe(
+  ids: Mapping[str, int], merges: list[tuple[str, str]], **options: str
+) -> tokenizers.Tokenizer:
+  return tokenizers.Tokenizer(
+    models.BPE(
+      vocab=dict(ids),
+      merges=merges,
+      byte_fallback=True,
+      fuse_unk=True,
+      **options,
+    )
+  )
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+  """Lists every way to join two pieces to a third, the best piece first.
+
+  SentencePiece joins the neighbours whose joint piece has the best score;
+  `tokenizers` those that come first in the list.
+  """
+  return [
+    (name[:at], name[at:])
+    for name in sorted(scores, key=scores.__getitem__, reverse=True)
+    for at in range(1, len(name))
+    if name[:at] in scores and name[at:] in scores
+  ]
+
+
+def _config(
+  one: vocabulary.Vocabulary, chat_template: str | None
+) -> dict[str, Any]:
+  """Returns the content of a new tokenizer_config.json."""
+  if chat_template is None:
+    family = chat_format.find_template(one)
+    chat_template = chat_format.jinja(family) if family else None
+  roles = {role: getattr(one, role) for role in vocabulary.ROLES}
+  config = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    **{f'{r}_token': one.piece(i) for r, i in roles.items() if i is not None},
+    'clean_up_tokenization_spaces': False,
+    'model_input_names': ['input_ids', 'attention_mask'],
+    'split_special_tokens': chat_template is None,
+  }
+  if chat_template is not None:
+    config['chat_template'] = chat_template
+  return config
+
+
+def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
+  """Writes added tokens into the files of a folder.
+
+  Returns:
+    False, with no file changed, where a file gives the tokens other ids.
+  """
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
+  tokenizer.add_special_tokens(
+    [tokenizers.AddedToken(name, normalized=False) for name in tokens]
+  )
+  agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
+  model = folder / SENTENCEPIECE
+  if (
+    agree and model.exists() and vocabulary.is_sentencepiece(model.read_bytes())
+  ):
+    agree = _add_pieces(model, tokens)
+  if not agree:
+    return False
+  tokenizer.save(str(folder / JSON))
+  config = atomic.read_json(folder / CONFIG)
+  if listed := config.get('added_tokens_decoder'):
+    # transformers' classes that rebuild the tokenizer read this list alone.
+    for name, i in tokens.items():
+      listed[str(i)] = {'content': name, 'normalized': False, 'special': True}
+    _write_json(folder / CONFIG, config)
+  return True
+
+
+def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
+  """Appends pieces to a SentencePiece model unless its ids end elsewhere."""
+  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
+
+  proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+  if len(proto.pieces) != min(tokens.values()):
+    return False
+  for name in tokens:
+    piece = proto.pieces.add(piece=name, score=0.0)
+    piece.type = piece.USER_DEFINED
+  proto.trainer_spec.vocab_size = len(proto.pieces)
+  path.write_bytes(proto.SerializeToString())
+  return True
+
+
+def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n')

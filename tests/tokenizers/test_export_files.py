@@ -1,0 +1,182 @@
+"""Exported tokenizers give our ids in `tokenizers` and `transformers`."""
+
+import json
+import pathlib
+import pydoc_data.topics
+import sys
+import sysconfig
+
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+
+from encdec_adapt.cli import errors
+from encdec_adapt.tokenizers import (
+  chat_format,
+  export_files,
+  vocabularies,
+  vocabulary_training,
+)
+from tests import tiny_tokenizers
+
+STDLIB = sysconfig.get_path('stdlib')
+VARIED = [
+  path.read_text('utf-8')
+  for path in sorted(pathlib.Path(STDLIB).glob('[a-c]*.py'))[:12]
+] + [
+  '',
+  ' ',
+  '  leading and trailing  ',
+  '\n\n\n\n\nlines\n \n\tand\ttabs\r\n',
+  'caf\u00e9 i\u0308 \u65e5\u672c\u8a9e \u0440\u0443\u0441 \u0639\u0631\u0628',
+  'emoji \U0001f600\U0001f468\u200d\U0001f469 \ufeff\u3000\x00\x7f',
+  '<bos><eos> <pad> <unused3> <mask> <0x41> <start_of_turn>user <sentinel_1>',
+  '-' * 33 + '=' * 70 + ' ' * 50 + 'aaaaaaa' + '#' * 11,
+  '1234567890 3.14159 0x7f',
+]
+PAGES = list(pydoc_data.topics.topics.values())[:30]
+ADDED = 4
+
+
+CHAT = [
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': ' Why? '},
+  {'role': 'assistant', 'content': 'No.'},
+  {'role': 'user', 'content': 'Why?'},
+]
+
+
+def train(path, **options):
+  """Trains a vocabulary of ours, with other options of SentencePiece."""
+  train = sentencepiece.SentencePieceTrainer.train
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      sentencepiece.SentencePieceTrainer,
+      'train',
+      lambda **own: train(**{**own, **options}),
+    )
+    vocabulary_training.train_vocabulary(PAGES, path, 1000)
+  return path
+
+
+def export(folder, vocabulary):
+  folder.mkdir(exist_ok=True)
+  return export_files.write(folder, vocabulary)
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    pytest.param({}, id='ours'),
+    pytest.param({'model_type': 'unigram'}, id='unigram'),
+    pytest.param(
+      {'add_dummy_prefix': True, 'user_defined_symbols': []}, id='llama2'
+    ),
+    pytest.param(
+      {'user_defined_symbols': ['\n', '\n\n', '\u2581\u2581', '<2mass>']},
+      id='gemma',
+    ),
+    pytest.param(None, id='bytes'),
+  ],
+)
+def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
+  path = 'bytes' if options is None else train(tmp_path / 'm', **options)
+  own = vocabularies.open_vocabulary(path, added_sentinels=ADDED)
+  note = export(tmp_path / 'out', own)
+  assert note.startswith('4 added tokens, <sentinel_0> to <sentinel_3>')
+  export_files.check(tmp_path / 'out', own, VARIED)
+  (tmp_path / 'out' / 'config.json').write_text('{"model_type": "t5gemma"}')
+  monkeypatch.setitem(sys.modules, 'sentencepiece', None)
+  monkeypatch.setitem(sys.modules, 'google.protobuf', None)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  assert theirs.bos_token_id == own.bos and theirs.eos_token_id == own.eos
+  assert theirs.pad_token_id == own.pad and len(theirs) == own.size
+  if options != {'model_type': 'unigram'}:  # Ties; see `check`.
+    for text in VARIED:
+      ids = theirs(text)['input_ids']
+      assert ids == [own.bos, *own.encode(text)]
+      assert theirs.decode(ids, skip_special_tokens=True) == text
+  monkeypatch.undo()
+  assert_same(vocabularies.open_vocabulary(tmp_path / 'out'), own)
+
+
+def test_other_ids_are_refused(tmp_path):
+  own = vocabularies.open_vocabulary(train(tmp_path / 'm'))
+  export(tmp_path / 'out', own)
+  path = tmp_path / 'out' / 'tokenizer.json'
+  content = json.loads(path.read_text())
+  content['model']['merges'] = content['model']['merges'][1:]
+  path.write_text(json.dumps(content))
+  export_files.check(tmp_path / 'out', own, ['xyz'])
+  with pytest.raises(errors.UserError, match='encodes a text differently'):
+    export_files.check(tmp_path / 'out', own, ['xyz', *VARIED])
+
+
+@pytest.mark.parametrize(
+  'symbols',
+  [
+    ['<start_of_turn>', '<end_of_turn>'],
+    ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'],
+    ['<|im_start|>', '<|im_end|>'],
+  ],
+  ids=['gemma', 'llama3', 'chatml'],
+)
+def test_the_chat_template_renders_as_chat_format(symbols, tmp_path):
+  path = train(tmp_path / 'm', user_defined_symbols=['\n', '\n\n', *symbols])
+  own = vocabularies.open_vocabulary(path)
+  export(tmp_path / 'out', own)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  for messages in (CHAT, CHAT[1:2]):
+    found = theirs.apply_chat_template(messages, add_generation_prompt=True)
+    want = chat_format.encode(messages, own, open_turn=True).ids
+    assert found['input_ids'] == [own.bos, *want]
+
+
+def assert_same(found, added):
+  """The files have what was added to the vocabulary in memory."""
+  assert found.size == added.size
+  assert found.specials == added.specials
+  assert found.sentinels == added.sentinels
+  assert found.mode_ids == added.mode_ids
+  assert found.tokens_digest == added.tokens_digest
+  assert not found.added
+  text = f'the quick {added.piece(added.sentinels[-1])} fox<mode_R>'
+  assert found.encode(text).tolist() == added.encode(text).tolist()
+  assert not set(found.encode(text)) & set(added.added)
+
+
+@pytest.mark.parametrize('family', tiny_tokenizers.TOKENIZER_CONFIG)
+def test_a_carried_tokenizer_is_kept(family, tmp_path):
+  source = tiny_tokenizers.save(tmp_path / 'source', family, PAGES[:9], 300)
+  config = source / 'tokenizer_config.json'
+  content = json.loads(config.read_text())
+  content['added_tokens_decoder'] = {'0': {'content': 'x'}}
+  config.write_text(json.dumps(content))
+  export(tmp_path / 'same', vocabularies.open_vocabulary(source))
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    copied = (tmp_path / 'same' / name).read_bytes()
+    assert copied == (source / name).read_bytes()
+  added = vocabularies.open_vocabulary(source, added_sentinels=ADDED)
+  out = tmp_path / 'out'
+  export(out, added)
+  export_files.check(out, added, PAGES[:9])
+  assert_same(vocabularies.open_vocabulary(out), added)
+  names = {added.piece(i): i for i in added.added}
+  assert len(names) == ADDED + (0 if family in ('gemma', 'llama3') else 3)
+  theirs = tokenizers.Tokenizer.from_file(str(out / 'tokenizer.json'))
+  assert {name: theirs.token_to_id(name) for name in names} == names
+  found = json.loads((out / config.name).read_text())['added_tokens_decoder']
+  assert found.pop('0') == {'content': 'x'}
+  assert {token['content']: int(i) for i, token in found.items()} == names
+  words = 'has .* added tokens already, from <sentinel_0> on; set config.data'
+  with pytest.raises(errors.UserError, match=words):
+    vocabularies.open_vocabulary(out, added_sentinels=ADDED)
+
+
+def test_files_of_other_ids_are_left_alone(tmp_path):
+  source = tiny_tokenizers.save(tmp_path / 'source', 'qwen', PAGES[:9], 300)
+  before = (source / 'tokenizer.json').read_bytes()
+  other = vocabularies.open_vocabulary('bytes', added_sentinels=2)
+  assert 'left without them' in export_files.write(source, other)
+  assert (source / 'tokenizer.json').read_bytes() == before
