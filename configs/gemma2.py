@@ -37,7 +37,7 @@ pretraining score of 46.6 for 2b_2b, 41.5 for 9b_2b and 60.1 for 9b_9b, all of
 which start at 16 to 17; its best scores take 40 times as many steps.
 """
 
-from configs import base
+from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.models import presets
 
@@ -76,7 +76,7 @@ def get_config(arg=None):
     arg: `size` is a pair such as 2b_2b, 9b_2b or s_s; `objective` is prefixlm
       or ul2; `topology` (and `slices`) select a row of `SHIPPED`.
   """
-  args = base.parse_arg(
+  args = config_lib.parse_arg(
     arg, size='2b_2b', objective='prefixlm', topology='', slices=1
   )
   pair = presets.t5gemma(args['size'], vocab_multiple=128)
@@ -97,8 +97,8 @@ def recipe(pair, objective):
     raise errors.UserError(
       f'objective={objective} is not known; choose prefixlm or ul2.'
     )
-  config = base.get_config()
-  base.set_model(config.model, pair)
+  config = config_lib.defaults()
+  config_lib.set_model(config.model, pair)
   config.init.mode = 'adapt'
 
   config.data.train_vocabulary = False

@@ -10,7 +10,8 @@ folders of the models, and is what to use where they are there. Everything but
 the model is as in `configs/gemma2.py`.
 """
 
-from configs import base, gemma2
+from configs import gemma2
+from encdec_adapt import config as config_lib
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import presets
 
@@ -21,7 +22,7 @@ def get_config(arg=None):
   `target` is t5gemma, t5gemma2, or empty for any family; `objective` prefixlm
   or ul2.
   """
-  args = base.parse_arg(
+  args = config_lib.parse_arg(
     arg, encoder='gemma3_1b', decoder='', target='', objective='prefixlm'
   )
   names = args['encoder'], args['decoder'] or args['encoder']

@@ -14,7 +14,7 @@ bfloat16 products, rematerialisation and the warm-up of unbalanced pairs (1000
 steps: arXiv 2504.06225).
 """
 
-from configs import base
+from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import config_json
@@ -25,15 +25,15 @@ _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
 def get_config(arg=None):
   """`encoder`, `decoder` where it is another, `target`; or `source`."""
-  args = base.parse_arg(arg, encoder='', decoder='', target='', source='')
+  args = config_lib.parse_arg(arg, encoder='', decoder='', target='', source='')
   if bool(args['encoder']) == bool(args['source']):
     raise errors.UserError(
       'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
       ' or source=FOLDER to train the same model on.'
     )
-  config = base.get_config()
+  config = config_lib.defaults()
   model, warmup, choice = _model(args)
-  base.set_model(config.model, model)
+  config_lib.set_model(config.model, model)
   config.init.mode = 'adapt' if args['encoder'] else 'checkpoint'
   config.init.encoder = args['encoder'] or args['source']
   config.init.decoder = args['decoder']

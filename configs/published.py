@@ -7,7 +7,7 @@ measured. Batches are the published recipes' (MaxText's benchmark files) where
 they are known; what they keep in the host's memory is recomputed here.
 """
 
-from configs import base
+from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
 
 # MaxText's default decoder at 16 and 32 times its size, as its rule spreads
@@ -25,7 +25,7 @@ def get_config(arg=None):
   `replica` above 1 splits the chips into groups that share a table of the
   vocabulary; everything else is sharded over all of them.
   """
-  args = base.parse_arg(
+  args = config_lib.parse_arg(
     arg,
     shape='llama3.1_8b',
     length=8192,
@@ -34,7 +34,7 @@ def get_config(arg=None):
     remat='full',
     attention='splash',
   )
-  config = base.get_config()
+  config = config_lib.defaults()
   scaled = _SCALED.get(args['shape'])
   if scaled:
     stack = presets.stack(
@@ -42,7 +42,7 @@ def get_config(arg=None):
     )
   else:
     stack = presets.stack(args['shape'], vocab_multiple=256)
-  base.set_model(config.model, model_config.DecoderOnlyConfig(stack))
+  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
   config.data.train_vocabulary = False
   config.data.decoder_length = args['length']
   config.train.batch_size = config.train.eval_batch_size = args['rows']

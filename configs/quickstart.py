@@ -15,7 +15,7 @@ controls. `size=smoke` is for tests.
 
 import dataclasses
 
-from configs import base
+from encdec_adapt import config as config_lib
 from encdec_adapt import study
 from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
@@ -129,17 +129,17 @@ def _stack(size, shape):
 
 def get_config(arg=None):
   """`run` is one of RUNS, `size` one of SIZES."""
-  args = base.parse_arg(arg, size='default', run='decoder_only')
+  args = config_lib.parse_arg(arg, size='default', run='decoder_only')
   size, run = _size(args['size']), args['run']
   if run not in RUNS:
     raise errors.UserError(
       f'run={run} is not known; choose one of {", ".join(RUNS)}.'
     )
-  config = base.get_config()
+  config = config_lib.defaults()
   small = _stack(size, size.small)
   large = _stack(size, size.base)
-  base.set_stack(config.model.encoder, large)
-  base.set_stack(
+  config_lib.set_stack(config.model.encoder, large)
+  config_lib.set_stack(
     config.model.decoder,
     small if run in ('decoder_only_small', 'unbalanced') else large,
   )
@@ -210,7 +210,7 @@ def _pairs(config, size, run):
 
 def get_study(arg=None):
   """The stages of a size, in order; see `encdec_adapt.study`."""
-  name = base.parse_arg(arg, size='default')['size']
+  name = config_lib.parse_arg(arg, size='default')['size']
   size = _size(name)
   records = [
     study.Stage(

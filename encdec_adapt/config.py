@@ -1,11 +1,12 @@
-"""The one boundary between a ConfigDict and the code.
+"""The whole configuration: sections' dataclasses, ConfigDict in, settings out.
 
-`load` turns each section into a frozen dataclass and validates it; nothing
-behind it sees a ConfigDict. Every error names the key, its value and what
-would be right.
+Every key is stated once, as a field of the frozen dataclass of its section,
+which lives beside its user. This module assembles the sections: `defaults`
+makes the ConfigDict that experiments start from, `load` turns a ConfigDict
+into validated `Settings`, and `page` prints every key with its documentation.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping
 import dataclasses
 import json
 import math
@@ -13,103 +14,24 @@ from typing import Any
 
 import ml_collections
 
-from encdec_adapt.cli import errors
-from encdec_adapt.data import objectives as data_objectives
-from encdec_adapt.data import records
+from encdec_adapt.adaptation import init_section
+from encdec_adapt.checkpoints import checkpoint_section
+from encdec_adapt.cli import errors, keys
+from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.models import execution, model_config
-from encdec_adapt.ops import attention
+from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.training import losses, optimizers, schedules
+from encdec_adapt.training import (
+  losses,
+  optimizers,
+  schedules,
+  train_section,
+)
 
 RUN_CONFIG = 'config.json'
-# A vocabulary's path that starts so is below the work directory.
-WORKDIR = '{workdir}'
-# In a work directory: the vocabularies it was made with, a folder for a side.
+# In a work directory: the vocabularies of the run, a folder for each side.
 VOCABULARIES = 'vocabulary'
-# Fields of a stack that follow from the model it is a part of.
-_SET_BY_THE_PAIR = {'role', 'cross_width', 'cross_merged', 'cross_layers'}
-
-
-@dataclasses.dataclass(frozen=True)
-class ComputeConfig:
-  """How the model is computed; see `models.build.build`.
-
-  `compile_cache` is a folder of compiled programs, '' for none.
-  """
-
-  dtype: str
-  remat: str
-  attention: str
-  attention_chunk: int
-  scan_unroll: int
-  compile_cache: str
-
-
-@dataclasses.dataclass(frozen=True)
-class InitConfig:
-  """Where the parameters come from; fields as in configs/base.py."""
-
-  mode: str
-  encoder: str
-  decoder: str
-  cross_attention: str
-  post_norm_gain: str
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-  """Text, vocabulary and records.
-
-  Attributes:
-    folder: where the record sets are.
-    vocabularies: those of the two sides.
-    train_vocabulary: train the decoder's file where it is missing.
-    table_sizes: tokens of the model's tables, by stack.
-    workers: processes that make records.
-    repeat: go on after the last pass.
-    train: what the training records must be.
-    evaluation: what the held-out records must be.
-  """
-
-  folder: str
-  vocabularies: vocabularies.Choice
-  train_vocabulary: bool
-  table_sizes: Mapping[str, int]
-  workers: int
-  repeat: bool
-  train: records.RecordSpec
-  evaluation: records.RecordSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-  """The loop; fields as in configs/base.py."""
-
-  steps: int
-  batch_size: int
-  microbatches: int
-  cross_attention_warmup: int
-  log_every: int
-  eval_every: int
-  eval_batch_size: int
-  max_skipped: int
-  hang_factor: float
-  hang_step_seconds: float
-  hang_seconds: float
-  profile_from: int
-  profile_steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-  """When checkpoints are written and which stay."""
-
-  every: int
-  keep: int
-  keep_every: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +40,75 @@ class Settings:
 
   seed: int
   model: model_config.ModelConfig
-  compute: ComputeConfig
-  init: InitConfig
-  data: DataConfig
-  teacher: str
+  compute: execution.ComputeConfig
+  init: init_section.InitConfig
+  data: data_section.DataConfig
+  teacher: losses.TeacherConfig
   loss: losses.LossConfig
   optimizer: optimizers.OptimizerConfig
-  train: TrainConfig
-  checkpoint: CheckpointConfig
+  train: train_section.TrainConfig
+  checkpoint: checkpoint_section.CheckpointConfig
   mesh: mesh_lib.MeshConfig
   rules: rules_lib.Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class _Root:
+  """Keys outside any section."""
+
+  seed: int = keys.key(0, 'Seed of initialisation and of the order of rows.')
+
+
+# The dataclasses whose keys make a section.
+_SECTIONS = {
+  'compute': (execution.ComputeConfig,),
+  'init': (init_section.InitConfig,),
+  'data': (data_section.DataConfig,),
+  'teacher': (losses.TeacherConfig,),
+  'loss': (losses.LossConfig,),
+  'optimizer': (optimizers.OptimizerConfig, schedules.ScheduleConfig),
+  'train': (train_section.TrainConfig,),
+  'checkpoint': (checkpoint_section.CheckpointConfig,),
+  'mesh': (mesh_lib.MeshConfig, rules_lib.RulesConfig),
+}
+
+
+def defaults() -> ml_collections.ConfigDict:
+  """Returns every key with its default value."""
+  values = {**keys.defaults(_Root), 'model': model_section.defaults()}
+  for name, parts in _SECTIONS.items():
+    values[name] = {}
+    for part in parts:
+      values[name] |= keys.defaults(part)
+  return ml_collections.ConfigDict(values)
+
+
+def page(config: Mapping[str, Any] | None = None) -> str:
+  """Returns every key as `config.key = value` below its documentation.
+
+  Args:
+    config: values of all keys; the defaults if None.
+  """
+  values = defaults().to_dict() if config is None else config
+  model = values['model']
+  blocks = [
+    keys.page(_Root, values, 'config.'),
+    keys.page(model_section.ModelSection, model, 'config.model.'),
+    keys.page(
+      model_config.StackConfig, model['encoder'], 'config.model.encoder.'
+    ),
+    # The documentation of these keys is that of the encoder's.
+    [f'config.model.decoder.{k} = {v!r}' for k, v in model['decoder'].items()],
+  ]
+  for name, parts in _SECTIONS.items():
+    blocks.append(
+      [
+        line
+        for part in parts
+        for line in keys.page(part, values[name], f'config.{name}.')
+      ]
+    )
+  return '\n\n'.join('\n'.join(block) for block in blocks)
 
 
 def load(
@@ -136,50 +117,119 @@ def load(
   """Validates a configuration.
 
   Args:
-    config: `configs/base.py` with changes.
-    workdir: the job's folder; records go below it unless the configuration
-      names a folder.
+    config: `defaults()` with changes.
+    workdir: work directory of the job; records go below it unless the
+      configuration names a folder.
     sources: whether the paths of sources and teacher must be given; a plan,
-      which knows shapes only, does without.
+      which needs shapes only, does without.
 
   Raises:
-    UserError: names the key, its value and what would be right.
+    UserError: names the key, its value and what it must be.
   """
-  _finite('config', config.to_dict())
-  _at_least('train.steps', config.train.steps, 1)
-  model = _model(config.model)
+  values = config.to_dict()
+  found = {'seed', 'model', *_SECTIONS}
+  if values.keys() != found:
+    raise errors.UserError(
+      'the configuration was saved by another version: it has the sections'
+      f' {", ".join(sorted(values))}, and {", ".join(sorted(found))} are'
+      ' needed.'
+    )
+  _require_finite('config', values)
+  model = model_section.model_from_section(values['model'])
+  train = _section('train', values)
   settings = Settings(
-    seed=config.seed,
+    seed=values['seed'],
     model=model,
-    compute=_plain(ComputeConfig, config.compute),
-    init=_plain(InitConfig, config.init),
-    data=_data(config, model, workdir),
-    teacher=config.teacher.checkpoint,
-    loss=_plain(losses.LossConfig, config.loss),
-    optimizer=_optimizer(config),
-    train=_plain(TrainConfig, config.train),
-    checkpoint=_plain(CheckpointConfig, config.checkpoint),
-    mesh=mesh_lib.MeshConfig(
-      **{axis: config.mesh[axis] for axis in mesh_lib.AXES}
+    compute=_section('compute', values),
+    init=_section('init', values),
+    data=_section(
+      'data',
+      values,
+      table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
+    ).in_workdir(workdir),
+    teacher=_section('teacher', values),
+    loss=_section('loss', values),
+    optimizer=_optimizer(values['optimizer'], train.steps),
+    train=train,
+    checkpoint=_section('checkpoint', values),
+    mesh=keys.make(
+      mesh_lib.MeshConfig, _keys_of(mesh_lib.MeshConfig, values['mesh'])
     ),
-    rules=_value_error(rules_lib.named, config.mesh.rules),
+    rules=rules_lib.RULES[
+      keys.make(
+        rules_lib.RulesConfig, _keys_of(rules_lib.RulesConfig, values['mesh'])
+      ).rules
+    ],
   )
-  _check(settings, sources)
+  _check_model(settings, values['data']['vocabulary'])
+  _check_sources(settings, sources)
   return settings
 
 
+def set_stack(section: ml_collections.ConfigDict, stack: Any) -> None:
+  """Sets the keys of `config.model.encoder` or `.decoder`.
+
+  Keys that both stacks share (`vocab_multiple`, `eoi_token`, `window_rule`)
+  are set by `set_model`.
+
+  Args:
+    section: keys to set.
+    stack: `StackConfig` with the values.
+  """
+  for name, value in keys.values_of(stack).items():
+    if name in section:
+      section[name] = value
+
+
+def set_model(
+  section: ml_collections.ConfigDict, model: model_config.ModelConfig
+) -> None:
+  """Sets the keys of `config.model` to those of a model."""
+  section.update(model_section.section_from_model(model))
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
+  """Parses 'key=value,key=value' after the colon of --config=FILE:ARG.
+
+  Args:
+    arg: text after the colon, or None.
+    **defaults: the allowed keys with default values; a value keeps the type
+      of its default.
+
+  Raises:
+    UserError: an unknown key or a value of the wrong type; names the known.
+  """
+  values = dict(defaults)
+  for item in filter(None, (arg or '').split(',')):
+    name, equals, text = item.partition('=')
+    if name not in defaults or not equals:
+      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
+      raise errors.UserError(
+        f'config argument {item!r} is not understood; after the colon come'
+        f' key=value pairs of: {known}.'
+      )
+    try:
+      values[name] = type(defaults[name])(text)
+    except ValueError as error:
+      raise errors.UserError(
+        f'config argument {item!r}: the value must be a'
+        f' {type(defaults[name]).__name__}.'
+      ) from error
+  return values
+
+
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Writes the resolved configuration into a run's folder."""
+  """Writes the resolved configuration into a work directory."""
   atomic.write_json(paths.join(workdir, RUN_CONFIG), config.to_dict())
 
 
 def load_run(workdir: str) -> Settings:
-  """The settings with which the run in a folder was made.
+  """Loads the settings of the run in a work directory.
 
   Its vocabularies are the copies in the folder, which move with it.
 
   Raises:
-    UserError: the folder holds no run, but perhaps a Hugging Face folder.
+    UserError: the folder holds no run; says so of a Hugging Face folder.
   """
   path = paths.at(workdir) / RUN_CONFIG
   if not path.exists():
@@ -190,314 +240,98 @@ def load_run(workdir: str) -> Settings:
   content = json.loads(path.read_text())
   if 'model_type' in content:
     raise errors.UserError(
-      f'{workdir} is a Hugging Face folder, and this needs the work directory'
-      ' of a training job; make one of it with `convert import`.'
+      f'{workdir} is a Hugging Face folder, and a work directory of a training'
+      ' job is needed; make one with `convert import`.'
     )
   saved = ml_collections.ConfigDict(content)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     own = paths.at(workdir) / VOCABULARIES / side
     if own.exists():
       saved.data[f'{key}vocabulary'] = str(own)
-  try:
-    return load(saved, str(workdir))
-  except AttributeError as error:  # Of sections that are read key by key.
-    raise errors.UserError(
-      f'{path} was saved by another version: it lacks a key ({error}).'
-    ) from error
+  return load(saved, str(workdir))
 
 
-def _plain(make: Callable[..., Any], section: ml_collections.ConfigDict):
-  """A dataclass whose fields are exactly the section's keys.
-
-  Raises:
-    UserError: they are not, in a configuration saved by another version.
-  """
-  values = section.to_dict()
-  fields = {field.name for field in dataclasses.fields(make)}
-  _check_keys(make.__name__, values.keys(), fields)
-  return make(**values)
+def _keys_of(part: type, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values whose keys belong to one dataclass of a section."""
+  names = {name for name, _, _, _ in keys.keys_of(part)}
+  return {k: v for k, v in values.items() if k in names}
 
 
-def _check_keys(what: str, found: Set[str], wanted: Set[str]) -> None:
-  if found != wanted:
-    raise errors.UserError(
-      f'the configuration was saved by another version: {what} has'
-      f' {", ".join(sorted(found ^ wanted))} on one side only.'
-    )
+def _section(name: str, values: Mapping[str, Any], **others: Any) -> Any:
+  (part,) = _SECTIONS[name]
+  return keys.make(part, values[name], **others)
 
 
-def _value_error(function: Callable[..., Any], *args):
-  """Calls a leaf package, whose ValueErrors are the user's to mend."""
-  try:
-    return function(*args)
-  except ValueError as error:
-    raise errors.UserError(str(error)) from error
+def _optimizer(
+  values: Mapping[str, Any], steps: int
+) -> optimizers.OptimizerConfig:
+  rate = _keys_of(schedules.ScheduleConfig, values)
+  return keys.make(
+    optimizers.OptimizerConfig,
+    {k: v for k, v in values.items() if k not in rate},
+    schedule=keys.make(schedules.ScheduleConfig, rate, total_steps=steps),
+  )
 
 
-def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-  if value not in known:
-    raise errors.UserError(
-      f'config.{key} is {value!r}; it must be one of {", ".join(known)}.'
-    )
-
-
-def _at_least(key: str, value: float, least: float) -> None:
-  if value < least:
-    raise errors.UserError(
-      f'config.{key} is {value}; it must be at least {least}.'
-    )
-
-
-def _finite(key: str, value: Any) -> None:
+def _require_finite(prefix: str, value: Any) -> None:
   """Refuses NaN and infinity, which pass every comparison with a range."""
   if isinstance(value, Mapping):
     for name, inner in value.items():
-      _finite(f'{key}.{name}', inner)
-  elif isinstance(value, tuple | list):
-    for index, inner in enumerate(value):
-      _finite(f'{key}[{index}]', inner)
+      _require_finite(f'{prefix}.{name}', inner)
   elif isinstance(value, float) and not math.isfinite(value):
-    raise errors.UserError(f'{key} is {value}; it must be a finite number.')
+    raise errors.UserError(f'{prefix} is {value}; it must be a finite number.')
 
 
-def _model(section: ml_collections.ConfigDict) -> model_config.ModelConfig:
-  _one_of('model.kind', section.kind, ('decoder_only', 'encoder_decoder'))
-  decoder = _stack('decoder', section.decoder)
-  if section.kind == 'decoder_only':
-    return model_config.DecoderOnlyConfig(decoder)
-  pair = section.to_dict()
-  for name in ('kind', 'encoder', 'decoder'):
-    del pair[name]
-  known = {'causal_encoder', 'shared_table', 'cross_merged', 'cross_layers'}
-  _check_keys('a model', pair.keys(), known)
-  encoder = _stack('encoder', section.encoder)
-  try:
-    return model_config.encoder_decoder(encoder, decoder, **pair)
-  except errors.UserError as error:
-    raise errors.UserError(f'config.model: {error}') from error
-
-
-def _stack(name: str, section: ml_collections.ConfigDict):
-  values = section.to_dict()
-  fields = {
-    field.name for field in dataclasses.fields(model_config.StackConfig)
-  }
-  _check_keys('a stack', values.keys(), fields - _SET_BY_THE_PAIR)
-  values['pattern'] = tuple(values['pattern'])
-  for key, none in model_config.NONE_AS.items():
-    if values[key] == none:
-      values[key] = None
-  try:
-    return model_config.StackConfig(**values)
-  except errors.UserError as error:
-    raise errors.UserError(f'config.model.{name}: {error}') from error
-
-
-def _data(config, model, workdir: str) -> DataConfig:
-  data = config.data
-  _one_of('data.objective', data.objective, data_objectives.OBJECTIVES)
-  policies = data_objectives.SENTINEL_POLICIES
-  _one_of('data.sentinels', data.sentinels, policies)
-  _at_least('data.workers', data.workers, 1)
-  _at_least('data.eval_rows', data.eval_rows, 0)
-  if not 0 < data.eval_fraction < 1:
-    raise errors.UserError(
-      f'config.data.eval_fraction is {data.eval_fraction}; it must be between'
-      ' 0 and 1: a job trains on the one part and evaluates on the other.'
-    )
-  folder = data.folder or paths.join(workdir, 'records')
-  choice = vocabularies.Choice(
-    _below(data.vocabulary, workdir) or paths.join(folder, 'vocabulary.model'),
-    _below(data.encoder_vocabulary, workdir),
-    data.add_sentinels,
-  )
-  pairs = data.objective != 'causal_lm'
-  if pairs != (data.encoder_length > 0):
-    raise errors.UserError(
-      f'config.data.encoder_length is {data.encoder_length} with objective'
-      f' {data.objective!r}; causal_lm has no inputs (0), every other'
-      ' objective needs a length.'
-    )
-  if isinstance(model, model_config.EncoderDecoderConfig) and not pairs:
+def _check_model(settings: Settings, vocabulary: str) -> None:
+  """Checks objective, vocabularies and initialisation against the model."""
+  data, model, init = settings.data, settings.model, settings.init
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if is_pair and data.objective == 'causal_lm':
     raise errors.UserError(
       'config.data.objective is causal_lm, which has no inputs for the'
       ' encoder; choose prefix_lm, prefix_lm_uniform or ul2, or set'
       ' config.model.kind to decoder_only.'
     )
-  _check_vocabularies(data, model)
-  common = dict(
-    source=data.source,
-    max_documents=data.max_documents,
-    max_bytes=data.max_bytes,
-    objective=data.objective,
-    encoder_length=data.encoder_length,
-    decoder_length=data.decoder_length,
-    sentinels=data.sentinels,
-    seed=data.seed,
-    eval_fraction=data.eval_fraction,
-    shards=data.shards,
-  )
-  return DataConfig(
-    folder=folder,
-    vocabularies=choice,
-    train_vocabulary=data.train_vocabulary,
-    table_sizes={
-      name: stack.vocab_size for name, stack in model.stacks.items()
-    },
-    workers=data.workers,
-    repeat=data.repeat,
-    train=records.RecordSpec(
-      split='train', passes=data.passes, pack=data.pack, max_rows=0, **common
-    ),
-    evaluation=records.RecordSpec(
-      split='eval',
-      passes=1,
-      pack=data.eval_pack,
-      max_rows=data.eval_rows,
-      **common,
-    ),
-  )
-
-
-def _below(path: str, workdir: str) -> str:
-  """A path that may start with the work directory's place."""
-  if path.startswith(WORKDIR):
-    return paths.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
-  return path
-
-
-def _check_vocabularies(data, model: model_config.ModelConfig) -> None:
-  """Refuses two vocabularies where there can only be one."""
-  _at_least('data.add_sentinels', data.add_sentinels, 0)
   own = data.encoder_vocabulary
-  if own in ('', data.vocabulary):
-    return
-  if not data.objective.startswith('prefix_lm'):
-    raise errors.UserError(
-      f'config.data.encoder_vocabulary is {own!r} with objective'
-      f' {data.objective!r}; only prefix_lm and prefix_lm_uniform split the'
-      ' text, which the sides then encode apart. Any other objective hides'
-      ' tokens in what both sides read. Change one of them.'
-    )
-  if not isinstance(model, model_config.EncoderDecoderConfig):
-    raise errors.UserError(
-      f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
-      ' decoder_only, which has no encoder; empty it.'
-    )
-  if model.shared_table:
-    raise errors.UserError(
-      f'config.data.encoder_vocabulary is {own!r} with'
-      ' config.model.shared_table, one table for both sides; change one of'
-      ' them.'
-    )
-
-
-def _optimizer(config) -> optimizers.OptimizerConfig:
-  values = config.optimizer.to_dict()
-  schedule = schedules.ScheduleConfig(
-    kind=values.pop('schedule'),
-    peak=values.pop('learning_rate'),
-    warmup_steps=values.pop('warmup_steps'),
-    end_fraction=values.pop('end_fraction'),
-    rsqrt_steps=values.pop('rsqrt_steps'),
-    total_steps=config.train.steps,
-  )
-  return optimizers.OptimizerConfig(schedule=schedule, **values)
-
-
-def _check(settings: Settings, sources: bool) -> None:
-  """Rules that ranges of one section cannot state."""
-  _check_compute(settings.compute)
-  _at_least('checkpoint.every', settings.checkpoint.every, 1)
-  _at_least('checkpoint.keep', settings.checkpoint.keep, 1)
-  _at_least('checkpoint.keep_every', settings.checkpoint.keep_every, 0)
-  _check_train(settings.train)
-  _check_init(settings.init, settings.model, sources)
-  _check_teacher(settings, sources)
-
-
-def _check_compute(compute: ComputeConfig) -> None:
-  _one_of('compute.dtype', compute.dtype, ('float32', 'bfloat16'))
-  _one_of('compute.remat', compute.remat, tuple(execution.REMAT_POLICIES))
-  _one_of('compute.attention', compute.attention, tuple(attention.BACKENDS))
-  for name in ('attention_chunk', 'scan_unroll'):
-    _at_least(f'compute.{name}', getattr(compute, name), 1)
-
-
-def _check_train(train: TrainConfig) -> None:
-  for name in ('batch_size', 'microbatches', 'log_every'):
-    _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('eval_every', 'eval_batch_size', 'max_skipped'):
-    _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('hang_step_seconds', 'hang_seconds'):
-    _at_least(f'train.{name}', getattr(train, name), 1)
-  for name in ('hang_factor', 'profile_from', 'profile_steps'):
-    _at_least(f'train.{name}', getattr(train, name), 0)
-  if train.batch_size % train.microbatches:
-    raise errors.UserError(
-      f'config.train.batch_size ({train.batch_size}) does not divide into'
-      f' config.train.microbatches ({train.microbatches}); change one of'
-      ' them.'
-    )
-  if train.cross_attention_warmup >= train.steps:
-    raise errors.UserError(
-      f'config.train.cross_attention_warmup ({train.cross_attention_warmup})'
-      f' leaves none of the {train.steps} steps to the other parameters;'
-      ' lower it or raise config.train.steps.'
-    )
-
-
-def _check_init(
-  init: InitConfig, model: model_config.ModelConfig, sources: bool
-) -> None:
-  _one_of(
-    'init.mode', init.mode, ('random', 'checkpoint', 'adapt', 'embeddings')
-  )
-  _one_of(
-    'init.cross_attention', init.cross_attention, ('auto', 'copy', 'fresh')
-  )
-  _one_of('init.post_norm_gain', init.post_norm_gain, ('one', 'zero'))
-  if sources and init.mode != 'random' and not init.encoder:
-    raise errors.UserError(
-      f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
-      ' give the work directory of the source run.'
-    )
-  options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
-  unused = {
-    'random': {'encoder': '', 'decoder': ''} | options,
-    'checkpoint': {'decoder': ''} | options,
-    'embeddings': options,
-    'adapt': {},
-  }
-  for name, default in unused[init.mode].items():
-    if getattr(init, name) != default:
+  if own not in ('', data.vocabulary, vocabulary):
+    if not is_pair:
       raise errors.UserError(
-        f'config.init.{name} is {getattr(init, name)!r}, which init.mode'
-        f' {init.mode!r} does not read; set it to {default!r}, or change'
-        ' config.init.mode.'
+        f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
+        ' decoder_only, which has no encoder; leave it empty.'
       )
-  adapting = init.mode in ('adapt', 'embeddings')
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if adapting and not is_pair:
+    if model.shared_table:
+      raise errors.UserError(
+        f'config.data.encoder_vocabulary is {own!r} with'
+        ' config.model.shared_table, one table for both sides; change one of'
+        ' them.'
+      )
+  if init.mode in ('adapt', 'embeddings') and not is_pair:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.model.kind is'
       ' decoder_only; adaptation makes an encoder_decoder.'
     )
 
 
-def _check_teacher(settings: Settings, sources: bool) -> None:
-  share, objective = settings.loss.distillation, settings.data.train.objective
-  if settings.teacher and not share:
+def _check_sources(settings: Settings, sources: bool) -> None:
+  """Checks that sources and teacher are given where they are needed."""
+  init, teacher = settings.init, settings.teacher.checkpoint
+  share, objective = settings.loss.distillation, settings.data.objective
+  if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
-      f'config.teacher.checkpoint is {settings.teacher!r} but'
-      ' config.loss.distillation is 0, so that nothing is learnt from it;'
-      ' empty the one or raise the other.'
+      f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
+      ' give the work directory or Hugging Face folder of the source.'
     )
-  if sources and share > 0 and not settings.teacher:
+  if teacher and not share:
     raise errors.UserError(
-      f'config.loss.distillation is {share} but'
-      ' config.teacher.checkpoint is empty; give the work directory of a'
-      ' decoder-only run, or set the distillation to 0.'
+      f'config.teacher.checkpoint is {teacher!r} but config.loss.distillation'
+      ' is 0, so that nothing is learnt from it; empty the one or raise the'
+      ' other.'
+    )
+  if sources and share > 0 and not teacher:
+    raise errors.UserError(
+      f'config.loss.distillation is {share} but config.teacher.checkpoint is'
+      ' empty; give the work directory or Hugging Face folder of a'
+      ' decoder-only model, or set the distillation to 0.'
     )
   if share > 0 and not objective.startswith('prefix_lm'):
     raise errors.UserError(

@@ -67,7 +67,7 @@ def _describe_memory(
   }
   absent = ''
   if settings.loss.distillation:
-    absent = _absent('teacher.checkpoint', settings.teacher)
+    absent = _absent('teacher.checkpoint', settings.teacher.checkpoint)
     if not absent:
       teacher = job_sources.place_teacher(settings, where.mesh)
       sizes['teacher'] = sharding_report.device_bytes(teacher.abstract_params())

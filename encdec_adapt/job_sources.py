@@ -178,16 +178,16 @@ def place_teacher(
   """
   if not settings.loss.distillation:
     return None
-  source = _open(settings, settings.teacher)
+  source = _open(settings, settings.teacher.checkpoint)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
-      f'config.teacher.checkpoint {settings.teacher} is an encoder-decoder;'
+      f'config.teacher.checkpoint {source.path} is an encoder-decoder;'
       ' a teacher is a decoder-only model.'
     )
   sizes = source.model.decoder.vocab_size, settings.model.decoder.vocab_size
   if sizes[0] != sizes[1]:
     raise errors.UserError(
-      f'the teacher {settings.teacher} has {sizes[0]} tokens and the model'
+      f'the teacher {source.path} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; a distribution is learnt over one vocabulary.'
     )
   vocabulary_checks.check_source(settings, source, 'decoder')
@@ -198,14 +198,15 @@ def read_teacher(
   settings: config_lib.Settings, where: state_lib.Placement
 ) -> decoder_only.Params:
   """The teacher's parameters."""
-  return _open(settings, settings.teacher).read(where)
+  return _open(settings, settings.teacher.checkpoint).read(where)
 
 
 def read_costs(settings: config_lib.Settings) -> accounting.Sources:
   """What the job's sources and teacher have cost, as far as it is known."""
   init = settings.init
   paths = [init.encoder, init.decoder] if init.mode != 'random' else []
-  return accounting.read_sources(p for p in (*paths, settings.teacher) if p)
+  paths.append(settings.teacher.checkpoint)
+  return accounting.read_sources(path for path in paths if path)
 
 
 def _open(settings: config_lib.Settings, path: str) -> stored_model.StoredModel:

@@ -118,9 +118,9 @@ class Loop:
       workdir,
       jax.process_index(),
       jax.process_count(),
-      factor=train.hang_factor,
-      least=train.hang_seconds,
-      least_step=train.hang_step_seconds,
+      factor=20.0 if train.hang_seconds else 0.0,
+      least=12 * train.hang_seconds,
+      least_step=train.hang_seconds,
     )
     self._profiler = profiling.Profiler(
       workdir,

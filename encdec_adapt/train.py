@@ -33,7 +33,7 @@ def define_flags(values: flags.FlagValues) -> None:
   command.define_config(values)
   define = dict(flag_values=values)
   flags.DEFINE_string('workdir', None, 'Folder of this job.', **define)
-  flags.DEFINE_bool('print_config', False, 'Print it and stop.', **define)
+  flags.DEFINE_bool('print_config', False, 'Print all keys.', **define)
   flags.DEFINE_bool(
     'dry_run', False, 'Print shapes, memory, what is adapted; stop.', **define
   )
@@ -51,7 +51,7 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'config')
   if values.print_config:
-    print(values.config)
+    print(config_lib.page(values.config.to_dict()))
     return 0
   with profiling.listening(), distributed.failing_as_one():
     distributed.initialize(

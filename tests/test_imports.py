@@ -29,7 +29,7 @@ LAYERS = (
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 # User errors and exit status lie below everything; flags are for commands.
-LOWEST = {'cli.errors', 'cli.app'}
+LOWEST = {'cli.errors', 'cli.app', 'cli.keys'}
 COMMANDS = {
   'convert',
   'evaluate',

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import pathlib
 from typing import Any
@@ -22,6 +21,7 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, streamed
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.huggingface import new_folder
@@ -31,7 +31,6 @@ from encdec_adapt.tokenizers import vocabularies, vocabulary
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
-_BASE = pathlib.Path(__file__).parents[2] / 'configs' / 'base.py'
 _LENGTH = 256  # Tokens of either side, where a configuration wants to know.
 
 
@@ -63,7 +62,6 @@ def require(output: str | os.PathLike[str]) -> None:
     UserError: something is there, or this is no checkout of the repository.
   """
   new_folder.require_free(output)
-  _base_module()
 
 
 def lazy_params(
@@ -184,28 +182,14 @@ def _silent_logging() -> Iterator[None]:
 
 
 def _config(model: model_config.ModelConfig):
-  """configs/base.py with this model, and an objective that it can learn."""
-  base = _base_module()
-  config = base.get_config()
-  base.set_model(config.model, model)
+  """Returns the defaults with this model and an objective that fits it."""
+  config = config_lib.defaults()
+  config_lib.set_model(config.model, model)
   if isinstance(model, model_config.EncoderDecoderConfig):
     config.data.objective = 'prefix_lm'
     config.data.encoder_length = config.data.decoder_length = _LENGTH
   config.data.train_vocabulary = False
   return config
-
-
-def _base_module():
-  """configs/base.py, wherever the command is run."""
-  if not _BASE.exists():
-    raise errors.UserError(
-      f'{_BASE} is not there, with the defaults of every configuration. Run'
-      ' in a checkout of the repository (pip install -e).'
-    )
-  spec = importlib.util.spec_from_file_location('encdec_adapt_base', _BASE)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
@@ -250,7 +234,7 @@ def _name_vocabularies(
   """Writes the section `data`: paths that move with the folder."""
   keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
   for side, one in _kept_sides(opened).items():
-    below = f'{config_lib.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
+    below = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
     data[keys[side]] = below if one.files else choice.path(side)
   data.add_sentinels = choice.added_sentinels
 

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.ops import attention, experts
 
 
@@ -45,6 +45,43 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   ),
   'attention': jax.checkpoint_policies.save_only_these_names(attention.SAVED),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+  """Keys of `config.compute`: how the model is computed."""
+
+  dtype: str = keys.key(
+    'float32',
+    "Dtype of activations and products: 'float32', or 'bfloat16' on TPU and"
+    ' GPU.',
+    one_of=('float32', 'bfloat16'),
+  )
+  remat: str = keys.key(
+    'none',
+    "What the backward pass recomputes: 'none', 'attention' (all but the"
+    " attention outputs), 'narrow_dots' (all but those and the products with"
+    " weights that do not widen), 'dots' (all but those and all products with"
+    " weights) or 'full' (all).",
+    one_of=tuple(REMAT_POLICIES),
+  )
+  attention: str = keys.key(
+    'chunked',
+    "'chunked'; 'splash' on TPU (JAX's kernels; an error where they cannot"
+    " honour a mask, such as merged attention); 'triton' on GPU (every mask);"
+    " or 'reference'.",
+    one_of=tuple(attention.BACKENDS),
+  )
+  attention_chunk: int = keys.key(
+    256, 'Queries whose scores are in memory at once (chunked).', at_least=1
+  )
+  scan_unroll: int = keys.key(
+    1, 'Layers of the scan that are unrolled at a time.', at_least=1
+  )
+  compile_cache: str = keys.key('', "Folder of compiled programs; '' for none.")
+
+  def __post_init__(self):
+    keys.check(self, 'config.compute.')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,27 +5,16 @@ differ in every field.
 """
 
 import dataclasses
-import types
 from typing import Any, Literal
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.ops import rope
 
 LayerKind = Literal['local', 'global']
 
 EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
 
-# Fields with a few values.
-_CHOICES = {
-  'role': ('causal', 'bidirectional'),
-  'window_rule': ('exclusive', 'inclusive', 'centered'),
-  'norm_gain': ('one_plus', 'direct'),
-  'activation': ('gelu_tanh', 'silu'),
-  'attention_bias': ('none', 'qkv', 'qkvo'),
-  'rope_scaling': ('none', 'linear', 'llama3'),
-  'cross_layers': ('all', 'global'),
-}
-# Fields of a stack with experts.
+# Keys that mean something only in a stack with experts.
 _OF_EXPERTS = (
   'experts_per_token',
   'expert_mlp_width',
@@ -34,133 +23,158 @@ _OF_EXPERTS = (
   'shared_expert_gate',
   'dense_layers',
 )
-# How a configuration file, whose values keep their type, says None.
-NONE_AS = types.MappingProxyType(
-  {
-    'attention_softcap': 0.0,
-    'final_softcap': 0.0,
-    'local_rope_theta': 0.0,
-    'eoi_token': -1,
-  }
-)
+WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
-  """One transformer stack; the defaults are Gemma 2's.
+  """One transformer stack; the defaults are a small Gemma 2.
+
+  The fields made by `keys.key` are the configuration keys of
+  `config.model.encoder` and `config.model.decoder`. The others follow from
+  the model that the stack is part of:
 
   Attributes:
-    layers: number of layers.
-    width: residual width D.
-    mlp_width: width F of one branch of the gated feed-forward.
-    heads: query heads N.
-    kv_heads: key/value heads K; N must be a multiple.
-    head_dim: H, free of `width`.
-    vocab_size: tokens of the vocabulary; logits beyond it do not exist.
-    vocab_multiple: the table is padded to a multiple of this many rows, so
-      that it divides over a mesh. Padding rows are masked in every loss and
-      stripped on export.
+    vocab_multiple: the embedding table is padded to a multiple of this many
+      rows, so that it divides over a mesh. Padding rows are masked in every
+      loss and stripped on export.
     role: 'causal' or 'bidirectional' self-attention.
     cross_width: encoder width that cross-attention reads, or None for a
       stack without cross-attention.
-    cross_merged: one attention over the decoder's own keys and the encoder's,
-      made by the same projections (T5Gemma 2), in the place of two.
+    cross_merged: one attention over the decoder's and the encoder's keys,
+      with the same projections (T5Gemma 2), instead of two.
     cross_layers: which layers read the encoder, 'all' or 'global'.
-    pattern: kinds of layers, repeated from layer 0.
-    window: W of local layers, in tokens.
     window_rule: bidirectional local window, 'exclusive' |q-k| < W (the
       authors' code), 'inclusive' |q-k| <= W (transformers 5.23 eager) or
-      'centered', W keys with the query's in their middle (T5Gemma 2).
-    query_scale: query_pre_attn_scalar; scores are scaled by its -1/2 power.
-    attention_softcap: cap of attention scores, None for no cap.
-    final_softcap: cap of logits, None for no cap.
-    rope_theta: base of the rotary embedding.
-    rope_scaling: of its frequencies, 'none', 'linear' (all divided by
-      `rope_factor`) or 'llama3' (`ops.rope.Scaling`).
-    rope_factor: of the scaling.
-    rope_low_factor: of 'llama3': wavelengths above the original length over
-      this are divided.
-    rope_high_factor: of 'llama3': those below the original length over this
-      are kept.
-    rope_original_length: of 'llama3', in tokens.
-    local_rope_theta: base in local layers, which is then not scaled; None
-      for the same embedding in all layers.
-    norm_eps: epsilon inside the square root of RMSNorm.
-    norm_gain: 'one_plus' (Gemma: 1 + scale, in float32) or 'direct' (Llama:
-      scale, in the dtype of the activations).
-    post_norms: also norm what attention and feed-forward add (Gemma 2).
-    qk_norm: RMSNorm over H of queries and keys, before rotation.
-    activation: of the gated feed-forward, 'gelu_tanh' or 'silu'.
-    attention_bias: 'none', 'qkv' (Qwen 2) or 'qkvo'.
-    mlp_bias: biases in the feed-forward.
-    scale_embeddings: multiply embeddings by sqrt(D).
-    eoi_token: token whose embedding is a vector of its own that is not
-      scaled (T5Gemma 2's end of image), or None.
-    tied_head: logits use the embedding table.
-    experts: gated feed-forwards X of a layer, of which a token takes some; 0
-      for one that all take. No field below means anything then.
-    experts_per_token: how many of them a token takes.
-    expert_mlp_width: width F of an expert, 0 for `mlp_width`.
-    norm_topk: divide the probabilities of a token's experts by their sum.
-    shared_expert_width: width of a feed-forward beside the experts that all
-      tokens take; 0 for none (Qwen 2 MoE; DeepSeek's shared experts, in one).
-    shared_expert_gate: times a sigmoid of the token (Qwen 2 MoE).
-    dense_layers: first layers without experts (DeepSeek).
+      'centered', W keys around the query (T5Gemma 2).
+    eoi_token: token with an embedding of its own that is not scaled (T5Gemma
+      2's end of image), or None.
   """
 
-  layers: int
-  width: int
-  mlp_width: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  vocab_size: int
+  layers: int = keys.key(4, 'Number of layers.', at_least=1)
+  width: int = keys.key(128, 'Residual width D.', at_least=1)
+  mlp_width: int = keys.key(
+    512, 'Width F of one branch of the gated feed-forward.', at_least=1
+  )
+  heads: int = keys.key(4, 'Query heads N.', at_least=1)
+  kv_heads: int = keys.key(2, 'Key/value heads K; divides heads.', at_least=1)
+  head_dim: int = keys.key(32, 'Head dimension H; even.', at_least=1)
+  vocab_size: int = keys.key(
+    4096,
+    'Tokens of the vocabulary; logits beyond it do not exist.',
+    at_least=1,
+  )
   vocab_multiple: int = 1
   role: Literal['causal', 'bidirectional'] = 'causal'
   cross_width: int | None = None
   cross_merged: bool = False
   cross_layers: Literal['all', 'global'] = 'all'
-  pattern: tuple[LayerKind, ...] = ('local', 'global')
-  window: int = 4096
+  pattern: tuple[LayerKind, ...] = keys.key(
+    ('local', 'global'), 'Kinds of layers, repeated from layer 0.'
+  )
+  window: int = keys.key(
+    4096, 'Window W of local layers in tokens.', at_least=1
+  )
   window_rule: Literal['exclusive', 'inclusive', 'centered'] = 'exclusive'
-  query_scale: float = 256.0
-  attention_softcap: float | None = 50.0
-  final_softcap: float | None = 30.0
-  rope_theta: float = 10000.0
-  rope_scaling: Literal['none', 'linear', 'llama3'] = 'none'
-  rope_factor: float = 1.0
-  rope_low_factor: float = 1.0
-  rope_high_factor: float = 4.0
-  rope_original_length: int = 8192
-  local_rope_theta: float | None = None
-  norm_eps: float = 1e-6
-  norm_gain: Literal['one_plus', 'direct'] = 'one_plus'
-  post_norms: bool = True
-  qk_norm: bool = False
-  activation: Literal['gelu_tanh', 'silu'] = 'gelu_tanh'
-  attention_bias: Literal['none', 'qkv', 'qkvo'] = 'none'
-  mlp_bias: bool = False
-  scale_embeddings: bool = True
+  query_scale: float = keys.key(
+    32.0,
+    'query_pre_attn_scalar: scores are multiplied by its -1/2 power.',
+    above=0,
+  )
+  attention_softcap: float | None = keys.key(
+    50.0, 'Soft-cap of attention scores; 0 for none.', above=0, none=0.0
+  )
+  final_softcap: float | None = keys.key(
+    30.0, 'Soft-cap of logits; 0 for none.', above=0, none=0.0
+  )
+  rope_theta: float = keys.key(
+    10000.0, 'Base of the rotary embedding.', above=0
+  )
+  rope_scaling: Literal['none', 'linear', 'llama3'] = keys.key(
+    'none',
+    "Scaling of RoPE frequencies: 'linear' divides all by rope_factor;"
+    " 'llama3' divides those with wavelengths above rope_original_length /"
+    ' rope_low_factor and keeps those below rope_original_length /'
+    ' rope_high_factor.',
+    one_of=('none', 'linear', 'llama3'),
+  )
+  rope_factor: float = keys.key(1.0, 'Divisor of frequencies.', above=0)
+  rope_low_factor: float = keys.key(1.0, "See 'llama3' scaling.", above=0)
+  rope_high_factor: float = keys.key(4.0, "See 'llama3' scaling.", above=0)
+  rope_original_length: int = keys.key(
+    8192, "Training length in tokens, see 'llama3' scaling.", at_least=1
+  )
+  local_rope_theta: float | None = keys.key(
+    None,
+    'RoPE base of local layers, which is never scaled; 0: as global layers.',
+    above=0,
+    none=0.0,
+  )
+  norm_eps: float = keys.key(
+    1e-6, 'Epsilon inside the square root of RMSNorm.', above=0
+  )
+  norm_gain: Literal['one_plus', 'direct'] = keys.key(
+    'one_plus',
+    "RMSNorm gain: 'one_plus' (Gemma: 1 + scale, in float32) or 'direct'"
+    ' (Llama, Qwen: scale, in the dtype of the activations).',
+    one_of=('one_plus', 'direct'),
+  )
+  post_norms: bool = keys.key(
+    True, 'Norms after attention and feed-forward too (Gemma).'
+  )
+  qk_norm: bool = keys.key(
+    False, 'RMSNorm of queries and keys before rotation (Gemma 3, Qwen 3).'
+  )
+  activation: Literal['gelu_tanh', 'silu'] = keys.key(
+    'gelu_tanh',
+    "Activation of the gated feed-forward: 'gelu_tanh', or 'silu' (Llama,"
+    ' Qwen).',
+    one_of=('gelu_tanh', 'silu'),
+  )
+  attention_bias: Literal['none', 'qkv', 'qkvo'] = keys.key(
+    'none',
+    "Biases of attention projections: 'none', 'qkv' (Qwen 2) or 'qkvo'.",
+    one_of=('none', 'qkv', 'qkvo'),
+  )
+  mlp_bias: bool = keys.key(False, 'Biases in the feed-forward.')
+  scale_embeddings: bool = keys.key(
+    True, 'Multiply embeddings by sqrt(width) (Gemma).'
+  )
   eoi_token: int | None = None
-  tied_head: bool = True
-  experts: int = 0
-  experts_per_token: int = 0
-  expert_mlp_width: int = 0
-  norm_topk: bool = False
-  shared_expert_width: int = 0
-  shared_expert_gate: bool = False
-  dense_layers: int = 0
+  tied_head: bool = keys.key(True, 'Logits use the embedding table.')
+  experts: int = keys.key(
+    0,
+    'Feed-forwards of a layer of which each token takes some; 0 for one that'
+    ' all tokens take (then leave the keys below).',
+    at_least=0,
+  )
+  experts_per_token: int = keys.key(0, 'Experts of a token.', at_least=0)
+  expert_mlp_width: int = keys.key(
+    0, 'Width F of an expert; 0 for mlp_width.', at_least=0
+  )
+  norm_topk: bool = keys.key(
+    False,
+    "Divide the probabilities of a token's experts by their sum (Mixtral).",
+  )
+  shared_expert_width: int = keys.key(
+    0,
+    'Width of a feed-forward beside the experts that all tokens take; 0 for'
+    " none (Qwen 2 MoE; DeepSeek's shared experts, in one).",
+    at_least=0,
+  )
+  shared_expert_gate: bool = keys.key(
+    False, 'Multiply it by a sigmoid of the token (Qwen 2 MoE).'
+  )
+  dense_layers: int = keys.key(
+    0, 'First layers without experts (DeepSeek).', at_least=0
+  )
 
   def __post_init__(self):
-    positive = (
-      'layers width mlp_width heads kv_heads head_dim vocab_size'
-      ' vocab_multiple window rope_original_length'
-    ).split()
-    for name in positive:
-      if getattr(self, name) < 1:
-        raise errors.UserError(
-          f'{name} is {getattr(self, name)}; it must be at least 1.'
-        )
+    keys.check(self, '')
+    if self.vocab_multiple < 1:
+      raise errors.UserError(
+        f'vocab_multiple is {self.vocab_multiple}; it must be at least 1.'
+      )
     if self.heads % self.kv_heads:
       raise errors.UserError(
         f'heads ({self.heads}) is not a multiple of kv_heads'
@@ -170,20 +184,16 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    for name, choices in _CHOICES.items():
+    for name, choices in (
+      ('role', ('causal', 'bidirectional')),
+      ('window_rule', WINDOW_RULES),
+      ('cross_layers', ('all', 'global')),
+    ):
       if getattr(self, name) not in choices:
         raise errors.UserError(
           f'{name} is {getattr(self, name)!r}; choose one of'
           f' {", ".join(choices)}.'
         )
-    above_zero = (
-      'query_scale rope_theta norm_eps rope_factor rope_low_factor'
-      ' rope_high_factor attention_softcap final_softcap local_rope_theta'
-    ).split()
-    for name in above_zero:
-      value = getattr(self, name)
-      if value is not None and value <= 0:
-        raise errors.UserError(f'{name} is {value}; it must be above 0.')
     if self.rope_low_factor >= self.rope_high_factor:
       raise errors.UserError(
         f'rope_low_factor ({self.rope_low_factor}) must be below'
@@ -200,7 +210,6 @@ class StackConfig:
       raise errors.UserError(
         f"pattern is {self.pattern}; it is a tuple of 'local' and 'global'."
       )
-
     if self.cross_merged and self.cross_width not in (None, self.width):
       raise errors.UserError(
         'merged attention projects the states of both stacks alike, so that'
@@ -219,11 +228,6 @@ class StackConfig:
             f' {name} to {type(getattr(self, name))()}.'
           )
       return
-    for name in ('experts', 'expert_mlp_width', 'shared_expert_width'):
-      if getattr(self, name) < 0:
-        raise errors.UserError(
-          f'{name} is {getattr(self, name)}; it must be at least 0.'
-        )
     if not 1 <= self.experts_per_token <= self.experts:
       raise errors.UserError(
         f'experts_per_token is {self.experts_per_token}; it must be 1 to'

@@ -354,7 +354,7 @@ def teacher(
   settings: config_lib.Settings, mesh: Mesh
 ) -> state_lib.Placement | None:
   """The teacher's model, or None where nothing is distilled."""
-  if not settings.loss.distillation or settings.teacher:
+  if not settings.loss.distillation or settings.teacher.checkpoint:
     return job_sources.place_teacher(settings, mesh)
   return job.place_model(settings, alone(settings.model.decoder), mesh)
 

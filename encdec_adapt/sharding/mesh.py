@@ -9,24 +9,28 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
+from encdec_adapt.cli import keys
+
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Sizes of the mesh axes; one of them may be -1, "what remains".
+  """Keys of `config.mesh` that are sizes of the mesh axes."""
 
-  Attributes:
-    replica: copies of the parameters; their gradients are all-reduced.
-    fsdp: shards of parameters, optimizer state and batch.
-    sequence: shards of the length of activations.
-    tensor: shards of heads, mlp and vocabulary.
-  """
+  replica: int = keys.key(
+    1, 'Copies of the parameters; their gradients are all-reduced.'
+  )
+  fsdp: int = keys.key(
+    -1,
+    'Shards of parameters, optimizer state and batch. One axis of the mesh'
+    ' may be -1: the devices that remain.',
+  )
+  sequence: int = keys.key(1, 'Shards of the length of activations.')
+  tensor: int = keys.key(1, 'Shards of heads, mlp and vocabulary.')
 
-  replica: int = 1
-  fsdp: int = -1
-  sequence: int = 1
-  tensor: int = 1
+  def __post_init__(self):
+    keys.check(self, 'config.mesh.')
 
   def sizes(self, devices: int) -> tuple[int, ...]:
     """Sizes of the four axes on this many devices.

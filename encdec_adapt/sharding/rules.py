@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 
+from encdec_adapt.cli import keys
+
 # Most devices with tokens of their own among which the vocabulary is split:
 # each of them reads the hidden states of all, which from here on costs more
 # than the memory that a smaller piece of the table saves.
@@ -132,6 +134,22 @@ RULES = {
   ),
   'data_parallel': Rules(embed=(), vocab=()),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class RulesConfig:
+  """Key of `config.mesh` that names the sharding rules."""
+
+  rules: str = keys.key(
+    'fsdp',
+    "'fsdp'; 'fsdp_replica', which shards all but the tables over replica"
+    " too; 'whole_slice', which shards the tables too; or 'data_parallel'."
+    ' Tables are sharded over at most 64 devices.',
+    one_of=tuple(RULES),
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.mesh.')
 
 
 def named(name: str) -> Rules:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import keys
 from encdec_adapt.models import build, decoder_only, expert_layer, model_config
 from encdec_adapt.ops import distillation_loss, vocabulary_loss
 
@@ -24,46 +24,57 @@ Batch = Mapping[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """Weights of the parts of the loss.
+  """Keys of `config.loss`: weights of the parts of the loss."""
 
-  Attributes:
-    distillation: share of the loss that is cross-entropy to the teacher's
-      full distribution (Gemma 2 report, section 3); the rest is
-      cross-entropy to the data.
-    temperature: of both distributions in the distillation.
-    z_loss: weight of the squared log-normaliser.
-    label_smoothing: share of the target spread over the vocabulary.
-    load_balance: weight of the routers' load-balancing loss, in models with
-      experts (`ops.experts.RouterLosses`).
-    router_z_loss: weight of their z-loss, in models with experts.
-    chunk: tokens whose logits exist at a time.
-  """
-
-  distillation: float = 0.0
-  temperature: float = 1.0
-  z_loss: float = 0.0
-  label_smoothing: float = 0.0
-  load_balance: float = 0.01
-  router_z_loss: float = 0.0
-  chunk: int = 1024
+  distillation: float = keys.key(
+    0.0,
+    "Share of the loss that is cross-entropy to the teacher's full"
+    ' distribution (Gemma 2 report, section 3: 1); the rest is cross-entropy'
+    ' to the data.',
+    at_least=0,
+    at_most=1,
+  )
+  temperature: float = keys.key(
+    1.0, 'Temperature of both distributions in distillation.', above=0
+  )
+  z_loss: float = keys.key(
+    0.0, 'Weight of the squared log-normaliser.', at_least=0
+  )
+  label_smoothing: float = keys.key(
+    0.0, 'Share of the target spread over the vocabulary.', at_least=0, below=1
+  )
+  load_balance: float = keys.key(
+    0.01,
+    'Models with experts: weight of the load-balancing loss, per layer over'
+    ' the tokens of a microbatch (Switch Transformer: 0.01).',
+    at_least=0,
+  )
+  router_z_loss: float = keys.key(
+    0.0,
+    "Models with experts: weight of the router's z-loss (ST-MoE: 0.001).",
+    at_least=0,
+  )
+  chunk: int = keys.key(
+    1024,
+    'Tokens of a device whose logits are in memory at a time. Devices that'
+    ' share a table gather theirs: 256 on each of 16 are 4096 rows of logits.',
+    at_least=1,
+  )
 
   def __post_init__(self):
-    if not 0 <= self.distillation <= 1 or not 0 <= self.label_smoothing < 1:
-      raise errors.UserError(
-        f'config.loss: distillation is {self.distillation}, a share in'
-        f' [0, 1]; label_smoothing is {self.label_smoothing}, a share in'
-        ' [0, 1).'
-      )
-    if self.temperature <= 0 or self.z_loss < 0 or self.chunk < 1:
-      raise errors.UserError(
-        f'config.loss: temperature {self.temperature} must be above 0,'
-        f' z_loss {self.z_loss} at least 0 and chunk {self.chunk} at least 1.'
-      )
-    for name in ('load_balance', 'router_z_loss'):
-      if getattr(self, name) < 0:
-        raise errors.UserError(
-          f'config.loss.{name} is {getattr(self, name)}; it must be at least 0.'
-        )
+    keys.check(self, 'config.loss.')
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+  """Keys of `config.teacher`: a decoder-only model to distill from."""
+
+  checkpoint: str = keys.key(
+    '', "Work directory or Hugging Face folder of the teacher; '' for none."
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.teacher.')
 
 
 @flax.struct.dataclass

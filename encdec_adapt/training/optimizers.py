@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 import optax
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.models import layers_index
 from encdec_adapt.training import schedules
 
@@ -28,56 +28,54 @@ _BFLOAT16_STEP = 2**-8
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """An optimizer and its learning rate.
+  """Keys of `config.optimizer`, with those of its learning rate.
 
   Attributes:
-    kind: 'adamw' or 'adafactor'.
-    schedule: the learning rate.
-    b1, b2, eps: AdamW's moments and epsilon.
-    weight_decay: decoupled, times the learning rate; norm scales (vectors)
-      have none.
-    clip_norm: largest global norm of the gradients of the parameters that
-      move; 0 for no clipping.
-    decay_rate: Adafactor's exponent of the second moment (T5X: 0.8).
-    factored: Adafactor keeps row and column moments instead of full ones
-      for matrices of at least 128 x 128.
-    moment_dtype: dtype in which AdamW's first moments are kept.
-    second_moment_dtype: that of its second moments; bfloat16 only where their
-      decay, 1 - b2, is not lost in its rounding.
-    offload: the state is kept in the hosts' memory between updates; see
-      `training.offload`.
+    schedule: learning rate; its keys are in the same section.
   """
 
-  kind: str
-  schedule: schedules.ScheduleConfig
-  b1: float = 0.9
-  b2: float = 0.95
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
-  decay_rate: float = 0.8
-  factored: bool = True
-  moment_dtype: str = 'float32'
-  second_moment_dtype: str = 'float32'
-  offload: bool = False
+  kind: str = keys.key('adamw', "'adamw' or 'adafactor'.", one_of=KINDS)
+  schedule: schedules.ScheduleConfig = schedules.ScheduleConfig()
+  b1: float = keys.key(
+    0.9, "Decay of AdamW's first moment.", at_least=0, below=1
+  )
+  b2: float = keys.key(
+    0.95, "Decay of AdamW's second moment.", at_least=0, below=1
+  )
+  eps: float = keys.key(1e-8, "AdamW's epsilon.", above=0)
+  weight_decay: float = keys.key(
+    0.0,
+    'Decoupled weight decay, times the learning rate; norms and biases have'
+    ' none.',
+    at_least=0,
+  )
+  clip_norm: float = keys.key(
+    1.0,
+    'Largest global norm of the gradients of parameters that train; 0 for no'
+    ' clipping.',
+    at_least=0,
+  )
+  moment_dtype: str = keys.key(
+    'float32', "Dtype of AdamW's first moments.", one_of=MOMENT_DTYPES
+  )
+  second_moment_dtype: str = keys.key(
+    'float32',
+    "Dtype of AdamW's second moments; 'bfloat16' needs a b2 of at most 0.996.",
+    one_of=MOMENT_DTYPES,
+  )
+  offload: bool = keys.key(
+    False,
+    "Keep the optimizer state in the hosts' memory and copy it for each"
+    ' update.',
+  )
 
   def __post_init__(self):
-    if self.kind not in KINDS:
-      raise errors.UserError(
-        f'config.optimizer.kind is {self.kind!r}; known optimizers:'
-        f' {", ".join(KINDS)}.'
-      )
+    keys.check(self, 'config.optimizer.')
     for name in ('moment_dtype', 'second_moment_dtype'):
-      dtype = getattr(self, name)
-      if dtype not in MOMENT_DTYPES:
+      if self.kind == 'adafactor' and getattr(self, name) != 'float32':
         raise errors.UserError(
-          f'config.optimizer.{name} is {dtype!r}; it must be one of'
-          f' {", ".join(MOMENT_DTYPES)}.'
-        )
-      if self.kind == 'adafactor' and dtype != 'float32':
-        raise errors.UserError(
-          f'config.optimizer.{name} is {dtype!r} with adafactor, which keeps'
-          ' no moments of AdamW; leave it float32.'
+          f'config.optimizer.{name} is {getattr(self, name)!r} with adafactor,'
+          ' which keeps no moments of AdamW; leave it float32.'
         )
     if self.second_moment_dtype == 'bfloat16' and 1 - self.b2 < _BFLOAT16_STEP:
       raise errors.UserError(
@@ -85,24 +83,6 @@ class OptimizerConfig:
         f' {self.b2}: a decay of less than {_BFLOAT16_STEP} a step is lost in'
         ' its rounding. Leave it float32, or take a smaller b2.'
       )
-    for name in ('b1', 'b2'):
-      if not 0 <= getattr(self, name) < 1:
-        raise errors.UserError(
-          f'config.optimizer.{name} is {getattr(self, name)}; it must be in'
-          ' [0, 1).'
-        )
-    for name in ('weight_decay', 'clip_norm'):
-      if getattr(self, name) < 0:
-        raise errors.UserError(
-          f'config.optimizer.{name} is {getattr(self, name)}; it must be at'
-          ' least 0.'
-        )
-    for name in ('eps', 'decay_rate'):
-      if getattr(self, name) <= 0:
-        raise errors.UserError(
-          f'config.optimizer.{name} is {getattr(self, name)}; it must be'
-          ' above 0.'
-        )
 
 
 @flax.struct.dataclass
@@ -132,9 +112,7 @@ class Optimizer:
         self._transform, config.second_moment_dtype
       )
     else:
-      self._transform = optax.scale_by_factored_rms(
-        factored=config.factored, decay_rate=config.decay_rate
-      )
+      self._transform = optax.scale_by_factored_rms()
 
   def init(self, parameters: Parameters) -> GroupState:
     """A fresh state for these parameters (path to array)."""

@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 
 KINDS = ('cosine', 'linear', 'rsqrt', 'constant')
 
@@ -20,46 +20,40 @@ Schedule = Callable[[Int[Array, ''], Int[Array, '']], Float[Array, '']]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-  """A learning rate over a job.
+  """Keys of `config.optimizer` that are the learning rate over a job.
 
   Attributes:
-    kind: 'cosine' or 'linear' decay to `end_fraction` of the peak at the
-      last step, 'rsqrt' (T5: constant for `rsqrt_steps`, then falling with
-      the square root of the step), or 'constant'.
-    peak: highest learning rate.
-    warmup_steps: steps of linear warm-up, by each group's own count.
     total_steps: steps of the job.
-    end_fraction: what remains of the peak at the end.
-    rsqrt_steps: flat steps of 'rsqrt' (Wang et al. 2022: 10,000).
   """
 
-  kind: str
-  peak: float
-  warmup_steps: int
-  total_steps: int
-  end_fraction: float = 0.0
-  rsqrt_steps: int = 10_000
+  kind: str = keys.key(
+    'cosine',
+    "Learning rate after the warm-up: 'cosine' or 'linear' decay to"
+    " end_fraction at the last step, 'rsqrt' (T5: constant for rsqrt_steps,"
+    " then falling with the square root of the step) or 'constant'.",
+    one_of=KINDS,
+    name='schedule',
+  )
+  peak: float = keys.key(
+    1e-3, 'Highest learning rate.', at_least=0, name='learning_rate'
+  )
+  warmup_steps: int = keys.key(
+    20, "Steps of linear warm-up, by each group's own count.", at_least=0
+  )
+  total_steps: int = 100
+  end_fraction: float = keys.key(
+    0.1, 'Share of the peak at the last step.', at_least=0, at_most=1
+  )
+  rsqrt_steps: int = keys.key(
+    10_000, "Flat steps of 'rsqrt' (Wang et al. 2022: 10,000).", at_least=1
+  )
 
   def __post_init__(self):
-    if self.kind not in KINDS:
+    keys.check(self, 'config.optimizer.')
+    if self.warmup_steps > self.total_steps:
       raise errors.UserError(
-        f'config.optimizer.schedule is {self.kind!r}; known schedules:'
-        f' {", ".join(KINDS)}.'
-      )
-    if self.peak < 0 or not 0 <= self.end_fraction <= 1:
-      raise errors.UserError(
-        f'config.optimizer: learning_rate is {self.peak} and end_fraction'
-        f' {self.end_fraction}; a rate is at least 0, a fraction in [0, 1].'
-      )
-    if not 0 <= self.warmup_steps <= self.total_steps:
-      raise errors.UserError(
-        f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be'
-        f' between 0 and config.train.steps, {self.total_steps}.'
-      )
-    if self.rsqrt_steps < 1:
-      raise errors.UserError(
-        f'config.optimizer.rsqrt_steps is {self.rsqrt_steps}; it must be at'
-        ' least 1.'
+        f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be at'
+        f' most config.train.steps, {self.total_steps}.'
       )
 
 

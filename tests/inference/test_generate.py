@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.checkpoints import manager
@@ -24,7 +23,7 @@ PROMPTS = ['The quick', 'over\nthe lazy dog', 'fox ' * 20, 'dog', 'again']
 def run_folder(request, tmp_path_factory):
   """A work directory as training leaves it, of random parameters."""
   workdir = tmp_path_factory.mktemp(request.param)
-  config = base.get_config()
+  config = config_lib.defaults()
   config.data.vocabulary = str(workdir / 'vocabulary.model')
   texts = [
     f'{TEXT} {i} {chr(97 + i % 26) * (1 + i % 7)} {i * i:x}' for i in range(900)

@@ -82,10 +82,7 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
 @pytest.mark.long
 def test_where_one_stops_answering_the_other_reports_and_ends(folder, flags):
   workdir = folder / 'hanging'
-  patience = (
-    '--config.train.hang_step_seconds=15',
-    '--config.train.hang_factor=2',
-  )
+  patience = ('--config.train.hang_seconds=15',)
   processes = _start_two([*flags, *patience], workdir)
   try:
     _wait_for_step(processes, workdir, 9)

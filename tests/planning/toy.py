@@ -1,6 +1,5 @@
 """A toy pair, what it is planned for, and what its plans have."""
 
-from configs import base
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
@@ -14,11 +13,11 @@ KEYS |= {'compile_s', 'fits', 'replicated', 'copies'}
 
 def settings(**changes):
   """Those of a job on the pair; `section__field` changes one."""
-  config = base.get_config()
+  config = config_lib.defaults()
   pair = model_config.EncoderDecoderConfig(
     *(presets.t5gemma('toy_toy').stacks[s] for s in ('encoder', 'decoder'))
   )
-  base.set_model(config.model, pair)
+  config_lib.set_model(config.model, pair)
   config.data.objective = 'prefix_lm'
   config.data.encoder_length = config.data.decoder_length = LENGTH
   config.train.batch_size = ROWS

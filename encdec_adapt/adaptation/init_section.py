@@ -1,0 +1,59 @@
+"""The configuration section `init`: where the parameters come from."""
+
+import dataclasses
+
+from encdec_adapt.cli import errors, keys
+
+MODES = ('random', 'checkpoint', 'adapt', 'embeddings')
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+  """Keys of `config.init`."""
+
+  mode: str = keys.key(
+    'random',
+    "'random'; 'checkpoint' (continue training the same model); 'adapt' (an"
+    " encoder-decoder from decoder-only checkpoints); or 'embeddings' (as"
+    " 'adapt', but only the embedding tables are kept: a control). With"
+    " 'adapt' a stack of config.model equals its source's, except that it may"
+    ' have a multiple of its kv_heads (each is repeated), a larger vocab_size'
+    ' (new tokens get the mean embedding), an untied head (a copy of the'
+    ' table) and other attention masks.',
+    one_of=MODES,
+  )
+  encoder: str = keys.key(
+    '', 'Source of the encoder: a work directory or a Hugging Face folder.'
+  )
+  decoder: str = keys.key(
+    '', "Source of the decoder; '' for the encoder's source."
+  )
+  cross_attention: str = keys.key(
+    'auto',
+    "For 'adapt': 'copy' cross-attention from self-attention, draw it"
+    " ('fresh'), or 'auto': copy where shapes allow (balanced pairs).",
+    one_of=('auto', 'copy', 'fresh'),
+  )
+  post_norm_gain: str = keys.key(
+    'one',
+    "For 'adapt': gain of a fresh cross-attention's post-norm, 'one', or"
+    " 'zero' (at step 0 the decoder computes what its source does).",
+    one_of=('one', 'zero'),
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.init.')
+    options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
+    unused = {
+      'random': {'encoder': '', 'decoder': ''} | options,
+      'checkpoint': {'decoder': ''} | options,
+      'embeddings': options,
+      'adapt': {},
+    }
+    for name, default in unused[self.mode].items():
+      if getattr(self, name) != default:
+        raise errors.UserError(
+          f'config.init.{name} is {getattr(self, name)!r}, which init.mode'
+          f' {self.mode!r} does not read; set it to {default!r}, or change'
+          ' config.init.mode.'
+        )

@@ -1,0 +1,163 @@
+"""The configuration section `data`: text, vocabularies and records."""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+
+from encdec_adapt.cli import errors, keys
+from encdec_adapt.data import objectives, records
+from encdec_adapt.files import paths
+from encdec_adapt.tokenizers import vocabularies
+
+# A path that starts with this is below the work directory.
+WORKDIR = '{workdir}'
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Keys of `config.data`.
+
+  Records are made from the text when they do not exist yet, by `python -m
+  encdec_adapt.materialize`.
+
+  Attributes:
+    table_sizes: vocabulary size of the model, by stack.
+  """
+
+  source: str = keys.key(
+    'python',
+    "'python' (the text that every Python carries), 'text:GLOB',"
+    " 'jsonl:GLOB' or 'tfds:NAME:SPLIT'; or several with how often a pass"
+    " draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+  )
+  max_bytes: int = keys.key(
+    0, "Bytes used of each source's text; 0 for all.", at_least=0
+  )
+  folder: str = keys.key('', "Folder of the records; '' for WORKDIR/records.")
+  vocabulary: str = keys.key(
+    '',
+    'A SentencePiece file, a tokenizer.json, a folder with one of them, or'
+    " 'bytes'; '' for FOLDER/vocabulary.model. '{workdir}/..' is a path below"
+    ' the work directory.',
+  )
+  encoder_vocabulary: str = keys.key(
+    '', "Vocabulary of the encoder; '' for the decoder's."
+  )
+  train_vocabulary: bool = keys.key(
+    True, 'Train a BPE vocabulary where the file does not exist.'
+  )
+  add_sentinels: int = keys.key(
+    0,
+    'New sentinels at the end of the vocabulary, with the mode tokens that it'
+    ' lacks; config.model.*.vocab_size has to cover them.',
+    at_least=0,
+  )
+  objective: str = keys.key(
+    'causal_lm',
+    "'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);"
+    " 'prefix_lm_uniform' (Wang et al. 2022); or 'ul2' (seven denoisers).",
+    one_of=tuple(objectives.OBJECTIVES),
+  )
+  encoder_length: int = keys.key(
+    0, 'Encoder length S of a row in tokens; 0 for causal_lm.', at_least=0
+  )
+  decoder_length: int = keys.key(
+    256, 'Decoder length T of a row in tokens.', at_least=1
+  )
+  sentinels: str = keys.key(
+    'recycle',
+    "When a window needs more spans than there are sentinels: 'unique' is an"
+    " error, 'recycle' uses the ids again in order.",
+    one_of=tuple(objectives.SENTINEL_POLICIES),
+  )
+  passes: int = keys.key(
+    1,
+    'Passes over the text; masks, splits and packing are drawn anew in each.',
+    at_least=1,
+  )
+  repeat: bool = keys.key(False, 'Start over after the last pass, or stop.')
+  pack: bool = keys.key(True, 'Several examples in a training row.')
+  shards: int = keys.key(
+    4, 'Files of a pass; more workers than this are of no use.', at_least=1
+  )
+  workers: int = keys.key(2, 'Processes that make records.', at_least=1)
+  seed: int = keys.key(
+    0, 'Seed of the records: split, masks, packing.', at_least=0
+  )
+  eval_fraction: float = keys.key(
+    0.04, 'Share of documents held out by their id.', above=0, below=1
+  )
+  eval_rows: int = keys.key(64, 'Held-out rows; 0 for all.', at_least=0)
+  table_sizes: Mapping[str, int] = dataclasses.field(
+    default_factory=dict, compare=False
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.data.')
+    if (self.objective != 'causal_lm') != (self.encoder_length > 0):
+      raise errors.UserError(
+        f'config.data.encoder_length is {self.encoder_length} with objective'
+        f' {self.objective!r}; causal_lm has no inputs (0), every other'
+        ' objective needs a length.'
+      )
+    other = self.encoder_vocabulary not in ('', self.vocabulary)
+    if other and not self.objective.startswith('prefix_lm'):
+      raise errors.UserError(
+        f'config.data.encoder_vocabulary is {self.encoder_vocabulary!r} with'
+        f' objective {self.objective!r}; only prefix_lm and prefix_lm_uniform'
+        ' split the text before encoding it. Other objectives hide tokens in'
+        ' a window that both sides read. Change one of them.'
+      )
+
+  def in_workdir(self, workdir: str) -> 'DataConfig':
+    """Returns the section with the paths of a job's work directory."""
+    folder = self.folder or paths.join(workdir, 'records')
+    return dataclasses.replace(
+      self,
+      folder=folder,
+      vocabulary=_below(self.vocabulary, workdir)
+      or paths.join(folder, 'vocabulary.model'),
+      encoder_vocabulary=_below(self.encoder_vocabulary, workdir),
+    )
+
+  @property
+  def vocabularies(self) -> vocabularies.Choice:
+    """Vocabularies of the two stacks."""
+    return vocabularies.Choice(
+      self.vocabulary, self.encoder_vocabulary, self.add_sentinels
+    )
+
+  @functools.cached_property
+  def train(self) -> records.RecordSpec:
+    """What the training records must be."""
+    return self._spec(
+      split='train', passes=self.passes, pack=self.pack, max_rows=0
+    )
+
+  @functools.cached_property
+  def evaluation(self) -> records.RecordSpec:
+    """What the held-out records must be: one example in a row."""
+    return self._spec(
+      split='eval', passes=1, pack=False, max_rows=self.eval_rows
+    )
+
+  def _spec(self, **fields) -> records.RecordSpec:
+    return records.RecordSpec(
+      source=self.source,
+      max_bytes=self.max_bytes,
+      objective=self.objective,
+      encoder_length=self.encoder_length,
+      decoder_length=self.decoder_length,
+      sentinels=self.sentinels,
+      seed=self.seed,
+      eval_fraction=self.eval_fraction,
+      shards=self.shards,
+      **fields,
+    )
+
+
+def _below(path: str, workdir: str) -> str:
+  """Resolves a path that may start with the work directory's place."""
+  if path.startswith(WORKDIR):
+    return paths.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
+  return path

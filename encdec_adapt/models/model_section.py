@@ -1,0 +1,158 @@
+"""The configuration section `model`: a model as keys, and back."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from encdec_adapt.cli import errors, keys
+from encdec_adapt.models import model_config
+
+KINDS = ('decoder_only', 'encoder_decoder')
+# The encoder has no head.
+_DECODER_ONLY_KEYS = {'tied_head'}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+  """Keys of `config.model` beside those of its two stacks."""
+
+  kind: str = keys.key(
+    'decoder_only',
+    "'decoder_only' (which ignores config.model.encoder) or 'encoder_decoder'.",
+    one_of=KINDS,
+  )
+  causal_encoder: bool = keys.key(
+    False, "Causal attention in the encoder (the paper's ablation)."
+  )
+  cross_merged: bool = keys.key(
+    False,
+    "One attention over both stacks' keys, as T5Gemma 2, instead of two; the"
+    ' stacks are then equally wide.',
+  )
+  cross_layers: str = keys.key(
+    'all',
+    "Decoder layers that read the encoder: 'all' or 'global'.",
+    one_of=('all', 'global'),
+  )
+  shared_table: bool = keys.key(
+    False, "The encoder reads the decoder's embedding table (T5Gemma 2)."
+  )
+  window_rule: str = keys.key(
+    'exclusive',
+    "Local window of the encoder: 'exclusive' |q-k| < W, as the authors' code;"
+    " 'inclusive' |q-k| <= W, as transformers 5.23 with eager attention; or"
+    " 'centered', W keys around the query (T5Gemma 2).",
+    one_of=model_config.WINDOW_RULES,
+  )
+  eoi_token: int | None = keys.key(
+    None,
+    'Token with an embedding of its own (T5Gemma 2); -1 for none.',
+    at_least=0,
+    none=-1,
+  )
+  vocab_multiple: int = keys.key(
+    128,
+    'Embedding tables are padded to a multiple of this many rows, so that'
+    ' they divide over the mesh; padding rows never get probability.',
+    at_least=1,
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.model.')
+
+
+def stack_keys(side: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the keys that a stack has in a configuration.
+
+  Args:
+    side: 'encoder' or 'decoder'.
+    values: values of all keys of `StackConfig`.
+  """
+  left_out = _DECODER_ONLY_KEYS if side == 'encoder' else set()
+  return {k: v for k, v in values.items() if k not in left_out}
+
+
+def defaults() -> dict[str, Any]:
+  """Returns the default values of the section, stacks included."""
+  stack = keys.defaults(model_config.StackConfig)
+  return {
+    **keys.defaults(ModelSection),
+    'encoder': stack_keys('encoder', stack),
+    'decoder': stack_keys('decoder', stack),
+  }
+
+
+def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
+  """Builds the model that a section describes.
+
+  Args:
+    values: value of every key, with 'encoder' and 'decoder' as mappings.
+
+  Raises:
+    UserError: names the key, its value and what it must be.
+  """
+  own = {k: v for k, v in values.items() if k not in ('encoder', 'decoder')}
+  section = keys.make(ModelSection, own)
+  common = dict(
+    vocab_multiple=section.vocab_multiple, eoi_token=section.eoi_token
+  )
+  decoder = _stack('decoder', values['decoder'], **common)
+  if section.kind == 'decoder_only':
+    return model_config.DecoderOnlyConfig(decoder)
+  encoder = _stack(
+    'encoder',
+    {'tied_head': True, **values['encoder']},
+    window_rule=section.window_rule,
+    **common,
+  )
+  try:
+    return model_config.encoder_decoder(
+      encoder,
+      decoder,
+      causal_encoder=section.causal_encoder,
+      shared_table=section.shared_table,
+      cross_merged=section.cross_merged,
+      cross_layers=section.cross_layers,
+    )
+  except errors.UserError as error:
+    raise errors.UserError(f'config.model: {error}') from error
+
+
+def _stack(side: str, values: Mapping[str, Any], **others: Any):
+  try:
+    return keys.make(model_config.StackConfig, values, **others)
+  except errors.UserError as error:
+    raise errors.UserError(f'config.model.{side}: {error}') from error
+
+
+def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the values of the section's keys that describe a model.
+
+  A decoder-only model leaves the encoder's keys out.
+  """
+  decoder = model.stacks['decoder']
+  pair = isinstance(model, model_config.EncoderDecoderConfig)
+  encoder = model.encoder if pair else decoder
+  section = ModelSection(
+    kind=KINDS[pair],
+    causal_encoder=pair and encoder.role == 'causal',
+    cross_merged=decoder.cross_merged,
+    cross_layers=decoder.cross_layers,
+    shared_table=pair and model.shared_table,
+    window_rule=encoder.window_rule,
+    eoi_token=decoder.eoi_token,
+    vocab_multiple=decoder.vocab_multiple,
+  )
+  for name in ('eoi_token', 'vocab_multiple'):
+    if getattr(encoder, name) != getattr(decoder, name):
+      raise errors.UserError(
+        f'the encoder has {name} {getattr(encoder, name)} and the decoder'
+        f' {getattr(decoder, name)}; a configuration has one for both.'
+      )
+  return {
+    **keys.values_of(section),
+    **{
+      side: stack_keys(side, keys.values_of(stack))
+      for side, stack in model.stacks.items()
+    },
+  }

@@ -1,0 +1,64 @@
+"""The configuration section `train`: the training loop."""
+
+import dataclasses
+
+from encdec_adapt.cli import errors, keys
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """Keys of `config.train`."""
+
+  steps: int = keys.key(100, 'Optimizer updates of the job.', at_least=1)
+  batch_size: int = keys.key(
+    16, 'Rows of a step, over all devices and hosts.', at_least=1
+  )
+  microbatches: int = keys.key(
+    1, 'Parts of a batch whose gradients are accumulated.', at_least=1
+  )
+  cross_attention_warmup: int = keys.key(
+    0,
+    'First steps in which only cross-attention trains; the paper uses 1000'
+    ' for unbalanced pairs and 0 for balanced ones.',
+    at_least=0,
+  )
+  log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
+  eval_every: int = keys.key(
+    50,
+    'Steps between evaluations; step 0 and the last are always evaluated.',
+    at_least=1,
+  )
+  eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
+  max_skipped: int = keys.key(
+    10, 'Non-finite updates in a row before the job stops.', at_least=1
+  )
+  hang_seconds: float = keys.key(
+    300.0,
+    'A step hangs after 20 times the median step and at least this long:'
+    ' the job writes the stacks of all threads to WORKDIR/hang and exits.'
+    ' Compiling, evaluating, saving and the first steps may take 12 times as'
+    ' long. 0: never.',
+    at_least=0,
+  )
+  profile_from: int = keys.key(
+    10, 'First step traced into WORKDIR/profile.', at_least=0
+  )
+  profile_steps: int = keys.key(
+    0, 'Steps to trace; SIGUSR1 traces the next 3.', at_least=0
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.train.')
+    if self.batch_size % self.microbatches:
+      raise errors.UserError(
+        f'config.train.batch_size ({self.batch_size}) does not divide into'
+        f' config.train.microbatches ({self.microbatches}); change one of'
+        ' them.'
+      )
+    if self.cross_attention_warmup >= self.steps:
+      raise errors.UserError(
+        'config.train.cross_attention_warmup'
+        f' ({self.cross_attention_warmup}) leaves none of the'
+        f' {self.steps} steps to the other parameters; lower it or raise'
+        ' config.train.steps.'
+      )
