@@ -1,4 +1,4 @@
-"""A model of ours as a folder of safetensors, written tensor by tensor.
+"""Writes a model of ours as a Hugging Face folder.
 
 In the layout that transformers loads, or in our own (`weights.OWN`).
 """
@@ -33,30 +33,24 @@ def write(
   own: bool = False,
   dtype: np.dtype | None = None,
   fields: Mapping[str, Mapping[str, Any]] | None = None,
-  texts: Mapping[str, str] | None = None,
-  carried: Mapping[str, paths.Path | bytes] | None = None,
+  files: Mapping[str, paths.Path | bytes] | None = None,
   vision: vision_lib.Vision | None = None,
-  shard_bytes: int = tensor_writer.SHARD_BYTES,
-  on_progress: Callable[[int, int], None] | None = None,
+  on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> paths.Path:
-  """Writes config.json and safetensors, whole or not at all.
+  """Writes config.json, safetensors and further files, or nothing.
 
   Args:
-    folder: must not exist, or be empty.
-    config: a model that transformers has a class for, unless `own`.
-    params: our path -> array; anything that can be indexed and is then
-      taken by numpy. Only one leaf at a time is fetched.
-    own: write our own layout, which is for every model.
-    dtype: of the tensors; None for each parameter's own.
+    folder: folder that does not exist or is empty; may be in a bucket.
+    config: model; transformers must have a class for it, unless `own`.
+    params: parameter path -> array, or anything that can be indexed and then
+      converted by NumPy. One parameter is fetched at a time.
+    own: whether to write our own layout, which holds every model.
+    dtype: dtype of the tensors; None keeps that of each parameter.
     fields: further fields of config.json by stack, such as token ids; see
-      `model_configs.carried_fields`.
-    texts: further files, name -> text.
-    carried: further files, name -> the file to copy, or its content, such as
-      the tokenizer's. A name may lie in a folder.
-    vision: the vision part of a T5Gemma 2, in its own dtype, and its files;
-      None for none.
-    shard_bytes: size at which a new file begins.
-    on_progress: called with the bytes written and those to write.
+      `config_json.carried_fields`.
+    files: further files, name in the folder -> file to copy, or content.
+    vision: vision part of a T5Gemma 2, written in its own dtype.
+    on_progress: called with the bytes written and in total.
 
   Returns:
     The folder.
@@ -70,27 +64,26 @@ def write(
   else:
     raw, layout = config_json.raw_from_model(config)
   raw = config_json.with_fields(raw, fields or {})
+  plans = _plan(config, layout, params, dtype)
+  common = folder_lib.common_dtype(plan.dtype for plan in plans)
+  files = dict(files or {})
   if vision is not None:
     raw = vision_lib.with_vision(raw, vision)
+    plans += vision.planned()
+    files |= vision.processors
   folder = paths.at(folder)
-  plans = _plan(config, layout, params, dtype)
   with new_folder.new_folder(folder) as draft:
-    common = folder_lib.common_dtype(plan.dtype for plan in plans)
-    text = {**raw, 'dtype': str(common)}
-    (draft / tensor_folder.CONFIG).write_text(json.dumps(text, indent=2) + '\n')
-    processors = vision.processors if vision else {}
-    for name, file in {**(carried or {}), **processors}.items():
+    text = json.dumps({**raw, 'dtype': str(common)}, indent=2) + '\n'
+    (draft / tensor_folder.CONFIG).write_text(text)
+    for name, file in files.items():
       (draft / name).parent.mkdir(exist_ok=True)
       if isinstance(file, bytes):
         (draft / name).write_bytes(file)
       else:
         paths.copy(file, draft / name)
-    for name, content in (texts or {}).items():
-      (draft / name).write_text(content, encoding='utf-8')
-    if vision is not None:
-      plans += vision.planned()
+    bucket = folder if paths.is_bucket(folder) else None
     tensor_writer.write_tensors(
-      draft, plans, shard_bytes=shard_bytes, on_progress=on_progress
+      draft, plans, bucket=bucket, on_progress=on_progress
     )
   return folder
 
@@ -101,7 +94,7 @@ def _plan(
   params: Mapping[str, Any],
   dtype: np.dtype | None,
 ) -> list[tensor_writer.PlannedTensor]:
-  """Every tensor, those of one stored array after another."""
+  """Returns every tensor, those of one stored parameter after another."""
   leaves = layer_leaves.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
@@ -111,12 +104,9 @@ def _plan(
     place = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
-      ours = stored[place] if place else stored
-      return weight.to_theirs(np.asarray(ours))
-
-    def finish(theirs: np.ndarray) -> np.ndarray:
-      with np.errstate(over='ignore'):  # It is looked for below.
-        made = theirs.astype(kind, copy=False)
+      ours = np.asarray(stored[place] if place else stored)
+      with np.errstate(over='ignore'):  # check_finite names the value.
+        made = weight.to_theirs(ours).astype(kind, copy=False)
       made = transposing.in_order(made)
       tensor_folder.check_finite(
         weight.leaf, made, f'the {kind} form of the parameters'
@@ -124,7 +114,7 @@ def _plan(
       return made
 
     return tensor_writer.PlannedTensor(
-      weight.name, weight.their_shape, kind, make, finish
+      weight.name, weight.their_shape, kind, make
     )
 
   order = sorted(

@@ -12,84 +12,77 @@ import tempfile
 from encdec_adapt.cli import errors
 from encdec_adapt.files import disk, paths
 
-# Models of ours and of others have it; without it a folder in a bucket is
-# none, so it comes last.
+# Every model folder has this file. In a bucket it is written last: a folder
+# without it is incomplete.
 MARKER = 'config.json'
-# In a bucket, from the first copy until `MARKER` is there: such a folder is
-# an upload of ours that broke off, and no one else's.
+# Marks an unfinished upload in a bucket, until `MARKER` is written. A later
+# command may replace such a folder.
 UNFINISHED = '.unfinished'
-# What renaming a folder onto one that was filled meanwhile fails with.
+# Errors of renaming a folder onto one that is no longer empty.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-  """Makes a folder in another place and puts it where it belongs at the end.
+  """Makes a folder under a temporary name and moves it to `path` at the end.
 
-  Whatever the body raises, the draft is removed, with the folders above that
-  were made for it, and `path` is as it was. Only a killed process leaves its
-  draft, `.NAME.XXXXXXXX.partial`, beside `path`.
+  If the body raises, the draft is removed and `path` is as before. Only a
+  killed process leaves its draft, `.NAME.XXXXXXXX.partial`, beside `path`.
 
-  For a bucket the draft lies among temporary files ($TMPDIR), and is copied
-  with checksums, `MARKER` last. Where copying fails, the draft is kept and
-  named; what is there then is no folder, and the next one may replace it.
+  The draft for a bucket is a local folder under $TMPDIR, uploaded with
+  checksums at the end, `MARKER` last. The body may upload large files to
+  `path` itself and remove them from the draft.
 
   Args:
-    path: not there yet, or an empty folder. Folders above it are made.
+    path: folder that does not exist or is empty; its parents are made.
 
   Yields:
-    The draft, on a file system, that of `path` if it is on one; all that is
-    in it at the end belongs to the new folder.
+    The draft, a local folder.
 
   Raises:
-    UserError: `path` is taken or a mount point, the folder above it cannot
-      be written, or the draft was not copied.
+    UserError: `path` is taken or a mount point, or cannot be written.
   """
   path = paths.absolute(path)
   require_free(path)
-  above, made = path.parent, []
-  if paths.is_bucket(path):
-    above = pathlib.Path(tempfile.gettempdir())
-  else:
-    made = [one for one in path.parents if not one.exists()]
+  is_bucket = paths.is_bucket(path)
+  above = pathlib.Path(tempfile.gettempdir()) if is_bucket else path.parent
+  made = [] if is_bucket else [p for p in path.parents if not p.exists()]
   draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
-  is_kept = False
+  is_done = False
   try:
     disk.require_writable(path.parent)
-    try:
+    with _write_errors(path):
+      if is_bucket:
+        paths.remove(path)  # An unfinished upload.
+        paths.write(path / UNFINISHED, b'')
       draft.mkdir()
-    except OSError as error:
-      raise disk.cannot_write(draft, error) from error
     yield draft
-    try:
+    with _write_errors(path):
       _commit(draft, path)
-    except OSError as error:
-      if error.errno in _TAKEN:
-        require_free(path)
-      if not paths.is_bucket(path) or not draft.exists():
-        raise disk.cannot_write(path, error) from error
-      is_kept = True
-      raise errors.UserError(
-        f'{path} was not written ({error}). The finished folder is kept as'
-        f' {draft}: copy what is in it there, {MARKER} last, or remove it and'
-        ' give the command again.'
-      ) from error
+    is_done = True
   finally:
-    if not is_kept:
-      shutil.rmtree(draft, ignore_errors=True)
-    with contextlib.suppress(OSError):  # Something is in it: the new folder.
-      for folder in made:
+    shutil.rmtree(draft, ignore_errors=True)
+    with contextlib.suppress(OSError):
+      if is_bucket and not is_done:
+        paths.remove(path)
+      for folder in made:  # Fails where something is in it: the new folder.
         folder.rmdir()
 
 
+@contextlib.contextmanager
+def _write_errors(path: paths.Path) -> Iterator[None]:
+  """Turns errors of the file system into a UserError that names `path`."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno in _TAKEN:
+      require_free(path)
+    raise disk.cannot_write(path, error) from error
+
+
 def _commit(draft: pathlib.Path, path: paths.Path) -> None:
-  """Puts the draft in its place, where it was free."""
+  """Moves or uploads the draft to its place."""
   if paths.is_bucket(path):
-    paths.write(path / UNFINISHED, b'This upload goes on, or broke off.\n')
-    # What an earlier one has left.
-    own = {*paths.tree(draft), UNFINISHED}
-    for name in paths.objects(path).keys() - own:
-      (path / name).unlink()
     paths.upload(draft, path, MARKER)
     (path / UNFINISHED).unlink()
     return
@@ -101,21 +94,20 @@ def _commit(draft: pathlib.Path, path: paths.Path) -> None:
 
 
 def require_free(path: str | os.PathLike[str]) -> None:
-  """Refuses a place where something is already.
+  """Raises an error if something is already at a path.
 
-  An empty folder is nothing, and neither is what an upload that broke off has
-  left in a bucket.
+  Empty folders and unfinished uploads to buckets count as free.
 
   Args:
-    path: where a folder is to be made.
+    path: folder to be made.
 
   Raises:
-    UserError: it is a file, a folder with something in it, a mount point, or
-      cannot be looked into.
+    UserError: `path` is a file, a folder that is not empty, a mount point, or
+      cannot be read.
   """
   path = paths.at(path)
   try:
-    if not path.exists() or _broke_off(path):
+    if not path.exists() or _is_unfinished(path):
       return
     if path.is_dir() and not any(path.iterdir()):
       if os.path.ismount(path):
@@ -132,8 +124,8 @@ def require_free(path: str | os.PathLike[str]) -> None:
   )
 
 
-def _broke_off(path: paths.Path) -> bool:
-  """Whether it is in a bucket, and all there is of an upload of ours."""
+def _is_unfinished(path: paths.Path) -> bool:
+  """Returns whether `path` is an unfinished upload in a bucket."""
   return (
     paths.is_bucket(path)
     and (path / UNFINISHED).exists()

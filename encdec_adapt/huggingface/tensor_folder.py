@@ -1,279 +1,301 @@
-"""The tensors of a Hugging Face folder, read one at a time.
+"""Reads the tensors of a Hugging Face folder one at a time.
 
-Opening a folder reads and checks headers only. Imports the header's format
-and the errors; no JAX, so that looking into a folder is quick.
+The `safetensors` package parses and checks the files; this module finds them
+(`model.safetensors`, or the shards of `model.safetensors.index.json`), reads
+them in buckets too, and turns the package's errors into errors that name the
+file. Must not import JAX, so that listing a folder is quick.
 """
 
 from collections.abc import Mapping
+import contextlib
+import dataclasses
 import math
-import mmap
 import os
 import pathlib
+import tempfile
 import types
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
 from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.huggingface import safetensors_header
 
 SINGLE = 'model.safetensors'
 CONFIG = 'config.json'
 INDEX = 'model.safetensors.index.json'
-_PICKLED = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
-_NOT_WEIGHTS = ('training_args.bin',)
-_BLOCK = 1 << 20  # Elements looked at together for what is not finite.
-# All ones in the exponent is infinite or not a number. Comparing bits is ten
-# times as fast as NumPy's test where it has no instruction for the type.
-_EXPONENTS = {
-  np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80),
-  np.dtype(np.float16): np.uint16(0x7C00),
+_DTYPES = {
+  'BOOL': np.dtype(np.bool_),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  **{f'F{bits}': np.dtype(f'float{bits}') for bits in (16, 32, 64)},
+  **{f'I{bits}': np.dtype(f'int{bits}') for bits in (8, 16, 32, 64)},
+  **{f'U{bits}': np.dtype(f'uint{bits}') for bits in (8, 16, 32, 64)},
 }
+_PICKLED = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
+_BLOCK = 1 << 20  # Elements checked at a time for non-finite values.
+_BFLOAT16_EXPONENT = 0x7F80  # All ones: infinite or not a number.
 
 
-class TensorFolder:
-  """The safetensors of a folder by name.
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+  """Shape, dtype and place of a stored tensor.
 
   Attributes:
-    folder: where they lie.
-    tensors: name -> `safetensors_header.TensorInfo`, by file and then in the
-      order of the data, which is the quickest to read.
-    metadata: the free text of all files together.
+    shape: () for a scalar.
+    dtype: NumPy dtype; bfloat16 is that of `ml_dtypes`.
+    file: safetensors file that holds the tensor.
+    offset: first byte of the data in a file in a bucket, which is read by
+      byte ranges; None for local files.
   """
 
-  def __init__(
-    self,
-    folder: paths.Path,
-    tensors: Mapping[str, safetensors_header.TensorInfo],
-    metadata: Mapping[str, str],
-  ):
-    """Use `open`, which checks what it is given."""
-    self.folder = folder
-    self.tensors = types.MappingProxyType(dict(tensors))
-    self.metadata = types.MappingProxyType(dict(metadata))
-
-  @classmethod
-  def open(cls, folder: str | os.PathLike[str]) -> 'TensorFolder':
-    """Finds the tensors of a folder and checks all headers.
-
-    Args:
-      folder: with `model.safetensors`, or `model.safetensors.index.json` and
-        the shards it names.
-
-    Raises:
-      UserError: there are no such files, or pickled ones only; an index, a
-        shard or a header is missing, damaged or contradicts another.
-    """
-    folder = paths.at(folder)
-    try:
-      if not folder.is_dir():
-        raise errors.UserError(
-          f'{folder} is not a folder. Give the folder of a downloaded model,'
-          f' with its config.json and {SINGLE}.'
-        )
-      if (folder / INDEX).exists():
-        return cls(folder, *_open_shards(folder))
-      if (folder / SINGLE).exists():
-        header = safetensors_header.read(folder / SINGLE)
-        return cls(folder, header.tensors, header.metadata)
-      raise _nothing_to_read(folder)
-    except OSError as error:
-      raise atomic.cannot_read(error.filename or folder, error) from error
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  file: paths.Path
+  offset: int | None = None
 
   @property
   def nbytes(self) -> int:
-    """Bytes of all tensors together."""
-    return sum(info.nbytes for info in self.tensors.values())
+    """Size of the data in bytes."""
+    return math.prod(self.shape) * self.dtype.itemsize
 
-  def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-    """Maps one tensor into memory; of a bucket, reads it.
 
-    A file's pages are read as they are used and dropped with the array.
+class TensorFolder:
+  """Lazily read tensors of a folder.
+
+  Attributes:
+    folder: the folder.
+    tensors: tensor name -> `TensorInfo`, file by file.
+  """
+
+  def __init__(
+    self, folder: paths.Path, tensors: Mapping[str, TensorInfo]
+  ) -> None:
+    """Use `TensorFolder.open`, which checks the files."""
+    self.folder = folder
+    self.tensors = types.MappingProxyType(dict(tensors))
+    self._opened: dict[tuple[paths.Path, str], safetensors.safe_open] = {}
+
+  @classmethod
+  def open(cls, folder: str | os.PathLike[str]) -> 'TensorFolder':
+    """Opens a folder and checks the headers of its files; reads no data.
 
     Args:
-      name: of the tensor.
-      rows: a range of the first axis, step 1; None is all.
-
-    Returns:
-      An array that cannot be written to, of the tensor's own dtype.
+      folder: folder with `model.safetensors`, or with
+        `model.safetensors.index.json` and the shards that it names.
 
     Raises:
-      UserError: there is no such tensor, or the file is not what it was when
-        the folder was opened.
-      ValueError: a scalar has no rows, or `rows` has another step than 1.
+      UserError: the folder has no such files or only pickled weights; an
+        index, a shard or a header is missing, damaged or inconsistent.
+    """
+    folder = paths.at(folder)
+    try:
+      has_single = (folder / SINGLE).exists()
+      if (folder / INDEX).exists():
+        if has_single:
+          raise errors.UserError(
+            f'{folder} has both {SINGLE} and {INDEX}. Remove the one that does'
+            ' not belong to this model.'
+          )
+        return cls(folder, _open_shards(folder))
+      if has_single:
+        return cls(folder, _headers(folder / SINGLE))
+      raise _no_weights(folder)
+    except OSError as error:
+      raise atomic.cannot_read(error.filename or folder, error) from error
+
+  def read(
+    self, name: str, place: tuple[int, slice] | None = None
+  ) -> np.ndarray:
+    """Reads one tensor, or some rows of one matrix of a stack.
+
+    Args:
+      name: tensor name.
+      place: index into the first axis and range of the second; only this part
+        is read. None reads the whole tensor.
+
+    Returns:
+      An array in the dtype of the stored tensor.
+
+    Raises:
+      UserError: the folder has no such tensor, or its file cannot be read.
     """
     if name not in self.tensors:
       raise errors.UserError(
         f'{self.folder} has no tensor {name!r} among its {len(self.tensors)}.'
-        ' Check that config.json and the weights are of the same model.'
+        ' Check that config.json and the weights belong to the same model.'
       )
     info = self.tensors[name]
-    shape, offset = info.shape, info.offset
-    if rows is not None:
-      if not shape:
-        raise ValueError(f'{name!r} is a scalar and has no rows')
-      start, stop, step = rows.indices(shape[0])
-      if step != 1:
-        raise ValueError(f'rows of {name!r} have step {step}; it must be 1')
-      offset += start * (info.nbytes // shape[0] if shape[0] else 0)
-      shape = (max(stop - start, 0), *shape[1:])
-    return _map(name, info, offset, shape)
+    with _named_errors(info.file):
+      if info.offset is not None:
+        return _read_range(info, place)
+      if place is None:
+        return self._safe_open(info.file, 'pread').get_tensor(name)
+      # Only the mapped backend reads less than the whole tensor.
+      return self._safe_open(info.file, 'mmap').get_slice(name)[place]
+
+  def _safe_open(
+    self, file: paths.Path, backend: str
+  ) -> safetensors.safe_open:
+    """Opens a file once per backend."""
+    key = (file, backend)
+    if key not in self._opened:
+      self._opened[key] = safetensors.safe_open(file, 'np', backend=backend)
+    return self._opened[key]
 
 
 def check_finite(
   name: str, array: np.ndarray, file: str | os.PathLike[str]
 ) -> None:
-  """Refuses a tensor with values that are infinite or not numbers.
+  """Raises an error if a tensor has infinite or NaN values.
 
   Args:
-    name: of the tensor.
-    array: any shape; integers and booleans always pass.
-    file: it comes from.
+    name: tensor name, for the message.
+    array: array of any shape; integers and booleans always pass.
+    file: origin of the tensor, for the message.
 
   Raises:
-    UserError: names the tensor, the first such value and where it is.
+    UserError: names the tensor, the first such value and its index.
   """
-  exponent = _EXPONENTS.get(array.dtype)
-  if exponent is None and array.dtype.kind != 'f':
-    return
   flat = array.reshape(-1)
   for start in range(0, flat.size, _BLOCK):
     block = flat[start : start + _BLOCK]
-    if exponent is None:
-      finite = np.isfinite(block)
-      if finite.all():
-        continue
+    if block.dtype == ml_dtypes.bfloat16:  # Ten times as fast as isfinite.
+      exponent = block.view(np.uint16) & _BFLOAT16_EXPONENT
+      finite = exponent != _BFLOAT16_EXPONENT
     else:
-      bits = block.view(np.uint16) & exponent
-      if bits.max() != exponent:
-        continue
-      finite = bits != exponent
+      finite = np.isfinite(block)
+    if finite.all():
+      continue
     first = int(np.argmin(finite))
     place = [int(i) for i in np.unravel_index(start + first, array.shape)]
     raise errors.UserError(
       f'{file}: tensor {name!r} has the value {float(block[first])} at {place}.'
-      ' These weights are damaged, or their training had diverged: use an'
-      ' earlier checkpoint, or fetch the file again.'
+      ' The weights are damaged or their training diverged: use an earlier'
+      ' checkpoint, or download the file again.'
     )
 
 
-def _open_shards(
-  folder: paths.Path,
-) -> tuple[dict[str, safetensors_header.TensorInfo], dict[str, str]]:
-  """Tensors and metadata of all shards, each tensor where the index says."""
-  index = folder / INDEX
-  places = _read_index(index)
-  names = sorted(set(places.values()))
-  if (folder / SINGLE).exists() and SINGLE not in names:
-    raise errors.UserError(
-      f'{folder} has {SINGLE} and also {INDEX}, which names other files. Remove'
-      ' the one that is not of this model.'
-    )
-  tensors, metadata = {}, {}
-  for shard in names:
-    file = folder / shard
-    if not file.exists():
-      key = next(key for key, place in places.items() if place == shard)
-      raise errors.UserError(
-        f'{index} says that {key!r} is in {shard}, which is not there. Fetch'
-        f' {shard} into {folder}.'
-      )
-    header = safetensors_header.read(file)
-    for key in header.tensors:
-      if places.get(key) != shard:
-        where = f'in {places[key]}' if key in places else 'nowhere'
-        raise atomic.damaged(
-          index, f'tensor {key!r} is in {shard}, but by the index {where}'
-        )
-    tensors.update(header.tensors)
-    metadata.update(header.metadata)
-  for key, place in places.items():
-    if key not in tensors:
-      raise atomic.damaged(
-        index, f'tensor {key!r} is by the index in {place}, but not there'
-      )
-  return tensors, metadata
-
-
-def _read_index(index: paths.Path) -> dict[str, str]:
-  """The index's file name for each tensor."""
-  content = atomic.parse_json(index.read_bytes(), index)
-  places = content.get('weight_map')
-  if not isinstance(places, dict):
-    raise atomic.damaged(index, 'it has no weight_map by name')
-  for key, place in places.items():
-    # Only files of this folder: an index is not to be trusted with paths.
-    if (
-      not isinstance(place, str)
-      or pathlib.PurePath(place).name != place
-      or not place.endswith('.safetensors')
-    ):
-      raise atomic.damaged(
-        index,
-        f'tensor {key!r} is by the index in {place!r}, which is not the'
-        ' name of a safetensors file',
-      )
-  return places
-
-
-def _nothing_to_read(folder: paths.Path) -> errors.UserError:
-  """The error for a folder with neither a single file nor an index."""
-  found = sorted(path.name for path in folder.iterdir())
-  pickled = [
-    name
-    for name in found
-    if name.endswith(_PICKLED) and name not in _NOT_WEIGHTS
-  ]
-  others = [name for name in found if name.endswith('.safetensors')]
-  if pickled and not others:
-    return errors.UserError(
-      f'{folder} has pickled weights only ({", ".join(pickled)}), which can'
-      ' run code when they are read and are refused. Where you trust them,'
-      ' load the model with transformers and save it with save_pretrained,'
-      ' which writes safetensors.'
-    )
-  has = f' (it has {", ".join(others)})' if others else ''
-  return errors.UserError(
-    f'{folder} has neither {SINGLE} nor {INDEX}{has}. Give the folder of a'
-    ' whole model, as save_pretrained or a download makes it.'
-  )
-
-
-def _map(
-  name: str,
-  info: safetensors_header.TensorInfo,
-  offset: int,
-  shape: tuple[int, ...],
-) -> np.ndarray:
-  """Maps `shape` from `offset`; the mapping lives as long as the array."""
-  count = math.prod(shape)
-  if not count:
-    empty = np.empty(shape, info.dtype)
-    empty.flags.writeable = False
-    return empty
-  start = offset - offset % mmap.ALLOCATIONGRANULARITY
-  nbytes = count * info.dtype.itemsize
+@contextlib.contextmanager
+def _named_errors(file: paths.Path):
+  """Turns errors of the package and the file system into UserErrors."""
   try:
-    if paths.is_bucket(info.file):
-      start = offset
-      pages = paths.read_range(info.file, offset, nbytes)
-    else:
-      pages = _map_pages(info.file, start, offset - start + nbytes)
-  except (OSError, ValueError) as error:
+    yield
+  except OSError as error:
+    raise atomic.cannot_read(file, error) from error
+  except safetensors.SafetensorError as error:
     raise errors.UserError(
-      f'{info.file}: tensor {name!r} cannot be read any more ({error}). The'
-      ' file was changed or removed; start again when it is whole.'
+      f'{file} is no complete safetensors file ({error}). Download it again;'
+      ' in a Git LFS checkout, run `git lfs pull`.'
     ) from error
-  array = np.frombuffer(pages, info.dtype, count, offset - start)
-  if not array.flags.aligned:  # Writers other than the library's.
-    array = array.copy()
-    array.flags.writeable = False
-  return array.reshape(shape)
 
 
-def _map_pages(path: pathlib.Path, start: int, nbytes: int) -> mmap.mmap:
-  with open(path, 'rb') as file:
-    return mmap.mmap(
-      file.fileno(), nbytes, access=mmap.ACCESS_READ, offset=start
+def _headers(file: paths.Path) -> dict[str, TensorInfo]:
+  """Reads and checks the header of one file."""
+  with _named_errors(file), contextlib.ExitStack() as stack:
+    local, offset = file, None
+    if paths.is_bucket(file):
+      folder = stack.enter_context(tempfile.TemporaryDirectory())
+      local, offset = _sparse_copy(file, pathlib.Path(folder) / SINGLE)
+    opened = safetensors.safe_open(local, 'np')
+    found = {}
+    for name in opened.offset_keys():  # In the order of the data, no gaps.
+      part = opened.get_slice(name)
+      dtype = part.get_dtype()
+      if dtype not in _DTYPES:
+        raise errors.UserError(
+          f'{file}: tensor {name!r} has dtype {dtype}, which is not supported'
+          f' ({", ".join(_DTYPES)} are). Dequantise the model to bfloat16 and'
+          ' save it again.'
+        )
+      found[name] = TensorInfo(
+        tuple(part.get_shape()), _DTYPES[dtype], file, offset
+      )
+      if offset is not None:
+        offset += found[name].nbytes
+    return found
+
+
+def _sparse_copy(
+  file: paths.Path, local: pathlib.Path
+) -> tuple[pathlib.Path, int]:
+  """Copies the header of a file in a bucket, and its size but not its data.
+
+  The package checks the copy as it would check the file. A file starts with
+  the length of its header, 8 bytes, little-endian.
+
+  Returns:
+    The copy, and the offset of the first byte of data.
+  """
+  size = paths.size(file)
+  start = paths.read_range(file, 0, min(8, size))
+  offset = 8 + int.from_bytes(start, 'little')
+  header = start
+  if 8 < offset <= size:  # If not, the package refuses the copy.
+    header += paths.read_range(file, 8, offset - 8)
+  with open(local, 'wb') as opened:
+    opened.write(header)
+    opened.truncate(size)
+  return local, offset
+
+
+def _read_range(
+  info: TensorInfo, place: tuple[int, slice] | None
+) -> np.ndarray:
+  """Reads a tensor of a file in a bucket; see `TensorFolder.read`."""
+  offset, shape = info.offset, info.shape
+  if place is not None:
+    shape = shape[1:]
+    offset += place[0] * math.prod(shape) * info.dtype.itemsize
+  nbytes = math.prod(shape) * info.dtype.itemsize
+  data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
+  array = np.frombuffer(data, info.dtype).reshape(shape)
+  return array if place is None else array[place[1]]
+
+
+def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
+  """Reads the headers of all shards; the index must agree with them."""
+  index = folder / INDEX
+  places = atomic.read_json(index).get('weight_map')
+  # An index is not trusted with paths: only files of this folder.
+  if not isinstance(places, dict) or not all(
+    isinstance(place, str) and pathlib.PurePath(place).name == place
+    for place in places.values()
+  ):
+    raise atomic.damaged(index, 'its weight_map must name files of the folder')
+  tensors: dict[str, TensorInfo] = {}
+  for shard in sorted(set(places.values())):
+    if not (folder / shard).exists():
+      raise errors.UserError(
+        f'{index} names {shard}, which is missing. Download {shard} into'
+        f' {folder}.'
+      )
+    tensors |= _headers(folder / shard)
+  found = {name: info.file.name for name, info in tensors.items()}
+  wrong = sorted(dict(found.items() ^ places.items()))
+  if wrong:
+    raise atomic.damaged(
+      index,
+      f'it places tensor {wrong[0]!r} in {places.get(wrong[0])}, but the shards'
+      f' have it in {found.get(wrong[0])}',
     )
+  return tensors
+
+
+def _no_weights(folder: paths.Path) -> errors.UserError:
+  """Returns the error for a folder with neither a single file nor an index."""
+  names = []
+  if folder.is_dir():
+    names = sorted(path.name for path in folder.iterdir())
+  pickled = [name for name in names if name.endswith(_PICKLED)]
+  why = ''
+  if pickled:
+    why = (
+      f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
+      ' read and are refused: if you trust them, load the model with'
+      ' transformers and save it with save_pretrained.'
+    )
+  return errors.UserError(
+    f'{folder} has neither {SINGLE} nor {INDEX}. Give the folder of a whole'
+    f' model, as save_pretrained or a download makes it.{why}'
+  )

@@ -1,60 +1,46 @@
-"""Writes tensors as safetensors, one at a time, in one file or in shards.
+"""Writes tensors as safetensors, shard by shard.
 
-Names, shapes and dtypes are known before the first value is: so headers and
-index come first, and each array goes to its place as it is made: while some
-are converted and written, the next is read. Host memory stays near the largest
-tensor. The library of the format wants all arrays at once, hence this module;
-what it writes, that library reads.
+The `safetensors` package writes the files. It wants all arrays of a file at
+once, so host memory grows with a shard, not with the model.
 """
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import io
 import math
 import os
 import pathlib
-import threading
 
 import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
 
-from encdec_adapt.files import atomic, disk
-from encdec_adapt.huggingface import (
-  safetensors_header,
-  tensor_folder,
-  transposing,
-)
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.huggingface import tensor_folder, transposing
 
-SHARD_BYTES = 5_000_000_000
-PYTORCH = {'format': 'pt'}  # Without it, `transformers` refuses a file.
-_BLOCK = 64 << 20  # Bytes written between two reports of progress.
-_AHEAD = 128 << 20  # Bytes of arrays that wait or are written, beside one.
-_THREADS = 4  # NumPy and writing release the interpreter's lock.
+SHARD_BYTES = 2 << 30
+_PYTORCH = {'format': 'pt'}  # transformers refuses a file without it.
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTensor:
-  """A tensor that is going to be written.
+  """A tensor to be written.
 
   Attributes:
-    name: its key.
+    name: tensor name.
     shape: () for a scalar.
-    dtype: one of `safetensors_header.DTYPES`.
-    make: gives the array; called once, one tensor's after another's.
-    finish: makes of it an array of exactly this shape and dtype; called in a
-      thread, beside those of other tensors.
+    dtype: dtype of the file, one that `tensor_folder` reads.
+    make: returns the array in this shape and dtype; called once.
   """
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   make: Callable[[], np.ndarray]
-  finish: Callable[[np.ndarray], np.ndarray] = np.asarray
 
   @property
   def nbytes(self) -> int:
-    """Bytes of data."""
+    """Size of the data in bytes."""
     return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -62,77 +48,57 @@ def write_tensors(
   folder: str | os.PathLike[str],
   tensors: Iterable[PlannedTensor],
   *,
-  shard_bytes: int = SHARD_BYTES,
-  metadata: Mapping[str, str] = PYTORCH,
-  on_progress: Callable[[int, int], None] | None = None,
-) -> list[pathlib.Path]:
-  """Writes tensors into a folder, as `transformers` and `safetensors` read.
+  bucket: paths.Path | None = None,
+  on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+  """Writes tensors into a folder in the layout of `transformers`.
 
-  Arrays are made in the order given: the caller chooses the one that suits
-  its source. Files do not depend on it: shards are filled in the order of
-  the names. Use it inside `new_folder.new_folder`: what fails halfway leaves
-  files behind.
+  One file, or shards of at most `SHARD_BYTES` or one tensor, and an index.
+  Arrays are made, and shards filled, in the order given. Call it inside `new_folder.new_folder`: if it fails, files are
+  left behind.
 
   Args:
-    folder: to write into; it has no safetensors yet.
-    tensors: with distinct names.
-    shard_bytes: data of a file, at most, but for a tensor that is larger. If
-      all fits, there is one file and no index.
-    metadata: free text for every file.
-    on_progress: called with bytes done and bytes in all, first with 0 done,
-      then at least once per tensor that has any; by one thread at a time.
-
-  Returns:
-    The files written, the index last if there is one.
+    folder: local folder without safetensors.
+    tensors: tensors with distinct names.
+    bucket: folder in a bucket that every finished shard is moved to, so that
+      `folder` holds one shard at a time; None keeps all shards in `folder`.
+    on_progress: called with the bytes made so far and in total.
 
   Raises:
-    UserError: there is no room on the disk, or it cannot be written.
-    ValueError: the plan has a name twice or a dtype that the format has not,
-      or an array is made of another shape or dtype; names the tensor.
+    UserError: the disk has no room, or a file cannot be written.
+    ValueError: a name occurs twice, or an array has another shape or dtype
+      than planned.
   """
-  folder = pathlib.Path(folder)
-  plan = list(tensors)
-  _check_plan(plan, shard_bytes)
-  total = sum(tensor.nbytes for tensor in plan)
-  disk.require_space(folder, total, what='the weights')
-  shards = _shards(plan, shard_bytes)
-  places = {}
+  folder, plan = pathlib.Path(folder), list(tensors)
+  if len({tensor.name for tensor in plan}) < len(plan):
+    raise ValueError('a tensor name occurs twice')
+  shards = _shards(plan)
+  sizes = [sum(item.nbytes for item in shard) for shard in shards.values()]
+  needed = max(sizes) if bucket is not None else sum(sizes)
+  disk.require_space(folder, needed, what='the weights')
+  done, total = 0, sum(sizes)
+  on_progress(done, total)
   for name, shard in shards.items():
-    places |= _write_header(folder / name, shard, metadata)
-  _write_plan(plan, places, _counter(total, on_progress))
-  paths = [folder / name for name in shards]
+    arrays = {}
+    for tensor in shard:
+      arrays[tensor.name] = _array(tensor)
+      done += tensor.nbytes
+      on_progress(done, total)
+    _save(folder / name, arrays, bucket)
   if len(shards) > 1:
-    paths.append(folder / tensor_folder.INDEX)
-    _write_index(paths[-1], total, places)
-  return paths
+    places = {t.name: name for name, shard in shards.items() for t in shard}
+    content = {'metadata': {'total_size': total}, 'weight_map': places}
+    atomic.write_json(folder / tensor_folder.INDEX, content)
 
 
-def _check_plan(plan: Sequence[PlannedTensor], shard_bytes: int) -> None:
-  if shard_bytes < 1:
-    raise ValueError(f'shard_bytes={shard_bytes} must be at least 1')
-  names = set()
-  for tensor in plan:
-    if tensor.name in names:
-      raise ValueError(f'tensor {tensor.name!r} is to be written twice')
-    names.add(tensor.name)
-    if safetensors_header.dtype_name(tensor.dtype) is None:
-      raise ValueError(
-        f'tensor {tensor.name!r} has dtype {tensor.dtype}, which safetensors'
-        f' are not written in; use one of'
-        f' {", ".join(map(str, safetensors_header.DTYPES.values()))}'
-      )
-
-
-def _shards(
-  plan: Sequence[PlannedTensor], shard_bytes: int
-) -> dict[str, list[PlannedTensor]]:
-  """Fills one file after another, by name."""
+def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
+  """Returns file name -> its tensors."""
   groups: list[list[PlannedTensor]] = [[]]
-  room = shard_bytes
-  for tensor in sorted(plan, key=lambda tensor: tensor.name):
+  room = SHARD_BYTES
+  for tensor in plan:
     if groups[-1] and tensor.nbytes > room:
       groups.append([])
-      room = shard_bytes
+      room = SHARD_BYTES
     groups[-1].append(tensor)
     room -= tensor.nbytes
   if len(groups) == 1:
@@ -143,124 +109,39 @@ def _shards(
   }
 
 
-def _write_header(
+def _array(tensor: PlannedTensor) -> np.ndarray:
+  """Makes an array and its memory row-major.
+
+  `save_file` writes the memory of an array as it lies, whatever its strides.
+  """
+  array = transposing.in_order(tensor.make())
+  if (array.shape, array.dtype) != (tensor.shape, np.dtype(tensor.dtype)):
+    raise ValueError(
+      f'tensor {tensor.name!r} should be {list(tensor.shape)} in'
+      f' {tensor.dtype}, but is {list(array.shape)} in {array.dtype}'
+    )
+  return array
+
+
+def _save(
   file: pathlib.Path,
-  shard: Sequence[PlannedTensor],
-  metadata: Mapping[str, str],
-) -> Mapping[str, safetensors_header.TensorInfo]:
-  """Begins a file, at its final size; gives where its tensors go."""
-  beginning, header = safetensors_header.build(
-    file,
-    [(item.name, item.shape, np.dtype(item.dtype)) for item in shard],
-    metadata,
-  )
-  data = sum(item.nbytes for item in shard)
+  arrays: Mapping[str, np.ndarray],
+  bucket: paths.Path | None,
+) -> None:
+  """Writes one file, readable by those whom the umask allows, and moves it."""
   try:
-    with open(file, 'xb') as opened:
-      opened.write(beginning)
-      opened.truncate(len(beginning) + data)
+    file.touch(exist_ok=False)
+    mode = file.stat().st_mode
+    # Replaces the file by one that only its owner may read.
+    safetensors_numpy.save_file(dict(arrays), file, _PYTORCH)
+    file.chmod(mode)
+    if bucket is not None:
+      paths.copy(file, bucket / file.name)
+      file.unlink()
   except OSError as error:
     raise disk.cannot_write(file, error) from error
-  return header.tensors
-
-
-def _counter(
-  total: int, on_progress: Callable[[int, int], None] | None
-) -> Callable[[int], None]:
-  """Adds up bytes that are done, for several threads, and reports them."""
-  lock, done = threading.Lock(), 0
-
-  def count(nbytes: int) -> None:
-    nonlocal done
-    with lock:
-      done += nbytes
-      if on_progress:
-        on_progress(done, total)
-
-  count(0)
-  return count
-
-
-def _write_plan(
-  plan: Sequence[PlannedTensor],
-  places: Mapping[str, safetensors_header.TensorInfo],
-  count: Callable[[int], None],
-) -> None:
-  """Makes the arrays in their order; others are meanwhile written."""
-  waiting, held = collections.deque(), 0
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
-    try:
-      for tensor in plan:
-        while waiting and held + tensor.nbytes > _AHEAD:
-          future, nbytes = waiting.popleft()
-          future.result()
-          held -= nbytes
-        future = pool.submit(
-          _write_data, tensor, tensor.make(), places[tensor.name], count
-        )
-        waiting.append((future, tensor.nbytes))
-        held += tensor.nbytes
-      for future, _ in waiting:
-        future.result()
-    except BaseException:
-      pool.shutdown(cancel_futures=True)
-      raise
-
-
-def _write_data(
-  tensor: PlannedTensor,
-  made: np.ndarray,
-  info: safetensors_header.TensorInfo,
-  count: Callable[[int], None],
-) -> None:
-  """Writes what `made` becomes to its place; counts the bytes."""
-  array = tensor.finish(made)
-  if array.shape != info.shape or array.dtype != info.dtype:
-    raise ValueError(
-      f'tensor {tensor.name!r} was to be {list(info.shape)} in {info.dtype},'
-      f' but is {list(array.shape)} in {array.dtype}'
-    )
-  try:
-    with open(info.file, 'r+b', buffering=0) as file:
-      file.seek(info.offset)
-      for block in _blocks(array):
-        _write_all(file, block)
-        count(block.nbytes)
-  except OSError as error:
-    raise disk.cannot_write(info.file, error) from error
-
-
-def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-  """The bytes of an array row by row, some at a time."""
-  if array.flags.c_contiguous:
-    flat = array.reshape(-1).view(np.uint8)
-    for start in range(0, flat.size, _BLOCK):
-      yield flat[start : start + _BLOCK]
-    return
-  # A transposed array is copied by blocks of rows, never whole.
-  rows = max(1, _BLOCK * len(array) // array.nbytes)
-  for start in range(0, len(array), rows):
-    part = transposing.in_order(array[start : start + rows])
-    yield part.reshape(-1).view(np.uint8)
-
-
-def _write_all(file: io.FileIO, block: np.ndarray) -> None:
-  """Writes all of it: one call may write less, 2 GB on Linux."""
-  rest = memoryview(block)
-  while rest:
-    rest = rest[file.write(rest) :]
-
-
-def _write_index(
-  path: pathlib.Path,
-  total: int,
-  places: Mapping[str, safetensors_header.TensorInfo],
-) -> None:
-  content = {
-    'metadata': {'total_size': total},
-    'weight_map': {name: places[name].file.name for name in sorted(places)},
-  }
-  try:
-    atomic.write_json(path, content)
-  except OSError as error:
-    raise disk.cannot_write(path, error) from error
+  except safetensors.SafetensorError as error:
+    raise errors.UserError(
+      f'{file} cannot be written ({error}). Free space there, or choose another'
+      ' folder.'
+    ) from error
