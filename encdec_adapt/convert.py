@@ -221,9 +221,6 @@ COMMANDS = {
         ' folder that it was imported from.',
       ),
       functools.partial(
-        flags.DEFINE_float, 'shard_gb', 5.0, 'Most GB (1e9 bytes) of a file.'
-      ),
-      functools.partial(
         flags.DEFINE_enum,
         'layout',
         'auto',

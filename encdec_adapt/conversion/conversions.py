@@ -5,7 +5,6 @@ writes, and what it writes appears whole or not at all.
 """
 
 import json
-import math
 
 from absl import flags
 import numpy as np
@@ -107,10 +106,6 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Makes a Hugging Face folder of a checkpoint."""
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
-  if not 0 < values.shard_gb < math.inf:
-    raise errors.UserError(
-      f'--shard_gb is {values.shard_gb}; it must be a number above 0.'
-    )
   source = stored_model.open_model(values.checkpoint)
   own = _is_own_layout(source.model, values.layout)
   found = kept_files.folders(source.path)
@@ -144,13 +139,14 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     own=own,
     dtype=dtype,
     fields=fields,
-    texts={
-      kept_files.GENERATION: json.dumps(generation, indent=2) + '\n',
-      'README.md': model_card.write(source, own=own, dtype=name, notes=notes),
+    files={
+      **carried,
+      kept_files.GENERATION: (json.dumps(generation, indent=2) + '\n').encode(),
+      'README.md': model_card.write(
+        source, own=own, dtype=name, notes=notes
+      ).encode(),
     },
-    carried=carried,
     vision=vision,
-    shard_bytes=round(values.shard_gb * 1e9),
     on_progress=progress.ByteProgress('written'),
   )
   print(f'{values.output}: {parameters.count(source.model):,} parameters')

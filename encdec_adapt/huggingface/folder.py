@@ -165,22 +165,18 @@ class ModelFolder:
         if leaves[names[0]].index is None:
           self._read(names[0], index, whole)
           return whole
+
+        def fill(row: np.ndarray, layer: str) -> None:
+          self._read(layer, index[1:], row)
+
         with futures.ThreadPoolExecutor(_THREADS) as pool:
-          # list() raises the error of a layer here.
-          list(
-            pool.map(
-              lambda name, row: self._read(name, index[1:], row),
-              names[index[0]],
-              whole,
-            )
-          )
+          for _ in pool.map(fill, whole, names[index[0]]):
+            pass  # An error of a layer is raised here.
         return whole
 
       yield LazyArray(path, tuple(info.shape), dtype, read)
 
-  def _read(
-    self, leaf: str, index: tuple[slice, ...], out: np.ndarray
-  ) -> None:
+  def _read(self, leaf: str, index: tuple[slice, ...], out: np.ndarray) -> None:
     """Reads part of a leaf.
 
     Args:

@@ -134,9 +134,7 @@ class TensorFolder:
       # Only the mapped backend reads less than the whole tensor.
       return self._safe_open(info.file, 'mmap').get_slice(name)[place]
 
-  def _safe_open(
-    self, file: paths.Path, backend: str
-  ) -> safetensors.safe_open:
+  def _safe_open(self, file: paths.Path, backend: str) -> safetensors.safe_open:
     """Opens a file once per backend."""
     key = (file, backend)
     if key not in self._opened:

@@ -54,8 +54,8 @@ def write_tensors(
   """Writes tensors into a folder in the layout of `transformers`.
 
   One file, or shards of at most `SHARD_BYTES` or one tensor, and an index.
-  Arrays are made, and shards filled, in the order given. Call it inside `new_folder.new_folder`: if it fails, files are
-  left behind.
+  Arrays are made, and shards filled, in the order given. Call it inside
+  `new_folder.new_folder`: if it fails, files are left behind.
 
   Args:
     folder: local folder without safetensors.

@@ -68,8 +68,8 @@ def make_folder(path, shape, vocabulary=None, seed=0):
       for name, p in params.items()
     },
     fields=FIELDS,
-    texts={
-      'chat_template.json': json.dumps({'of': path.name}),
+    files={
+      'chat_template.json': json.dumps({'of': path.name}).encode(),
       'generation_config.json': json.dumps(
         {
           **GENERATION,
@@ -77,8 +77,8 @@ def make_folder(path, shape, vocabulary=None, seed=0):
           'transformers_version': '4.42.0',
           '_from_model_config': True,
         }
-      ),
+      ).encode(),
+      **({'tokenizer.model': vocabulary} if vocabulary else {}),
     },
-    carried={'tokenizer.model': vocabulary} if vocabulary else {},
   )
   return path

@@ -20,7 +20,7 @@ from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import kept_files, stored_model, work_directory
-from encdec_adapt.huggingface import siglip
+from encdec_adapt.huggingface import siglip, tensor_writer
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import tiny, tiny_tokenizers
@@ -70,10 +70,11 @@ def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   assert convert_('diff', output, imported) == 0
 
 
-def test_export_in_bfloat16_and_shards(folder, imported):
+def test_export_in_bfloat16_and_shards(folder, imported, monkeypatch):
+  monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', 10_000)
   output = folder / 'half'
   flags = [f'--checkpoint={imported}', f'--output={output}']
-  convert_('export', *flags, '--dtype=bfloat16', '--shard_gb=1e-5')
+  convert_('export', *flags, '--dtype=bfloat16')
   index = json.loads((output / 'model.safetensors.index.json').read_text())
   assert len(set(index['weight_map'].values())) > 1
   assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'

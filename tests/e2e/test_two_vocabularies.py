@@ -66,8 +66,7 @@ def _folder(path, shape, family, texts, size, seed):
     config,
     {name: np.asarray(array) for name, array in params.items()},
     fields={'decoder': {}},
-    texts={},
-    carried={file.name: file for file in source.iterdir()},
+    files={file.name: file for file in source.iterdir()},
   )
   return path
 

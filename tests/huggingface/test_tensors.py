@@ -1,0 +1,320 @@
+"""Tensors of a folder: written, read, sharded, damaged."""
+
+import json
+import os
+import tempfile
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from safetensors import numpy as safetensors_numpy
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
+from encdec_adapt.huggingface import (
+  new_folder,
+  tensor_folder,
+  tensor_writer,
+  transposing,
+)
+
+DTYPES = tensor_folder._DTYPES.values()
+BASE = np.arange(24).reshape(2, 3, 4)
+ARRAYS = {
+  **{str(kind): BASE[0, :, :2].astype(kind) for kind in DTYPES},
+  **{f'{kind} transposed': BASE.astype(kind).T for kind in DTYPES},
+  'permuted': BASE.transpose(1, 0, 2).astype(ml_dtypes.bfloat16, order='K'),
+  'every other': BASE[:, ::2].astype(np.float32)[..., ::2],
+  'reversed vector': np.arange(5.0)[::-1],
+  'large': np.arange(300 * 70).astype(ml_dtypes.bfloat16).reshape(300, 70).T,
+  'scalar': np.array(3, np.float32),
+  'empty': np.zeros((0, 4), np.float16),
+}
+
+
+def plan(arrays):
+  return [
+    tensor_writer.PlannedTensor(name, a.shape, a.dtype, lambda a=a: a)
+    for name, a in arrays.items()
+  ]
+
+
+def numbers(count, size=10):
+  return {f't{i}': np.full(size, i, np.float32) for i in range(count)}
+
+
+@pytest.fixture
+def two_per_shard(monkeypatch):
+  """Files hold two arrays of `numbers`."""
+  monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', 80)
+
+
+@pytest.fixture(params=['disk', 'bucket'])
+def where(request, tmp_path):
+  """A folder to write into, and where its shards end."""
+  if request.param == 'disk':
+    return tmp_path, None
+  return tmp_path, paths.at(request.getfixturevalue('bucket'))
+
+
+@pytest.mark.parametrize('shard_bytes', [10**9, 100])
+def test_a_round_trip_is_bit_equal(where, monkeypatch, shard_bytes):
+  """Whatever the dtype, and in whatever order an array lies in memory."""
+  monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', shard_bytes)
+  folder, bucket = where
+  tensor_writer.write_tensors(folder, plan(ARRAYS), bucket=bucket)
+  if bucket is not None:
+    assert not list(folder.glob('*.safetensors'))
+    paths.upload(folder, bucket)  # The index.
+  opened = tensor_folder.TensorFolder.open(folder if bucket is None else bucket)
+  assert opened.tensors.keys() == ARRAYS.keys()
+  for name, array in ARRAYS.items():
+    info, read = opened.tensors[name], opened.read(name)
+    assert (info.shape, info.dtype) == (array.shape, array.dtype)
+    assert (read.shape, read.dtype) == (array.shape, array.dtype)
+    assert read.tobytes() == array.tobytes(), name
+  part = opened.read('permuted', (1, slice(1, 2)))
+  np.testing.assert_array_equal(part, ARRAYS['permuted'][1, 1:2])
+  files = {info.file.name for info in opened.tensors.values()}
+  assert (len(files) == 1) == (shard_bytes > 100)
+
+
+@pytest.mark.parametrize(
+  'shape, axes', [((300, 270), (1, 0)), ((6, 130, 200), (2, 0, 1))]
+)
+def test_a_cache_blocked_copy_casts(shape, axes):
+  view = np.arange(np.prod(shape)).astype(ml_dtypes.bfloat16).reshape(shape)
+  view = view.transpose(axes)
+  out = np.zeros(view.shape, np.float32)
+  transposing.copy(view, out)
+  np.testing.assert_array_equal(out, view.astype(np.float32))
+
+
+def test_shards_and_index_as_transformers_reads_them(tmp_path, two_per_shard):
+  """In the order given; a tensor larger than a shard has a file of its own."""
+  arrays = numbers(5) | {'t2': np.zeros(100, np.float32)}
+  reports = []
+  tensor_writer.write_tensors(
+    tmp_path, plan(arrays), on_progress=lambda *report: reports.append(report)
+  )
+  shards = [f'model-0000{i}-of-00003.safetensors' for i in (1, 2, 3)]
+  index = json.loads((tmp_path / tensor_folder.INDEX).read_text())
+  assert index['metadata'] == {'total_size': 560}
+  assert [index['weight_map'][f't{i}'] for i in range(5)] == [
+    *(shards[0],) * 2,
+    shards[1],
+    *(shards[2],) * 2,
+  ]
+  assert reports[0] == (0, 560) and reports[-1] == (560, 560)
+  (tmp_path / 'plain').touch()
+  mode = (tmp_path / 'plain').stat().st_mode  # By the umask.
+  for shard in shards:
+    assert (tmp_path / shard).stat().st_mode == mode
+
+
+def test_memory_grows_with_a_shard_and_not_with_the_model(
+  tmp_path, monkeypatch
+):
+  count, size = 40, 1 << 18
+  shard = 5 * 4 * size
+  monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', shard)
+  tensors = [
+    tensor_writer.PlannedTensor(
+      f't{i:02}',
+      (512, size // 512),
+      np.dtype(np.float32),
+      lambda i=i: np.full((size // 512, 512), i, np.float32).T,
+    )
+    for i in range(count)
+  ]
+  tracemalloc.start()
+  try:
+    tensor_writer.write_tensors(tmp_path, tensors)
+    opened = tensor_folder.TensorFolder.open(tmp_path)
+    for i in range(count):
+      assert opened.read(f't{i:02}')[-1, -1] == i
+    peak = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  assert peak < 1.5 * shard
+
+
+def test_shards_for_a_bucket_are_staged_one_at_a_time(
+  bucket, tmp_path, monkeypatch, two_per_shard
+):
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  staged, copy = [], paths.copy
+
+  def counting(source, target):
+    staged.append(len(list(source.parent.glob('*.safetensors'))))
+    copy(source, target)
+
+  monkeypatch.setattr(paths, 'copy', counting)
+  target = paths.at(f'{bucket}/out')
+  with new_folder.new_folder(target) as draft:
+    (draft / new_folder.MARKER).write_text('{}')
+    tensor_writer.write_tensors(draft, plan(numbers(6)), bucket=target)
+  assert staged[:3] == [1, 1, 1]
+  opened = tensor_folder.TensorFolder.open(target)
+  assert [int(opened.read(f't{i}')[0]) for i in range(6)] == list(range(6))
+  assert os.listdir(tmp_path) == []
+
+
+def test_plans_that_cannot_be_written(tmp_path):
+  array = np.zeros(2, np.float32)
+  wrong = tensor_writer.PlannedTensor('w', (2, 1), array.dtype, lambda: array)
+  with pytest.raises(ValueError, match=r'should be \[2, 1\] .* but is \[2\]'):
+    tensor_writer.write_tensors(tmp_path, [wrong])
+  with pytest.raises(ValueError, match='a tensor name occurs twice'):
+    tensor_writer.write_tensors(tmp_path, plan(numbers(1)) * 2)
+  huge = tensor_writer.PlannedTensor(
+    'w', (2**58,), array.dtype, lambda: pytest.fail('was made')
+  )
+  with pytest.raises(errors.UserError, match='free, but the weights need'):
+    tensor_writer.write_tensors(tmp_path, [huge])
+  assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+  def full(*_):
+    raise safetensors.SafetensorError('No space left on device')
+
+  monkeypatch.setattr(safetensors_numpy, 'save_file', full)
+  with pytest.raises(errors.UserError, match='model.safetensors cannot be wri'):
+    tensor_writer.write_tensors(tmp_path, plan(numbers(1)))
+
+
+# -- Folders that are refused ------------------------------------------------
+
+
+@pytest.fixture
+def sharded(tmp_path, two_per_shard):
+  """A folder of two shards: t0 and t1 in one, t2 in two."""
+  tensor_writer.write_tensors(tmp_path, plan(numbers(3)))
+  for number, name in ((1, 'one'), (2, 'two')):
+    old = f'model-0000{number}-of-00002.safetensors'
+    (tmp_path / old).rename(tmp_path / f'{name}.safetensors')
+  write_index(tmp_path, t0='one', t1='one', t2='two')
+  return tmp_path
+
+
+def write_index(folder, **shards):
+  places = {key: f'{shard}.safetensors' for key, shard in shards.items()}
+  text = json.dumps({'weight_map': places})
+  (folder / tensor_folder.INDEX).write_text(text)
+
+
+def raw_file(path, **entries):
+  """Writes a file of two bytes of data with this header."""
+  header = json.dumps(entries).encode()
+  path.write_bytes(len(header).to_bytes(8, 'little') + header + b'xx')
+
+
+def entry(dtype, shape=(1,), begin=0, end=2):
+  return {'dtype': dtype, 'shape': shape, 'data_offsets': [begin, end]}
+
+
+def cut(path):
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+  'no folder': (lambda f: f.rename(f'{f}.old'), 'has neither'),
+  'a shard is missing': (
+    lambda f: (f / 'two.safetensors').unlink(),
+    'names two.safetensors, which is missing',
+  ),
+  'a shard is cut': (
+    lambda f: cut(f / 'two.safetensors'),
+    'two.safetensors is no complete safetensors file',
+  ),
+  'a shard is empty': (
+    lambda f: (f / 'two.safetensors').write_bytes(b''),
+    'two.safetensors is no complete safetensors file',
+  ),
+  'a Git LFS pointer': (
+    lambda f: (f / 'two.safetensors').write_text('version https://git-lfs.'),
+    'two.safetensors is no complete .*git lfs pull',
+  ),
+  'a length beyond the file': (
+    lambda f: (f / 'two.safetensors').write_bytes(b'\xff' * 40),
+    'two.safetensors is no complete safetensors file',
+  ),
+  'float8': (
+    lambda f: raw_file(f / 'two.safetensors', t2=entry('F8_E4M3', (2,))),
+    "two.safetensors: tensor 't2' has dtype F8_E4M3, which is not supported",
+  ),
+  'the index has too few': (
+    lambda f: write_index(f, t0='one', t2='two'),
+    "index.json: it places tensor 't1' in None, but .* in one.safetensors",
+  ),
+  'the index has too many': (
+    lambda f: write_index(f, t0='one', t1='one', t2='two', x='two'),
+    "it places tensor 'x' in two.safetensors, but .* in None",
+  ),
+  'the index swaps': (
+    lambda f: write_index(f, t0='two', t1='one', t2='two'),
+    "it places tensor 't0' in two.safetensors, but .* in one.safetensors",
+  ),
+  'the index points elsewhere': (
+    lambda f: write_index(f, t0='../one', t1='one', t2='two'),
+    'its weight_map must name files of the folder',
+  ),
+  'the index has no map': (
+    lambda f: (f / tensor_folder.INDEX).write_text('{}'),
+    'its weight_map must name files of the folder',
+  ),
+  'both forms': (
+    lambda f: raw_file(f / tensor_folder.SINGLE, t=entry('F16')),
+    'has both model.safetensors and model.safetensors.index.json',
+  ),
+  'pickled': (
+    lambda f: (f / tensor_folder.INDEX).rename(f / 'pytorch_model.bin'),
+    r'pickled weights \(pytorch_model.bin\) can run code',
+  ),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_a_damaged_folder_is_refused(sharded, damage):
+  change, message = DAMAGE[damage]
+  change(sharded)
+  with pytest.raises(errors.UserError, match=message):
+    tensor_folder.TensorFolder.open(sharded)
+
+
+@pytest.mark.parametrize('content', [b'', b'\xff' * 40, b'\x02' + bytes(7)])
+def test_a_damaged_file_in_a_bucket_is_refused(bucket, content):
+  paths.write(f'{bucket}/{tensor_folder.SINGLE}', content)
+  with pytest.raises(errors.UserError, match='is no complete safetensors file'):
+    tensor_folder.TensorFolder.open(bucket)
+
+
+def test_a_file_that_changes_after_it_was_opened(sharded):
+  opened = tensor_folder.TensorFolder.open(sharded)
+  with pytest.raises(errors.UserError, match="has no tensor 'x' among its 3"):
+    opened.read('x')
+  opened.read('t2')
+  os.truncate(sharded / 'two.safetensors', 90)
+  with pytest.raises(errors.UserError, match='two.safetensors is no complete'):
+    opened.read('t2')
+
+
+# -- Values ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32', 'float64'])
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_named(dtype, value, monkeypatch):
+  monkeypatch.setattr(tensor_folder, '_BLOCK', 7)
+  array = np.arange(20).reshape(4, 5).astype(dtype)
+  array[0, 0] = np.finfo(np.float16).max
+  for good in (array, -array, array.T, np.array(1, dtype), array[:0]):
+    tensor_folder.check_finite('w', good, 'f')
+  array[2, 3] = value
+  message = rf"^f: tensor 'w' has the value {value} at \[2, 3\]"
+  with pytest.raises(errors.UserError, match=message):
+    tensor_folder.check_finite('w', array, 'f')
+  tensor_folder.check_finite('w', np.array([2**62, 3]), 'f')
