@@ -130,9 +130,8 @@ def load(
   found = {'seed', 'model', *_SECTIONS}
   if values.keys() != found:
     raise errors.UserError(
-      'the configuration was saved by another version: it has the sections'
-      f' {", ".join(sorted(values))}, and {", ".join(sorted(found))} are'
-      ' needed.'
+      'the configuration was saved by another version:'
+      f' {", ".join(sorted(values.keys() ^ found))} on one side only.'
     )
   _require_finite('config', values)
   model = model_section.model_from_section(values['model'])
