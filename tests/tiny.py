@@ -114,6 +114,7 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'model.kind': (
       'encoder_decoder' if objective == 'prefix_lm' else 'decoder_only'
     ),
+    'model.vocab_multiple': 8,
     'train.batch_size': 8,
     'train.steps': 12,
     'train.log_every': 1,
@@ -133,7 +134,6 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
         kv_heads=1,
         head_dim=8,
         vocab_size=VOCAB,
-        vocab_multiple=8,
         window=8,
         pattern="('local',)",
       ).items()
