@@ -1,13 +1,12 @@
-"""Batches of a record set, as a pure function of the position.
+"""Batches of a record set as a pure function of the position.
 
-The position is the number of rows consumed: nothing else is saved. Row n of a
-training stream lies in the pass that n falls into; within a pass the order is
-a permutation keyed by (seed, pass). So a stream continues exactly with
-another batch size or another number of hosts. Every process makes only the
-rows of each global batch that its devices hold; where several hold the same
-rows, each makes them.
+The position is the number of rows consumed; nothing else is saved. The rows of
+a pass are permuted by a key of (seed, pass). So a stream continues exactly
+with another batch size or another number of hosts. Every process makes only
+the rows of each global batch that its devices hold; where several processes
+hold the same rows, each makes them.
 
-Grain reads ahead in a thread. Imports neither TensorFlow nor SeqIO.
+Grain reads ahead in a thread. This module imports neither TensorFlow nor SeqIO.
 """
 
 import bisect
@@ -22,15 +21,15 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, records
 
-FILLER = -1  # `row` of a row that only fills up a batch; its weights are 0
-_ROUNDS = 4  # of Grain's index shuffle, its own default
+FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
+_ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
 
 
 class Order:
   """The order of a training stream: position -> row number.
 
   Attributes:
-    total: rows in the stream, None if it repeats for ever.
+    total: rows in the stream, None if it repeats without end.
   """
 
   def __init__(
@@ -44,8 +43,9 @@ class Order:
 
     Args:
       starts: first row of each pass, and the number of rows at the end.
-      seed: of the permutations.
-      repeat: start over after the last pass, in another order.
+      seed: seed of the permutations.
+      repeat: whether the stream starts over after the last pass, in another
+        order.
     """
     self._starts = list(starts)
     self._seed = seed
@@ -53,37 +53,36 @@ class Order:
     self.total = None if repeat else self._rows
 
   def row(self, position: int) -> int:
-    """Row number at a position, `FILLER` beyond the end of the stream."""
+    """Returns the row at a position, `FILLER` after the end of the stream."""
     if self.total is not None and position >= self.total:
       return FILLER
     epoch, position = divmod(position, self._rows)
     which = bisect.bisect_right(self._starts, position) - 1
     start, stop = self._starts[which : which + 2]
-    key = permutation_seed(self._seed, epoch, which)
     return start + experimental.index_shuffle(
       index=position - start,
       max_index=stop - start - 1,
-      seed=key,
+      seed=_permutation_seed(self._seed, epoch, which),
       rounds=_ROUNDS,
     )
 
 
-def permutation_seed(seed: int, epoch: int, pass_index: int) -> int:
-  """32-bit key of the order of one pass in one repetition."""
+def _permutation_seed(seed: int, epoch: int, pass_index: int) -> int:
+  """Returns the 32-bit key of the order of one pass in one repetition."""
   text = f'order {seed} {epoch} {pass_index}'.encode()
   return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
 
 
 class Loader:
-  """Training batches; an iterator.
+  """Iterator over training batches.
 
-  A batch holds the fields of `data/batch.py` and `row` [B] int32: the row
-  numbers in the record set. The last batch of a stream is filled up with
+  A batch has the fields of `data/batch.py` and `row` [B] int32, the row
+  numbers in the record set. The last batch of a stream is completed with
   rows of weight 0 whose `row` is `FILLER`.
 
   Attributes:
-    position: rows consumed by the batches handed out so far; save it.
-    total: rows in the stream, None if it repeats for ever.
+    position: rows consumed by the batches returned so far; save it.
+    total: rows in the stream, None if it repeats without end.
   """
 
   def __init__(
@@ -102,23 +101,21 @@ class Loader:
     """Opens the stream at a position.
 
     Args:
-      record_set: where rows come from.
-      lengths: S and T of the batch; those the records were made for.
+      record_set: rows to read.
+      lengths: S and T of the batch, which must be the records' own.
       batch_size: rows of the global batch.
       position: rows consumed before.
-      seed: of the order of rows.
-      repeat: see `Order`; without it the stream ends after the last pass.
-      teacher: also make the teacher's fields.
-      local: places in the global batch that this process makes, of 0 to
-        batch_size - 1 (`sharding.placement.RowShards.rows`); all by default.
-      prefetch: batches made ahead, 0 makes none.
+      seed: seed of the order of rows.
+      repeat: see `Order`; otherwise the stream ends after the last pass.
+      teacher: whether to make the teacher's fields.
+      local: rows of the global batch that this process makes, each 0 to
+        batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
+      prefetch: batches made ahead; 0 makes none.
 
     Raises:
-      UserError: the lengths are not the records', or the position is beyond
+      UserError: the records have other lengths, or the position is beyond
         the end.
-      ValueError: `local` is empty or not within the batch.
     """
-    local = _places(batch_size, local)
     _check_lengths(record_set, lengths)
     order = Order(record_set.starts, seed=seed, repeat=repeat)
     self.total = order.total
@@ -129,10 +126,11 @@ class Loader:
       )
     self.position = position
     self._batch_size = batch_size
+    places = range(batch_size) if local is None else local
 
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
-      rows = [order.row(first + i) for i in local]
+      rows = [order.row(first + i) for i in places]
       return _frame(record_set, rows, lengths, teacher)
 
     left = sys.maxsize if self.left is None else self.left
@@ -142,7 +140,7 @@ class Loader:
     return self
 
   def __next__(self) -> batch.Batch:
-    """The next batch.
+    """Returns the next batch.
 
     Raises:
       StopIteration: the last pass is over.
@@ -155,13 +153,13 @@ class Loader:
 
   @property
   def left(self) -> int | None:
-    """Batches to come, None if the stream repeats for ever."""
+    """Number of remaining batches, None if the stream repeats without end."""
     if self.total is None:
       return None
     return -((self.position - self.total) // self._batch_size)
 
   def close(self) -> None:
-    """Ends the reading thread; the loader gives no more batches."""
+    """Ends the reading thread; the loader returns no more batches."""
     self._batches.close()
 
 
@@ -175,51 +173,48 @@ def evaluation_batches(
   local: Sequence[int] | None = None,
   prefetch: int = 2,
 ) -> Iterator[batch.Batch]:
-  """Every row once, in order; the last batch padded with weight 0.
+  """Returns batches of every row once, in order, completed as by `Loader`.
 
   Args:
-    record_set: where rows come from.
-    lengths: S and T of the batch; those the records were made for.
+    record_set: rows to read.
+    lengths: S and T of the batch, which must be the records' own.
     batch_size: rows of the global batch.
-    teacher: also make the teacher's fields.
-    prefix_offset: other than 0, give row i the inputs of row
-      (i + prefix_offset) modulo the number of rows, so that targets follow
-      the prefix of another example. Needs rows of one pair.
-    local: places in the global batch that this process makes, of 0 to
-      batch_size - 1 (`sharding.placement.RowShards.rows`); all by default.
-    prefetch: batches made ahead, 0 makes none.
-
-  Returns:
-    An iterator over batches as a `Loader` gives them.
+    teacher: whether to make the teacher's fields.
+    prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
+      modulo the number of rows, so that targets follow the prefix of another
+      example. Needs rows of one pair.
+    local: as for `Loader`.
+    prefetch: batches made ahead; 0 makes none.
 
   Raises:
-    UserError: the lengths are not the records', or prefixes cannot be
+    UserError: the records have other lengths, or prefixes cannot be
       exchanged.
-    ValueError: `local` is empty or not within the batch.
   """
-  local = _places(batch_size, local)
   _check_lengths(record_set, lengths)
   count = len(record_set)
   if prefix_offset:
     _check_prefixes(record_set, prefix_offset)
+  places = range(batch_size) if local is None else local
 
   def make(step: int) -> batch.Batch:
-    rows = [step * batch_size + i for i in local]
+    rows = [step * batch_size + i for i in places]
     rows = [row if row < count else FILLER for row in rows]
     return _frame(record_set, rows, lengths, teacher, prefix_offset)
 
   return _prefetched(make, -(-count // batch_size), prefetch)
 
 
-def _read_rolled(
+def _read(
   record_set: records.RecordSet, indices: Sequence[int], offset: int
 ) -> list[list[batch.Pair]]:
-  """Rows of one pair whose inputs come from the row `offset` further on."""
-  others = [(i + offset) % len(record_set) for i in indices]
+  """Reads rows; with an offset, with inputs of the row so much further on."""
   own = record_set.read(indices)
+  if not offset:
+    return own
+  others = record_set.read([(i + offset) % len(record_set) for i in indices])
   return [
     [batch.Pair(other.inputs, pair.targets, other.prefix)]
-    for (pair,), (other,) in zip(own, record_set.read(others), strict=True)
+    for (pair,), (other,) in zip(own, others, strict=True)
   ]
 
 
@@ -232,11 +227,7 @@ def _frame(
 ) -> batch.Batch:
   """Reads and frames rows; `FILLER` gives a row of padding."""
   some = [row for row in rows if row != FILLER]
-  content = iter(
-    _read_rolled(record_set, some, prefix_offset)
-    if prefix_offset
-    else record_set.read(some)
-  )
+  content = iter(_read(record_set, some, prefix_offset))
   result = batch.stack_rows(
     [
       batch.frame_row(
@@ -255,7 +246,7 @@ def _frame(
 def _prefetched(
   make: Callable[[int], batch.Batch], batches: int, prefetch: int
 ) -> grain.DatasetIterator:
-  """Iterates make(0), make(1), .. with `prefetch` of them made ahead."""
+  """Iterates over make(0), make(1), .. with `prefetch` of them made ahead."""
   # One thread: framing holds the interpreter's lock, so more do not help.
   options = grain.ReadOptions(
     num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch
@@ -264,31 +255,18 @@ def _prefetched(
   return iter(dataset.to_iter_dataset(options))
 
 
-def _places(batch_size: int, local: Sequence[int] | None) -> Sequence[int]:
-  """Places in a global batch that this process makes."""
-  whole = range(batch_size)
-  places = whole if local is None else local
-  if not places or not set(places) <= set(whole):
-    raise ValueError(f'places {places} of a batch of {batch_size} rows')
-  return places
-
-
 def _check_lengths(
   record_set: records.RecordSet, lengths: batch.Lengths
 ) -> None:
-  """Refuses lengths that the records were not made for."""
-  if lengths != record_set.spec.lengths:
-    made = record_set.spec.lengths
+  made = record_set.spec.lengths
+  if lengths != made:
     raise errors.UserError(
-      f'lengths encoder={lengths.encoder}, decoder={lengths.decoder} are not'
-      f' those of the records in {record_set.folder}:'
-      f' encoder={made.encoder}, decoder={made.decoder}; set these, or'
-      ' materialise records of the lengths you want into another folder'
+      f'the records in {record_set.folder} have {made}, not {lengths}; set'
+      ' their lengths, or materialise records into another folder'
     )
 
 
 def _check_prefixes(record_set: records.RecordSet, offset: int) -> None:
-  """Refuses to exchange prefixes where that makes no sense."""
   spec, count = record_set.spec, len(record_set)
   if spec.pack or not spec.encoder_length or offset % count == 0:
     raise errors.UserError(

@@ -30,14 +30,13 @@ from encdec_adapt.data import (
   randomness,
   record_copy,
   records,
-  workers,
 )
+from encdec_adapt.data import workers as workers_lib
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 PARTS = ('all', 'vocabulary', 'train', 'eval')
-_PROGRESS_SECONDS = 10.0
 
 
 def _print(line: str) -> None:
@@ -114,16 +113,8 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     yield Example(example.pair, example.shared_spans)
 
 
-def write_shard(job: ShardJob, report: workers.Report) -> dict[str, Any]:
-  """Makes one shard.
-
-  Args:
-    job: the shard.
-    report: called with the counts of rows and tokens of each row.
-
-  Returns:
-    The shard's entry in the manifest.
-  """
+def write_shard(job: ShardJob) -> dict[str, Any]:
+  """Makes one shard and returns its entry in the manifest."""
   spec = job.spec
   examples = shared_spans = 0
 
@@ -150,8 +141,6 @@ def write_shard(job: ShardJob, report: workers.Report) -> dict[str, Any]:
   ) as writer:
     for row in rows:
       writer.write(row)
-      tokens = sum(len(pair.inputs) + len(pair.targets) for pair in row)
-      report({'rows': 1, 'tokens': tokens})
     return writer.finish(examples=examples, shared_sentinel_spans=shared_spans)
 
 
@@ -214,9 +203,21 @@ def materialize_sets(
             jobs.append(
               ShardJob(str(place), spec, choice, pass_index, shard, read)
             )
-    for job, entry in _make_shards(jobs, len(entries), workers):
+    if jobs:
+      _print(
+        f'records: {len(jobs)} of {len(entries)} shards to make,'
+        f' {min(workers, len(jobs))} at a time'
+      )
+    start = time.monotonic()
+    made = workers_lib.run_jobs(write_shard, jobs, workers)
+    for count, (job, entry) in enumerate(made, start=1):
       key = pathlib.Path(job.folder), job.pass_index, job.shard
       entries[key] = entry
+      left = (time.monotonic() - start) / count * (len(jobs) - count)
+      _print(
+        f'records: {count}/{len(jobs)} shards,'
+        f' {progress.format_seconds(left)} left'
+      )
     return [
       _finish(spec, folder, entries, opened.describe()) for spec, folder in sets
     ]
@@ -233,9 +234,7 @@ def _with_fingerprints(
 
 def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
   return mixtures.open_parts(
-    spec.source,
-    max_documents=spec.max_documents,
-    max_bytes=spec.max_bytes,
+    spec.source, max_documents=spec.max_documents, max_bytes=spec.max_bytes
   )
 
 
@@ -259,50 +258,6 @@ def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
     if paths.is_bucket(folder):
       return record_copy.fetch(folder, records.shards(manifest))
   return record_copy.place(folder)
-
-
-def _make_shards(
-  jobs: Sequence[ShardJob], total: int, count: int
-) -> list[tuple[ShardJob, dict[str, Any]]]:
-  """Makes shards in `count` processes and prints the progress."""
-  if not jobs:
-    return []
-  _print(
-    f'records: {len(jobs)} of {total} shards to make, {min(count, len(jobs))}'
-    ' at a time'
-  )
-  results = []
-  start = shown = time.monotonic()
-  totals = {'rows': 0, 'tokens': 0}
-
-  def show():
-    nonlocal shown
-    shown = time.monotonic()
-    seconds = max(shown - start, 1e-3)
-    line = (
-      f'records: {len(results)}/{len(jobs)} shards, {totals["rows"]:,} rows,'
-      f' {totals["tokens"] / seconds:,.0f} tokens/s'
-    )
-    if results:
-      left = seconds / len(results) * (len(jobs) - len(results))
-      line += f', {progress.format_seconds(left)} left'
-    _print(line)
-
-  def on_report(counts: Mapping[str, int]):
-    for key, value in counts.items():
-      totals[key] += value
-    if time.monotonic() - shown >= _PROGRESS_SECONDS:
-      show()
-
-  workers.run_jobs(
-    write_shard,
-    jobs,
-    count,
-    on_report=on_report,
-    on_result=lambda *result: results.append(result),
-  )
-  show()
-  return results
 
 
 def _finish(
@@ -411,7 +366,9 @@ def open_vocabularies(data: Any) -> vocabularies.Opened:
       ' trained; if it should exist, stop and correct config.data.vocabulary.'
     )
     spec = data.train
-    documents = mixtures.documents_in_turn(_open_sources(spec), _draw(spec, 0))
+    documents = mixtures.interleaved_documents(
+      _open_sources(spec), _draw(spec, 0)
+    )
     vocabulary_training.train_vocabulary(
       (document.text for document in documents), path, size
     )

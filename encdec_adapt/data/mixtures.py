@@ -29,13 +29,13 @@ from encdec_adapt.data import randomness, text_sources
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """Which documents of a source are drawn: the split, its key and the pass.
+  """Selects the documents of a source: a split, and a pass over it.
 
   Attributes:
     split: 'train' or 'eval'.
     eval_fraction: share of the documents in 'eval', in [0, 1].
-    seed: of the split and of everything drawn.
-    pass_index: 0, 1, ..: draws anew, within the same split.
+    seed: seed of the split and of all draws.
+    pass_index: 0, 1, ..; every pass draws again within the same split.
   """
 
   split: str
@@ -43,12 +43,8 @@ class Draw:
   seed: int
   pass_index: int = 0
 
-  def __post_init__(self):
-    # Checks split and fraction.
-    text_sources.in_split('', self.split, self.eval_fraction, self.seed)
-
   def has(self, source: text_sources.Source, document_id: str) -> bool:
-    """Whether a document of a source is in the split."""
+    """Returns whether a document of a source is in the split."""
     return source.in_split(
       document_id, self.split, self.eval_fraction, self.seed
     )
@@ -59,8 +55,8 @@ class Part:
   """A source of a mixture.
 
   Attributes:
-    source: its documents.
-    weight: how often a pass draws each of them; positive.
+    source: source of documents.
+    weight: how often a pass draws each document; positive.
   """
 
   source: text_sources.Source
@@ -69,12 +65,12 @@ class Part:
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[text_sources.Document]:
-    """The documents that are drawn, all of one round before the next.
+    """Yields the drawn documents, all of the first draw before the second.
 
     Args:
-      draw: which ones.
-      shard_index: only documents whose index is this modulo `num_shards`.
-      num_shards: how many shards the documents are divided into.
+      draw: selection of documents.
+      shard_index: yields only documents with this index modulo `num_shards`.
+      num_shards: number of shards.
 
     Raises:
       UserError: the source is missing or has no text.
@@ -97,15 +93,15 @@ class Part:
         yield document
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
-    """A document's number in [0, 1), another in each pass."""
+    """Returns a document's number in [0, 1), which differs by pass."""
     key = draw.seed, draw.pass_index, self.source.name, document_id
     return randomness.digest('draw', *key) / 2**128
 
 
 def parse(text: str) -> list[tuple[str, float]]:
-  """Names and weights of the sources that a text names.
+  """Returns the names and weights of the sources of a mixture.
 
-  What follows an '@' and is no number belongs to the name.
+  Text after an '@' that is not a number belongs to the name.
 
   Raises:
     UserError: a weight is not positive, or a source is named twice.
@@ -115,8 +111,8 @@ def parse(text: str) -> list[tuple[str, float]]:
     name, weight = _name_and_weight(entry.strip())
     if not 0 < weight < math.inf:
       raise errors.UserError(
-        f'source {entry.strip()!r}: the weight {weight:g} after the @ is how'
-        ' often a pass draws each document; it must be above 0'
+        f'source {entry.strip()!r}: weight {weight:g} after the @ must be'
+        ' above 0; it is how often a pass draws each document'
       )
     if name in found:
       raise errors.UserError(
@@ -138,37 +134,32 @@ def _name_and_weight(entry: str) -> tuple[str, float]:
 def open_parts(
   text: str, *, max_documents: int = 0, max_bytes: int = 0
 ) -> list[Part]:
-  """Opens the sources that a text names.
+  """Opens the sources of a mixture.
 
   Args:
-    text: as the module's docstring says.
-    max_documents: cap of each source; 0 for none.
-    max_bytes: cap of each source; 0 for none.
+    text: sources and weights, see the module's docstring.
+    max_documents: number of documents used of each source; 0 for all.
+    max_bytes: bytes of text used of each source; 0 for all.
 
   Raises:
-    UserError: the text is not understood, or nothing is found there.
+    UserError: the text cannot be parsed, or a source has no documents.
   """
   return [
-    Part(
-      text_sources.open_source(
-        name, max_documents=max_documents, max_bytes=max_bytes
-      ),
-      weight,
-    )
+    Part(text_sources.open_source(name, max_documents, max_bytes), weight)
     for name, weight in parse(text)
   ]
 
 
 def fingerprint(parts: Sequence[Part]) -> str:
-  """A hex digest of all sources' content and caps."""
+  """Returns a hex digest of the content and caps of all sources."""
   prints = [part.source.fingerprint() for part in parts]
   return prints[0] if len(prints) == 1 else f'{randomness.digest(*prints):032x}'
 
 
-def documents_in_turn(
+def interleaved_documents(
   parts: Sequence[Part], draw: Draw
 ) -> Iterator[text_sources.Document]:
-  """One document of each source, then the next of each; all of them."""
+  """Yields a document of each source in turn until all are exhausted."""
   waiting = collections.deque(part.documents(draw) for part in parts)
   while waiting:
     documents = waiting.popleft()

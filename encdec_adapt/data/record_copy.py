@@ -1,10 +1,9 @@
-"""Records of a bucket on this machine: a copy to read, a place to write.
+"""Local copies of record sets in buckets.
 
-ArrayRecord reads files. A copy is made below $XDG_CACHE_HOME (by default
-~/.cache), once per machine whatever the number of its processes, shard by
-shard: what is there already and is what the manifest says is kept, so that a
-copy that broke off goes on, and what arrives is compared with the manifest's
-checksum before it has its name.
+ArrayRecord reads files only. Shards are copied below $XDG_CACHE_HOME (by
+default ~/.cache), once per machine whatever the number of its processes.
+Shards that are there and match the manifest are kept, so that an interrupted
+copy continues; a copied shard is verified before it gets its name.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -21,20 +20,15 @@ from typing import Any
 from encdec_adapt.cli import errors
 from encdec_adapt.files import disk, paths
 
-_AT_ONCE = 8  # Shards.
+_THREADS = 8
 
 
 def place(folder: paths.Path) -> pathlib.Path:
-  """Where the files of a record set lie on this machine.
-
-  Args:
-    folder: of the record set; where it is on a file system, that is it.
-  """
+  """Returns the local folder of a record set: its own, or a cache folder."""
   if not paths.is_bucket(folder):
     return folder
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  address = str(folder)
-  digest = hashlib.sha256(address.encode()).hexdigest()[:16]
+  digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
   name = f'{folder.parent.name}-{folder.name}-{digest}'
   return pathlib.Path(cache).expanduser() / 'encdec_adapt' / 'records' / name
 
@@ -42,60 +36,50 @@ def place(folder: paths.Path) -> pathlib.Path:
 def fetch(
   folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
-  """Copies shards to this machine, those that are not there yet.
+  """Copies the shards to this machine that are not there yet.
 
   Args:
-    folder: of the record set, in a bucket.
-    shards: name below the folder -> `bytes` and `sha256`, of all of them.
+    folder: folder of the record set in a bucket.
+    shards: manifest entries by name below the folder, of all shards.
 
   Returns:
     `place(folder)`.
 
   Raises:
-    UserError: there is no room, or a shard is missing in the bucket or not
-      what the manifest says.
+    UserError: the disk has no room, or a shard in the bucket is missing or
+      does not match the manifest.
   """
   target = place(folder)
-  for name in shards:
-    if pathlib.PurePosixPath(name).is_absolute() or '..' in name:
-      raise errors.UserError(
-        f'the manifest of {folder} names a file {name!r} outside; it is'
-        ' damaged: materialise the records again.'
-      )
   disk.require_writable(target)
-  with _alone(target):
-    with futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-      whole = pool.map(lambda n: is_whole(target / n, shards[n]), shards)
-      missing = [n for n, there in zip(shards, whole, strict=True) if not there]
-      nbytes = sum(shards[name]['bytes'] for name in missing)
-      if missing:
-        disk.require_space(target, nbytes, what='the records')
-        print(
-          f'records: copying {len(missing)} of {len(shards)} shards,'
-          f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
-          flush=True,
-        )
-      list(pool.map(lambda n: _copy(folder, target, n, shards[n]), missing))
+  with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
+    damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)
+    missing = [name for name, bad in zip(shards, damaged, strict=True) if bad]
+    nbytes = sum(shards[name]['bytes'] for name in missing)
+    if missing:
+      disk.require_space(target, nbytes, what='the records')
+      print(
+        f'records: copying {len(missing)} of {len(shards)} shards,'
+        f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
+        flush=True,
+      )
+    list(pool.map(lambda n: _copy(folder, target, n, shards[n]), missing))
   return target
 
 
-def is_whole(path: paths.Path, entry: Mapping[str, Any]) -> bool:
-  """Whether a shard is what the manifest says.
-
-  Args:
-    path: of the shard, on a file system.
-    entry: its `bytes` and `sha256`.
-  """
+def damage(path: pathlib.Path, entry: Mapping[str, Any]) -> str:
+  """Returns how a local shard differs from its manifest entry, '' if not."""
   try:
-    if path.stat().st_size != entry['bytes']:
-      return False
-    return file_hash(path) == entry['sha256']
+    size = path.stat().st_size
+    if size != entry['bytes']:
+      return f'has {size} bytes instead of {entry["bytes"]}'
+    same = file_hash(path) == entry['sha256']
+    return '' if same else 'has another SHA-256 than the manifest'
   except FileNotFoundError:
-    return False
+    return 'is missing'
 
 
 def file_hash(path: str | os.PathLike) -> str:
-  """SHA-256 of a file, hexadecimal."""
+  """Returns the SHA-256 of a file in hexadecimal."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
@@ -106,35 +90,31 @@ def _copy(
   name: str,
   entry: Mapping[str, Any],
 ) -> None:
-  """Copies one shard and what vouches for it."""
+  """Copies one shard and its .json file, and verifies it."""
   path = target / name
   path.parent.mkdir(parents=True, exist_ok=True)
   draft = path.with_name(f'{path.name}.part')
+  counts = pathlib.PurePosixPath(name).with_suffix('.json')
   try:
     paths.copy(folder / name, draft)
-    note = pathlib.PurePosixPath(name).with_suffix('.json')
-    paths.copy(folder / str(note), target / note)
+    paths.copy(folder / str(counts), target / counts)
   except OSError as error:
     raise errors.UserError(
       f'record shard {folder / name} cannot be copied to {target} ({error});'
-      ' where it is missing, materialise the records again.'
+      ' if it is missing, materialise the records again.'
     ) from error
-  if not is_whole(draft, entry):
+  if bad := damage(draft, entry):
     raise errors.UserError(
-      f'record shard {folder / name} is not what the manifest says; remove the'
-      ' manifest and materialise again.'
+      f'record shard {folder / name} {bad}; remove {folder}/manifest.json and'
+      ' materialise the records again.'
     )
   paths.sync(draft)
   os.replace(draft, path)
 
 
 @contextlib.contextmanager
-def _alone(target: pathlib.Path):
-  """Holds the copy for this process; others of the machine wait."""
+def _locked(target: pathlib.Path):
+  """Makes the other processes of this machine wait for the copy."""
   with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      print(f'records: another process copies into {target}', flush=True)
-      fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.flock(file, fcntl.LOCK_EX)
     yield

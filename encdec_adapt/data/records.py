@@ -4,20 +4,22 @@ A record set is a folder:
 
   manifest.json                                  written last
   pass-00000/shard-00003-of-00008.array_record   rows (`data/rows.py`)
-  pass-00000/shard-00003-of-00008.json           that shard's counts and hash
+  pass-00000/shard-00003-of-00008.json           counts and hash of the shard
 
-A pass is one draw of masks, splits and packing over the whole source. A row
-is numbered through all shards of all passes, in that order.
+A pass is one draw of masks, splits and packing over the whole source. Rows are
+numbered through all shards of all passes, in that order.
 
-A shard is written under a temporary name, synced, renamed, and then vouched
-for by its .json; the manifest names the shards of a finished set. Reading
-refuses a set whose manifest does not match, and shards that are not what was
-written: ArrayRecord itself reads a truncated file as an empty one.
+A shard is written under a temporary name, synced and renamed; its .json file,
+written next, marks it as finished. The manifest lists the shards of a finished
+set. Reading refuses a set whose manifest does not match the configuration, and
+shards whose size or hash differs: ArrayRecord itself reads a truncated file as
+an empty one.
 
 This module imports neither TensorFlow nor SeqIO.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -36,13 +38,13 @@ from encdec_adapt.data import batch, record_copy, rows
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
-# Of rows, file names, windows, packing and manifest; counts up when changed.
+# Version of rows, file names, windows, packing and manifest.
 FORMAT = 3
 MANIFEST = 'manifest.json'
-# Fields of a spec that a config leaves empty.
-FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
+# Fields of a spec that a configuration leaves empty.
+_FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
 # One row per chunk, for reads in random order. Level 1 reads fastest.
-WRITER_OPTIONS = 'group_size:1,zstd:1'
+_WRITER_OPTIONS = 'group_size:1,zstd:1'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,27 +52,25 @@ class RecordSpec:
   """Everything the content of a record set depends on.
 
   Attributes:
-    source: what `data/mixtures.py` understands: names and weights of sources.
+    source: sources and weights, see `data/mixtures.py`.
     split: 'train' or 'eval'.
-    objective: an objective's name, e.g. 'prefix_lm'.
+    objective: name of the objective, such as 'prefix_lm'.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
     decoder_length: T of the rows in tokens.
-    passes: how many times the source is drawn, at least 1.
-    shards: files per pass; a file is the unit of work and of restarting.
-    seed: of all draws.
-    pack: several pairs per row; False writes one pair per row, in order.
-    sentinels: what happens when sentinel ids run out, e.g. 'recycle'.
+    passes: number of draws over the source, at least 1.
+    shards: files per pass; a shard is made and restarted as a whole.
+    seed: seed of all draws.
+    pack: whether rows hold several pairs; otherwise one pair each, in order.
+    sentinels: policy for windows with more spans than sentinels, 'unique' or
+      'recycle'.
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    max_documents: use at most so many documents of each source; 0 uses all.
-    max_bytes: use documents up to so many bytes of each source's text; 0 uses
-      all.
-    max_rows: keep at most so many rows per pass, spread over the documents;
-      0 keeps all.
-    source_fingerprint: of the text; '' in a config, which is filled in when
-      records are made and compared when it is known.
-    vocabulary: fingerprint of the decoder's vocabulary; '' in a config, as
-      above.
-    encoder_vocabulary: of the encoder's, equal where there is one for both.
+    max_documents: number of documents used of each source; 0 uses all.
+    max_bytes: bytes of text used of each source; 0 uses all.
+    max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
+    source_fingerprint: digest of the text; '' in a configuration, which is
+      filled in when records are made and is not compared.
+    vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
+    encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
   """
 
   source: str
@@ -115,7 +115,7 @@ class RecordSpec:
     return batch.Lengths(self.encoder_length, self.decoder_length)
 
   def shard_identity(self) -> dict[str, Any]:
-    """What a single shard depends on: all but the number of passes."""
+    """Returns all that a shard depends on: everything but `passes`."""
     fields = {**dataclasses.asdict(self), 'format': FORMAT}
     del fields['passes']
     return fields
@@ -127,15 +127,15 @@ class RecordSpec:
 def shard_path(
   folder: str | os.PathLike, spec: RecordSpec, pass_index: int, shard: int
 ) -> pathlib.Path:
-  """Where a shard lies."""
+  """Returns the path of a shard."""
   name = f'shard-{shard:05d}-of-{spec.shards:05d}.array_record'
   return pathlib.Path(folder) / f'pass-{pass_index:05d}' / name
 
 
 class ShardWriter(contextlib.AbstractContextManager):
-  """Writes one shard; what is not finished leaves no file behind.
+  """Writes one shard: `write` each row, then `finish`.
 
-  Use as a context manager: `write` each row, then `finish`.
+  Used as a context manager. An unfinished shard leaves no file behind.
   """
 
   def __init__(
@@ -145,11 +145,11 @@ class ShardWriter(contextlib.AbstractContextManager):
     pass_index: int,
     shard: int,
   ):
-    """Opens a temporary file beside the shard's place.
+    """Opens a temporary file beside the shard's path.
 
     Args:
-      folder: of the record set; made if missing.
-      spec: of the record set, its vocabulary filled in.
+      folder: folder of the record set; made if missing.
+      spec: spec of the record set, with its fingerprints.
       pass_index: 0 to spec.passes - 1.
       shard: 0 to spec.shards - 1.
     """
@@ -158,10 +158,9 @@ class ShardWriter(contextlib.AbstractContextManager):
     self._path.parent.mkdir(parents=True, exist_ok=True)
     self._temporary = self._path.with_suffix(f'.{os.getpid()}.tmp')
     self._writer = array_record_module.ArrayRecordWriter(
-      str(self._temporary), WRITER_OPTIONS
+      str(self._temporary), _WRITER_OPTIONS
     )
-    self._finished = False
-    self.counts = dict.fromkeys(
+    self._counts = dict.fromkeys(
       ('rows', 'pairs', 'encoder_positions', 'target_tokens'), 0
     )
 
@@ -169,35 +168,35 @@ class ShardWriter(contextlib.AbstractContextManager):
     """Appends one row.
 
     Raises:
-      UserError: the disk does not take it.
+      UserError: the disk is full or fails.
     """
     with self._disk_errors():
       self._writer.write(rows.encode_row(pairs))
-    self.counts['rows'] += 1
-    self.counts['pairs'] += len(pairs)
+    self._counts['rows'] += 1
+    self._counts['pairs'] += len(pairs)
     for pair in pairs:
-      self.counts['encoder_positions'] += batch.encoder_cost(
+      self._counts['encoder_positions'] += batch.encoder_cost(
         pair, self._spec.lengths
       )
-      self.counts['target_tokens'] += len(pair.targets)
+      self._counts['target_tokens'] += len(pair.targets)
 
   def finish(self, **counts: int) -> dict[str, Any]:
-    """Puts the shard in its place.
+    """Renames the shard to its path and marks it as finished.
 
     Args:
-      **counts: what else to remember, e.g. documents=17.
+      **counts: further counts for the manifest, such as documents=17.
 
     Returns:
       The shard's entry in the manifest.
 
     Raises:
-      UserError: the disk does not take it.
+      UserError: the disk is full or fails.
     """
     with self._disk_errors():
       self._writer.close()
       paths.sync(self._temporary)
       entry = {
-        **self.counts,
+        **self._counts,
         **counts,
         'bytes': self._temporary.stat().st_size,
         'sha256': record_copy.file_hash(self._temporary),
@@ -207,34 +206,32 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._path.with_suffix('.json'),
         {'identity': self._spec.shard_identity(), **entry},
       )
-    self._finished = True
     return entry
 
   def __exit__(self, *unused):
-    if not self._finished:
-      with contextlib.suppress(RuntimeError):  # The disk is full already.
-        self._writer.close()
-      self._temporary.unlink(missing_ok=True)
+    with contextlib.suppress(RuntimeError):  # Closed, or the disk is full.
+      self._writer.close()
+    self._temporary.unlink(missing_ok=True)
 
   @contextlib.contextmanager
   def _disk_errors(self):
-    """ArrayRecord tells of a full disk, late, in a RuntimeError."""
+    # ArrayRecord reports a full disk late, as a RuntimeError.
     try:
       yield
     except (OSError, RuntimeError) as error:
       raise errors.UserError(
         f'record shard {self._path} cannot be written ({error}); free some'
-        ' space, or name another data folder. Finished shards are kept'
+        ' space or name another data folder. Finished shards are kept'
       ) from error
 
 
 def finished_shard(
   folder: str | os.PathLike, spec: RecordSpec, pass_index: int, shard: int
 ) -> dict[str, Any] | None:
-  """The manifest entry of a shard that is there, whole and of this spec.
+  """Returns the manifest entry of a finished, undamaged shard of this spec.
 
   Returns:
-    None if the shard has to be (re)written.
+    None if the shard has to be made.
   """
   path = shard_path(folder, spec, pass_index, shard)
   try:
@@ -243,7 +240,7 @@ def finished_shard(
     return None
   if entry.pop('identity', None) != spec.shard_identity():
     return None
-  return entry if record_copy.is_whole(path, entry) else None
+  return None if record_copy.damage(path, entry) else entry
 
 
 # -- Manifest ----------------------------------------------------------------
@@ -255,22 +252,22 @@ def write_manifest(
   entries: Mapping[tuple[int, int], Mapping[str, Any]],
   vocabularies: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Declares a record set finished.
+  """Writes the manifest of a finished record set.
 
   Args:
-    folder: of the record set.
-    spec: what it was made from.
-    entries: what `ShardWriter.finish` returned, by (pass, shard), of all.
-    vocabularies: of the tokens, as `vocabularies.Opened.describe` has them;
-      rows are framed with their ids.
+    folder: folder of the record set.
+    spec: spec that the set was made from.
+    entries: result of `ShardWriter.finish` by (pass, shard).
+    vocabularies: description by `vocabularies.Opened.describe`; rows are
+      framed with its special ids.
 
   Returns:
     The manifest: format, spec, vocabularies (fingerprints and special
-    tokens), totals (the shards' counts added up), fill of both sides, and per
-    pass its rows and its shards' entries.
+    tokens), totals of the shards' counts, fill of both sides (0 to 1), and
+    per pass the rows and the shards' entries.
   """
   passes = []
-  totals: dict[str, int] = {}
+  totals: collections.Counter[str] = collections.Counter()
   for pass_index in range(spec.passes):
     shards = []
     for shard in range(spec.shards):
@@ -278,9 +275,7 @@ def write_manifest(
       path = shard_path(folder, spec, pass_index, shard)
       name = path.relative_to(folder).as_posix()
       shards.append({'file': name, **entry})
-      for key, value in entry.items():
-        if key != 'sha256':
-          totals[key] = totals.get(key, 0) + value
+      totals.update({k: n for k, n in entry.items() if k != 'sha256'})
     count = sum(entry['rows'] for entry in shards)
     passes.append({'rows': count, 'shards': shards})
   count = max(totals['rows'], 1)
@@ -288,7 +283,7 @@ def write_manifest(
     'format': FORMAT,
     'spec': dataclasses.asdict(spec),
     'vocabularies': dict(vocabularies),
-    'totals': totals,
+    'totals': dict(totals),
     'fill': {
       'encoder': totals['encoder_positions']
       / (count * max(spec.encoder_length, 1)),
@@ -301,26 +296,25 @@ def write_manifest(
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
-  """The manifest of a finished record set, None where there is none.
+  """Returns the manifest of a finished record set, None if there is none.
 
   Raises:
-    UserError: there is one, but of another format or not readable.
+    UserError: it cannot be parsed, or has another format.
   """
   path = paths.at(folder) / MANIFEST
   try:
     manifest = json.loads(path.read_bytes())
   except FileNotFoundError:
     return None
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+  except ValueError as error:
     raise errors.UserError(
       f'{path} is not a manifest ({error}); remove it and materialise again:'
       ' finished shards are kept'
     ) from error
-  found = manifest.get('format') if isinstance(manifest, dict) else None
-  if found != FORMAT:
+  if manifest['format'] != FORMAT:
     raise errors.UserError(
-      f'{path} has format {found!r}, this version reads {FORMAT}; materialise'
-      ' the records again into an empty folder'
+      f'{path} has format {manifest["format"]!r}, this version reads {FORMAT};'
+      ' materialise the records again into an empty folder'
     )
   return manifest
 
@@ -329,18 +323,18 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
 
 
 class RecordSet:
-  """The rows of a finished record set, by number.
+  """The rows of a finished record set, read by number.
 
   Attributes:
-    folder: where it lies.
-    spec: what it was made from.
-    framing: special ids that its rows are framed with.
-    manifest: the rest of what is known of it.
-    starts: first row number of each pass, and the number of rows at the end.
+    folder: local folder of the shards.
+    spec: spec that the set was made from.
+    framing: special ids that rows are framed with.
+    manifest: content of the manifest.
+    starts: first row number of each pass, and the number of rows.
   """
 
   def __init__(self, folder: pathlib.Path, manifest: dict[str, Any]):
-    """Use `open`."""
+    """Opens verified shards; use `open`."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
     self.framing = special_ids.Framing.from_description(
@@ -350,33 +344,25 @@ class RecordSet:
     counts = [entry['rows'] for entry in manifest['passes']]
     self.starts = tuple(itertools.accumulate(counts, initial=0))
     self._source = sources.ArrayRecordDataSource(
-      [str(folder / entry['file']) for entry in _shards(manifest)]
+      [str(folder / name) for name in shards(manifest)]
     )
-    if len(self._source) != len(self):
-      raise errors.UserError(
-        f'{folder} holds {len(self._source)} rows, its manifest says'
-        f' {len(self)}; materialise again: finished shards are kept'
-      )
 
   @classmethod
   def open(
-    cls,
-    folder: str | os.PathLike,
-    expect: RecordSpec | None = None,
-    *,
-    verify: bool = True,
+    cls, folder: str | os.PathLike, expect: RecordSpec | None = None
   ) -> 'RecordSet':
-    """Opens a record set and checks that it is the one that is meant.
+    """Opens a record set, verifies its shards and compares its spec.
+
+    Hashing takes about a second per GB.
 
     Args:
-      folder: of the record set. Of a bucket, a copy on this machine is read.
-      expect: refuse a set made from anything else. A fingerprint that is ''
-        in it is not compared.
-      verify: read every shard and compare its hash (about a second per GB);
-        sizes are compared in any case.
+      folder: folder of the record set; shards in a bucket are copied to this
+        machine.
+      expect: spec to compare with; a fingerprint that is '' is not compared.
 
     Raises:
-      UserError: no records, made from something else, damaged, or empty.
+      UserError: there are no records, or they are damaged, empty or of
+        another spec.
     """
     folder = paths.at(folder)
     manifest = read_manifest(folder)
@@ -390,17 +376,21 @@ class RecordSet:
     if paths.is_bucket(folder):
       folder = record_copy.fetch(folder, shards(manifest))
     else:
-      for entry in _shards(manifest):
-        _check_shard(folder / entry['file'], entry, verify)
+      for name, entry in shards(manifest).items():
+        if damage := record_copy.damage(folder / name, entry):
+          raise errors.UserError(
+            f'record shard {folder / name} {damage}; materialise again:'
+            ' finished shards are kept'
+          )
     if not manifest['totals']['rows']:
       raise errors.UserError(f'the records in {folder} have no rows')
     return cls(folder, manifest)
 
   @functools.cached_property
   def digests(self) -> list[str]:
-    """Hash of each pass's content: what a position in these rows is good for.
+    """Hash of each pass, which identifies the rows of a saved position.
 
-    Adding passes leaves those before them as they are.
+    Adding passes does not change the hashes of the existing ones.
     """
     return [
       hashlib.sha256(
@@ -410,7 +400,7 @@ class RecordSet:
     ]
 
   def __len__(self) -> int:
-    """Rows of all passes."""
+    """Returns the number of rows of all passes."""
     return self.starts[-1]
 
   @property
@@ -418,12 +408,8 @@ class RecordSet:
     """Number of passes."""
     return len(self.starts) - 1
 
-  def rows(self, pass_index: int) -> int:
-    """Rows of one pass."""
-    return self.starts[pass_index + 1] - self.starts[pass_index]
-
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:
-    """Reads rows by number, 0 to len - 1, in the order asked for."""
+    """Reads rows by their numbers, in the order of `indices`."""
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
     records = self._source.__getitems__([int(i) for i in indices])
@@ -433,51 +419,29 @@ class RecordSet:
 def check_spec(
   folder: str | os.PathLike, manifest: Mapping[str, Any], expect: RecordSpec
 ) -> None:
-  """Refuses a manifest of another spec; names every field that differs.
+  """Refuses a manifest of another spec.
 
   Raises:
-    UserError: the manifest is not of `expect`.
+    UserError: names every field that differs.
   """
   found = manifest['spec']
-  wrong = []
-  for field, value in dataclasses.asdict(expect).items():
-    if field in FINGERPRINTS and not value:
-      continue
-    if found.get(field) != value:
-      wrong.append(
-        f'{field} is {found.get(field)!r} in the records and {value!r} in the'
-        ' config'
-      )
+  wrong = [
+    f'{field} is {found.get(field)!r} in the records and {value!r} in the'
+    ' config'
+    for field, value in dataclasses.asdict(expect).items()
+    if found.get(field) != value and (value or field not in _FINGERPRINTS)
+  ]
   if wrong:
     raise errors.UserError(
-      f'the records in {folder} do not match: {"; ".join(wrong)}. Set the'
+      f'the records in {folder} do not match: {"; ".join(wrong)}. Change the'
       ' config back, or name another data folder and materialise there'
     )
 
 
 def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-  """Entries of all shards by their names below the folder."""
-  return {entry['file']: entry for entry in _shards(manifest)}
-
-
-def _shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-  for entry in manifest['passes']:
-    yield from entry['shards']
-
-
-def _check_shard(
-  path: pathlib.Path, entry: Mapping[str, Any], verify: bool
-) -> None:
-  """Refuses a shard that is not what the manifest says."""
-  if not path.exists():
-    what = 'is missing'
-  elif (size := path.stat().st_size) != entry['bytes']:
-    what = f'has {size} bytes, the manifest says {entry["bytes"]}'
-  elif verify and record_copy.file_hash(path) != entry['sha256']:
-    what = 'has another SHA-256 than the manifest says'
-  else:
-    return
-  raise errors.UserError(
-    f'record shard {path} {what}; remove {path.parent.parent / MANIFEST} and'
-    ' materialise again: undamaged shards are kept'
-  )
+  """Returns the entries of all shards by their names below the folder."""
+  return {
+    entry['file']: entry
+    for one in manifest['passes']
+    for entry in one['shards']
+  }

@@ -1,9 +1,9 @@
-"""Where text comes from: sources of documents, opened by name.
+"""Text sources: documents in a fixed order, opened by name.
 
-A source gives documents in a fixed order with ids that do not depend on the
-machine or on who reads. Ids carry the train/eval split (`in_split`): what
-stands before the last '::' is hashed, so that two documents made from one
-text (the docstrings and the source of a module) are on the same side.
+Document ids depend neither on the machine nor on the reader. They decide the
+train/eval split (`in_split`): the part before the last '::' is hashed, so that
+two documents made from one text (the docstrings and the source of a module)
+are on the same side.
 
 | name                     | documents                                      |
 |--------------------------|------------------------------------------------|
@@ -15,20 +15,20 @@ text (the docstrings and the source of a module) are on the same side.
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
 
-A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. What makes records reads
-its files once for every shard.
+A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. Every shard of the
+records reads its files once.
 
-`python` is the documentation topics of `pydoc_data`, and of every module of
-the standard library its docstrings and its source. Left out: installed
-packages, tests, what is generated or a table rather than text (`encodings`,
-`_sysconfigdata*`), and what is not UTF-8. Its order is that of hashes of the
-ids, so that a capped prefix is a fair sample. `python:FILE` holds out the
-topics and modules whose content's digest (`content_digest`) stands on a line
-of FILE, and no others: names and contents change between Python versions, and
-a model that was trained elsewhere is evaluated only on what it has not seen.
+`python` has the documentation topics of `pydoc_data`, and the docstrings and
+the source of every module of the standard library, except installed packages,
+tests, generated code and tables (`encodings`, `_sysconfigdata*`) and files
+that are not UTF-8. Documents are ordered by hashes of their ids, so that a
+capped prefix is a fair sample. `python:FILE` holds out exactly the topics and
+modules whose content's digest (`content_digest`) is a line of FILE: names and
+contents change between Python versions, and a model that was trained
+elsewhere is evaluated only on documents that it has not seen.
 
-This module imports neither TensorFlow nor SeqIO nor jax; a source `tfds:..`
-imports `tensorflow_datasets` (and with it TensorFlow) when it is opened.
+This module imports neither TensorFlow nor SeqIO nor jax; opening a source
+`tfds:..` imports `tensorflow_datasets` (and with it TensorFlow).
 """
 
 import abc
@@ -49,7 +49,6 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import randomness
 from encdec_adapt.files import paths
 
-SPLITS = ('train', 'eval')
 _SAMPLE_BYTES = 1 << 16
 # A split may be a slice, such as train[:10%].
 _TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
@@ -58,7 +57,7 @@ _FORMS = 'python[:FILE], text:GLOB, jsonl:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """One document: its id, unique in its source, and its text, not empty."""
+  """A document: its id, unique in its source, and its text, not empty."""
 
   id: str
   text: str
@@ -67,21 +66,14 @@ class Document:
 def in_split(
   document_id: str, split: str, eval_fraction: float, seed: int
 ) -> bool:
-  """Whether a document belongs to `split`; a hash of its id decides.
+  """Returns whether a document belongs to `split`, by a hash of its id.
 
   Args:
-    document_id: of the document; only what precedes a last '::' counts.
+    document_id: document id; only the part before the last '::' counts.
     split: 'train' or 'eval'.
     eval_fraction: share of the documents in 'eval', in [0, 1].
-    seed: another seed draws another split.
-
-  Raises:
-    UserError: there is no such split, or the fraction is outside [0, 1].
+    seed: seed of the split.
   """
-  if split not in SPLITS:
-    raise errors.UserError(f'split {split!r}: it is one of {SPLITS}')
-  if not 0 <= eval_fraction <= 1:
-    raise errors.UserError(f'eval_fraction {eval_fraction}: it is in [0, 1]')
   group = document_id.rpartition('::')[0] or document_id
   uniform = randomness.digest('split', seed, group) / 2**128
   return (uniform < eval_fraction) == (split == 'eval')
@@ -91,50 +83,39 @@ class Source(abc.ABC):
   """Documents in a fixed order.
 
   Attributes:
-    name: what `open_source` was given.
-    max_documents: how many documents are used, the first ones; 0 for all.
+    name: name that the source was opened by.
+    max_documents: number of documents used, the first ones; 0 for all.
     max_bytes: documents are used until their UTF-8 text exceeds this; the
       one that exceeds it is not used. 0 for all.
   """
 
-  def __init__(
-    self,
-    name: str,
-    max_documents: int = 0,
-    max_bytes: int = 0,
-  ):
-    for key, value in (('documents', max_documents), ('bytes', max_bytes)):
-      if value < 0:
-        raise errors.UserError(
-          f'source {name!r}: max_{key} is {value}; give at least 1, or 0 for'
-          ' all'
-        )
+  def __init__(self, name: str, max_documents: int = 0, max_bytes: int = 0):
     self.name = name
     self.max_documents = max_documents
     self.max_bytes = max_bytes
 
   @abc.abstractmethod
   def _entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Id and a function that reads the text, cheap until it is called."""
+    """Yields ids and functions that read the texts when they are called."""
 
   def in_split(
     self, document_id: str, split: str, eval_fraction: float, seed: int
   ) -> bool:
-    """Whether a document belongs to `split`; the arguments of `in_split`."""
+    """Returns whether a document belongs to `split`; see `in_split`."""
     return in_split(document_id, split, eval_fraction, seed)
 
   @abc.abstractmethod
   def _content(self) -> Iterator[object]:
-    """What the fingerprint is taken of."""
+    """Yields the values that the fingerprint is computed from."""
 
   def documents(
     self, keep: Callable[[int, str], bool] | None = None
   ) -> Iterator[Document]:
-    """The documents, in order; those without text are passed over.
+    """Yields the documents that have text, in order.
 
     Args:
-      keep: of (index, id), whether the document is wanted; what is not
-        wanted is not read, unless `max_bytes` has to count it.
+      keep: function of (index, id) that selects documents; others are not
+        read unless `max_bytes` has to count them.
 
     Raises:
       UserError: the source is missing or has no text.
@@ -158,30 +139,27 @@ class Source(abc.ABC):
     if empty:
       raise errors.UserError(
         f'source {self.name!r} has no text within max_documents='
-        f'{self.max_documents}, max_bytes={self.max_bytes}; check that its'
-        ' files are not empty, that the field is the right one, and the caps'
+        f'{self.max_documents}, max_bytes={self.max_bytes}; check its files,'
+        ' the field and the caps'
       )
 
   def fingerprint(self) -> str:
-    """A hex digest of the content and the caps.
+    """Returns a hex digest of the content and the caps.
 
-    Cheap: of files their names, sizes and three samples are read, not all; of
-    those in a bucket, the store's checksums.
+    It is computed from names, sizes and three samples of each local file, and
+    from the store's checksums of files in a bucket.
     """
     parts = [self.max_documents, self.max_bytes, *self._content()]
     return f'{randomness.digest(self.name, *parts):032x}'
 
 
 def open_source(
-  name: str,
-  *,
-  max_documents: int = 0,
-  max_bytes: int = 0,
+  name: str, max_documents: int = 0, max_bytes: int = 0
 ) -> Source:
-  """Opens a source by its name (the module's table).
+  """Opens a source by its name (table in the module's docstring).
 
   Raises:
-    UserError: the name has no known form, or nothing is found there.
+    UserError: the name has no known form, or has no documents.
   """
   kind, _, rest = name.partition(':')
   if kind not in _SOURCES or not rest and name != 'python':
@@ -192,12 +170,12 @@ def open_source(
 
 
 def content_digest(text: str) -> str:
-  """The 16 hexadecimal digits that identify a held-out text in a list."""
+  """Returns the 16 hex digits that identify a text in a list of held-outs."""
   return hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]
 
 
 class PythonSource(Source):
-  """`python[:FILE]`: the text that the running Python carries."""
+  """`python[:FILE]`: the text that comes with the running Python."""
 
   _LEFT_OUT = frozenset(
     ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')
@@ -219,15 +197,15 @@ class PythonSource(Source):
     )
     if not self._topics or not self._modules:
       raise errors.UserError(
-        f'source {self.name!r}: this Python ({platform.python_version()})'
-        ' carries no sources of its standard library or no pydoc_data; use a'
-        ' complete Python, or name text of your own as text:GLOB'
+        f'source {self.name!r}: this Python ({platform.python_version()}) lacks'
+        ' the sources of its standard library, or pydoc_data; use a complete'
+        ' Python, or name text of your own as text:GLOB'
       )
     path = self.name.partition(':')[2]
     self._held_out = self._read_list(path) if path else None
 
   def _read_list(self, path: str) -> frozenset[str]:
-    """The topics and modules whose contents a file lists as held out."""
+    """Returns the topics and modules whose contents a file lists."""
     try:
       digests = set(paths.at(path).read_text().split())
     except OSError as error:
@@ -280,7 +258,7 @@ class PythonSource(Source):
 
 
 def _python(path: pathlib.Path) -> str:
-  """Source of a module, '' if it is not UTF-8 (a few name another coding)."""
+  """Reads a module, '' if it is not UTF-8 (a few declare another coding)."""
   try:
     text = path.read_text('utf-8')
   except UnicodeDecodeError:
@@ -289,14 +267,14 @@ def _python(path: pathlib.Path) -> str:
 
 
 def _docstrings(source: str) -> str:
-  """The docstrings of a module under their names, like `pydoc`'s pages."""
+  """Returns a module's docstrings under their names, like `pydoc`'s pages."""
   parts = []
 
   def visit(node, prefix):
     text = ast.get_docstring(node)
     if text:
       parts.append(f'{prefix}\n\n{text}' if prefix else text)
-    for child in node.body if hasattr(node, 'body') else ():
+    for child in node.body:
       if isinstance(child, ast.ClassDef):
         visit(child, f'{prefix}.{child.name}'.lstrip('.'))
       elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -308,7 +286,7 @@ def _docstrings(source: str) -> str:
 
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter('ignore')  # About escapes in others' strings.
+      warnings.simplefilter('ignore')  # About invalid escapes in strings.
       tree = ast.parse(source)
   except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
     return ''
@@ -317,19 +295,19 @@ def _docstrings(source: str) -> str:
 
 
 def _encodable(text: str) -> str:
-  """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
+  """Replaces lone surrogates, which UTF-8 cannot hold, by U+FFFD."""
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 class FileSource(Source):
-  """Files that match a glob, in the order of their names."""
+  """Files that match a glob, ordered by name."""
 
   def __init__(self, *args):
     super().__init__(*args)
     self.pattern = self._pattern(self.name.partition(':')[2])
     expanded = os.path.expanduser(self.pattern)
     self._root = _fixed_folder(expanded)
-    self._digests = {}  # Of files in a bucket, as the store has them.
+    self._digests = {}  # The store's checksums of files in a bucket.
     if paths.is_bucket(expanded):
       try:
         self._digests = paths.matching(expanded)
@@ -352,7 +330,7 @@ class FileSource(Source):
     return rest
 
   def _id(self, path: str) -> str:
-    """Path below the glob's fixed folder; '::' is taken (module docstring)."""
+    """Returns the path below the glob's fixed folder, without any '::'."""
     relative = os.path.relpath(path, self._root).replace(os.sep, '/')
     return relative.replace('::', ':_:')
 
@@ -396,24 +374,19 @@ class JsonlSource(FileSource):
   def _read(self, line: bytes, path: str, number: int) -> str:
     where = f'{path}, line {number}'
     try:
-      row = json.loads(_decode(line, self.name, where))
-    except json.JSONDecodeError as error:
-      raise errors.UserError(
-        f'source {self.name!r}: {where}, is not JSON ({error.msg}); each'
-        ' line has to be one JSON object'
-      ) from None
-    text = row.get(self._field) if isinstance(row, dict) else None
+      text = json.loads(_decode(line, self.name, where))[self._field]
+    except (ValueError, KeyError, TypeError) as error:
+      text = error
     if not isinstance(text, str):
-      has = sorted(row) if isinstance(row, dict) else type(row).__name__
       raise errors.UserError(
-        f'source {self.name!r}: {where}, has no text in {self._field!r} but'
-        f' {has}; name the field as jsonl:GLOB#FIELD'
+        f'source {self.name!r}: {where}, is not a JSON object with text in'
+        f' {self._field!r} ({text!r}); name the field as jsonl:GLOB#FIELD'
       )
     return _encodable(text)
 
 
 class TfdsSource(Source):
-  """`tfds:NAME:SPLIT[:FIELD]`: a prepared TensorFlow dataset."""
+  """`tfds:NAME:SPLIT[:FIELD]`: a prepared TFDS dataset."""
 
   def __init__(self, *args):
     super().__init__(*args)
@@ -432,15 +405,15 @@ class TfdsSource(Source):
       else:
         self._builder = tfds.builder(dataset)
       self._examples = self._builder.info.splits[self._split].num_examples
-    except Exception as error:  # Of many kinds: names, files, splits.
+    except Exception as error:  # TFDS has no common class of errors.
       raise errors.UserError(
-        f'source {self.name!r}: TFDS does not give it: {error}. Prepare it'
-        f' with `tfds build {dataset}`, or set TFDS_DATA_DIR'
+        f'source {self.name!r}: TFDS cannot open it: {error}. Prepare it with'
+        f' `tfds build {dataset}`, or set TFDS_DATA_DIR'
       ) from error
     if self._field not in self._builder.info.features:
       raise errors.UserError(
-        f'source {self.name!r}: no feature {self._field!r} but'
-        f' {sorted(self._builder.info.features)}; give it as the last part'
+        f'source {self.name!r}: there is no feature {self._field!r} but'
+        f' {sorted(self._builder.info.features)}; name it as the last part'
       )
 
   def _entries(self):
@@ -479,7 +452,7 @@ def _decode(data: bytes, source: str, where: str) -> str:
 
 
 def _fixed_folder(pattern: str) -> str:
-  """The folder of a glob up to its first wildcard."""
+  """Returns the folder of a glob before its first wildcard."""
   folder = os.path.dirname(pattern)
   while glob.has_magic(folder):
     folder = os.path.dirname(folder)
@@ -487,7 +460,7 @@ def _fixed_folder(pattern: str) -> str:
 
 
 def _sample(path: str) -> str:
-  """Digest of a file's size, beginning, middle and end."""
+  """Returns a digest of a file's size, beginning, middle and end."""
   size = os.path.getsize(path)
   digest = hashlib.blake2b(str(size).encode(), digest_size=16)
   with open(path, 'rb') as file:

@@ -129,8 +129,6 @@ def test_splits_part_the_documents(folder, vocabulary):
   )
   assert train and held_out and not train & held_out
   assert train | held_out == {path.name for path in folder.glob('*.txt')}
-  with pytest.raises(errors.UserError, match="split 'test'"):
-    _mixture(folder, vocabulary, split='test')
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
@@ -257,11 +255,13 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
     for example in tasks.examples(mixture, 0, 1)
   }
   assert decoded == set(texts)
-  with pytest.raises(errors.UserError, match=r"no feature 'text' but \['body'"):
+  with pytest.raises(
+    errors.UserError, match=r"is no feature 'text' but \['body'"
+  ):
     text_sources.open_source(name.removesuffix(':body'))
-  with pytest.raises(errors.UserError, match='TFDS does not give it'):
+  with pytest.raises(errors.UserError, match='TFDS cannot open it'):
     text_sources.open_source(name.replace('train', 'test'))
-  with pytest.raises(errors.UserError, match='TFDS does not give it'):
+  with pytest.raises(errors.UserError, match='TFDS cannot open it'):
     text_sources.open_source('tfds:no_such_dataset_at_all:train')
 
 
@@ -273,17 +273,5 @@ def test_what_reading_raises_comes_through(vocabulary, tmp_path):
     vocabularies.Opened(vocabulary, vocabulary),
     _objective(vocabulary),
   )
-  with pytest.raises(errors.UserError, match='line 2, has no text'):
+  with pytest.raises(errors.UserError, match='line 2, is not a JSON object'):
     list(tasks.examples(mixture, 0, 1))
-
-
-def test_seqio_vocabularies_of_other_layouts():
-  opened = vocabularies.Choice('bytes').open()
-  wrapped = tasks.SeqioVocabulary(opened.decoder)
-  assert (wrapped.pad_id, wrapped.eos_id, wrapped.bos_id) == (256, 257, 258)
-  assert wrapped.unk_id is None and wrapped.vocab_size == 359
-  text = 'caf\u00e9'
-  encoded = wrapped.encode_tf(tf.constant(text))
-  assert encoded.numpy().tolist() == list(text.encode())
-  assert wrapped.decode_tf(encoded).numpy().decode() == text
-  assert wrapped.decode([*encoded.numpy(), 257, 99]) == text

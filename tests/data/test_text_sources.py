@@ -1,6 +1,5 @@
 """Documents, their order, ids, splits, caps and what is refused."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -212,19 +211,6 @@ def test_a_list_of_contents_decides_what_python_holds_out(tmp_path):
     text_sources.open_source(f'python:{tmp_path}/absent')
 
 
-@pytest.mark.parametrize(
-  'split, fraction, message',
-  [
-    ('test', 0.1, "split 'test'"),
-    ('train', 1.5, 'eval_fraction 1.5'),
-    ('train', -0.1, 'eval_fraction -0.1'),
-  ],
-)
-def test_split_refuses(split, fraction, message):
-  with pytest.raises(errors.UserError, match=message):
-    text_sources.in_split('a', split, fraction, 0)
-
-
 @pytest.mark.parametrize('name', ['pyhton', 'text:', 'http://x'])
 def test_unknown_names_are_refused(name):
   with pytest.raises(errors.UserError, match='the forms are python'):
@@ -237,29 +223,22 @@ def test_missing_and_empty_text_is_refused(tmp_path):
   _write(tmp_path, a='', b='')
   with pytest.raises(errors.UserError, match='has no text'):
     list(text_sources.open_source(f'text:{tmp_path}/*').documents())
-  with pytest.raises(errors.UserError, match='max_documents is -1'):
-    text_sources.open_source('python', max_documents=-1)
 
 
 @pytest.mark.parametrize(
   'line, message',
   [
-    ('{"text": ', 'line 2, is not JSON'),
-    ('{"body": "x", "id": 3}', r"no text in 'text' but \['body', 'id'\]"),
-    ('{"text": 3}', "no text in 'text'"),
-    ('["x"]', "no text in 'text' but list"),
+    (b'{"text": ', "line 2, is not .* text in 'text'"),
+    (b'{"body": "x", "id": 3}', "line 2, is not .* text in 'text'"),
+    (b'{"text": 3}', 'line 2, is not .* .3.; name the field'),
+    (b'["x"]', 'line 2, is not'),
+    (b'\xff', 'line 2, is not UTF-8'),
   ],
 )
 def test_jsonl_refuses(tmp_path, line, message):
-  _write(tmp_path, **{'a.jsonl': '{"text": "fine"}\n' + line})
+  _write(tmp_path, **{'a.jsonl': b'{"text": "fine"}\n' + line})
   with pytest.raises(errors.UserError, match=message):
     list(text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
-
-
-def test_compressed_files_are_refused(tmp_path):
-  _write(tmp_path, a=gzip.compress(json.dumps({'text': 'x'}).encode()))
-  with pytest.raises(errors.UserError, match='is not UTF-8'):
-    list(text_sources.open_source(f'jsonl:{tmp_path}/a').documents())
 
 
 @pytest.mark.parametrize(
