@@ -34,6 +34,8 @@ REPORT = ['matplotlib>=3.9']
 GCS = ['gcsfs>=2026.9']
 # Parity and the benchmark against Hugging Face; a CPU build is enough.
 PEER = ['torch==2.13.0', 'transformers>=5.0,<6']
+# Converts exported T5Gemma folders; tests/parity compares its scores.
+CTRANSLATE2 = ['ctranslate2>=4.8']
 TEST = [
   'beartype>=0.20',
   'hypothesis>=6.100',
@@ -55,5 +57,11 @@ setuptools.setup(
   python_requires='>=3.11,<3.14',
   packages=setuptools.find_packages(include=['encdec_adapt*']),
   install_requires=CORE + DATA + REPORT,
-  extras_require={'test': TEST, 'peer': PEER, 'gcs': GCS, 'tpu': ['jax[tpu]']},
+  extras_require={
+    'test': TEST,
+    'peer': PEER,
+    'ctranslate2': CTRANSLATE2,
+    'gcs': GCS,
+    'tpu': ['jax[tpu]'],
+  },
 )
