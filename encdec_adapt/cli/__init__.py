@@ -1,0 +1,1 @@
+"""The frame of every command: flags, user errors, exit statuses."""

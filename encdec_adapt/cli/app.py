@@ -1,4 +1,4 @@
-"""The frame of every main: bad input ends in one paragraph and a status."""
+"""Frame of every main: exit statuses, and user errors without a traceback."""
 
 from collections.abc import Callable, Sequence
 import sys
@@ -8,14 +8,16 @@ from absl import app, flags
 
 from encdec_adapt.cli import errors
 
-# Statuses of a process besides 0 and Python's 1 for an unexpected exception.
+# Exit statuses besides 0 and Python's 1 for an unexpected exception; launchers
+# restart on all but the first.
 USER_ERROR = 2
-# EX_TEMPFAIL: told to stop, saved; the same command continues. Launchers
-# restart on it.
+# EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
 RESTART = 75
-# Ended by its watchdog, or because another process of the job is missing.
-# Launchers restart on it too.
+# Ended by the watchdog, or another process of the job did not answer.
 HANG = 76
+# SIGABRT: jax ends a process so when another one of the job is missing or
+# dead.
+ABORT = 134
 
 
 def run(
@@ -40,7 +42,7 @@ def run(
 
 
 def guard(function: Callable[[Any], Any], argument: Any) -> Any:
-  """Calls `function(argument)`; on bad input, exits with its `status`."""
+  """Calls `function(argument)`; prints a user error and exits."""
   try:
     return function(argument)
   except (errors.UserError, flags.Error) as error:
@@ -50,11 +52,9 @@ def guard(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def status(error: BaseException) -> int:
-  """What a process ends with that an error leaves."""
+  """Returns the exit status of a process that ends with an exception."""
   if isinstance(error, SystemExit):
     return error.code if isinstance(error.code, int) else int(bool(error.code))
-  if isinstance(error, errors.PeerError):
-    return error.status
   if isinstance(error, errors.AbsentError):
     return HANG
   return USER_ERROR if isinstance(error, (errors.UserError, flags.Error)) else 1

@@ -1,4 +1,4 @@
-"""The exceptions that mean "the user can mend this"."""
+"""User errors: bad input or environment, reported without a traceback."""
 
 
 class UserError(Exception):
@@ -9,30 +9,21 @@ class UserError(Exception):
   """
 
 
-def behind(error: BaseException) -> UserError | None:
-  """The `UserError` that an error is, or was raised from; None for none."""
+class AbsentError(UserError):
+  """Another process of the job, or its machine, did not answer in time.
+
+  The input is right: mains exit with a status on which launchers restart the
+  job.
+  """
+
+
+def user_error_behind(error: BaseException) -> UserError | None:
+  """Returns the `UserError` that caused an exception, or None.
+
+  Args:
+    error: searched with its chain of `__cause__`.
+  """
   cause: BaseException | None = error
   while cause is not None and not isinstance(cause, UserError):
     cause = cause.__cause__
   return cause
-
-
-class PeerError(UserError):
-  """Another process of the job failed, which this one stops with.
-
-  Attributes:
-    status: of that process, and so of this one.
-  """
-
-  def __init__(self, message: str, status: int):
-    """Names the process and what it says."""
-    super().__init__(message)
-    self.status = status
-
-
-class AbsentError(UserError):
-  """Another process of the job, or its machine, did not answer in time.
-
-  Nothing is wrong with the input: mains exit with a status on which launchers
-  start the job again.
-  """

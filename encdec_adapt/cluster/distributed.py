@@ -1,25 +1,29 @@
-"""Several processes of one job: starting, meeting, agreeing, failing as one.
+"""Starts the processes of a job, synchronises them, and ends them together.
 
-They report to process 0 first (`cluster.rendezvous`), which says who is missing
-and what differs between them, and which notices later when one is gone.
+Everything runs over the client and service of jax's coordination service,
+which this module alone holds (jax has no public names for them):
 
-Processes meet at points that all of them come to in the same order. One that
-fails goes to the next of them as well, with its error, wherever it was: the
-others stop there with that error and its status instead of waiting for it.
-Those that do not come, because their devices wait for the one that failed,
-are told by the connections of the roll call, and end at once. Meetings are
-barriers of the coordination service that `jax.distributed` starts, so they
-need no device, and devices that wait for each other do not hold them up.
+- Start: the service of process 0 waits until all processes have registered.
+  If some have not in time, jax aborts the others with status 134
+  (`app.ABORT`) and a message that lists the missing process numbers. Then
+  versions, flags and devices are compared before the first program runs.
+- Barriers need no device, so that devices that wait for each other do not
+  hold them up; every one has a timeout.
+- Failure: a process that fails publishes its error under one key. A thread of
+  every other process waits for that key and ends the process with the same
+  error and status, even where it is blocked in a collective.
+- Death: a process that is killed stops sending heartbeats, and jax aborts the
+  others with status 134 after `_HEARTBEAT_TIMEOUT` seconds (at once if it was
+  process 0).
 """
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
-import faulthandler
-import functools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,81 +31,48 @@ from typing import Any
 
 import jax
 
-# jax has no public names for the client of its coordination service, and for
-# how it finds out who is who.
+# jax has no public names for the client and service of its coordination
+# service, and for how it detects the processes of a cluster.
 from jax._src import clusters
 from jax._src import distributed as jax_distributed
+from jax._src.lib import _jax
 
 from encdec_adapt.cli import app, errors
-from encdec_adapt.cluster import agreement, rendezvous
+from encdec_adapt.cluster import consistency
 from encdec_adapt.telemetry import environment
 
-
-@dataclasses.dataclass(frozen=True)
-class Patience:
-  """How long processes wait for each other at a meeting.
-
-  A dead process is noticed otherwise. This is for one that hangs, so it is
-  several times what the slowest may need for what it does before it comes.
-
-  Attributes:
-    before: what that is, for the message.
-    seconds: to wait.
-  """
-
-  before: str
-  seconds: float
-
-
-PROMPT = Patience('nothing long', 1800)
-READING = Patience(
-  'reading or writing a model, checkpoint or records', 6 * 3600
-)
-MAKING = Patience('making records', 24 * 3600)
-# Seconds for all processes to come at the start: machines are not equally
-# fast in starting, and in importing packages from a shared disk.
-START = 300
-# For the others to come to the next meeting when this process has failed, and
-# for all to have left at the end: they come from a meeting.
-_PARTING = 60
-_NEEDS = (
-  'coordinator=auto needs the machines of a TPU slice; elsewhere give'
-  ' host:port, processes and process.'
-)
-_MESSAGE_LENGTH = 4000
-# Value of --coordinator where the machines themselves say who is who.
+# Value of --coordinator for TPU slices, whose machines know each other.
 AUTO = 'auto'
+# Seconds for all processes to come up: machines differ in how fast they start
+# and import packages from a shared disk.
+START_TIMEOUT = 300
+# Seconds to wait at a barrier. A dead process is noticed by its heartbeat;
+# these are for one that hangs, so they are several times what the slowest
+# process may need for the work before the barrier.
+READ_TIMEOUT = 6 * 3600  # Reading or writing a model, checkpoint or records.
+MAKE_TIMEOUT = 24 * 3600  # Making records.
 
-_met = 0  # How many meetings this process has been at.
-_last = 'none'  # The last of them, and whether it is over.
+_HEARTBEAT_TIMEOUT = 30  # Seconds.
+# For all processes to leave together, in order or after a failure.
+_END_TIMEOUT = 30
+_RETRY = 0.5  # Seconds between two attempts to reach process 0.
+_FAILURE = 'encdec_adapt/failure'
+_MESSAGE_LENGTH = 4000
+
+_count = 0  # Synchronisation points so far, the same in all processes.
+_last_barrier = 'none'
+_ending = threading.Event()  # This process is ending with its own error.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-  """Which process this is, and where process 0 is; by default it is alone."""
+class _Address:
+  """Which process this is, and where process 0 listens; one by default."""
 
   host: str = ''
   port: int = 0
   processes: int = 1
   process: int = 0
-  devices: Any = None  # Of this process; None for all that it sees.
-
-
-def _end(lost: str) -> None:
-  """Ends this process because another one is gone."""
-  print(f'{lost}; this process ends too.', file=sys.stderr, flush=True)
-  faulthandler.dump_traceback(all_threads=True)
-  os._exit(app.HANG)
-
-
-def _end_with_peer(message: str, status: int) -> None:
-  """Ends this process, wherever it is, as another one ended."""
-  print(f'Error: {" ".join(message.split())}', file=sys.stderr, flush=True)
-  os._exit(status)
-
-
-_when_lost: Callable[[str], None] = _end
-_line: rendezvous.Line | None = None
+  devices: Any = None  # Numbers of the local devices to use; None for all.
 
 
 def initialize(
@@ -109,63 +80,53 @@ def initialize(
   processes: int | None,
   process: int | None,
   *,
-  told: Mapping[str, Any] | None = None,
-  seconds: float = START,
+  flags: Mapping[str, Any] | None = None,
+  timeout: float = START_TIMEOUT,
 ) -> None:
-  """Joins the other processes of the job; one process needs nothing.
+  """Connects this process to the others of its job; call before using jax.
 
-  Call before any other use of jax.
+  Does nothing for a job of one process.
 
   Args:
     coordinator: `host:port` of process 0, the same on every process; or
       'auto', alone, on TPU slices, where jax finds the others.
-    processes: how many there are.
-    process: which this is, from 0.
-    told: nested mapping of what this process was told to do; refused where
-      another one was told otherwise.
-    seconds: to wait for all to come.
+    processes: number of processes.
+    process: 0-based index of this process.
+    flags: nested mapping of this job's flags, which must be the same on all
+      processes; JSON serialisable.
+    timeout: seconds for all processes to come up.
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      with 'auto' the machines do not say who is who; or the processes differ
-      in versions, flags, `told`, clocks or devices.
-    AbsentError: some process did not come.
+      with 'auto' the machines do not know each other; the port is taken; or
+      the processes differ in versions, flags or devices.
+    AbsentError: process 0 cannot be reached.
   """
-  place = _find_place(coordinator, processes, process, seconds)
-  if place.processes == 1:
+  address = _find_address(coordinator, processes, process, timeout)
+  if address.processes == 1:
     return
-  _call_roll(place, told or {}, seconds)
-  # Only the CPU backend reads the first; cluster/preemption.py has use for
-  # the second.
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  jax.config.update('jax_enable_preemption_service', True)
-  jax.distributed.initialize(
-    coordinator_address=f'{place.host}:{place.port}',
-    num_processes=place.processes,
-    process_id=place.process,
-    local_device_ids=place.devices,
-    # Under SLURM jax would leave each process the GPU of its number only.
-    cluster_detection_method='deactivate',
-    shutdown_timeout_seconds=_PARTING,
-  )
-  # Processes wait for each other's devices; from here on, they only meet.
+  _connect(address, timeout)
+  threading.Thread(target=_end_with_failed_peer, daemon=True).start()
+  facts = consistency.process_facts(flags or {})
+  require_same('start', {'processes': address.processes, **facts})
+  # Creating the backend waits for the devices of all processes.
   jax.devices()
-  agree('devices', environment.devices(), PROMPT)
+  require_same('devices', environment.devices())
 
 
-def _find_place(
+def _find_address(
   coordinator: str | None,
   processes: int | None,
   process: int | None,
-  seconds: float,
-) -> _Place:
-  """Checks who is who, or finds it out; arguments as of `initialize`."""
+  timeout: float,
+) -> _Address:
+  """Checks or detects the addresses; arguments as for `initialize`."""
   given = (coordinator, processes, process)
   if all(value is None for value in given):
-    return _Place()
+    return _Address()
   devices = None
   if given == (AUTO, None, None):
-    coordinator, processes, process, devices = _ask_machines(seconds)
+    coordinator, processes, process, devices = _detect(timeout)
   elif any(value is None for value in given):
     raise errors.UserError(
       f'coordinator is {coordinator}, processes {processes} and process'
@@ -181,271 +142,299 @@ def _find_place(
     raise errors.UserError(
       f'coordinator is {coordinator!r}; give host:port of process 0.'
     )
-  return _Place(host, int(port), processes, process, devices)
+  return _Address(host, int(port), processes, process, devices)
 
 
-def _ask_machines(seconds: float) -> tuple[str, int, int, Any]:
-  """Asks the machines of a TPU slice who is who.
+def _detect(timeout: float) -> tuple[str, int, int, Any]:
+  """Asks the machines of a TPU slice for the addresses of its processes.
 
   Returns:
-    As jax has them: coordinator, processes, process, and the devices that
-    this process is to use; None for all.
+    Coordinator, number of processes, index of this process, and the numbers
+    of the local devices that it is to use (None for all).
 
   Raises:
-    AbsentError: the slice does not say, or its first machine has no address
-      yet.
+    AbsentError: the slice does not answer, or its first machine has no
+      address yet.
     UserError: these are not the machines of a TPU slice.
   """
   try:
     found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-      None, None, None, None, None, int(seconds)
+      None, None, None, None, None, int(timeout)
     )
   except (RuntimeError, OSError) as error:
     raise errors.AbsentError(
       f'the processes of this job cannot be found ({error}): the machines of'
       ' this TPU slice do not answer yet; start the job again.'
     ) from error
-  except ValueError as error:
-    raise errors.UserError(
-      f'the processes of this job cannot be found ({error}); {_NEEDS}'
-    ) from error
+  except ValueError:
+    found = (None,)
   if None in found[:3]:
     raise errors.UserError(
-      f'the processes of this job cannot be found; {_NEEDS}'
+      'the processes of this job cannot be found; coordinator=auto needs the'
+      ' machines of a TPU slice; elsewhere give host:port, processes and'
+      ' process.'
     )
   return found
 
 
-def _call_roll(place: _Place, told: Mapping[str, Any], seconds: float) -> None:
-  """Meets the others before jax does; see `cluster.rendezvous`."""
-  own = agreement.Member(
-    place.process, environment.host(), agreement.facts(told)
-  )
-  say = functools.partial(print, file=sys.stderr, flush=True)
-  wait = dict(seconds=seconds, say=say)
-  if place.process == 0:
-    line = rendezvous.gather(place.port, place.processes, own, **wait)
-  else:
-    line = rendezvous.join(
-      place.host.strip('[]'), place.port, place.processes, own, **wait
-    )
-  # Whatever ends this process in order runs this.
-  atexit.register(line.leave)
-  line.watch(lambda lost: _when_lost(lost), _end_with_peer)
-  global _line
-  _line = line
+def _connect(address: _Address, timeout: float) -> None:
+  """Starts the service on process 0 and registers this process with it.
 
-
-def when_lost(end: Callable[[str], None]) -> None:
-  """Says what is to be called when another process is gone.
-
-  Args:
-    end: called in a thread, with a line that names the process; does not
-      return. Before any is given, the process ends with `app.HANG`.
+  `jax.distributed.initialize` does the same, but gives the service an hour
+  for registration: it must be shorter than the clients' for the service to
+  say which process is missing.
   """
-  global _when_lost
-  _when_lost = end
+  # Only the CPU backend reads the first; cluster/preemption.py uses the
+  # second.
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.config.update('jax_enable_preemption_service', True)
+  if address.devices is not None:
+    devices = ','.join(map(str, address.devices))
+    jax.config.update('jax_cuda_visible_devices', devices)
+    jax.config.update('jax_rocm_visible_devices', devices)
+  state, seconds = jax_distributed.global_state, max(1, int(timeout))
+  if address.process == 0:
+    _require_free(address.port)
+    state.service = _jax.get_distributed_runtime_service(
+      f'[::]:{address.port}',
+      address.processes,
+      heartbeat_timeout=_HEARTBEAT_TIMEOUT,
+      cluster_register_timeout=seconds,
+      shutdown_timeout=_END_TIMEOUT,
+    )
+  else:
+    _wait_for_coordinator(address, timeout)
+  client = _jax.get_distributed_runtime_client(
+    f'{address.host}:{address.port}',
+    address.process,
+    init_timeout=seconds + _END_TIMEOUT,
+    heartbeat_timeout=_HEARTBEAT_TIMEOUT,
+    shutdown_timeout=_END_TIMEOUT,
+    use_compression=True,
+  )
+  client.connect()
+  state.client, state.process_id = client, address.process
+  state.num_processes = address.processes
+  state.coordinator_address = f'{address.host}:{address.port}'
+  state.initialize_preemption_sync_manager()
+
+
+def _require_free(port: int) -> None:
+  """Refuses a port in use, which gRPC would share with the other job."""
+  try:
+    socket.create_server(('', port)).close()
+  except OSError as error:
+    raise errors.UserError(
+      f'port {port} of the coordinator cannot be listened at'
+      f' ({error.strerror}); if another job has it, give another port in'
+      ' --coordinator, to all processes.'
+    ) from error
+
+
+def _wait_for_coordinator(address: _Address, timeout: float) -> None:
+  """Waits until process 0 listens; jax would abort without naming it."""
+  deadline = time.monotonic() + timeout
+  while True:
+    try:
+      host = address.host.strip('[]')
+      socket.create_connection((host, address.port), timeout).close()
+      return
+    except OSError as error:
+      if time.monotonic() > deadline:
+        raise errors.AbsentError(
+          f'process 0 at {address.host}:{address.port} has not answered in'
+          f' {timeout:g} s ({error}); see what it says, whether its machine is'
+          ' up, and whether its port can be reached from here.'
+        ) from error
+      time.sleep(_RETRY)
 
 
 def is_lead() -> bool:
-  """Whether this process writes what is written once: logs, metrics, seals."""
-  return jax.process_index() == 0
+  """Returns whether this process writes what is written once, as logs."""
+  return jax_distributed.global_state.process_id == 0
 
 
-def barrier(name: str, patience: Patience = READING) -> None:
-  """Waits until every process is here; at once if there is only one.
+def barrier(name: str, timeout: float = READ_TIMEOUT) -> None:
+  """Waits until every process has reached this barrier.
+
+  All processes must reach the same barriers in the same order. Returns at
+  once if there is only one process.
 
   Args:
-    name: of the place, for the message.
-    patience: by what a process may be doing before it comes.
+    name: shown in errors.
+    timeout: seconds to wait.
 
   Raises:
-    PeerError: another process failed on its way here.
-    AbsentError: somebody did not come in time, or process 0 is gone.
+    AbsentError: some process did not come in time.
   """
-  state = jax_distributed.global_state
-  client = state.client
-  if client is None:
-    return
-  global _met, _last
-  here = _met = _met + 1
-  _last = f'waiting at {name!r}, number {here}'
-  late, began, failed = None, time.monotonic(), []
-  try:
-    client.wait_at_barrier(_key(here), int(patience.seconds * 1000))
-    _last = f'left {name!r}, number {here}'
-  except jax.errors.JaxRuntimeError as error:
-    late = error
-  waited = time.monotonic() - began
-  try:
-    failed = client.key_value_dir_get(_key(here, 'failed'))
-  except jax.errors.JaxRuntimeError as error:
-    late = late or error  # Process 0 is gone.
-  if failed:
-    _, text = min(failed, key=lambda item: _process(item[0]))
-    said = json.loads(text)
-    if late:  # Not all are here.
-      _end_all(**said)
-    raise errors.PeerError(**said) from late
-  if late:
-    others = f'at {name!r} for the other {state.num_processes - 1}'
-    me = f'process {state.process_id} waited'
-    if waited < patience.seconds:
-      raise errors.AbsentError(
-        f'{me} {waited:.1f} seconds {others}, and may not wait longer: {late}'
-      ) from late
-    raise errors.AbsentError(
-      f'{me} {patience.seconds:g} seconds {others}, the limit where'
-      f' {patience.before} comes before it; see what they say.'
-    ) from late
+  client = jax_distributed.global_state.client
+  if client is not None:
+    with _waiting(name, timeout):
+      client.wait_at_barrier(_next_key(name), int(timeout * 1000))
 
 
-def last_meeting() -> str:
-  """The last meeting that this process came to, for reports."""
-  return _last
+def last_barrier() -> str:
+  """Describes the last synchronisation point of this process, for reports."""
+  return _last_barrier
 
 
 def from_lead(
-  find: Callable[[], Any],
+  compute: Callable[[], Any],
   name: str = 'from_lead',
-  patience: Patience = READING,
+  timeout: float = READ_TIMEOUT,
 ) -> Any:
-  """Process 0 looks, every process is told.
+  """Computes a value on process 0 and returns it on every process.
 
   Args:
-    find: called on process 0 only; returns what JSON can hold.
-    name: of the meeting.
-    patience: by what `find` does, and what was done before.
-
-  Returns:
-    What process 0 found.
+    compute: called on process 0 only; its result must be JSON serialisable.
+    name: shown in errors.
+    timeout: seconds that the other processes wait.
 
   Raises:
-    PeerError: process 0 failed to find it.
+    AbsentError: process 0 did not answer in time.
   """
   client = jax_distributed.global_state.client
   if client is None:
-    return find()
-  key = _key(_met + 1, 'found')
+    return compute()
+  key = _next_key(name)
   if is_lead():
-    client.key_value_set(key, json.dumps(find()))
-  barrier(name, patience)
-  return json.loads(client.key_value_try_get(key))
+    value = json.dumps(compute())
+    client.key_value_set(key, value)
+  else:
+    with _waiting(name, timeout):
+      value = client.blocking_key_value_get(key, int(timeout * 1000))
+  return json.loads(value)
 
 
-def agree(
-  name: str, facts: Mapping[str, Any], patience: Patience = READING
+def require_same(
+  name: str, facts: Mapping[str, Any], timeout: float = READ_TIMEOUT
 ) -> None:
-  """Refuses to go on where processes differ.
+  """Refuses to continue where processes differ.
 
   Args:
-    name: of the meeting.
-    facts: what has to be the same in all processes; JSON can hold it.
-    patience: by what a process may be doing before it comes.
+    name: shown in errors.
+    facts: must be the same in all processes, and JSON serialisable.
+    timeout: seconds to wait for the others.
 
   Raises:
-    UserError: they differ; all processes raise it, with fields, hosts and
-      values.
+    UserError: they differ; all processes raise it, with fields, values and
+      hosts.
   """
   state = jax_distributed.global_state
-  client = state.client
-  if client is None:
+  if state.client is None:
     return
-  here = _met + 1
-  own = {'host': environment.host(), 'facts': dict(facts)}
-  client.key_value_set(
-    _key(here, 'facts', str(state.process_id)), json.dumps(own)
-  )
-  barrier(name, patience)
+  folder = _next_key(name)
+  own = json.dumps([f'({environment.host()})', dict(facts)])
+  state.client.key_value_set(f'{folder}/{state.process_id}', own)
+  barrier(name, timeout)
 
-  def compare():
-    """On process 0, what everybody handed in."""
-    handed_in = client.key_value_dir_get(_key(here, 'facts'))
-    members = [
-      agreement.Member(_process(key), **json.loads(value))
-      for key, value in handed_in
-    ]
-    return agreement.problem(sorted(members, key=lambda m: m.process))
+  def compare() -> str:
+    """Describes how the processes differ, on process 0."""
+    found = {
+      int(key.rpartition('/')[2]): json.loads(value)
+      for key, value in state.client.key_value_dir_get(folder)
+    }
+    return consistency.describe_differences(
+      {f'process {p} {host}': facts for p, (host, facts) in sorted(found.items())}
+    )
 
-  problem = from_lead(compare, f'{name}, compared', PROMPT)
-  if problem:
-    raise errors.UserError(problem)
+  if difference := from_lead(compare, name, timeout):
+    raise errors.UserError(difference)
 
 
 @contextlib.contextmanager
-def failing_as_one() -> Iterator[None]:
-  """Tells the other processes of an error that leaves this context.
+def fail_together() -> Iterator[None]:
+  """Ends all other processes with the error that leaves this context.
 
-  They raise `PeerError` where they next meet. If that is not soon, because
-  they wait for this process's devices, they are ended where they are. All
-  have the status that this process ends with.
+  They print its message and exit with the status of this process, wherever
+  they are.
   """
   try:
     yield
-  except errors.PeerError:
-    raise
-  except errors.UserError as error:
-    _tell(str(error), app.status(error))
-    raise
-  except Exception as error:
-    _tell(f'{type(error).__name__}: {error}', app.status(error))
-    raise
-  except SystemExit as end:
-    status = app.status(end)
-    if status:
-      _tell(f'it ended with status {status} and has said why.', status)
+  except BaseException as error:
+    if status := app.status(error):
+      text = str(error)
+      if isinstance(error, SystemExit):
+        text = f'it exited with status {status} after saying why.'
+      elif not isinstance(error, errors.UserError):
+        text = f'{type(error).__name__}: {error}'
+      _publish_failure(text, status)
     raise
 
 
-def _tell(message: str, status: int) -> None:
-  """Goes to the next meeting with an error, and from there to all others."""
+def _publish_failure(message: str, status: int) -> None:
+  """Tells the other processes that this one fails, and waits for them."""
   state = jax_distributed.global_state
-  client, me = state.client, state.process_id
-  if client is None:
+  if state.client is None:
     return
-  global _met
-  here = _met = _met + 1
-  said = {
+  _ending.set()
+  failure = {
     'message': (
-      f'process {me} of {state.num_processes} failed, and this one stops with'
-      f' it: {message[:_MESSAGE_LENGTH]}'
+      f'process {state.process_id} of {state.num_processes} failed, and this'
+      f' one ends with it: {message[:_MESSAGE_LENGTH]}'
     ),
     'status': status,
   }
-  all_met = threading.Event()
-
-  def meet():
-    """As long as who came first will wait, whatever is asked for here."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      client.key_value_set(_key(here, 'failed', str(me)), json.dumps(said))
-      client.wait_at_barrier(_key(here), _PARTING * 1000)
-      all_met.set()
-
-  thread = threading.Thread(target=meet, daemon=True)
-  thread.start()
-  thread.join(_PARTING)
-  if not all_met.is_set():
-    _end_all(**said)
-
-
-def _end_all(message: str, status: int) -> None:
-  """Ends the others where they are, and lets this process end by itself."""
-  _line.fail(message, status)
-  # Before jax's, which would wait for all, and abort without them.
+  # Refused where another process has failed before this one.
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    state.client.key_value_set(_FAILURE, json.dumps(failure))
+  _leave_together(state.client)
+  # Runs before jax's own handler, which would wait for the other processes
+  # and abort without them.
   atexit.register(_exit_at_once, status)
 
 
+def _end_with_failed_peer() -> None:
+  """Ends this process when another one publishes a failure; a thread."""
+  client = jax_distributed.global_state.client
+  while True:
+    try:
+      failure = json.loads(client.blocking_key_value_get(_FAILURE, 10**9))
+      break
+    except jax.errors.JaxRuntimeError as error:
+      if 'DEADLINE_EXCEEDED' not in str(error):
+        return  # The job has ended.
+  if _ending.is_set():
+    return
+  message = ' '.join(failure['message'].split())
+  print(f'Error: {message}', file=sys.stderr, flush=True)
+  _leave_together(client)
+  _exit_at_once(failure['status'])
+
+
+def _leave_together(client: Any) -> None:
+  """Waits until all processes have read the failure."""
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    client.wait_at_barrier(_FAILURE, _END_TIMEOUT * 1000)
+  if is_lead():
+    # jax aborts the others as soon as the service is gone.
+    time.sleep(1)
+
+
 def _exit_at_once(status: int) -> None:
-  """Ends this process, which has said why, without what jax does then."""
+  """Ends this process without jax's shutdown."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
 
 
-def _key(meeting: int, *parts: str) -> str:
-  return '/'.join(['encdec_adapt', 'meeting', str(meeting), *parts])
+@contextlib.contextmanager
+def _waiting(name: str, timeout: float) -> Iterator[None]:
+  """Notes a synchronisation point, and names it where the wait fails."""
+  global _last_barrier
+  _last_barrier = f'waiting at {name!r}'
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    raise errors.AbsentError(
+      f'process {jax_distributed.global_state.process_id} waited at {name!r} for the other'
+      f' processes, for at most {timeout:g} s: {error}'
+    ) from error
+  _last_barrier = f'passed {name!r}'
 
 
-def _process(key: str) -> int:
-  """The process that a key of a failure ends in."""
-  return int(key.rsplit('/', 1)[1])
+def _next_key(name: str) -> str:
+  """Returns a new key, the same in all processes."""
+  global _count
+  _count += 1
+  return f'encdec_adapt/{_count}/{name}'

@@ -1,12 +1,12 @@
-"""Asks a job to stop when a machine is about to be taken away.
+"""Stops a job when its machine is about to be taken away.
 
 Launchers and clouds announce that with SIGTERM and kill the process some
-30 seconds later. The training loop looks between steps, saves, and exits
-with `app.RESTART`.
+30 seconds later. The training loop asks between steps, saves, and exits with
+`app.RESTART`.
 
-Of several processes often one alone is told, and all must save the same
-step. JAX's own handler, installed by `distributed.initialize`, then passes
-the notice on, and the processes agree on a step that none of them has begun.
+Often only one of several processes gets the signal, and all must save the
+same step. jax's own handler, installed by `distributed.initialize`, then
+passes the notice on, and the processes agree on a step that none has begun.
 """
 
 import signal
@@ -19,12 +19,12 @@ from jax.experimental import multihost_utils
 class StopSignal:
   """Context manager that turns SIGTERM into a step to stop after.
 
-  Must be entered in the main thread (Python's rule for signal handlers). The
-  handler that was there before is put back on exit.
+  Must be entered in the main thread (Python's rule for signal handlers); the
+  previous handler is restored on exit.
   """
 
   def __init__(self):
-    """Nothing is installed yet."""
+    """Installs nothing yet."""
     self._before: object = None
     self._received = False
 
@@ -35,18 +35,17 @@ class StopSignal:
 
   def __exit__(self, *exception) -> None:
     if jax.process_count() == 1:
-      # None: installed from C, and Python cannot put it back.
-      before = signal.SIG_DFL if self._before is None else self._before
-      signal.signal(signal.SIGTERM, before)
+      # None: installed from C, which Python cannot restore.
+      signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
     self._received = True
 
   def reached(self, step: int) -> bool:
-    """Whether to stop after this step.
+    """Returns whether to stop after this step.
 
     Args:
-      step: just taken. Every process asks after every step, once.
+      step: the step just taken. Every process asks once after every step.
 
     Returns:
       With one process, whether the signal has come; with several, whether

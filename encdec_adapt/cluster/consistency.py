@@ -1,0 +1,74 @@
+"""Facts that all processes of a job must share, and how they differ.
+
+Other versions, flags or data on one host compile other programs there:
+devices then wait for each other for ever, or compute with each other's
+numbers. `cluster.distributed.require_same` collects the facts of every
+process and refuses to run where this module finds a difference.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import os
+from typing import Any
+
+from encdec_adapt.telemetry import environment
+
+_FIELDS_SHOWN = 8
+_PROCESSES_SHOWN = 3
+
+
+def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
+  """Collects versions, source, compiler options and flags of this process.
+
+  Asks no device, so that it works before jax connects the processes.
+
+  Args:
+    flags: nested mapping of the job's flags; must be JSON serialisable.
+
+  Returns:
+    Flat mapping from dotted names to JSON values.
+  """
+  return {
+    **environment.versions(),
+    'source': environment.source_digest(),
+    **environment.options(),
+    'libtpu_init_args': os.environ.get('LIBTPU_INIT_ARGS', ''),
+    **dict(environment.flat(flags)),
+  }
+
+
+def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
+  """Names every fact that differs, with its values and their processes.
+
+  Args:
+    processes: facts of each process, by its name such as `process 3 (host-c)`.
+
+  Returns:
+    A paragraph for an error message; '' where all processes agree.
+  """
+  fields = dict.fromkeys(f for facts in processes.values() for f in facts)
+  lines = []
+  for field in fields:
+    holders: dict[str, list[str]] = {}
+    for name, facts in processes.items():
+      value = json.dumps(facts[field]) if field in facts else 'absent'
+      holders.setdefault(value, []).append(name)
+    if len(holders) > 1:
+      # The odd one out is what the user looks for: smallest group first.
+      groups = sorted(holders.items(), key=lambda item: len(item[1]))
+      values = (f'{v} on {_shorten(n, _PROCESSES_SHOWN)}' for v, n in groups)
+      lines.append(f'{field} is ' + ', '.join(values))
+  if not lines:
+    return ''
+  return (
+    'the processes of this job differ:'
+    f' {_shorten(lines, _FIELDS_SHOWN, "; ")}. Start every process with the'
+    ' same source, packages, environment and flags.'
+  )
+
+
+def _shorten(items: Sequence[str], limit: int, separator: str = ', ') -> str:
+  """Joins at most `limit` items and counts the rest."""
+  more = len(items) - limit
+  shown = separator.join(items[:limit])
+  return f'{shown} and {more} more' if more > 0 else shown
