@@ -10,14 +10,14 @@ from jax.sharding import Mesh
 from encdec_adapt import config as config_lib
 from encdec_adapt import vocabulary_checks
 from encdec_adapt.cli import errors
-from encdec_adapt.cluster import compile_cache, distributed
+from encdec_adapt.cluster import distributed
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import materialization, records, workers
 from encdec_adapt.models import build, model_config, model_flops
 from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.telemetry import flops
+from encdec_adapt.telemetry import environment, flops
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import optimizers, phases
 from encdec_adapt.training import state as state_lib
@@ -33,7 +33,7 @@ def make_mesh(settings: config_lib.Settings) -> Mesh:
     UserError: the axes do not multiply to the devices.
   """
   if settings.compute.compile_cache:
-    compile_cache.enable(settings.compute.compile_cache)
+    environment.enable_compile_cache(settings.compute.compile_cache)
   try:
     return mesh_lib.make_mesh(settings.mesh)
   except ValueError as error:
@@ -235,11 +235,11 @@ def open_data(settings: config_lib.Settings) -> Data:
   if distributed.is_lead() and materialization.is_missing(settings.data):
     print('records are missing; encdec_adapt.materialize makes them')
     workers.run_in_subprocess(materialization.materialize, settings.data)
-  distributed.barrier('records', distributed.MAKING)
+  distributed.barrier('records', distributed.MAKE_TIMEOUT)
   opened = settings.data.vocabularies.open()
   vocabulary_checks.check_sizes(settings, opened)
   train_set, eval_set = materialization.open_sets(settings.data, opened)
-  distributed.agree(
+  distributed.require_same(
     'data',
     {
       'data.train': train_set.digests,

@@ -117,7 +117,6 @@ class Loop:
     self._watch = watchdog.Watchdog(
       workdir,
       jax.process_index(),
-      jax.process_count(),
       factor=20.0 if train.hang_seconds else 0.0,
       least=12 * train.hang_seconds,
       least_step=train.hang_seconds,

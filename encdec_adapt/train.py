@@ -43,7 +43,10 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_integer('processes', None, 'How many there are.', **define)
   flags.DEFINE_integer('process', None, 'Which this one is.', **define)
   flags.DEFINE_integer(
-    'start_seconds', distributed.START, 'To wait for all of them.', **define
+    'start_seconds',
+    distributed.START_TIMEOUT,
+    'Seconds for all processes to come up.',
+    **define,
   )
 
 
@@ -53,17 +56,17 @@ def main(values: flags.FlagValues) -> int:
   if values.print_config:
     print(config_lib.page(values.config.to_dict()))
     return 0
-  with profiling.listening(), distributed.failing_as_one():
+  with profiling.listening(), distributed.fail_together():
     distributed.initialize(
       values.coordinator,
       values.processes,
       values.process,
-      told={
+      flags={
         'config': values.config.to_dict(),
         'workdir': values.workdir,
         'dry_run': values.dry_run,
       },
-      seconds=values.start_seconds,
+      timeout=values.start_seconds,
     )
     if values.dry_run:
       workdir = values.workdir or ''

@@ -425,7 +425,7 @@ class Checkpoints:
     try:
       manager.close()
     except Exception as error:  # The failure that is being reported.
-      if not errors.behind(failure):
+      if not errors.user_error_behind(failure):
         step_folders.warn(f'closing the checkpoint manager: {error}')
 
   def _not_saved(self, step: int, why: object) -> CheckpointError:

@@ -10,8 +10,8 @@ which this module alone holds (jax has no public names for them):
 - Barriers need no device, so that devices that wait for each other do not
   hold them up; every one has a timeout.
 - Failure: a process that fails publishes its error under one key. A thread of
-  every other process waits for that key and ends the process with the same
-  error and status, even where it is blocked in a collective.
+  every other process polls that key and ends the process with the same error
+  and status, even where it is blocked in a collective.
 - Death: a process that is killed stops sending heartbeats, and jax aborts the
   others with status 134 after `_HEARTBEAT_TIMEOUT` seconds (at once if it was
   process 0).
@@ -53,15 +53,18 @@ READ_TIMEOUT = 6 * 3600  # Reading or writing a model, checkpoint or records.
 MAKE_TIMEOUT = 24 * 3600  # Making records.
 
 _HEARTBEAT_TIMEOUT = 30  # Seconds.
-# For all processes to leave together, in order or after a failure.
-_END_TIMEOUT = 30
+# For all processes to leave together, in order or after a failure. Longer than
+# the one above: an error that the death of another process has caused ends
+# with jax's abort, on which launchers restart, and not with status 1.
+_END_TIMEOUT = 45
 _RETRY = 0.5  # Seconds between two attempts to reach process 0.
+_POLL = 1.0  # Seconds between two looks for the failure of another process.
 _FAILURE = 'encdec_adapt/failure'
 _MESSAGE_LENGTH = 4000
 
 _count = 0  # Synchronisation points so far, the same in all processes.
 _last_barrier = 'none'
-_ending = threading.Event()  # This process is ending with its own error.
+_ending = threading.Event()  # This process ends by itself.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,11 @@ def initialize(
   if address.processes == 1:
     return
   _connect(address, timeout)
-  threading.Thread(target=_end_with_failed_peer, daemon=True).start()
+  watcher = threading.Thread(target=_end_with_failed_peer, daemon=True)
+  watcher.start()
+  # A thread that is inside the client when Python ends would abort it.
+  atexit.register(watcher.join)
+  atexit.register(_ending.set)
   facts = consistency.process_facts(flags or {})
   require_same('start', {'processes': address.processes, **facts})
   # Creating the backend waits for the devices of all processes.
@@ -184,14 +191,6 @@ def _connect(address: _Address, timeout: float) -> None:
   for registration: it must be shorter than the clients' for the service to
   say which process is missing.
   """
-  # Only the CPU backend reads the first; cluster/preemption.py uses the
-  # second.
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  jax.config.update('jax_enable_preemption_service', True)
-  if address.devices is not None:
-    devices = ','.join(map(str, address.devices))
-    jax.config.update('jax_cuda_visible_devices', devices)
-    jax.config.update('jax_rocm_visible_devices', devices)
   state, seconds = jax_distributed.global_state, max(1, int(timeout))
   if address.process == 0:
     _require_free(address.port)
@@ -204,6 +203,14 @@ def _connect(address: _Address, timeout: float) -> None:
     )
   else:
     _wait_for_coordinator(address, timeout)
+  # Only the CPU backend reads the first; cluster/preemption.py uses the
+  # second.
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.config.update('jax_enable_preemption_service', True)
+  if address.devices is not None:
+    devices = ','.join(map(str, address.devices))
+    jax.config.update('jax_cuda_visible_devices', devices)
+    jax.config.update('jax_rocm_visible_devices', devices)
   client = _jax.get_distributed_runtime_client(
     f'{address.host}:{address.port}',
     address.process,
@@ -335,7 +342,10 @@ def require_same(
       for key, value in state.client.key_value_dir_get(folder)
     }
     return consistency.describe_differences(
-      {f'process {p} {host}': facts for p, (host, facts) in sorted(found.items())}
+      {
+        f'process {p} {host}': facts
+        for p, (host, facts) in sorted(found.items())
+      }
     )
 
   if difference := from_lead(compare, name, timeout):
@@ -387,28 +397,23 @@ def _publish_failure(message: str, status: int) -> None:
 def _end_with_failed_peer() -> None:
   """Ends this process when another one publishes a failure; a thread."""
   client = jax_distributed.global_state.client
-  while True:
-    try:
-      failure = json.loads(client.blocking_key_value_get(_FAILURE, 10**9))
-      break
-    except jax.errors.JaxRuntimeError as error:
-      if 'DEADLINE_EXCEEDED' not in str(error):
-        return  # The job has ended.
-  if _ending.is_set():
-    return
-  message = ' '.join(failure['message'].split())
-  print(f'Error: {message}', file=sys.stderr, flush=True)
-  _leave_together(client)
-  _exit_at_once(failure['status'])
+  while not _ending.wait(_POLL):
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # No such key.
+      failure = json.loads(client.key_value_try_get(_FAILURE))
+      message = ' '.join(failure['message'].split())
+      print(f'Error: {message}', file=sys.stderr, flush=True)
+      _leave_together(client)
+      _exit_at_once(failure['status'])
 
 
 def _leave_together(client: Any) -> None:
   """Waits until all processes have read the failure."""
-  with contextlib.suppress(jax.errors.JaxRuntimeError):
+  try:
     client.wait_at_barrier(_FAILURE, _END_TIMEOUT * 1000)
-  if is_lead():
-    # jax aborts the others as soon as the service is gone.
-    time.sleep(1)
+    # jax aborts the others as soon as the service of process 0 is gone.
+    time.sleep(1 if is_lead() else 0)
+  except jax.errors.JaxRuntimeError:
+    time.sleep(5)  # A process is dead, and jax is about to abort this one.
 
 
 def _exit_at_once(status: int) -> None:

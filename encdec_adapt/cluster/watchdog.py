@@ -2,9 +2,10 @@
 
 If a collective misses a process or a file system does not answer, the process
 waits in C++ and no exception comes. A thread compares the time since the last
-heartbeat with a multiple of the median step; beyond it, it writes the stacks
-of all threads, the step and the last barrier to `hang/PROCESS.txt`, and ends
-the process with `app.HANG`, on which launchers restart.
+heartbeat with a multiple of the median step; beyond it, it reports the stacks
+of all threads, the step and the last barrier on standard error and in
+`hang/PROCESS.txt`, and ends the process with `app.HANG`, on which launchers
+restart.
 """
 
 import collections
@@ -111,8 +112,7 @@ class Watchdog:
         return
 
   def _report(self, head: str) -> None:
-    """Writes a report; gives up where the folder hangs too."""
-    print(head, file=sys.stderr, flush=True)
+    """Prints a report and writes it, unless the folder hangs too."""
     with tempfile.TemporaryFile() as file:
       faulthandler.dump_traceback(file, all_threads=True)
       file.seek(0)
@@ -122,7 +122,5 @@ class Watchdog:
       target=paths.write, args=(path, head.encode() + stacks), daemon=True
     )
     thread.start()
+    print(f'{head}{stacks.decode()}{path}', file=sys.stderr, flush=True)
     thread.join(_REPORT_SECONDS)
-    print(f'stacks of all threads: {path}', file=sys.stderr)
-    if thread.is_alive():
-      print(stacks.decode(), file=sys.stderr, flush=True)

@@ -167,7 +167,7 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
       )
   except manager.CheckpointError as error:
     # What a leaf is made of may be damaged: that is not the disk's fault.
-    raise errors.behind(error) or error from error
+    raise errors.user_error_behind(error) or error from error
 
 
 @contextlib.contextmanager

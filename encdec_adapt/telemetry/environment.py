@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from encdec_adapt.files import disk, paths
+
 # Grain's index shuffle is the order of the rows.
 _PACKAGES = (
   'jax',
@@ -215,3 +217,24 @@ def memory_high_water() -> dict[str, int]:
   found = [device.memory_stats() for device in jax.local_devices()]
   peaks = [s['peak_bytes_in_use'] for s in found if s]
   return {'memory_peak_bytes': max(peaks)} if peaks else {}
+
+
+def enable_compile_cache(folder: str | os.PathLike[str]) -> None:
+  """Keeps compiled programs in a folder; call before the first `jit`.
+
+  XLA compiles for the processor it runs on, and a folder may be shared by
+  machines or outlive one, so each kind of machine has a subfolder.
+
+  Args:
+    folder: local folder or bucket address; made if need be. Processes may
+      share it.
+
+  Raises:
+    UserError: the folder cannot be written.
+  """
+  machine = json.dumps(fingerprint(), sort_keys=True).encode()
+  digest = hashlib.blake2b(machine, digest_size=8).hexdigest()
+  path = disk.require_writable(paths.join(folder, digest))
+  jax.config.update('jax_compilation_cache_dir', str(paths.absolute(path)))
+  # Shorter compilations are not worth a file.
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

@@ -1,8 +1,8 @@
-"""The lock is taken and lost by real processes."""
+"""Locks of folders and buckets are taken and lost by real processes."""
 
 import contextlib
+import json
 import os
-import pathlib
 import resource
 import signal
 import subprocess
@@ -11,14 +11,15 @@ import time
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import lock
-from encdec_adapt.files import disk
+from encdec_adapt.files import disk, paths
+from tests import tiny
 
 _OWNER = """
 import sys, time
 from encdec_adapt.cluster import lock
-with lock.WorkdirLock(sys.argv[1]):
+with lock.hold(sys.argv[1]):
   {more}
   print('held', flush=True)
   time.sleep(120)
@@ -29,7 +30,7 @@ _FORK = """
   ready, tell = os.pipe()
   child = os.fork()
   if not child:
-    os.write(tell, b'.')  # Only now it runs, and has let the lock go.
+    os.write(tell, b'.')  # It runs only now, after it has released the lock.
     time.sleep(120)
   os.read(ready, 1)
   print(child, flush=True)
@@ -43,11 +44,13 @@ _SPAWN = """
 
 @contextlib.contextmanager
 def _owner(folder, more='pass'):
-  """A process that holds the lock; yields it and its child's pid, if any."""
+  """Starts a process that holds the lock; yields it and its child's pid."""
   process = subprocess.Popen(
     [sys.executable, '-c', _OWNER.format(more=more.strip()), str(folder)],
     stdout=subprocess.PIPE,
     text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
   )
   child = None
   try:
@@ -64,91 +67,73 @@ def _owner(folder, more='pass'):
     process.stdout.close()
 
 
-def test_a_second_job_is_told_who_holds_the_folder(tmp_path):
-  with _owner(tmp_path) as (process, _):
+@pytest.mark.parametrize('place', ['folder', 'bucket'])
+def test_a_second_job_is_told_who_holds_it_and_a_killed_one_does_not(
+  tmp_path, place, request
+):
+  folder = tmp_path if place == 'folder' else request.getfixturevalue(place)
+  with _owner(folder) as (process, _):
     with pytest.raises(errors.UserError) as caught:
-      lock.WorkdirLock(tmp_path).acquire()
+      with lock.hold(folder):
+        pass
     message = str(caught.value)
     assert f'process {process.pid} on {os.uname().nodename}' in message
-    assert time.strftime('started %Y-') in message
-    assert str(tmp_path) in message
-
-
-def test_sigkill_frees_the_lock_at_once(tmp_path):
-  with _owner(tmp_path) as (process, _):
-    process.send_signal(signal.SIGKILL)
+    assert time.strftime('started %Y-') in message and str(folder) in message
+    process.kill()
     process.wait()
-    with lock.WorkdirLock(tmp_path):
-      pass
+    began = time.monotonic()
+    with lock.hold(folder):
+      assert time.monotonic() - began < lock.STALE / 2
 
 
 @pytest.mark.parametrize('more', [_FORK, _SPAWN], ids=['forked', 'started'])
 def test_a_child_that_outlives_its_owner_does_not_hold_it(tmp_path, more):
   with _owner(tmp_path, more) as (process, child):
-    with pytest.raises(errors.UserError):
-      lock.WorkdirLock(tmp_path).acquire()
     process.send_signal(signal.SIGKILL)
     process.wait()
     os.kill(child, 0)  # It is alive.
-    with lock.WorkdirLock(tmp_path):
+    with lock.hold(tmp_path):
       pass
 
 
 def test_released_and_taken_again_in_one_process(tmp_path):
-  first, second = lock.WorkdirLock(tmp_path), lock.WorkdirLock(tmp_path)
-  with first:
+  with lock.hold(tmp_path):
     with pytest.raises(errors.UserError, match=f'process {os.getpid()} '):
-      second.acquire()
-  with second:
+      with lock.hold(tmp_path):
+        pass
+    (tmp_path / lock.FILE).write_bytes(b'')  # As before an owner's first write.
+    with pytest.raises(errors.UserError, match=r'process \? on'):
+      with lock.hold(tmp_path):
+        pass
+  with lock.hold(tmp_path):
     pass
-  second.release()
 
 
-def test_an_owner_that_has_not_written_yet(tmp_path):
-  with lock.WorkdirLock(tmp_path):
-    (tmp_path / lock.FILE).write_bytes(b'')
-    with pytest.raises(errors.UserError, match='only just started'):
-      lock.WorkdirLock(tmp_path).acquire()
-
-
-@contextlib.contextmanager
-def _unprivileged():
-  """Root may write anywhere; nobody may not."""
-  if os.geteuid() != 0:
-    yield
-    return
-  os.seteuid(65534)
-  try:
-    yield
-  finally:
-    os.seteuid(0)
-
-
-def test_a_read_only_folder(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path):
   folder = tmp_path / 'work'
   folder.mkdir(mode=0o555)
-  for path in (folder, folder / 'below'):
-    with _unprivileged():
+  if root := os.geteuid() == 0:  # May write anywhere.
+    os.seteuid(65534)
+  try:
+    for path in (folder, folder / 'below'):
       with pytest.raises(errors.UserError, match='cannot be written'):
-        lock.WorkdirLock(path).acquire()
+        with lock.hold(path):
+          pass
+  finally:
+    if root:
+      os.seteuid(0)
 
 
 def test_a_full_disk(tmp_path):
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
   try:
-    with pytest.raises(errors.UserError) as caught:
-      lock.WorkdirLock(tmp_path).acquire()
+    with pytest.raises(errors.UserError, match='is full'):
+      with lock.hold(tmp_path):
+        pass
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  assert 'is full' in str(caught.value)
-  assert [path.name for path in pathlib.Path(tmp_path).iterdir()] == []
-
-
-def test_a_file_in_the_way(tmp_path):
-  (tmp_path / 'file').write_text('')
-  with pytest.raises(errors.UserError, match='cannot be written'):
-    disk.require_writable(tmp_path / 'file' / 'work')
+  assert not list(tmp_path.iterdir())
 
 
 def test_space(tmp_path):
@@ -157,15 +142,87 @@ def test_space(tmp_path):
     disk.require_space(tmp_path, 2**50, what='the records')
 
 
+def _forge(folder, **changes):
+  """Writes the lock of another process."""
+  owner = {**lock._describe_self(), 'pid': 77, **changes}
+  paths.write(paths.join(folder, lock.FILE), json.dumps(owner).encode())
+
+
+def test_a_bucket_lock_is_renewed_and_released(bucket, store):
+  name = store.key(f'{bucket}/{lock.FILE}')
+  with lock.BucketLock(bucket, beat=0.05):
+    first = store.objects[name]
+    deadline = time.monotonic() + 30
+    while store.objects[name].generation == first.generation:
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
+    owner, later = json.loads(first.data), json.loads(store.objects[name].data)
+    assert later.pop('heartbeat') > owner.pop('heartbeat')
+    assert later == owner
+  assert name not in store.objects
+
+
+def test_a_slow_answer_is_no_sign_of_death(bucket, monkeypatch):
+  """The owner, on another machine, renews its lock all the time."""
+
+  class Slow:
+    """A bucket whose first answer is late."""
+
+    def __init__(self, real):
+      self._real, self._late = real, True
+
+    def read(self, name):
+      _forge(bucket, machine='another', heartbeat=time.time())
+      found = self._real.read(name)
+      if self._late:
+        time.sleep(0.5)
+      self._late = False
+      return found
+
+  real = paths.key_value_store
+  monkeypatch.setattr(paths, 'key_value_store', lambda path: Slow(real(path)))
+  with pytest.raises(errors.UserError, match='in use by another job'):
+    with lock.BucketLock(bucket, beat=0.05, stale=0.3):
+      pass
+
+
+@pytest.mark.parametrize('damaged', [False, True])
+def test_a_dead_job_of_another_machine_is_waited_for(bucket, capfd, damaged):
+  _forge(bucket, machine='elsewhere')
+  if damaged:
+    paths.write(paths.join(bucket, lock.FILE), b'[')
+  began = time.monotonic()
+  with lock.BucketLock(bucket, beat=0.2, stale=0.6):
+    assert time.monotonic() - began > 0.6
+  assert 'took over' in capfd.readouterr().err
+
+
+def test_of_two_that_take_over_one_wins(bucket):
+  _forge(bucket, machine='elsewhere')
+  second = lock.BucketLock(bucket)
+  second._store = paths.key_value_store(second.folder)
+  seen = second._store.read(lock.FILE).result().stamp.generation
+  with lock.BucketLock(bucket, beat=10.0, stale=0.1):
+    assert not second._write(seen)
+
+
 @pytest.mark.parametrize(
-  'nbytes, text',
-  [
-    (0, '0 bytes'),
-    (1023, '1023 bytes'),
-    (1024, '1.0 KiB'),
-    (3 * 2**29, '1.5 GiB'),
-    (2**60, '1024.0 PiB'),
-  ],
+  'how, status',
+  # Launchers restart a job whose bucket was away, not one that another job
+  # has replaced.
+  [('taken', app.USER_ERROR), ('unreachable', app.HANG)],
 )
-def test_format_bytes(nbytes, text):
-  assert disk.format_bytes(nbytes) == text
+def test_an_owner_that_lost_its_lock_ends(bucket, store, how, status, capfd):
+  ended = []
+  held = lock.BucketLock(bucket, beat=0.1, stale=0.5, end=ended.append)
+  with held:
+    try:
+      if how == 'taken':
+        _forge(bucket, machine='elsewhere')
+      else:
+        store.refuses = 403
+      held._thread.join(30)
+      assert ended == [status]
+      assert 'is lost' in capfd.readouterr().err
+    finally:
+      store.refuses = 0

@@ -65,7 +65,7 @@ def start(name):
   ],
 )
 def test_a_child_dies_with_its_parent(name, number):
-  program = 'from tests.runtime import test_orphans as t; t.start'
+  program = 'from tests.cluster import test_parent_death as t; t.start'
   parent = subprocess.Popen(
     [sys.executable, '-c', f'{program}({name!r})'],
     cwd=ROOT,

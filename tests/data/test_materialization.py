@@ -229,7 +229,7 @@ def test_other_records_are_not_written_over(text, tmp_path):
 
 
 def test_a_second_job_on_the_same_folder_is_refused(text, tmp_path):
-  with lock.WorkdirLock(tmp_path):
+  with lock.FileLock(tmp_path):
     with pytest.raises(errors.UserError, match='another job'):
       make(text, tmp_path)
 

@@ -112,7 +112,6 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert 'coverage.json' in names and 'environment.json' in names
   assert 'hugging_face/decoder/tokenizer.model' in names
   assert any(name.startswith('profile/') for name in names)
-  assert any(name.startswith('heartbeat/') for name in names)
   capsys.readouterr()
   assert tiny.call(train, *flags) == 0
   assert 'continuing at step 4' in capsys.readouterr().out

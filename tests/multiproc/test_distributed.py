@@ -1,10 +1,8 @@
-"""Processes meet, and fail as one: whichever fails, both say why, at once.
-
-One that is missing, or told something else, or gone, ends the others too.
-"""
+"""Real processes start, synchronise and end together."""
 
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -12,84 +10,93 @@ import time
 import pytest
 
 from encdec_adapt.cli import app
-from encdec_adapt.cluster import lock, watchdog
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
-# Both processes go through the same places; at each, one may fail.
-_MEMBER = """
-import json, pathlib, sys
+
+def _start(program, folder, count, present, *arguments, **environment):
+  """Starts a program in the `present` of `count` processes of a job.
+
+  Its arguments are coordinator, count, index and `arguments`; it writes to
+  `INDEX.log`.
+  """
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
+  processes = []
+  for index in present:
+    command = [sys.executable, '-c', program, coordinator, str(count)]
+    with open(folder / f'{index}.log', 'w') as log:
+      processes.append(
+        subprocess.Popen(
+          [*command, str(index), *arguments],
+          cwd=tiny.ROOT,
+          env=tiny.environment()
+          | {key: value.format(index) for key, value in environment.items()},
+          stdout=log,
+          stderr=subprocess.STDOUT,
+        )
+      )
+  return processes
+
+
+def _logs(folder: pathlib.Path) -> list[str]:
+  return [path.read_text() for path in sorted(folder.glob('*.log'))]
+
+
+_SYNCHRONISE = """
+import json, pathlib, sys, time
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
 coordinator, me = sys.argv[1], int(sys.argv[2])
-distributed.initialize(coordinator, 2, me)
-said = []
-
-def attempt(work):
+distributed.initialize(coordinator, 2, me, flags={'steps': 3})
+said = [distributed.from_lead(lambda: {'step': 7 + me})]
+distributed.barrier('the door')
+distributed.require_same('data', {'rows': 8})
+try:
+  distributed.require_same('data', {'rows': 8, 'shards': me})
+except errors.UserError as error:
+  said.append(str(error))
+if me == 1:
+  time.sleep(2)
+else:  # The other never comes.
   try:
-    with distributed.failing_as_one():
-      said.append(work())
-  except (Exception, SystemExit) as error:
-    said.append(f'{type(error).__name__}: {error}')
-
-def refuse(*who, error=errors.UserError('no room')):
-  if me in who:
-    raise error
-  return distributed.barrier('the door')
-
-attempt(lambda: distributed.from_lead(lambda: {'step': 7}))
-attempt(lambda: refuse())
-attempt(lambda: refuse(0))
-attempt(lambda: refuse(1))
-attempt(lambda: refuse(0, 1))
-attempt(lambda: refuse(1, error=ValueError('a defect')))
-attempt(lambda: refuse(0, error=SystemExit(2)))
-attempt(lambda: distributed.from_lead(lambda: {}['damaged']))
-attempt(lambda: distributed.from_lead(lambda: None))
-attempt(lambda: refuse())
-attempt(lambda: distributed.agree('data', {'rows': 8}))
-attempt(lambda: distributed.agree('data', {'rows': 8, 'shards': me}))
-if me == 0:  # The other never comes.
-  try:
-    distributed.barrier('the gate', distributed.Patience('a nap', 0.5))
-  except errors.UserError as error:
+    distributed.barrier('the gate', timeout=0.5)
+  except errors.AbsentError as error:
     said.append(str(error))
 pathlib.Path(sys.argv[3]).write_text(json.dumps(said))
 """
 
-_OWN = 'UserError: no room'
 
-
-def _peer(process: int, message: str) -> str:
-  return (
-    f'PeerError: process {process} of 2 failed, and this one stops with it:'
-    f' {message}'
+def test_processes_synchronise_and_compare(tmp_path):
+  zero, one = tiny.run_pair(_SYNCHRONISE, tmp_path)
+  host = platform.node()
+  differ = (
+    'the processes of this job differ: shards is 0 on process 0'
+    f' ({host}), 1 on process 1 ({host}). Start every process with the same'
+    ' source, packages, environment and flags.'
   )
+  assert one == [{'step': 7}, differ] == zero[:2]
+  assert zero[2].startswith("process 0 waited at 'the gate' for the other")
+  assert 'timed out task names:\n1' in zero[2]
 
 
-# One fails while the other waits for it somewhere else than at a meeting.
-_ALONE = """
+# F fails, S sleeps, B waits at the next barrier.
+_FAIL = """
 import sys, time
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import distributed
-coordinator, me, roles = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-distributed._PARTING = 2
-ERRORS = {
-  'bad input': errors.UserError('no room'),
-  'defect': ValueError('a defect'),
-  'absent': errors.AbsentError('a machine is gone'),
-}
+coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+role = sys.argv[4][me]
+ERRORS = {'bad input': errors.UserError('no room'), 'bug': ValueError('a bug')}
 
 def main(_):
-  with distributed.failing_as_one():
-    distributed.initialize(coordinator, len(roles), me)
+  with distributed.fail_together():
+    distributed.initialize(coordinator, count, me)
     distributed.barrier('the start')
-    if roles[me] == 'F':
-      raise ERRORS[sys.argv[4]]
-    if roles[me] == 'M':
+    if role == 'F':
+      raise ERRORS[sys.argv[5]]
+    if role == 'B':
       distributed.barrier('the end')
-    print('busy', flush=True)
     time.sleep(600)
 
 app.guard(main, None)
@@ -97,252 +104,120 @@ app.guard(main, None)
 
 
 @pytest.mark.parametrize(
-  'roles, error, status, said',
+  'roles, error, status, message',
   [
     ('FS', 'bad input', app.USER_ERROR, 'no room'),
-    ('SF', 'bad input', app.USER_ERROR, 'no room'),
-    ('SF', 'defect', 1, 'ValueError: a defect'),
-    ('FS', 'absent', app.HANG, 'a machine is gone'),
-    ('MFS', 'bad input', app.USER_ERROR, 'no room'),
-    ('SMF', 'bad input', app.USER_ERROR, 'no room'),
+    ('BSF', 'bug', 1, 'ValueError: a bug'),
   ],
 )
-def test_one_that_fails_ends_the_others_wherever_they_are(
-  tmp_path, roles, error, status, said
+def test_a_failure_ends_all_processes_with_its_message_and_status(
+  tmp_path, roles, error, status, message
 ):
-  """F fails, S sleeps elsewhere, M comes to the next meeting."""
-  coordinator = f'127.0.0.1:{tiny.free_port()}'
-  logs = [tmp_path / f'process_{index}.log' for index in range(len(roles))]
-  members = []
-  for index, log in enumerate(logs):
-    command = [sys.executable, '-c', _ALONE, coordinator, str(index)]
-    with open(log, 'w') as file:
-      members.append(
-        subprocess.Popen(
-          [*command, roles, error],
-          cwd=tiny.ROOT,
-          env=tiny.environment(),
-          stdout=file,
-          stderr=subprocess.STDOUT,
-        )
-      )
-  codes = tiny.wait_all(members, 120)
-  texts = [log.read_text() for log in logs]
-  assert codes == [status] * len(roles), texts
+  count = len(roles)
+  processes = _start(_FAIL, tmp_path, count, range(count), roles, error)
+  codes, logs = tiny.wait_all(processes, 120), _logs(tmp_path)
+  assert codes == [status] * count, logs
   failing = roles.index('F')
-  assert said in texts.pop(failing)
-  told = f'process {failing} of {len(roles)} failed, and this one stops with it'
-  assert all(f'Error: {told}: {said}' in text for text in texts), texts
+  assert message in logs.pop(failing)
+  said = f'process {failing} of {count} failed, and this one ends with it'
+  assert all(f'Error: {said}: {message}' in log for log in logs), logs
 
 
-def test_processes_meet_and_fail_as_one(tmp_path):
-  zero, one = tiny.run_pair(_MEMBER, tmp_path)
-  ended = 'it ended with status 2 and has said why.'
-  host = platform.node()
-  differ = (
-    'UserError: the processes of this job differ: shards is 0 on process 0'
-    f' ({host}), 1 on process 1 ({host}). Start every process with the same'
-    ' source, packages, environment and flags.'
-  )
-  assert list(zip(zero, one, strict=False)) == [
-    ({'step': 7}, {'step': 7}),
-    (None, None),
-    (_OWN, _peer(0, 'no room')),
-    (_peer(1, 'no room'), _OWN),
-    (_OWN, _OWN),
-    (_peer(1, 'ValueError: a defect'), 'ValueError: a defect'),
-    ('SystemExit: 2', _peer(0, ended)),
-    ("KeyError: 'damaged'", _peer(0, "KeyError: 'damaged'")),
-    (None, None),
-    (None, None),
-    (None, None),
-    (differ, differ),
-  ]
-  assert len(one) == len(zero) - 1
-  assert zero[-1].startswith(
-    "process 0 waited 0.5 seconds at 'the gate' for the other 1, the limit"
-    ' where a nap comes before it'
-  )
+_ALONE = """
+import sys
+from encdec_adapt.cluster import distributed
+coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+distributed.initialize(coordinator, count, me, timeout=8)
+"""
 
 
-def test_a_refusal_of_process_0_ends_its_peer(tmp_path):
-  """The command: the work directory is another job's."""
-  flags = tiny.make_records(tmp_path)
-  with lock.WorkdirLock(tmp_path / 'taken'):
-    processes = tiny.start_several(
-      2, 'train', *flags, f'--workdir={tmp_path}/taken', logs=tmp_path
-    )
-    began = time.monotonic()
-    codes = tiny.wait_all(processes, 240)
-  print(f'ended after {time.monotonic() - began:.1f} s')
-  zero, one = ((tmp_path / f'process_{i}.log').read_text() for i in range(2))
-  assert codes == [app.USER_ERROR] * 2, zero + one
-  reason = f'The work directory {tmp_path}/taken is in use by another job'
-  assert f'\nError: {reason}' in '\n' + zero
-  paragraph = one.strip().splitlines()[-1]
-  assert paragraph.startswith('Error: process 0 of 2 failed')
-  assert reason in paragraph
-  assert 'Traceback' not in one
+def test_a_process_missing_at_the_start_is_named(tmp_path):
+  processes = _start(_ALONE, tmp_path, 3, (0, 2))
+  codes, logs = tiny.wait_all(processes, 120), _logs(tmp_path)
+  assert codes == [-signal.SIGABRT] * 2, logs
+  assert all('timed out task names:\n1\n' in log for log in logs), logs
 
 
-def test_processes_that_were_told_otherwise_are_refused(tmp_path):
+def test_processes_with_different_flags_are_refused(tmp_path):
   """The command: one of two has another number of steps."""
-  flags = [
-    *tiny.flags(tmp_path, 'prefix_lm'),
-    f'--workdir={tmp_path}/run',
-    f'--coordinator=127.0.0.1:{tiny.free_port()}',
-    '--processes=2',
-  ]
-  logs = [tmp_path / f'process_{index}.log' for index in range(2)]
+  coordinator = f'127.0.0.1:{tiny.free_port()}'
   processes = [
     tiny.start(
       'train',
-      *flags,
+      *tiny.flags(tmp_path, 'prefix_lm'),
+      f'--workdir={tmp_path}/run',
+      f'--coordinator={coordinator}',
+      '--processes=2',
       f'--process={index}',
       f'--config.train.steps={12 + index}',
-      log=log,
+      log=tmp_path / f'{index}.log',
     )
-    for index, log in enumerate(logs)
+    for index in range(2)
   ]
-  assert tiny.wait_all(processes, 240) == [app.USER_ERROR] * 2
+  codes, logs = tiny.wait_all(processes, 240), _logs(tmp_path)
+  assert codes == [app.USER_ERROR] * 2, logs
   host = platform.node()
   for log in logs:
     assert (
-      'Error: the processes of this job differ: config.train.steps is 12 on'
+      'the processes of this job differ: config.train.steps is 12 on'
       f' process 0 ({host}), 13 on process 1 ({host}). Start every process'
-    ) in log.read_text()
+    ) in log
   assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize('present', [0, 1])
-def test_a_process_that_does_not_come_is_named(tmp_path, present):
-  """The command: one of two, which waits for a second."""
-  address = f'127.0.0.1:{tiny.free_port()}'
-  done = tiny.run(
-    'train',
-    *tiny.flags(tmp_path, 'prefix_lm'),
-    f'--workdir={tmp_path}/run',
-    f'--coordinator={address}',
-    '--processes=2',
-    f'--process={present}',
-    '--start_seconds=1',
-  )
-  assert done.returncode == app.HANG, done.stderr
-  paragraph = done.stderr.strip().splitlines()[-1]
-  assert paragraph.startswith(
-    'Error: after 1 s, 1 of 2 processes are here; missing: process 1.'
-    if present == 0
-    else f'Error: process 0 at {address} has not answered in 1 s'
-  )
-  assert 'Traceback' not in done.stderr
 
 
 # A loop that sums over the devices of both processes, as training does.
 _LOOP = """
-import sys, time
-import jax
+import pathlib, sys, time
 from jax.experimental import multihost_utils
-from encdec_adapt.cluster import distributed, watchdog
-coordinator, me, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-with distributed.failing_as_one():
-  distributed.initialize(coordinator, 2, me)
-  distributed.barrier('the start')
-  least = {'least': 600, 'least_step': 60}
-  with watchdog.Watchdog(folder, me, 2, factor=20, **least) as watch:
-    for step in range(10**6):
-      watch.beat(step)
-      multihost_utils.process_allgather(step)
-      print(step, flush=True)
-      time.sleep(0.01)
+from encdec_adapt.cluster import distributed
+distributed._HEARTBEAT_TIMEOUT = 5
+with distributed.fail_together():
+  distributed.initialize(sys.argv[1], 2, int(sys.argv[3]))
+  for step in range(10**6):
+    multihost_utils.process_allgather(step)
+    print(f'step {step}', flush=True)
+    time.sleep(0.01)
 """
 
 
 @pytest.mark.parametrize('killed', [1, 0])
-def test_the_other_of_one_that_is_killed_ends_and_reports(tmp_path, killed):
-  coordinator = f'127.0.0.1:{tiny.free_port()}'
-  members = []
-  for index in range(2):
-    with open(tmp_path / f'process_{index}.log', 'w') as log:
-      members.append(
-        subprocess.Popen(
-          [sys.executable, '-c', _LOOP, coordinator, str(index), tmp_path],
-          cwd=tiny.ROOT,
-          env=tiny.environment(),
-          stdout=subprocess.PIPE,
-          stderr=log,
-          text=True,
-        )
-      )
-  other = members[1 - killed]
-  said = tmp_path / f'process_{1 - killed}.log'
+def test_a_killed_process_ends_the_other(tmp_path, killed):
+  processes = _start(_LOOP, tmp_path, 2, range(2))
   try:
-    for line in other.stdout:
-      if line == '3\n':
-        break
-    members[killed].kill()
-    began = time.monotonic()
-    other.communicate(timeout=120)
+    deadline = time.monotonic() + 120
+    while not all('step 3' in log for log in _logs(tmp_path)):
+      assert time.monotonic() < deadline, _logs(tmp_path)
+      time.sleep(0.1)
+    processes[killed].kill()
+    status = processes[1 - killed].wait(60)
   finally:
-    for member in members:
-      member.kill()
-      member.wait()
-  print(f'ended after {time.monotonic() - began:.1f} s')
-  assert other.returncode == app.HANG, said.read_text()
-  where = f'{tmp_path}/{watchdog.REPORTS}/{1 - killed}.txt'
-  report = pathlib.Path(where).read_text()
-  assert report.startswith(f'process {killed} (')
-  assert 'is gone: its connection is closed; process' in report
-  assert "last meeting of this process: left 'the start', number 3" in report
-  for index in range(2):
-    assert f'\nprocess {index}: step at step ' in report
-  # The stacks, with at least the frames of the thread that writes them.
-  assert '\nThread 0x' in report and 'watchdog.py", line' in report
-  assert where in said.read_text()
+    for process in processes:
+      process.kill()
+      process.wait()
+  assert status == -signal.SIGABRT, _logs(tmp_path)
 
 
-@pytest.mark.parametrize('coordinator', ['auto', 'given'])
-def test_who_is_who_is_found_or_given(coordinator):
-  """SLURM's variables stand in for a TPU slice's machines, also for jax."""
-  port = tiny.free_port()
-  code = (
-    'import sys, jax\n'
-    'from encdec_adapt.cluster import distributed\n'
-    'me = int(sys.argv[1])\n'
-    "given = ('auto', None, None)\n"
-    "if sys.argv[2] == 'given':\n"
-    f"  given = ('localhost:{port}', 2, 1 - me)\n"
-    'distributed.initialize(*given)\n'
-    'print(jax.process_index(), jax.process_count(), len(jax.devices()),'
-    ' jax.config.values["jax_cuda_visible_devices"])\n'
-    "distributed.barrier('the end')\n"
+_DETECTED = """
+import jax
+from encdec_adapt.cluster import distributed
+distributed.initialize('auto', None, None)
+print('found', jax.process_index(), jax.process_count(), len(jax.devices()))
+distributed.barrier('the end')
+"""
+
+
+def test_processes_of_a_slice_are_detected(tmp_path):
+  """SLURM's variables stand in for a TPU slice's machines."""
+  processes = _start(
+    *(_DETECTED, tmp_path, 2, range(2)),
+    JAX_COORDINATOR_PORT=str(tiny.free_port()),
+    SLURM_JOB_ID='7',
+    SLURM_STEP_NODELIST='localhost',
+    SLURM_NTASKS='2',
+    SLURM_PROCID='{}',
+    SLURM_LOCALID='{}',
   )
-  slurm = {
-    'JAX_COORDINATOR_PORT': str(port),
-    'SLURM_JOB_ID': '7',
-    'SLURM_STEP_NODELIST': 'localhost',
-    'SLURM_NTASKS': '2',
-  }
-  members = [
-    subprocess.Popen(
-      [sys.executable, '-c', code, str(me), coordinator],
-      cwd=tiny.ROOT,
-      env=tiny.environment()
-      | slurm
-      | {'SLURM_PROCID': str(me), 'SLURM_LOCALID': str(me)},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for me in range(2)
-  ]
-  try:
-    outputs = [member.communicate(timeout=120)[0] for member in members]
-  finally:
-    for member in members:
-      member.kill()
-  # Found: one device to a process, which is right on no TPU but here. Given:
-  # all that it sees, under SLURM too.
-  assert [output.split() for output in outputs] == (
-    [['0', '2', '2', '0'], ['1', '2', '2', '1']]
-    if coordinator == 'auto'
-    else [['1', '2', '2', 'all'], ['0', '2', '2', 'all']]
-  )
+  codes, logs = tiny.wait_all(processes, 120), _logs(tmp_path)
+  assert codes == [0, 0], logs
+  for index, log in enumerate(logs):
+    assert f'found {index} 2 2\n' in log

@@ -67,10 +67,7 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
   finally:
     codes = tiny.wait_all(processes)
   print(f'ended after {time.monotonic() - began:.1f} s')
-  assert codes == [app.HANG, -signal.SIGKILL], _said(workdir)
-  report = (workdir / watchdog.REPORTS / '0.txt').read_text()
-  assert report.startswith('process 1 (')
-  assert 'train.py' in report  # The stack of the main thread.
+  assert codes == [-signal.SIGABRT, -signal.SIGKILL], _said(workdir)
   step = manager.open_latest(workdir).step
   assert step >= 4
   _continue_by_two(flags, workdir, step, two)
@@ -82,8 +79,8 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
 @pytest.mark.long
 def test_where_one_stops_answering_the_other_reports_and_ends(folder, flags):
   workdir = folder / 'hanging'
-  patience = ('--config.train.hang_seconds=15',)
-  processes = _start_two([*flags, *patience], workdir)
+  limit = ('--config.train.hang_seconds=10',)
+  processes = _start_two([*flags, *limit], workdir)
   try:
     _wait_for_step(processes, workdir, 9)
     processes[1].send_signal(signal.SIGSTOP)
@@ -95,7 +92,7 @@ def test_where_one_stops_answering_the_other_reports_and_ends(folder, flags):
   assert code == app.HANG, _said(workdir)
   report = (workdir / watchdog.REPORTS / '0.txt').read_text()
   assert report.startswith('process 0 hangs: ')
-  assert '\nprocess 1: step at step ' in report and 'loop.py' in report
+  assert 'train.py' in report  # The stack of the main thread.
 
 
 def _start_two(flags, workdir: pathlib.Path, command: str = 'train'):
@@ -224,7 +221,6 @@ def test_two_processes_in_a_bucket(
   assert said.count('records: copying 1 of 1 shards') == 2  # Of two sets.
   assert _records(workdir) == _records(two)
   tiny.assert_same_params(workdir, two)
-  assert paths.tree(workdir / 'heartbeat') == ['0.json', '1.json']
 
 
 @pytest.mark.long

@@ -3,11 +3,13 @@
 import json
 import shutil
 import subprocess
+import sys
 import types
 
 import jax
 import pytest
 
+from encdec_adapt.files import paths
 from encdec_adapt.telemetry import environment
 
 
@@ -83,3 +85,37 @@ def test_the_high_water_is_that_of_the_fullest_device(monkeypatch):
   devices = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in full]
   monkeypatch.setattr(jax, 'local_devices', lambda: devices)
   assert environment.memory_high_water() == {'memory_peak_bytes': 7}
+
+
+_COMPILE = """
+import sys
+import jax
+import jax.numpy as jnp
+from encdec_adapt.telemetry import environment
+
+environment.enable_compile_cache(sys.argv[1])
+# Keeps a tiny program too.
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+step = jax.jit(lambda x: jnp.tanh(x @ x) * 0.5, donate_argnums=0)
+total = step(jnp.linspace(-1.0, 1.0, 256).reshape(16, 16)).sum()
+hits = events.count('/jax/compilation_cache/cache_hits')
+print(hits > 0, float(total).hex())
+"""
+
+
+@pytest.mark.parametrize('place', ['folder', 'bucket'])
+def test_a_second_process_takes_compiled_programs(tmp_path, place, request):
+  folder = tmp_path / 'cache'
+  if place == 'bucket':
+    folder = paths.at(request.getfixturevalue('bucket'))
+  hits, totals = [], []
+  for _ in range(2):
+    command = [sys.executable, '-c', _COMPILE, str(folder)]
+    hit, total = subprocess.check_output(command, text=True).split()
+    hits.append(hit)
+    totals.append(total)
+  assert hits == ['False', 'True'] and totals[0] == totals[1]
+  (machine,) = folder.iterdir()
+  assert len(machine.name) == 16
