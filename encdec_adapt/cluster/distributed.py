@@ -431,9 +431,10 @@ def _waiting(name: str, timeout: float) -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
+    process = jax_distributed.global_state.process_id
     raise errors.AbsentError(
-      f'process {jax_distributed.global_state.process_id} waited at {name!r} for the other'
-      f' processes, for at most {timeout:g} s: {error}'
+      f'process {process} waited at {name!r} for the other processes, for at'
+      f' most {timeout:g} s: {error}'
     ) from error
   _last_barrier = f'passed {name!r}'
 
