@@ -91,24 +91,6 @@ class RecordSpec:
   vocabulary: str = ''
   encoder_vocabulary: str = ''
 
-  def __post_init__(self):
-    rules = {
-      'encoder_length': (self.encoder_length >= 0, '0 or more'),
-      'decoder_length': (self.decoder_length >= 1, 'at least 1'),
-      'passes': (self.passes >= 1, 'at least 1'),
-      'shards': (self.shards >= 1, 'at least 1'),
-      'seed': (self.seed >= 0, '0 or more'),
-      'eval_fraction': (0 <= self.eval_fraction <= 1, 'from 0 to 1'),
-      'max_documents': (self.max_documents >= 0, '0 (all) or more'),
-      'max_bytes': (self.max_bytes >= 0, '0 (all) or more'),
-      'max_rows': (self.max_rows >= 0, '0 (all) or more'),
-    }
-    for field, (holds, right) in rules.items():
-      if not holds:
-        raise errors.UserError(
-          f'data: {field}={getattr(self, field)!r} must be {right}'
-        )
-
   @property
   def lengths(self) -> batch.Lengths:
     """S and T of the rows."""

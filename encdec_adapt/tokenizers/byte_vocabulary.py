@@ -1,10 +1,10 @@
-"""The vocabulary of bytes: a token for every byte of UTF-8.
+"""The byte vocabulary: a token for every byte of UTF-8.
 
 | ids        | tokens                                   |
 |------------|------------------------------------------|
 | 0 .. 255   | <0x00> .. <0xFF>                         |
 | 256 .. 259 | <pad> <eos> <bos> <mask>                 |
-| 260 .. 358 | <unused0> .. <unused98>, as Gemma's      |
+| 260 .. 358 | <unused0> .. <unused98>, as in Gemma     |
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -18,10 +18,10 @@ _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(
 
 
 class ByteVocabulary(vocabulary.Vocabulary):
-  """Bytes and special tokens; of no file."""
+  """Bytes and special tokens, without any file."""
 
   def __init__(self, *, added_sentinels: int = 0):
-    """Makes it; `added_sentinels` as for any vocabulary."""
+    """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: 256 + i for i, name in enumerate(_SPECIALS)}
     roles = {name[1:-1]: specials[name] for name in _SPECIALS[:4]}
     super().__init__(

@@ -3,15 +3,15 @@ r"""Conversations as token ids, in the formats of Gemma, Llama 3 and Qwen.
 | family | a turn                                                           |
 |--------|------------------------------------------------------------------|
 | gemma  | <start_of_turn>ROLE\nTEXT<end_of_turn>\n; the assistant's role   |
-|        | is "model", and what the system says goes before the first       |
-|        | turn's text, two line ends apart, as Gemma 3 has it              |
+|        | is "model", and the system's text precedes the first user's      |
+|        | text after an empty line, as in Gemma 3                          |
 | llama3 | <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>       |
 | chatml | <|im_start|>ROLE\nTEXT<|im_end|>\n (Qwen)                        |
 
-Gemma's and Llama's text is stripped, as their templates do. Special ids are
-placed by id: a text that spells one out stays text. Nothing is put into a
-conversation that is not said in it (the templates of Llama 3.1 add a date,
-those of Qwen 2.5 a system message). BOS is framing and is not included.
+Text of Gemma and Llama is stripped, as by their templates. Special tokens are
+placed by id: a text that spells one out stays text. Nothing is added to the
+conversation (the templates of Llama 3.1 add a date, those of Qwen 2.5 a system
+message). BOS is framing and is not included.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -35,8 +35,8 @@ class Turns(NamedTuple):
 
   Attributes:
     ids: int32 [n].
-    assistant: bool [n], True at what the assistant says and at the token
-      that ends its turn.
+    assistant: bool [n], True at the assistant's text and at the token that
+      ends its turn.
   """
 
   ids: np.ndarray
@@ -45,17 +45,17 @@ class Turns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """How a family writes a turn.
+  """Format of a family's turns.
 
   Attributes:
-    family: as in the module's table.
+    family: name in the module's table.
     start: special tokens around the role; the second may be ''.
     end: special token after the text; it ends an answer.
-    before_text: between the role, or the second special token, and the text.
-    after_turn: after the end.
-    assistant: what the assistant's role is called.
-    strips: text is stripped.
-    system_apart: the system has a turn of its own.
+    before_text: text between the role (or second special token) and the text.
+    after_turn: text after the end.
+    assistant: name of the assistant's role.
+    strips: whether text is stripped.
+    system_apart: whether the system has a turn of its own.
   """
 
   family: str
@@ -90,7 +90,7 @@ TEMPLATES = (
 
 
 def markers() -> set[str]:
-  """Special tokens of all templates."""
+  """Returns the special tokens of all templates."""
   return {name for t in TEMPLATES for name in (*t.start, t.end) if name}
 
 
@@ -154,10 +154,10 @@ def jinja(template: Template) -> str:
 
 
 def end_of_turn(vocabulary: vocabulary_lib.Vocabulary) -> int:
-  """Id that ends an answer.
+  """Returns the id that ends an answer.
 
   Raises:
-    UserError: as `template_of`.
+    UserError: see `template_of`.
   """
   return vocabulary.specials[template_of(vocabulary).end]
 
@@ -168,30 +168,30 @@ def encode(
   *,
   open_turn: bool = False,
 ) -> Turns:
-  """Writes a conversation.
+  """Encodes a conversation.
 
   Args:
-    messages: `role` (system, user or assistant) and `content` of each.
-    vocabulary: decides on the template.
-    open_turn: begin the assistant's turn at the end, for it to be continued.
+    messages: dictionaries with `role` (system, user or assistant) and
+      `content`.
+    vocabulary: determines the template.
+    open_turn: begin the assistant's turn at the end, for a model to continue.
 
   Raises:
-    UserError: the vocabulary has no template, or a message is not of this
-      form.
+    UserError: the vocabulary has no template, or a message is malformed.
   """
   check_messages(messages)
   template = template_of(vocabulary)
   ids: list[np.ndarray] = []
   masks: list[np.ndarray] = []
-  text, said = '', 0  # Pending, and how many of its last characters are said.
+  # Pending text, and how many of its last characters the assistant wrote.
+  text, said = '', 0
 
   def put_text() -> None:
     if not text:
       return
     tokens, boundaries = vocabulary.encode_with_boundaries(text)
     ids.append(tokens)
-    # A token is what was said if some of its characters are; one that ends
-    # inside of a character is of the one that it begins or goes on with.
+    # A token belongs to the assistant if one of its characters does.
     ends = _ends(boundaries)
     masks.append(
       ends > len(text) - said if said else np.zeros(len(tokens), bool)
@@ -210,14 +210,14 @@ def encode(
 
 
 class _Special(NamedTuple):
-  """A special token of a conversation, and whether the assistant said it."""
+  """A special token, and whether the assistant wrote it."""
 
   name: str
   said: bool = False
 
 
 class _Text(NamedTuple):
-  """A text of a conversation, and whether the assistant said it."""
+  """A text, and whether the assistant wrote it."""
 
   text: str
   said: bool = False
@@ -226,7 +226,7 @@ class _Text(NamedTuple):
 def _parts(
   messages: list[tuple[str, str]], template: Template, open_turn: bool
 ) -> Iterator[_Special | _Text]:
-  """A conversation part by part."""
+  """Yields the special tokens and texts of a conversation."""
   for role, content in messages:
     said = role == 'assistant'
     yield from _header(role, template)
@@ -247,36 +247,32 @@ def _header(role: str, template: Template) -> Iterator[_Special | _Text]:
 
 
 def check_messages(messages: Messages) -> None:
-  """Refuses what is no conversation.
+  """Refuses malformed conversations.
 
   Raises:
-    UserError: there is no message, or one is not of the right form.
+    UserError: there is no message, or one is malformed.
   """
   if not messages:
     raise errors.UserError('the conversation has no message')
   for i, message in enumerate(messages):
-    right = (
-      isinstance(message, Mapping)
-      and message.keys() == {'role', 'content'}
-      and isinstance(message['content'], str)
-    )
-    if not right or message['role'] not in ROLES:
+    if (
+      not isinstance(message, Mapping)
+      or message.keys() != {'role', 'content'}
+      or not isinstance(message['content'], str)
+      or message['role'] not in (ROLES if i == 0 else ROLES[1:])
+    ):
       raise errors.UserError(
-        f'message {i + 1} of the conversation is not an object with "role"'
-        f' ({", ".join(ROLES)}) and "content" (a text): {str(message)[:80]}'
-      )
-    if message['role'] == 'system' and i:
-      raise errors.UserError(
-        f'message {i + 1} of the conversation is of the system, which speaks'
-        ' first or not at all'
+        f'message {i + 1} of the conversation must be an object with "role"'
+        f' ({", ".join(ROLES)}; system only first) and "content" (text), not'
+        f' {str(message)[:80]}'
       )
 
 
 def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
-  """Roles and texts, as the template has them.
+  """Returns roles and texts as the template arranges them.
 
   Raises:
-    UserError: the system speaks to nobody.
+    UserError: no user's message follows the system's.
   """
   result = [
     (m['role'], m['content'].strip() if template.strips else m['content'])
@@ -285,8 +281,8 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
   if result[0][0] == 'system' and not template.system_apart:
     if len(result) < 2 or result[1][0] != 'user':
       raise errors.UserError(
-        "what the system says goes before the first user's text in this"
-        ' format, and no user follows it; add their message'
+        "in this format the system's text precedes the first user's text;"
+        ' add a message of the user'
       )
     (_, system), (_, first) = result[:2]
     result[:2] = [('user', f'{system}\n\n{first}')]
@@ -294,7 +290,7 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
 
 
 def _ends(boundaries: np.ndarray) -> np.ndarray:
-  """Characters begun by the end of each token, [n] from [n + 1]."""
+  """Returns how many characters begin before the end of each token, [n]."""
   # A token that ends inside of a character ends in the one after the last
   # boundary.
   whole = np.maximum.accumulate(np.maximum(boundaries, 0))

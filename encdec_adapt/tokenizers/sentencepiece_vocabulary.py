@@ -1,15 +1,15 @@
-"""SentencePiece models of any layout of ids: Gemma's, Llama 2's, ours.
+"""SentencePiece models with any layout of ids: Gemma's, Llama 2's, ours.
 
 Special tokens are the model's control and unknown pieces and, in Gemma's own
-files, symbols of their names that would match in text. The text comes back
-for every text that UTF-8 can hold: no normalisation, no unknown characters
-(they become bytes). Two things need help:
+files, user-defined symbols with the names of special tokens, which would match
+in text. Decoding returns every text that UTF-8 can hold: models normalise
+nothing and encode unknown characters as bytes. Two cases need care:
 
-- SentencePiece writes a space as U+2581 and would read a U+2581 back as a
-  space, so we encode that character as its three bytes.
-- Some models put a space before every text (Llama 2, Mistral). So do we, and
-  take it away when a text is decoded from its start, but not where ids go on
-  after others.
+- SentencePiece writes a space as U+2581 and would decode a U+2581 of the text
+  as a space, so that character is encoded as its three bytes.
+- Some models put a space before every text (Llama 2, Mistral). So does this
+  class; decoding removes it at the start of a text, but not from ids that
+  follow others.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -32,8 +32,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     """Opens a model file.
 
     Args:
-      path: the file.
-      added_sentinels: as for any vocabulary.
+      path: path of the file.
+      added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
       UserError: it is missing or damaged, has no EOS or BOS, or loses text.
@@ -66,7 +66,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     )
 
   def _byte_ids(self) -> list[int]:
-    """Ids of the bytes 0 to 255; empty where the model lacks them."""
+    """Returns the ids of the bytes 0 to 255; empty if the model lacks them."""
     ids = [self._model.piece_to_id(f'<0x{byte:02X}>') for byte in range(256)]
     return [] if self._model.unk_id() in ids else ids
 
@@ -92,7 +92,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       self._prefix + text if ids else '', [self._bytes_of(i) for i in ids]
     )
     if self._prefix:
-      # The space that was put there is no character of the text.
+      # The space before the text is none of its characters.
       bounds[1:] -= bounds[1:] > 0
     return ids, bounds
 
@@ -120,14 +120,14 @@ def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
-  """Whether a space is put before every text."""
+  """Returns whether the model puts a space before every text."""
   return model.decode(2 * model.encode('x')) == 'x x'
 
 
 def _text_matches_specials(
   model: sentencepiece.SentencePieceProcessor,
 ) -> bool:
-  """Whether a special piece's name in a text would become its id."""
+  """Returns whether the name of a special piece matches in a text."""
   return any(
     vocabulary.SPECIAL.fullmatch(model.id_to_piece(i))
     and not (model.is_control(i) or model.is_unknown(i))
@@ -136,8 +136,8 @@ def _text_matches_specials(
 
 
 def _plain(data: bytes) -> bytes:
-  """The model with special pieces unmatchable in text, and no prefix."""
-  from sentencepiece import sentencepiece_model_pb2  # Brings protobuf.
+  """Returns the model with special pieces that never match, and no prefix."""
+  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
 
   proto = sentencepiece_model_pb2.ModelProto.FromString(data)
   for piece in proto.pieces:
@@ -151,7 +151,7 @@ def _plain(data: bytes) -> bytes:
 def _roles(
   model: sentencepiece.SentencePieceProcessor, path: str
 ) -> vocabulary.SpecialIds:
-  """Ids of the special pieces that have a role.
+  """Returns the ids of special pieces by role.
 
   Raises:
     UserError: there is no EOS or no BOS.
@@ -165,11 +165,11 @@ def _roles(
   for role in ('eos', 'bos'):
     if found[role] < 0:
       raise errors.UserError(
-        f'vocabulary {path!r}: it has no {role.upper()} piece, which rows are'
-        ' framed with; use that of Gemma, Llama or Qwen, or train one'
+        f'vocabulary {path!r} has no {role.upper()} piece, which rows need;'
+        ' use that of Gemma, Llama or Qwen, or train one'
       )
   if found['pad'] < 0:
-    found['pad'] = found['eos']  # Masked everywhere, so any id will do.
+    found['pad'] = found['eos']  # Masked everywhere, so any id works.
   mask = model.piece_to_id('<mask>')
   return vocabulary.SpecialIds(
     **found, mask=None if mask == model.unk_id() else mask

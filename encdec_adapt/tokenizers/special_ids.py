@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class SideIds:
-  """Special ids of a vocabulary; some have one id for several of these.
+  """Special ids of a vocabulary; several roles may share an id.
 
   Attributes:
-    pad: fills rows up; weights and segments mask it.
+    pad: fills rows; masked by weights and segments.
     eos: ends a document.
     bos: starts a segment.
   """
@@ -25,11 +25,11 @@ class SideIds:
 
 @dataclasses.dataclass(frozen=True)
 class Framing:
-  """Special ids that rows are framed with, by side.
+  """Special ids that frame rows, by side.
 
   Attributes:
-    encoder: of the encoder's vocabulary.
-    decoder: of the decoder's, which a teacher reads too.
+    encoder: ids of the encoder's vocabulary.
+    decoder: ids of the decoder's vocabulary, which a teacher also reads.
   """
 
   encoder: SideIds
@@ -37,7 +37,7 @@ class Framing:
 
   @classmethod
   def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
-    """From what `vocabularies.Opened.describe` gives."""
+    """Parses a description by `vocabularies.Opened.describe`."""
     roles = [field.name for field in dataclasses.fields(SideIds)]
     sides = {
       side: SideIds(*(one['special_tokens'][role]['id'] for role in roles))

@@ -1,18 +1,18 @@
-"""Vocabularies of Hugging Face's `tokenizer.json`, through `tokenizers`.
+"""Vocabularies from Hugging Face's `tokenizer.json`, through `tokenizers`.
 
-Which special token has which role is read, in this order, from
-tokenizer_config.json, special_tokens_map.json and config.json beside the
-file, and else known by the names of Gemma, Llama and Qwen:
+The roles of special tokens are read from tokenizer_config.json,
+special_tokens_map.json and config.json beside the file, in this order. Roles
+that none of them names are found by the names of Gemma, Llama and Qwen:
 
 | role | names, the first that exists                                         |
 |------|----------------------------------------------------------------------|
-| bos  | <bos>, <|begin_of_text|>, <s>; Qwen has none: <|endoftext|> stands in |
+| bos  | <bos>, <|begin_of_text|>, <s>; <|endoftext|> for Qwen, which has none |
 | eos  | <eos>, <|end_of_text|>, </s>, <|endoftext|>                           |
 | pad  | <pad>, <|finetune_right_pad_id|>, [PAD], <|endoftext|>; else EOS      |
 | unk  | <unk>                                                                 |
 | mask | <mask>, [MASK]                                                        |
 
-No special token matches in a text, whatever the file says.
+No special token matches in a text, whatever the file declares.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -49,32 +49,39 @@ class TokenizerJson(vocabulary.Vocabulary):
     """Opens a file.
 
     Args:
-      path: the file.
-      added_sentinels: as for any vocabulary.
+      path: path of the file.
+      added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
       UserError: it or a file beside it is missing or damaged, has no EOS or
-        BOS, reads special tokens in text, or loses text.
+        BOS, matches special tokens in text, or loses text.
     """
     path = paths.at(path)
     beside = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
     beside = [file for file in beside if file.is_file()]
     data, content = _read(path)
     named = _named(beside)
-    added = _added_tokens(content, path)
-    self._ids = {**_model_tokens(content, path)}
-    self._ids |= {token['content']: token['id'] for token in added}
-    specials = {
-      token['content']: token['id']
-      for token in added
-      if token.get('special')
-      or vocabulary.SPECIAL.fullmatch(token['content'])
-      or token['content'] in named.values()
-    }
+    try:
+      added = content.get('added_tokens') or []
+      vocab = content['model']['vocab']
+      if isinstance(vocab, list):  # Unigram's: [token, score].
+        vocab = {token: i for i, (token, _) in enumerate(vocab)}
+      self._ids = {**vocab, **{one['content']: one['id'] for one in added}}
+      for token in added:
+        token['special'] = bool(
+          token.get('special')
+          or vocabulary.SPECIAL.fullmatch(token['content'])
+          or token['content'] in named.values()
+        )
+      self._tokenizer = _load(content)
+    except Exception as error:  # `tokenizers` raises plain Exception.
+      raise vocabulary.DamagedError(
+        f'vocabulary {str(path)!r}: not a tokenizer.json, or a damaged one'
+        f' ({type(error).__name__}: {error}); copy it again, or install a newer'
+        ' `tokenizers`'
+      ) from error
+    specials = {one['content']: one['id'] for one in added if one['special']}
     roles = _roles(named, specials, beside, str(path))
-    for token in added:
-      token['special'] = token['content'] in specials
-    self._tokenizer = _load(content, path)
     self._by_id = {i: token for token, i in self._ids.items()}
     self._head = self._head_for_continuing()
     super().__init__(
@@ -91,23 +98,20 @@ class TokenizerJson(vocabulary.Vocabulary):
     self._check_specials()
 
   def _head_for_continuing(self) -> list[int]:
-    """Ids of a letter, where the start of a text is decoded differently."""
+    """Returns the ids of a letter if a text's start is decoded differently."""
     letter = self._encode('x')
     twice = self._tokenizer.decode(2 * letter, skip_special_tokens=False)
     return [] if twice == 'xx' else letter
 
   def _check_specials(self) -> None:
-    """Refuses a tokenizer that reads a special token in a text."""
-    known = np.array(sorted(self._own_specials()), np.int32)
-    for name in self._own_specials().values():
-      if np.isin(self.encode(name), known).any():
+    """Refuses a tokenizer that matches a special token in a text."""
+    specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
+    for name in specials.values():
+      if not specials.keys().isdisjoint(self.encode(name).tolist()):
         raise errors.UserError(
           f'vocabulary {self.path!r}: the text {name!r} becomes a special'
-          ' token, though it is marked as none; use another tokenizer'
+          ' token that the file does not declare as one; use another tokenizer'
         )
-
-  def _own_specials(self) -> dict[int, str]:
-    return {i: n for n, i in self.specials.items() if i < self.stored_size}
 
   def _piece(self, token):
     return self._by_id.get(token, '')
@@ -131,10 +135,10 @@ class TokenizerJson(vocabulary.Vocabulary):
 
 
 def _read(path: paths.Path) -> tuple[bytes, dict[str, Any]]:
-  """A file, and the JSON object that it is.
+  """Reads a file that is a JSON object.
 
   Raises:
-    UserError: there is none.
+    UserError: it is missing or damaged.
   """
   try:
     data = path.read_bytes()
@@ -144,63 +148,19 @@ def _read(path: paths.Path) -> tuple[bytes, dict[str, Any]]:
       f'vocabulary {str(path)!r}: cannot be read ({error}); copy it again, or'
       ' give another tokenizer'
     ) from None
-  except errors.UserError as error:
-    raise errors.UserError(f'vocabulary {error}') from None
 
 
-def _load(content: dict[str, Any], path: paths.Path) -> tokenizers.Tokenizer:
-  """The tokenizer without what it does after tokenising, such as framing."""
-  content = {
-    **content,
-    'post_processor': None,
-    'truncation': None,
-    'padding': None,
-  }
-  try:
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-  except Exception as error:  # What `tokenizers` raises has no own type.
-    raise errors.UserError(  # Of a newer version, it may be.
-      f'{_damaged(path, error)}, or install a newer `tokenizers`'
-    ) from error
-  tokenizer.encode_special_tokens = True  # As the text that they are.
+def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
+  """Makes the tokenizer without framing, truncation and padding."""
+  for step in ('post_processor', 'truncation', 'padding'):
+    content[step] = None
+  tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+  tokenizer.encode_special_tokens = True  # As their characters.
   return tokenizer
 
 
-def _damaged(path: paths.Path, why: object) -> vocabulary.DamagedError:
-  return vocabulary.DamagedError(
-    f'vocabulary {str(path)!r}: not a tokenizer.json of Hugging Face, or a'
-    f' damaged one ({why}); copy it again'
-  )
-
-
-def _added_tokens(
-  content: dict[str, Any], path: paths.Path
-) -> list[dict[str, Any]]:
-  added = content.get('added_tokens') or []
-  try:
-    wrong = any(
-      type(t['content']) is not str or type(t['id']) is not int for t in added
-    )
-  except (TypeError, KeyError) as error:
-    raise _damaged(path, error) from error
-  if wrong:
-    raise _damaged(path, 'added_tokens')
-  return added
-
-
-def _model_tokens(content: dict[str, Any], path: paths.Path) -> dict[str, int]:
-  """Tokens of the model, without those that were added."""
-  model = content.get('model')
-  tokens = model.get('vocab') if isinstance(model, dict) else None
-  if isinstance(tokens, list):  # Unigram's: [token, score].
-    return {token: i for i, (token, _) in enumerate(tokens)}
-  if not isinstance(tokens, dict) or not tokens:
-    raise _damaged(path, 'it has no model.vocab')
-  return tokens
-
-
 def _named(beside: list[paths.Path]) -> dict[str, str | int]:
-  """Role -> the special token that the files name, or its id."""
+  """Returns role -> special token, or its id, that the files name."""
   found: dict[str, str | int] = {}
   for file in beside:
     _, content = _read(file)
@@ -224,10 +184,10 @@ def _roles(
   beside: list[paths.Path],
   path: str,
 ) -> vocabulary.SpecialIds:
-  """Ids by role.
+  """Returns the ids by role.
 
   Raises:
-    UserError: what is named is no special token, or there is no EOS or BOS.
+    UserError: a named token is not special, or there is no EOS or BOS.
   """
   roles: dict[str, int] = {}
   for role, names in _KNOWN.items():
@@ -241,14 +201,13 @@ def _roles(
     else:
       raise errors.UserError(
         f'vocabulary {path!r}: {" or ".join(f.name for f in beside)} beside it'
-        f' says that {role} is {value!r}, which is no special token of it;'
-        ' they are of different models'
+        f' has {role} {value!r}, which is not a special token of it; use the'
+        ' files of one model'
       )
   for role in ('eos', 'bos'):
     if role not in roles:
       raise errors.UserError(
-        f'vocabulary {path!r}: no special token is known as its'
-        f' {role.upper()}, which rows are framed with; name it as'
-        f' {role}_token in {_CONFIGS[0]} beside it'
+        f'vocabulary {path!r} has no known {role.upper()}, which rows need;'
+        f' name it as {role}_token in {_CONFIGS[0]} beside it'
       )
   return vocabulary.SpecialIds(**{'pad': roles['eos'], **roles})

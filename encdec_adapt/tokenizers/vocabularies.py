@@ -1,14 +1,14 @@
 """Opens vocabularies: one for a model, or one for each of its sides.
 
-A vocabulary is named by a path, or is 'bytes':
+A vocabulary is named by a path, or 'bytes':
 
 | path                   | what is opened                                     |
 |------------------------|----------------------------------------------------|
 | bytes                  | `byte_vocabulary`                                  |
 | a file *.json          | a tokenizer.json                                   |
 | any other file         | a SentencePiece model                              |
-| a folder               | its tokenizer.model, where it is SentencePiece     |
-|                        | (which is what a model was trained with), or its   |
+| a folder               | its tokenizer.model if it is SentencePiece (the    |
+|                        | file that a model was trained with), or its        |
 |                        | tokenizer.json                                     |
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -40,12 +40,12 @@ def open_vocabulary(
   """Opens a vocabulary.
 
   Args:
-    path: as the module's table says.
-    added_sentinels: how many new sentinels get ids at its end; they bring
-      the mode tokens with them, where it has none.
+    path: see the module's table.
+    added_sentinels: number of new sentinels at its end; mode tokens follow
+      them if it has none.
 
   Raises:
-    UserError: there is none, it is damaged, or it loses text.
+    UserError: there is no vocabulary, it is damaged, or it loses text.
   """
   if os.fspath(path) == BYTES:
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
@@ -66,12 +66,12 @@ def open_vocabulary(
 
 
 def exists(path: str) -> bool:
-  """Whether there is something to open at a path."""
+  """Returns whether there is a file or folder to open."""
   return path == BYTES or paths.at(path).exists()
 
 
 def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
-  """The file that `open_vocabulary` opens of a folder; None for none."""
+  """Returns the file of a folder that `open_vocabulary` opens, if any."""
   file = paths.at(folder) / SENTENCEPIECE
   if file.is_file():
     with file.open('rb') as content:
@@ -84,48 +84,45 @@ def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
 def check_size(
   one: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
 ) -> str:
-  """Refuses a vocabulary with ids that a model has no row for.
+  """Refuses a vocabulary with ids that a model has no embedding for.
 
-  Special tokens that nothing is framed with may lie beyond: no text becomes
-  one of them. Gemma 3's stands for a piece of an image.
+  Special tokens that neither framing, objectives nor chats use may lie beyond
+  the table, because no text becomes one of them. Gemma 3 has one for images.
 
   Args:
     one: the vocabulary.
-    rows: tokens of the model's table.
-    side: the stack that reads it.
-    key: of the configuration, or the flag, that sets the rows; '' for none.
+    rows: number of tokens in the model's table.
+    side: name of the stack.
+    key: configuration key or flag that sets `rows`; '' for none.
 
   Returns:
-    What to say of ids beyond the table; or ''.
+    A note on special tokens beyond the table, '' without any.
 
   Raises:
     UserError: names both sizes, a token beyond the table, and the key.
   """
-  if one.size <= rows:
-    return ''
   beyond = range(rows, one.size)
   used = next((i for i in beyond if _may_be_read(one, i)), None)
-  if used is None:
-    names = ', '.join(f'{one.piece(i)!r} ({i})' for i in beyond[:3])
-    return (
-      f'{len(beyond)} special tokens of the vocabulary {one.path} have ids'
-      f" beyond the {rows} rows of the {side}'s table and are left out, {names}"
-      + ' and so on' * (len(beyond) > 3)
-      + ': a text that spells one out is read as the characters it consists of.'
+  if used is not None:
+    added = f' ({len(one.added)} of them added)' if one.added else ''
+    raise errors.UserError(
+      f'the vocabulary {one.path} has {one.size} tokens{added} and the'
+      f" {side}'s table {rows} rows, none for {one.piece(used)!r} ({used});"
+      ' give the vocabulary of this model'
+      + f', or set {key}={one.size}' * bool(key)
+      + '.'
     )
-  added = len(one.added)
-  raise errors.UserError(
-    f'the vocabulary {one.path} has {one.size} tokens'
-    + f', {added} that config.data.add_sentinels adds included,' * bool(added)
-    + f" and the {side}'s table {rows} rows, none for {one.piece(used)!r}"
-    + f' ({used}); give the vocabulary of this model'
-    + f', or set {key}={one.size}' * bool(key)
-    + '.'
+  if not beyond:
+    return ''
+  return (
+    f'{len(beyond)} special tokens of the vocabulary {one.path}, the first'
+    f" {one.piece(rows)!r} ({rows}), have no row in the {side}'s table and are"
+    ' left out: a text that spells one out is read as its characters.'
   )
 
 
 def _may_be_read(one: vocabulary.Vocabulary, token: int) -> bool:
-  """Whether a text, its framing, an objective or a chat has the token."""
+  """Returns whether text, framing, an objective or a chat has the token."""
   name = one.piece(token)
   if not name:  # A gap between ids.
     return False
@@ -142,8 +139,8 @@ class Opened:
   """The vocabularies of a model's two sides.
 
   Attributes:
-    decoder: of the decoder, its targets and a teacher.
-    encoder: of the encoder; the same one where there is one.
+    decoder: vocabulary of the decoder, its targets and a teacher.
+    encoder: vocabulary of the encoder; the same object if there is one.
   """
 
   decoder: vocabulary.Vocabulary
@@ -151,41 +148,41 @@ class Opened:
 
   @property
   def differ(self) -> bool:
-    """Whether an id means another thing on the other side."""
+    """Whether ids mean different text on the two sides."""
     return self.decoder.fingerprint != self.encoder.fingerprint
 
   @property
   def sides(self) -> dict[str, vocabulary.Vocabulary]:
-    """By the name of the stack."""
+    """Vocabularies by name of the stack."""
     return {'encoder': self.encoder, 'decoder': self.decoder}
 
   @property
   def framing(self) -> special_ids.Framing:
-    """What rows are framed with."""
+    """Ids that frame rows."""
     return special_ids.Framing(self.encoder.ids, self.decoder.ids)
 
   @property
   def fingerprints(self) -> dict[str, str]:
-    """Fields of a `records.RecordSpec`."""
+    """Fingerprint fields of a `records.RecordSpec`."""
     return {
       'vocabulary': self.decoder.fingerprint,
       'encoder_vocabulary': self.encoder.fingerprint,
     }
 
   def describe(self) -> dict[str, Any]:
-    """What manifests and checkpoints say of them, for JSON."""
+    """Returns the description in manifests and checkpoints, for JSON."""
     return {name: one.describe() for name, one in self.sides.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """Which vocabularies a model has.
+  """Paths of a model's vocabularies.
 
   Attributes:
     decoder: path, or 'bytes'.
-    encoder: the same of the encoder; '' for the decoder's.
-    added_sentinels: of the decoder's, see `open_vocabulary`; also of the
-      encoder's where it is the same.
+    encoder: path, or 'bytes'; '' for the decoder's.
+    added_sentinels: sentinels added to the decoder's vocabulary, and to the
+      encoder's if it is the same.
   """
 
   decoder: str
@@ -193,14 +190,14 @@ class Choice:
   added_sentinels: int = 0
 
   def path(self, side: str) -> str:
-    """That of a stack, by its name."""
+    """Returns the path of a stack's vocabulary."""
     return self.encoder or self.decoder if side == 'encoder' else self.decoder
 
   def open(self) -> Opened:
-    """Opens them.
+    """Opens the vocabularies.
 
     Raises:
-      UserError: as `open_vocabulary`.
+      UserError: see `open_vocabulary`.
     """
     decoder = open_vocabulary(
       self.decoder, added_sentinels=self.added_sentinels

@@ -1,10 +1,10 @@
-"""What a vocabulary is, whatever software its file is of.
+"""The interface of all vocabularies, whatever files they come from.
 
-Text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
-is encoded as the characters it consists of. Encoding adds no framing, and
-decoding gives back what was encoded. A tokenizer that loses more than
-Unicode's normalisation does (characters it does not know, spaces) is refused
-when it is opened; one that normalises says so in `note`.
+A text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
+is encoded as its characters. Encoding adds no framing, and decoding returns
+the encoded text. A tokenizer that loses more than Unicode normalisation does
+(unknown characters, spaces) is refused when it is opened; one that normalises
+says so in `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -13,11 +13,11 @@ Special tokens are found by name. Sentinels and UL2's mode tokens are
 | <unused0> .. (Gemma, and ours)   | 0 .. 95      | 96, 97, 98     |
 | <|reserved_special_token_0|> ..  | all but      | the last three |
 | (Llama 3)                        | three        |                |
-| none of these (Llama 2, Qwen)    | none         | none           |
+| others (Llama 2, Qwen)           | none         | none           |
 
-and any vocabulary can be given new ones at its end: <sentinel_0> .., and
+and any vocabulary can be extended at its end by <sentinel_0> .., and by
 <mode_R>, <mode_S>, <mode_X> where it has no modes (`added_sentinels`). An
-export writes them into the tokenizer's files (`added_tokens`), where they are
+export writes them into the tokenizer's files (`export_files`), where they are
 found again. The papers do not say which ids Google used for sentinels and
 modes.
 
@@ -41,7 +41,7 @@ from encdec_adapt.tokenizers import special_ids
 
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
-# Names that never match in a text, whatever a file says of them.
+# Names that never match in a text, whatever the tokenizer's files declare.
 SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
   r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
@@ -52,10 +52,10 @@ _GEMMA_SENTINELS = tuple(f'<unused{i}>' for i in range(96))
 _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
 _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
 
-# What must come back exactly: spaces at both ends and in a row, a line's end,
-# a character that is surely no token.
+# Text that has to be decoded exactly: spaces at both ends and in a row, a
+# newline, a character that is surely no token.
 _EXACT = '  x  y\n\tz\U000f1234  '
-# What Unicode's normal forms may change, by what a note calls it.
+# Text that Unicode normalisation may change, by the words of the note.
 _CHANGEABLE = {
   'composes accents (Unicode NFC)': 'A\u030a',
   'replaces ligatures and the like (Unicode NFKC)': '\ufb01',
@@ -64,7 +64,7 @@ _CHANGEABLE = {
 
 
 class DamagedError(errors.UserError):
-  """The file of a vocabulary is not what it was: no use to anyone."""
+  """The file of a vocabulary is damaged, rather than unsuitable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,11 @@ class SpecialIds:
   """Ids by role.
 
   Attributes:
-    pad: fills rows up; it is masked everywhere.
+    pad: fills rows; masked everywhere.
     eos: ends a document.
     bos: starts a segment.
-    unk: stands for what the vocabulary cannot say; None where there is none.
-    mask: of masked language models; None where there is none.
+    unk: stands for unknown characters; None if there is none.
+    mask: mask of masked language models; None if there is none.
   """
 
   pad: int
@@ -90,16 +90,17 @@ class Vocabulary(abc.ABC):
   """Text to token ids and back, without any framing (no BOS, no EOS).
 
   Attributes:
-    path: where it was opened from.
-    size: V, ids are below it; those that were added included.
-    fingerprint: of all that decides what an id means, in hex.
+    path: path that the vocabulary was opened from.
+    size: V, ids are below it, added ones included.
+    stored_size: size without ids that were added in memory.
+    fingerprint: hex digest of everything that decides what an id means.
     pad, eos, bos: ids, see `SpecialIds`.
     unk, mask: ids or None.
-    specials: every special token's name -> id.
-    sentinels: ids that stand for a missing span, in order; maybe none.
-    mode_ids: 'R', 'S' and 'X' to the ids of UL2's mode tokens; maybe none.
-    note: what a text loses when it is encoded, '' for nothing.
-    files: what it consists of, the files it was read from.
+    specials: name -> id of every special token.
+    sentinels: ids of the sentinels in order; may be empty.
+    mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
+    note: what encoding changes in a text, '' for nothing.
+    files: files that the vocabulary was read from.
   """
 
   def __init__(
@@ -113,20 +114,20 @@ class Vocabulary(abc.ABC):
     files: Sequence[paths.Path] = (),
     added_sentinels: int = 0,
   ):
-    """For subclasses.
+    """Initialises the attributes for a subclass.
 
     Args:
-      path: where it was opened from.
-      digest: fingerprint of the vocabulary as it is on disk.
-      size: one more than the largest id on disk.
-      specials: every special token's name -> id.
-      ids: those with a role.
-      files: it was read from.
-      added_sentinels: how many new sentinels get ids at its end; they bring
-        the mode tokens with them, where it has none.
+      path: path that the vocabulary was opened from.
+      digest: fingerprint without added sentinels.
+      size: largest id on disk, plus one.
+      specials: name -> id of every special token.
+      ids: ids by role.
+      files: files that the vocabulary was read from.
+      added_sentinels: number of new sentinels at the end; mode tokens follow
+        them if the vocabulary has none.
 
     Raises:
-      UserError: it loses text.
+      UserError: encoding loses text.
     """
     self.path = path
     self.files = tuple(files)
@@ -135,9 +136,9 @@ class Vocabulary(abc.ABC):
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
     self.stored_size = self.size = size
-    self._own_size = _before_added(self._names, size)
+    self._original_size = _original_size(self._names, size)
     self.sentinels, self.mode_ids = _sentinels_and_modes(self.specials)
-    self._take(range(self._own_size, size))
+    self._take(range(self._original_size, size))
     if added_sentinels:
       self._add(added_sentinels)
       digest = hashlib.sha256(
@@ -147,11 +148,11 @@ class Vocabulary(abc.ABC):
     self.note = self._loss()
 
   def _add(self, sentinels: int) -> None:
-    """Gives new sentinels, and modes where there are none, the next ids."""
-    if self._own_size < self.size:
+    """Adds sentinels, and mode tokens if there are none, at the end."""
+    if self._original_size < self.size:
       raise errors.UserError(
-        f'vocabulary {self.path!r}: it has {self.size - self._own_size} added'
-        f' tokens already, from {self.piece(self._own_size)} on; set'
+        f'vocabulary {self.path!r} has {self.size - self._original_size} added'
+        f' tokens already, from {self.piece(self._original_size)} on; set'
         ' config.data.add_sentinels=0'
       )
     new = [f'<sentinel_{i}>' for i in range(sentinels)]
@@ -163,23 +164,23 @@ class Vocabulary(abc.ABC):
     self.size = ids.stop
 
   def _take(self, added: range) -> None:
-    """Sentinels and modes of ids that were added, now or by an export."""
+    """Registers added ids as sentinels and modes."""
     modes = {i: _ADDED.fullmatch(self._names[i])[2] for i in added}
     self.sentinels = [*self.sentinels, *(i for i in added if not modes[i])]
     self.mode_ids |= {mode: i for i, mode in modes.items() if mode}
 
   @property
   def added(self) -> range:
-    """Ids that were added at its end and that no file of it has."""
+    """Ids that were added in memory and are in no file."""
     return range(self.stored_size, self.size)
 
   @property
   def ids(self) -> special_ids.SideIds:
-    """What a side of a row is framed with."""
+    """Ids that frame rows."""
     return special_ids.SideIds(self.pad, self.eos, self.bos)
 
   def describe(self) -> dict[str, Any]:
-    """What manifests and checkpoints say of it, for JSON."""
+    """Returns the description in manifests and checkpoints, for JSON."""
     roles = {role: getattr(self, role) for role in ROLES}
     return {
       'fingerprint': self.fingerprint,
@@ -193,21 +194,21 @@ class Vocabulary(abc.ABC):
 
   @functools.cached_property
   def tokens_digest(self) -> str:
-    """Hash of all token names: equal where ids mean the same text.
+    """Hash of all token names, which is equal if ids mean the same text.
 
-    Unlike the fingerprint it does not depend on the kind of file, on the
-    roles of special tokens, or on ids that were added.
+    Unlike the fingerprint it does not depend on the kind of file, the roles
+    of special tokens, or added ids.
     """
-    names = '\n'.join(repr(self._piece(i)) for i in range(self._own_size))
+    names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   def piece(self, token: int) -> str:
-    """Name of a token, such as '<eos>', '<0x0A>' or '\u2581the'."""
+    """Returns the name of a token, such as '<eos>', '<0x0A>' or '\u2581the'."""
     token = int(token)
     return self._names.get(token) or self._piece(token)
 
   def encode(self, text: str) -> np.ndarray:
-    """Token ids of `text`: int32 [n], never a special id.
+    """Returns the token ids of `text`, int32 [n], never a special id.
 
     Raises:
       UserError: the text has a lone surrogate, which UTF-8 cannot hold.
@@ -216,12 +217,12 @@ class Vocabulary(abc.ABC):
     return np.array(self._encode(text), np.int32)
 
   def encode_with_boundaries(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, and where they part the text.
+    """Encodes a text and locates its tokens.
 
     Returns:
-      The ids as `encode` gives them, int32 [n]; and int32 [n + 1], before
-      each token and after the last: how many characters of the text are
-      before it, or -1 where it is inside of a character.
+      The ids as by `encode`, int32 [n]; and int32 [n + 1]: the number of
+      characters of the text before each token and after the last one, -1 at
+      places inside of a character.
     """
     _require_utf8(text)
     ids, boundaries = self._encode_with_boundaries(text)
@@ -234,25 +235,24 @@ class Vocabulary(abc.ABC):
     show_special: bool = False,
     start: bool = True,
   ) -> str:
-    """Text of token ids.
+    """Returns the text of token ids.
 
     Args:
       ids: int [n], each below `size`.
       show_special: write special ids by their names, mode tokens as [R], [S]
-        and [X]; otherwise they are left out.
-      start: the ids are those of a whole text from its start; False for what
-        goes on after other ids. It matters where a tokenizer puts a space
-        before every text (Llama 2), which is taken away again.
+        and [X]; otherwise they are omitted.
+      start: whether the ids start a text; False if they follow other ids.
+        Some tokenizers put a space before every text (Llama 2), which is
+        removed at its start.
 
     Raises:
-      ValueError: an id is not of this vocabulary.
+      ValueError: an id is not below `size`.
     """
     ids = [int(i) for i in ids]
     for i in ids:
       if not 0 <= i < self.size:
         raise ValueError(
-          f'token id {i} is not of the vocabulary {self.path!r}, which has'
-          f' {self.size}'
+          f'token id {i} is not below the size {self.size} of {self.path!r}'
         )
     modes = {token: f'[{mode}]' for mode, token in self.mode_ids.items()}
     parts, run = [], []
@@ -267,16 +267,16 @@ class Vocabulary(abc.ABC):
     return ''.join(parts) + (self._decode(run, start=start) if run else '')
 
   def _loss(self) -> str:
-    """What a text loses by being encoded.
+    """Returns what encoding changes in a text.
 
     Raises:
-      UserError: more than Unicode's normalisation.
+      UserError: it changes more than Unicode normalisation does.
     """
     if self.decode(self.encode(_EXACT)) != _EXACT:
       raise errors.UserError(
-        f'vocabulary {self.path!r}: it does not give back the text it encodes'
-        ' (it trims or merges spaces, or lacks bytes for characters that it'
-        ' does not know); use that of Gemma, Llama or Qwen, or train one'
+        f'vocabulary {self.path!r} does not give back the text it encodes (it'
+        ' trims or merges spaces, or lacks bytes for unknown characters); use'
+        ' that of Gemma, Llama or Qwen, or train one'
       )
     return ' and '.join(
       how
@@ -286,35 +286,35 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def _piece(self, token: int) -> str:
-    """Name of an id on disk; '' where there is a gap."""
+    """Returns the name of an id on disk; '' at a gap."""
 
   @abc.abstractmethod
   def _encode(self, text: str) -> Sequence[int]:
-    """Ids of a text that UTF-8 can hold."""
+    """Encodes a text without lone surrogates."""
 
   @abc.abstractmethod
   def _encode_with_boundaries(
     self, text: str
   ) -> tuple[Sequence[int], Sequence[int]]:
-    """As `encode_with_boundaries`."""
+    """Does the same as `encode_with_boundaries`."""
 
   @abc.abstractmethod
   def _decode(self, ids: list[int], *, start: bool) -> str:
-    """Text of ids that are not special, at least one."""
+    """Decodes one or more ids that are not special."""
 
 
 def boundaries_of_bytes(text: str, pieces: Sequence[bytes]) -> np.ndarray:
-  """Boundaries of tokens whose bytes, one after another, are the text's.
+  """Returns the boundaries of tokens whose bytes concatenate to the text.
 
   Args:
-    text: a text.
+    text: encoded text.
     pieces: bytes of each token, [n].
 
   Returns:
-    As `Vocabulary.encode_with_boundaries`.
+    int32 [n + 1], as by `Vocabulary.encode_with_boundaries`.
   """
   data = np.frombuffer(text.encode('utf-8'), np.uint8)
-  starts = (data & 0xC0) != 0x80  # Bytes that a character starts with.
+  starts = (data & 0xC0) != 0x80  # First bytes of characters.
   before = np.append(np.cumsum(starts) - starts, len(text))
   before[:-1][~starts] = -1
   return before[np.cumsum([0, *map(len, pieces)])]
@@ -333,7 +333,7 @@ def _require_utf8(text: str) -> None:
 def _sentinels_and_modes(
   specials: Mapping[str, int],
 ) -> tuple[list[int], dict[str, int]]:
-  """The module's table."""
+  """Finds sentinels and modes by the module's table."""
   sentinels, modes = (
     [specials[name] for name in names if name in specials]
     for names in (_GEMMA_SENTINELS, _GEMMA_MODES)
@@ -352,22 +352,22 @@ def _sentinels_and_modes(
   return sentinels, dict(zip(MODES, modes, strict=True))
 
 
-def _before_added(names: Mapping[int, str], size: int) -> int:
-  """The size without the sentinels and modes that an export added."""
+def _original_size(names: Mapping[int, str], size: int) -> int:
+  """Returns the size without sentinels and modes that an export added."""
   while _ADDED.fullmatch(names.get(size - 1, '')):
     size -= 1
   return size
 
 
 def is_sentencepiece(start: bytes) -> bool:
-  """Whether a tokenizer.model that begins so is of SentencePiece.
+  """Returns whether a tokenizer.model with this first byte is SentencePiece.
 
-  Such a model starts with a piece, field 1 of its message; Llama 3's file of
-  this name is text.
+  SentencePiece's starts with a piece, field 1 of its message; Llama 3's file
+  of this name is text.
   """
   return start[:1] == b'\n'
 
 
 def digest_of(*parts: Any) -> str:
-  """SHA-256 of JSON values, in hex."""
+  """Returns the SHA-256 of JSON values in hex."""
   return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

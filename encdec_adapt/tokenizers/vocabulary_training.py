@@ -24,7 +24,7 @@ from encdec_adapt.tokenizers import sentencepiece_vocabulary
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
 _UNUSED = tuple(f'<unused{i}>' for i in range(99))
 _NEWLINES = ('\n', '\n\n', '\n\n\n')
-# A line of training text is cut here; SentencePiece leaves out longer ones.
+# Lines are cut here, because SentencePiece skips long ones.
 _LINE_CHARACTERS = 1000
 
 
@@ -35,21 +35,21 @@ def train_vocabulary(
   *,
   max_bytes: int = 4_000_000,
 ) -> sentencepiece_vocabulary.SentencePieceVocabulary:
-  """Trains a vocabulary in the module's layout and writes it.
+  """Trains a vocabulary in the module's layout and writes it atomically.
 
-  The same texts give the same file. The file appears whole or not at all.
+  The same texts give the same file.
 
   Args:
     texts: documents; read until `max_bytes` is reached, of each document at
       most a hundredth of that.
-    path: where the model is written; its folder is made.
-    size: number of pieces, the special ones, newlines and bytes (363
-      together) included.
-    max_bytes: UTF-8 bytes of text to train on, which bounds the time (about
-      2 s per million on one core).
+    path: path of the model; its folder is made.
+    size: number of pieces, including the 363 special tokens, newlines and
+      bytes.
+    max_bytes: UTF-8 bytes of text to train on, which bounds the time.
 
   Raises:
-    UserError: there is too little text for `size`, or none.
+    UserError: there is no text, too little text for `size`, or the file cannot
+      be written.
   """
   path = paths.at(path)
   data = _train(texts, path, size, max_bytes)
@@ -69,7 +69,7 @@ def _train(
   size: int,
   max_bytes: int,
 ) -> bytes:
-  """The trained model; `path` is for messages."""
+  """Returns the trained model; `path` is for messages."""
   lines = list(_training_lines(texts, max_bytes))
   if not lines:
     raise errors.UserError(
@@ -110,18 +110,17 @@ def _train(
 
 
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+  """Yields lines of the documents, within the bounds of bytes."""
   left = max_bytes
   for text in texts:
     share = max_bytes // 100 + 1
     for line in text.split('\n'):
       for start in range(0, len(line), _LINE_CHARACTERS):
+        if min(left, share) <= 0:
+          break
         part = line[start : start + _LINE_CHARACTERS]
         yield part
-        share -= len(part.encode('utf-8', 'replace'))
-        left -= len(part.encode('utf-8', 'replace'))
-        if left <= 0:
-          return
-        if share <= 0:
-          break
-      if share <= 0:
-        break
+        size = len(part.encode('utf-8', 'replace'))
+        share, left = share - size, left - size
+    if left <= 0:
+      return

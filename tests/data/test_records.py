@@ -187,19 +187,3 @@ def test_unusable_record_sets_are_refused(tmp_path):
   path.write_text(path.read_text()[:-20])
   with pytest.raises(errors.UserError, match='is not a manifest'):
     records.RecordSet.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-  'field, value',
-  [
-    ('encoder_length', -1),
-    ('decoder_length', 0),
-    ('passes', 0),
-    ('shards', 0),
-    ('eval_fraction', 1.5),
-    ('max_rows', -2),
-  ],
-)
-def test_impossible_specs_are_refused(field, value):
-  with pytest.raises(errors.UserError, match=f'{field}={value}'):
-    dataclasses.replace(SPEC, **{field: value})

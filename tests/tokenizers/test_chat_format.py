@@ -112,10 +112,10 @@ def test_the_mask_is_what_the_assistant_says(family, vocabulary):
   'messages, message',
   [
     ([], 'has no message'),
-    ([{'role': 'user'}], 'message 1 .* is not an object'),
-    ([{'role': 'tool', 'content': 'x'}], 'message 1 .* is not an object'),
-    ([{'role': 'user', 'content': 3}], 'message 1 .* is not an object'),
-    ([MESSAGES[1], MESSAGES[0]], 'message 2 .* of the system'),
+    ([{'role': 'user'}], 'message 1 .* must be an object'),
+    ([{'role': 'tool', 'content': 'x'}], 'message 1 .* must be an object'),
+    ([{'role': 'user', 'content': 3}], 'message 1 .* must be an object'),
+    ([MESSAGES[1], MESSAGES[0]], 'message 2 .* system only first'),
   ],
 )
 def test_other_conversations_are_refused(vocabulary, messages, message):
@@ -126,7 +126,7 @@ def test_other_conversations_are_refused(vocabulary, messages, message):
 def test_gemmas_system_needs_a_user(tmp_path):
   folder = tiny_tokenizers.save(tmp_path, 'gemma', TEXTS, 500)
   own = vocabularies.open_vocabulary(folder)
-  with pytest.raises(errors.UserError, match='no user follows'):
+  with pytest.raises(errors.UserError, match='add a message of the user'):
     chat_format.encode(MESSAGES[:1], own)
 
 

