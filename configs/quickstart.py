@@ -88,11 +88,9 @@ SIZES = {
     vocab_size=2048,
     base=_shape(4, 128, 512),
     small=_shape(3, 96, 384),
-    # The prefix is worth little to a decoder that has seen a few tokens per
-    # parameter, and then an encoder has nothing to add; this is six.
-    passes=3,
-    pretrain_steps=1800,
-    small_steps=700,
+    passes=2,
+    pretrain_steps=3000,
+    small_steps=1500,
     adapt_steps=130,
     eval_rows=192,
   ),
@@ -159,7 +157,10 @@ def get_config(arg=None):
     _causal(config, size, run)
   else:
     _pairs(config, size, run)
-  config.optimizer.warmup_steps = min(20, config.train.steps // 4)
+  config.optimizer.warmup_steps = min(
+    100 if config.model.kind == 'decoder_only' else 20,
+    config.train.steps // 4,
+  )
   config.train.eval_every = max(config.train.steps // 8, 1)
   config.checkpoint.every = max(config.train.steps // 2, 1)
   return config
@@ -173,6 +174,8 @@ def _causal(config, size, run):
   config.data.decoder_length = 256
   config.data.passes = size.passes
   config.optimizer.weight_decay = 0.01
+  config.train.batch_size = 8
+  config.optimizer.learning_rate = 3e-3
   if run == 'decoder_only_small':
     config.train.steps = size.small_steps
   elif run == 'decoder_only':
