@@ -7,17 +7,20 @@ runs the study below; each of its stages is a command of its own, for example
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/quickstart/adapted
 
-`size=default` takes under 10 minutes on two cores, and `size=full`, whose
-stages have budgets of 1 h 20 in all, under 2 hours. It holds what the README
-shows: three learning rates and three seeds of `adapted` and `scratch`, and the
-controls. `size=smoke` is for tests.
+`size=default` starts from the decoders of configs/decoders, as a user starts
+from a Hugging Face folder, and takes about 6 minutes on two idle cores. Expect
+adapted far below scratch after 80 steps, and an encoder that is used.
+
+`size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about 2
+hours. It sweeps three learning rates of `adapted` and `scratch`, repeats the
+best with two more seeds, and trains the controls. `size=smoke` is for tests.
 """
 
 import dataclasses
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import study
 from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import stages
 from encdec_adapt.models import model_config
 
 RUNS = {
@@ -29,72 +32,10 @@ RUNS = {
   'decoder_only_continued': 'control: decoder_only for as many tokens more',
   'adapted_embeddings': 'control: adapted, all fresh but the embeddings',
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-  """One size of the study. Steps are counts of optimizer updates.
-
-  `passes` is of the text, for the causal decoders; pairs need only one.
-  """
-
-  root: str
-  max_bytes: int
-  vocab_size: int
-  base: dict
-  small: dict
-  passes: int
-  pretrain_steps: int
-  small_steps: int
-  adapt_steps: int
-  eval_rows: int
-
-
-def _shape(layers, width, mlp_width):
-  return dict(layers=layers, width=width, mlp_width=mlp_width)
-
-
-# Digests of the documents that no decoder in configs/decoders has seen.
-HELD_OUT = 'configs/decoders/held_out.txt'
-SIZES = {
-  # For a test that every stage runs; its numbers mean nothing.
-  'smoke': Size(
-    root='runs/quickstart_smoke',
-    max_bytes=400_000,
-    vocab_size=512,
-    base=_shape(2, 32, 64),
-    small=_shape(1, 16, 32),
-    passes=1,
-    pretrain_steps=8,
-    small_steps=8,
-    adapt_steps=8,
-    eval_rows=16,
-  ),
-  'default': Size(
-    root='runs/quickstart',
-    max_bytes=3_000_000,
-    vocab_size=2048,
-    base=_shape(4, 128, 512),
-    small=_shape(3, 96, 384),
-    passes=1,
-    pretrain_steps=90,
-    small_steps=60,
-    adapt_steps=40,
-    eval_rows=64,
-  ),
-  'full': Size(
-    root='runs/quickstart_full',
-    max_bytes=0,
-    vocab_size=2048,
-    base=_shape(4, 128, 512),
-    small=_shape(3, 96, 384),
-    passes=2,
-    pretrain_steps=3000,
-    small_steps=1500,
-    adapt_steps=130,
-    eval_rows=192,
-  ),
-}
+# Pretrained decoders, and digests of the documents that they have not seen.
+DECODERS = 'configs/decoders'
+FOLDERS = {'decoder_only': 'base', 'decoder_only_small': 'small'}
+VOCABULARY = 2048
 PROMPTS = (
   'The "with" statement is used to wrap the execution of a block with',
   'def __init__(self, name, value=None):\n    self.name = name\n',
@@ -104,91 +45,118 @@ PROMPTS = (
 LEARNING_RATES = (5e-4, 1.5e-3, 4.5e-3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """One size of the study.
+
+  Attributes:
+    root: folder of all its runs.
+    max_bytes: most bytes of text that are read; 0 for all.
+    adapt_steps: optimizer updates of a pair.
+    evaluations: evaluations during the training of a pair.
+    eval_rows: held-out rows.
+    pretrains: trains the decoders instead of importing them, sweeps and
+      repeats the pairs, and trains the controls.
+  """
+
+  root: str
+  max_bytes: int
+  adapt_steps: int
+  evaluations: int
+  eval_rows: int
+  pretrains: bool = False
+
+
+SIZES = {
+  'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 16),
+  'default': Size('runs/quickstart', 3_000_000, 80, 4, 64),
+  'full': Size('runs/quickstart_full', 0, 130, 8, 192, pretrains=True),
+}
+
+
 def _size(name):
   if name not in SIZES:
     raise errors.UserError(
-      f'size={name} is not known; choose one of {", ".join(SIZES)}.'
+      f'size={name} is unknown; choose one of {", ".join(SIZES)}.'
     )
   return SIZES[name]
 
 
-def _stack(size, shape):
+def _stack(layers, width):
+  """A small Gemma 2 stack."""
   return model_config.StackConfig(
-    **shape,
+    layers=layers,
+    width=width,
+    mlp_width=4 * width,
     heads=2,
     kv_heads=1,
     head_dim=64,
     query_scale=64.0,
-    vocab_size=size.vocab_size,
+    vocab_size=VOCABULARY,
     vocab_multiple=128,
     window=64,
   )
 
 
 def get_config(arg=None):
-  """`run` is one of RUNS, `size` one of SIZES."""
+  """Returns the configuration of a `run` (of RUNS) at a `size` (of SIZES)."""
   args = config_lib.parse_arg(arg, size='default', run='decoder_only')
   size, run = _size(args['size']), args['run']
   if run not in RUNS:
     raise errors.UserError(
-      f'run={run} is not known; choose one of {", ".join(RUNS)}.'
+      f'run={run} is unknown; choose one of {", ".join(RUNS)}.'
     )
   config = config_lib.defaults()
-  small = _stack(size, size.small)
-  large = _stack(size, size.base)
+  large, small = _stack(4, 128), _stack(3, 96)
+  is_small = run in ('decoder_only_small', 'unbalanced')
   config_lib.set_stack(config.model.encoder, large)
-  config_lib.set_stack(
-    config.model.decoder,
-    small if run in ('decoder_only_small', 'unbalanced') else large,
-  )
+  config_lib.set_stack(config.model.decoder, small if is_small else large)
   config.compute.scan_unroll = 4
   config.compute.compile_cache = f'{size.root}/compiled'
-  config.data.source = f'python:{HELD_OUT}'
+  config.data.source = f'python:{DECODERS}/held_out.txt'
   config.data.max_bytes = size.max_bytes
   # Importing TensorFlow costs a worker more than it saves on so little text.
   config.data.workers = 1
-  config.data.vocabulary = f'{size.root}/records/vocabulary.model'
+  if size.pretrains:
+    config.data.vocabulary = f'{size.root}/records/vocabulary.model'
+  else:
+    config.data.vocabulary = f'{DECODERS}/base'
   config.data.shards = 2
   config.data.eval_rows = size.eval_rows
-  config.optimizer.learning_rate = 2e-3
-  config.train.batch_size = 16
   config.train.log_every = 20
   if run.startswith('decoder_only'):
-    _causal(config, size, run)
+    _set_causal(config, size, run)
   else:
-    _pairs(config, size, run)
-  config.optimizer.warmup_steps = min(
-    100 if config.model.kind == 'decoder_only' else 20,
-    config.train.steps // 4,
-  )
-  config.train.eval_every = max(config.train.steps // 8, 1)
-  config.checkpoint.every = max(config.train.steps // 2, 1)
+    _set_pair(config, size, run)
+  steps = config.train.steps
+  config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, steps // 4)
+  config.train.eval_every = max(steps // size.evaluations, 1)
+  config.checkpoint.every = max(steps // 2, 1)
   return config
 
 
-def _causal(config, size, run):
+def _set_causal(config, size, run):
   """Pretraining: causal language model on rows of 256 tokens."""
   config.model.kind = 'decoder_only'
   config.data.folder = f'{size.root}/records/causal_lm'
   config.data.objective = 'causal_lm'
   config.data.decoder_length = 256
-  config.data.passes = size.passes
+  config.data.passes = 2
   config.optimizer.weight_decay = 0.01
-  config.train.batch_size = 8
-  config.optimizer.learning_rate = 3e-3
-  if run == 'decoder_only_small':
-    config.train.steps = size.small_steps
-  elif run == 'decoder_only':
-    config.train.steps = size.pretrain_steps
-  else:
+  if run == 'decoder_only_continued':
     config.train.steps = size.adapt_steps
     config.init.mode = 'checkpoint'
     config.init.encoder = f'{size.root}/decoder_only'
     config.optimizer.learning_rate = 1e-3
-    config.seed = 3  # Another order than that it was trained in.
+    config.seed = 3  # Another order than that of pretraining.
+  else:
+    config.train.steps = 3000 if run == 'decoder_only' else 1500
+    config.train.batch_size = 8
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 100
 
 
-def _pairs(config, size, run):
+def _set_pair(config, size, run):
   """Adaptation: PrefixLM cut in half, distilled from decoder_only."""
   config.model.kind = 'encoder_decoder'
   config.data.folder = f'{size.root}/records/prefix_lm'
@@ -197,7 +165,7 @@ def _pairs(config, size, run):
   config.teacher.checkpoint = f'{size.root}/decoder_only'
   config.loss.distillation = 0.5
   config.train.steps = size.adapt_steps
-  source = f'{size.root}/decoder_only'
+  config.optimizer.learning_rate = 2e-3
   if run == 'adapted':
     config.init.mode = 'adapt'
   elif run == 'adapted_embeddings':
@@ -208,55 +176,74 @@ def _pairs(config, size, run):
     # About 5 % of the steps, as K = 1000 is of the paper's.
     config.train.cross_attention_warmup = max(size.adapt_steps // 20, 1)
   if config.init.mode != 'random':
-    config.init.encoder = source
+    config.init.encoder = f'{size.root}/decoder_only'
 
 
 def get_study(arg=None):
-  """The stages of a size, in order; see `encdec_adapt.study`."""
+  """Returns the stages of a size, in order; see `encdec_adapt.study`."""
   name = config_lib.parse_arg(arg, size='default')['size']
   size = _size(name)
-  records = [
-    study.Stage(
-      f'records_{run}', 'materialize', (_flag(name, run),), budget_seconds=60
-    )
-    for run in ('decoder_only', 'adapted')
-  ]
-  training = [_train(name, 'decoder_only'), _train(name, 'decoder_only_small')]
+  root = size.root
+  first, training = [], []
+  if size.pretrains:
+    first.append(_records(name, 'decoder_only'))
+    training += [_train(name, run) for run in FOLDERS]
+  else:
+    first += [_import(size, run) for run in FOLDERS]
+  first.append(_records(name, 'adapted'))
   for run in ('adapted', 'scratch'):
-    training += _swept(name, run) if name == 'full' else [_train(name, run)]
+    training += _swept(name, run) if size.pretrains else [_train(name, run)]
   training.append(_train(name, 'unbalanced'))
-  if name == 'full':
+  if size.pretrains:
     training.append(_train(name, 'decoder_only_continued'))
     training.append(_train(name, 'adapted_embeddings'))
   runs = [stage.name for stage in training]
-  evaluate = study.Stage(
-    'evaluate',
-    'evaluate',
-    (
-      f'--records={size.root}/records/prefix_lm/eval',
-      *(f'--checkpoint={size.root}/{run}' for run in runs),
+  if not size.pretrains:
+    runs.append('decoder_only')
+  adapted = f'{root}/adapted_seed1' if size.pretrains else f'{root}/adapted'
+  samples, exported = f'{root}/samples.json', f'{root}/t5gemma'
+  last = [
+    stages.Stage(
+      'evaluate',
+      'evaluate',
+      (
+        f'--records={root}/records/prefix_lm/eval',
+        *(f'--checkpoint={root}/{run}' for run in runs),
+      ),
+      budget_seconds=6 * len(runs),
     ),
-    budget_seconds=6 * len(runs),
-  )
-  samples = f'{size.root}/samples.json'
-  writer = 'adapted_seed1' if name == 'full' else 'adapted'
-  generate = study.Stage(
-    'generate',
-    'generate',
-    (
-      f'--checkpoint={size.root}/{writer}',
-      *(f'--prompt={prompt}' for prompt in PROMPTS),
-      '--max_tokens=48',
-      f'--output={samples}',
+    stages.Stage(
+      'generate',
+      'generate',
+      (
+        f'--checkpoint={adapted}',
+        *(f'--prompt={prompt}' for prompt in PROMPTS),
+        '--max_tokens=48',
+        '--temperature=0.7',
+        '--top_p=0.9',
+        f'--output={samples}',
+      ),
+      budget_seconds=20,
     ),
-    budget_seconds=20,
-  )
-  swept = ('adapted', 'scratch') if name == 'full' else ()
-  return study.Study(
-    root=size.root,
+    stages.Stage(
+      'export',
+      'convert',
+      ('export', f'--checkpoint={adapted}', f'--output={exported}'),
+      budget_seconds=10,
+    ),
+    stages.Stage(
+      'verify',
+      'convert',
+      ('verify', adapted, exported, '--tolerance=1e-4'),
+      budget_seconds=15,
+    ),
+  ]
+  swept = ('adapted', 'scratch') if size.pretrains else ()
+  return stages.Study(
+    root=root,
     title='Adapting a decoder-only model on the text that Python carries',
     size=name,
-    stages=(*records, *training, evaluate, generate),
+    stages=(*first, *training, *last),
     runs=tuple(runs),
     best_of={run: _sweep(run) for run in swept},
     samples=samples,
@@ -267,19 +254,40 @@ def _flag(name, run):
   return f'--config=configs/quickstart.py:size={name},run={run}'
 
 
+def _import(size, run):
+  """Imports a shipped Hugging Face folder."""
+  return stages.Stage(
+    f'import_{run}',
+    'convert',
+    (
+      'import',
+      f'--source={DECODERS}/{FOLDERS[run]}',
+      f'--output={size.root}/{run}',
+    ),
+    budget_seconds=10,
+  )
+
+
+def _records(name, run):
+  """Makes the records of a run, and its vocabulary where there is none."""
+  return stages.Stage(
+    f'records_{run}', 'materialize', (_flag(name, run),), budget_seconds=60
+  )
+
+
 def _train(name, run, *flags, folder=None, rate_of=()):
   """A training run; its budget is for two cores, compiling included."""
   size = _size(name)
   seconds = {
-    'decoder_only': 20 + 1.0 * size.pretrain_steps,
-    'decoder_only_small': 15 + 0.6 * size.small_steps,
+    'decoder_only': 20 + 0.5 * 3000,
+    'decoder_only_small': 15 + 0.3 * 1500,
     'unbalanced': 50 + 1.2 * size.adapt_steps,
   }.get(run, 30 + 1.2 * size.adapt_steps)
   folder = folder or run
-  return study.Stage(
-    name=folder,
-    module='train',
-    flags=(_flag(name, run), f'--workdir={size.root}/{folder}', *flags),
+  return stages.Stage(
+    folder,
+    'train',
+    (_flag(name, run), f'--workdir={size.root}/{folder}', *flags),
     budget_seconds=seconds,
     rate_of=rate_of,
   )
@@ -291,7 +299,7 @@ def _sweep(run):
 
 def _swept(name, run):
   """Every learning rate, then two more seeds of the best."""
-  stages = [
+  swept = [
     _train(
       name,
       run,
@@ -300,7 +308,7 @@ def _swept(name, run):
     )
     for folder, rate in zip(_sweep(run), LEARNING_RATES, strict=True)
   ]
-  return stages + [
+  return swept + [
     _train(
       name,
       run,

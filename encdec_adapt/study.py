@@ -2,18 +2,20 @@
 
     python -m encdec_adapt.study --study=configs/quickstart.py:size=default
 
-A study is what `get_study(arg)` of a configuration file returns. Every stage
-is a command of its own, printed before it runs. Stages share this process,
-which saves imports and compiles; only records are made in another one. What
-is finished is not run again, and what was interrupted continues.
+A study is what `get_study(arg)` of a configuration file returns
+(`evaluation/stages.py`). Every stage is a command that can be typed; it is
+printed before it runs. Stages share this process, which saves imports and
+compilations; only records are made in another one, which loads TensorFlow.
+Finished stages are skipped and an interrupted one resumes when the command is
+given again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
-import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -27,60 +29,15 @@ from absl import flags
 
 from encdec_adapt.cli import command, errors
 from encdec_adapt.data import workers
+from encdec_adapt.evaluation import stages as stages_lib
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.telemetry import accounting, progress
+from encdec_adapt.telemetry import accounting, metrics, progress
 
-COMMANDS = ('materialize', 'train', 'evaluate', 'generate', 'plan')
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-  """One command of a study.
-
-  Attributes:
-    name: names the stage in the report.
-    module: of the command, one of `COMMANDS`.
-    flags: of the command.
-    budget_seconds: how long it should take on two cores.
-    rate_of: run folders; the learning rate of the one with the lowest
-      held-out loss is given to the command.
-  """
-
-  name: str
-  module: str
-  flags: tuple[str, ...]
-  budget_seconds: float
-  rate_of: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-  """Stages and what the report is made of.
-
-  Attributes:
-    root: folder of the study.
-    title: of the report.
-    size: which size of the study it is.
-    stages: in order.
-    runs: folders below the root, in the order of the report.
-    best_of: name in the report to run folders; the one with the lowest
-      held-out loss bears that name.
-    samples: path of the continuations, as `generate` writes them.
-    digest: of the file that says all this; see `load`.
-  """
-
-  root: str
-  title: str
-  size: str
-  stages: tuple[Stage, ...]
-  runs: tuple[str, ...]
-  best_of: Mapping[str, tuple[str, ...]]
-  samples: str
-  digest: str = ''
+Stage = stages_lib.Stage
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """The flags of this command."""
+  """Defines the flags of this command."""
   flags.DEFINE_string(
     'study',
     None,
@@ -95,172 +52,95 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'study')
-  study = load(values.study)
+  study, digest = load(values.study)
   if values.list:
     for stage in study.stages:
-      print(_command(stage, ()))
+      print(_command_line(stage, ()))
     return 0
-  return run(study)
+  return run(study, digest)
 
 
-def load(spec: str) -> Study:
-  """The study of FILE[:ARG].
+def load(spec: str) -> tuple[stages_lib.Study, str]:
+  """Loads the study of FILE[:ARG].
+
+  Returns:
+    The study, and a digest of the file and the argument.
 
   Raises:
-    UserError: there is no such file, or it has no get_study.
+    UserError: the file is missing or has no get_study.
   """
   path, _, arg = spec.partition(':')
   if not pathlib.Path(path).is_file():
-    raise errors.UserError(f'--study={spec}: there is no file {path}.')
+    raise errors.UserError(f'--study={spec}: the file {path} does not exist.')
   found = importlib.util.spec_from_file_location('study_config', path)
   module = importlib.util.module_from_spec(found)
   found.loader.exec_module(module)
   if not hasattr(module, 'get_study'):
     raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
   text = pathlib.Path(path).read_bytes() + arg.encode()
-  return dataclasses.replace(
-    module.get_study(arg or None), digest=hashlib.sha256(text).hexdigest()
-  )
+  return module.get_study(arg or None), hashlib.sha256(text).hexdigest()
 
 
-def run(study: Study) -> int:
-  """Runs what is not finished, then writes the report.
+def run(study: stages_lib.Study, digest: str) -> int:
+  """Runs the unfinished stages, then writes the report.
+
+  Args:
+    study: the study.
+    digest: identifies this version of it.
+
+  Returns:
+    0, or the status of the stage that failed.
 
   Raises:
-    UserError: as `check`, before any stage; or as a stage.
+    UserError: the root holds another version of the study, or a stage fails
+      on bad input. Arguments of training are checked before the first stage.
   """
-  check(study)
+  for stage in study.stages:
+    if stage.module != 'convert':
+      _parse(stage, ())
   root = paths.at(study.root)
   disk.require_writable(root / 'stages')
-  _check_same_study(root, study)
+  _check_same_study(root, digest)
   print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
-  waiting = list(study.stages)
-  while waiting:
-    # Stages that need TensorFlow go to one process of their own.
-    together = 1
-    if waiting[0].module == 'materialize':
-      while together < len(waiting) and waiting[together].module == (
-        'materialize'
-      ):
-        together += 1
-    some, waiting = waiting[:together], waiting[together:]
-    unfinished = [stage for stage in some if not _marker(root, stage).exists()]
-    if not unfinished:
-      continue
-    if unfinished[0].module == 'materialize':
-      workers.run_in_subprocess(run_stages, str(root), unfinished)
-    else:
-      status = run_stages(str(root), unfinished)
-      if status:
-        return status
+  waiting = [s for s in study.stages if not _marker(root, s).exists()]
+  for module, group in itertools.groupby(waiting, lambda s: s.module):
+    group = list(group)
+    if module == 'materialize':
+      workers.run_in_subprocess(run_stages, str(root), group)
+    elif status := run_stages(str(root), group):
+      return status
   _report(study)
   return 0
 
 
-def check(study: Study) -> None:
-  """Refuses a study that would fail hours later, as far as can be known.
-
-  Raises:
-    UserError: names the stage or the field, and what is wrong with it: two
-      stages of one name, no such command, flags or a configuration that are
-      refused, or a folder or file that no stage makes.
-  """
-  made: list[str] = []
-  evaluated, written, names = set(), set(), set()
-  for stage in study.stages:
-    if stage.name in names:
-      raise errors.UserError(
-        f'two stages have the name {stage.name!r}, and the second would never'
-        ' run: what is finished is known by its name. Rename one.'
-      )
-    names.add(stage.name)
-    _require_made(study, f'rate_of of {stage.name!r}', stage.rate_of, made)
-    try:
-      values = _checked_flags(stage)
-    except errors.UserError as error:
-      raise errors.UserError(f'the stage {stage.name!r}: {error}') from error
-    if stage.module == 'train':
-      made.append(_place(values.workdir))
-    elif stage.module == 'evaluate':
-      evaluated |= {_place(path) for path in values.checkpoint}
-    elif stage.module == 'generate' and values.output:
-      written.add(_place(values.output))
-  fields = {'runs': study.runs}
-  fields |= {f'best_of[{name!r}]': of for name, of in study.best_of.items()}
-  for field, folders in fields.items():
-    _require_made(study, field, folders, made)
-    for folder in folders:
-      if _place(study.root, folder) not in evaluated:
-        raise errors.UserError(
-          f'{field} names {folder!r}, which no stage evaluates: the report has'
-          ' its held-out loss. Add it to the --checkpoint flags of a stage.'
-        )
-  if _place(study.samples) not in written:
-    raise errors.UserError(
-      f'samples is {study.samples!r}, which is the --output of no stage that'
-      f' generates; those are {", ".join(sorted(written)) or "none"}.'
-    )
-
-
-def _checked_flags(stage: Stage) -> flags.FlagValues:
-  """Parses the flags of a stage; a configuration is validated.
-
-  Raises:
-    UserError: there is no such command, or it would refuse the flags.
-  """
-  from encdec_adapt import config as config_lib
-
-  if stage.module not in COMMANDS:
-    raise errors.UserError(
-      f'{stage.module!r} is no command that a stage can be; those are'
-      f' {", ".join(COMMANDS)}.'
-    )
+def _parse(stage: Stage, extra: Sequence[str]) -> flags.FlagValues:
+  """Parses the arguments of a stage; the configuration file is loaded."""
   module = importlib.import_module(f'encdec_adapt.{stage.module}')
-  values = command.parse(module.define_flags, stage.flags)
-  if stage.module in ('train', 'materialize'):
-    is_train = stage.module == 'train'
-    command.require(values, 'config', *(['workdir'] if is_train else []))
-    config_lib.load(values.config, values.workdir, sources=is_train)
-  return values
+  return command.parse(module.define_flags, (*stage.arguments, *extra))
 
 
-def _place(path: str, *names: str) -> str:
-  """One spelling of each path, without asking a disk or a bucket."""
-  if paths.is_bucket(path):
-    return paths.join(path, *names)
-  return os.path.abspath(os.path.join(path, *names))
-
-
-def _require_made(
-  study: Study, field: str, folders: Sequence[str], made: Sequence[str]
-) -> None:
-  """Refuses folders that are no work directory of a stage so far."""
-  for folder in folders:
-    if _place(study.root, folder) not in made:
-      raise errors.UserError(
-        f'{field} names {folder!r}, which no stage before it trains into; there'
-        f' are {", ".join(made) or "none"}.'
-      )
+def _call(stage: Stage, extra: Sequence[str]) -> int:
+  """Runs the command of a stage; returns its status."""
+  module = importlib.import_module(f'encdec_adapt.{stage.module}')
+  if stage.module == 'convert':
+    return command.run_subcommand('', module.COMMANDS, stage.arguments)
+  return module.main(_parse(stage, extra))
 
 
 def run_stages(root: str, stages: Sequence[Stage]) -> int:
   """Runs commands in this process; returns the first status that is not 0."""
   for stage in stages:
     extra = _best_rate(paths.at(root), stage.rate_of)
-    line = _command(stage, extra)
+    line = _command_line(stage, extra)
     budget = progress.format_seconds(stage.budget_seconds)
     print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
-    module = importlib.import_module(f'encdec_adapt.{stage.module}')
-    values = command.parse(module.define_flags, (*stage.flags, *extra))
     with _timed(paths.at(root), stage) as clock:
-      status = module.main(values)
+      status = _call(stage, extra)
     seconds = clock()
     if status:
       return status
-    print(
-      f'[{stage.name}] took {progress.format_seconds(seconds)} of {budget}',
-      flush=True,
-    )
+    took = progress.format_seconds(seconds)
+    print(f'[{stage.name}] took {took} of {budget}', flush=True)
     atomic.write_json(
       _marker(paths.at(root), stage),
       {
@@ -273,22 +153,23 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
   return 0
 
 
-def _command(stage: Stage, extra: Sequence[str]) -> str:
+def _command_line(stage: Stage, extra: Sequence[str]) -> str:
   """The command as it can be typed, with this interpreter."""
   python = os.path.relpath(sys.executable)
   python = sys.executable if python.startswith('..') else python
   return shlex.join(
-    [python, '-m', f'encdec_adapt.{stage.module}', *stage.flags, *extra]
+    [python, '-m', f'encdec_adapt.{stage.module}', *stage.arguments, *extra]
   )
 
 
 def _marker(root: paths.Path, stage: Stage) -> paths.Path:
+  """The file that marks a finished stage."""
   return root / 'stages' / f'{stage.name}.json'
 
 
 @contextlib.contextmanager
 def _timed(root: paths.Path, stage: Stage):
-  """Seconds that a stage has taken, over all its starts but killed ones."""
+  """Yields a clock of a stage's seconds over all its starts but killed ones."""
   path = root / 'stages' / f'{stage.name}.seconds'
   before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
   began = time.perf_counter()
@@ -302,16 +183,16 @@ def _timed(root: paths.Path, stage: Stage):
     atomic.write_json(path, {'seconds': clock()})
 
 
-def _check_same_study(root: paths.Path, study: Study) -> None:
+def _check_same_study(root: paths.Path, digest: str) -> None:
   """Refuses a folder with stages of another version of the study."""
   path = root / 'study.json'
-  if path.exists() and json.loads(path.read_text())['digest'] != study.digest:
+  if path.exists() and json.loads(path.read_text())['digest'] != digest:
     raise errors.UserError(
       f'{root} holds stages of another version of this study (its'
       ' configuration file has changed). Remove the folder, or give the study'
       ' another root.'
     )
-  atomic.write_json(path, {'digest': study.digest})
+  atomic.write_json(path, {'digest': digest})
 
 
 def _summary(root: paths.Path, name: str) -> dict[str, Any]:
@@ -319,7 +200,7 @@ def _summary(root: paths.Path, name: str) -> dict[str, Any]:
 
 
 def _best(root: paths.Path, names: Sequence[str]) -> str:
-  """The run with the lowest held-out loss; one that diverged never is."""
+  """The run with the lowest finite held-out loss."""
   losses = {name: _summary(root, name)['eval_loss'] for name in names}
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
   if not finite:
@@ -335,16 +216,15 @@ def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
   return (f'--config.optimizer.learning_rate={rate:g}',)
 
 
-def _report(study: Study) -> None:
-  """Collects what the runs left behind and writes the report."""
-  from encdec_adapt.evaluation import html_report
+def _report(study: stages_lib.Study) -> None:
+  """Collects the results of the runs and writes the report."""
+  from encdec_adapt.evaluation import html_report  # Imports matplotlib late.
   from encdec_adapt.telemetry import environment
 
   root = paths.at(study.root)
   folders = {name: name for name in study.runs}
   for name, candidates in study.best_of.items():
-    best = _best(root, candidates)
-    folders = {name: best, **folders}
+    folders = {name: _best(root, candidates), **folders}
   stages = [
     json.loads(_marker(root, stage).read_text()) for stage in study.stages
   ]
@@ -362,53 +242,38 @@ def _report(study: Study) -> None:
     'samples': json.loads(paths.at(study.samples).read_text()),
     'environment': environment.report(),
   }
-  html_report.write(collected, root)
+  findings = html_report.write(collected, root)
   print(f'\n{"stage":<28}{"budget":>9}{"took":>9}')
   for stage in stages:
     keys = 'budget_seconds', 'seconds'
     budget, took = (progress.format_seconds(stage[key]) for key in keys)
     print(f'{stage["name"]:<28}{budget:>9}{took:>9}')
-  together = sum(stage['seconds'] for stage in stages)
-  print(f'{"together":<28}{"":>9}{progress.format_seconds(together):>9}\n')
-  for sentence in html_report.findings(collected):
+  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
+  print(f'{"total":<28}{"":>9}{total:>9}\n')
+  for sentence in findings:
     print(f'- {sentence}')
   print(f'\nreport: {root / "report.html"}')
 
 
 def _run(root: paths.Path, folder: str) -> dict[str, Any]:
-  """One run as the report wants it."""
-  from encdec_adapt.telemetry import metrics
-
-  summary = _summary(root, folder)
+  """The results of one run; an imported model has no curve."""
   evaluation = json.loads((root / folder / 'evaluation.json').read_text())
-  records = metrics.read_metrics(root / folder)
-  evals = [r for r in records if r['kind'] == 'eval']
-  steps = [r for r in records if r['kind'] == 'train']
+  is_trained = (root / folder / metrics.FILE).exists()
+  records = metrics.read_metrics(root / folder) if is_trained else []
+  evals = [record for record in records if record['kind'] == 'eval']
   return {
+    'eval_loss_at_step_0': None,
+    'learning_rate': None,
+    'seed': None,
+    **_summary(root, folder),
     **{
-      name: summary[name]
-      for name in (
-        'parameters',
-        'steps',
-        'target_tokens',
-        'total_tokens',
-        'flops',
-        'seconds',
-        'learning_rate',
-        'seed',
-        'inclusive',
-      )
+      name: evaluation[name]
+      for name in ('kind', 'eval_loss', 'eval_loss_shuffled_prefix')
     },
-    'kind': evaluation['kind'],
-    'eval_loss': evaluation['eval_loss'],
-    'eval_loss_at_step_0': summary['eval_loss_at_step_0'],
-    'eval_loss_shuffled_prefix': evaluation['eval_loss_shuffled_prefix'],
     'curve': {
-      'step': [r['step'] for r in evals],
-      'target_tokens': [r['target_tokens'] for r in evals],
-      'eval_loss': [r['loss'] for r in evals],
-      'train_step': [r['step'] for r in steps],
-      'train_loss': [r['cross_entropy'] for r in steps],
+      'step': [record['step'] for record in evals],
+      'target_tokens': [record['target_tokens'] for record in evals],
+      'eval_loss': [record['loss'] for record in evals],
     },
   }
 

@@ -2,74 +2,87 @@
 
 A report is a dictionary:
 
-  title         of the page
+  title         title of the page
   size          name of the study's size
-  text          facts about the text, or absent
+  text          facts about the text
   runs          by name: `kind` (`decoder_only` or `encoder_decoder`),
                 `parameters`, `steps`, `target_tokens`, `total_tokens`,
                 `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
-                `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (with the
-                prefixes of other examples; None where it was not measured),
-                `curve` (lists `step`, `target_tokens`, `eval_loss`,
-                `train_step`, `train_loss`) and `inclusive` (`target_tokens`,
-                `total_tokens`, `flops`, `seconds`, those of the sources that
-                it was made from included)
-  stages        `name`, `command`, `budget_seconds` (or None), `seconds`
+                `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (loss with
+                the prefixes of other examples, or None), `curve` (lists
+                `step`, `target_tokens`, `eval_loss`) and `inclusive`
+                (`target_tokens`, `total_tokens`, `flops`, `seconds` of the
+                run and of all its sources)
+  stages        `name`, `command`, `budget_seconds`, `seconds`
   samples       `run`, `prompt`, `continuation`
   environment   versions and hardware
 
 Losses are nats per target token. Runs named `<model>_seed<n>` repeat
-`<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep.
+`<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep. An
+imported model has no learning rate, no seed and an empty curve.
 """
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+import html
 import json
 import math
 import os
+import pathlib
 from typing import Any
 
-from encdec_adapt.evaluation import (
-  report_figures,
-  report_findings,
-  report_page,
-)
+from encdec_adapt.evaluation import report_figures, report_findings
+from encdec_adapt.evaluation import report_numbers as numbers
 from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
 
 Report = Mapping[str, Any]
 
+_CSS = """
+body { font: 16px/1.55 system-ui, sans-serif; color: #1f2328; margin: 0; }
+main { max-width: 68rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
+p { color: #57606a; font-size: .9rem; }
+img { max-width: 100%; display: block; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .92rem; }
+th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
+  border-bottom: 1px solid #d8dee4; font-variant-numeric: tabular-nums; }
+code { font: .86em ui-monospace, monospace; overflow-wrap: anywhere; }
+pre { font: .86rem/1.45 ui-monospace, monospace; white-space: pre-wrap;
+  border-left: 3px solid #d8dee4; padding: .1rem 1rem; }
+pre span { color: #6e7781; }
+"""
 
-def findings(report: Report) -> list[str]:
-  """What was found, in plain sentences; see `report_findings.findings`."""
-  return report_findings.findings(report)
 
-
-def write(report: Report, folder: str | os.PathLike) -> paths.Path:
-  """Writes the report.
+def write(report: Report, folder: str | os.PathLike) -> list[str]:
+  """Writes the report; files of an earlier one are replaced.
 
   Args:
-    report: see the module's docstring.
-    folder: made if it is missing; files of an earlier report are replaced.
+    report: the dictionary that the module's docstring documents.
+    folder: folder of the files, made if it is missing. `report.html` embeds
+      the picture and refers to nothing outside it. `report.json` is the
+      dictionary with `findings` added and null for numbers that are not
+      finite.
 
   Returns:
-    Path of `report.html`, which embeds `curves.png` and needs nothing beside
-    it. `report.json` is the dictionary with `findings` added; a number that
-    is not finite is null there.
+    The findings.
   """
-  found = findings(report)
+  findings = report_findings.findings(report)
   content = json.dumps(
-    _finite({**report, 'findings': found}), indent=1, allow_nan=False
+    _finite({**report, 'findings': findings}), indent=1, allow_nan=False
   )
   with paths.staged(folder) as place:
     (place / 'report.json').write_text(content + '\n', encoding='utf-8')
     picture = place / 'curves.png'
     report_figures.draw_curves(report, picture)
-    page = report_page.render(report, found, [picture])
+    page = _render(report, findings, picture)
     (place / 'report.html').write_text(page, encoding='utf-8')
-  return paths.at(folder) / 'report.html'
+  return findings
 
 
 def _finite(value: Any) -> Any:
-  """The value with every number that JSON does not have made None."""
+  """Replaces numbers that JSON does not have by None."""
   if isinstance(value, Mapping):
     return {key: _finite(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -77,3 +90,149 @@ def _finite(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
+
+
+def _render(
+  report: Report, findings: Sequence[str], picture: pathlib.Path
+) -> str:
+  """Renders the page."""
+  runs, title = report['runs'], html.escape(report['title'])
+  items = ''.join(f'<li>{html.escape(text)}</li>' for text in findings)
+  data = base64.b64encode(picture.read_bytes()).decode()
+  sections = {
+    'Findings': f'<ol>{items}</ol>',
+    'Learning curves': (
+      f'<img alt="learning curves" src="data:image/png;base64,{data}">'
+    ),
+    'Models': _models(runs),
+    'Cost': _cost(runs),
+    'Learning rates': _learning_rates(runs),
+    'Continuations': ''.join(map(_sample, report['samples'])),
+    'Stages': _stages(report['stages']),
+    'Text': _table(['', ''], list(_flat(report['text']))),
+    'Environment': _table(['', ''], list(_flat(report['environment']))),
+  }
+  body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+    f'<title>{title}</title>\n<style>{_CSS}</style></head>\n<body><main>\n'
+    f'<h1>{title}</h1>\n<p>Size: {html.escape(report["size"])}. Losses are'
+    ' nats per target token on held-out text. The last loss of every model is'
+    ' on the same target tokens; curves, and losses at step 0, are on the'
+    " held-out rows of a model's own training, which for decoder-only models"
+    f' are not cut into prefix and target.</p>\n{body}</main></body></html>\n'
+  )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Renders a table of escaped text."""
+  lines = [
+    ''.join(f'<{tag}>{html.escape(str(text))}</{tag}>' for text in row)
+    for tag, row in [('th', header), *(('td', row) for row in rows)]
+  ]
+  body = '\n'.join(f'<tr>{line}</tr>' for line in lines)
+  return f'<div class="wide"><table>{body}</table></div>'
+
+
+def _models(runs: numbers.Runs) -> str:
+  """Losses of every run outside the sweeps."""
+  rows = []
+  for name, run in runs.items():
+    if numbers.is_sweep(name):
+      continue
+    wrong = run['eval_loss_shuffled_prefix']
+    rise = None if wrong is None else wrong - run['eval_loss']
+    rate = run['learning_rate']
+    rows.append(
+      [
+        name,
+        numbers.count(run['parameters']),
+        f'{run["steps"]:,}',
+        numbers.count(run['target_tokens']),
+        '-' if rate is None else f'{rate:g}',
+        '-' if run['seed'] is None else str(run['seed']),
+        numbers.loss(run['eval_loss_at_step_0']),
+        numbers.loss(run['eval_loss']),
+        numbers.loss(wrong),
+        '-' if rise is None else f'{rise:+.3f}',
+      ]
+    )
+  header = ['run', 'parameters', 'steps', 'target tokens', 'learning rate']
+  header += ['seed', 'loss at step 0', 'loss', "others' prefixes", 'difference']
+  return _table(header, rows) + (
+    "<p>Others' prefixes: the loss when every example reads the prefix of"
+    ' another. An encoder counts as used where that is more than'
+    f' {report_findings.ENCODER_USED} worse. Parameters include the embedding'
+    ' tables.</p>'
+  )
+
+
+def _cost(runs: numbers.Runs) -> str:
+  """Cost of each run, alone and with its sources."""
+  rows = [
+    [name]
+    + [
+      text
+      for part in (run, run['inclusive'])
+      for text in (
+        numbers.count(part['total_tokens']),
+        numbers.scientific(part['flops']),
+        progress.format_seconds(part['seconds']),
+      )
+    ]
+    for name, run in runs.items()
+  ]
+  header = ['tokens', 'FLOPs', 'time']
+  header += [f'{name}, with sources' for name in header]
+  return _table(['run', *header], rows) + (
+    '<p>Tokens include prefixes; time is that of training steps.</p>'
+  )
+
+
+def _learning_rates(runs: numbers.Runs) -> str:
+  """Losses of the sweeps, a column per model."""
+  table = report_findings.learning_rates(runs)
+  rows = [
+    [
+      f'{rate:g}',
+      *(numbers.loss(column.get(rate)) for column in table.values()),
+    ]
+    for rate in sorted({rate for column in table.values() for rate in column})
+  ]
+  return _table(['learning rate', *table], rows) if rows else ''
+
+
+def _sample(sample: Mapping[str, str]) -> str:
+  """A prompt and its continuation."""
+  return (
+    f'<pre><span>{html.escape(sample["prompt"])}</span>'
+    f'{html.escape(sample["continuation"])}</pre>\n'
+  )
+
+
+def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
+  """Commands with the time they took beside their budget."""
+  rows = [
+    [
+      stage['name'],
+      progress.format_seconds(stage['seconds']),
+      progress.format_seconds(stage['budget_seconds']),
+      stage['command'],
+    ]
+    for stage in stages
+  ]
+  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
+  return _table(['stage', 'took', 'budget', 'command'], rows) + (
+    f'<p>Total {total}, without installation.</p>'
+  )
+
+
+def _flat(
+  facts: Mapping[str, Any], prefix: str = ''
+) -> Iterator[tuple[str, str]]:
+  """Names and values; names of nested mappings are joined by dots."""
+  for name, value in facts.items():
+    if isinstance(value, Mapping):
+      yield from _flat(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}', str(value)

@@ -1,4 +1,7 @@
-"""Pictures of a report, drawn with matplotlib (imported when drawing)."""
+"""Figures of a report, drawn with matplotlib.
+
+matplotlib is imported when a figure is drawn.
+"""
 
 from collections.abc import Mapping, Sequence
 import itertools
@@ -31,15 +34,15 @@ _STYLE = {
 
 
 def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Writes the learning curves as a PNG.
+  """Draws the learning curves into a PNG.
 
   Left: held-out loss of the encoder-decoders, one thin line per seed and
   their mean, with the decoders' last loss on the same targets as horizontal
-  lines. Right: the decoders' own training.
+  lines. Right: the decoders' own training, where the study trains them.
 
   Args:
-    report: see `evaluation.html_report`.
-    path: of the PNG.
+    report: the dictionary that `evaluation.html_report` documents.
+    path: path of the PNG.
   """
   import matplotlib
 
@@ -56,9 +59,15 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
     model: _COLOURS.get(model) or next(others) for model in pairs + decoders
   }
   with pyplot.rc_context(_STYLE):
-    figure, (left, right) = pyplot.subplots(
-      1, 2, figsize=(11, 4.4), width_ratios=(3, 2), layout='constrained'
+    panels = 1 + any(runs[model]['curve']['step'] for model in decoders)
+    figure, axes = pyplot.subplots(
+      1,
+      panels,
+      figsize=(6.5 * panels, 4.4),
+      squeeze=False,
+      layout='constrained',
     )
+    left, right = axes[0][0], axes[0][-1]
     for model in pairs:
       _draw_model(left, runs, model, colours[model])
     for model in decoders:
@@ -74,28 +83,30 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
           label=f'{model} at its end  {final:.3f}',
         )
       _draw_model(right, runs, model, colours[model], sources=True)
-    left.set_title('Adaptation: held-out loss')
     right.set_title('Decoders: held-out loss in their own training')
-    for axes in (left, right):
-      _finish(axes)
+    left.set_title('Adaptation: held-out loss')
+    for panel in axes[0]:
+      _finish(panel)
     figure.savefig(path, dpi=150, metadata={'Software': None})
     pyplot.close(figure)
 
 
 def _draw_model(axes, runs, model, colour, sources=False) -> None:
   """Draws every seed of a model, and their mean where there are several."""
-  names = numbers.seeds(runs, model)
+  names = [n for n in numbers.seeds(runs, model) if runs[n]['curve']['step']]
+  if not names:  # An imported model.
+    return
   curves = []
   for name in names:
     run = runs[name]
-    # What its sources have seen, so that a continued run goes on from there.
+    # Tokens of its sources, so that a continued run starts where they end.
     before = 0
     if sources:
       before = run['inclusive']['target_tokens'] - run['target_tokens']
     x = [before + tokens for tokens in run['curve']['target_tokens']]
     curves.append((x, run['curve']['eval_loss']))
-  # The right panel's losses are those of pretraining, on other targets than
-  # the evaluation that compares the models.
+  # The right panel shows losses of pretraining, on other targets than the
+  # evaluation that compares the models.
   finals = [
     runs[name]['curve']['eval_loss'][-1] if sources else runs[name]['eval_loss']
     for name in names
@@ -115,16 +126,16 @@ def mean_curve(
   steps: Sequence[Sequence[int]],
   curves: Sequence[tuple[Sequence[float], Sequence[float]]],
 ) -> tuple[list[float], list[float]]:
-  """The mean of curves, at the steps that all of them have.
+  """Averages curves at the steps that all of them have.
 
-  Seeds pack other rows, so that the same step is at other counts of tokens.
+  Seeds pack different rows, so equal steps have different token counts.
 
   Args:
-    steps: of every curve.
-    curves: x and y of each at its steps.
+    steps: steps of every curve.
+    curves: x and y of every curve at its steps.
 
   Returns:
-    Means of x and y, by rising step.
+    Means of x and y, by increasing step.
   """
   points = [
     dict(zip(at, zip(*curve, strict=True), strict=True))
@@ -139,7 +150,7 @@ def mean_curve(
 
 
 def _finish(axes) -> None:
-  """Labels, ticks and a legend where there is something to explain."""
+  """Sets labels, ticks and the legend."""
   axes.set_xlabel('target tokens')
   axes.set_ylabel('nats per target token')
   axes.xaxis.set_major_formatter(lambda x, _: _tick(x))

@@ -1,0 +1,52 @@
+"""A study as data: its stages, and the runs that its report compares.
+
+A configuration file builds a `Study`; `encdec_adapt.study` runs it. This
+module imports nothing, so that a configuration file may.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """One command of a study.
+
+  Attributes:
+    name: name of the stage in the report; unique in its study.
+    module: command that it runs, such as 'train' or 'convert'.
+    arguments: arguments of the command.
+    budget_seconds: expected time on two cores.
+    rate_of: run folders below the study's root; the command gets the learning
+      rate of the one with the lowest held-out loss.
+  """
+
+  name: str
+  module: str
+  arguments: tuple[str, ...]
+  budget_seconds: float
+  rate_of: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """The stages of a study and the content of its report.
+
+  Attributes:
+    root: folder of the study.
+    title: title of the report.
+    size: name of the study's size.
+    stages: the stages, in order.
+    runs: run folders below the root, in the order of the report.
+    best_of: maps a name in the report to run folders; the one with the lowest
+      held-out loss is shown under that name.
+    samples: path of the continuations that a `generate` stage writes.
+  """
+
+  root: str
+  title: str
+  size: str
+  stages: tuple[Stage, ...]
+  runs: tuple[str, ...]
+  best_of: Mapping[str, tuple[str, ...]]
+  samples: str
