@@ -1,4 +1,4 @@
-"""Findings follow the numbers, whichever way they went; files are whole."""
+"""Findings state what the numbers say, in either direction; the files."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from encdec_adapt.evaluation import html_report, report_figures
+from encdec_adapt.evaluation import html_report, report_figures, report_findings
 from encdec_adapt.evaluation import report_numbers as numbers
 from encdec_adapt.files import paths
 
@@ -31,8 +31,6 @@ def _run(start, end, shuffled=None, **fields):
       'step': steps,
       'target_tokens': [step * 4096 for step in steps],
       'eval_loss': losses,
-      'train_step': steps,
-      'train_loss': losses,
     },
     'inclusive': {
       'target_tokens': 819_200,
@@ -89,145 +87,110 @@ def _swap(report, first, second):
   return swapped
 
 
-def _about(found, start):
-  matching = [text for text in found if text.startswith(start)]
-  assert len(matching) == 1, f'{start!r} in {found}'
-  return matching[0]
+def _about(report, *starts):
+  """The findings that start so, one for each start."""
+  found = report_findings.findings(report)
+  lines = []
+  for start in starts:
+    (line,) = [text for text in found if text.startswith(start)]
+    lines.append(line)
+  return lines
 
 
-def test_adapted_against_scratch(report):
-  found = html_report.findings(report)
-  start = _about(found, 'Adapted starts below scratch')
+def test_findings(report):
+  start, end, scratch, decoder, control, course = _about(
+    report,
+    'At step 0',
+    'After 100 steps',
+    'scratch (',
+    'decoder_only (',
+    'adapted_embeddings (',
+    'Adapted is below scratch at 3 of the 3',
+  )
   assert '4.650 (mean of 2 seeds, 4.600 to 4.700)' in start
   assert 'adapted is 3.750 nats lower' in start
-  end = _about(found, 'Adapted ends below scratch')
-  assert 'adapted is 0.850 nats lower' in end
-  assert 'The seeds do not overlap.' in end
-  course = _about(found, 'Adapted is below scratch at each of the 3')
+  assert '3.150 (mean of 2 seeds' in end
+  assert 'adapted is 0.850 nats lower; the seeds do not overlap' in scratch
+  assert 'adapted is 0.350 nats lower' in decoder
+  assert 'adapted is 0.450 nats lower' in control
   # Halfway, adapted is at 3.85, below 3.9.
-  assert "reached scratch's last loss by step 50 of 100" in course
+  assert "reaches scratch's last loss by step 50 of 100" in course
 
 
-def test_the_opposite_is_said_as_plainly(report):
+def test_findings_against_the_method(report):
   swapped = _swap(
     report,
     ['adapted', 'adapted_seed1'],
     ['scratch', 'scratch_seed1'],
   )
-  found = html_report.findings(swapped)
-  assert 'adapted is 3.750 nats higher' in _about(
-    found, 'Adapted does not start below scratch'
+  start, scratch, course = _about(
+    swapped, 'At step 0', 'scratch (', 'Adapted is below scratch at 0 of'
   )
-  assert 'adapted is 0.850 nats higher' in _about(
-    found, 'Adapted does not end below scratch'
-  )
-  course = _about(found, 'Adapted is not below scratch at 3 of the 3')
+  assert 'adapted is 3.750 nats higher' in start
+  assert 'adapted is 0.850 nats higher' in scratch
   assert "never reaches scratch's last loss" in course
-
-
-def test_overlapping_seeds_and_no_difference(report):
   report['runs']['scratch']['eval_loss'] = 3.1
   report['runs']['scratch_seed1']['eval_loss'] = 3.2
-  end = _about(html_report.findings(report), 'Adapted does not end below')
-  assert 'no difference (less than 0.01 nats)' in end
-  assert 'The seeds overlap' in end
-
-
-def test_decoders_and_controls(report):
-  found = html_report.findings(report)
-  decoder = _about(found, 'The decoder it was made from')
-  assert 'is better; adapted is 0.350 nats lower' in decoder
-  control = _about(found, 'Control, every weight fresh')
-  assert 'the gain is not of the embeddings alone' in control
-
-  report['runs']['decoder_only']['eval_loss'] = 2.5
-  report['runs']['adapted_embeddings']['eval_loss'] = 2.5
-  found = html_report.findings(report)
-  decoder = _about(found, 'The decoder it was made from')
-  assert 'is not better; adapted is 0.650 nats higher' in decoder
-  control = _about(found, 'Control, every weight fresh')
-  assert 'copying more than the embeddings has not helped' in control
+  (scratch,) = _about(report, 'scratch (')
+  assert 'no difference (less than 0.01 nats); the seeds overlap' in scratch
 
 
 def test_encoder_use_needs_a_clear_rise(report):
-  found = html_report.findings(report)
-  assert 'by +0.600 (used' in _about(found, 'adapted, the encoder is used')
-  assert 'by +0.050 (used' in _about(
-    found, 'scratch, the encoder does not count as used'
+  adapted, scratch, decoder = _about(
+    report, 'adapted, encoder used', 'scratch, encoder not', 'decoder_only, val'
   )
-  # A decoder's own rise is beside it; where it was not measured, nothing is.
-  assert 'by +0.250.' in _about(found, 'decoder_only, what a prefix is worth')
-  assert not [text for text in found if text.startswith('decoder_only_cont')]
+  assert '(+0.600)' in adapted and '(+0.050)' in scratch
+  assert '(+0.250)' in decoder
+  # Its loss with the prefixes of other examples was not measured.
+  found = report_findings.findings(report)
+  assert not [text for text in found if text.startswith('decoder_only_cont, ')]
 
 
-def test_learning_rates(report):
-  found = html_report.findings(report)
-  adapted = _about(found, 'Learning rate of adapted')
-  assert adapted.endswith(
-    'best of 0.0003, 0.001, 0.003 on the same held-out text is 0.001.'
+def test_learning_rates_and_missing_runs(report):
+  adapted, scratch = _about(
+    report, 'Learning rate of adapted', 'Learning rate of scratch'
   )
-  scratch = _about(found, 'Learning rate of scratch')
-  assert 'is 0.003, at the edge of what was tried' in scratch
-  assert 'the run shown used 0.001' in scratch
-
-
-def test_a_broken_run_is_named_and_not_compared(report):
+  assert '0.001 is the best of 0.0003, 0.001, 0.003' in adapted
+  assert 'edge' not in adapted and 'at the edge of what was tried' in scratch
   report['runs']['scratch']['eval_loss'] = math.nan
-  found = html_report.findings(report)
-  _about(found, 'scratch ended with a loss that is not finite')
-  assert not [text for text in found if 'end below scratch' in text]
-  assert not [text for text in found if 'nan' in text.split()]
-
-
-def test_runs_that_are_absent_are_not_spoken_of(report):
+  _about(report, 'scratch ended with a loss that is not finite')
+  found = report_findings.findings(report)
+  assert not [text for text in found if text.startswith('scratch (')]
   report['runs'] = {'decoder_only': report['runs']['decoder_only']}
-  (only,) = html_report.findings(report)
-  assert only.startswith('decoder_only, what a prefix is worth')
+  (only,) = report_findings.findings(report)
+  assert only.startswith('decoder_only, value of a prefix')
 
 
-def test_write(report, tmp_path):
-  report['runs']['scratch']['curve']['train_loss'][0] = math.inf
-  page = html_report.write(report, tmp_path / 'out')
-  assert page == tmp_path / 'out' / 'report.html'
-  picture = (tmp_path / 'out' / 'curves.png').read_bytes()
-  assert picture.startswith(b'\x89PNG') and len(picture) > 10_000
-  text = page.read_text()
-  for name in report['runs']:
+def test_write(report, bucket, tmp_path):
+  runs = report['runs']
+  runs['scratch']['curve']['eval_loss'][0] = math.inf
+  # An imported model.
+  runs['decoder_only'] |= dict(learning_rate=None, seed=None)
+  runs['decoder_only'] |= dict(eval_loss_at_step_0=None, steps=0)
+  runs['decoder_only']['curve'] = dict(step=[], target_tokens=[], eval_loss=[])
+  found = html_report.write(report, tmp_path)
+  assert found == report_findings.findings(report)
+  assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+  text = (tmp_path / 'report.html').read_text()
+  for name in runs:
     assert f'<td>{name}</td>' in text
   assert 'data:image/png;base64,' in text
-  assert 'http' not in text  # nothing outside the page
+  assert 'http' not in text  # Nothing outside the page.
   assert 'a &lt; b' in text and '--workdir=&lt;runs&gt;' in text
-  assert '1m15s (over)' in text
-
-  saved = json.loads((tmp_path / 'out' / 'report.json').read_text())
-  assert saved['findings'] == html_report.findings(report)
-  assert saved['runs']['adapted'] == report['runs']['adapted']
-  assert saved['runs']['scratch']['curve']['train_loss'][0] is None
-
-
-def test_write_to_a_bucket(report, bucket, tmp_path):
-  page = html_report.write(report, f'{bucket}/study')
-  here = html_report.write(report, tmp_path).parent
-  assert str(page) == f'{bucket}/study/report.html'
-  assert paths.tree(page.parent) == paths.tree(here)
-  assert page.read_bytes() == (here / 'report.html').read_bytes()
+  saved = json.loads((tmp_path / 'report.json').read_text())
+  assert saved['findings'] == found
+  assert saved['runs']['adapted'] == runs['adapted']
+  assert saved['runs']['scratch']['curve']['eval_loss'][0] is None
+  html_report.write(report, f'{bucket}/study')
+  assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
 
 
-@pytest.mark.parametrize(
-  'got, expected',
-  [
-    (numbers.count(999), '999'),
-    (numbers.count(999_900), '1.00 M'),
-    (numbers.count(12_345), '12.3 k'),
-    (numbers.scientific(1.5e13), '1.50e13'),
-    (numbers.scientific(0), '0'),
-    (numbers.model_of('adapted_lr_0.001'), 'adapted'),
-    (numbers.model_of('adapted_seed12'), 'adapted'),
-    (numbers.model_of('adapted_embeddings'), 'adapted_embeddings'),
-  ],
-)
-def test_numbers(got, expected):
-  assert got == expected
+def test_numbers():
+  assert numbers.count(999_900) == '1.00 M'
+  assert numbers.count(12_345) == '12.3 k'
+  assert numbers.scientific(1.5e13) == '1.50e13'
+  assert numbers.model_of('adapted_seed12') == 'adapted'
+  assert numbers.model_of('adapted_embeddings') == 'adapted_embeddings'
 
 
 def test_the_mean_of_seeds_is_by_step_where_their_tokens_differ():
