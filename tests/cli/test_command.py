@@ -41,8 +41,8 @@ def test_flags_stand_on_either_side_of_operands(argv, status):
   'argv, words',
   [
     ([], 'a command is missing.*one, many'),
-    (['on'], "'on' is no command.*Did you mean one"),
-    (['--count=3'], 'is no command'),
+    (['on'], "'on' is not a command.*Did you mean one"),
+    (['--count=3'], 'is not a command'),
     (['one'], 'one takes X, not nothing'),
     (['one', 'a', 'b'], 'one takes X, not a b'),
     (['many', 'a'], 'many takes X Y ..., not a'),
