@@ -1,4 +1,4 @@
-"""The README's way to a pod can be followed, command by command."""
+"""The commands of launch/README.md are accepted and fit together."""
 
 import shlex
 import subprocess
@@ -14,12 +14,9 @@ from tests import tiny
 
 @pytest.fixture(scope='module')
 def lines():
-  """The section's commands, as a shell splits them."""
-  readme = (tiny.ROOT / 'README.md').read_text()
-  section = readme.partition('\n## Pods and clusters\n')[2].partition('\n## ')[
-    0
-  ]
-  blocks = section.split('```\n')[1::2]
+  """The commands of the page, as a shell splits them."""
+  readme = (tiny.ROOT / 'launch' / 'README.md').read_text()
+  blocks = readme.split('```\n')[1::2]
   text = '\n'.join(blocks).replace('\\\n', ' ')
   return [shlex.split(line, comments=True) for line in text.splitlines()]
 
