@@ -16,10 +16,9 @@ from absl import flags
 import jax
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, vocabulary_checks
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.conversion import run_artifacts, stored_model
 from encdec_adapt.data import loader, records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import atomic, disk, paths
@@ -27,10 +26,8 @@ from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses
+from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
-
-FILE = 'evaluation.json'
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -72,7 +69,7 @@ def main(values: flags.FlagValues) -> int:
       + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes'),
       flush=True,
     )
-    atomic.write_json(paths.join(run.path, FILE), result)
+    atomic.write_json(paths.join(run.path, run_artifacts.EVALUATION), result)
   return 0
 
 
@@ -122,15 +119,37 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
   disk.require_writable(path)
   found = manager.open_latest(path)
   stored_model.open_vocabularies(found, settings.data.vocabularies)
-  vocabulary_checks.check_records(settings, record_set)
+  _check_vocabularies(settings, record_set)
   # Over the devices there are, which need not be those it was trained on.
   mesh = mesh_lib.make_mesh(
     mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
   )
-  settings = job.with_attention_for(settings, mesh)
-  where = job.place_model(settings, settings.model, mesh)
+  compute = setup.with_attention_for(settings.compute, mesh)
+  where = setup.place_model(settings.model, compute, mesh, settings.rules)
   found.require_same({'params': where.abstract_params()}, partial=True)
   return Run(path, settings.loss, where, found)
+
+
+def _check_vocabularies(
+  settings: config_lib.Settings, record_set: records.RecordSet
+) -> None:
+  """Refuses records that were made with other vocabularies than the model's.
+
+  Raises:
+    UserError: names both.
+  """
+  opened = settings.data.vocabularies.open()
+  spec = record_set.spec
+  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
+  for side in settings.model.stacks:
+    own = opened.sides[side]
+    if own.fingerprint != made[side]:
+      raise errors.UserError(
+        f'the records {record_set.folder} were made with the vocabulary'
+        f' {made[side][:12]} of the {side}, the model with {own.path}'
+        f" ({own.fingerprint[:12]}); make records with the model's"
+        ' vocabularies.'
+      )
 
 
 def evaluate(

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import kept_files, loaded_model, stored_model
@@ -31,6 +30,7 @@ from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.tokenizers import chat_format, vocabularies, vocabulary
+from encdec_adapt.training import setup
 
 # A text, or with --chat the messages of a conversation.
 Prompt = str | chat_format.Messages
@@ -285,9 +285,10 @@ def _open_run(workdir: str):
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
+  compute = settings.compute
   if 'encoder' in settings.model.stacks:  # It is not run from a cache.
-    settings = job.with_attention_for(settings, mesh)
-  where = job.place_model(settings, settings.model, mesh)
+    compute = setup.with_attention_for(compute, mesh)
+  where = setup.place_model(settings.model, compute, mesh, settings.rules)
   abstract = where.abstract_params()
   return (
     settings.model,

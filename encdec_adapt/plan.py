@@ -32,7 +32,6 @@ from absl import flags
 import jax
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
 from encdec_adapt.cli import command, errors
 from encdec_adapt.files import atomic, disk
 from encdec_adapt.planning import (
@@ -49,6 +48,7 @@ from encdec_adapt.planning import (
 )
 from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import setup
 
 DOES_NOT_FIT = 3  # Exit status.
 _CANDIDATES = 6  # That --search compiles by itself.
@@ -137,7 +137,7 @@ def main(values: flags.FlagValues) -> int:
         f'--programs={name} is not known; choose of {known}.'
       )
   settings = config_lib.load(values.config, sources=False)
-  job.check_attention(settings, where.chip.kind)
+  setup.check_attention(settings.compute.attention, where.chip.kind)
   budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
     mesh = _mesh(settings, describe_devices(where))
@@ -153,8 +153,8 @@ def main(values: flags.FlagValues) -> int:
     print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
   if values.output:
-    setup = {'job': stored.setup(settings)}
-    _write(values, where, setup | stored.content(plans))
+    job = {'job': stored.setup(settings)}
+    _write(values, where, job | stored.content(plans))
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
@@ -215,7 +215,8 @@ def _mesh(settings: config_lib.Settings, devices):
     mesh = mesh_lib.make_mesh(settings.mesh, devices)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
-  job.check_batches(settings, mesh)
+  lengths = settings.data.train.lengths
+  setup.check_batches(settings.train, lengths, mesh, settings.rules)
   return mesh
 
 
@@ -258,7 +259,10 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
       settings.model,
       lengths.encoder,
       lengths.decoder,
-      lengths.teacher if job.reads_teacher_row(settings) else 0,
+      lengths.teacher
+      * setup.reads_teacher_row(
+        settings.model, lengths, settings.loss.distillation
+      ),
       math.prod(mesh.shape[axis] for axis in settings.rules.length),
     ),
     model_flops=programs.model_flops(name, settings, mesh),

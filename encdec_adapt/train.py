@@ -1,57 +1,68 @@
-r"""Trains a model: configuration, mesh, data, state, loop.
+r"""Trains a model: a whole job, from configuration to last checkpoint.
 
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/adapted [--config.train.steps=500]
 
 A job that ended early continues when the same command is given again.
+
+`train` reads from top to bottom: models, where to start, data, state, the
+objects beside the loop, steps, end. What other commands build too (mesh,
+models, data) is in `training/setup.py`; models on disk that a job starts from
+are opened by `conversion/initial_state.py`; the loss and the update are in
+`training/losses.py` and `training/step.py`.
 """
 
+import contextlib
+import time
+
 from absl import flags
+import jax
 import ml_collections
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import (
-  dry_run,
-  job,
-  job_sources,
-  loop,
-  outcome,
-  vocabulary_checks,
-)
 from encdec_adapt.checkpoints import manager, resume_checks
-from encdec_adapt.cli import command
-from encdec_adapt.cluster import distributed, lock
+from encdec_adapt.cli import app, command
+from encdec_adapt.cluster import distributed, lock, preemption
+from encdec_adapt.cluster import watchdog as watchdog_lib
+from encdec_adapt.conversion import initial_state, run_artifacts
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
-from encdec_adapt.planning import out_of_memory
+from encdec_adapt.planning import dry_run, out_of_memory
 from encdec_adapt.telemetry import accounting, environment, profiling
-from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import step as step_lib
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """The flags of this command."""
+  """Defines the flags of this command."""
   command.define_config(values)
   define = dict(flag_values=values)
-  flags.DEFINE_string('workdir', None, 'Folder of this job.', **define)
-  flags.DEFINE_bool('print_config', False, 'Print all keys.', **define)
+  flags.DEFINE_string('workdir', None, 'Work directory of the job.', **define)
   flags.DEFINE_bool(
-    'dry_run', False, 'Print shapes, memory, what is adapted; stop.', **define
+    'print_config', False, 'Print the configuration and exit.', **define
+  )
+  flags.DEFINE_bool(
+    'dry_run', False, 'Print shapes, memory and adaptation; exit.', **define
   )
   flags.DEFINE_string(
     'coordinator', None, 'host:port of process 0, or auto.', **define
   )
-  flags.DEFINE_integer('processes', None, 'How many there are.', **define)
-  flags.DEFINE_integer('process', None, 'Which this one is.', **define)
+  flags.DEFINE_integer('processes', None, 'Number of processes.', **define)
+  flags.DEFINE_integer(
+    'process', None, '0-based index of this process.', **define
+  )
   flags.DEFINE_integer(
     'start_seconds',
     distributed.START_TIMEOUT,
-    'Seconds for all processes to come up.',
+    'Seconds to wait for all processes at the start.',
     **define,
   )
 
 
 def main(values: flags.FlagValues) -> int:
-  """Runs the command."""
+  """Runs the command; returns the exit status."""
   command.require(values, 'config')
   if values.print_config:
     print(config_lib.page(values.config.to_dict()))
@@ -74,153 +85,285 @@ def main(values: flags.FlagValues) -> int:
       print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
-    with out_of_memory.explained(values['config']):
-      return run(values.config, values.workdir)
+    settings = config_lib.load(values.config, values.workdir)
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(out_of_memory.explained(values['config']))
+      if distributed.is_lead():
+        stack.enter_context(lock.hold(values.workdir))
+      return train(values.config, settings, values.workdir)
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> int:
-  """Trains to the last step, or until told to stop.
+def train(
+  config: ml_collections.ConfigDict,
+  settings: config_lib.Settings,
+  workdir: str,
+) -> int:
+  """Trains to the last step, or until the job is asked to stop.
 
   Args:
-    config: `configs/base.py` with changes.
-    workdir: folder of the job; what it holds is continued.
+    config: the configuration, saved beside every checkpoint.
+    settings: the same, validated.
+    workdir: work directory; a job that was started there is continued.
 
   Returns:
-    Exit status: 0, or `app.RESTART` after a saved preemption.
+    Exit status: 0, or `app.RESTART` after a preemption was saved.
 
   Raises:
-    UserError: bad input, found before the first step; no checkpoint of those
-      that there were is sound; or updates that are not finite.
+    UserError: bad input, found before the first step; checkpoints exist but
+      none is undamaged; or too many updates in a row are not finite.
   """
-  settings = config_lib.load(config, workdir)
-  if not distributed.is_lead():
-    return _run(config, settings, workdir)
-  with lock.hold(workdir):
-    return _run(config, settings, workdir)
+  say = print if distributed.is_lead() else lambda *_: None
+  steps, model = settings.train.steps, settings.model
+  lengths = settings.data.train.lengths
 
+  # -- Models ------------------------------------------------------------------
 
-def _run(config, settings: config_lib.Settings, workdir: str) -> int:
-  """Checks everything, opens what there is, and trains."""
-  say = print if distributed.is_lead() else lambda *_, **__: None
-  subject = _subject(settings)
+  mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
+  setup.check_attention(
+    settings.compute.attention, mesh.devices.flat[0].platform
+  )
+  setup.check_batches(settings.train, lengths, mesh, settings.rules)
+  setup.check_vocabularies(settings.data)
+  where = setup.place_model(model, settings.compute, mesh, settings.rules)
+  teacher = initial_state.open_teacher(settings, mesh, settings.rules)
+  phases = setup.make_phases(
+    where,
+    settings.loss,
+    settings.optimizer,
+    settings.train,
+    teacher.where.model if teacher else None,
+  )
+
+  # -- Where to start ----------------------------------------------------------
+
+  every = settings.checkpoint.every
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER),
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every or None,
   )
-  start, saved = _find_start(config, settings, subject, checkpoints, say)
-  data = job.open_data(settings)
-  count = parameters.count(settings.model)
-  say(
-    f'{type(settings.model).__name__}: {count:,} parameters on'
-    f' {dict(subject.where.mesh.shape)}; {len(data.train):,} training rows'
+  checkpoints.require_space(
+    phases.abstract(), [*range(every, steps, every), steps]
   )
-  meta = {
+  start = checkpoints.latest()  # A step, or None for a new job.
+  if start is None:
+    checkpoints.check_not_lost()
+    sources = initial_state.open_sources(settings.init, settings.compute, where)
+    sources.check_files(settings.data.vocabularies)
+  else:
+    saved = checkpoints.read_meta(start)
+    resume_checks.check_is_training(saved)
+    resume_checks.report_changes(saved['config'], config.to_dict(), say)
+    checkpoints.at(start).require_same(phases.abstract_saved(start))
+
+  # -- Data --------------------------------------------------------------------
+
+  data = setup.open_data(settings.data)
+  say(
+    f'{type(model).__name__}: {parameters.count(model):,} parameters on'
+    f' {dict(mesh.shape)}; {len(data.train):,} training rows'
+  )
+
+  # -- State -------------------------------------------------------------------
+
+  meta = {  # Saved beside every state.
     'config': config.to_dict(),
     'environment': environment.report(),
-    'fingerprint': {
-      **environment.fingerprint(),
-      'mesh': dict(subject.where.mesh.shape),
-    },
-    'vocabularies': data.opened.describe(),
+    'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
+    'vocabularies': data.vocabularies.describe(),
     'order': {'records': data.train.digests, 'seed': settings.seed},
   }
+  # The first step takes over the buffers of the state ("donates" them): no
+  # other name may keep the parameters, or they are in memory twice.
   if start is None:
-    state, cost = _initialise(settings, workdir, subject, data, meta, say)
+    cost = accounting.Cost()
+    meta['sources'] = accounting.read_sources(
+      [str(source.path) for source in sources.models]
+      + [settings.teacher.checkpoint] * bool(teacher)
+    ).as_dict()
+    for path in meta['sources']['not_counted']:
+      say(f'the cost of {path} is unknown: the summary leaves it out')
+    state = phases.create(sources.read(settings.seed))
+    if sources.models and sources.coverage:
+      say(sources.coverage.table())
+    if distributed.is_lead():
+      run_artifacts.write_initial(workdir, sources, data.vocabularies)
   else:
-    state, cost = _restore(start, saved, subject, checkpoints, data, meta, say)
+    cost = accounting.Cost(**checkpoints.read_data(start))
+    meta['sources'] = saved['sources']
+    resume_checks.check_same_rows(
+      saved['order'], meta['order'], cost.rows, data.train.starts
+    )
+    resume_checks.report_place(saved, meta, say)
+    state = checkpoints.restore(start, phases.abstract_saved(start))
+    say(f'continuing at step {start}')
+  teacher_params = teacher.read() if teacher else {}
   if distributed.is_lead():
-    outcome.describe(config, meta['environment'], workdir)
-  teacher = {}
-  if subject.teacher:
-    teacher = job_sources.read_teacher(settings, subject.teacher)
-  beginning = loop.Beginning(start, state, cost, meta, teacher)
-  steps = loop.Loop(
-    settings, workdir, subject, data, checkpoints, beginning, say
+    run_artifacts.write_config(workdir, config, meta['environment'])
+
+  # -- Beside the loop ---------------------------------------------------------
+
+  teacher_row = setup.reads_teacher_row(
+    model, lengths, settings.loss.distillation
   )
-  del state, beginning  # The first step reuses their memory.
-  return steps.run()
-
-
-def _subject(settings: config_lib.Settings) -> job.Subject:
-  """The models on their mesh, and what trains them.
-
-  Raises:
-    UserError: they do not go together, or not with the devices.
-  """
-  mesh = job.make_mesh(settings)
-  job.check_attention(settings, mesh.devices.flat[0].platform)
-  job.check_batches(settings, mesh)
-  vocabulary_checks.check_model(settings)
-  where = job.place_model(settings, settings.model, mesh)
-  return job.Subject.of(
-    settings, where, job_sources.place_teacher(settings, mesh)
+  batches = setup.training_batches(
+    data.train,
+    settings.train.batch_size,
+    where,
+    position=cost.rows,
+    seed=settings.seed,
+    repeat=settings.data.repeat,
+    teacher=teacher_row,
   )
-
-
-def _find_start(config, settings, subject, checkpoints, say):
-  """The step to go on from and what was saved beside it, or two Nones.
-
-  Raises:
-    UserError: the disk is too small, no checkpoint of those that there were is
-      sound, or what it holds is not what this job trains.
-  """
-  every, steps = settings.checkpoint.every, settings.train.steps
-  checkpoints.require_space(
-    subject.abstract(subject.all_groups),
-    [*range(every, steps, every), steps],
+  step = first = start or 0
+  resume_checks.report_end(batches.left, first, steps, say)
+  telemetry = job_telemetry.JobTelemetry(
+    workdir,
+    settings.train,
+    start,
+    cost,
+    setup.step_flops(
+      model,
+      lengths,
+      settings.train.batch_size,
+      teacher.source.model if teacher else None,
+    ),
+    say,
   )
-  start = checkpoints.latest()
-  if start is None:  # What was saved does not need them any more.
-    checkpoints.check_not_lost()
-    job_sources.check_sources(settings, subject.where)
-    return None, None
-  saved = checkpoints.read_meta(start)
-  resume_checks.check_is_training(saved)
-  resume_checks.report_changes(saved['config'], config.to_dict(), say)
-  checkpoints.at(start).require_same(subject.abstract(_saved(subject, start)))
-  return start, saved
-
-
-def _saved(subject, step):
-  """Groups that had trained when a step was saved.
-
-  One that thaws at this very step had not.
-  """
-  return subject.active(max(step - 1, 0))
-
-
-def _initialise(settings, workdir, subject, data, meta, say):
-  """State and cost before the first step; adds what the sources have cost."""
-  meta['sources'] = job_sources.read_costs(settings).as_dict()
-  for path in meta['sources']['not_counted']:
-    say(f'what {path} has cost is not known: the summary leaves it out')
-  params, report = job_sources.initial_params(settings, subject.where)
-  state = state_lib.create(
-    params,
-    subject.optimizer,
-    subject.assignment,
-    subject.active(0),
-    subject.where,
+  watchdog = watchdog_lib.Watchdog(
+    workdir,
+    jax.process_index(),
+    factor=20.0 if settings.train.hang_seconds else 0.0,
+    least=12 * settings.train.hang_seconds,
+    least_step=settings.train.hang_seconds,
   )
-  if report and settings.init.mode != 'random':
-    say(report.table())
+  profiler = profiling.Profiler(
+    workdir,
+    jax.process_index() if jax.process_count() > 1 else None,
+    settings.train.profile_from,
+    settings.train.profile_steps,
+    writing=lambda step: watchdog.beat(step, 'profile'),
+  )
+  evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+
+  def evaluate(step, params):
+    """Measures the loss of the held-out rows."""
+    watchdog.beat(step, 'evaluate')
+    with telemetry.spent('evaluate'):
+      held_out = setup.evaluation_batches(
+        data.evaluation,
+        settings.train.eval_batch_size,
+        where,
+        teacher=teacher_row,
+      )
+      result = evaluator(params, held_out)
+    telemetry.record_evaluation(step, result.loss, result.accuracy)
+
+  # -- Steps -------------------------------------------------------------------
+
+  stopping = False
+  with contextlib.ExitStack() as stack:
+    # Leaving closes these in reverse: the checkpoints first, which completes
+    # the last save even after a failure, unless a peer is gone.
+    stop = stack.enter_context(preemption.StopSignal())
+    for resource in (watchdog, profiler, telemetry, checkpoints):
+      stack.enter_context(resource)
+    # Completing a save may take longer than the step that the watchdog sees.
+    stack.callback(lambda: watchdog.beat(step, 'save'))
+
+    if start is None:
+      evaluate(step, state.params)
+    while step < steps and batches.left != 0 and not stopping:
+      began = time.perf_counter()
+
+      # Phase: which groups train. A new phase compiles a step of its own.
+      compiling = step == first or phases.begins(step)
+      if compiling:
+        state = phases.thaw(state, step)
+        train_step = phases.make_step(step)
+
+      # Batch: this process's rows.
+      watchdog.beat(step, 'compile' if compiling else 'step')
+      with telemetry.spent('data'):
+        rows = next(batches)
+      if step == first:
+        batch_lib.check_framing(rows, data.train.framing)
+        say(setup.describe_batch(rows, data.vocabularies))
+        if distributed.is_lead():
+          run_artifacts.remove_results(workdir)  # It trains further.
+      row_numbers = rows.pop('row')
+
+      # Post-training that samples (policy optimisation, on-policy
+      # distillation) belongs here: `rows` are then prompts, completions are
+      # sampled from `state.params`, and both are framed into the batch that
+      # the loss reads. Everything below stays as it is.
+
+      # Update. It runs on the devices while the host does what follows.
+      profiler.before(step)
+      with telemetry.spent('compile' if compiling else 'dispatch'):
+        batch = step_lib.place_batch(rows, where)
+        state, metrics = train_step(state, batch, teacher_params)
+      if compiling:
+        telemetry.pause()
+      profiler.after(step, metrics)
+      step += 1
+      # Reads the metrics of the step before, and keeps these for later.
+      telemetry.dispatched(step, metrics, row_numbers, batches.position)
+
+      # Evaluation and checkpoint. All processes decide the same.
+      stopping = stop.reached(step)
+      last = step == steps or batches.left == 0
+      thawing = phases.begins(step)
+      evaluating = last or step % settings.train.eval_every == 0
+      saving = last or stopping or thawing or step % every == 0
+      if evaluating or saving or compiling:
+        telemetry.read()  # What is saved includes this step.
+      if not compiling:
+        cost.seconds += time.perf_counter() - began
+      if evaluating:
+        evaluate(step, state.params)
+      if saving:
+        watchdog.beat(step, 'save')
+        with telemetry.spent('save'):
+          telemetry.flush()
+          checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
+      if evaluating or saving:
+        telemetry.pause()
+      if thawing:
+        # Thawing may fail for want of memory; nothing is lost then.
+        checkpoints.wait()
+
+    if not stopping and telemetry.evaluated != step:
+      evaluate(step, state.params)  # `steps` was lowered to a saved step.
+    watchdog.beat(step, 'save')
+    checkpoints.wait()
+
+  # -- End ---------------------------------------------------------------------
+
+  batches.close()
+  if stopping and not last:
+    say(f'asked to stop: saved step {step}, exiting with {app.RESTART}')
+    return app.RESTART
+  if step < steps:
+    say(
+      f'the last pass is over: the records end after {cost.rows:,} rows, at'
+      f' step {step} of {steps}'
+    )
   if distributed.is_lead():
-    outcome.begin(settings, workdir, report, data.opened)
-  return state, accounting.Cost()
-
-
-def _restore(start, saved, subject, checkpoints, data, meta, say):
-  """State and cost of a saved step; takes over what the sources have cost."""
-  meta['sources'] = saved['sources']
-  cost = accounting.Cost(**checkpoints.read_data(start))
-  resume_checks.check_same_rows(
-    saved['order'], meta['order'], cost.rows, data.train.starts
-  )
-  resume_checks.report_place(saved, meta, say)
-  state = checkpoints.restore(start, subject.abstract(_saved(subject, start)))
-  say(f'continuing at step {start}')
-  return state, cost
+    run_artifacts.write_summary(
+      workdir,
+      model,
+      {
+        'learning_rate': settings.optimizer.schedule.peak,
+        'seed': settings.seed,
+      },
+      step,
+      cost,
+      meta['sources'],
+    )
+  # Nobody exits before process 0 has committed the last checkpoint.
+  distributed.barrier('the end')
+  return 0
 
 
 if __name__ == '__main__':

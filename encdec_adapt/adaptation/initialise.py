@@ -57,6 +57,35 @@ def initialise(
   Raises:
     UserError: the sources do not fit the target; names a remedy.
   """
+  configs = [encoder_source[0], (decoder_source or encoder_source)[0]]
+  coverage = weight_plan.make_plan(
+    target,
+    *configs,
+    cross_attention=cross_attention,
+    post_norm_gain=post_norm_gain,
+    fresh=fresh,
+  )
+  params = fill(target, coverage, encoder_source, decoder_source, rng=rng)
+  return params, coverage
+
+
+def fill(
+  target: model_config.EncoderDecoderConfig,
+  coverage: coverage_lib.Coverage,
+  encoder_source: Source,
+  decoder_source: Source | None = None,
+  *,
+  rng: jax.Array,
+) -> Params:
+  """Makes the parameters that a plan describes; see `initialise`.
+
+  Args:
+    target: the model to fill.
+    coverage: the plan, made by `weight_plan.make_plan` for these sources.
+    encoder_source: config and parameters that the encoder is copied from.
+    decoder_source: the same for the decoder; None for the encoder's.
+    rng: key of what is drawn fresh.
+  """
   sources = {
     'encoder_source': encoder_source,
     'decoder_source': decoder_source or encoder_source,
@@ -66,17 +95,10 @@ def initialise(
     for name, source in sources.items()
   }
   configs = {name: source[0] for name, source in sources.items()}
-  coverage = weight_plan.make_plan(
-    target,
-    *configs.values(),
-    cross_attention=cross_attention,
-    post_norm_gain=post_norm_gain,
-    fresh=fresh,
-  )
   recipes = recipes_lib.make_recipes(target, coverage, configs)
   draws = any(fill.how == 'fresh' for fill in coverage.filled.values())
 
-  def fill(flat, rng):
+  def make(flat, rng):
     trees = dict(flat)
     if draws:
       trees[recipes_lib.FRESH] = traverse_util.flatten_dict(
@@ -87,20 +109,20 @@ def initialise(
 
   leaves = jax.tree.leaves((flat, rng))
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-    return jax.eval_shape(fill, flat, rng), coverage
-  return fill(flat, rng), coverage
+    return jax.eval_shape(make, flat, rng)
+  return make(flat, rng)
 
 
-def from_scratch(
-  target: model_config.ModelConfig, rng: jax.Array
-) -> tuple[Params, coverage_lib.Coverage]:
-  """Draws every weight by the model's own initialisation."""
-  leaves = layer_leaves.leaves_of(target)
+def coverage_from_scratch(
+  target: model_config.ModelConfig,
+) -> coverage_lib.Coverage:
+  """Returns the coverage of a model whose every weight is drawn fresh."""
+  names = layer_leaves.leaves_of(target)
   coverage = coverage_lib.Coverage(
-    target={name: leaf.shape for name, leaf in leaves.items()},
-    filled={name: coverage_lib.Fill('fresh') for name in leaves},
+    target={name: leaf.shape for name, leaf in names.items()},
+    filled={name: coverage_lib.Fill('fresh') for name in names},
     sources={},
     unused={},
     padding=parameters.padding(target),
   )
-  return parameters.init(target, rng), coverage
+  return coverage

@@ -239,8 +239,20 @@ class Checkpoints:
   def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, *exception) -> None:
-    self.close()
+  def __exit__(self, kind, error, traceback) -> None:
+    """Completes the last save, after a failure too; then says if that failed.
+
+    A missing peer does not finish its part, so nothing is completed then.
+    """
+    if error is None:
+      self.close()
+    elif isinstance(error, Exception) and not isinstance(
+      error, errors.AbsentError
+    ):
+      try:
+        self.close()
+      except Exception as failed:  # The first error is the one to raise.
+        step_folders.warn(f'the last save failed too: {failed}')
 
   def at(self, step: int) -> Checkpoint:
     """The step, for reading. Says nothing about whether it is sound."""

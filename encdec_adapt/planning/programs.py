@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job, job_sources
+from encdec_adapt.conversion import initial_state
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import model_config
@@ -22,7 +22,7 @@ from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import layout_report as sharding_report
-from encdec_adapt.training import losses
+from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 
 
@@ -65,17 +65,23 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
     UserError: the attention takes no such model.
     ValueError: an array does not divide over the mesh; names it.
   """
-  where = job.place_model(settings, settings.model, mesh)
+  where = _place(settings, settings.model, mesh)
   taught = teacher(settings, mesh)
-  subject = job.Subject.of(settings, where, taught)
-  state = subject.abstract(subject.all_groups)
+  phases = setup.make_phases(
+    where,
+    settings.loss,
+    settings.optimizer,
+    settings.train,
+    taught.model if taught else None,
+  )
+  state = phases.abstract()
   arguments = {
     'parameters': state.params,
     **_kept(state, taught),
     'batch': batch(settings, where, settings.train.batch_size),
   }
   return Program(
-    subject.make_step(settings, subject.all_groups),
+    phases.make_step(),
     arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
@@ -108,7 +114,7 @@ def gradients(settings: config_lib.Settings) -> int:
 
 def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
   """The vocabulary's part of a microbatch's loss, and its gradients, alone."""
-  where = job.place_model(settings, settings.model, mesh)
+  where = _place(settings, settings.model, mesh)
   taught = teacher(settings, mesh)
   rows = settings.train.batch_size // settings.train.microbatches
   used = _targets(settings, where, rows)
@@ -139,7 +145,7 @@ def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
 
 def evaluation_loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
   """The vocabulary's part of an evaluation batch's loss, alone."""
-  where = job.place_model(settings, settings.model, mesh)
+  where = _place(settings, settings.model, mesh)
   rows, stack = settings.train.eval_batch_size, where.model.config.decoder
 
   def total(students, batch):
@@ -186,12 +192,13 @@ def _states_and_table(settings, where, rows: int):
 
 def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
   """The loss of one held-out batch, as it is measured inside a job."""
-  where = job.place_model(settings, settings.model, mesh)
+  where = _place(settings, settings.model, mesh)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   params = where.abstract_params()
   fields = batch(settings, where, settings.train.eval_batch_size)
-  subject = job.Subject.of(settings, where)
-  state = subject.abstract(subject.all_groups)
+  state = setup.make_phases(
+    where, settings.loss, settings.optimizer, settings.train
+  ).abstract()
   return Program(
     evaluator.sums,
     {'parameters': params, 'batch': fields},
@@ -207,7 +214,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
   The rows are those of an evaluation batch, parameters in the dtype that is
   computed in.
   """
-  where = job.place_model(settings, settings.model, mesh)
+  where = _place(settings, settings.model, mesh)
   model, rows = where.model, settings.train.eval_batch_size
   dtype = jnp.dtype(settings.compute.dtype)
   params = jax.tree.map(
@@ -279,7 +286,13 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
 def model_flops(name: str, settings: config_lib.Settings, mesh: Mesh) -> float:
   """FLOPs of one run of a program on all devices, by the stated formula."""
   if name == 'train':
-    return job.step_flops(settings, teacher(settings, mesh))
+    taught = teacher(settings, mesh)
+    return setup.step_flops(
+      settings.model,
+      settings.data.train.lengths,
+      settings.train.batch_size,
+      taught.model.config if taught else None,
+    )
   lengths, rows = settings.data.train.lengths, settings.train.eval_batch_size
   sizes = lengths.encoder, lengths.decoder
   if name == 'decode':
@@ -354,9 +367,17 @@ def teacher(
   settings: config_lib.Settings, mesh: Mesh
 ) -> state_lib.Placement | None:
   """The teacher's model, or None where nothing is distilled."""
-  if not settings.loss.distillation or settings.teacher.checkpoint:
-    return job_sources.place_teacher(settings, mesh)
-  return job.place_model(settings, alone(settings.model.decoder), mesh)
+  if not settings.loss.distillation:
+    return None
+  if settings.teacher.checkpoint:
+    return initial_state.open_teacher(settings, mesh, settings.rules).where
+  return _place(settings, alone(settings.model.decoder), mesh)
+
+
+def _place(
+  settings: config_lib.Settings, model: model_config.ModelConfig, mesh: Mesh
+) -> state_lib.Placement:
+  return setup.place_model(model, settings.compute, mesh, settings.rules)
 
 
 def alone(
@@ -378,7 +399,9 @@ def batch(
   if lengths.encoder:
     sides['encoder'] = lengths.encoder
   fields = {'targets': lengths.decoder, 'weights': lengths.decoder}
-  if job.reads_teacher_row(settings):
+  if setup.reads_teacher_row(
+    settings.model, lengths, settings.loss.distillation
+  ):
     sides['teacher'] = lengths.teacher
     fields['teacher_index'] = lengths.decoder
   for side, length in sides.items():

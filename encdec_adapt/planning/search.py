@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import job
 from encdec_adapt.cli import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import execution
 from encdec_adapt.planning import chips, programs, shapes
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import setup
 
 # Estimates of memory are allowed to be so far above the budget before something
 # is not worth compiling: those of `configs/plans` are 0.88 to 1.18 of what was
@@ -229,7 +229,10 @@ def _lengths(settings: config_lib.Settings) -> list[int]:
   """Of all rows that a step reads."""
   read = settings.data.train.lengths
   found = [n for n in (read.encoder, read.decoder) if n]
-  return found + [read.teacher] * job.reads_teacher_row(settings)
+  teacher = setup.reads_teacher_row(
+    settings.model, read, settings.loss.distillation
+  )
+  return found + [read.teacher] * teacher
 
 
 def text(candidates: list[Candidate]) -> str:

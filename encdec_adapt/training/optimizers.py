@@ -5,6 +5,7 @@ and the weight decay are applied by `update`, so that every group uses the
 same schedule with a count of its own.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Int
 import optax
 
 from encdec_adapt.cli import errors, keys
-from encdec_adapt.models import layers_index
+from encdec_adapt.models import layers_index, parameters
 from encdec_adapt.training import schedules
 
 Parameters = dict[str, Array]
@@ -98,11 +99,38 @@ class GroupState:
   inner: Any
 
 
-class Optimizer:
-  """`init` and `update` of one group of parameters."""
+def is_kernel(axes: Sequence[str]) -> bool:
+  """Whether a parameter with these logical axes multiplies activations.
 
-  def __init__(self, config: OptimizerConfig):
+  Every kernel and token table leads from or to the model width, so it has
+  that axis and another one. Norm gains, biases and single token vectors have
+  one of the two only: they get neither weight decay nor Adafactor's
+  parameter scale.
+  """
+  axes = set(axes) - {'layers'}
+  return bool(axes & {'embed', 'table_embed'}) and len(axes) > 1
+
+
+class Optimizer:
+  """`init` and `update` of one group of parameters.
+
+  Attributes:
+    config: the optimizer's configuration.
+  """
+
+  def __init__(
+    self,
+    config: OptimizerConfig,
+    table: Mapping[str, parameters.ParamInfo],
+  ):
+    """Builds the transformation.
+
+    Args:
+      config: the optimizer's configuration.
+      table: logical axes of every parameter, by path.
+    """
     self.config = config
+    self._kernels = {path for path in table if is_kernel(table[path].axes)}
     self._schedule = schedules.make_schedule(config.schedule)
     if config.kind == 'adamw':
       self._transform = optax.scale_by_adam(
@@ -114,17 +142,17 @@ class Optimizer:
     else:
       self._transform = optax.scale_by_factored_rms()
 
-  def init(self, parameters: Parameters) -> GroupState:
-    """A fresh state for these parameters (path to array)."""
+  def init(self, values: Parameters) -> GroupState:
+    """Makes a fresh state for these parameters (path to array)."""
     return GroupState(
-      count=jnp.zeros((), jnp.int32), inner=self._transform.init(parameters)
+      count=jnp.zeros((), jnp.int32), inner=self._transform.init(values)
     )
 
   def update(
     self,
     gradients: Parameters,
     state: GroupState,
-    parameters: Parameters,
+    values: Parameters,
     step: Int[Array, ''],
   ) -> tuple[Parameters, GroupState]:
     """One update.
@@ -132,24 +160,23 @@ class Optimizer:
     Args:
       gradients: path to gradient, already clipped.
       state: the group's state.
-      parameters: path to array.
+      values: path to parameter.
       step: the job's step from 0; decides the decay of the learning rate.
 
     Returns:
       New parameters and new state.
     """
     rate = self._schedule(step, state.count)
-    directions, inner = self._transform.update(
-      gradients, state.inner, parameters
-    )
+    directions, inner = self._transform.update(gradients, state.inner, values)
 
     new = {}
-    for path, parameter in parameters.items():
-      # Norm scales are the only leaves without decay.
-      decay = 0.0 if path.endswith('/scale') else self.config.weight_decay
+    for path, parameter in values.items():
+      kernel = path in self._kernels
+      decay = self.config.weight_decay if kernel else 0.0
       direction = directions[path]
       if self.config.kind == 'adafactor':
-        direction = _adafactor_scale(path, direction, parameter)
+        stacked = layers_index.is_stacked(path)
+        direction = _adafactor_scale(direction, parameter, stacked, kernel)
       move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
@@ -180,21 +207,27 @@ def _second_moments_in(
   return optax.GradientTransformation(init, update)
 
 
-def _adafactor_scale(path: str, direction: Array, parameter: Array) -> Array:
-  """Adafactor's clipping and relative step, layer by layer.
+def _adafactor_scale(
+  direction: Array, parameter: Array, stacked: bool, kernel: bool
+) -> Array:
+  """Applies Adafactor's clipping and relative step, layer by layer.
 
-  The direction's root mean square is clipped to 1 and multiplied by the
-  parameter's own, at least 1e-3 (Shazeer and Stern 2018, algorithm 4). Norm
-  scales are stored as gain - 1, so that theirs says nothing: a gain near 1
-  has scale 1.
+  The direction's root mean square is clipped to 1 and, for kernels,
+  multiplied by the parameter's own, at least 1e-3 (Shazeer and Stern 2018,
+  algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
+  their root mean square says nothing about the step they need.
+
+  Args:
+    direction: step direction.
+    parameter: its parameter, of the same shape.
+    stacked: whether the first axis goes over the layers of a scan, which are
+      parameters of their own.
+    kernel: whether the parameter multiplies activations (`is_kernel`).
   """
-  # Layers that are stacked for the scan are parameters of their own.
-  axes = tuple(range(layers_index.is_stacked(path), direction.ndim))
+  axes = tuple(range(stacked, direction.ndim))
 
   def rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
 
   direction = direction / jnp.maximum(1.0, rms(direction))
-  if path.endswith('/scale'):
-    return direction
-  return direction * jnp.maximum(1e-3, rms(parameter))
+  return direction * jnp.maximum(1e-3, rms(parameter)) if kernel else direction

@@ -1,75 +1,158 @@
-"""Which parameters move when: groups of parameters that thaw at a step.
+"""Which parameters train at which step, and the compiled step that does it.
 
 Unbalanced pairs warm their fresh cross-attention up alone for K steps
-(Encoder-Decoder Gemma: K = 1000; 0 for balanced pairs). A frozen group has
-no optimizer state and no gradients; when it thaws it starts with a fresh
+(Encoder-Decoder Gemma: K = 1000; 0 for balanced pairs). A frozen group has no
+optimizer state and no gradients; when it thaws it starts with a fresh
 optimizer, count and learning-rate warm-up of its own. Thawing against a
 shared count would multiply its first updates.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 import dataclasses
 import re
+from typing import Any
 
 from encdec_adapt.cli import errors
-from encdec_adapt.models import block
+from encdec_adapt.models import block, build
+from encdec_adapt.training import losses, optimizers
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step as step_lib
 
-_CROSS = rf'.*/({"|".join(block.CROSS)})/.*'
+_CROSS = re.compile(rf'.*/({"|".join(block.CROSS)})/.*')
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Parameters that start to move at one step.
+  """Parameters that start to train at the same step.
 
   Attributes:
     name: key of the group's optimizer state.
-    pattern: regular expression that a whole parameter path matches.
-    start: step of the first update.
+    start: step of the first update, from 0.
+    paths: sorted parameter paths.
   """
 
   name: str
-  pattern: str
   start: int
+  paths: tuple[str, ...]
 
 
-def cross_attention_warmup(steps: int) -> tuple[Group, ...]:
-  """Only cross-attention and its norms move for the first `steps` steps."""
-  if steps < 0:
-    raise errors.UserError(
-      f'config.train.cross_attention_warmup is {steps}; it must be at least 0.'
-    )
-  if steps == 0:
-    return (Group('all', '.*', 0),)
-  return (Group('cross_attention', _CROSS, 0), Group('rest', '.*', steps))
+def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
+  """Splits parameters into those that warm up alone and the rest.
 
+  Args:
+    paths: paths of all parameters.
+    warmup_steps: first steps in which only cross-attention and its norms
+      train; 0 trains all parameters from the first step.
 
-def assign(paths: Iterable[str], groups: Sequence[Group]) -> dict[str, str]:
-  """Group name of every parameter path; the first match wins.
+  Returns:
+    One group, or two in the order in which they start.
 
   Raises:
-    UserError: a group matches no parameter.
+    UserError: `warmup_steps` is negative, or there is no cross-attention with
+      weights of its own to warm up.
   """
-  assignment = {}
-  for path in paths:
-    for group in groups:
-      if re.fullmatch(group.pattern, path):
-        assignment[path] = group.name
-        break
-  for group in groups:
-    if group.name not in assignment.values():
-      raise errors.UserError(
-        f'parameter group {group.name!r} matches no parameter of this model;'
-        ' config.train.cross_attention_warmup is for encoder-decoders whose'
-        ' cross-attention has weights of its own; set it to 0.'
-      )
-  return assignment
+  paths = sorted(paths)
+  if warmup_steps == 0:
+    return (Group('all', 0, tuple(paths)),)
+  cross = tuple(path for path in paths if _CROSS.fullmatch(path))
+  if warmup_steps < 0 or not cross:
+    raise errors.UserError(
+      f'config.train.cross_attention_warmup is {warmup_steps}; it must be 0, or'
+      ' above 0 for an encoder-decoder whose cross-attention has weights of'
+      ' its own.'
+    )
+  rest = tuple(path for path in paths if path not in set(cross))
+  return (
+    Group('cross_attention', 0, cross),
+    Group('rest', warmup_steps, rest),
+  )
 
 
-def active(groups: Sequence[Group], step: int) -> tuple[str, ...]:
-  """Names of the groups that move at `step`."""
-  return tuple(group.name for group in groups if group.start <= step)
+class Phases:
+  """The phases of a job: a phase ends where another group starts to train.
 
+  Attributes:
+    where: the trained model and its mesh.
+    optimizer: of every group.
+    groups: all groups, in the order in which they start.
+  """
 
-def paths_of(assignment: Mapping[str, str], group: str) -> list[str]:
-  """Sorted paths of one group."""
-  return sorted(path for path, name in assignment.items() if name == group)
+  def __init__(
+    self,
+    where: state_lib.Placement,
+    loss: losses.LossConfig,
+    optimizer: optimizers.OptimizerConfig,
+    *,
+    warmup_steps: int = 0,
+    microbatches: int = 1,
+    teacher: build.Model | None = None,
+  ):
+    """Assigns parameters to groups; nothing is compiled yet.
+
+    Args:
+      where: the trained model and its mesh.
+      loss: what is minimised.
+      optimizer: the optimizer, its schedule and the clip norm.
+      warmup_steps: see `warmup_groups`.
+      microbatches: parts in which the gradient of a batch is accumulated.
+      teacher: decoder-only model to distill from.
+
+    Raises:
+      UserError: see `warmup_groups`.
+    """
+    self.where = where
+    self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
+    self.groups = warmup_groups(where.model.table, warmup_steps)
+    self._loss, self._teacher = loss, teacher
+    self._config = step_lib.StepConfig(microbatches, optimizer.clip_norm)
+
+  def begins(self, step: int) -> bool:
+    """Whether groups that were frozen start to train at this step."""
+    return any(0 < group.start == step for group in self.groups)
+
+  def moving(self, step: int | None = None) -> state_lib.Groups:
+    """Paths of the groups that train at a step; by default of all groups."""
+    return {
+      group.name: group.paths
+      for group in self.groups
+      if step is None or group.start <= step
+    }
+
+  def create(self, params: Any) -> state_lib.TrainState:
+    """Makes the state before the first step."""
+    return state_lib.create(params, self.optimizer, self.moving(0), self.where)
+
+  def thaw(
+    self, state: state_lib.TrainState, step: int
+  ) -> state_lib.TrainState:
+    """Adds a fresh optimizer state for every group that starts at `step`."""
+    return state_lib.thaw(state, self.optimizer, self.moving(step), self.where)
+
+  def abstract(self, step: int | None = None) -> state_lib.TrainState:
+    """Shapes and shardings of the state while these groups train.
+
+    Args:
+      step: the step whose groups have optimizer state; by default all have.
+    """
+    return state_lib.abstract(self.optimizer, self.moving(step), self.where)
+
+  def abstract_saved(self, step: int) -> state_lib.TrainState:
+    """Shapes and shardings of the state in the checkpoint of a step.
+
+    A group that thaws at this very step is thawed after the save.
+    """
+    return self.abstract(max(step - 1, 0))
+
+  def make_step(self, step: int | None = None) -> step_lib.StepFunction:
+    """Builds the jitted training step of a step's phase; by default the last.
+
+    It compiles when it is first called.
+    """
+    return step_lib.make_train_step(
+      self.where,
+      self._loss,
+      self.optimizer,
+      self.moving(step),
+      self._config,
+      self._teacher,
+    )

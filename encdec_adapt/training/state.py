@@ -16,9 +16,11 @@ from encdec_adapt.cli import errors
 from encdec_adapt.models import build
 from encdec_adapt.sharding import memory, placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import optimizers, phases
+from encdec_adapt.training import optimizers
 
 Flat = dict[str, Any]
+# Name of a parameter group -> paths of its parameters.
+Groups = Mapping[str, Sequence[str]]
 
 
 @flax.struct.dataclass
@@ -108,11 +110,17 @@ class Placement:
 def create(
   params: Any,
   optimizer: optimizers.Optimizer,
-  assignment: Mapping[str, str],
-  active: Sequence[str],
+  moving: Groups,
   where: Placement,
 ) -> TrainState:
-  """State before the first step; only `active` groups have optimizer state."""
+  """Makes the state before the first step.
+
+  Args:
+    params: nested parameters; the state takes them over.
+    optimizer: the optimizer of every group.
+    moving: the groups that train first; only they have optimizer state.
+    where: the model and its mesh.
+  """
   # Three arrays, not one: the step donates each of them.
   step, skipped, in_row = (
     jax.device_put(np.zeros((), np.int32), placement.replicated(where.mesh))
@@ -125,22 +133,21 @@ def create(
     skipped=skipped,
     skipped_in_row=in_row,
   )
-  return thaw(state, optimizer, assignment, active, where)
+  return thaw(state, optimizer, moving, where)
 
 
 def thaw(
   state: TrainState,
   optimizer: optimizers.Optimizer,
-  assignment: Mapping[str, str],
-  active: Sequence[str],
+  moving: Groups,
   where: Placement,
 ) -> TrainState:
-  """Adds a fresh optimizer for every active group that has none."""
+  """Adds a fresh optimizer state for every moving group that has none."""
   groups = dict(state.groups)
   flat = flatten(state.params)
-  for name in active:
+  for name, paths in moving.items():
     if name not in groups:
-      part = {path: flat[path] for path in phases.paths_of(assignment, name)}
+      part = {path: flat[path] for path in paths}
       shape = jax.eval_shape(optimizer.init, part)
       shardings = _group_shardings(shape, optimizer, where)
       groups[name] = jax.jit(optimizer.init, out_shardings=shardings)(part)
@@ -149,11 +156,15 @@ def thaw(
 
 def abstract(
   optimizer: optimizers.Optimizer,
-  assignment: Mapping[str, str],
-  active: Sequence[str],
+  moving: Groups,
   where: Placement,
 ) -> TrainState:
-  """The state as shapes with shardings: what a checkpoint is restored to.
+  """Describes the state as shapes with shardings, to restore a checkpoint to.
+
+  Args:
+    optimizer: the optimizer of every group.
+    moving: the groups that have optimizer state.
+    where: the model and its mesh.
 
   Raises:
     UserError: the optimizer's state is to be on hosts whose memory the
@@ -165,8 +176,8 @@ def abstract(
     (), jnp.int32, sharding=placement.replicated(where.mesh)
   )
   groups = {}
-  for name in active:
-    part = {path: flat[path] for path in phases.paths_of(assignment, name)}
+  for name, paths in moving.items():
+    part = {path: flat[path] for path in paths}
     shape = jax.eval_shape(optimizer.init, part)
     groups[name] = jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(

@@ -1,6 +1,6 @@
 """The jitted training step: microbatches, clipping, guarded update."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -12,7 +12,7 @@ import optax
 from encdec_adapt.models import build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
-from encdec_adapt.training import losses, offload, optimizers, phases
+from encdec_adapt.training import losses, offload, optimizers
 from encdec_adapt.training import state as state_lib
 
 Batch = Mapping[str, Array]
@@ -38,8 +38,7 @@ def make_train_step(
   where: state_lib.Placement,
   loss: losses.LossConfig,
   optimizer: optimizers.Optimizer,
-  assignment: Mapping[str, str],
-  active: Sequence[str],
+  moving: state_lib.Groups,
   config: StepConfig,
   teacher: build.Model | None = None,
 ) -> StepFunction:
@@ -52,9 +51,8 @@ def make_train_step(
   Args:
     where: model, mesh and rules of the trained model.
     loss: what is minimised.
-    optimizer: of every group.
-    assignment: group of every parameter path.
-    active: groups that move.
+    optimizer: the optimizer of every group.
+    moving: paths of the groups that train.
     config: accumulation and clipping.
     teacher: decoder-only model to distill from.
 
@@ -69,7 +67,6 @@ def make_train_step(
     `router_z_loss`, before their weights, means over layers and tokens of a
     microbatch.
   """
-  moving = {name: phases.paths_of(assignment, name) for name in active}
 
   def step(state, batch, teacher_params):
     """One update; traced once for the groups that move."""
@@ -106,7 +103,7 @@ def make_train_step(
 
   # Shardings of the state are stated, not left to the compiler: what comes
   # out goes in again, and must not compile anew or move.
-  abstract = state_lib.abstract(optimizer, assignment, active, where)
+  abstract = state_lib.abstract(optimizer, moving, where)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,

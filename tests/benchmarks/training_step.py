@@ -162,27 +162,16 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   where = state.Placement(
     model, mesh.make_mesh(mesh.MeshConfig()), rules.named('fsdp')
   )
-  optimizer = optimizers.Optimizer(
-    optimizers.OptimizerConfig(
-      'adamw',
-      schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
-      clip_norm=CLIP_NORM,
-    )
+  optimizer = optimizers.OptimizerConfig(
+    'adamw',
+    schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
+    clip_norm=CLIP_NORM,
   )
-  groups = phases.cross_attention_warmup(0)
-  assignment = phases.assign(model.table, groups)
-  active = phases.active(groups, 0)
+  loss = losses.LossConfig(chunk=arguments.loss_chunk)
+  only = phases.Phases(where, loss, optimizer)
   params = where.place(model.init, jax.random.key(0))
-  current = state.create(params, optimizer, assignment, active, where)
-  config = losses.LossConfig(chunk=arguments.loss_chunk)
-  train = step.make_train_step(
-    where,
-    config,
-    optimizer,
-    assignment,
-    active,
-    step.StepConfig(clip_norm=CLIP_NORM),
-  )
+  current = only.create(params)
+  train = only.make_step()
   shards = placement.row_shards(where.mesh, where.rules)
   mine = shards.rows(arguments.batch_size)
   batch = step.place_batch(
@@ -200,7 +189,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   @jax.jit
   def forward(params, batch):
     with partition.use(where.mesh, where.rules.as_dict()):
-      sums = losses.loss_sums(model, params, batch, config, None)
+      sums = losses.loss_sums(model, params, batch, loss, None)
       return sums.total / sums.weight
 
   @jax.jit

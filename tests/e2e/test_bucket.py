@@ -10,7 +10,7 @@ import pytest
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.conversion import run_artifacts, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder, tensor_writer
@@ -117,7 +117,9 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert 'continuing at step 4' in capsys.readouterr().out
   flags = [f'--checkpoint={workdir}', f'--records={bucket}/records/eval']
   assert tiny.call(evaluate, *flags) == 0
-  assert json.loads((place / evaluate.FILE).read_text())['eval_loss'] > 0
+  assert (
+    json.loads((place / run_artifacts.EVALUATION).read_text())['eval_loss'] > 0
+  )
   output = f'{bucket}/out/samples.json'
   assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(paths.at(output).read_text())

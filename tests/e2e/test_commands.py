@@ -12,16 +12,17 @@ import jax
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, job, loop, train
+from encdec_adapt import evaluate, generate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import preemption
-from encdec_adapt.conversion import kept_files
+from encdec_adapt.conversion import kept_files, run_artifacts
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.training import setup
 from tests import tiny
 
 pytestmark = [
@@ -146,7 +147,7 @@ def _end(*_, **__):
 
 FOR_READERS = (
   'summary.json',
-  evaluate.FILE,
+  run_artifacts.EVALUATION,
   'coverage.json',
   kept_files.FOLDER,
 )
@@ -159,7 +160,7 @@ def test_what_a_start_before_left_goes_before_the_new_is_written(
   (run / kept_files.FOLDER / 'decoder').mkdir(parents=True)
   for name in FOR_READERS[:3]:
     (run / name).write_text('{"of": "others"}')
-  monkeypatch.setattr(loop.loader, 'Loader', _end)
+  monkeypatch.setattr(setup, 'training_batches', _end)
   with pytest.raises(InterruptedError):
     _train(*pairs, f'--workdir={run}')
   # Of parameters that were drawn there is an account, and nothing else.
@@ -182,7 +183,7 @@ def test_a_first_batch_of_wrong_framing_ends_the_job(
 
 
 def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):
-  monkeypatch.setattr(job, 'open_data', _end)
+  monkeypatch.setattr(setup, 'open_data', _end)
   with monkeypatch.context() as patch:
     full = types.SimpleNamespace(free=1000)
     patch.setattr(shutil, 'disk_usage', lambda _: full)
@@ -202,7 +203,8 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
   ]
   assert tiny.call(evaluate, *flags) == 0
   pair, alone = (
-    json.loads((run / evaluate.FILE).read_text()) for run in (adapted, decoder)
+    json.loads((run / run_artifacts.EVALUATION).read_text())
+    for run in (adapted, decoder)
   )
   wanted = tiny.target_tokens(folder / 'prefix_lm' / 'eval')
   assert pair['target_tokens'] == alone['target_tokens'] == wanted
@@ -214,7 +216,7 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
 def test_every_run_is_checked_before_one_is_measured(
   folder, adapted, decoder, tmp_path, capsys
 ):
-  results = [run / evaluate.FILE for run in (adapted, decoder)]
+  results = [run / run_artifacts.EVALUATION for run in (adapted, decoder)]
   for result in results:
     result.unlink(missing_ok=True)
   other = shutil.copytree(decoder, tmp_path / 'other')
@@ -237,7 +239,7 @@ def test_one_row_has_no_other_prefix(adapted, pairs, tmp_path, capsys):
   shown = capsys.readouterr().out
   assert 'note: the records have one row' in shown
   assert 'with other prefixes' not in shown
-  result = json.loads((adapted / evaluate.FILE).read_text())
+  result = json.loads((adapted / run_artifacts.EVALUATION).read_text())
   assert result['eval_loss_shuffled_prefix'] is None
 
 
@@ -323,7 +325,7 @@ def test_another_model_is_refused_before_records_are_made(
   def make(settings):
     raise AssertionError('records would be made')
 
-  monkeypatch.setattr(job, 'open_data', make)
+  monkeypatch.setattr(setup, 'open_data', make)
   workdir = tmp_path / 'run'
   if how == 'workdir':
     shutil.copytree(adapted, workdir)
@@ -538,5 +540,5 @@ def test_a_second_signal_does_not_break_the_last_save_off(
     signal.signal(signal.SIGTERM, before)
   assert status == app.RESTART
   _, _, late = capsys.readouterr().out.partition('all is saved')
-  assert 'told to stop: saved step 5, exiting with 75' in late
+  assert 'asked to stop: saved step 5, exiting with 75' in late
   assert manager.open_latest(copied).step == 5

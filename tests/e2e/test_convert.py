@@ -19,7 +19,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import kept_files, stored_model, work_directory
+from encdec_adapt.conversion import (
+  kept_files,
+  run_artifacts,
+  stored_model,
+  work_directory,
+)
 from encdec_adapt.huggingface import siglip, tensor_writer
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
@@ -47,7 +52,9 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   assert tiny.generate(moved, 'the quick', f'{folder}/out.json') == 0
   flags = [f'--checkpoint={moved}', f'--records={folder}/causal_lm/eval']
   assert tiny.call(evaluate, *flags) == 0
-  assert json.loads((moved / evaluate.FILE).read_text())['eval_loss'] > 0
+  assert (
+    json.loads((moved / run_artifacts.EVALUATION).read_text())['eval_loss'] > 0
+  )
 
 
 def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):

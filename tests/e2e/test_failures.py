@@ -29,7 +29,7 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   make = step_lib.make_train_step
 
   def make_small(*arguments):
-    return make(*arguments) if len(arguments[4]) == 1 else refuse
+    return make(*arguments) if len(arguments[3]) == 1 else refuse
 
   def refuse(*_):
     raise jax.errors.JaxRuntimeError(
@@ -121,4 +121,4 @@ def test_a_save_that_fails_does_not_hide_why_a_job_did(
   monkeypatch.setattr(manager.Checkpoints, 'close', fail)
   with pytest.raises(ValueError, match='the first step fails'):
     _train(*pairs, f'--workdir={tmp_path}/run')
-  assert 'too: nor does the store answer' in capsys.readouterr().out
+  assert 'too: nor does the store answer' in capsys.readouterr().err

@@ -224,7 +224,7 @@ def test_two_processes_in_a_bucket(
 
 
 @pytest.mark.long
-def test_the_metrics_say_where_the_time_went(folder, two):
+def test_the_metrics_say_where_the_time_went(two):
   of_kind = {'time': [], 'job': []}
   for record in metrics.read_metrics(two):
     of_kind.get(record['kind'], []).append(record)
@@ -245,7 +245,6 @@ def test_the_metrics_say_where_the_time_went(folder, two):
   last = of_kind['job'][-1]
   assert 0 < last['goodput'] <= 1 and last['starts'] == 1
   assert last['lost_steps'] == last['lost_seconds'] == 0
-  assert last['compile_cache'] == f'{folder}/compiled'
 
 
 def _assert_equal_to_rounding(

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt import job
 from encdec_adapt.cli import errors
 from encdec_adapt.models import model_flops, parameters
 from encdec_adapt.planning import (
@@ -21,6 +20,7 @@ from encdec_adapt.planning import (
 from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import flops
+from encdec_adapt.training import setup
 from tests.planning import toy
 
 
@@ -133,7 +133,10 @@ def test_copies_along_an_axis_are_listed(monkeypatch):
 def test_rematerialisation_computes_the_blocks_again():
   asked, _, found = plan()
   model = found['flops']['model']
-  assert model == job.step_flops(asked, None) / 8
+  lengths = asked.data.train.lengths
+  assert (
+    model == setup.step_flops(asked.model, lengths, asked.train.batch_size) / 8
+  )
   again = {}
   for remat in ('none', 'narrow_dots', 'attention', 'full'):
     again[remat] = plan(compute__remat=remat)[2]['flops']['products'] - model

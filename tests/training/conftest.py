@@ -76,7 +76,9 @@ class Trainer:
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
     self.where = state_lib.Placement(MODEL, self.mesh, rules_lib.named(rules))
-    self.optimizer = optimizers.Optimizer(
+    self.phases = phases.Phases(
+      self.where,
+      loss or losses.LossConfig(z_loss=1e-3, chunk=16),
       optimizer
       or optimizers.OptimizerConfig(
         'adamw',
@@ -85,44 +87,27 @@ class Trainer:
         # first is its sign, which rounding decides where it is nearly 0.
         eps=1e-3,
         weight_decay=0.1,
-      )
+      ),
+      warmup_steps=warmup,
+      microbatches=microbatches,
+      teacher=teacher,
     )
-    self.groups = phases.cross_attention_warmup(warmup)
-    self.assignment = phases.assign(self.where.model.table, self.groups)
-    self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
-    self.config = step_lib.StepConfig(microbatches, 1.0)
-    self.teacher = teacher
     self.functions = {}
 
   def init(self, params=None):
     """State at step 0."""
     if params is None:
       params = self.where.place(INIT, jax.random.key(0))
-    return state_lib.create(
-      params,
-      self.optimizer,
-      self.assignment,
-      phases.active(self.groups, 0),
-      self.where,
-    )
+    return self.phases.create(params)
 
   def step(self, state, batch, teacher_params=None):
-    """One step, thawing what is due."""
-    active = phases.active(self.groups, int(state.step))
-    state = state_lib.thaw(
-      state, self.optimizer, self.assignment, active, self.where
-    )
-    if active not in self.functions:
-      self.functions[active] = step_lib.make_train_step(
-        self.where,
-        self.loss,
-        self.optimizer,
-        self.assignment,
-        active,
-        self.config,
-        self.teacher,
-      )
-    return self.functions[active](
+    """One step; groups that start there are thawed first."""
+    number = int(state.step)
+    state = self.phases.thaw(state, number)
+    names = tuple(state.groups)
+    if names not in self.functions:
+      self.functions[names] = self.phases.make_step(number)
+    return self.functions[names](
       state, step_lib.place_batch(batch, self.where), teacher_params or {}
     )
 

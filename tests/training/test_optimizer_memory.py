@@ -10,8 +10,7 @@ from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import optimizers, phases, schedules
-from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import optimizers, schedules
 from tests.training.conftest import Trainer, host, make_batch
 
 MESH = mesh_lib.MeshConfig(replica=2, fsdp=4)
@@ -67,10 +66,7 @@ def test_state_on_the_host_gives_the_same_updates_and_stays_there(kind):
 def test_resume_is_exact_and_stays_on_the_host(kind, changes, tmp_path):
   trainer = _trainer(kind, **changes)
   state = _steps(trainer, trainer.init(), (0,))
-  active = phases.active(trainer.groups, 1)
-  abstract = state_lib.abstract(
-    trainer.optimizer, trainer.assignment, active, trainer.where
-  )
+  abstract = trainer.phases.abstract(1)
   with manager.Checkpoints(tmp_path) as checkpoints:
     checkpoints.save(1, state, data={}, meta={})
     checkpoints.wait()

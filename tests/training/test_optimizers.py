@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
+from encdec_adapt.models import parameters as parameters_lib
 from encdec_adapt.training import optimizers, schedules
 
 RATE, DECAY = 0.1, 0.25
@@ -14,6 +15,12 @@ STACKED = 'decoder/blocks/layer_0/mlp/up'
 STACKED_SCALE = 'decoder/blocks/layer_0/pre_mlp_norm/scale'
 TABLE = 'decoder/embedder/table'
 SCALE = 'decoder/final_norm/scale'
+AXES = {
+  TABLE: ('vocab', 'table_embed'),
+  STACKED: ('layers', 'embed', 'mlp'),
+  STACKED_SCALE: ('layers', 'embed'),
+  SCALE: ('embed',),
+}
 
 
 def _draw(shapes, seed):
@@ -33,7 +40,11 @@ def _run(kind, parameters, steps, **changes):
       schedules.ScheduleConfig('constant', RATE, 2, 10),
       weight_decay=DECAY,
       **changes,
-    )
+    ),
+    {
+      path: parameters_lib.ParamInfo(value.shape, value.dtype, AXES[path])
+      for path, value in parameters.items()
+    },
   )
   now = {path: jnp.asarray(value) for path, value in parameters.items()}
   state = optimizer.init(now)

@@ -107,10 +107,11 @@ def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
   model = build.build(model_config.DecoderOnlyConfig(wide))
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=8))
   where = state_lib.Placement(model, mesh, rules_lib.named('fsdp'))
-  optimizer = Trainer().optimizer
-  groups = phases.cross_attention_warmup(0)
-  assignment = phases.assign(model.table, groups)
-  state = state_lib.abstract(optimizer, assignment, ['all'], where)
+  config = optimizers.OptimizerConfig(
+    'adamw', schedules.ScheduleConfig('constant', 1e-2, 2, 100)
+  )
+  loss = losses_lib.LossConfig(chunk=16)
+  state = phases.Phases(where, loss, config).abstract()
   shapes = {
     name: jax.ShapeDtypeStruct((32, 8), 'int32')
     for name in ('decoder_tokens', 'decoder_segments', 'decoder_positions')
@@ -124,14 +125,7 @@ def test_microbatches_add_one_sum_of_gradients_to_memory(microbatches):
   }
 
   def temporary(parts):
-    step = step_lib.make_train_step(
-      where,
-      losses_lib.LossConfig(chunk=16),
-      optimizer,
-      assignment,
-      ['all'],
-      step_lib.StepConfig(parts),
-    )
+    step = phases.Phases(where, loss, config, microbatches=parts).make_step()
     compiled = step.lower(state, batch, {}).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -266,10 +260,7 @@ def test_first_update_after_thawing_is_a_fresh_optimizers():
     return jax.tree.map(jnp.array, params)
 
   # Bit for bit, by the same compiled step with fresh optimizers only.
-  both = phases.active(thawing.groups, 2)
-  new = state_lib.create(
-    again(), thawing.optimizer, thawing.assignment, both, thawing.where
-  )
+  new = thawing.phases.thaw(thawing.phases.create(again()), 2)
   new, same = thawing.step(new.replace(step=jnp.int32(2)), make_batch(4, 9))
   assert float(same['gradient_norm']) == norm
   theirs = host(new.params)

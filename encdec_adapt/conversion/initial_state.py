@@ -1,0 +1,274 @@
+"""Models on disk that a training job starts from: its sources and its teacher.
+
+Opening reads configs and headers, refuses what does not fit before any long
+work, and plans how every weight is filled; `read` then reads the weights.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.adaptation import init_section, initialise, weight_plan
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.models import (
+  decoder_only,
+  execution,
+  model_config,
+  parameters,
+)
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+  """The models that a job's parameters come from.
+
+  Attributes:
+    init: section `init` of the configuration.
+    compute: section `compute`.
+    where: the trained model and its mesh.
+    models: the opened sources, the encoder's first; one where both stacks
+      come from the same, none for random parameters.
+    coverage: how every weight is filled; None where a checkpoint of the same
+      model is continued.
+  """
+
+  init: init_section.InitConfig
+  compute: execution.ComputeConfig
+  where: state_lib.Placement
+  models: tuple[stored_model.StoredModel, ...]
+  coverage: coverage_lib.Coverage | None
+
+  @property
+  def kept_folders(self) -> kept_files.Folders:
+    """Folders of the sources' files that an export carries along."""
+    if self.init.mode == 'random':
+      return {}
+    if self.init.mode == 'checkpoint':
+      return kept_files.folders(self.init.encoder)
+    decoder = self.init.decoder or self.init.encoder
+    return kept_files.of_pair(self.init.encoder, decoder)
+
+  def check_files(self, choice: vocabularies.Choice) -> None:
+    """Checks the sources' tokenizers and the files that an export carries.
+
+    Args:
+      choice: the vocabularies of the job.
+
+    Raises:
+      UserError: a source was trained with another vocabulary, or a file is
+        damaged.
+    """
+    kept_files.check(self.kept_folders)
+    if self.models:
+      of_side = {'encoder': self.models[0], 'decoder': self.models[-1]}
+      pairs = {
+        (of_side[side].path, choice.path(side)): side
+        for side in reversed(self.where.model.config.stacks)
+      }
+      for side in pairs.values():
+        _check_vocabulary(of_side[side], choice, side)
+
+  def read(self, seed: int) -> decoder_only.Params:
+    """Reads or draws the parameters; no device holds more than its shards.
+
+    Args:
+      seed: seed of what is drawn.
+    """
+    rng, target = jax.random.key(seed), self.where.model.config
+    if self.init.mode == 'random':
+      return self.where.place(lambda rng: parameters.init(target, rng), rng)
+    if self.init.mode == 'checkpoint':
+      return self.models[0].read(self.where)
+    mesh, rules = self.where.mesh, self.where.rules
+    read = [
+      source.read(setup.place_model(source.model, self.compute, mesh, rules))
+      for source in self.models
+    ]
+
+    def fill(rng, *params):
+      configs = (source.model for source in self.models)
+      pairs = zip(configs, params, strict=True)
+      return initialise.fill(target, self.coverage, *pairs, rng=rng)
+
+    return self.where.place(fill, rng, *read)
+
+
+def open_sources(
+  init: init_section.InitConfig,
+  compute: execution.ComputeConfig,
+  where: state_lib.Placement,
+) -> Sources:
+  """Opens the sources of a job and plans what is made of every weight.
+
+  Reads configs and headers only. Prints how a model differs from the one it
+  continues.
+
+  Args:
+    init: section `init` of the configuration.
+    compute: section `compute`.
+    where: the trained model and its mesh.
+
+  Raises:
+    UserError: a source is neither a Hugging Face folder nor a run with a
+      sound checkpoint, or the model cannot start from it.
+  """
+  target = where.model.config
+  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  models = tuple(_open(folder, target) for folder in folders)
+  if init.mode == 'random':
+    report = initialise.coverage_from_scratch(target)
+  elif init.mode == 'checkpoint':
+    _check_same_model(models[0], where)
+    report = None
+  else:
+    for source in models:
+      stored_model.require_decoder_only(source)
+    report = weight_plan.make_plan(
+      target, *(source.model for source in models), **_options(init, target)
+    )
+    report = stored_model.with_outside(report, models[0], models[-1])
+  return Sources(init, compute, where, models, report)
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """A decoder-only model to distill from.
+
+  Attributes:
+    source: the opened model.
+    where: the model on the mesh of the job.
+  """
+
+  source: stored_model.StoredModel
+  where: state_lib.Placement
+
+  def read(self) -> decoder_only.Params:
+    """Reads its parameters."""
+    return self.source.read(self.where)
+
+
+def open_teacher(
+  settings: config_lib.Settings, mesh: Mesh, rules: rules_lib.Rules
+) -> Teacher | None:
+  """Opens the teacher of a job; returns None where nothing is distilled.
+
+  Raises:
+    UserError: it is no decoder-only model, or has another vocabulary.
+  """
+  if not settings.loss.distillation:
+    return None
+  source = _open(settings.teacher.checkpoint, settings.model)
+  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+    raise errors.UserError(
+      f'config.teacher.checkpoint {source.path} is an encoder-decoder;'
+      ' a teacher is a decoder-only model.'
+    )
+  sizes = source.model.decoder.vocab_size, settings.model.decoder.vocab_size
+  if sizes[0] != sizes[1]:
+    raise errors.UserError(
+      f'the teacher {source.path} has {sizes[0]} tokens and the model'
+      f' {sizes[1]}; distillation needs one vocabulary.'
+    )
+  _check_vocabulary(source, settings.data.vocabularies, 'decoder')
+  where = setup.place_model(source.model, settings.compute, mesh, rules)
+  return Teacher(source, where)
+
+
+def _open(
+  path: str, target: model_config.ModelConfig
+) -> stored_model.StoredModel:
+  """Opens a source or teacher, its tables padded as the model's own."""
+  multiple = target.decoder.vocab_multiple
+  return stored_model.open_model(path, vocab_multiple=multiple)
+
+
+def _options(
+  init: init_section.InitConfig, target: model_config.ModelConfig
+) -> Mapping[str, Any]:
+  """Returns the options of an adaptation that a configuration asks for."""
+  if init.mode == 'embeddings':
+    return {'fresh': weight_plan.all_but_embeddings(target)}
+  return {
+    'cross_attention': init.cross_attention,
+    'post_norm_gain': init.post_norm_gain,
+  }
+
+
+def _check_same_model(
+  source: stored_model.StoredModel, where: state_lib.Placement
+) -> None:
+  """Checks that a checkpoint fits the model that continues it.
+
+  Prints settings in which the two differ.
+
+  Raises:
+    UserError: the shape of a parameter differs.
+  """
+  own, theirs = (
+    {path: info.shape for path, info in table.items()}
+    for table in (where.model.table, parameters.parameter_table(source.model))
+  )
+  found = model_config.differences(source.model, where.model.config)
+  if own != theirs:
+    path = sorted(dict(own.items() ^ theirs.items()))[0]
+    raise errors.UserError(
+      f'{source.path} is of another model than config.model: {path} is'
+      f' {theirs.get(path, "absent")} there and {own.get(path, "absent")} here'
+      f' ({"; ".join(found) or "tables are padded differently"}). Set'
+      ' config.model to that of the source.'
+    )
+  if found and distributed.is_lead():
+    print('differs from its source: ' + '; '.join(found))
+
+
+def _check_vocabulary(
+  source: stored_model.StoredModel, choice: vocabularies.Choice, side: str
+) -> None:
+  """Checks that a source or teacher was trained with the job's vocabulary.
+
+  Args:
+    source: the source of a stack or of the whole model.
+    choice: the vocabularies of the job.
+    side: the stack that is made from it, 'encoder' or 'decoder'.
+
+  Raises:
+    UserError: its ids mean other text.
+  """
+  own = choice.path(side)
+  if source.vocabularies is None:
+    if distributed.is_lead():
+      print(
+        f'note: {source.path} has no tokenizer, so its ids are assumed to mean'
+        f' what they mean in {own}.'
+      )
+    return
+  # A decoder-only model has one side, whichever stack is made from it.
+  theirs = source.vocabularies.path(
+    side if side in source.model.stacks else 'decoder'
+  )
+  if own == theirs:
+    return
+  # A vocabulary that is still to be trained differs from the source's.
+  digests = {
+    vocabularies.exists(path)
+    and vocabularies.open_vocabulary(path).tokens_digest
+    for path in (own, theirs)
+  }
+  if len(digests) > 1:
+    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
+    raise errors.UserError(
+      f'{source.path} was trained with the vocabulary {theirs}, the {side} of'
+      f' this job has {own}, and they differ: ids would mean other text. Set'
+      f' config.data.{key} to that of the source.'
+    )

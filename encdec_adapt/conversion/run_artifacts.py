@@ -1,0 +1,94 @@
+"""Run artifacts: resolved config, coverage report, kept files, summary.
+
+They describe the checkpoints in the same work directory, so what an earlier
+start left there is removed before it becomes untrue.
+"""
+
+from collections.abc import Mapping
+import os
+from typing import Any
+
+import ml_collections
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.conversion import initial_state, kept_files, work_directory
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.telemetry import accounting, metrics
+from encdec_adapt.tokenizers import vocabularies
+
+EVALUATION = 'evaluation.json'  # Written by `evaluate`.
+ENVIRONMENT = 'environment.json'
+
+
+def write_initial(
+  workdir: str | os.PathLike[str],
+  sources: initial_state.Sources,
+  opened: vocabularies.Opened,
+) -> None:
+  """Writes what is known at step 0, replacing what an earlier start left.
+
+  Args:
+    workdir: work directory of the job.
+    sources: what its parameters come from.
+    opened: its vocabularies.
+  """
+  remove_results(workdir)
+  path = paths.at(workdir) / work_directory.COVERAGE
+  path.unlink(missing_ok=True)
+  if sources.coverage:
+    atomic.write_json(path, sources.coverage.to_json())
+  kept_files.keep(workdir, sources.kept_folders)
+  work_directory.keep_vocabularies(workdir, opened)
+
+
+def write_config(
+  workdir: str | os.PathLike[str],
+  config: ml_collections.ConfigDict,
+  environment: Mapping[str, Any],
+) -> None:
+  """Writes the resolved configuration and environment of the last start."""
+  config_lib.save(config, workdir)
+  atomic.write_json(paths.join(workdir, ENVIRONMENT), environment)
+
+
+def remove_results(workdir: str | os.PathLike[str]) -> None:
+  """Removes the results of a finished job that trains further."""
+  for name in (accounting.SUMMARY, EVALUATION):
+    (paths.at(workdir) / name).unlink(missing_ok=True)
+
+
+def write_summary(
+  workdir: str | os.PathLike[str],
+  model: model_config.ModelConfig,
+  hyperparameters: Mapping[str, Any],
+  step: int,
+  cost: accounting.Cost,
+  sources: Mapping[str, Any],
+) -> None:
+  """Writes summary.json of a finished job and prints its main numbers.
+
+  Args:
+    workdir: work directory of the job.
+    model: the trained model.
+    hyperparameters: further entries, by name.
+    step: the last step.
+    cost: totals of the job.
+    sources: cumulative cost of its sources, see `accounting.Sources`.
+  """
+  losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
+  own = {
+    'parameters': parameters.count(model),
+    'steps': step,
+    **hyperparameters,
+    'eval_loss_at_step_0': losses[0]['loss'],
+    'eval_loss': losses[-1]['loss'],
+  }
+  found = accounting.Sources(**sources)
+  summary = accounting.summarise(workdir, own, cost, found)
+  atomic.write_json(paths.join(workdir, accounting.SUMMARY), summary)
+  print(
+    f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
+    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
+    f' {summary["eval_loss"]:.4f}'
+  )

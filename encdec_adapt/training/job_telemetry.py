@@ -1,0 +1,160 @@
+"""Telemetry of a training job: metrics, rates, time and cost, read late.
+
+The loop hands over the metrics of a step as device arrays; they are read when
+the next step has been dispatched, so that reading them never waits on an idle
+device. Process 0 writes and prints; the others only count.
+"""
+
+from collections.abc import Callable, Mapping
+import contextlib
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from encdec_adapt.cluster import distributed
+from encdec_adapt.telemetry import (
+  accounting,
+  environment,
+  flops,
+  metrics,
+  progress,
+  timing,
+)
+from encdec_adapt.training import guards, train_section
+
+
+class JobTelemetry:
+  """Context manager around the loop; flushes what was recorded at its end.
+
+  Attributes:
+    cost: running totals of the job, as saved in checkpoints.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    train: train_section.TrainConfig,
+    start: int | None,
+    cost: accounting.Cost,
+    flops_per_step: float,
+    say: Callable[[str], None],
+  ):
+    """Opens the metrics, without the records beyond the restored step.
+
+    Args:
+      workdir: work directory of the job.
+      train: section `train` of the configuration.
+      start: the restored step; None where the job begins.
+      cost: totals at that step.
+      flops_per_step: model FLOPs of a step on all devices.
+      say: prints on process 0.
+    """
+    self.cost = cost
+    self._steps, self._log_every, self._say = train.steps, train.log_every, say
+    self._flops = flops_per_step
+    self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
+    self._split = timing.Split()
+    self._meter = progress.Progress(
+      train.steps,
+      first_step=start or 0,
+      flops_per_step=flops_per_step,
+      peak=flops.peak(jax.devices()),
+    )
+    self._unread: tuple[Any, ...] | None = None
+    self._writer = self._starts = None
+    if distributed.is_lead():
+      # Where nothing was restored, step 0 is evaluated again.
+      self._writer = metrics.MetricWriter(
+        workdir, -1 if start is None else start
+      )
+      lost = self._writer.dropped
+      if lost and start is None:
+        say(f'{len(lost):,} records of metrics are dropped')
+      steps = [record for record in lost if record['kind'] == 'time']
+      self._starts = timing.Starts(workdir, start or 0, steps)
+    # The last step that was evaluated, or None; the same on all processes.
+    self.evaluated: int | None = distributed.from_lead(
+      lambda: self._writer.last('eval'), 'state'
+    )
+
+  def __enter__(self) -> 'JobTelemetry':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    if self._writer:
+      self._writer.close()
+
+  def spent(self, on: str) -> contextlib.AbstractContextManager[None]:
+    """Counts the time inside as spent on one of `timing.PARTS`."""
+    return self._split.spent(on)
+
+  def dispatched(
+    self,
+    step: int,
+    values: Mapping[str, jax.Array],
+    rows: np.ndarray,
+    position: int,
+  ) -> None:
+    """Reads the metrics of the step before and holds those of this one.
+
+    Args:
+      step: number of the dispatched step, from 1.
+      values: its metrics, on the devices.
+      rows: record rows of its batch.
+      position: rows of the data consumed with it.
+    """
+    self.read()
+    self._unread = step, values, rows, position
+
+  def read(self) -> None:
+    """Reads, counts and writes the metrics that are held, if there are any.
+
+    A checkpoint's cost and metrics include its last step, so this is called
+    before each save and evaluation.
+
+    Raises:
+      UserError: too many updates in a row were not finite.
+    """
+    if self._unread is None:
+      return
+    (step, values, rows, position), self._unread = self._unread, None
+    with self.spent('device'):
+      values = {name: np.asarray(v).item() for name, v in values.items()}
+    self.cost.rows = position
+    self.cost.target_tokens += values['weight']
+    self.cost.total_tokens += values['tokens']
+    self.cost.flops += self._flops
+    self._meter.update(step, values['tokens'])
+    times = self._split.take() | self._meter.rates()
+    self._write('train', step, values)
+    self._write('time', step, times)
+    self._guard.check(step, values['skipped_in_row'], rows)
+    if step % self._log_every == 0 or step == self._steps:
+      self._say(self._meter.line(values['loss'], grad=values['gradient_norm']))
+      if self._starts:
+        goodput = self._starts.goodput(self.cost.seconds)
+        memory = environment.memory_high_water()
+        self._write('job', step, goodput | memory)
+
+  def record_evaluation(self, step: int, loss: float, accuracy: float) -> None:
+    """Writes and prints a held-out loss in nats per target token."""
+    self._say(f'step {step}: held-out loss {loss:.4f} per target token')
+    tokens = self.cost.target_tokens
+    values = {'loss': loss, 'accuracy': accuracy, 'target_tokens': tokens}
+    self._write('eval', step, values)
+    self.evaluated = step
+
+  def flush(self) -> None:
+    """Makes what was written durable, before a checkpoint that counts on it."""
+    if self._writer:
+      self._writer.flush()
+
+  def pause(self) -> None:
+    """Leaves the time since the last step out of the rates."""
+    self._meter.pause()
+
+  def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    if self._writer:
+      self._writer.write(kind, step, values)

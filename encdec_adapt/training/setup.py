@@ -1,0 +1,364 @@
+"""Builds what training and the other commands share: mesh, models, data.
+
+Functions take the sections of the configuration that they need. Nothing here
+reads other models on disk; `conversion.initial_state` does.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import (
+  data_section,
+  loader,
+  materialization,
+  records,
+  workers,
+)
+from encdec_adapt.models import build, execution, model_config, model_flops
+from encdec_adapt.ops import attention
+from encdec_adapt.ops import partition as partition_lib
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.telemetry import environment, flops
+from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.training import losses, optimizers, phases, train_section
+from encdec_adapt.training import state as state_lib
+
+# -- Mesh ----------------------------------------------------------------------
+
+
+def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
+  """Makes the mesh over all devices; every job begins with it.
+
+  Args:
+    config: sizes of the axes.
+    cache: folder of compiled programs, '' for none.
+
+  Raises:
+    UserError: the sizes do not multiply to the number of devices.
+  """
+  if cache:
+    environment.enable_compile_cache(cache)
+  try:
+    return mesh_lib.make_mesh(config)
+  except ValueError as error:
+    raise errors.UserError(str(error)) from error
+
+
+def check_batches(
+  train: train_section.TrainConfig,
+  lengths: batch_lib.Lengths,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+) -> None:
+  """Checks that batches and lengths divide over the mesh.
+
+  Args:
+    train: section `train` of the configuration.
+    lengths: tokens of a row.
+    mesh: the device mesh.
+    rules: meaning of logical axes on it.
+
+  Raises:
+    UserError: names the key, its value and the number of shards.
+  """
+  partition = partition_lib.Partition(mesh, rules.as_dict())
+  rows = f'over {train.microbatches} microbatches and ' * (
+    train.microbatches > 1
+  )
+  batch, length = partition.size('batch'), partition.size('length')
+  for key, size, shards, split in (
+    ('train.batch_size', train.batch_size, batch * train.microbatches, rows),
+    ('train.eval_batch_size', train.eval_batch_size, batch, ''),
+    ('data.encoder_length', lengths.encoder, length, ''),
+    ('data.decoder_length', lengths.decoder, length, ''),
+  ):
+    if size % shards:
+      raise errors.UserError(
+        f'config.{key} is {size}; it must divide {split}over the mesh'
+        f' {dict(mesh.shape)}, so by {shards}. Change it or config.mesh.'
+      )
+
+
+# -- Models --------------------------------------------------------------------
+
+
+def check_attention(chosen: str, platform: str) -> None:
+  """Checks that devices can run an attention backend.
+
+  Args:
+    chosen: `config.compute.attention`.
+    platform: 'cpu', 'gpu' or 'tpu'.
+
+  Raises:
+    UserError: names the key, its value and what the devices can run.
+  """
+  able = attention.on_platform(platform)
+  if chosen not in able:
+    needed = sorted(attention.BACKENDS[chosen].capabilities.platforms)
+    raise errors.UserError(
+      f'config.compute.attention is {chosen!r}, which needs'
+      f' {" or ".join(needed)}; the devices are {platform}, which can run'
+      f' {", ".join(able)}.'
+    )
+
+
+def with_attention_for(
+  compute: execution.ComputeConfig, mesh: Mesh
+) -> execution.ComputeConfig:
+  """Replaces an attention backend that the devices cannot run.
+
+  A model trained on TPUs is read elsewhere with the chunked backend, which
+  honours every mask; a line on standard error says so.
+
+  Args:
+    compute: section `compute` of the configuration.
+    mesh: the device mesh.
+
+  Returns:
+    The section, maybe with another `attention`.
+  """
+  platform = mesh.devices.flat[0].platform
+  if compute.attention in attention.on_platform(platform):
+    return compute
+  print(
+    f'attention: {compute.attention!r} does not run on {platform}; chunked is'
+    ' used',
+    file=sys.stderr,
+  )
+  return dataclasses.replace(compute, attention='chunked')
+
+
+def place_model(
+  model: model_config.ModelConfig,
+  compute: execution.ComputeConfig,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+) -> state_lib.Placement:
+  """Builds a model and decides where its parameters are on the mesh.
+
+  Args:
+    model: the model's shape.
+    compute: section `compute` of the configuration.
+    mesh: the device mesh.
+    rules: meaning of logical axes on it.
+
+  Raises:
+    UserError: a parameter does not divide over the mesh.
+  """
+  where = state_lib.Placement(
+    build.build(
+      model,
+      dtype=jnp.dtype(compute.dtype),
+      remat=compute.remat,
+      attention_backend=compute.attention,
+      attention_chunk=compute.attention_chunk,
+      scan_unroll=compute.scan_unroll,
+    ),
+    mesh,
+    rules,
+  )
+  try:
+    where.parameters  # noqa: B018  Checks divisibility.
+  except ValueError as error:
+    raise errors.UserError(
+      f'{error} Change config.mesh, or'
+      ' config.model.*.vocab_multiple if it is the vocabulary.'
+    ) from error
+  return where
+
+
+def make_phases(
+  where: state_lib.Placement,
+  loss: losses.LossConfig,
+  optimizer: optimizers.OptimizerConfig,
+  train: train_section.TrainConfig,
+  teacher: build.Model | None = None,
+) -> phases.Phases:
+  """Decides which parameters train when; see `phases.Phases`.
+
+  Args:
+    where: the trained model and its mesh.
+    loss: section `loss` of the configuration.
+    optimizer: section `optimizer`.
+    train: section `train`.
+    teacher: decoder-only model to distill from.
+  """
+  return phases.Phases(
+    where,
+    loss,
+    optimizer,
+    warmup_steps=train.cross_attention_warmup,
+    microbatches=train.microbatches,
+    teacher=teacher,
+  )
+
+
+def step_flops(
+  model: model_config.ModelConfig,
+  lengths: batch_lib.Lengths,
+  rows: int,
+  teacher: model_config.ModelConfig | None = None,
+) -> float:
+  """Returns the model FLOPs of a training step on all devices.
+
+  Args:
+    model: the trained model.
+    lengths: tokens of a row.
+    rows: rows of the batch.
+    teacher: adds the forward pass of a teacher.
+  """
+  sizes = lengths.encoder, lengths.decoder, lengths.teacher
+  total = flops.TRAINING * model_flops.forward(model, *sizes)
+  if teacher:
+    total += model_flops.forward(teacher, *sizes)
+  return float(total * rows)
+
+
+# -- Data ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Vocabularies and records of a job.
+
+  Attributes:
+    vocabularies: the opened vocabularies of the two sides.
+    train: rows to train on.
+    evaluation: held-out rows.
+  """
+
+  vocabularies: vocabularies.Opened
+  train: records.RecordSet
+  evaluation: records.RecordSet
+
+
+def check_vocabularies(data: data_section.DataConfig) -> None:
+  """Checks vocabularies against the model's tables, before any long work.
+
+  A vocabulary that is still to be trained gets the right size.
+
+  Args:
+    data: section `data` of the configuration.
+
+  Raises:
+    UserError: one is missing or damaged, or has more tokens than the model's
+      table has rows.
+  """
+  choice = data.vocabularies
+  if data.train_vocabulary and not vocabularies.exists(choice.decoder):
+    return
+  opened = choice.open()
+  for side, rows in data.table_sizes.items():
+    note = vocabularies.check_size(
+      opened.sides[side], rows, side, key=f'config.model.{side}.vocab_size'
+    )
+    if note and distributed.is_lead():
+      print(f'note: {note}')
+
+
+def open_data(data: data_section.DataConfig) -> Data:
+  """Opens vocabularies and records, making them first where they are missing.
+
+  They are made in a process of its own, so that TensorFlow never enters this
+  one.
+
+  Args:
+    data: section `data` of the configuration.
+
+  Raises:
+    UserError: the records or the vocabularies are not the configuration's, or
+      differ between processes.
+  """
+  if distributed.is_lead() and materialization.is_missing(data):
+    print('records are missing; encdec_adapt.materialize makes them')
+    workers.run_in_subprocess(materialization.materialize, data)
+  distributed.barrier('records', distributed.MAKE_TIMEOUT)
+  opened = data.vocabularies.open()
+  train_set, eval_set = materialization.open_sets(data, opened)
+  distributed.require_same(
+    'data',
+    {
+      'data.train': train_set.digests,
+      'data.eval': eval_set.digests,
+      'data.vocabularies': opened.describe(),
+    },
+  )
+  return Data(opened, train_set, eval_set)
+
+
+def reads_teacher_row(
+  model: model_config.ModelConfig,
+  lengths: batch_lib.Lengths,
+  distillation: float,
+) -> bool:
+  """Whether batches need the teacher's fields.
+
+  A teacher reads them, and so does a decoder-only model on pairs.
+
+  Args:
+    model: the trained model.
+    lengths: tokens of a row.
+    distillation: `config.loss.distillation`.
+  """
+  alone = isinstance(model, model_config.DecoderOnlyConfig)
+  return bool(distillation) or (lengths.encoder > 0 and alone)
+
+
+def training_batches(
+  record_set: records.RecordSet,
+  batch_size: int,
+  where: state_lib.Placement,
+  **options: Any,
+) -> loader.Loader:
+  """Opens the training batches of this process; see `loader.Loader`."""
+  shards = placement.row_shards(where.mesh, where.rules)
+  return loader.Loader(
+    record_set,
+    record_set.spec.lengths,
+    batch_size,
+    local=shards.rows(batch_size),
+    **options,
+  )
+
+
+def evaluation_batches(
+  record_set: records.RecordSet,
+  batch_size: int,
+  where: state_lib.Placement,
+  **options: Any,
+) -> Iterator[batch_lib.Batch]:
+  """Opens the held-out batches of this process.
+
+  See `loader.evaluation_batches`.
+  """
+  shards = placement.row_shards(where.mesh, where.rules)
+  return loader.evaluation_batches(
+    record_set,
+    record_set.spec.lengths,
+    batch_size,
+    local=shards.rows(batch_size),
+    **options,
+  )
+
+
+def describe_batch(rows: Mapping[str, Any], opened: vocabularies.Opened) -> str:
+  """Decodes the first example of a process's rows, field by field."""
+  lines = ['the first example read for the first batch:']
+  for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
+    if field in rows:
+      side = 'encoder' if field.startswith('encoder') else 'decoder'
+      tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
+      text = opened.sides[side].decode(tokens, show_special=True, start=False)
+      shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
+      lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
+  return '\n'.join(lines)
