@@ -164,7 +164,7 @@ def test_adafactor_clips_and_scales_layer_by_layer():
     # Gradients that grow are clipped, those that shrink are not.
     growth = np.array([10.0, 0.1, 1.0], np.float32)
     large[path] *= growth.reshape(-1, *[1] * (large[path].ndim - 1))
-  after, _ = _run('adafactor', now, [small, large], decay_rate=0.8)
+  after, _ = _run('adafactor', now, [small, large])
 
   now = {path: value.astype(np.float64) for path, value in now.items()}
   second = dict.fromkeys(shapes, 0.0)
@@ -195,7 +195,7 @@ def test_adafactor_keeps_rows_and_columns_of_large_matrices(path):
   layers = (2,) if path == STACKED else ()
   shapes = {path: (*layers, 128, 130)}
   now, gradients = _draw(shapes, 0), _draw(shapes, 1)
-  (after,), state = _run('adafactor', now, [gradients], decay_rate=0.8)
+  (after,), state = _run('adafactor', now, [gradients])
   held = sum(leaf.size for leaf in state.inner.v_row.values())
   held += sum(leaf.size for leaf in state.inner.v_col.values())
   held += sum(leaf.size for leaf in state.inner.v.values())
