@@ -34,9 +34,9 @@ def test_help_breaks_its_lines(name):
 def test_print_config_shows_what_flags_have_changed(capsys):
   assert _train(*GEMMA, '--print_config') == 0
   shown = capsys.readouterr().out
-  assert re.search(r'^  objective: ul2$', shown, re.MULTILINE)
-  assert re.search(r'^  encoder: a$', shown, re.MULTILINE)
-  assert re.search(r'^  fsdp: 8$', shown, re.MULTILINE)
+  assert re.search(r"^config.data.objective = 'ul2'$", shown, re.MULTILINE)
+  assert re.search(r"^config.init.encoder = 'a'$", shown, re.MULTILINE)
+  assert re.search(r'^config.mesh.fsdp = 8$', shown, re.MULTILINE)
 
 
 def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
@@ -51,7 +51,7 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   found = re.search(r'^  parameters +([\d.]+) GiB', shown, re.MULTILINE)
   assert float(found.group(1)) == pytest.approx(parameters, abs=0.06)
   assert 'decoder/blocks/layer_0/cross_attention/key' in shown
-  assert 'sources: a is not there: not looked at' in shown
+  assert 'sources: a does not exist' in shown
   assert 'without activations' in shown
 
 
@@ -73,7 +73,7 @@ def test_dry_run_counts_what_the_hosts_hold(capsys):
       ['--config=configs/gemma2.py:size=2b_2b,objective=prefixlm'],
       [
         r'teacher +config.teacher.checkpoint is not given: not counted',
-        r'sources: config.init.encoder is not given: not looked at',
+        r'sources: config.init.encoder is not given',
       ],
     ),
     (
@@ -83,8 +83,8 @@ def test_dry_run_counts_what_the_hosts_hold(capsys):
         '--config.init.encoder=runs/nobody',
       ],
       [
-        r'teacher +runs/nobody is not there: not counted',
-        r'sources: runs/nobody is not there: not looked at',
+        r'teacher +runs/nobody does not exist: not counted',
+        r'sources: runs/nobody does not exist',
       ],
     ),
   ],
