@@ -1,4 +1,4 @@
-r"""Models in and out: Hugging Face folders, our checkpoints, and between them.
+r"""Converts models between Hugging Face folders and our checkpoints.
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
@@ -10,8 +10,8 @@ r"""Models in and out: Hugging Face folders, our checkpoints, and between them.
       --output=CKPT
     python -m encdec_adapt.convert verify A B [--tokens=FILE]
 
-SRC, A, B and PATH are Hugging Face folders or work directories of ours. CKPT
-is a work directory as training leaves one, with a checkpoint of step 0.
+SRC, A, B and PATH are Hugging Face folders or work directories of runs. CKPT
+is a work directory as training leaves it, with a checkpoint of step 0.
 """
 
 import functools
@@ -22,145 +22,122 @@ from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
   adapting,
   compare,
-  conversions,
+  exporting,
+  importing,
   inspection,
   stored_model,
 )
 from encdec_adapt.models import model_config
 
-_LAYOUTS = ('auto', 'transformers', 'encdec_adapt')
-_DTYPES = ('float32', 'bfloat16', 'float16')
+
+def _flag(kind: str, name: str, *arguments, default=None):
+  """Returns a function that defines one flag of an absl kind."""
+  define = getattr(flags, f'DEFINE_{kind}')
+  return lambda values: define(name, default, *arguments, flag_values=values)
 
 
-def _string(name: str, text: str, default: str | None = None):
-  return functools.partial(flags.DEFINE_string, name, default, text)
+_string = functools.partial(_flag, 'string')
+_bool = functools.partial(_flag, 'bool')
+_integer = functools.partial(_flag, 'integer')
+_float = functools.partial(_flag, 'float')
+_enum = functools.partial(_flag, 'enum')
 
 
-_OUTPUT = _string('output', 'Folder to make; must not exist, or be empty.')
-_WINDOW = functools.partial(
-  flags.DEFINE_enum,
-  'encoder_window',
-  None,
-  list(stored_model.WINDOWS),
-  'Local window of the encoder, a bidirectional one: |q-k| < W, as the authors'
-  " of T5Gemma, or <= W, as transformers 5.23. By default a run's own; of a"
-  " folder, what its config.json says, or the authors'.",
-)
-_MULTIPLE = functools.partial(
-  flags.DEFINE_integer,
-  'vocab_multiple',
-  128,
-  'Tables are padded to a multiple of so many rows, to divide over a mesh.',
-)
-
-
-# What the model that `adapt` makes has else than its sources; None for no
-# change.
-_SHAPE = (
-  functools.partial(
-    flags.DEFINE_enum,
-    'target',
-    None,
-    ['t5gemma', 't5gemma2'],
-    'Family that transformers has to be able to load: t5gemma, of Gemma 2, or'
-    ' t5gemma2, of Gemma 3 (merged attention, one table, a vector for'
-    ' --eoi_token). Without it, cross-attention and a table for each stack as'
-    ' in t5gemma, of any family.',
-  ),
-  functools.partial(
-    flags.DEFINE_bool, 'causal_encoder', False, 'Keep the encoder causal.'
-  ),
-  functools.partial(
-    flags.DEFINE_bool,
-    'shared_table',
-    None,
-    "The encoder reads the decoder's embedding table.",
-  ),
-  functools.partial(
-    flags.DEFINE_bool,
-    'cross_merged',
-    None,
-    "The decoder's self-attention reads the encoder too; needs equal widths.",
-  ),
-  functools.partial(
-    flags.DEFINE_enum,
-    'cross_layers',
-    None,
-    ['all', 'global'],
-    'Layers of the decoder that read the encoder.',
-  ),
-  functools.partial(
-    flags.DEFINE_integer,
-    'encoder_kv_heads',
-    None,
-    "Key/value heads of the encoder, a multiple of its source's: each is"
-    ' repeated.',
-  ),
-  functools.partial(
-    flags.DEFINE_integer,
-    'encoder_vocab_size',
-    None,
-    "Tokens of the encoder, at least its source's: new ones are the mean.",
-  ),
-  functools.partial(
-    flags.DEFINE_integer,
-    'decoder_vocab_size',
-    None,
-    'The same of the decoder.',
-  ),
-  functools.partial(
-    flags.DEFINE_bool,
-    'tied_head',
-    None,
-    "Logits use the decoder's embedding table; --notied_head makes a head of"
-    ' it.',
-  ),
-  functools.partial(
-    flags.DEFINE_integer,
-    'eoi_token',
-    None,
-    f'Token after an image, of a t5gemma2; {model_config.EOI_TOKEN} by'
-    ' default.',
-  ),
-)
-
-
-def _defining(*definitions) -> command.DefineFlags:
-  """A function that defines these flags."""
+def _flags(*definitions: command.DefineFlags) -> command.DefineFlags:
+  """Returns a function that defines several flags."""
 
   def define(values: flags.FlagValues) -> None:
     for definition in definitions:
-      definition(flag_values=values)
+      definition(values)
 
   return define
 
 
+_OUTPUT = _string('output', 'Folder to write; must not exist, or be empty.')
+_WINDOW = _enum(
+  'encoder_window',
+  list(stored_model.WINDOWS),
+  'Window of the local layers of a bidirectional encoder: |q-k| < W (exclusive,'
+  ' the authors of T5Gemma) or <= W (inclusive, transformers 5.23). Default:'
+  " the run's own; for a folder, that of its config.json, or exclusive.",
+)
+_MULTIPLE = _integer(
+  'vocab_multiple',
+  'Pad tables to a multiple of this many rows, to divide over a mesh.',
+  default=128,
+)
+# Flags that change the target architecture; None leaves that of the sources.
+_ARCHITECTURE = (
+  _enum(
+    'target',
+    ['t5gemma', 't5gemma2'],
+    'Family that transformers must be able to load: t5gemma from Gemma 2, or'
+    ' t5gemma2 from Gemma 3 (merged attention, one table, a vector for'
+    ' --eoi_token). Default: cross-attention and a table for each stack as in'
+    ' t5gemma, for any family.',
+  ),
+  _bool('causal_encoder', 'Keep the encoder causal.', default=False),
+  _bool('shared_table', "Let the encoder read the decoder's embedding table."),
+  _bool(
+    'cross_merged',
+    "Let the decoder's self-attention read the encoder too; needs equal"
+    ' widths.',
+  ),
+  _enum(
+    'cross_layers',
+    ['all', 'global'],
+    'Layers of the decoder that read the encoder.',
+  ),
+  _integer(
+    'encoder_kv_heads',
+    "Key/value heads of the encoder, a multiple of its source's; each is"
+    ' repeated.',
+  ),
+  _integer(
+    'encoder_vocab_size',
+    "Vocabulary size of the encoder, at least its source's; a new token gets"
+    ' the mean embedding.',
+  ),
+  _integer('decoder_vocab_size', 'The same for the decoder.'),
+  _bool(
+    'tied_head',
+    "Compute logits from the decoder's embedding table; --notied_head copies"
+    ' it into a head.',
+  ),
+  _integer(
+    'eoi_token',
+    'Id of the token after an image, for t5gemma2. Default:'
+    f' {model_config.EOI_TOKEN}.',
+  ),
+)
+
+
 def inspect(_: flags.FlagValues, operands: list[str]) -> int:
-  """Prints what a model is."""
+  """Prints a description of a model."""
   print(inspection.describe(stored_model.open_model(operands[0])))
   return 0
 
 
 def diff(values: flags.FlagValues, operands: list[str]) -> int:
-  """Prints where two models differ; 1 if they do."""
-  one, other = (conversions.open_source(path, values) for path in operands)
+  """Prints the differences of two models; returns 1 if there are any."""
+  one, other = (importing.open_model(path, values) for path in operands)
   fields = model_config.differences(one.model, other.model)
   for line in fields:
     print(f'config: {line}')
   count = different = 0
   for leaf in compare.diff(one, other):
     count += 1
-    different += not leaf.same
-    if values.all or not leaf.same:
-      print(leaf.line())
+    different += leaf.largest != 0
+    if values.all or leaf.largest != 0:
+      print(leaf)
   print(f'{count} parameters, {different} different')
   return 1 if different or fields else 0
 
 
 def verify(values: flags.FlagValues, operands: list[str]) -> int:
-  """Compares what two models predict; 1 if above the tolerance."""
-  one, other = (conversions.open_source(path, values) for path in operands)
-  compare.require_alike(one, other)
+  """Compares the logits of two models; returns 1 if above the tolerance."""
+  one, other = (importing.open_model(path, values) for path in operands)
+  compare.require_same_sizes(one, other)
   if values.tokens:
     rows = compare.read_rows(values.tokens, one.model)
   else:
@@ -188,118 +165,113 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
 
 COMMANDS = {
   'import': command.Subcommand(
-    'a Hugging Face folder -> a checkpoint of ours',
-    _defining(
-      _string('source', 'Hugging Face folder, or a Flax one of the authors.'),
+    'Hugging Face folder -> checkpoint of ours',
+    _flags(
+      _string('source', 'Hugging Face folder, or Flax folder of the authors.'),
       _OUTPUT,
       _string(
         'model',
-        'Of a Flax folder: a size (2b), two (9b_2b), or a config.json; by'
-        ' default the released model of these shapes.',
+        'For a Flax folder: a size (2b), a pair (9b_2b) or the path of a'
+        ' config.json. Default: the released model of its shapes.',
       ),
       _WINDOW,
       _MULTIPLE,
     ),
-    conversions.import_folder,
+    importing.import_folder,
   ),
   'export': command.Subcommand(
-    'a checkpoint of ours -> a Hugging Face folder',
-    _defining(
-      _string('checkpoint', 'Work directory (or a folder, to write anew).'),
+    'checkpoint of ours -> Hugging Face folder',
+    _flags(
+      _string(
+        'checkpoint', 'Work directory, or a Hugging Face folder to rewrite.'
+      ),
       _OUTPUT,
-      functools.partial(
-        flags.DEFINE_enum,
+      _enum(
         'dtype',
-        None,
-        _DTYPES,
-        'Of the tensors; by default as they are stored: as they were imported,'
+        ['float32', 'bfloat16', 'float16'],
+        'Dtype of the tensors. Default: as stored, which is that of the import'
         ' and float32 after training, adapt and merge.',
       ),
       _string(
         'vision',
-        'Folder whose vision part a T5Gemma 2 gets; by default that of the'
-        ' folder that it was imported from.',
+        'Folder to take the vision part of a T5Gemma 2 from. Default: the'
+        ' folder that the model was imported from.',
       ),
-      functools.partial(
-        flags.DEFINE_enum,
+      _enum(
         'layout',
-        'auto',
-        _LAYOUTS,
-        'What loads it: transformers where it has a class for the model and'
-        ' otherwise this project (auto), or only one of them.',
+        ['auto', 'transformers', 'encdec_adapt'],
+        'Layout of the folder: that of transformers, that of this project, or'
+        ' that of transformers where it has a class for the model (auto).',
+        default='auto',
       ),
     ),
-    conversions.export_folder,
+    exporting.export_folder,
   ),
   'adapt': command.Subcommand(
-    'decoder-only models -> an encoder-decoder at step 0',
-    _defining(
-      _string('encoder', "The encoder's source."),
-      _string('decoder', "The decoder's; without it, the encoder's."),
+    'decoder-only models -> encoder-decoder at step 0',
+    _flags(
+      _string('encoder', 'Source of the encoder.'),
+      _string('decoder', "Source of the decoder. Default: the encoder's."),
       _OUTPUT,
-      functools.partial(
-        flags.DEFINE_enum,
+      _enum(
         'cross_attention',
-        'auto',
         ['auto', 'copy', 'fresh'],
-        'Copied from self-attention where shapes allow (auto), or as said.',
+        'Copy cross-attention from self-attention, draw it fresh, or copy'
+        ' where shapes allow (auto).',
+        default='auto',
       ),
-      functools.partial(
-        flags.DEFINE_enum,
+      _enum(
         'post_norm_gain',
-        'one',
         ['one', 'zero'],
-        "Of a fresh cross-attention's post-norm.",
+        'Gain of the post-norm of fresh cross-attention.',
+        default='one',
       ),
-      functools.partial(flags.DEFINE_integer, 'seed', 0, 'Of fresh weights.'),
+      _integer('seed', 'Seed of fresh weights.', default=0),
       _MULTIPLE,
-      *_SHAPE,
-      functools.partial(
-        flags.DEFINE_bool,
+      *_ARCHITECTURE,
+      _bool(
         'dry_run',
-        False,
-        'Print what would become of every weight, read none, and stop.',
+        'Print the coverage report and stop; reads no weights.',
+        default=False,
       ),
     ),
     adapting.adapt_models,
   ),
   'inspect': command.Subcommand(
-    'what a model is', _defining(), inspect, ('PATH',)
+    'describe a model', _flags(), inspect, ('PATH',)
   ),
   'diff': command.Subcommand(
-    'where the parameters of two models differ',
-    _defining(
-      functools.partial(
-        flags.DEFINE_bool, 'all', False, 'Print equal ones too.'
-      ),
-      _WINDOW,
-    ),
+    'compare the parameters of two models',
+    _flags(_bool('all', 'Print equal ones too.', default=False), _WINDOW),
     diff,
     ('A', 'B'),
   ),
   'merge': command.Subcommand(
-    'the average of models of one shape',
-    _defining(
-      _string('weights', 'One per model, apart by commas; equal by default.'),
+    'average models of one shape',
+    _flags(
+      _string(
+        'weights',
+        'One weight per model, separated by commas. Default: equal weights.',
+      ),
       _OUTPUT,
     ),
-    conversions.merge_models,
+    importing.merge_models,
     ('A', 'B'),
     more=True,
   ),
   'verify': command.Subcommand(
-    'what two models predict for the same tokens',
-    _defining(
+    'compare the logits of two models',
+    _flags(
       _string(
         'tokens',
-        'File of rows, one JSON value per line: a list of ids, or an object'
-        ' with lists encoder and decoder. Without it, random tokens.',
+        'File with one JSON value per line: a list of ids, or an object with'
+        ' the lists encoder and decoder. Default: random tokens.',
       ),
-      functools.partial(flags.DEFINE_integer, 'rows', 4, 'Random rows.'),
-      functools.partial(flags.DEFINE_integer, 'length', 64, 'Their tokens.'),
-      functools.partial(flags.DEFINE_integer, 'seed', 0, 'Of random rows.'),
-      functools.partial(
-        flags.DEFINE_float, 'tolerance', None, 'Status 1 above it.'
+      _integer('rows', 'Number of random rows.', default=4),
+      _integer('length', 'Tokens of a random row.', default=64),
+      _integer('seed', 'Seed of random rows.', default=0),
+      _float(
+        'tolerance', 'Largest difference of a logit to end with status 0.'
       ),
       _WINDOW,
     ),

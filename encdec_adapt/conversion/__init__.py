@@ -1,5 +1,5 @@
-"""Models on disk, whoever wrote them: read, compared, converted, described.
+"""Models on disk, whoever wrote them: open, compare, adapt, import, export.
 
-Above interop (which knows files) and training (which knows checkpoints), below
-the mains that use it.
+Above `huggingface` (files of others), `checkpoints` and `training`; below
+`evaluation`, `planning` and the commands.
 """

@@ -1,4 +1,4 @@
-"""Two models side by side: their parameters, and what they predict."""
+"""Compares two models: their parameters and their predictions."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -13,18 +13,18 @@ from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import layer_leaves, model_config
 
-_FIRST_DRAWN = 4  # Ids below are special in most vocabularies.
+_FIRST_DRAWN = 4  # Lower ids are special in most vocabularies.
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDifference:
-  """One parameter of two models.
+  """Difference of one parameter of two models.
 
   Attributes:
-    leaf: its name (`models.layer_leaves`).
-    shapes: in either model; None where it has no such parameter. Padding
-      rows of tables are not looked at.
-    dtypes: as stored.
+    leaf: name of the parameter (`models.layer_leaves`).
+    shapes: shape in each model, without padding rows of tables; None where
+      a model has no such parameter.
+    dtypes: stored dtypes.
     largest: largest absolute difference, None where shapes differ.
   """
 
@@ -33,13 +33,7 @@ class LeafDifference:
   dtypes: tuple[str, str]
   largest: float | None
 
-  @property
-  def same(self) -> bool:
-    """Whether all values are equal."""
-    return self.largest == 0
-
-  def line(self) -> str:
-    """The leaf as a line of text."""
+  def __str__(self) -> str:
     shapes, dtypes = (
       ' -> '.join(dict.fromkeys(map(str, pair)))
       for pair in (
@@ -47,10 +41,9 @@ class LeafDifference:
         [d for d in self.dtypes if d],
       )
     )
-    if self.largest is None:
-      value = 'not comparable'
-    else:
-      value = 'equal' if self.same else f'{self.largest:.3e}'
+    value = {None: 'not comparable', 0: 'equal'}.get(
+      self.largest, f'{self.largest or 0:.3e}'
+    )
     return f'{self.leaf:<58} {shapes:<20} {dtypes:<12} {value}'
 
 
@@ -61,10 +54,10 @@ def diff(
 
   Args:
     one: the first model.
-    other: the second; may be another one, stored in another pattern.
+    other: the second; may have another config, stored in another pattern.
 
   Yields:
-    Every parameter that either has.
+    The difference of every parameter that either has.
   """
   sides = [_Leaves(one), _Leaves(other)]
   for leaf in dict.fromkeys([*sides[0].leaves, *sides[1].leaves]):
@@ -79,22 +72,22 @@ def diff(
 
 
 class _Leaves:
-  """A model's parameters by layer."""
+  """Parameters of a stored model by layer."""
 
-  def __init__(self, source: stored_model.StoredModel):
-    self.leaves = layer_leaves.leaves_of(source.model)
-    self._arrays = {array.path: array for array in source.arrays()}
-    self._stacks = source.model.stacks
+  def __init__(self, stored: stored_model.StoredModel):
+    self.leaves = layer_leaves.leaves_of(stored.model)
+    self._arrays = {array.path: array for array in stored.arrays()}
+    self._stacks = stored.model.stacks
 
-  def read(self, leaf: str) -> np.ndarray | None:
-    """A parameter, without padding rows; None if there is none."""
-    if leaf not in self.leaves:
+  def read(self, name: str) -> np.ndarray | None:
+    """Reads a parameter without padding rows; None if there is none."""
+    if name not in self.leaves:
       return None
-    where = self.leaves[leaf]
-    array = self._arrays[where.path]
-    value = np.asarray(array) if where.index is None else array[where.index]
-    if leaf.endswith('/table'):
-      value = value[: self._stacks[leaf.split('/')[0]].vocab_size]
+    leaf = self.leaves[name]
+    array = self._arrays[leaf.path]
+    value = np.asarray(array) if leaf.index is None else array[leaf.index]
+    if name.endswith('/table'):
+      value = value[: self._stacks[name.split('/')[0]].vocab_size]
     return value
 
 
@@ -103,10 +96,10 @@ class Rows:
   """Tokens that two models are compared on, padded on the right.
 
   Attributes:
-    decoder: [B, T], as fed to the decoder.
-    decoder_mask: True at tokens.
-    encoder: [B, S], None for decoder-only models.
-    encoder_mask: True at tokens.
+    decoder: tokens fed to the decoder, [B, T].
+    decoder_mask: True at tokens, [B, T].
+    encoder: tokens fed to the encoder, [B, S]; None for decoder-only models.
+    encoder_mask: True at tokens, [B, S].
   """
 
   decoder: np.ndarray
@@ -118,13 +111,13 @@ class Rows:
 def random_rows(
   model: model_config.ModelConfig, *, rows: int, length: int, seed: int
 ) -> Rows:
-  """Rows of random tokens.
+  """Draws rows of random tokens.
 
   Args:
-    model: whose vocabularies they are of.
+    model: config with the vocabulary sizes.
     rows: B.
     length: S and T.
-    seed: of the draws.
+    seed: seed of the draws.
   """
   rng = np.random.default_rng(seed)
 
@@ -140,15 +133,15 @@ def random_rows(
 
 
 def read_rows(path: str, model: model_config.ModelConfig) -> Rows:
-  """Rows of a file: one JSON value per line.
+  """Reads rows from a file with one JSON value per line.
 
   Args:
-    path: each line is a list of ids, or for an encoder-decoder an object
-      with the lists `encoder` and `decoder`.
-    model: whose vocabularies they are of.
+    path: file; each line is a list of ids, or for an encoder-decoder an
+      object with the lists `encoder` and `decoder`.
+    model: config with the vocabulary sizes.
 
   Raises:
-    UserError: the file cannot be read, or a line is not what it should be.
+    UserError: the file cannot be read, or a line has no such ids.
   """
   try:
     lines = paths_lib.at(path).read_text(encoding='utf-8').splitlines()
@@ -183,13 +176,12 @@ def _read_row(
     )
   for name, ids in row.items():
     size = model.stacks[name].vocab_size
-    if not isinstance(ids, list) or not ids:
-      raise errors.UserError(f'{where}: {name} is no list with ids.')
-    for token in ids:
-      if type(token) is not int or not 0 <= token < size:
-        raise errors.UserError(
-          f'{where}: {token!r} of {name} is no id below {size}.'
-        )
+    bad = [i for i in ids if type(i) is not int or not 0 <= i < size]
+    if not ids or bad:
+      raise errors.UserError(
+        f'{where}: {bad[0] if bad else ids!r} of {name} is not an id below'
+        f' {size}.'
+      )
   return row
 
 
@@ -205,13 +197,13 @@ def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-  """How alike two models predict.
+  """Agreement of two models' predictions.
 
   Attributes:
-    tokens: predictions compared.
+    tokens: number of predictions compared.
     largest: largest absolute difference of a logit.
     kl: mean over predictions of KL(one || other), in nats.
-    top1: share of predictions whose likeliest token is the same.
+    top1: fraction of predictions with the same likeliest token.
   """
 
   tokens: int
@@ -220,23 +212,22 @@ class Agreement:
   top1: float
 
 
-def require_alike(
+def require_same_sizes(
   one: stored_model.StoredModel, other: stored_model.StoredModel
 ) -> None:
-  """Refuses two models that cannot read the same tokens.
+  """Refuses two models with other stacks or vocabulary sizes.
 
   Raises:
-    UserError: says what differs.
+    UserError: names the sizes.
   """
   sizes = [
-    {name: stack.vocab_size for name, stack in source.model.stacks.items()}
-    for source in (one, other)
+    {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
+    for stored in (one, other)
   ]
   if sizes[0] != sizes[1]:
     raise errors.UserError(
-      f'{one.path} reads {_describe(sizes[0])}, {other.path}'
-      f' {_describe(sizes[1])}: they have no tokens in common to be compared'
-      ' on.'
+      f'{one.path} and {other.path} have no tokens in common to be compared'
+      f' on: their vocabulary sizes are {sizes[0]} and {sizes[1]}.'
     )
 
 
@@ -249,10 +240,10 @@ def verify(
   """Compares the logits of two models, computed in float32.
 
   Args:
-    paths: of the models.
-    rows: tokens that both read.
-    encoder_window: of both, see `source.with_window`; None for the rule of
-      each.
+    paths: paths of the models.
+    rows: tokens for both.
+    encoder_window: window rule for both, see `stored_model.with_window`; None
+      for the stored rules.
   """
   logits = []
   for path in paths:
@@ -274,11 +265,7 @@ def verify(
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-  """In float64: a KL near zero is a difference of almost equal numbers."""
+  """Computes in float64: a KL near 0 is a difference of near numbers."""
   logits = logits.astype(np.float64)
   logits -= logits.max(-1, keepdims=True)
   return logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
-
-
-def _describe(sizes: dict[str, int]) -> str:
-  return ' and '.join(f'{size} {name} tokens' for name, size in sizes.items())

@@ -1,4 +1,4 @@
-"""A folder of Gemma 2 or T5Gemma as their authors' Flax code saves it."""
+"""Model folders of Gemma 2 or T5Gemma as their authors' Flax code saves."""
 
 import os
 import pathlib
@@ -10,8 +10,6 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import model_config, presets
 
-is_flax_folder = orbax_folder.is_orbax_folder
-
 
 def open_flax(
   path: str | os.PathLike[str],
@@ -20,19 +18,19 @@ def open_flax(
   encoder_window: str | None = None,
   vocab_multiple: int | None = None,
 ) -> stored_model.StoredModel:
-  """Opens such a folder; reads names and shapes only.
+  """Opens a folder of Orbax arrays; reads names and shapes only.
 
   Args:
-    path: of the folder, with Orbax's arrays.
-    config: what windows, caps and scales are taken from: a size ('2b'), two
-      ('9b_2b'), or a config.json of Gemma 2 or T5Gemma. None for the released
-      model of these shapes.
-    encoder_window: as in `source.open_source`.
-    vocab_multiple: as there.
+    path: the folder.
+    config: where windows, caps and scales are taken from: a size ('2b'), a
+      pair of sizes ('9b_2b'), or the path of a config.json of Gemma 2 or
+      T5Gemma. None for the released model of these shapes.
+    encoder_window: see `stored_model.open_model`.
+    vocab_multiple: see `stored_model.open_model`.
 
   Raises:
-    UserError: it is damaged, or not of the model that the config says; or as
-      `source.with_window`.
+    UserError: it is damaged, it is not the configured model, or it has no
+      such window.
   """
   path = paths.at(path)
   folder = orbax_folder.OrbaxFolder(path)
@@ -42,22 +40,16 @@ def open_flax(
   if vocab_multiple is not None:
     model = model_config.with_vocab_multiple(model, vocab_multiple)
   found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
-
-  def read(where, on_progress=None):
-    return stored_model.read_placed(found.arrays(), where, on_progress)
-
   return stored_model.StoredModel(
     path,
     model,
     stored_model.vocabularies_in(path),
     found.arrays,
-    read,
     unused=found.unused,
   )
 
 
 def _config(name: str) -> model_config.ModelConfig:
-  """The config of a size, of two, or of a file."""
   if pathlib.Path(name).suffix == '.json':
     raw = atomic.read_json(name)
     return config_json.model_from_raw(raw, name)[0]
@@ -67,5 +59,6 @@ def _config(name: str) -> model_config.ModelConfig:
     return presets.t5gemma(name)
   except errors.UserError as error:
     raise errors.UserError(
-      f'--model={name} is no size, no two sizes, and no config.json: {error}'
+      f'--model={name} must be a size (2b), a pair (9b_2b) or the path of a'
+      f' config.json: {error}'
     ) from error

@@ -1,9 +1,9 @@
-"""What a run keeps of the Hugging Face folders that its weights came from.
+"""Hugging Face files that a run keeps of the models it was made from.
 
 Their config.json, generation config and tokenizer files lie in a work
 directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder; so does the vision part of a T5Gemma 2, with
-what reads its images. Export carries them along.
+encoder came from another folder; so does the vision part of a T5Gemma 2 with
+its image processor. An export carries them along.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import config_json, tensor_folder, vision
-from encdec_adapt.tokenizers import added_tokens, vocabularies, vocabulary
+from encdec_adapt.tokenizers import vocabularies
 
 FOLDER = 'hugging_face'
 GENERATION = 'generation_config.json'
@@ -31,42 +31,40 @@ TOKENIZER = (
   'chat_template.jinja',
   'chat_template.json',
 )
-# What a generation config says of the software that wrote it.
+# Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
-# What it says of caches: for a class and a version of transformers, and the
-# model may be of another class now.
+# Fields that choose caches for one class and version of transformers; the
+# exported model may be of another class.
 _CACHES = ('cache_implementation', 'cache_config', 'compile_config')
-
-_POINTER = b'version https://git-lfs'  # In the place of a large file.
+_LFS_POINTER = b'version https://git-lfs'
 
 Folders = Mapping[str, paths.Path]
 
 
 def folders(path: str | os.PathLike[str]) -> Folders:
-  """Where the files of a model lie, by stack; empty for a model of our own.
+  """Finds the folders with the kept files of a model.
 
   Args:
     path: a Hugging Face folder, or a work directory.
+
+  Returns:
+    Stack -> folder; empty for a model that was not made from others.
   """
   path = paths.at(path)
   if stored_model.is_folder(path):
     return {'decoder': path}
-  kept = path / FOLDER
-  return {
-    name: kept / name
-    for name in ('encoder', 'decoder')
-    if (kept / name).is_dir()
-  }
+  kept = {name: path / FOLDER / name for name in ('encoder', 'decoder')}
+  return {name: folder for name, folder in kept.items() if folder.is_dir()}
 
 
 def of_pair(
   encoder: str | os.PathLike[str], decoder: str | os.PathLike[str]
 ) -> Folders:
-  """Where the files of an adapted pair lie.
+  """Finds the folders with the files of an adapted pair.
 
   Args:
-    encoder: the decoder-only model that the encoder comes from.
-    decoder: the same of the decoder.
+    encoder: decoder-only source of the encoder.
+    decoder: decoder-only source of the decoder.
   """
   found = {
     'encoder': folders(encoder).get('decoder'),
@@ -78,13 +76,13 @@ def of_pair(
 
 
 def check(found: Folders) -> None:
-  """Refuses, before anything is written, files that `keep` would keep damaged.
+  """Checks kept files before anything is written.
 
   Args:
-    found: as `folders` and `of_pair` give them.
+    found: see `folders`.
 
   Raises:
-    UserError: names the file, and what is wrong with it.
+    UserError: a file is damaged; names it.
   """
   for path in found.values():
     for name in (GENERATION, *TOKENIZER):
@@ -95,22 +93,21 @@ def check(found: Folders) -> None:
 
 
 def _check_file(file: paths.Path) -> None:
-  """Refuses a file that was not copied whole."""
   if file.name.endswith('.json'):
     atomic.read_json(file)
   with file.open('rb') as content:
-    start = content.read(len(_POINTER))
-  if not start or start == _POINTER:
+    start = content.read(len(_LFS_POINTER))
+  if not start or start == _LFS_POINTER:
     what = 'a pointer of Git LFS' if start else 'empty'
     raise errors.UserError(f'{file} is {what}; copy the file itself again.')
 
 
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
-  """Copies the files into a work directory, which then has no others.
+  """Copies the files into a work directory, replacing earlier ones.
 
   Args:
-    workdir: whose.
-    found: as `folders` and `of_pair` give them.
+    workdir: the work directory.
+    found: see `folders`.
   """
   paths.remove(paths.at(workdir) / FOLDER)
   for name, path in found.items():
@@ -119,20 +116,19 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
     for file in (tensor_folder.CONFIG, GENERATION, *TOKENIZER):
       if (path / file).is_file():
         paths.copy(path / file, folder / file)
-    part = vision_part({name: path})
-    if part:
+    if part := vision_part({name: path}):
       vision.keep(part, folder)
 
 
 def vision_part(
   found: Folders, folder: str | None = None
 ) -> vision.Vision | None:
-  """The vision part of a T5Gemma 2; None where there is none.
+  """Opens the vision part of a T5Gemma 2; None where there is none.
 
   Args:
-    found: as `folders` gives them.
-    folder: where to take it from instead; the ids of images stay those of
-      `found`.
+    found: see `folders`.
+    folder: model folder to take it from instead; the ids of images stay
+      those of `found`.
 
   Raises:
     UserError: it is incomplete, or `folder` has none.
@@ -146,37 +142,31 @@ def vision_part(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
       ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
     )
-  ids = vision.image_ids(_decoder_config(found))
-  fields = {**part.fields, **ids}
-  return dataclasses.replace(part, fields=fields)
+  ids = vision.image_ids(_kept_json(found, tensor_folder.CONFIG))
+  return dataclasses.replace(part, fields={**part.fields, **ids})
 
 
 def reads_images(found: Folders) -> bool:
-  """Whether the config.json that was kept is of a T5Gemma 2.
-
-  Args:
-    found: as `folders` gives them.
-
-  Raises:
-    UserError: it is damaged.
-  """
-  return _decoder_config(found).get('model_type') == vision.MODEL_TYPE
+  """Returns whether the kept config.json is that of a T5Gemma 2."""
+  config = _kept_json(found, tensor_folder.CONFIG)
+  return config.get('model_type') == vision.MODEL_TYPE
 
 
-def _decoder_config(found: Folders) -> dict[str, Any]:
-  """The config.json that was kept of the decoder; empty for none."""
-  file = found.get('decoder', pathlib.Path()) / tensor_folder.CONFIG
+def _kept_json(found: Folders, name: str) -> dict[str, Any]:
+  """Reads a kept file of the decoder; empty if there is none."""
+  file = found.get('decoder', pathlib.Path()) / name
   return atomic.read_json(file) if 'decoder' in found and file.is_file() else {}
 
 
 def config_fields(
   found: Folders, opened: vocabularies.Opened | None = None
 ) -> dict[str, dict[str, Any]]:
-  """Fields of config.json to carry, by stack.
+  """Collects the fields of config.json to carry, by stack.
 
   Args:
-    found: as `folders` gives them.
-    opened: the vocabularies, whose ids are told where none were kept.
+    found: see `folders`.
+    opened: vocabularies of the model, whose ids are used where no config.json
+      was kept.
 
   Raises:
     UserError: a kept file is damaged.
@@ -193,7 +183,7 @@ def config_fields(
     kept = config_json.carried_fields(
       atomic.read_json(path / tensor_folder.CONFIG)
     )
-    # The folder of a whole pair has both, that of a source the decoder's.
+    # The folder of a pair has fields of both stacks, that of a decoder one's.
     fields |= {name: kept['decoder']} if len(kept) == 1 else kept
   return fields
 
@@ -201,179 +191,99 @@ def config_fields(
 def special_ids(
   found: Folders, opened: vocabularies.Opened | None
 ) -> dict[str, Any]:
-  """What a decoder's text is framed with, and all the tokens that end it.
+  """Finds the ids that frame a decoder's text.
 
-  A vocabulary has one EOS. A model that was tuned to converse ends its turns
+  A vocabulary has one EOS; a model tuned for conversations ends its turns
   with others, which its config.json or generation config lists.
 
   Args:
-    found: as `folders` gives them.
-    opened: the vocabularies, which say `bos` and `pad` where there are any.
+    found: see `folders`.
+    opened: vocabularies of the model, if it has any.
 
   Returns:
-    `bos` and `pad`, ids; `eos`, a tuple of ids. Those that are known.
+    `bos` and `pad`, ids; `eos`, a tuple of ids. Only those that are known.
 
   Raises:
     UserError: a kept file is damaged.
   """
   _check_ids(found)
   kept = config_fields(found)['decoder']
-  generation = generation_config(found, {'decoder': kept}, is_pair=False)
   ids = {name: kept.get(f'{name}_token_id') for name in ('bos', 'pad')}
-  ends = [kept.get('eos_token_id'), generation.get('eos_token_id')]
+  ends = [
+    kept.get('eos_token_id'),
+    _kept_json(found, GENERATION).get('eos_token_id'),
+  ]
   if opened:
     ids |= {'bos': opened.decoder.bos, 'pad': opened.decoder.pad}
     ends.insert(0, opened.decoder.eos)
-  known: dict[str, Any] = {name: i for name, i in ids.items() if _is_token(i)}
+
+  def is_token(i: int | None) -> bool:  # Old Llamas have -1 for none.
+    return i is not None and i >= 0
+
+  known: dict[str, Any] = {name: i for name, i in ids.items() if is_token(i)}
   each = [i for end in ends for i in (end if isinstance(end, list) else [end])]
-  if eos := tuple(dict.fromkeys(i for i in each if _is_token(i))):
+  if eos := tuple(dict.fromkeys(i for i in each if is_token(i))):
     known['eos'] = eos
   return known
 
 
 def generation_config(
   found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
-) -> dict[str, Any]:
-  """Content of generation_config.json: what was kept of the source's.
-
-  Stamps of the software that wrote it go, and the fields of `dropped_note`;
-  the decoder of a pair starts from BOS, whatever was kept.
+) -> tuple[dict[str, Any], str]:
+  """Makes the content of an exported generation_config.json.
 
   Args:
-    found: as `folders` gives them.
-    fields: as `config_fields` gives them.
-    is_pair: of an encoder-decoder, whose decoder starts from BOS.
+    found: see `folders`.
+    fields: see `config_fields`.
+    is_pair: whether the model is an encoder-decoder, whose decoder starts
+      from BOS.
+
+  Returns:
+    The content, and a note on kept fields that are left out, '' for none.
   """
   own = fields['decoder']
   content = {key: own[key] for key in config_json.TOKEN_IDS if key in own}
-  file = found.get('decoder', pathlib.Path()) / GENERATION
-  if file.is_file():
-    kept = atomic.read_json(file)
-    content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
+  kept = _kept_json(found, GENERATION)
+  content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
-  return content
-
-
-def dropped_note(found: Folders) -> str:
-  """What to say of fields that an exported generation config lacks.
-
-  Args:
-    found: as `folders` gives them.
-
-  Returns:
-    A sentence; '' if nothing is lost.
-  """
-  file = found.get('decoder', pathlib.Path()) / GENERATION
-  kept = atomic.read_json(file) if file.is_file() else {}
-  given = [key for key in _CACHES if kept.get(key) is not None]
-  dropped = [f'{key} ({kept[key]!r})' for key in given]
+  dropped = [
+    f'{key} ({kept[key]!r})' for key in _CACHES if kept.get(key) is not None
+  ]
   if not dropped:
-    return ''
-  return (
+    return content, ''
+  return content, (
     f'{GENERATION} is written without {", ".join(dropped)}: transformers'
     ' chooses caches by the class of the model.'
   )
 
 
-def tokenizer_files(
-  found: Folders, opened: vocabularies.Opened | None
-) -> dict[str, paths.Path]:
-  """Tokenizer files to carry: name in the new folder -> file.
-
-  An encoder's own go to the folder encoder/, where they are not the
-  decoder's.
+def tokenizer_files(found: Folders) -> dict[str, dict[str, paths.Path]]:
+  """Finds the kept tokenizer files.
 
   Args:
-    found: as `folders` gives them.
-    opened: vocabularies of the model, carried where no tokenizer was kept.
-  """
-  sides = {name: _tokenizer(path) for name, path in found.items()}
-  if opened:
-    for name, one in opened.sides.items():
-      if not sides.get(name) and (name == 'decoder' or opened.differ):
-        sides[name] = vocabulary_files(one)
-  files = dict(sides.get('decoder', {}))
-  own = sides.get('encoder', {})
-  if any(
-    name not in files or path.read_bytes() != files[name].read_bytes()
-    for name, path in own.items()
-  ):
-    files |= {f'{stored_model.ENCODER}/{name}': p for name, p in own.items()}
-  return files
-
-
-def with_added(
-  carried: Mapping[str, paths.Path], opened: vocabularies.Opened | None
-) -> dict[str, paths.Path | bytes]:
-  """Tokenizer files with the tokens that were added to a vocabulary.
-
-  Args:
-    carried: as `tokenizer_files` gives them.
-    opened: the vocabularies of the model.
+    found: see `folders`.
 
   Returns:
-    `carried`, with the content for the file where it changes. Nothing does
-    where the files cannot give the tokens their ids.
-
-  Raises:
-    UserError: a file is damaged.
+    Stack -> name -> file.
   """
-  found: dict[str, paths.Path | bytes] = dict(carried)
-  for side, one in opened.sides.items() if opened else ():
-    start = '' if side == 'decoder' else f'{stored_model.ENCODER}/'
-    own = {
-      name.removeprefix(start): path
-      for name, path in carried.items()
-      if name.startswith(start)
-    }
-    new = added_tokens.contents(own, one)
-    found |= {f'{start}{name}': content for name, content in new.items()}
-  return found
-
-
-def added_note(opened: vocabularies.Opened | None, *, is_written: bool) -> str:
-  """What to say of ids that were added to a vocabulary; or ''.
-
-  Args:
-    opened: the vocabularies of the model.
-    is_written: the exported tokenizer files have them.
-  """
-  added = opened.decoder.added if opened else ()
-  if not added:
-    return ''
-  names = [opened.decoder.piece(i) for i in added]
-  sentinels = sum(name.startswith('<sentinel_') for name in names)
-  ids = f'{len(added)} tokens, {names[0]} to {names[-1]}, have the ids'
-  if is_written:
-    return f'{ids} {added[0]} to {added[-1]} in the tokenizer files.'
-  return (
-    f'{ids} {added[0]} to {added[-1]}, which no tokenizer file has: they were'
-    f' added by config.data.add_sentinels={sentinels}. Set it again when this'
-    ' model is trained on.'
-  )
-
-
-def vocabulary_files(
-  one: vocabulary.Vocabulary,
-) -> dict[str, paths.Path]:
-  """Files of a vocabulary, by their names in a tokenizer's folder."""
-  if len(one.files) == 1 and one.files[0].suffix != '.json':
-    return {vocabularies.SENTENCEPIECE: one.files[0]}
-  return {file.name: file for file in one.files if file.name in TOKENIZER}
+  return {
+    stack: {n: path / n for n in TOKENIZER if (path / n).is_file()}
+    for stack, path in found.items()
+  }
 
 
 def _check_ids(found: Folders) -> None:
-  """Refuses special ids that are no numbers, in any file that was kept."""
-  said = [
+  """Refuses special ids that are not integers, in any kept file."""
+  stated = [
     (found.get(stack, found.get('decoder')), tensor_folder.CONFIG, fields)
     for stack, fields in config_fields(found).items()
     if fields
   ]
   for path in found.values():
     if (path / GENERATION).is_file():
-      said.append((path, GENERATION, atomic.read_json(path / GENERATION)))
-  for path, name, fields in said:
+      stated.append((path, GENERATION, atomic.read_json(path / GENERATION)))
+  for path, name, fields in stated:
     for key in config_json.TOKEN_IDS:
       value = fields.get(key)
       several = key == 'eos_token_id' and isinstance(value, list)
@@ -383,12 +293,3 @@ def _check_ids(found: Folders) -> None:
             f'{path / name} has {key} = {value!r}, and an id is a number.'
             ' Correct it, or fetch the file again.'
           )
-
-
-def _is_token(value: int | None) -> bool:
-  """Whether an id of a config is there; old Llamas have -1 for none."""
-  return value is not None and value >= 0
-
-
-def _tokenizer(folder: paths.Path) -> dict[str, paths.Path]:
-  return {n: folder / n for n in TOKENIZER if (folder / n).is_file()}

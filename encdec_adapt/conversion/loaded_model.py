@@ -1,6 +1,6 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -19,11 +19,11 @@ from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import state as state_lib
 
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
+_RULES = 'fsdp'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,40 +31,39 @@ class LoadedModel:
   """A model with its parameters.
 
   Masks are True at tokens and False at padding; None is all True. Positions
-  are 0, 1, .. from the left, padding included, as in transformers' forward
-  pass.
+  are 0, 1, .. from the left, padding included, as in the forward pass of
+  transformers.
 
   Attributes:
     model: functions of parameters (`models.build`).
     params: the parameters, nested, fp32.
-    vocabularies: of its sides; None where there are none beside it.
-    find_special_ids: finds what `special_ids` is.
+    stored: the files it was read from.
   """
 
   model: build.Model
   params: Any
-  vocabularies: vocabularies.Choice | None
-  find_special_ids: Callable[[], Mapping[str, Any]]
+  stored: stored_model.StoredModel
 
   @property
   def config(self) -> model_config.ModelConfig:
-    """Shape of the model."""
+    """Config of the model."""
     return self.model.config
 
-  @property
+  @functools.cached_property
   def special_ids(self) -> Mapping[str, Any]:
     """`bos` and `pad` of the decoder, ids, and `eos`, a tuple of ids.
 
-    As far as its vocabulary, or the config.json or generation config that it
-    came with, says them.
+    Ids that neither the vocabulary, the config.json nor the generation config
+    states are missing.
     """
-    return self.find_special_ids()
+    folders = kept_files.folders(self.stored.path)
+    return kept_files.special_ids(folders, self.stored.open_vocabularies())
 
   def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
-    """The encoder's states after its final norm, [B, S, E].
+    """Returns the encoder's states after its final norm, [B, S, E].
 
     Raises:
-      UserError: a decoder-only model; or as `_framed`.
+      UserError: the model is decoder-only, or see `_framed`.
     """
     self._require_encoder()
     return _encode(self.model, self.params, *self._framed(tokens, mask))
@@ -76,17 +75,18 @@ class LoadedModel:
     encoder_mask: Mask | None = None,
     decoder_mask: Mask | None = None,
   ) -> Float[Array, 'B T V']:
-    """Logits of the token after each decoder token, fp32.
+    """Returns the logits of the token after each decoder token, fp32.
 
     Args:
-      decoder_tokens: as fed to the decoder, BOS first, [B, T].
-      encoder_tokens: of an encoder-decoder, [B, S].
-      encoder_mask: their mask.
+      decoder_tokens: tokens fed to the decoder, BOS first, [B, T].
+      encoder_tokens: tokens fed to the encoder, [B, S]; None for a
+        decoder-only model.
+      encoder_mask: mask of the encoder's tokens.
       decoder_mask: mask of the decoder's tokens.
 
     Raises:
-      UserError: encoder tokens are missing, there is no encoder, or both
-        have not as many rows; or as `_framed`.
+      UserError: encoder tokens are missing, there is no encoder, the numbers
+        of rows differ, or see `_framed`.
     """
     decoder = self._framed(decoder_tokens, decoder_mask, 'decoder')
     encoder = None
@@ -100,7 +100,7 @@ class LoadedModel:
       if rows[0] != rows[1]:
         raise errors.UserError(
           f'encoder_tokens have {rows[0]} rows and decoder_tokens {rows[1]};'
-          ' row by row they belong together.'
+          ' they are paired row by row.'
         )
     elif encoder_tokens is not None:
       self._require_encoder()
@@ -120,23 +120,23 @@ class LoadedModel:
     eos: int | Sequence[int] | None = None,
     pad: int | None = None,
   ) -> generation.Generated:
-    """Continues prompts, as `inference.generation.generate`.
+    """Continues prompts; see `inference.generation.generate`.
 
     Args:
       tokens: prompts, BOS first, [B, S].
-      mask: of the prompts, padded on either side.
-      max_tokens: most tokens generated.
+      mask: mask of the prompts, which may be padded on either side.
+      max_tokens: maximum number of generated tokens.
       temperature: 0 is greedy.
-      top_k: only the k likeliest.
-      top_p: only the likeliest that reach this probability.
-      seed: of all draws.
-      bos: first token of an encoder-decoder's decoder. These three are
-        `special_ids` unless they are given.
-      eos: token that ends a row, or several of them, any of which does.
-      pad: token after the end.
+      top_k: draw among the k likeliest tokens only.
+      top_p: draw among the likeliest tokens that reach this probability.
+      seed: seed of all draws.
+      bos: first token of an encoder-decoder's decoder; by default, as for the
+        next two, that of `special_ids`.
+      eos: token, or several, that ends a row.
+      pad: token after the end of a row.
 
     Raises:
-      UserError: one of the last three is neither given nor known; or as
+      UserError: one of the last three is neither given nor known, or see
         `_framed`.
     """
     given = {'bos': bos, 'eos': eos, 'pad': pad}
@@ -163,11 +163,11 @@ class LoadedModel:
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, segments and positions of what a stack reads, [B, L] each.
+    """Returns tokens, segments and positions for a stack, [B, L] each.
 
     Raises:
-      UserError: tokens are no integers [B, L] below the stack's vocabulary, or
-        the mask is of another shape.
+      UserError: tokens are not integers [B, L] below the stack's vocabulary
+        size, or the mask has another shape.
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
     if mask is None:
@@ -198,54 +198,64 @@ def load(
 
   Args:
     path: the folder.
-    dtype: of activations and products.
-    mesh: where parameters are sharded (`sharding.mesh.make_mesh`); None for
-      this process's first device. A folder's tables are padded to divide.
-    encoder_window: of the local layers of a bidirectional encoder,
+    dtype: dtype of activations and products.
+    mesh: mesh to shard the parameters over (`sharding.mesh.make_mesh`); None
+      for this process's first device. A folder's tables are padded to divide.
+    encoder_window: window of the local layers of a bidirectional encoder,
       'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
-      eager). None for the rule of the run, or of a folder's config.json; a
-      T5Gemma's that says none is exclusive.
+      eager). None for the rule of the run or of the folder's config.json;
+      without one, a T5Gemma's is exclusive.
 
   Raises:
     UserError: there is no model, it is damaged or unsupported, it does not
       divide over the mesh, or it has no such encoder.
   """
-  if mesh is None:
-    mesh = mesh_lib.make_mesh(
-      mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
-    )
-  rules = rules_lib.named('fsdp')
-  shards = math.prod(mesh.shape[axis] for axis in rules.vocab)
-  source = stored_model.open_model(
+  shards = 1
+  if mesh is not None:
+    axes = rules_lib.named(_RULES).vocab
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+  stored = stored_model.open_model(
     path,
     encoder_window=encoder_window,
     vocab_multiple=shards if shards > 1 else None,
   )
-  where = state_lib.Placement(
-    build.build(source.model, dtype=dtype), mesh, rules
-  )
+  return read(stored, dtype=dtype, mesh=mesh)
+
+
+def read(
+  stored: stored_model.StoredModel,
+  *,
+  dtype=jnp.float32,
+  mesh: Mesh | None = None,
+) -> LoadedModel:
+  """Reads the parameters of an opened model.
+
+  Args:
+    stored: the opened model.
+    dtype: see `load`.
+    mesh: see `load`.
+
+  Raises:
+    UserError: the model does not divide over the mesh.
+  """
+  if mesh is None:
+    mesh = mesh_lib.make_mesh(
+      mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
+    )
+  model = build.build(stored.model, dtype=dtype)
+  where = state_lib.Placement(model, mesh, rules_lib.named(_RULES))
   try:
     where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
     raise errors.UserError(
-      f'{path} cannot be loaded on this mesh: {error} Give another mesh'
+      f'{stored.path} cannot be loaded on this mesh: {error} Give another mesh'
       ' (`sharding.mesh.make_mesh`), or None for one device.'
     ) from error
-  return LoadedModel(
-    where.model,
-    source.read(where),
-    source.vocabularies,
-    functools.partial(_special_ids, source),
-  )
-
-
-def _special_ids(source: stored_model.StoredModel) -> dict[str, Any]:
-  opened = source.vocabularies.open() if source.vocabularies else None
-  return kept_files.special_ids(kept_files.folders(source.path), opened)
+  return LoadedModel(model, stored.read(where), stored)
 
 
 def _array(values: Any, what: str) -> np.ndarray | jax.Array:
-  """An array; refuses rows of different lengths."""
+  """Converts to an array; refuses rows of different lengths."""
   if isinstance(values, jax.Array):
     return values
   try:
@@ -257,11 +267,7 @@ def _array(values: Any, what: str) -> np.ndarray | jax.Array:
 
 
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
-  """Ids [B, L] below `size`; those of a traced array are taken as they are.
-
-  Raises:
-    UserError: they are not that.
-  """
+  """Checks token ids [B, L]; the values of a traced array are not checked."""
   tokens = _array(tokens, f'tokens of the {side}')
   if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
     raise errors.UserError(

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what the model is and what was done."""
+"""The model card (README.md) of an exported folder: shape and history."""
 
 from collections.abc import Iterable, Iterator, Sequence
 import pathlib
@@ -26,19 +26,19 @@ _LOAD = """## Loading
 
 
 def write(
-  source: stored_model.StoredModel,
+  stored: stored_model.StoredModel,
   *,
   own: bool,
   dtype: str,
   notes: Sequence[str] = (),
 ) -> str:
-  """The card of a model that is exported.
+  """Returns the model card of an exported model.
 
   Args:
-    source: the checkpoint or folder that it is exported from.
-    own: it is written in our own layout.
-    dtype: of the exported tensors.
-    notes: what its other files do not say, as the command has printed it.
+    stored: the exported checkpoint or folder.
+    own: whether it is written in our own layout.
+    dtype: dtypes of the exported tensors.
+    notes: what a user must know beyond the files, as the command printed it.
 
   Raises:
     UserError: a file of the run is damaged.
@@ -49,29 +49,35 @@ def write(
     f'library_name: {library}',
     'tags: [encdec_adapt]',
     '---',
-    f'# {source.path.name or paths_lib.absolute(source.path).name}',
+    f'# {stored.path.name or paths_lib.absolute(stored.path).name}',
     '',
-    f'A model with {parameters.count(source.model):,} parameters'
-    f' ({inspection.kind_of(source.model)}), exported in {dtype} by'
+    f'A model with {parameters.count(stored.model):,} parameters'
+    f' ({inspection.kind_of(stored.model)}), exported in {dtype} by'
     ' encdec_adapt.',
     '',
-    *_shape(source.model),
+    *_shape(stored.model),
     '',
     '## What was done',
     '',
-    *_history(source.path, source.step),
+    *_history(stored.path, stored.step),
     '',
-    *_notes(notes),
-    _LOAD.format(_arguments(source.model, own=own)),
   ]
+  if notes:
+    lines += ['## Notes', '', *(f'- {note}' for note in notes), '']
+  arguments = "'PATH'"
+  rule = getattr(stored.model.stacks.get('encoder'), 'window_rule', None)
+  if rule == 'inclusive' and not own:  # Not the rule of a T5Gemma folder.
+    arguments += ", encoder_window='inclusive'"
+  lines.append(_LOAD.format(arguments))
   if own:
     lines.append(_OWN)
   else:
-    name = inspection.exported_as(source.model)
+    name = inspection.transformers_class(stored.model)
     lines += [
       'or with transformers:',
       '',
-      f'    from transformers import {name}',
+      f'    from transformers import AutoTokenizer, {name}',
+      "    tokenizer = AutoTokenizer.from_pretrained('PATH')",
       f"    model = {name}.from_pretrained('PATH')",
       '',
     ]
@@ -81,14 +87,6 @@ def write(
     'Weights that were made from others are under the terms of those others.',
   ]
   return '\n'.join(lines) + '\n'
-
-
-def _arguments(model: model_config.ModelConfig, *, own: bool) -> str:
-  """Those of `load`, as code; with the window that is not T5Gemma's own."""
-  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
-  if own or rule != 'inclusive':
-    return "'PATH'"
-  return "'PATH', encoder_window='inclusive'"
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
@@ -104,20 +102,15 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
   yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
 
 
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-  if notes:
-    yield from ('## Notes', '', *(f'- {note}' for note in notes), '')
-
-
 def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
-  """What the files of a run say, and those of the runs it started from.
+  """Yields lines on how a run and the runs that it started from were made.
 
   Args:
     path: a work directory or a folder.
-    step: of the checkpoint, None for a folder.
+    step: step of the checkpoint, None for a folder.
   """
   if step is None:
-    yield f'- The folder `{path.name}`, written anew.'
+    yield f'- A copy of the folder `{path.name}`.'
     return
   summary = _read(path / accounting.SUMMARY)
   config = _read(path / config_lib.RUN_CONFIG)
@@ -143,28 +136,22 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     )
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
-  for earlier in dict.fromkeys(sources):
-    yield from _earlier(paths_lib.at(earlier))
-
-
-def _earlier(path: paths_lib.Path) -> Iterator[str]:
-  """What was done to a source, where it is a finished run still there."""
-  summary = _read(path / accounting.SUMMARY)
-  if summary:
-    yield f'- `{path.name}`:'
-    for line in _history(path, summary['steps']):
-      yield f'  {line}'
+  for source in map(paths_lib.at, dict.fromkeys(sources)):
+    # A source that is a finished run and still exists.
+    if earlier := _read(source / accounting.SUMMARY):
+      yield f'- `{source.name}`:'
+      yield from (f'  {line}' for line in _history(source, earlier['steps']))
 
 
 def _names(paths: Iterable[str]) -> str:
-  """Folders as a card names them: where they were is nobody's business."""
+  """Names folders without their locations: a card may become public."""
   return ' and '.join(f'`{pathlib.Path(path).name}`' for path in paths)
 
 
 def _training(
   config: dict[str, Any], summary: dict[str, Any] | None, step: int
 ) -> Iterator[str]:
-  """The lines of a run that was trained."""
+  """Yields lines on the training of a run."""
   init, data = config['init'], config['data']
   if init['mode'] != 'random':
     names = [path for path in (init['encoder'], init['decoder']) if path]
@@ -191,5 +178,5 @@ def _training(
 
 
 def _read(path: paths_lib.Path) -> dict[str, Any] | None:
-  """A JSON file of a run; None where it is not there."""
+  """Reads a JSON file of a run; None if it is missing."""
   return atomic.read_json(path) if path.exists() else None

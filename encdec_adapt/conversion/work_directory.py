@@ -1,7 +1,7 @@
-"""Makes a work directory that holds a model, as training leaves one.
+"""Writes work directories for models that no training made.
 
-For models that no training made: imported, adapted, merged. The folder
-appears whole or not at all.
+An imported, adapted or merged model gets the work directory that training
+leaves, with a checkpoint of step 0. It appears whole or not at all.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,38 +13,38 @@ import pathlib
 from typing import Any
 
 from absl import logging
-import jax
 import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, streamed
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.conversion import kept_files
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import accounting, environment
+from encdec_adapt.telemetry import accounting, environment, progress
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
-_LENGTH = 256  # Tokens of either side, where a configuration wants to know.
+_LENGTH = 256  # Default tokens of either side in the configuration.
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-  """What goes into a work directory beside its parameters.
+  """Contents of a work directory beside its parameters.
 
   Attributes:
-    model: the model.
+    model: config of the model.
     made_by: `command` and `sources`, the folders it was made from.
-    kept: Hugging Face files (`kept_files`).
-    choice: of vocabularies; None for none.
-    coverage: the account of an adaptation.
-    can_extend: the command has flags for larger tables, `SIDE_vocab_size`.
+    kept: Hugging Face files to keep, see `kept_files.folders`.
+    choice: paths of the vocabularies; None for none.
+    coverage: coverage report of an adaptation.
+    can_extend: whether the command has flags for larger tables,
+      `SIDE_vocab_size`.
   """
 
   model: model_config.ModelConfig
@@ -55,81 +55,41 @@ class Contents:
   can_extend: bool = False
 
 
-def require(output: str | os.PathLike[str]) -> None:
-  """Refuses, before any work, an output that is taken or out of reach.
-
-  Raises:
-    UserError: something is there, or this is no checkout of the repository.
-  """
-  new_folder.require_free(output)
-
-
-def lazy_params(
-  arrays: Iterable[folder_lib.LazyArray], on_progress: stored_model.OnProgress
-) -> Any:
-  """Parameters for `write`, each read when it is written, in its own dtype.
-
-  Whoever reads the checkpoint gets float32: half the bytes say as much.
-
-  Args:
-    arrays: every parameter of the model.
-    on_progress: called with the bytes read and those to read.
-  """
-  arrays = list(arrays)
-  total, done = sum(array.nbytes for array in arrays), 0
-
-  def make(array: folder_lib.LazyArray) -> np.ndarray:
-    nonlocal done
-    made = np.asarray(array)
-    done += array.nbytes
-    on_progress(done, total)
-    return made
-
-  return state_lib.unflatten(
-    {
-      array.path: streamed.Leaf(
-        array.shape, array.dtype, functools.partial(make, array)
-      )
-      for array in arrays
-    }
-  )
-
-
 def write(
-  output: str | os.PathLike[str], contents: Contents, params: Any
+  output: str | os.PathLike[str],
+  contents: Contents,
+  arrays: Iterable[folder_lib.LazyArray],
+  *,
+  verb: str = 'written',
 ) -> None:
-  """Writes the folder.
+  """Writes a work directory and prints the number of its parameters.
+
+  Each array is read when it is written and keeps its stored dtype: reading
+  the checkpoint gives float32 in any case.
 
   Args:
-    output: not there yet, or empty.
+    output: folder that does not exist or is empty; may be in a bucket.
     contents: what goes into it.
-    params: nested parameters: arrays, or as `lazy_params` gives them.
+    arrays: every parameter of the model.
+    verb: what the progress line says is done with the bytes.
 
   Raises:
-    UserError: the folder is taken or cannot be written, a file that is kept
-      is damaged, or a vocabulary has more tokens than the table rows.
+    UserError: the folder is taken or cannot be written, a kept file is
+      damaged, or a vocabulary has more tokens than the table rows.
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
   kept_files.check(contents.kept)
   opened = _open_vocabularies(contents)
-  config = _config(contents.model)
-  if opened:
-    _name_vocabularies(config.data, contents.choice, opened)
-  settings = config_lib.load(config, str(output))
-  if settings.model != contents.model:
-    raise ValueError(
-      'the configuration says another model: '
-      + '; '.join(model_config.differences(settings.model, contents.model))
-    )
-  nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  config = _config(contents, opened)
+  if config_lib.load(config, str(output)).model != contents.model:
+    raise ValueError('the configuration describes another model')
+  arrays = list(arrays)
+  nbytes = sum(array.nbytes for array in arrays)
+  count = parameters.count(contents.model)
   summary = accounting.summarise(
     output,
-    {
-      'made_by': contents.made_by,
-      'parameters': parameters.count(contents.model),
-      'steps': 0,
-    },
+    {'made_by': contents.made_by, 'parameters': count, 'steps': 0},
     accounting.Cost(),
     accounting.read_sources(contents.made_by['sources']),
   )
@@ -151,28 +111,48 @@ def write(
       'made_by': contents.made_by,
       'vocabularies': opened.describe() if opened else None,
     }
-    _save(draft / manager.FOLDER, params, meta)
+    _save(draft / manager.FOLDER, _streamed(arrays, verb), meta)
+  print(f'{output}: {count:,} parameters, step 0')
+
+
+def _streamed(arrays: list[folder_lib.LazyArray], verb: str) -> Any:
+  """Returns parameters, nested, that are each read when they are saved."""
+  report = progress.ByteProgress(verb)
+  total, done = sum(array.nbytes for array in arrays), 0
+
+  def make(array: folder_lib.LazyArray) -> np.ndarray:
+    nonlocal done
+    made = np.asarray(array)
+    done += array.nbytes
+    report(done, total)
+    return made
+
+  return state_lib.unflatten(
+    {
+      array.path: streamed.Leaf(
+        array.shape, array.dtype, functools.partial(make, array)
+      )
+      for array in arrays
+    }
+  )
 
 
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
-  """Saves and seals step 0."""
+  """Saves the checkpoint of step 0."""
   streamed.register()
   try:
-    with (
-      _silent_logging(),
-      manager.Checkpoints(folder) as checkpoints,
-    ):
+    with _without_logging(), manager.Checkpoints(folder) as checkpoints:
       checkpoints.save(
         0, {'params': params}, data=accounting.Cost().as_dict(), meta=meta
       )
   except manager.CheckpointError as error:
-    # What a leaf is made of may be damaged: that is not the disk's fault.
+    # A source that is read while it is saved may be damaged: a user error.
     raise errors.user_error_behind(error) or error from error
 
 
 @contextlib.contextmanager
-def _silent_logging() -> Iterator[None]:
-  """No traceback of Orbax's: what fails is raised, and said once."""
+def _without_logging() -> Iterator[None]:
+  """Suppresses Orbax's tracebacks of errors that are raised as well."""
   before = logging.get_verbosity()
   logging.set_verbosity(logging.FATAL)
   try:
@@ -181,27 +161,35 @@ def _silent_logging() -> Iterator[None]:
     logging.set_verbosity(before)
 
 
-def _config(model: model_config.ModelConfig):
-  """Returns the defaults with this model and an objective that fits it."""
+def _config(contents: Contents, opened: vocabularies.Opened | None) -> Any:
+  """Returns the default configuration with the model and vocabularies."""
   config = config_lib.defaults()
-  config_lib.set_model(config.model, model)
-  if isinstance(model, model_config.EncoderDecoderConfig):
-    config.data.objective = 'prefix_lm'
-    config.data.encoder_length = config.data.decoder_length = _LENGTH
-  config.data.train_vocabulary = False
+  config_lib.set_model(config.model, contents.model)
+  data = config.data
+  if isinstance(contents.model, model_config.EncoderDecoderConfig):
+    data.objective = 'prefix_lm'
+    data.encoder_length = data.decoder_length = _LENGTH
+  data.train_vocabulary = False
+  if opened:
+    keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
+    for side, one in _distinct(opened).items():
+      # Relative to the work directory, so that it can be moved.
+      copy = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
+      data[keys[side]] = copy if one.files else contents.choice.path(side)
+    data.add_sentinels = contents.choice.added_sentinels
   return config
 
 
 def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
-  """The vocabularies, where our data pipeline reads them.
+  """Opens the vocabularies; None, with a note, where our data cannot use them.
 
   Raises:
     UserError: one is damaged, or has more tokens than the table has rows.
   """
   if contents.choice is None:
     print(
-      'note: no tokenizer beside the weights, so there is no vocabulary for'
-      ' training and generating from text; give config.data.vocabulary.'
+      'note: the model comes without a tokenizer; set config.data.vocabulary'
+      ' to train it on text.'
     )
     return None
   try:
@@ -221,42 +209,30 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
   return opened
 
 
-def _kept_sides(
-  opened: vocabularies.Opened,
-) -> dict[str, vocabulary.Vocabulary]:
-  """The vocabularies that there are, by side."""
+def _distinct(opened: vocabularies.Opened) -> dict[str, vocabulary.Vocabulary]:
+  """Returns the vocabularies by side, the decoder's alone if they are equal."""
   return opened.sides if opened.differ else {'decoder': opened.decoder}
-
-
-def _name_vocabularies(
-  data: Any, choice: vocabularies.Choice, opened: vocabularies.Opened
-) -> None:
-  """Writes the section `data`: paths that move with the folder."""
-  keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
-  for side, one in _kept_sides(opened).items():
-    below = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
-    data[keys[side]] = below if one.files else choice.path(side)
-  data.add_sentinels = choice.added_sentinels
 
 
 def keep_vocabularies(
   workdir: str | os.PathLike[str], opened: vocabularies.Opened
 ) -> None:
-  """Copies the files of the vocabularies, and those that name their ids.
+  """Copies the files of the vocabularies into a work directory.
 
-  What is there goes, unless it is what they were opened from.
+  Earlier copies are removed, unless the vocabularies were opened from them.
 
   Args:
-    workdir: where they go, a folder for a side.
+    workdir: the work directory.
     opened: the vocabularies.
   """
-  sides = _kept_sides(opened)
+  kept = _distinct(opened)
   for side in opened.sides:
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
-    one, names = sides.get(side), {}
+    one, names = kept.get(side), {}
     if one:
-      names = kept_files.vocabulary_files(one)
-      names |= {file.name: file for file in one.files if file.suffix == '.json'}
+      names = {file.name: file for file in one.files}
+      if len(names) == 1 and one.files[0].suffix != '.json':
+        names = {vocabularies.SENTENCEPIECE: one.files[0]}
     if any(paths.at(file).parent == folder for file in names.values()):
       continue
     paths.remove(folder)

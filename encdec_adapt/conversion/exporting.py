@@ -1,0 +1,195 @@
+"""Export: a checkpoint of ours -> a Hugging Face folder with a model card.
+
+Bad input is refused before anything is written, and the folder appears whole
+or not at all.
+"""
+
+import json
+import os
+import pathlib
+import tempfile
+
+from absl import flags
+import numpy as np
+
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import (
+  kept_files,
+  model_card,
+  stored_model,
+  tokenizer_export,
+)
+from encdec_adapt.files import paths
+from encdec_adapt.huggingface import config_json, export, new_folder
+from encdec_adapt.huggingface import vision as vision_lib
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.telemetry import progress
+
+
+def export_folder(values: flags.FlagValues, _: list[str]) -> int:
+  """Runs `convert export`.
+
+  Raises:
+    UserError: the output exists, there is no sound model, a kept file is
+      damaged, or a tokenizer encodes text to other ids than our vocabulary.
+  """
+  command.require(values, 'checkpoint', 'output')
+  new_folder.require_free(values.output)
+  stored = stored_model.open_model(values.checkpoint)
+  own = _uses_own_layout(stored.model, values.layout)
+  found = kept_files.folders(stored.path)
+  kept_files.check(found)
+  opened = stored.open_vocabularies()
+  vision = _vision(values.vision, stored.model, found, own=own)
+  fields = kept_files.config_fields(found, opened)
+  is_pair = isinstance(stored.model, model_config.EncoderDecoderConfig)
+  generation, dropped = kept_files.generation_config(
+    found, fields, is_pair=is_pair
+  )
+  arrays = {array.path: array for array in stored.arrays()}
+  dtype = np.dtype(values.dtype) if values.dtype else None
+  dtypes = {dtype or array.dtype for array in arrays.values()}
+  name = ' and '.join(sorted(map(str, dtypes)))
+  with tempfile.TemporaryDirectory() as scratch:
+    tokenizers = pathlib.Path(scratch)
+    notes = [
+      _window_note(stored.model, own=own),
+      *tokenizer_export.write(tokenizers, stored, opened),
+      *_vision_notes(vision, values.vision, stored.model, found, own=own),
+      dropped,
+    ]
+    notes = [note for note in notes if note]
+    for note in notes:
+      print(f'note: {note}')
+    print(f'tensors of {name}')
+    card = model_card.write(stored, own=own, dtype=name, notes=notes)
+    export.write(
+      values.output,
+      stored.model,
+      arrays,
+      own=own,
+      dtype=dtype,
+      fields=fields,
+      files={
+        **{
+          file.relative_to(tokenizers).as_posix(): file
+          for file in tokenizers.rglob('*')
+          if file.is_file()
+        },
+        kept_files.GENERATION: f'{json.dumps(generation, indent=2)}\n'.encode(),
+        'README.md': card.encode(),
+      },
+      vision=vision,
+      on_progress=progress.ByteProgress('written'),
+    )
+  print(f'{values.output}: {parameters.count(stored.model):,} parameters')
+  return 0
+
+
+def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
+  """Returns whether our own layout is written; prints it, with the reason.
+
+  Raises:
+    UserError: the layout of transformers is asked for, and it has no class.
+  """
+  if layout == 'encdec_adapt':
+    return True
+  try:
+    raw, _ = config_json.raw_from_model(model)
+  except errors.UserError as error:
+    if layout == 'transformers':
+      raise
+    print(
+      f'{error} It is written in the layout of this project instead, which'
+      ' encdec_adapt.load reads.'
+    )
+    return True
+  print(f'transformers loads it as {raw["architectures"][0]}.')
+  return False
+
+
+def _vision(
+  folder: str | None,
+  model: model_config.ModelConfig,
+  found: kept_files.Folders,
+  *,
+  own: bool,
+) -> vision_lib.Vision | None:
+  """Opens the vision part to export; None where there is none.
+
+  Raises:
+    UserError: the model has no place for it, or it does not fit.
+  """
+  if not _may_read_images(model, own=own):
+    if folder:
+      raise errors.UserError(
+        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
+        ' model has no part that reads images.'
+      )
+    return None
+  part = kept_files.vision_part(found, folder)
+  if part is not None:
+    part.require_fits(model)
+  return part
+
+
+def _may_read_images(model: model_config.ModelConfig, *, own: bool) -> bool:
+  """Returns whether transformers loads the export as a T5Gemma 2."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  return is_pair and not own and model.decoder.cross_merged
+
+
+def _vision_notes(
+  part: vision_lib.Vision | None,
+  folder: str | os.PathLike[str] | None,
+  model: model_config.ModelConfig,
+  found: kept_files.Folders,
+  *,
+  own: bool,
+) -> list[str]:
+  """Lists what a user of a T5Gemma 2's images must know."""
+  if not _may_read_images(model, own=own):
+    return []
+  if part is None:
+    return [
+      'only the text part is written: transformers reports as missing, and'
+      f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
+      ' --vision=FOLDER` takes them from another model.'
+    ]
+  name = f'`{paths.at(folder).name}`' if folder else 'the imported model'
+  notes = [f'its vision part, {len(part.names)} tensors, is that of {name}.']
+  if not part.processors:
+    missing = ' and '.join(f'`{name}`' for name in vision_lib.PROCESSORS)
+    notes.append(
+      f'the vision part came without {missing}, which transformers needs to'
+      ' read images: copy them from the model of the vision part.'
+    )
+  elif folder and not kept_files.reads_images(found):
+    notes.append(
+      'the image processor came with the vision part, the tokenizer did not:'
+      ' image_token in tokenizer_config.json must name the token of id'
+      f' {part.image_token} (image_token_index).'
+    )
+  return notes
+
+
+def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
+  """Notes where other software sees another window of the encoder, or ''."""
+  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
+  if own or not is_pair or model.decoder.cross_merged:
+    return ''
+  window = model.encoder.window
+  if window is None or 'local' not in model.encoder.pattern:
+    return ''
+  if model.encoder.window_rule == 'inclusive':
+    return (
+      f'local layers of the encoder look at {window} tokens on either side, as'
+      ' in transformers 5.23 with eager attention; the code of the authors,'
+      ' older transformers and FlashAttention look at less than'
+      f' {window}. config.json has {config_json.WINDOW} for encdec_adapt.'
+    )
+  return (
+    f'local layers of the encoder look at less than {window} tokens on either'
+    ' side, as those of the authors; in transformers 5.23 with eager attention,'
+    f' at {window}.'
+  )
