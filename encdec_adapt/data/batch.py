@@ -1,15 +1,15 @@
-"""The one place that says how a row of token ids becomes a batch.
+"""Framing: how rows of token ids become a batch.
 
-A record row holds pairs of token ids without any framing. Framing, for a
-pair with inputs p_0..p_m-1 and targets t_0..t_n-1 (the last target is EOS
-where, and only where, the document ends there):
+A record row holds pairs of token ids without framing. A pair has inputs
+p_0..p_m-1 and targets t_0..t_n-1; the last target is EOS if and only if the
+document ends there. The fields of a batch are, in the pair's segment,
 
 | field            | content of the pair's segment                          |
 |------------------|--------------------------------------------------------|
 | encoder_tokens   | BOS p_0 .. p_m-1            (no EOS)                   |
 | decoder_tokens   | BOS t_0 .. t_n-2                                       |
 | targets          | t_0 .. t_n-1                                           |
-| weights          | 1 at every target, 0 at padding                        |
+| weights          | 1 at targets, 0 at padding                             |
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
 | teacher_tokens   | BOS p_0 .. p_m-1 t_0 .. t_n-1, pairs contiguous; the   |
@@ -20,15 +20,14 @@ where, and only where, the document ends there):
 | row              | index of the record row, -1 for a filler row           |
 
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
-has the BOS and the padding of its own vocabulary, EOS is the decoder's, and
-the teacher reads what the decoder's vocabulary says. Where the encoder has
-another one, the prefix has another length for the teacher; a pair is then
-taken to need as many encoder positions as the longer of both, so that the
-teacher's row has room.
+has BOS and padding of its own vocabulary; EOS and the teacher's tokens are the
+decoder's. If the encoder has another vocabulary, the teacher's prefix has
+another length; the pair then counts as many encoder positions as the longer of
+both needs, so that the teacher's row has room.
 
-A causal language model has pairs with empty inputs and uses the decoder's and
-target fields only. A decoder-only model reads PrefixLM rows through the
-teacher's fields, which gives it exactly the encoder-decoder's targets.
+A causal language model has pairs with empty inputs, and only the decoder's and
+target fields. A decoder-only model reads PrefixLM rows through the teacher's
+fields, which gives it the same targets as the encoder-decoder.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -48,11 +47,10 @@ class Pair(NamedTuple):
   """Token ids of one example, unframed, int32.
 
   Attributes:
-    inputs: [m], of the encoder's vocabulary; empty for a causal language
+    inputs: [m], in the encoder's vocabulary; empty for a causal language
       model.
-    targets: [n], of the decoder's.
-    prefix: the inputs as the decoder's vocabulary has them; None where both
-      sides have one.
+    targets: [n], in the decoder's vocabulary.
+    prefix: inputs in the decoder's vocabulary; None if both sides share one.
   """
 
   inputs: np.ndarray
@@ -61,12 +59,12 @@ class Pair(NamedTuple):
 
   @property
   def teacher_inputs(self) -> np.ndarray:
-    """The inputs as a teacher reads them."""
+    """Inputs in the vocabulary of a teacher."""
     return self.inputs if self.prefix is None else self.prefix
 
   @property
   def parts(self) -> tuple[np.ndarray, ...]:
-    """The arrays that it has, two or three."""
+    """The two or three arrays of the pair."""
     return self[:2] if self.prefix is None else tuple(self)
 
 
@@ -89,7 +87,7 @@ class Lengths:
 
 
 def encoder_cost(pair: Pair, lengths: Lengths) -> int:
-  """Encoder positions that a pair takes (0 for a causal language model)."""
+  """Returns the encoder positions of a pair (0 without an encoder)."""
   if not lengths.encoder:
     return 0
   return max(len(pair.inputs), len(pair.teacher_inputs)) + 1
@@ -105,10 +103,10 @@ def frame_row(
   """Frames one row.
 
   Args:
-    pairs: what the row holds, in order.
+    pairs: pairs of the row, in order.
     lengths: S and T; S = 0 frames a causal language model.
     framing: special ids.
-    teacher: also make the teacher_* fields.
+    teacher: whether to make the teacher_* fields.
 
   Returns:
     Field name to array of [S], [T] or [S + T]; int32, weights float32.
@@ -185,14 +183,14 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
 def check_framing(
   batch: Mapping[str, np.ndarray], framing: special_ids.Framing
 ) -> None:
-  """Asserts the module's table on a batch; run on the first one of a job.
+  """Checks the module's table on a batch, such as the first one of a job.
 
   Args:
-    batch: its fields.
-    framing: special ids that it should be framed with.
+    batch: fields of the batch.
+    framing: special ids that frame its rows.
 
   Raises:
-    ValueError: names the rule, the row and the position that break it.
+    ValueError: names the broken rule, the row and the position.
   """
   rules = {
     **_decoder_rules(batch, framing.decoder),
@@ -211,7 +209,7 @@ def check_framing(
 def _decoder_rules(
   batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
 ) -> dict[str, np.ndarray]:
-  """Rule -> where it holds, [B, T]."""
+  """Returns rule -> positions where it holds, [B, T]."""
   segments, weights = batch['decoder_segments'], batch['weights']
   first = (batch['decoder_positions'] == 0) & (segments > 0)
   # Within a segment, each input is the target before it.
@@ -234,7 +232,7 @@ def _decoder_rules(
 def _encoder_rules(
   batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
 ) -> dict[str, np.ndarray]:
-  """Rule -> where it holds, [B, S]."""
+  """Returns rule -> positions where it holds, [B, S]."""
   if 'encoder_tokens' not in batch:
     return {}
   tokens, segments = batch['encoder_tokens'], batch['encoder_segments']
@@ -251,7 +249,7 @@ def _encoder_rules(
 def _teacher_rules(
   batch: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-  """Rule -> where it holds, [B, T]."""
+  """Returns rule -> positions where it holds, [B, T]."""
   if 'teacher_index' not in batch:
     return {}
   weights, index = batch['weights'], batch['teacher_index']

@@ -1,4 +1,4 @@
-"""Objectives: a document's tokens become (inputs, targets) pairs.
+"""Objectives turn a document's tokens into (inputs, targets) pairs.
 
 | name              | inputs                       | targets               |
 |-------------------|------------------------------|-----------------------|
@@ -8,55 +8,46 @@
 | ul2               | mode token, the window with  | per span its sentinel |
 |                   | a sentinel for every span    | and its tokens        |
 
-`prefix_lm` splits exactly in half, as T5Gemma does (arXiv:2504.06225). The
-uniform split is in [1, window), as in Wang et al. (arXiv:2204.05832). `ul2`
-has the seven published denoisers (Tay et al., arXiv:2205.05131, table 1), one
-drawn uniformly per window, with spans drawn as T5 does (arXiv:1910.10683:
-random partitions of noise and of the rest, alternating, noise last); so the S
-denoiser, with its one span, hides exactly the last quarter. The papers say
-neither what mixture rates nor what sentinels Google used for T5Gemma.
+`prefix_lm` splits in half, as T5Gemma does (arXiv:2504.06225). The uniform
+split is in [1, window), as in Wang et al. (arXiv:2204.05832). `ul2` has the
+seven published denoisers (Tay et al., arXiv:2205.05131, table 1), one drawn
+uniformly per window, and draws spans as T5 does (arXiv:1910.10683: random
+partitions of noise and of the rest, alternating, noise last); so the S
+denoiser, with its one span, hides exactly the last quarter. The papers give
+neither the mixture rates nor the sentinels that Google used for T5Gemma.
 
-A document is cut into windows that fit a row, with the framing of
+A document is cut into windows that fit a row with the framing of
 `data/batch.py` (m + 1 encoder and n decoder positions). UL2's denoiser is
-drawn before its window is cut, which is then as long as this denoiser allows,
-like T5's windows of a fixed length after corruption; `UL2` says where it is
-shorter. Targets end in EOS where, and only where, the document ends.
+drawn before its window is cut, and the window is as long as this denoiser
+allows, like T5's windows of fixed length after corruption; `UL2` describes
+when it is shorter. Targets end in EOS if and only if the document ends.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import itertools
-from typing import Protocol
 
 import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 SENTINEL_POLICIES = ('unique', 'recycle')
 
 
-class SpecialIds(Protocol):
-  """What objectives need to know of a vocabulary."""
-
-  path: str
-  eos: int
-  sentinels: Sequence[int]
-  mode_ids: Mapping[str, int]
-
-
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
-  """A setting of span corruption.
+  """One setting of span corruption.
 
   Attributes:
-    mode: 'R', 'S' or 'X', the mode token it is announced by.
-    mean: mu, mean length of a span in tokens; None for one span.
-    density: r, share of the tokens that are hidden.
+    mode: mode token, 'R', 'S' or 'X'.
+    mean: mu, mean length of a span in tokens; None for a single span.
+    density: r, share of hidden tokens.
   """
 
   mode: str
@@ -64,7 +55,7 @@ class Denoiser:
   density: float
 
   def counts(self, length: int) -> tuple[int, int]:
-    """Hidden tokens and spans in `length` tokens; at least one of each."""
+    """Returns hidden tokens and spans of a window, at least one of each."""
     noise = min(max(round(length * self.density), 1), max(length - 1, 1))
     if self.mean is None:
       return noise, 1
@@ -72,19 +63,19 @@ class Denoiser:
     return noise, min(spans, noise, max(length - noise, 1))
 
   def sizes(self, window: int) -> tuple[int, int]:
-    """Tokens of inputs, with the mode token, and of targets."""
+    """Returns the tokens of inputs (with the mode token) and of targets."""
     noise, spans = self.counts(window)
     return 1 + window - noise + spans, noise + spans
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What is decided of a window before it is cut.
+  """Decisions on a window before it is cut.
 
   Attributes:
-    inside: most tokens of a window that its document goes on after.
+    inside: most tokens of a window that does not end its document.
     last: most tokens of a document's last window, whose targets get EOS.
-    denoiser: of UL2; None for other objectives.
+    denoiser: denoiser of UL2; None for other objectives.
   """
 
   inside: int
@@ -96,12 +87,11 @@ class Objective(abc.ABC):
   """Cuts documents into windows and makes a pair of each.
 
   Attributes:
-    name: as in the module's table.
+    name: name in the module's table.
     lengths: row lengths that every pair fits.
-    plans: what may be planned for a window.
+    plans: possible plans of a window.
     draws: whether anything is random.
-    reads: what of a document `pairs` takes, 'tokens' or 'text'
-      (`text_split`).
+    reads: argument of `pairs`, 'tokens' or 'text' (`text_split`).
   """
 
   name: str
@@ -130,19 +120,19 @@ class Objective(abc.ABC):
 
   @abc.abstractmethod
   def _make_plans(self) -> Sequence[Plan]:
-    """What `plans` is."""
+    """Returns `plans`."""
 
   def _longest(
     self,
     sizes: Callable[[int], tuple[int, int]],
     denoiser: Denoiser | None = None,
   ) -> Plan:
-    """The plan of the longest windows that fit a row.
+    """Returns the plan of the longest windows that fit a row.
 
     Args:
-      sizes: most tokens of inputs and of targets (no EOS) for a window's
-        size; neither decreases with the window, so bisection finds it.
-      denoiser: of the plan.
+      sizes: function from a window's size to the most tokens of inputs and of
+        targets (without EOS), neither of which decreases.
+      denoiser: denoiser of the plan.
     """
 
     def capacity(ends_document: bool) -> int:
@@ -159,13 +149,8 @@ class Objective(abc.ABC):
 
     return Plan(capacity(False), capacity(True), denoiser)
 
-  @property
-  def largest(self) -> int:
-    """Size in tokens of the largest window."""
-    return max(plan.inside for plan in self.plans)
-
   def draw_plan(self, rng: np.random.Generator | None) -> Plan:
-    """Decides on the next window of a document."""
+    """Draws the plan of a document's next window."""
     del rng
     (plan,) = self.plans
     return plan
@@ -175,12 +160,12 @@ class Objective(abc.ABC):
     tokens: np.ndarray,
     generator: Callable[[int], np.random.Generator],
   ) -> Iterator[batch.Pair]:
-    """Cuts a document into windows, all of it, in order, and pairs each.
+    """Cuts a whole document into windows, in order, and pairs each.
 
     Args:
       tokens: int32 [n], n > 0.
-      generator: gives the generator of the document's i-th window, of which
-        all is drawn that concerns it; not called if nothing is.
+      generator: returns the generator of the i-th window, which draws
+        everything about it; not called if nothing is drawn.
 
     Yields:
       Inputs and targets, int32, that fit the lengths; the last targets end
@@ -191,7 +176,7 @@ class Objective(abc.ABC):
       rng = generator(i) if self.draws else None
       plan = self.draw_plan(rng)
       ends = len(left) <= plan.last
-      # EOS needs room in the last window, so something is left for it.
+      # A token is left for the last window, which needs room for EOS.
       size = len(left) if ends else min(plan.inside, len(left) - 1)
       pair = self.split(left[:size], plan, rng)
       if ends:
@@ -205,16 +190,16 @@ class Objective(abc.ABC):
   def split(
     self, window: np.ndarray, plan: Plan, rng: np.random.Generator | None
   ) -> batch.Pair:
-    """Inputs and targets of a window [w] as planned, without EOS."""
+    """Returns inputs and targets of a planned window [w], without EOS."""
 
-  def span_counts(self, pair: batch.Pair) -> tuple[int, int]:
-    """Spans of a pair, and how many of them share an id with another."""
+  def shared_spans(self, pair: batch.Pair) -> int:
+    """Returns the number of spans that share their sentinel with another."""
     del pair
-    return 0, 0
+    return 0
 
 
 class CausalLM(Objective):
-  """All of the window is predicted."""
+  """Predicts the whole window."""
 
   name = 'causal_lm'
 
@@ -233,7 +218,7 @@ class CausalLM(Objective):
 
 
 class PrefixLM(Objective):
-  """The second half is predicted from the first, the shorter one if odd."""
+  """Predicts the second half from the first, which is not the longer one."""
 
   name = 'prefix_lm'
 
@@ -241,7 +226,7 @@ class PrefixLM(Objective):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
 
   def draw_cut(self, rng: np.random.Generator | None) -> Callable[[int], int]:
-    """Decides where a window is split: its size -> size of its prefix."""
+    """Draws the split: a function from a window's size to its prefix's."""
     del rng
     return lambda size: size // 2
 
@@ -251,14 +236,15 @@ class PrefixLM(Objective):
 
 
 class UniformPrefixLM(PrefixLM):
-  """What follows a uniformly drawn split is predicted."""
+  """Predicts the text after a uniformly drawn split."""
 
   name = 'prefix_lm_uniform'
   draws = True
 
   def _make_plans(self):
-    # An input is at most window - 1 tokens. One less than would fit, so that
-    # two windows with complementary splits fill a row, the second BOS too.
+    # Inputs have at most window - 1 tokens, but the window is one shorter than
+    # fits: two windows with complementary splits then fill a row, both BOS
+    # included.
     return (self._longest(lambda window: (window, max(window - 1, 1))),)
 
   def draw_cut(self, rng):
@@ -278,42 +264,40 @@ UL2_DENOISERS = (
 )
 
 
-# Where windows are shortened: to a share drawn uniformly from these.
-_SHARES = (0.25, 0.75)
-_FULL = 0.97  # What counts as a full side of a row.
+_SHARES = (0.25, 0.75)  # Shortened windows: bounds of their uniform share.
+_FULL = 0.97  # Share of a side of a row that counts as full.
 
 
 class UL2(Objective):
   """A mixture of denoisers, one drawn uniformly per window.
 
-  A window is as long as its denoiser allows, where each one's then fills the
-  same side of a row by itself: the encoder's, if both are equally long. With
-  other lengths some denoisers fill the inputs and some the targets, and no
-  two such windows could share a row, each with one side half empty. There
-  the window is a share of that length, drawn from `_SHARES`, so that
-  windows of every size fill each other's gaps.
+  If the longest window of every denoiser fills the same side of a row by
+  itself (the encoder's, if both are equally long), windows are as long as
+  their denoiser allows. With other lengths some denoisers fill the inputs and
+  some the targets, and no two such windows could share a row, which would
+  leave one side half empty. Windows then have a share of that length, drawn
+  from `_SHARES`, so that windows of all sizes fill each other's gaps.
   """
 
   name = 'ul2'
   draws = True
 
   def __init__(
-    self, lengths: batch.Lengths, vocabulary: SpecialIds, policy: str
+    self,
+    lengths: batch.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    policy: str,
   ):
     self._sentinels = np.array(vocabulary.sentinels, np.int32)
     self._modes = {
       mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
     }
-    if policy not in SENTINEL_POLICIES:
-      raise errors.UserError(
-        f'sentinel policy {policy!r}: it is one of {SENTINEL_POLICIES}'
-      )
     if not len(self._sentinels) or set(self._modes) != {'R', 'S', 'X'}:
       raise errors.UserError(
         f'objective {self.name!r}: the vocabulary {vocabulary.path!r} has no'
-        ' tokens that serve as sentinels and modes (<unused0> .. of Gemma,'
-        ' <|reserved_special_token_0|> .. of Llama 3); add some at its end'
-        ' with config.data.add_sentinels, or use one that has them'
+        ' sentinels and mode tokens (<unused0> .. of Gemma,'
+        ' <|reserved_special_token_0|> .. of Llama 3); add some with'
+        ' config.data.add_sentinels, or use one that has them'
       )
     self._is_sentinel = np.zeros(self._sentinels.max() + 1, bool)
     self._is_sentinel[self._sentinels] = True
@@ -328,12 +312,12 @@ class UL2(Objective):
     )
 
   def _fills_one_side(self) -> bool:
-    """Whether the longest windows of all denoisers fill the same side."""
+    """Returns whether all denoisers' longest windows fill the same side."""
     sizes = np.array([plan.denoiser.sizes(plan.inside) for plan in self.plans])
     used = (sizes + [1, 0]) / [self.lengths.encoder, self.lengths.decoder]
     return bool((used >= _FULL).all(axis=0).any())
 
-  def _check_sentinels(self, vocabulary: SpecialIds) -> None:
+  def _check_sentinels(self, vocabulary: vocabulary_lib.Vocabulary) -> None:
     share = _SHARES[1] if self._shortened else 1.0
     spans, window = max(
       (plan.denoiser.counts(int(share * plan.inside))[1], plan.inside)
@@ -343,10 +327,10 @@ class UL2(Objective):
       raise errors.UserError(
         f'objective {self.name!r}: a window of {int(share * window)} tokens'
         f' has up to {spans} spans and the vocabulary {vocabulary.path!r} only'
-        f' {len(self._sentinels)} sentinels. Make the lengths shorter (they'
-        f' are {self.lengths.encoder} and {self.lengths.decoder}), set the'
-        ' sentinel policy to "recycle", which uses the ids again in order, or'
-        ' add sentinels with config.data.add_sentinels'
+        f' {len(self._sentinels)} sentinels. Shorten the lengths'
+        f' ({self.lengths.encoder} and {self.lengths.decoder}), set'
+        ' config.data.sentinels to "recycle", or add some with'
+        ' config.data.add_sentinels'
       )
 
   def draw_plan(self, rng):
@@ -369,19 +353,19 @@ class UL2(Objective):
     inputs = np.concatenate([self._modes[plan.denoiser.mode], pair.inputs])
     return batch.Pair(inputs, pair.targets)
 
-  def span_counts(self, pair):
+  def shared_spans(self, pair):
     low = pair.targets[pair.targets < len(self._is_sentinel)]
     times = np.bincount(low[self._is_sentinel[low]])
-    return int(times.sum()), int(times[times > 1].sum())
+    return int(times[times > 1].sum())
 
 
 def partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-  """Uniformly random lengths, each at least 1, with the sum `total`.
+  """Draws lengths of at least 1 that sum to `total`, uniformly.
 
   Args:
     total: at least `parts`; or any number for one part.
-    parts: at least 1.
-    rng: drawn from only if there is a choice.
+    parts: number of lengths, at least 1.
+    rng: used only if there is a choice.
 
   Returns:
     int64 [parts].
@@ -404,12 +388,12 @@ def corrupt_spans(
 
   Args:
     window: int32 [w].
-    kept: int [k], lengths of the runs that stay, each before its span.
+    kept: int [k], lengths of the visible runs, each before its span.
     hidden: int [k], lengths of the spans; kept and hidden sum to w.
     sentinels: int32 [k], one per span.
 
   Returns:
-    Inputs, kept_0 sentinel_0 kept_1 sentinel_1 .., and targets, sentinel_0
+    Inputs kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
     hidden_0 sentinel_1 hidden_1 ...
   """
   kept_before, hidden_after = np.cumsum(kept), np.cumsum(hidden)
@@ -427,7 +411,7 @@ def corrupt_spans(
 def _insert(
   tokens: np.ndarray, places: np.ndarray, sentinels: np.ndarray
 ) -> np.ndarray:
-  """`np.insert` before rising places of `tokens`, three times as fast."""
+  """`np.insert` before increasing places, three times as fast."""
   at = places + np.arange(len(places))
   result = np.empty(len(tokens) + len(places), np.int32)
   is_token = np.ones(len(result), bool)
@@ -437,13 +421,14 @@ def _insert(
   return result
 
 
-OBJECTIVES = ('causal_lm', 'prefix_lm', 'prefix_lm_uniform', 'ul2')
+_SIMPLE = {one.name: one for one in (CausalLM, PrefixLM, UniformPrefixLM)}
+OBJECTIVES = (*_SIMPLE, UL2.name)
 
 
 def make_objective(
   name: str,
   lengths: batch.Lengths,
-  vocabulary: SpecialIds,
+  vocabulary: vocabulary_lib.Vocabulary,
   *,
   sentinel_policy: str = 'unique',
 ) -> Objective:
@@ -452,17 +437,14 @@ def make_objective(
   Args:
     name: one of `OBJECTIVES`.
     lengths: row lengths that every pair has to fit.
-    vocabulary: gives EOS, sentinels and mode tokens.
-    sentinel_policy: 'unique', every span of a window has an id of its own, or
-      'recycle', the ids are used again in order where there are more spans.
+    vocabulary: vocabulary with EOS, sentinels and mode tokens.
+    sentinel_policy: one of `SENTINEL_POLICIES`: 'unique' refuses windows with
+      more spans than sentinels, 'recycle' uses the ids again in order.
 
   Raises:
-    UserError: there is no such objective or policy, the lengths do not suit
-      it, or the vocabulary has too few sentinels for it.
+    UserError: the lengths do not suit the objective, or the vocabulary has
+      too few sentinels.
   """
-  if name == 'ul2':
+  if name == UL2.name:
     return UL2(lengths, vocabulary, sentinel_policy)
-  for kind in (CausalLM, PrefixLM, UniformPrefixLM):
-    if kind.name == name:
-      return kind(lengths, vocabulary.eos)
-  raise errors.UserError(f'objective {name!r}: it is one of {OBJECTIVES}')
+  return _SIMPLE[name](lengths, vocabulary.eos)

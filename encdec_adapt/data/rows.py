@@ -1,9 +1,9 @@
-"""How a row of pairs is written as bytes.
+"""Serialisation of a row of pairs.
 
 Little-endian integers, without framing: uint32 w (bytes per token: 2, or 4 if
 some id needs it), uint32 p (pairs), uint32 k (parts of a pair: inputs and
-targets, and the teacher's prefix where there are two vocabularies), then p
-times k uint32 lengths, then the pairs' tokens, part by part, as uint16 or
+targets, and the teacher's prefix if there are two vocabularies), then p times
+k uint32 lengths, then the pairs' tokens, part by part, as uint16 or
 uint32. Framing happens when a row is read (`data/batch.py`).
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -22,7 +22,7 @@ def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
   """Serialises a row as the module's docstring says.
 
   Raises:
-    ValueError: some pairs have a prefix of the teacher's and others have not.
+    ValueError: some pairs have a teacher's prefix and others do not.
   """
   parts = [part for pair in pairs for part in pair.parts]
   counts = {len(pair.parts) for pair in pairs} or {2}
@@ -37,7 +37,7 @@ def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
 
 
 def decode_row(record: bytes) -> list[batch.Pair]:
-  """Inverse of `encode_row`; tokens are int32.
+  """Parses a row by `encode_row`; tokens are int32.
 
   Raises:
     ValueError: the bytes are not a row.

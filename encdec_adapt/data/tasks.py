@@ -1,14 +1,14 @@
-"""SeqIO tasks: what an example is.
+"""SeqIO tasks: the definition of an example.
 
-A task reads a source's documents of one split and pass, encodes them, and
-makes pairs of them by an objective; a mixture takes the examples of several
-sources' tasks in turn. A task's data source has as many virtual shards as one
-asks for: shard i of n has the documents whose index is i modulo n. An
-example depends on the seed, the pass, the source and its own id alone, so
-the examples of a shard are the same whoever reads it and whenever.
+A task reads the documents of a source in one split and pass, encodes them and
+makes pairs by an objective; a mixture takes the examples of several tasks in
+turn. Data sources have any number of virtual shards: shard i of n has the
+documents whose index is i modulo n. An example depends only on the seed, the
+pass, the source and its own id, so the examples of a shard are the same
+whoever reads it and whenever.
 
-This module imports SeqIO and TensorFlow (some ten seconds, 800 MB). Only
-what makes records imports it, never a process that trains from them.
+This module imports SeqIO and TensorFlow (some ten seconds, 800 MB). Only the
+making of records imports it, never a process that trains from them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ from encdec_adapt.data import (
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 
-# Tokens of an example; the last only where the text is split.
+# Tokens of an example; the last only if the text is split.
 _PARTS = ('inputs', 'targets', 'prefix')
-# What it has besides.
-_ABOUT = ('source', 'id', 'spans', 'shared_spans')
+# Its other features.
+_ABOUT = ('source', 'id', 'shared_spans')
 _ROWS_AT_ONCE = 64
 
 
@@ -44,23 +44,21 @@ class Example:
     pair: inputs and targets, unframed.
     source: name of the source.
     id: the document's id, '#' and the window's number in the document.
-    spans: sentinels in the targets.
-    shared_spans: how many of them share their id with another.
+    shared_spans: number of spans that share their sentinel with another.
   """
 
   pair: batch.Pair
   source: str
   id: str
-  spans: int
   shared_spans: int
 
 
 class SeqioVocabulary(seqio.Vocabulary):
-  """Our vocabulary as SeqIO wants it; same ids, no extra ones.
+  """Adapter from our vocabularies to SeqIO's, with the same ids.
 
-  `seqio.SentencePieceVocabulary` would not do: it encodes in TensorFlow,
-  where a U+2581 in a text comes back as a space and the names of special
-  pieces in Gemma's own files match text.
+  `seqio.SentencePieceVocabulary` encodes in TensorFlow, where a U+2581 in a
+  text becomes a space and the names of special pieces in Gemma's own files
+  match in text.
   """
 
   def __init__(self, one: vocabulary.Vocabulary):
@@ -120,10 +118,10 @@ class SeqioVocabulary(seqio.Vocabulary):
 
 
 class DocumentSource(seqio.DataSource):
-  """A source's documents of one split and pass: 'id' and 'text', as scalars.
+  """Documents of a source in one split and pass: scalars 'id' and 'text'.
 
   Attributes:
-    failure: what reading raised, which TensorFlow would tell as a string.
+    failure: exception of the reader, which TensorFlow turns into a string.
   """
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
@@ -147,10 +145,10 @@ class DocumentSource(seqio.DataSource):
     shard_info: seqio.ShardInfo | None = None,
     **unused,
   ) -> tf.data.Dataset:
-    """The documents of a shard, always in the source's order.
+    """Returns the documents of a shard in the source's order.
 
     Raises:
-      ValueError: they are to be shuffled. Rows are, when they are read.
+      ValueError: `shuffle` is set; rows are shuffled when they are read.
     """
     if shuffle:
       name = self._part.source.name
@@ -181,15 +179,15 @@ def make_task(
   opened: vocabularies.Opened,
   objective: objectives.Objective | text_split.TextSplit,
 ) -> seqio.Task:
-  """Makes the task of a source and an objective, for a split and a pass.
+  """Makes the task of a source and an objective for a split and a pass.
 
-  It is not entered in SeqIO's registry: what it is made of says all of it.
+  It is not added to SeqIO's registry.
 
   Args:
-    part: the source, and how often its documents are drawn.
-    draw: split, seed and pass; the task has this split only.
-    opened: encodes the documents.
-    objective: made for the lengths of the rows.
+    part: source and weight.
+    draw: split, seed and pass.
+    opened: vocabularies.
+    objective: objective for the lengths of the rows.
   """
   source = part.source.name
   encoder, decoder = (
@@ -224,11 +222,11 @@ def make_mixture(
   opened: vocabularies.Opened,
   objective: objectives.Objective | text_split.TextSplit,
 ) -> seqio.Mixture:
-  """Mixes the tasks of sources; arguments as for `make_task`.
+  """Mixes the tasks of several sources; for arguments see `make_task`.
 
-  Weights say how often a document is drawn, so a shard of the mixture has all
-  examples of the tasks' shards. They come in turn: nothing is drawn here, as
-  that would depend on the position.
+  Weights count the draws of a document, so a shard of the mixture has all
+  examples of the tasks' shards. They come in turn: a random order would depend
+  on the position.
   """
   tasks = [make_task(part, draw, opened, objective) for part in parts]
   rates = [part.weight for part in parts]
@@ -242,7 +240,7 @@ def make_mixture(
 def _take_turns(
   datasets: Sequence[tf.data.Dataset], rates: Sequence[float], seed: int
 ) -> tf.data.Dataset:
-  """One example of each dataset, then the next of each; all of them."""
+  """Takes an example of each dataset in turn until all are exhausted."""
   del rates, seed
   turns = tf.data.Dataset.range(len(datasets)).repeat()
   return tf.data.Dataset.choose_from_datasets(
@@ -253,7 +251,7 @@ def _take_turns(
 def tokenise(
   dataset: tf.data.Dataset, output_features: dict[str, seqio.Feature]
 ) -> tf.data.Dataset:
-  """SeqIO preprocessor: 'text' becomes 'tokens', int32 [n]."""
+  """SeqIO preprocessor that encodes 'text' as 'tokens', int32 [n]."""
   vocabulary = output_features['targets'].vocabulary
 
   def encode(row):
@@ -268,17 +266,17 @@ def apply_objective(
   key: Callable[[str], np.random.Generator],
   source: str,
 ) -> tf.data.Dataset:
-  """SeqIO preprocessor: documents become examples.
+  """SeqIO preprocessor that turns documents into examples.
 
   Args:
-    dataset: of 'id' and of what the objective reads, 'tokens' or 'text'.
+    dataset: dataset with 'id' and the objective's input, 'tokens' or 'text'.
     objective: makes the pairs.
-    key: gives an example's id its generator.
-    source: name of the source, repeated in each example.
+    key: returns the generator of an example by its id.
+    source: name of the source.
 
   Returns:
-    A dataset of the parts of a pair ('inputs', 'targets' and, where the text
-    is split, 'prefix'), int32, and what `Example` has besides.
+    A dataset with the parts of a pair ('inputs', 'targets' and, if the text
+    is split, 'prefix'), int32, and the other attributes of `Example`.
   """
   names = _PARTS if objective.reads == 'text' else _PARTS[:2]
 
@@ -289,22 +287,20 @@ def apply_objective(
       content = np.asarray(content, object).item().decode('utf-8')
     pairs = list(objective.pairs(content, lambda i: key(f'{document}#{i}')))
     ids = [f'{document}#{i}'.encode() for i in range(len(pairs))]
-    counts = [objective.span_counts(pair) for pair in pairs]
+    shared = [objective.shared_spans(pair) for pair in pairs]
     parts = []
     for side in zip(*(pair.parts for pair in pairs), strict=True):
       parts += [np.concatenate(side), np.array([len(row) for row in side])]
-    return (*parts, np.array(ids, object), np.array(counts, np.int32))
+    return (*parts, np.array(ids, object), np.array(shared, np.int32))
 
-  # [inputs, their lengths, targets, their lengths, .., ids, span counts]
+  # [inputs, their lengths, targets, their lengths, .., ids, shared spans]
   types = (tf.int32, tf.int64) * len(names) + (tf.string, tf.int32)
-  shapes = ([None],) * (len(types) - 1) + ([None, 2],)
 
   def examples(row):
     made = tf.numpy_function(
       make, [row['id'], row[objective.reads]], types, stateful=False
     )
-    made = [tf.ensure_shape(m, s) for m, s in zip(made, shapes, strict=True)]
-    *sides, ids, counts = made
+    *sides, ids, shared = [tf.ensure_shape(one, [None]) for one in made]
     ragged = functools.partial(tf.RaggedTensor.from_row_lengths, validate=False)
     return {
       **{
@@ -315,8 +311,7 @@ def apply_objective(
       },
       'source': tf.fill(tf.shape(ids), source),
       'id': ids,
-      'spans': counts[:, 0],
-      'shared_spans': counts[:, 1],
+      'shared_spans': shared,
     }
 
   return dataset.map(examples).unbatch()
@@ -325,17 +320,17 @@ def apply_objective(
 def examples(
   mixture: seqio.Mixture, shard_index: int, num_shards: int
 ) -> Iterator[Example]:
-  """The examples of one virtual shard, in an order that is always the same.
+  """Yields the examples of one virtual shard, always in the same order.
 
   Args:
-    mixture: from `make_mixture`.
-    shard_index: in [0, num_shards).
-    num_shards: how many shards the documents are divided into.
+    mixture: mixture by `make_mixture`.
+    shard_index: number of the shard, in [0, num_shards).
+    num_shards: number of shards.
 
   Raises:
     UserError: a source is missing or has no text.
   """
-  # Text needs no accelerator, and TensorFlow takes all of its memory.
+  # TensorFlow would take all memory of a GPU.
   if tf.config.get_visible_devices('GPU'):
     tf.config.set_visible_devices([], 'GPU')
   (split,) = mixture.splits
@@ -365,5 +360,5 @@ def examples(
 
 
 def _rows(ragged: tf.RaggedTensor) -> list[np.ndarray]:
-  """The rows of a ragged batch."""
+  """Splits a ragged batch into its rows."""
   return np.split(ragged.values.numpy(), ragged.row_splits.numpy()[1:-1])

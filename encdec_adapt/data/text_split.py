@@ -1,15 +1,15 @@
-"""PrefixLM for an encoder and a decoder with a vocabulary each.
+"""PrefixLM for an encoder and a decoder with different vocabularies.
 
-A document is cut into windows, and a window is split, in the tokens of the
-decoder's vocabulary; then the text before the split, and not its ids, is
-encoded with the encoder's vocabulary. So both sides read the same characters
-as they would have with one vocabulary, and a teacher, which has the decoder's
-vocabulary, reads the prefix in the tokens that it was split in.
+A document is cut into windows, and each window is split, in tokens of the
+decoder's vocabulary; the text before the split, not its ids, is then encoded
+with the encoder's vocabulary. So both sides read the same characters as with
+one vocabulary, and a teacher, which has the decoder's vocabulary, reads the
+prefix in the tokens that were split.
 
-Windows and splits end where a character does: a split moves back to the end
-of the character before, and a window that cannot (a character of more tokens
-than a row has) has no prefix. A window that is too long for the encoder in
-its own tokens, or for the decoder, is made shorter until it fits both.
+Windows and splits end at the end of a character: a split inside of one moves
+back, and a window that cannot (a character of more tokens than a row) has no
+prefix. A window that is too long for the encoder in its own tokens, or for the
+decoder, is shortened until it fits both.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -29,10 +29,10 @@ class _Document(NamedTuple):
   """A document in the decoder's tokens.
 
   Attributes:
-    text: its text.
+    text: text of the document.
     tokens: int32 [n].
     characters: int32 [n + 1], characters before each token, -1 inside of one.
-    nearest: [n + 1], the last place up to this one that ends a character.
+    nearest: int [n + 1], the last place up to this one that ends a character.
   """
 
   text: str
@@ -42,7 +42,7 @@ class _Document(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """Where a window is split and stops, and its inputs for the encoder."""
+  """The split and the end of a window, and its inputs for the encoder."""
 
   middle: int
   stop: int
@@ -54,7 +54,7 @@ class TextSplit:
   """A PrefixLM objective over two vocabularies.
 
   Attributes:
-    name, draws, lengths, plans: as of the objective (`objectives`).
+    name, draws, lengths, plans: attributes of the wrapped objective.
   """
 
   reads = 'text'
@@ -65,7 +65,7 @@ class TextSplit:
     """Wraps an objective.
 
     Args:
-      objective: made for the decoder's vocabulary.
+      objective: PrefixLM objective for the decoder's vocabulary.
       opened: the vocabularies.
 
     Raises:
@@ -73,10 +73,9 @@ class TextSplit:
     """
     if not isinstance(objective, objectives.PrefixLM):
       raise errors.UserError(
-        f'objective {objective.name!r} with two vocabularies: it hides tokens'
-        ' in what both sides read, and tokens of one vocabulary are none of'
-        ' the other. Use prefix_lm or prefix_lm_uniform, which split the text,'
-        ' or give both sides one vocabulary'
+        f'objective {objective.name!r} needs one vocabulary for both sides: it'
+        ' hides tokens in what both sides read. Use prefix_lm or'
+        ' prefix_lm_uniform, which split the text'
       )
     self._objective = objective
     self._encoder, self._decoder = opened.encoder, opened.decoder
@@ -87,14 +86,14 @@ class TextSplit:
   def pairs(
     self, text: str, generator: Callable[[int], np.random.Generator]
   ) -> Iterator[batch.Pair]:
-    """Cuts a document into windows, all of it, in order, and pairs each.
+    """Cuts a whole document into windows, in order, and pairs each.
 
     Args:
-      text: the document.
-      generator: as for `objectives.Objective.pairs`.
+      text: text of the document.
+      generator: see `objectives.Objective.pairs`.
 
     Yields:
-      Pairs with a prefix, that fit the lengths; the last targets end in EOS.
+      Pairs with a prefix that fit the lengths; the last targets end in EOS.
     """
     document = self._read(text)
     at = 0
@@ -104,7 +103,7 @@ class TextSplit:
       cut = self._objective.draw_cut(rng)
       left = len(document.tokens) - at
       ends = left <= plan.last
-      # EOS needs room in the last window, so something is left for it.
+      # A token is left for the last window, which needs room for EOS.
       size = left if ends else min(plan.inside, left - 1)
       window = self._fit(document, at, size, ends, cut)
       targets = document.tokens[window.middle : window.stop]
@@ -130,14 +129,14 @@ class TextSplit:
     ends: bool,
     cut: Callable[[int], int],
   ) -> _Window:
-    """The longest window tried from `at` on that fits a row.
+    """Returns a window of at most `size` tokens that fits a row.
 
     Args:
       document: the document.
-      at: first token.
+      at: first token of the window.
       size: most tokens.
-      ends: the document ends with so many.
-      cut: tokens of a window -> tokens of its prefix.
+      ends: whether the document ends with this many tokens.
+      cut: function from tokens of a window to tokens of its prefix.
     """
     while True:
       window = self._window(document, at, size, ends, cut)
@@ -148,12 +147,12 @@ class TextSplit:
       )
       if share >= 1:
         return window
-      # At one token there is no prefix, so this ends.
+      # A window of one token has no prefix, so this ends.
       size = max(min(int(size * share), window.stop - at - 1), 1)
       ends = False
 
   def _window(self, document, at, size, ends, cut) -> _Window:
-    """The window of up to `size` tokens, whether it fits or not."""
+    """Returns the window of up to `size` tokens, whether it fits or not."""
     stop = at + size
     if not ends and document.nearest[stop] > at:
       stop = int(document.nearest[stop])
@@ -166,6 +165,7 @@ class TextSplit:
       text = document.text[start:end]
     return _Window(middle, stop, self._encoder.encode(text), ends)
 
-  def span_counts(self, pair: batch.Pair) -> tuple[int, int]:
-    """As of objectives without sentinels."""
-    return self._objective.span_counts(pair)
+  def shared_spans(self, pair: batch.Pair) -> int:
+    """Returns 0: there are no spans."""
+    del pair
+    return 0

@@ -61,6 +61,18 @@ def make_pairs(
   return pairs
 
 
+def fill(
+  rows: Sequence[Sequence[batch.Pair]], lengths: batch.Lengths
+) -> tuple[float, float]:
+  """Returns the used share of encoder and decoder positions, 0 to 1."""
+  used = np.array(
+    [packing.pair_cost(pair, lengths) for row in rows for pair in row]
+  ).sum(axis=0)
+  total = np.maximum([lengths.encoder, lengths.decoder], 1) * len(rows)
+  encoder, decoder = used / total
+  return float(encoder), float(decoder)
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints; the ratio is of the binding sides' fill."""
   parser = results.parser(__doc__)
@@ -89,7 +101,7 @@ def _compare(
     else:
       packed[name] = list(pack_in_order(pairs, lengths))
     seconds[name] = time.perf_counter() - start
-  fills = {name: packing.fill(rows, lengths) for name, rows in packed.items()}
+  fills = {name: fill(rows, lengths) for name, rows in packed.items()}
   # Every packer places the same tokens, so the same side binds.
   binding = int(np.argmax(fills['ours']))
   return [

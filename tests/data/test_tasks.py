@@ -70,7 +70,6 @@ def _key(example):
     example.source,
     example.id,
     *(part.tolist() for part in example.pair.parts),
-    example.spans,
     example.shared_spans,
   )
 
@@ -97,8 +96,8 @@ def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
       lambda i, names=names: randomness.generator(3, 0, source.name, names[i]),
     )
     for name, pair in zip(names, pairs, strict=False):
-      spans = made.span_counts(pair)
-      expected.append(_key(tasks.Example(pair, source.name, name, *spans)))
+      shared = made.shared_spans(pair)
+      expected.append(_key(tasks.Example(pair, source.name, name, shared)))
   assert len(expected) > 64  # more than is fetched at once
   assert _keys(_mixture(folder, vocabulary, objective)) == expected
 
@@ -117,18 +116,6 @@ def test_passes_draw_anew(folder, vocabulary):
   second = _keys(_mixture(folder, vocabulary, objective, pass_index=1))
   assert [key[:2] for key in first] == [key[:2] for key in second]
   assert sum(a != b for a, b in zip(first, second, strict=True)) > 30
-
-
-def test_splits_part_the_documents(folder, vocabulary):
-  train, held_out = (
-    {
-      key[1].partition('#')[0]
-      for key in _keys(_mixture(folder, vocabulary, **o))
-    }
-    for o in ({}, {'split': 'eval'})
-  )
-  assert train and held_out and not train & held_out
-  assert train | held_out == {path.name for path in folder.glob('*.txt')}
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
