@@ -1,0 +1,1 @@
+"""Local and bucket paths, atomic writes, append-only logs, disk space."""

@@ -1,10 +1,11 @@
-"""Files that grow, such as metrics, where files cannot: in a bucket.
+"""Append-only files, such as metrics, on file systems and object stores.
 
-On a file system a write goes to the kernel at once. In a bucket what was
-written is gathered and put as NAME, and after every `PART` bytes as
-NAME-000001 and so on, so that no object is put again and again as it grows.
-What matters is there after `flush`; the rest follows with the next write that
-is `EVERY` seconds after the last, or, where the bucket is away then, later.
+On a file system a write goes to the kernel at once. Objects in a bucket cannot
+be appended to: writes are buffered and uploaded as NAME, and after every
+`PART` bytes as NAME-000001 and so on, so that no object is uploaded again and
+again as it grows. Everything written is safe after `flush`; otherwise it is
+uploaded with the first write `EVERY` seconds after the last upload, or later
+while the bucket does not answer.
 """
 
 import io
@@ -18,52 +19,54 @@ EVERY = 30.0
 
 
 class _Parts:
-  """A file that grows in a bucket."""
+  """An append-only file in a bucket."""
 
   def __init__(self, path: paths.Path):
     self._path, self._number = path, len(_parts(path))
     self._part, self._unwritten = io.BytesIO(), False
-    self._flushed, self._away = time.monotonic(), False
+    self._flushed, self._failing = time.monotonic(), False
 
   def write(self, data: bytes) -> None:
-    """Adds whole records: no part begins within one."""
+    """Appends whole records: no part begins within one."""
     self._part.write(data)
     self._unwritten = True
     full = self._part.tell() >= PART
-    if (full and not self._away) or time.monotonic() - self._flushed >= EVERY:
+    if (
+      full and not self._failing
+    ) or time.monotonic() - self._flushed >= EVERY:
       try:
         self.flush()
-      except OSError as error:  # It is whole, and put again.
+      except OSError as error:  # The next upload has all of the part again.
         print(
           f'Warning: {self._path} is written later: {error}', file=sys.stderr
         )
-        self._away, self._flushed = True, time.monotonic()
+        self._failing, self._flushed = True, time.monotonic()
         return
-      self._away = False
+      self._failing = False
       if full:
         self._number += 1
         self._part = io.BytesIO()
 
   def flush(self) -> None:
-    """Puts what was written so far."""
+    """Uploads what was written so far."""
     if self._unwritten:
       paths.write(_part(self._path, self._number), self._part.getvalue())
       self._unwritten = False
     self._flushed = time.monotonic()
 
   def close(self) -> None:
-    """Puts the rest."""
+    """Uploads the rest."""
     self.flush()
 
 
 def append(path: paths.Path) -> _Parts | io.RawIOBase:
-  """Opens a file to add whole records at its end, by `write`.
+  """Opens a file for appending whole records.
 
   Args:
-    path: need not exist; its folder has to, on a file system.
+    path: need not exist; on a file system its folder must.
 
   Returns:
-    What has `write`, `flush` and `close`.
+    An object with `write`, `flush` and `close`.
   """
   if paths.is_bucket(path):
     return _Parts(path)
@@ -71,23 +74,23 @@ def append(path: paths.Path) -> _Parts | io.RawIOBase:
 
 
 def exists(path: paths.Path) -> bool:
-  """Whether anything was written there."""
+  """Returns whether anything was written to the file."""
   return path.exists() or bool(_parts(path))
 
 
 def read(path: paths.Path) -> bytes:
-  """All that was written and flushed."""
+  """Reads all that was written and flushed."""
   if not paths.is_bucket(path):
     return path.read_bytes()
   return b''.join(part.read_bytes() for part in _parts(path))
 
 
 def replace(path: paths.Path, data: bytes) -> None:
-  """Writes the file anew. Killed halfway, it leaves records twice, none less.
+  """Replaces the content; if killed, records may be there twice, never lost.
 
   Args:
-    path: of the file.
-    data: what it holds from now on.
+    path: file to replace.
+    data: its new content.
   """
   parts = _parts(path)
   paths.write(path, data)
@@ -100,7 +103,7 @@ def _part(path: paths.Path, number: int) -> paths.Path:
 
 
 def _parts(path: paths.Path) -> list[paths.Path]:
-  """The objects of a file in a bucket, in order."""
+  """Lists the objects of a file in a bucket, in order."""
   if not paths.is_bucket(path):
     return []
   first = [path] if path.exists() else []

@@ -1,4 +1,4 @@
-"""Small files: written whole or not at all, and read with suspicion."""
+"""JSON files: written atomically, and validated when read."""
 
 import json
 import os
@@ -9,17 +9,17 @@ from encdec_adapt.files import paths
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-  """Writes JSON by the rules of `storage.write`.
+  """Writes JSON atomically, as `paths.write` does.
 
   Args:
-    path: of the file; what was there is replaced. Its folder is made.
-    content: what JSON can hold.
+    path: file to create or replace; its folder is made.
+    content: JSON serialisable.
   """
   paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
 
 
 def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
-  """The error to raise where a file contradicts itself."""
+  """Returns the error for a file whose content is invalid."""
   return errors.UserError(
     f'{file}: {what}. The file is incomplete or damaged: fetch it again, or'
     ' save it again where it came from.'
@@ -29,7 +29,7 @@ def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
 def cannot_read(
   path: str | os.PathLike[str], error: OSError
 ) -> errors.UserError:
-  """The error to raise where reading `path` failed with `error`."""
+  """Returns the user error for an `OSError` from reading `path`."""
   return errors.UserError(
     f'{path} cannot be read ({error.strerror or error}). Make it readable for'
     ' this user, or fetch it again.'
@@ -37,19 +37,23 @@ def cannot_read(
 
 
 def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
-  """Parses a JSON object in which no key comes twice.
+  """Parses a JSON object and rejects duplicate keys.
+
+  Args:
+    text: UTF-8 text.
+    file: its name, for errors.
 
   Raises:
-    UserError: it is not UTF-8, not JSON, no object, or has a key twice.
+    UserError: it is not UTF-8, not JSON, not an object, or has a key twice.
   """
 
   def unique(pairs):
-    """An object, of pairs of which no two have one key."""
+    """Makes an object of pairs with different keys."""
     found = {}
     for key, value in pairs:
       if key in found:
-        raise damaged(file, f'the key {key!r} comes twice')
-      # JSON can spell half characters, which UTF-8 cannot.
+        raise damaged(file, f'the key {key!r} is there twice')
+      # JSON can escape lone surrogates, which UTF-8 cannot encode.
       key.encode()
       if isinstance(value, str):
         value.encode()
@@ -57,7 +61,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
   def refuse(name):
-    """For NaN and infinities."""
+    """Rejects NaN and infinities."""
     raise ValueError(f'{name} is not JSON')
 
   try:
@@ -65,17 +69,19 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
       text.decode(), object_pairs_hook=unique, parse_constant=refuse
     )
   except (ValueError, RecursionError) as error:
-    raise damaged(file, f'it has no valid JSON ({error})') from error
+    raise damaged(file, f'it is not valid JSON ({error})') from error
   if not isinstance(content, dict):
-    raise damaged(file, f'its JSON is a {type(content).__name__}, no object')
+    raise damaged(
+      file, f'its JSON is a {type(content).__name__}, not an object'
+    )
   return content
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """A file that is a JSON object, by the rules of `parse_json`.
+  """Reads a file that holds a JSON object, as `parse_json` does.
 
   Raises:
-    UserError: it cannot be read, or is none.
+    UserError: it cannot be read, or is not a JSON object.
   """
   try:
     text = paths.at(path).read_bytes()

@@ -1,7 +1,4 @@
-"""Folders a job writes to: can they be written, have they room.
-
-Owns the questions asked of a disk or a bucket before a job starts.
-"""
+"""Checks before a job starts: is a folder writable, has its disk room."""
 
 import errno
 import os
@@ -12,19 +9,19 @@ import socket
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 
-# Written, synced and removed to find out whether a folder can be written.
+# Size of the file that tests whether a folder is writable.
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
-  """Makes the folder if need be and writes a probe file into it.
+  """Makes a folder if need be, and writes and removes a probe file in it.
 
   Args:
-    folder: where it is going to be.
+    folder: local folder or bucket address.
 
   Returns:
-    The folder.
+    The folder's path.
 
   Raises:
     UserError: it cannot be made or written.
@@ -40,10 +37,10 @@ def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
 
 
 def require_output(output: str) -> None:
-  """Refuses an --output that cannot be written, before any long work.
+  """Checks that the file of --output can be written; makes its folder.
 
   Args:
-    output: the file; its folder is made.
+    output: local path or bucket address of the file.
 
   Raises:
     UserError: it is a folder, or its folder cannot be made or written.
@@ -60,7 +57,7 @@ def require_output(output: str) -> None:
 def cannot_write(
   path: str | os.PathLike[str], error: OSError
 ) -> errors.UserError:
-  """The error to raise where writing `path` failed with `error`."""
+  """Returns the user error for an `OSError` from writing `path`."""
   if error.errno in _FULL:
     what, remedy = 'is full', 'Free space there, or choose another folder'
   else:
@@ -74,13 +71,13 @@ def cannot_write(
 def require_space(
   folder: str | os.PathLike[str], nbytes: int, *, what: str, remedy: str = ''
 ) -> None:
-  """Refuses a disk with less free space than a job is going to need.
+  """Checks that a disk has the free space that a job needs.
 
   Args:
-    folder: where the bytes will go; need not exist yet. A bucket has room.
-    nbytes: how many are going to be written.
-    what: what they are, for the message.
-    remedy: what else would help, to end the message.
+    folder: folder to write to, which need not exist yet; buckets always pass.
+    nbytes: number of bytes that the job will write.
+    what: name of the data, for the message.
+    remedy: another remedy, to end the message.
 
   Raises:
     UserError: fewer than `nbytes` are free for this user.
@@ -100,7 +97,7 @@ def require_space(
 
 
 def format_bytes(nbytes: float) -> str:
-  """Writes a number of bytes for people: `1.5 GiB`."""
+  """Formats a number of bytes, such as `1.5 GiB`."""
   value, units = float(nbytes), ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']
   while value >= 1024 and len(units) > 1:
     value /= 1024

@@ -1,20 +1,19 @@
-"""Where files lie: on mounted file systems, or as objects in a bucket.
+"""Local and bucket paths, and what counts as written on either.
 
-Whatever may be given as gs://BUCKET/NAME goes through here. A bucket has no
+Every path that may be gs://BUCKET/NAME goes through here. A bucket has no
 renames, no appending and no folders, but an object is seen whole or not at
-all. So there is one rule for what counts as written, and callers need not ask
-where they write:
+all. So there is one rule, and callers need not ask where they write:
 
-- A file: on a file system written beside, synced and renamed; in a bucket put
-  at once. `write` does it.
-- A folder: on a file system made beside and renamed, by `new_folder` or
-  Orbax; in a bucket it counts once its marker is there, which is put last:
+- A file is written to a temporary name, synced and renamed; in a bucket it is
+  one upload. `write` does either.
+- A folder is made beside its place and renamed, by `new_folder` or Orbax; in
+  a bucket it counts once its marker file is there, which is written last:
   config.json of a model, manifest.json of records, commit_success.txt and
-  then seal.json of a checkpoint. `remove` and `move` take the markers away
-  first.
+  then the checksum manifest of a checkpoint. `remove` and `move` delete the
+  markers first.
 
-Buckets are reached through etils.epath and gcsfs, with TensorFlow installed
-or not, so that there is one way; arrays are Orbax's and TensorStore's.
+Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
+installed or not; arrays are Orbax's and TensorStore's.
 """
 
 import base64
@@ -39,21 +38,21 @@ AnyPath = str | os.PathLike[str]
 
 SCHEME = 'gs://'
 INSTALL = "pip install 'encdec_adapt[gcs]' (in a checkout: -e '.[gcs]')"
-_THREADS = 16  # Objects that are copied at once.
-_BLOCK = 1 << 20  # Bytes that are taken from an open object at a time.
+_THREADS = 16  # Objects copied in parallel.
+_BLOCK = 1 << 20  # Bytes read from an open object at a time.
 
 
 def is_bucket(path: AnyPath) -> bool:
-  """Whether a path is a bucket's address."""
+  """Returns whether a path is an address such as gs://BUCKET/NAME."""
   return '://' in os.fspath(path)
 
 
 def at(path: AnyPath) -> Path:
-  """The path, to be read and written.
+  """Returns a path object for a local path or bucket address.
 
   Raises:
-    UserError: it is in a bucket, and of another store than GCS, without a
-      name in it, or not to be reached: gcsfs or credentials are missing.
+    UserError: the address is of another store than GCS or has no bucket, or
+      the bucket cannot be reached (gcsfs or credentials are missing).
   """
   if not is_bucket(path):
     return pathlib.Path(path)
@@ -70,27 +69,27 @@ def at(path: AnyPath) -> Path:
 
 
 def join(folder: AnyPath, *names: str) -> str:
-  """A path below a folder; nothing is looked up."""
+  """Joins names to a folder without looking anything up."""
   if is_bucket(folder):
     return '/'.join([os.fspath(folder).rstrip('/'), *names])
   return str(pathlib.Path(folder, *names))
 
 
 def absolute(path: AnyPath) -> Path:
-  """The path from the root on, without links: one spelling of each place."""
+  """Returns the absolute path without links, one spelling of each place."""
   found = at(path)
-  # etils has an address below the current folder.
+  # etils would put an address below the current folder.
   return found if is_bucket(found) else found.resolve()
 
 
 def size(path: Path) -> int:
-  """Bytes of a file."""
+  """Returns the size of a file in bytes."""
   found = path.stat()
   return found.length if is_bucket(path) else found.st_size
 
 
 def tree(folder: Path) -> list[str]:
-  """Names of all files below a folder, from it on, in order."""
+  """Returns the sorted names of all files below a folder, relative to it."""
   if is_bucket(folder):
     return sorted(objects(folder))
   return sorted(
@@ -101,7 +100,7 @@ def tree(folder: Path) -> list[str]:
 
 
 def sync(path: AnyPath) -> None:
-  """Sees to it that a file's content, or a folder's names, are on the disk.
+  """Flushes a file's content, or a folder's entries, to the disk.
 
   Raises:
     OSError: it cannot be opened, or the disk fails.
@@ -114,11 +113,11 @@ def sync(path: AnyPath) -> None:
 
 
 def write(path: AnyPath, data: bytes) -> None:
-  """Writes a file whole or not at all; its folder is made.
+  """Writes a file atomically, making its folder.
 
   Args:
-    path: what was there is replaced.
-    data: the content.
+    path: file to create or replace.
+    data: its content.
 
   Raises:
     OSError: it cannot be written.
@@ -141,10 +140,10 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def copy(source: AnyPath, target: AnyPath) -> None:
-  """Copies a file; into a bucket, or out of one, with its checksum compared.
+  """Copies a file, comparing checksums if it goes into or out of a bucket.
 
   Raises:
-    OSError: it cannot be read or written, or is not what was sent.
+    OSError: it cannot be read or written, or arrived damaged.
   """
   source, target = at(source), at(target)
   if not is_bucket(source) and not is_bucket(target):
@@ -153,24 +152,26 @@ def copy(source: AnyPath, target: AnyPath) -> None:
   with _as_os_errors(target if is_bucket(target) else source):
     if not is_bucket(target):
       _gcs().get_file(str(source), str(target))
-      here, there = target, source
+      local, remote = target, source
     elif not is_bucket(source):
       _gcs().put_file(str(source), str(target))
-      here, there = source, target
+      local, remote = source, target
     else:
       _gcs().cp_file(str(source), str(target))
       return
-    wanted = base64.b64decode(_gcs().info(str(there))['crc32c'])
-  if file_crc32c(here) != wanted.hex():
-    raise OSError(f'{target} is not what {source} is: the copy was damaged')
+    # gcsfs would need crcmod for this.
+    expected = base64.b64decode(_gcs().info(str(remote))['crc32c'])
+  if file_crc32c(local) != expected.hex():
+    raise OSError(f'{target} differs from {source}: the copy was damaged')
 
 
 def remove(folder: Path, markers: Sequence[str] = ()) -> None:
-  """Removes a folder with all in it.
+  """Removes a folder with its content.
 
   Args:
     folder: need not exist.
-    markers: files in it that say that it is whole; in a bucket they go first.
+    markers: files in it that mark it as complete; in a bucket they are
+      removed first.
   """
   if not is_bucket(folder):
     if folder.exists():
@@ -185,11 +186,11 @@ def remove(folder: Path, markers: Sequence[str] = ()) -> None:
 
 
 def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
-  """Moves a folder, which in a bucket means to copy and remove it.
+  """Renames a folder; in a bucket, copies and removes it.
 
   Args:
-    folder: of files.
-    target: not there yet, on the same file system or bucket.
+    folder: source.
+    target: must not exist; on the same file system or bucket.
     markers: as for `remove`.
 
   Raises:
@@ -203,15 +204,15 @@ def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
 
 
 def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
-  """Copies a folder into a bucket, the file that says it is whole last.
+  """Copies a local folder into a bucket, its marker last.
 
-  What is there already and the same is left alone, so that a copy that broke
-  off goes on.
+  Files that are there already with the same content are skipped, so that an
+  interrupted upload resumes.
 
   Args:
-    folder: on a file system.
-    target: in a bucket.
-    marker: name of that file; '' for none.
+    folder: local folder.
+    target: bucket address.
+    marker: name of the file that marks the folder as complete; '' for none.
 
   Raises:
     OSError: a file cannot be read or written.
@@ -219,7 +220,7 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   there = objects(target)
 
   def put(name: str) -> None:
-    """Copies one file, if its like is not there."""
+    """Copies one file unless it is there."""
     found, path = there.get(name), folder / name
     same = found and found['bytes'] == size(path)
     if not same or found['digest'] != file_crc32c(path):
@@ -232,11 +233,11 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
 
 @contextlib.contextmanager
 def staged(folder: AnyPath) -> Iterator[pathlib.Path]:
-  """A folder for what only writes to file systems.
+  """Provides a local folder for software that writes to file systems only.
 
   Yields:
-    The folder itself, made; for one in a bucket a temporary one, of which all
-    is copied there at the end.
+    The folder itself, made if need be; for a bucket a temporary folder, whose
+    content is uploaded at the end.
   """
   folder = at(folder)
   if not is_bucket(folder):
@@ -249,10 +250,10 @@ def staged(folder: AnyPath) -> Iterator[pathlib.Path]:
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-  """Some bytes of an object.
+  """Reads `nbytes` bytes of an object from `offset` on.
 
   Raises:
-    OSError: it cannot be read, or has fewer bytes.
+    OSError: it cannot be read, or is too short.
   """
   with _as_os_errors(path):
     data = _gcs().cat_file(str(path), start=offset, end=offset + nbytes)
@@ -262,11 +263,11 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def objects(folder: Path) -> dict[str, dict[str, Any]]:
-  """The objects below a folder of a bucket.
+  """Lists the objects below a folder of a bucket.
 
   Returns:
-    Name from the folder on -> `bytes` and `digest`, the CRC32C that the store
-    has computed of what it received, hexadecimal.
+    Mapping from name relative to the folder to `bytes` and `digest`, the
+    hexadecimal CRC32C that the store computed of what it received.
   """
   with _as_os_errors(folder):
     found = _gcs().find(str(folder), detail=True)
@@ -279,17 +280,17 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def matching(pattern: str) -> dict[str, dict[str, Any]]:
-  """The objects of a bucket that match a glob; `**` is any depth of folders.
+  """Lists the objects of a bucket that match a glob.
 
   Args:
-    pattern: begins with gs://BUCKET/.
+    pattern: glob that begins with gs://BUCKET/; `**` matches any depth.
 
   Returns:
-    Address -> as `objects`; in the order of the addresses.
+    Mapping from address to `bytes` and `digest` as of `objects`, sorted.
 
   Raises:
     UserError: the bucket cannot be reached.
-    OSError: it cannot be listed, or `**` is but a part of a name.
+    OSError: it cannot be listed, or `**` is only part of a name.
   """
   at(pattern)
   with _as_os_errors(pattern):
@@ -302,30 +303,30 @@ def matching(pattern: str) -> dict[str, dict[str, Any]]:
 
 
 def _described(info: dict[str, Any]) -> dict[str, Any]:
-  """Of what gcsfs says of an object, what `objects` returns."""
+  """Converts the metadata of gcsfs to an entry of `objects`."""
   digest = base64.b64decode(info['crc32c']).hex()
   return {'bytes': int(info['size']), 'digest': digest}
 
 
 def open_to_read(path: AnyPath) -> BinaryIO:
-  """Opens a file; one of a bucket is read in blocks, so line by line too.
+  """Opens a file for reading, with a buffer if it is in a bucket.
 
   Raises:
-    OSError: it is not there.
+    OSError: it does not exist.
   """
   file = at(path).open('rb')
   return io.BufferedReader(file, _BLOCK) if is_bucket(path) else file
 
 
 def file_crc32c(path: Path) -> str:
-  """CRC32C of a file, hexadecimal.
+  """Returns the hexadecimal CRC32C of a file.
 
   Raises:
     UserError: the module that computes it is not installed.
   """
   if importlib.util.find_spec('google_crc32c') is None:
     raise errors.UserError(
-      f'{path} was sealed in a bucket, by CRC32C; checking that needs'
+      f'{path} has a CRC32C checksum from a bucket; verifying it needs'
       f' {INSTALL}.'
     )
   import google_crc32c
@@ -338,7 +339,7 @@ def file_crc32c(path: Path) -> str:
 
 
 def key_value_store(folder: Path) -> Any:
-  """A folder of a bucket by TensorStore, where writes may be conditional.
+  """Opens a folder of a bucket in TensorStore, for conditional writes.
 
   Raises:
     ValueError: it cannot be opened.
@@ -352,31 +353,31 @@ def key_value_store(folder: Path) -> Any:
 
 
 def _each(names, function) -> None:
-  """Calls the function with every name, some at once."""
+  """Calls the function with every name, in several threads."""
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     list(pool.map(function, names))
 
 
 @functools.cache
 def _connect() -> None:
-  """Has etils reach buckets through gcsfs, and see them as they are."""
+  """Makes etils reach buckets through gcsfs, without cached listings."""
   if importlib.util.find_spec('gcsfs') is None:
     raise errors.UserError(
       f'{SCHEME} paths need gcsfs, which is not installed: {INSTALL}.'
     )
-  # etils takes TensorFlow where it is installed, and remembers that it is.
+  # etils prefers TensorFlow where it is installed, and caches whether it is.
   os.environ['EPATH_USE_TF'] = 'false'
   epath.gpath._is_tf_installed.cache_clear()
   from fsspec import config
 
-  # Other hosts write too: a list that was remembered would hide it.
+  # Other hosts write too, which a cached listing would hide.
   for name in ('gs', 'gcs'):
     config.conf.setdefault(name, {})['use_listings_cache'] = False
 
 
 @functools.cache
 def _gcs() -> Any:
-  """The file system that etils uses too."""
+  """Returns the file system that etils uses too."""
   import fsspec
 
   _connect()
@@ -385,10 +386,10 @@ def _gcs() -> Any:
 
 @functools.cache
 def _reach(bucket: str) -> None:
-  """Asks something of a bucket, once.
+  """Checks once that a bucket answers.
 
   Raises:
-    UserError: there is no answer.
+    UserError: it does not.
   """
   try:
     with _as_os_errors(epath.Path(SCHEME + bucket)):
@@ -403,7 +404,7 @@ def _reach(bucket: str) -> None:
 
 @contextlib.contextmanager
 def _as_os_errors(path: AnyPath) -> Iterator[None]:
-  """What gcsfs and its parts raise, each of its own kind, as OSError."""
+  """Raises the many error types of gcsfs and its parts as OSError."""
   try:
     yield
   except (OSError, errors.UserError):

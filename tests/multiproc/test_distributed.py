@@ -180,16 +180,19 @@ with distributed.fail_together():
 """
 
 
-@pytest.mark.parametrize('killed', [1, 0])
-def test_a_killed_process_ends_the_other(tmp_path, killed):
+# A stopped one is as a machine that vanishes: no connection is closed.
+@pytest.mark.parametrize(
+  'dead, how', [(1, signal.SIGSTOP), (0, signal.SIGKILL)]
+)
+def test_a_dead_process_ends_the_other(tmp_path, dead, how):
   processes = _start(_LOOP, tmp_path, 2, range(2))
   try:
     deadline = time.monotonic() + 120
     while not all('step 3' in log for log in _logs(tmp_path)):
       assert time.monotonic() < deadline, _logs(tmp_path)
       time.sleep(0.1)
-    processes[killed].kill()
-    status = processes[1 - killed].wait(60)
+    processes[dead].send_signal(how)
+    status = processes[1 - dead].wait(60)
   finally:
     for process in processes:
       process.kill()

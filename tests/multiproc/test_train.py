@@ -9,7 +9,6 @@ import pytest
 
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app
-from encdec_adapt.cluster import watchdog
 from encdec_adapt.data import loader, records
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import metrics, timing
@@ -74,25 +73,6 @@ def test_after_one_is_killed_both_continue(folder, flags, two):
   *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
   assert last['starts'] == 2 and last['lost_steps'] >= 9 - step
   assert last['lost_seconds'] > 0 or step >= 9
-
-
-@pytest.mark.long
-def test_where_one_stops_answering_the_other_reports_and_ends(folder, flags):
-  workdir = folder / 'hanging'
-  limit = ('--config.train.hang_seconds=10',)
-  processes = _start_two([*flags, *limit], workdir)
-  try:
-    _wait_for_step(processes, workdir, 9)
-    processes[1].send_signal(signal.SIGSTOP)
-    code = processes[0].wait(120)
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
-  assert code == app.HANG, _said(workdir)
-  report = (workdir / watchdog.REPORTS / '0.txt').read_text()
-  assert report.startswith('process 0 hangs: ')
-  assert 'train.py' in report  # The stack of the main thread.
 
 
 def _start_two(flags, workdir: pathlib.Path, command: str = 'train'):
