@@ -119,7 +119,7 @@ def _break_config(folder):
     (_forge, f'says that its header has {2**40} bytes'),
     (_lose_a_shard, 'is in model-00002-of-00002.safetensors, which is not th'),
     (_pickle, r'pickled weights only \(pytorch_model.bin\)'),
-    (_break_config, 'config.json: it has no valid JSON'),
+    (_break_config, 'config.json: it is not valid JSON'),
   ],
 )
 def test_damaged_files_leave_nothing_behind(damage, words, gemma, tmp_path):
@@ -133,12 +133,12 @@ def test_damaged_files_leave_nothing_behind(damage, words, gemma, tmp_path):
 
 
 METADATA = [
-  ('generation_config.json', '{"eos_', 'it has no valid JSON'),
+  ('generation_config.json', '{"eos_', 'it is not valid JSON'),
   ('generation_config.json', '{"eos_token_id": "x"}',
    "has eos_token_id = 'x', and an id is a number. Correct it"),
   ('generation_config.json', '{"bos_token_id": [2]}', r'bos_token_id = \[2\]'),
-  ('tokenizer.json', '{"model": {', 'it has no valid JSON'),
-  ('tokenizer_config.json', '[]', 'its JSON is a list, no object'),
+  ('tokenizer.json', '{"model": {', 'it is not valid JSON'),
+  ('tokenizer_config.json', '[]', 'its JSON is a list, not an object'),
   ('tokenizer.model', '\n\x01', 'not a SentencePiece model, or a damaged'),
   ('tokenizer.model', '', 'is empty; copy the file'),
   ('tokenizer.model', 'version https://git-lfs.github.com/spec/v1\n',
