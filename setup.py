@@ -56,6 +56,7 @@ setuptools.setup(
   license='Apache-2.0',
   python_requires='>=3.11,<3.14',
   packages=setuptools.find_packages(include=['encdec_adapt*']),
+  package_data={'encdec_adapt.planning': ['calibration.json']},
   install_requires=CORE + DATA + REPORT,
   extras_require={
     'test': TEST,

@@ -47,5 +47,7 @@ def test_verify_on_tokens_of_a_file(adapted, imported, tmp_path, capsys):
   with pytest.raises(errors.UserError, match='line 1: write a list of ids'):
     convert_('verify', imported, imported, f'--tokens={rows}')
   rows.write_text('[2, 400]')
-  with pytest.raises(errors.UserError, match='400 of decoder is no id below'):
+  with pytest.raises(
+    errors.UserError, match='400 of decoder is not an id below'
+  ):
     convert_('verify', imported, imported, f'--tokens={rows}')

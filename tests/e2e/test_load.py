@@ -74,13 +74,12 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
   output = tmp_path / 'out.json'
   drawn = ['--prompt=the quick', '--temperature=1']
   free = _generate(output, f'--checkpoint={copy}', *drawn)
-  opened = generate.open_model(str(copy))
-  assert opened.special_ids['eos'] == (1,)
-  reader = opened.reader
+  loaded = encdec_adapt.load(copy)
+  assert loaded.special_ids['eos'] == (1,)
+  reader = loaded.stored.open_vocabularies().decoder
   rows = np.array([[reader.bos, *reader.encode('the quick')]])
-  text = np.asarray(
-    encdec_adapt.load(copy).generate(rows, max_tokens=9, temperature=1).tokens
-  )
+  text = loaded.generate(rows, max_tokens=9, temperature=1).tokens
+  text = np.asarray(text)
   assert (free['tokens'], free['ended']) == (9, False)
   # A token that does not come up before it ends it, once the folder says so.
   at = next(n for n in range(1, 9) if text[0, n] not in text[0, :n])
@@ -128,9 +127,9 @@ def test_the_window_is_as_stored_unless_it_is_given(
 
 
 def test_windows_that_there_are_not_are_refused(gemma, adapted, tmp_path):
-  with pytest.raises(errors.UserError, match="'foo'; it is one of excl"):
+  with pytest.raises(errors.UserError, match="'foo'; it must be one of excl"):
     encdec_adapt.load(gemma, encoder_window='foo')
-  with pytest.raises(errors.UserError, match='no encoder that looks both'):
+  with pytest.raises(errors.UserError, match='no bidirectional encoder'):
     encdec_adapt.load(gemma, encoder_window='exclusive')
   merged = tmp_path / 'merged'
   flags = [f'--encoder={gemma}', '--cross_merged', f'--output={merged}']

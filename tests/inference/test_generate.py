@@ -87,9 +87,6 @@ def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
   for number, sample in enumerate(samples, start=1):
     assert f'prompt {number} of 5\n{sample["prompt"]}\n' in printed
     assert f'\n{sample["continuation"]}\n' in printed
-  total = sum(sample['tokens'] for sample in samples)
-  assert f'5 prompts, 3 at a time: {total} tokens in ' in printed
-  assert 'tokens/s' in printed
 
   # A prompt draws alike in any batch, and otherwise with another seed.
   assert _run(*arguments, '--batch_size=8') == 0
@@ -122,10 +119,10 @@ def test_frame_prompts():
     (['--checkpoint=c', '--prompt=x', '--prompts=y'], 'not both'),
     (['--checkpoint=c', '--prompt='], '--prompt number 1: the prompt is empty'),
     (['--checkpoint=c', '--prompts=nowhere.txt'], 'nowhere.txt cannot be read'),
-    (['--checkpoint=c', '--prompts=EMPTY'], 'is empty; write one'),
+    (['--checkpoint=c', '--prompts=EMPTY'], 'the prompt is empty'),
     (['--checkpoint=c', '--prompts=GAP'], 'line 2: the prompt is empty'),
     (['--checkpoint=c', '--prompts=BAD.jsonl'], 'line 2 is not JSON'),
-    (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'than a string: 3'),
+    (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'be a JSON string: 3'),
     (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], '--max_tokens is 0'),
     (['--checkpoint=c', '--prompt=x', '--top_k=5'], 'do nothing at'),
     (['--checkpoint=c', '--prompt=x'], 'c holds no model'),
@@ -160,7 +157,7 @@ def test_conversations_are_lines_of_json(tmp_path):
   messages = [{'role': 'user', 'content': 'x'}]
   file.write_text(json.dumps('a') + '\n' + json.dumps(messages) + '\n')
   assert generate.read_prompts([], str(file), chat=True) == ['a', messages]
-  with pytest.raises(errors.UserError, match='line 2 is JSON of another kind'):
+  with pytest.raises(errors.UserError, match='line 2 must be a JSON string'):
     generate.read_prompts([], str(file))
   file.write_text('[{"role": "user"}]\n')
   with pytest.raises(errors.UserError, match='line 1: message 1 of the conv'):
