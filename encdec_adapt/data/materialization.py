@@ -25,6 +25,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data import (
   batch,
+  data_section,
   mixtures,
   packing,
   randomness,
@@ -306,7 +307,7 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 
 def set_folders(
-  data: Any,
+  data: data_section.DataConfig,
 ) -> dict[str, tuple[records.RecordSpec, paths.Path]]:
   """Returns spec and folder of the sets 'train' and 'eval' of a DataConfig."""
   folder = paths.at(data.folder)
@@ -316,7 +317,7 @@ def set_folders(
   }
 
 
-def is_missing(data: Any) -> bool:
+def is_missing(data: data_section.DataConfig) -> bool:
   """Returns whether records of a DataConfig have yet to be made.
 
   Records of another spec are not missing: `open_sets` refuses them. Other
@@ -330,7 +331,7 @@ def is_missing(data: Any) -> bool:
 
 
 def open_sets(
-  data: Any, opened: vocabularies.Opened
+  data: data_section.DataConfig, opened: vocabularies.Opened
 ) -> tuple[records.RecordSet, records.RecordSet]:
   """Opens the training and the held-out records of a DataConfig.
 
@@ -347,7 +348,7 @@ def open_sets(
   return train, evaluation
 
 
-def open_vocabularies(data: Any) -> vocabularies.Opened:
+def open_vocabularies(data: data_section.DataConfig) -> vocabularies.Opened:
   """Opens the vocabularies of a DataConfig; trains the decoder's if allowed.
 
   It is trained on documents of the training split.
@@ -373,15 +374,12 @@ def open_vocabularies(data: Any) -> vocabularies.Opened:
       (document.text for document in documents), path, size
     )
   opened = choice.open()
-  for side, rows in data.table_sizes.items():
-    key = f'config.model.{side}.vocab_size'
-    note = vocabularies.check_size(opened.sides[side], rows, side, key=key)
-    if note:
-      _print(f'note: {note}')
+  for note in opened.check_tables(data.table_sizes):
+    _print(f'note: {note}')
   return opened
 
 
-def materialize(data: Any, only: str = 'all') -> None:
+def materialize(data: data_section.DataConfig, only: str = 'all') -> None:
   """Makes the vocabulary and the records of a DataConfig that are missing.
 
   Args:

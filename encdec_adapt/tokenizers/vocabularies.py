@@ -14,6 +14,7 @@ A vocabulary is named by a path, or 'bytes':
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import os
 from typing import Any
@@ -168,6 +169,26 @@ class Opened:
       'vocabulary': self.decoder.fingerprint,
       'encoder_vocabulary': self.encoder.fingerprint,
     }
+
+  def check_tables(self, sizes: Mapping[str, int]) -> list[str]:
+    """Checks the vocabularies against a model's tables.
+
+    Args:
+      sizes: number of tokens of the model's table, by name of the stack.
+
+    Returns:
+      Notes, see `check_size`.
+
+    Raises:
+      UserError: see `check_size`.
+    """
+    notes = [
+      check_size(
+        self.sides[side], rows, side, key=f'config.model.{side}.vocab_size'
+      )
+      for side, rows in sizes.items()
+    ]
+    return [note for note in notes if note]
 
   def describe(self) -> dict[str, Any]:
     """Returns the description in manifests and checkpoints, for JSON."""

@@ -257,12 +257,8 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
   choice = data.vocabularies
   if data.train_vocabulary and not vocabularies.exists(choice.decoder):
     return
-  opened = choice.open()
-  for side, rows in data.table_sizes.items():
-    note = vocabularies.check_size(
-      opened.sides[side], rows, side, key=f'config.model.{side}.vocab_size'
-    )
-    if note and distributed.is_lead():
+  for note in choice.open().check_tables(data.table_sizes):
+    if distributed.is_lead():
       print(f'note: {note}')
 
 

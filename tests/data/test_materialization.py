@@ -1,7 +1,5 @@
 """Materialising: the same bytes whoever makes them, kept across restarts."""
 
-import dataclasses
-import json
 import os
 import pathlib
 import pydoc_data.topics
@@ -105,11 +103,8 @@ def reference(text, tmp_path_factory):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize('workers', [2, 3])
-def test_any_number_of_workers_makes_the_same_bytes(
-  text, reference, tmp_path, workers
-):
-  make(text, tmp_path, workers)
+def test_any_number_of_workers_makes_the_same_bytes(text, reference, tmp_path):
+  make(text, tmp_path, workers=3)
   assert contents(tmp_path) == reference
   assert len(reference) == 2 * 3 * 2 + 1  # shards and their .json, manifest
 
@@ -129,15 +124,6 @@ def test_finished_shards_survive_a_killed_worker(
   make(text, tmp_path)
   assert contents(tmp_path) == reference
   assert [path.stat().st_mtime_ns for path in kept] == times
-
-
-def bad_pair(job):
-  yield materialization.Example(batch.Pair(np.arange(30), np.arange(3)), 0)
-
-
-def test_a_pair_too_long_for_the_rows_is_an_error(text, tmp_path):
-  with pytest.raises(ValueError, match='31 encoder'):
-    make(text, tmp_path, read=bad_pair)
 
 
 def test_finished_records_are_left_alone(text, tmp_path):
@@ -162,16 +148,10 @@ def test_a_damaged_shard_alone_is_made_again(text, reference, tmp_path):
   make(text, tmp_path)
   path = tmp_path / 'pass-00001' / 'shard-00002-of-00003.array_record'
   path.write_bytes(path.read_bytes()[:1000])
+  path.with_suffix('.999.tmp').write_bytes(b'of a killed worker')
   with pytest.raises(errors.UserError, match='materialise again'):
     records.RecordSet.open(tmp_path)
   (tmp_path / 'manifest.json').unlink()
-  make(text, tmp_path)
-  assert contents(tmp_path) == reference
-
-
-def test_leftovers_of_killed_workers_go(text, reference, tmp_path):
-  (tmp_path / 'pass-00000').mkdir()
-  (tmp_path / 'pass-00000' / 'shard-00000-of-00003.999.tmp').write_bytes(b'x')
   make(text, tmp_path)
   assert contents(tmp_path) == reference
 
@@ -199,12 +179,8 @@ def test_max_rows_keeps_rows_from_all_over(text, tmp_path):
   rows = found.read(range(20))
   assert all(len(row) == 1 for row in rows)
   first = [np.concatenate(row[0].parts)[0] - 10 for row in rows]
-  # 13 or 14 documents a shard, 6 or 7 rows: more than a shard's beginning.
-  assert [entry['rows'] for entry in found.manifest['passes'][0]['shards']] == [
-    6,
-    7,
-    7,
-  ]
+  # More than the beginning of each shard.
+  assert found.manifest['passes'][0]['shards'][0]['rows'] == 6
   assert len(set(first)) > 12
   assert max(first) > 30
   assert first[:6] == sorted(first[:6])
@@ -214,30 +190,21 @@ def no_examples(job):
   return iter(())
 
 
-def test_a_source_without_rows_is_an_error(text, tmp_path):
+def test_refusals_write_nothing(text, tmp_path):
   with pytest.raises(errors.UserError, match="no rows for split 'train'"):
-    make(text, tmp_path, read=no_examples)
-  assert not (tmp_path / 'manifest.json').exists()
-
-
-def test_other_records_are_not_written_over(text, tmp_path):
+    make(text, tmp_path / 'empty', read=no_examples)
+  assert not (tmp_path / 'empty' / 'manifest.json').exists()
+  with pytest.raises(errors.UserError, match='no file matches'):
+    make(text, tmp_path / 'new', source='text:/nowhere/*.txt')
+  assert not (tmp_path / 'new').exists()
   make(text, tmp_path)
   before = contents(tmp_path)
   with pytest.raises(errors.UserError, match='seed is 1 in the records and 2'):
     make(text, tmp_path, seed=2)
-  assert contents(tmp_path) == before
-
-
-def test_a_second_job_on_the_same_folder_is_refused(text, tmp_path):
   with lock.FileLock(tmp_path):
     with pytest.raises(errors.UserError, match='another job'):
       make(text, tmp_path)
-
-
-def test_missing_text_is_an_error_before_anything_is_written(text, tmp_path):
-  with pytest.raises(errors.UserError, match='no file matches'):
-    make(text, tmp_path / 'new', source='text:/nowhere/*.txt')
-  assert not (tmp_path / 'new').exists()
+  assert contents(tmp_path) == before
 
 
 def data_config(text, folder, **changes):
@@ -327,33 +294,15 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-  'counts',
-  [
-    pytest.param((1, 2), marks=pytest.mark.long),
-    pytest.param((1, 2, 3), marks=pytest.mark.slow),
-  ],
-)
-def test_seqio_shards_are_the_same_for_any_number_of_workers(
-  counts, text, tmp_path
-):
+@pytest.mark.long
+def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
   # Unequal lengths, so that windows vary, and a source drawn in part.
   source = f'text:{text}/[0-2]*.txt@1.5 + text:{text}/3*.txt'
   spec = make_spec(text, source=source, objective='ul2', sentinels='recycle')
   found = []
-  for workers in counts:
+  for workers in (1, 2):
     folder = tmp_path / str(workers)
     read = materialization.read_examples
     make(text, folder, workers, spec=spec, read=read)
     found.append(contents(folder))
-  assert all(other == found[0] for other in found[1:])
-  manifest = json.loads(found[0]['manifest.json'])
-  assert (
-    dataclasses.replace(
-      records.RecordSpec(**manifest['spec']),
-      source_fingerprint='',
-      vocabulary='',
-      encoder_vocabulary='',
-    )
-    == spec
-  )
+  assert found[0] == found[1]

@@ -147,16 +147,6 @@ def test_denoiser_counts(mode, mean, density, length, noise, spans):
     assert denoiser in objectives.UL2_DENOISERS
 
 
-def test_ul2_hides_the_last_quarter_for_s():
-  objective = _make('ul2', 64, 64)
-  plan = _plan(objective, 'S', None, 0.25)
-  window = np.arange(TEXT, TEXT + 8, dtype=np.int32)
-  assert _lists(objective.split(window, plan, _rng())) == [
-    [S, 100, 101, 102, 103, 104, 105, A],
-    [A, 106, 107],
-  ]
-
-
 def test_ul2_draws_its_denoisers_equally():
   objective = _make('ul2', 64, 64)
   rng = _rng()
@@ -164,6 +154,12 @@ def test_ul2_draws_its_denoisers_equally():
   assert len(set(drawn)) == len(objectives.UL2_DENOISERS) == 7
   for denoiser in objectives.UL2_DENOISERS:
     assert drawn.count(denoiser) == pytest.approx(200, abs=60)
+  (last,) = (p for p in objective.plans if p.denoiser.mode == 'S')
+  window = np.arange(TEXT, TEXT + 8, dtype=np.int32)
+  assert _lists(objective.split(window, last, rng)) == [
+    [S, 100, 101, 102, 103, 104, 105, A],
+    [A, 106, 107],
+  ]
   window = np.arange(TEXT, TEXT + 64, dtype=np.int32)
   modes = {'R': R, 'S': S, 'X': X}
   for plan in objective.plans:
@@ -182,18 +178,6 @@ def test_ul2_plans_the_longest_windows_that_fit(lengths):
         if inputs + 1 <= lengths[0] and targets + (1 - ends) <= lengths[1]:
           fitting.append(size)
       assert fitting == list(range(1, longest + 1))
-
-
-def test_ul2_fills_the_inputs_by_itself_where_sides_are_equal():
-  objective = _make('ul2', 256, 256)
-  rng = _rng()
-  sizes = {plan.denoiser: plan.inside for plan in objective.plans}
-  for _ in range(50):
-    plan = objective.draw_plan(rng)
-    assert plan.inside == sizes[plan.denoiser]
-    window = np.full(plan.inside, TEXT, np.int32)
-    inputs = objective.split(window, plan, rng).inputs
-    assert 254 <= len(inputs) + 1 <= 256
 
 
 def test_ul2_windows_vary_where_denoisers_fill_different_sides():
@@ -260,7 +244,7 @@ def _restore(pair):
   return window, sum(token >= TEXT for token in targets)
 
 
-@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.settings(deadline=None, max_examples=100)
 @hypothesis.given(
   name=strategies.sampled_from(objectives.OBJECTIVES),
   size=strategies.integers(1, 400),
@@ -296,19 +280,6 @@ def test_any_document(name, size, encoder, decoder, seed):
     assert whole
     restored += whole
   assert restored == document.tolist()
-
-
-def test_draws_come_from_the_generators_alone():
-  document = np.arange(TEXT, TEXT + 200)
-  for name in ('prefix_lm_uniform', 'ul2'):
-    objective = _make(name, 80, 60)
-    assert objective.draws
-    one, same, other = (
-      [_lists(pair) for pair in _pairs(objective, document, seed)]
-      for seed in (0, 0, 1)
-    )
-    assert one == same != other
-    assert len(one) > 2
 
 
 @pytest.mark.parametrize(

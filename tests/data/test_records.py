@@ -89,12 +89,6 @@ def test_the_manifest_counts_and_measures_fill(tmp_path):
   assert names[2] == 'pass-00001/shard-00002-of-00003.array_record'
 
 
-def test_shards_written_twice_are_the_same_bytes(tmp_path):
-  first = write_set(tmp_path / 'a')
-  assert first == write_set(tmp_path / 'b')
-  assert list(tmp_path.rglob('*.tmp')) == []
-
-
 def test_an_unfinished_shard_leaves_nothing(tmp_path):
   with pytest.raises(RuntimeError, match='stop'):
     with records.ShardWriter(tmp_path, SPEC, 0, 1) as writer:

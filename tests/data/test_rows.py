@@ -1,7 +1,5 @@
 """Rows as bytes: literal bytes, round trips, and bytes that are no row."""
 
-import hypothesis
-from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -21,29 +19,6 @@ def test_the_bytes_of_a_row_are_as_documented():
   )
   row[0].targets[0] = 65536
   assert rows.encode_row(row) == u4(4, 2, 2, 1, 2, 0, 1, 258, 65536, 4, 5)
-
-
-@hypothesis.settings(deadline=None, max_examples=50)
-@hypothesis.given(
-  st.lists(
-    st.tuples(
-      st.lists(st.integers(0, 262144), max_size=4),
-      st.lists(st.integers(0, 65535), min_size=1, max_size=4),
-    ),
-    min_size=1,
-    max_size=4,
-  )
-)
-def test_rows_come_back_as_written(pairs):
-  row = [
-    batch.Pair(np.array(m, np.int32), np.array(n, np.int32)) for m, n in pairs
-  ]
-  for pair, other in zip(
-    rows.decode_row(rows.encode_row(row)), row, strict=True
-  ):
-    for side, same in zip(pair.parts, other.parts, strict=True):
-      assert side.dtype == np.int32
-      np.testing.assert_array_equal(side, same)
 
 
 @pytest.mark.parametrize('cut', [0, 3, 9, -1])

@@ -140,20 +140,6 @@ def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
   assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
 
 
-def test_other_names_of_special_pieces_are_found(vocabulary, tmp_path):
-  def as_llama(proto):
-    proto.pieces[1].piece, proto.pieces[2].piece = '</s>', '<s>'
-    proto.trainer_spec.eos_piece, proto.trainer_spec.bos_piece = '</s>', '<s>'
-
-  path = _changed(vocabulary, tmp_path / 'llama.model', as_llama)
-  other = vocabularies.open_vocabulary(path)
-  assert (other.piece(other.eos), other.piece(other.bos)) == ('</s>', '<s>')
-  assert (other.eos, other.bos) == (1, 2)
-  ids = other.encode('<s> </s>')
-  assert ids.min() >= 104 and other.decode(ids) == '<s> </s>'
-  assert other.tokens_digest != vocabulary.tokens_digest
-
-
 def test_a_space_before_every_text(vocabulary, tmp_path):
   """As Llama 2: it is put there, and taken away from a text's start alone."""
   path = _changed(

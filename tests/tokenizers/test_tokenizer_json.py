@@ -211,14 +211,6 @@ def test_tokenizers_that_lose_text_are_refused(tmp_path):
     vocabularies.open_vocabulary(tmp_path)
 
 
-def test_a_vocabulary_without_known_names_is_refused(tmp_path):
-  tokenizer = tiny_tokenizers.make('qwen', TEXTS, SIZE)
-  text = tokenizer.to_str().replace('<|endoftext|>', '<|other|>')
-  (tmp_path / 'tokenizer.json').write_text(text)
-  with pytest.raises(errors.UserError, match='has no known EOS'):
-    vocabularies.open_vocabulary(tmp_path)
-
-
 def test_sentencepiece_comes_first(tmp_path, family, folder):
   both = pathlib.Path(shutil.copytree(folder, tmp_path / 'both'))
   (both / 'tokenizer.model').write_text('IQ== 0\nIg== 1\n')  # Llama 3's kind.
