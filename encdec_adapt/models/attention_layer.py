@@ -33,18 +33,18 @@ def project_keys_values(
   params: Mapping[str, Array],
   source: Float[Array, 'B S E'],
 ) -> caches.KeyValues:
-  """Keys and values [B, S, K, H] in the source's dtype, before rotation.
+  """Projects keys and values [B, S, K, H], before rotation.
 
   Args:
-    config: of the stack whose layer attends.
-    params: parameters of its attention, of which those of keys and values
-      are used: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    config: stack of the layer that attends.
+    params: parameters of its attention; those of keys and values are used:
+      'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
   """
-  key = _project(params, 'key', 'BSE,EKH->BSKH', source)
+  key = _project(params, 'key', source)
   if config.qk_norm:
     key = layers.norm(config, key, params['key_norm'])
-  value = _project(params, 'value', 'BSE,EKH->BSKH', source)
+  value = _project(params, 'value', source)
   key, value = (
     partition.shard(x, 'batch', 'kv_length', 'kv_heads', None)
     for x in (key, value)
@@ -52,13 +52,11 @@ def project_keys_values(
   return caches.KeyValues(key=key, value=value)
 
 
-def _project(
-  params: Mapping[str, Array], name: str, equation: str, x: jax.Array
-) -> jax.Array:
-  """Product with the kernel of that name, and its bias where there is one."""
+def _project(params: Mapping[str, Array], name: str, x: jax.Array) -> jax.Array:
+  """Projects `x` by the kernel of that name, and its bias if there is one."""
   kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
-  kernel = partition.summed_in_stages(kernel, *_AXES[name])
-  return layers.biased_product(equation, x, kernel, bias)
+  kernel = partition.sum_gradient_in_stages(kernel, *_AXES[name])
+  return layers.project(x, kernel, bias)
 
 
 class _Attention(nn.Module):
@@ -66,8 +64,8 @@ class _Attention(nn.Module):
 
   Attributes:
     config: the stack's shape.
-    execution: how it is run.
-    source_width: width of what keys and values are made of.
+    execution: choices of speed and memory.
+    source_width: width of the states that keys and values are projected from.
   """
 
   config: model_config.StackConfig
@@ -103,8 +101,8 @@ class _Attention(nn.Module):
     self.weights = weights
 
   def queries(self, x: Float[Array, 'B T D']) -> Float[Array, 'B T N H']:
-    """Queries, before rotation."""
-    q = _project(self.weights, 'query', 'BTD,DNH->BTNH', x)
+    """Projects queries, before rotation."""
+    q = _project(self.weights, 'query', x)
     if self.config.qk_norm:
       q = layers.norm(self.config, q, self.weights['query_norm'])
     return q
@@ -117,12 +115,12 @@ class _Attention(nn.Module):
     *,
     cached: bool,
   ) -> Float[Array, 'B T D']:
-    """Attention of the queries over the source, projected to the width.
+    """Attends over the source and projects the result to the width.
 
     Args:
       q: queries.
       source: keys and values.
-      mask: who sees whom.
+      mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
     """
     cfg, run = self.config, self.execution
@@ -138,7 +136,7 @@ class _Attention(nn.Module):
       chunk=run.attention_chunk,
     )  # [B, T, N, H]
     out = partition.shard(out, 'batch', 'length', 'act_heads', None)
-    return _project(self.weights, 'output', 'BTNH,NHD->BTD', out)
+    return _project(self.weights, 'output', out)
 
 
 class SelfAttention(_Attention):
@@ -158,9 +156,9 @@ class SelfAttention(_Attention):
     Args:
       x: normalised states.
       rotation: cosines and sines of the positions (`rope.angles`).
-      mask: its keys are those of `x`, or with a cache the cache's entries.
+      mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
-      index: where the cache is written.
+      index: first entry of the cache to write.
       memory: in merged attention the encoder's output, or its keys and
         values: keys without a rotation that follow the others in `mask`.
 
@@ -180,7 +178,7 @@ class SelfAttention(_Attention):
   def _with_memory(
     self, source: caches.KeyValues, memory: caches.KeyValues | jax.Array
   ) -> caches.KeyValues:
-    """The source's entries followed by the memory's."""
+    """Appends the memory's entries to the source's."""
     if not isinstance(memory, caches.KeyValues):
       memory = project_keys_values(self.config, self.weights, memory)
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), source, memory)

@@ -18,8 +18,8 @@ from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution as executions
 from encdec_adapt.ops import partition
 
-# Parts of a block that only a decoder of an encoder-decoder has, and the part
-# of self-attention that each is the counterpart of.
+# Parts of a block that only a decoder with cross-attention has, and the
+# corresponding part of self-attention.
 CROSS: Mapping[str, str] = types.MappingProxyType(
   {
     'pre_cross_norm': 'pre_attention_norm',
@@ -31,14 +31,15 @@ CROSS: Mapping[str, str] = types.MappingProxyType(
 
 @flax.struct.dataclass
 class Context:
-  """What every layer of a stack sees alike.
+  """Inputs that are the same for every layer of a stack.
 
   Attributes:
     rotations: cosines and sines of the positions (`rope.angles`) by kind of
       layer.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       its last keys are the encoder's.
-    index: where the cache is written, int32 scalar; None without a cache.
+    index: first entry of the cache to write, int32 scalar; None without a
+      cache.
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
       where its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
@@ -62,8 +63,8 @@ class Block(nn.Module):
 
   Attributes:
     config: the stack's shape.
-    execution: how it is run.
-    kind: of the layer.
+    execution: choices of speed and memory.
+    kind: kind of the layer.
     sparse: whether its feed-forward has experts.
   """
 

@@ -23,7 +23,7 @@ def build(
 
   Args:
     config: shape of the model.
-    dtype: of activations and products; parameters are float32.
+    dtype: dtype of activations and products; parameters are float32.
     remat: name of a rematerialisation policy (`execution.REMAT_POLICIES`).
     attention_backend: name of a backend of `ops.attention`.
     attention_chunk: queries per chunk of the chunked backend.

@@ -24,11 +24,11 @@ Routing = list[Any] | None
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """What every model with a decoder has; hashable, holds no arrays.
+  """Base of every model with a decoder; hashable, holds no arrays.
 
   Attributes:
     config: shape of the model.
-    execution: how it is run.
+    execution: choices of speed and memory.
   """
 
   config: model_config.ModelConfig
@@ -44,14 +44,14 @@ class Decoder:
     return parameters.init(self.config, rng)
 
   def head(self, params: Params) -> Float[Array, 'V D']:
-    """The table that logits are products with, padding rows included."""
+    """Returns the output table, padding rows included."""
     tied = self.config.decoder.tied_head
     return params['decoder']['embedder' if tied else 'head']['table']
 
   def logits(
     self, params: Params, hidden: Float[Array, 'B T D']
   ) -> Float[Array, 'B T vocab']:
-    """Soft-capped float32 logits of the decoder's states.
+    """Computes soft-capped float32 logits of the decoder's states.
 
     For small uses and generation; training has `ops.vocabulary_loss`.
     """
@@ -78,11 +78,11 @@ class Decoder:
 
     Args:
       params: the model's parameters.
-      name: of the stack.
-      *args: of the stack.
-      routing: what the routers of its layers say is appended to it, for
-        `experts.mean_losses`; None where nobody asks.
-      **kwargs: of the stack.
+      name: name of the stack.
+      *args: positional arguments of the stack.
+      routing: list to which the router losses of its layers are appended, for
+        `expert_layer.mean_losses`; None to skip them.
+      **kwargs: keyword arguments of the stack.
     """
     shape = self.config.stacks[name]
     apply = stack.Stack(shape, self.execution).apply
@@ -135,8 +135,8 @@ class DecoderOnly(Decoder):
   ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
     """Continues rows by the next tokens, one or many.
 
-    The caller sees to it that no more tokens are written than the cache has
-    entries; which of them are visible is decided by segments and positions.
+    The caller must not write more tokens than the cache has entries; segments
+    and positions decide which entries are visible.
 
     Returns:
       States of the new tokens, and the cache with them added.

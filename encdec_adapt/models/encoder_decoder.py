@@ -35,7 +35,7 @@ class EncoderDecoder(decoder_only.Decoder):
     *,
     routing: decoder_only.Routing = None,
   ) -> Float[Array, 'B S E']:
-    """The encoder's states after its final norm, as `decode` reads them.
+    """Computes the encoder's states after its final norm.
 
     Args:
       params: the model's parameters.
@@ -63,7 +63,7 @@ class EncoderDecoder(decoder_only.Decoder):
     *,
     routing: decoder_only.Routing = None,
   ) -> Float[Array, 'B T D']:
-    """The decoder's states after its final norm."""
+    """Computes the decoder's states after its final norm."""
     hidden, _ = self.run_stack(
       params,
       'decoder',
@@ -82,9 +82,9 @@ class EncoderDecoder(decoder_only.Decoder):
     encoded: Float[Array, 'B S E'],
     encoder_segments: Int[Array, 'B S'],
   ) -> caches.CrossCache:
-    """Keys and values of every layer that attends to the encoder.
+    """Computes the cross-attention cache of `decode_step`.
 
-    For `decode_step`; None for the other layers.
+    Layers that do not attend to the encoder have None.
     """
     stack = self.config.decoder
 
@@ -119,8 +119,8 @@ class EncoderDecoder(decoder_only.Decoder):
   ) -> tuple[Float[Array, 'B T D'], caches.Cache]:
     """Continues rows by the next tokens, one or many.
 
-    The caller sees to it that no more tokens are written than the cache has
-    entries; which of them are visible is decided by segments and positions.
+    The caller must not write more tokens than the cache has entries; segments
+    and positions decide which entries are visible.
 
     Returns:
       States of the new tokens, and the cache with them added.

@@ -1,4 +1,4 @@
-"""How a model is run: nothing here changes its parameters or its function."""
+"""Execution choices that change neither parameters nor results of a model."""
 
 from collections.abc import Callable
 import dataclasses
@@ -12,7 +12,7 @@ from encdec_adapt.ops import attention, experts
 
 
 def _narrow(prim, *avals, **params) -> bool:
-  """Whether it is a product with weights that at most doubles the width."""
+  """Matches products with weights that at most double the width."""
   if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
     prim, *avals, **params
   ):
@@ -23,7 +23,7 @@ def _narrow(prim, *avals, **params) -> bool:
   return kernel.size <= 2 * width * width
 
 
-# What the backward pass finds saved of each block, besides its input.
+# Values of each block that are saved for the backward pass, besides its input.
 #   none: everything; no rematerialisation.
 #   full: nothing.
 #   dots: results of products with weights, and attention outputs.
@@ -128,10 +128,10 @@ class Execution:
 
   @property
   def cached_attention_backend(self) -> str:
-    """The backend where keys come from a cache.
+    """Backend for keys from a cache.
 
-    Its few queries are no work for kernels, some of which want positions
-    that are indices besides.
+    Kernels are not worth their overhead for its few queries, and some need
+    positions that are indices.
     """
     chosen = self.attention_backend
     return 'chunked' if attention.BACKENDS[chosen].kernels else chosen

@@ -1,8 +1,8 @@
 """The feed-forward of a layer with experts, and where its losses are kept.
 
-A router's losses are no part of a layer's output: they are sown into a
-collection of their own, which exists where somebody collects it
-(`decoder_only.Decoder.run_stack`) and costs nothing elsewhere.
+Router losses are not part of a layer's output: they are sown into a collection
+of their own, which is computed only if a caller makes it mutable
+(`decoder_only.Decoder.run_stack`).
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,7 @@ COLLECTION = 'routing'
 
 
 class Experts(nn.Module):
-  """Gated feed-forwards, of which each token takes some.
-
-  And beside them, where the stack has one, a shared one that all tokens take.
-  """
+  """Mixture of gated feed-forwards, with an optional shared expert."""
 
   config: model_config.StackConfig
   dtype: jnp.dtype
@@ -32,11 +29,11 @@ class Experts(nn.Module):
   def __call__(
     self, x: Float[Array, 'B L D'], real: Bool[Array, 'B L']
   ) -> Float[Array, 'B L D']:
-    """What the experts add to the residual stream.
+    """Computes the update of the residual stream.
 
     Args:
       x: normalised states.
-      real: tokens that are not padding; padding takes no expert.
+      real: tokens that are not padding; padding is routed to no expert.
     """
     cfg = self.config
     logits = self._router(x)
@@ -65,9 +62,9 @@ class Experts(nn.Module):
     return partition.shard(y, 'batch', 'length', 'act_embed')
 
   def _router(self, x: jax.Array) -> jax.Array:
-    """Logits [B, L, X], in float32 whatever the dtype of the products.
+    """Computes router logits [B, L, X] in float32.
 
-    As Switch Transformer (arXiv 2101.03961, section 2.4) has it.
+    As in Switch Transformer (arXiv 2101.03961, section 2.4).
     """
     init = layers.kernel_init(('embed', 'router'), 0, 1)
     shape = (self.config.width, self.config.experts)
@@ -82,7 +79,7 @@ class Experts(nn.Module):
     init = layers.kernel_init(('experts', *axes), 1, 2, batch_axis=0)
     shape = (cfg.experts, *(sizes[axis] for axis in axes))
     kernels = self.param(name, init, shape, jnp.float32).astype(self.dtype)
-    return partition.summed_in_stages(kernels, 'experts', *axes)
+    return partition.sum_gradient_in_stages(kernels, 'experts', *axes)
 
   def _shared(self, x: jax.Array) -> jax.Array:
     cfg = self.config
@@ -97,7 +94,7 @@ class Experts(nn.Module):
 
 
 def mean_losses(collected: Iterable[Any]) -> experts.RouterLosses:
-  """Mean over all layers with experts.
+  """Averages the router losses over all layers with experts.
 
   Args:
     collected: the collections of one or more stacks.

@@ -23,7 +23,7 @@ class Leaf:
   """Where one leaf is stored.
 
   Attributes:
-    shape: of the leaf, without the `layers` axis.
+    shape: shape of the leaf, without the `layers` axis.
     path: path of the stored array, joined with '/'.
     index: place on that array's `layers` axis, None if it has none.
   """
@@ -67,7 +67,7 @@ def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
   """The leaves of each stored array, in the order of its `layers` axis.
 
   Args:
-    leaves: as `leaves_of` gives them.
+    leaves: result of `leaves_of`.
 
   Returns:
     Path of the array -> names.
@@ -95,8 +95,8 @@ def flatten_checked(
   """Flattens a source's parameters after comparing them with its config.
 
   Args:
-    source: what errors call it.
-    config: what the parameters should be.
+    source: name of the source in errors.
+    config: the model that the parameters belong to.
     params: nested dictionary of arrays or ShapeDtypeStructs.
 
   Returns:

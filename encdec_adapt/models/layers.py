@@ -8,6 +8,7 @@ and tied logits start near N(0, 1); norm scales are 0, a gain of one.
 """
 
 from collections.abc import Sequence
+import math
 
 from flax import linen as nn
 import jax
@@ -137,31 +138,44 @@ def logits(
   return x if softcap is None else activations.softcap(x, softcap)
 
 
-def biased_product(
-  equation: str,
-  x: Float[Array, '*L'],
+def project(
+  x: Float[Array, 'B L *I'],
   kernel: Float[Array, '*K'],
-  bias: Float[Array, '*J'] | None,
-) -> Float[Array, '*M']:
-  """A product and its bias, rounded once: the sum is of fp32.
+  bias: Float[Array, '*J'] | None = None,
+) -> Float[Array, 'B L *J']:
+  """Projects states by a kernel and adds a bias, with one rounding.
 
-  Rounded before the sum too, Qwen's and Llama's bf16 logits are up to half
-  as far again from those of transformers.
+  On CPUs both operands are flattened to matrices: where a product contracts
+  more than one dimension (batch and length in the gradients of kernels, heads
+  and head_dim in those of states), XLA:CPU first copies its operands into
+  transposed order, which costs a fifth of a training step. TPUs and GPUs
+  choose layouts that need no copies, and a merged shape would take that
+  choice away; so would a sharded length, which merging would gather.
+
+  With a bias the sum is computed in fp32. Rounding the product before it
+  would put Qwen's and Llama's bf16 logits up to half as far again from
+  transformers'.
 
   Args:
-    equation: of the product, as einsum takes it.
-    x: activations.
-    kernel: in the dtype of `x`.
-    bias: of the product's last dimensions; None for none.
+    x: states; the dimensions after the first two are contracted.
+    kernel: [*I, *J], in the dtype of `x`.
+    bias: added to the product; None for none.
 
   Returns:
-    The sum in the dtype of `x`.
+    The projected states in the dtype of `x`.
   """
+  active, contracted = partition.active(), x.ndim - 2
+  accumulate = None if bias is None else jnp.float32
+  if active.platform in (None, 'cpu') and active.size('length') == 1:
+    rows = x.reshape(-1, math.prod(x.shape[2:]))
+    matrix = kernel.reshape(rows.shape[-1], -1)
+    y = jnp.matmul(rows, matrix, preferred_element_type=accumulate)
+    y = y.reshape(*x.shape[:2], *kernel.shape[contracted:])
+  else:
+    y = jnp.tensordot(x, kernel, contracted, preferred_element_type=accumulate)
   if bias is None:
-    return jnp.einsum(equation, x, kernel)
-  y = jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
-  bias = bias.astype(x.dtype).astype(jnp.float32)
-  return (y + bias).astype(x.dtype)
+    return y
+  return (y + bias.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
 
 
 class MLP(nn.Module):
@@ -184,9 +198,9 @@ class MLP(nn.Module):
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     shape = tuple(sizes[axis] for axis in axes)
     kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
-    kernel = partition.summed_in_stages(kernel.astype(self.dtype), *axes)
+    kernel = partition.sum_gradient_in_stages(kernel.astype(self.dtype), *axes)
     bias = None
     if self.config.mlp_bias:
       init = bias_init(axes[1])
       bias = self.param(f'{name}_bias', init, shape[1:], jnp.float32)
-    return biased_product('BLI,IJ->BLJ', x, kernel, bias)
+    return project(x, kernel, bias)

@@ -1,4 +1,6 @@
-"""Where a layer's parameters are: the only code that knows.
+"""Maps layer numbers to their leaves in the parameter tree.
+
+No other code knows how layers are stored.
 
 A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
 leaf along a leading axis under 'blocks', and a tail of layers with leaves of
@@ -47,19 +49,19 @@ def layer_location(
 
 
 def in_layer(path: str) -> bool:
-  """Whether a parameter ('decoder/tail/layer_0/mlp/up') is of a layer."""
+  """Returns whether a parameter ('decoder/final_norm/scale') is in a layer."""
   return path.split('/')[1] in (_LEAD, _BLOCKS, _TAIL)
 
 
 def is_stacked(path: str) -> bool:
-  """Whether a parameter's leading axis goes through layers."""
+  """Returns whether a parameter's leading axis counts layers."""
   return path.split('/')[1] == _BLOCKS
 
 
 def block_kind(
   stack: model_config.StackConfig, prefix: str
 ) -> model_config.LayerKind:
-  """Kind of the layers whose leaves are at a prefix of `layer_location`."""
+  """Returns the kind of the layers stored at a prefix."""
   kinds = stack.lead if prefix.startswith(f'{_LEAD}/') else stack.cycle
   return kinds[int(prefix.rpartition('_')[2])]
 
@@ -67,7 +69,7 @@ def block_kind(
 def map_blocks(
   stack: model_config.StackConfig, fn: Callable[[str, int | None], Any]
 ) -> dict[str, dict[str, Any]]:
-  """A tree with one value per block of leaves: 'lead', 'blocks', 'tail'.
+  """Builds a tree with one value per block of leaves.
 
   Args:
     stack: the stack's shape.
@@ -86,6 +88,6 @@ def map_blocks(
 
 
 def get_block(params: Tree, prefix: str) -> Tree:
-  """The subtree at a prefix that `layer_location` or `map_blocks` gave."""
+  """Returns the subtree at a prefix from `layer_location` or `map_blocks`."""
   group, name = prefix.split('/')
   return params[group][name]

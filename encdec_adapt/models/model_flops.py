@@ -1,78 +1,153 @@
-"""FLOPs of a model's forward pass, by the formula of `telemetry.flops`."""
+"""Model FLOPs of a forward pass, by a stated formula.
+
+A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
+positions, in one forward pass:
+
+- projections of self-attention: 2 D H (2N + 2K) per token;
+- gated feed-forward: 2 * 3 D F per token; with experts, those that a token
+  takes and a shared one, and the router's 2 D X;
+- cross-attention: 2 D H * 2N per target token (query, output; none of its own
+  where it is merged), 2 E H * 2K per source token (key, value);
+- scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
+  bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
+  one those inside its window, and cross-attention T * S;
+- the vocabulary product: 2 D V per target token.
+
+A training step is 3 forward passes (a backward pass costs two), an evaluation
+step is one. A decoding step is a forward pass of one token a row that sees the
+keys of a whole cache; its source's keys and values are cached. Norms,
+activations, soft-caps, the embedding lookup and rematerialisation are not
+counted, and rows count as full: packing and padding do not change the number.
+"""
 
 from encdec_adapt.models import model_config as configs
-from encdec_adapt.telemetry import flops
+from encdec_adapt.ops import masks
+
+TRAINING = 3  # Forward passes that a training step costs.
 
 
 def forward(
   model: configs.ModelConfig, encoder: int, decoder: int, teacher: int
 ) -> int:
-  """FLOPs of one row.
+  """Returns the FLOPs of one row.
 
   Args:
     model: the model.
-    encoder: S, or 0 without inputs.
-    decoder: T.
+    encoder: encoder length S, or 0 for a batch without inputs.
+    decoder: decoder length T.
     teacher: length of the row in which a decoder-only model reads a pair.
   """
-  total = flops.vocabulary(
-    model.decoder.width, model.decoder.vocab_size, decoder
-  )
+  total = vocabulary(model.decoder.width, model.decoder.vocab_size, decoder)
   if isinstance(model, configs.EncoderDecoderConfig):
-    total += flops.forward(stack_shape(model.encoder), encoder)
-    return total + flops.forward(
-      stack_shape(model.decoder), decoder, source_length=encoder
-    )
-  length = teacher if encoder else decoder
-  return total + flops.forward(stack_shape(model.decoder), length)
+    total += stack_forward(model.encoder, encoder)
+    return total + stack_forward(model.decoder, decoder, source_length=encoder)
+  return total + stack_forward(model.decoder, teacher if encoder else decoder)
 
 
 def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
-  """FLOPs of one row's last step of decoding.
+  """Returns the FLOPs of the last decoding step of one row.
 
   Args:
     model: the model.
-    encoder: S, which an encoder has read before.
-    decoder: T, all of them in the cache after the step.
+    encoder: encoder length S, whose keys and values are cached.
+    decoder: decoder length T, all of it in the cache after the step.
   """
-  total = flops.vocabulary(model.decoder.width, model.decoder.vocab_size, 1)
-  source = encoder if isinstance(model, configs.EncoderDecoderConfig) else 0
-  return total + flops.decoding(
-    stack_shape(model.decoder), decoder, source_length=source
+  stack = model.decoder
+  seen = sum(min(decoder, window or decoder) for window in layer_windows(stack))
+  if isinstance(model, configs.EncoderDecoderConfig):
+    seen += cross_layers(stack) * encoder
+  weights = stack_forward(stack, 1) - scores(stack, 1)
+  total = weights + 4 * stack.heads * stack.head_dim * seen
+  return total + vocabulary(stack.width, stack.vocab_size, 1)
+
+
+def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
+  """Returns the forward FLOPs of the logits of `tokens` target tokens."""
+  return 2 * width * vocabulary_size * tokens
+
+
+def stack_forward(
+  stack: configs.StackConfig, length: int, *, source_length: int = 0
+) -> int:
+  """Returns the FLOPs of a stack on one row, without the vocabulary product.
+
+  Args:
+    stack: shape of the stack.
+    length: positions of the row.
+    source_length: positions of the source, with cross-attention.
+  """
+  heads = stack.heads * stack.head_dim
+  kv_heads = stack.kv_heads * stack.head_dim
+  dense = stack.dense_layers if stack.experts else stack.layers
+  routed_width = (
+    stack.experts_per_token * stack.expert_width + stack.shared_expert_width
   )
-
-
-def stack_shape(stack: configs.StackConfig) -> flops.StackShape:
-  """The numbers of a stack that FLOPs depend on."""
-  return flops.StackShape(
-    width=stack.width,
-    mlp=stack.mlp_width,
-    query_heads=stack.heads,
-    kv_heads=stack.kv_heads,
-    head_dim=stack.head_dim,
-    windows=tuple(
-      stack.window if stack.layer_kind(i) == 'local' else None
-      for i in range(stack.layers)
-    ),
-    causal=stack.role == 'causal',
-    window_rule=stack.window_rule,
-    cross_width=stack.cross_width,
-    cross_layers=sum(
-      stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
-    ),
-    cross_merged=stack.cross_merged,
-    **_sparse_shape(stack),
+  weights = stack.layers * (2 * heads + 2 * kv_heads)
+  weights += dense * 3 * stack.mlp_width
+  weights += (stack.layers - dense) * (
+    3 * routed_width + stack.experts + stack.shared_expert_gate
   )
+  total = 2 * stack.width * weights * length
+  if stack.cross_width is not None:
+    own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
+    total += cross_layers(stack) * (
+      own + 2 * stack.cross_width * 2 * kv_heads * source_length
+    )
+  return total + scores(stack, length, source_length=source_length)
 
 
-def _sparse_shape(stack: configs.StackConfig) -> dict[str, int]:
-  """Fields of `flops.StackShape` of layers with experts."""
-  if not stack.experts:
-    return {}
-  return {
-    'sparse_layers': stack.layers - stack.dense_layers,
-    'sparse_mlp': (
-      stack.experts_per_token * stack.expert_width + stack.shared_expert_width
-    ),
-    'router_outputs': stack.experts + stack.shared_expert_gate,
-  }
+def scores(
+  stack: configs.StackConfig, length: int, *, source_length: int = 0
+) -> int:
+  """Returns the part of `stack_forward` for scores and weighted sums."""
+  pairs = sum(
+    visible_pairs(
+      length,
+      causal=stack.role == 'causal',
+      window=window,
+      window_rule=stack.window_rule,
+    )
+    for window in layer_windows(stack)
+  )
+  pairs += cross_layers(stack) * length * source_length
+  return 4 * stack.heads * stack.head_dim * pairs
+
+
+def visible_pairs(
+  length: int,
+  *,
+  causal: bool,
+  window: int | None = None,
+  window_rule: str = 'exclusive',
+) -> int:
+  """Returns the pairs (query, key) of one row that self-attention looks at.
+
+  Args:
+    length: positions L of the row.
+    causal: whether queries see only keys at or before them.
+    window: window W in positions; None for no window.
+    window_rule: rule of a bidirectional window (`ops.masks.MaskSpec`).
+  """
+  before, after = masks.sides(window, 'exclusive' if causal else window_rule)
+
+  def pairs(reach: int | None) -> int:
+    """Pairs at distances 1 to `reach`, of which L - d have distance d."""
+    reach = length - 1 if reach is None else min(reach, length - 1)
+    return reach * length - reach * (reach + 1) // 2
+
+  return length + pairs(before) + (0 if causal else pairs(after))
+
+
+def layer_windows(stack: configs.StackConfig) -> list[int | None]:
+  """Returns each layer's window in positions, None where it has none."""
+  return [
+    stack.window if stack.layer_kind(i) == 'local' else None
+    for i in range(stack.layers)
+  ]
+
+
+def cross_layers(stack: configs.StackConfig) -> int:
+  """Returns how many layers of a stack read the encoder."""
+  return sum(
+    stack.reads_encoder(stack.layer_kind(i)) for i in range(stack.layers)
+  )

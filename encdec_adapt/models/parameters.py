@@ -34,10 +34,10 @@ class StackCount:
   """Parameters of one stack; padding rows of tables are not counted.
 
   Attributes:
-    embedding: of the embedding table and vectors beside it.
-    head: of the head, 0 where it is tied.
-    cross: of cross-attention and its norms.
-    other: everything else.
+    embedding: parameters of the embedding table and vectors beside it.
+    head: parameters of the head, 0 where it is tied.
+    cross: parameters of cross-attention and its norms.
+    other: all other parameters.
   """
 
   embedding: int
@@ -71,8 +71,8 @@ def init_one(
 
   Args:
     config: the model.
-    rng: as `init` is given.
-    path: of `parameter_table`.
+    rng: the key that `init` would get.
+    path: path of the array in `parameter_table`.
   """
   name, *keys = path.split('/')
 
@@ -118,7 +118,7 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
 
 
 def count_active(config: model_config.ModelConfig) -> int:
-  """Parameters that a token meets: all but the experts it does not take."""
+  """Returns the parameters used for a token: all but its unchosen experts."""
   idle = 0
   for path, info in parameter_table(config).items():
     if 'experts' in info.axes:

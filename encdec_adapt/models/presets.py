@@ -202,7 +202,7 @@ def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
   """The text part of a T5Gemma 2 of two Gemma 3 sizes, such as '1b_1b'.
 
   Args:
-    pair: as of `t5gemma`.
+    pair: names of two sizes joined by '_', the encoder's first.
     **changes: fields changed in both stacks.
 
   Raises:

@@ -71,8 +71,8 @@ class Stack(nn.Module):
       positions: position of each token within its segment; without a cache
         they rise by one from token to token (`MaskSpec.aligned`).
       encoded: for a stack with cross-attention, the encoder's output.
-      encoder_segments: and its segments.
-      cached: entries of tokens seen before; this call's are added.
+      encoder_segments: segments of the encoder's tokens.
+      cached: cache of earlier tokens, to which this call's are added.
       cross_cached: instead of `encoded` and `encoder_segments`.
 
     Returns:

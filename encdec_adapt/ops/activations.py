@@ -14,9 +14,9 @@ _CUBIC = 0.044715
 def gelu_tanh(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
   """GeLU in the tanh approximation, Gemma's (erf differs by 1e-3).
 
-  Computed in fp32 with one cast at the end. The forward pass keeps the
-  derivative and nothing else: as much memory as the input, and the backward
-  pass is one product. Left to itself, XLA:CPU evaluates the tanh again in
+  Computed in fp32 with one cast at the end. The forward pass saves
+  only the derivative: as much memory as the input, and the backward pass is
+  one product. Left to itself, XLA:CPU evaluates the tanh again in
   every fusion that needs it.
 
   Args:
@@ -68,7 +68,7 @@ def _silu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 silu.defvjp(_silu_and_derivative, _backward)
 
 
-# Of the gated feed-forward, by name.
+# Activations of the gated feed-forward, by name.
 ACTIVATIONS = types.MappingProxyType({'gelu_tanh': gelu_tanh, 'silu': silu})
 
 

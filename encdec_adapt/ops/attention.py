@@ -1,10 +1,20 @@
 """Attention: one function, several backends, no silent substitution.
 
-Each backend states as data what it honours (`Capabilities`). `attention`
-works out from its arguments what is asked for, and refuses where the chosen
-backend does not honour all of it. To add a kernel: write
-`attend(q, k, v, spec, *, scale, softcap[, chunk])` in a module of its own
-and add a `Backend` to `BACKENDS`; the tests run over all of them.
+A backend declares as data what it does not honour (`Capabilities`).
+`attention` works out from its arguments what a call needs and refuses a
+backend that cannot honour all of it. To add a kernel, write
+`attend(q, k, v, spec, *, scale, softcap[, chunk])` in a module of its own and
+add a `Backend` to `BACKENDS`; the tests run over all backends.
+
+Pallas's Triton lowering, which the backend 'triton' uses, is deprecated since
+jax 0.11 and warns in 0.12; its announced successor is tokamax. A tokamax
+backend would declare `platforms={'gpu'}`, `unaligned=False` (it masks by index,
+which equals masking by position only where `MaskSpec.aligned` holds),
+`memory=False`, and its limits on dtypes and head dimension. It can keep
+`segments`: its per-query ranges of keys ([first, last) of each query) express
+packed rows, causal masks and windows at once, because the segments of an
+aligned row are contiguous. It sets `kernels=True` and runs its kernels under
+`attention_shards.run`, with ranges computed from the shard's own `MaskSpec`.
 """
 
 from collections.abc import Callable
@@ -27,61 +37,9 @@ from encdec_adapt.ops import (
 
 PLATFORMS = frozenset({'cpu', 'gpu', 'tpu'})
 DEFAULT_CHUNK = 256
-# Name of what a rematerialisation policy keeps so that attention is not run
-# again: the output, and of kernels also their normalisers.
+# Checkpoint name of the values that a rematerialisation policy keeps so that
+# attention is not run again: outputs, and the normalisers of kernels.
 SAVED = attention_shards.SAVED
-
-
-@dataclasses.dataclass(frozen=True)
-class Capabilities:
-  """What a backend honours; whatever is absent is refused.
-
-  Attributes:
-    masks: masks by name, as `mask_name` gives them.
-    segments: segment ids, so packed rows and padding; a backend without them
-      is given masks that have none.
-    softcap: soft-capped scores.
-    grouped_heads: fewer key/value heads than query heads.
-    cross_lengths: T different from S.
-    memory: keys that have no position (`MaskSpec.memory`).
-    unaligned: masks in which positions are not indices
-      (`MaskSpec.aligned`).
-    dtypes: dtypes of q, k and v by name.
-    head_multiple: the head dimension must be a multiple of it.
-    max_head_dim: and not greater than this; None for no limit.
-    platforms: platforms that it runs on.
-  """
-
-  masks: frozenset[str]
-  segments: bool
-  softcap: bool
-  grouped_heads: bool
-  cross_lengths: bool
-  memory: bool
-  unaligned: bool
-  dtypes: frozenset[str]
-  head_multiple: int
-  max_head_dim: int | None
-  platforms: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-  """An implementation and what it honours.
-
-  Attributes:
-    attend: the function, called as the module docstring says.
-    capabilities: what it honours.
-    takes_chunk: whether `attend` has the argument `chunk`.
-    kernels: whether it is made of kernels, which go through
-      `attention_shards` on every mesh, name what is to be kept `SAVED`
-      themselves, and are no work for the few queries of a decoding step.
-  """
-
-  attend: Callable[..., jax.Array]
-  capabilities: Capabilities
-  takes_chunk: bool = False
-  kernels: bool = False
 
 
 ALL_MASKS = frozenset(
@@ -94,26 +52,60 @@ ALL_MASKS = frozenset(
     'full centered window',
   }
 )
-_XLA = Capabilities(
-  masks=ALL_MASKS,
-  segments=True,
-  softcap=True,
-  grouped_heads=True,
-  cross_lengths=True,
-  memory=True,
-  unaligned=True,
-  dtypes=frozenset({'float32', 'bfloat16', 'float16'}),
-  head_multiple=1,
-  max_head_dim=None,
-  platforms=PLATFORMS,
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+  """What a backend honours; by default everything.
+
+  Attributes:
+    masks: supported masks, by the names of `mask_name`.
+    segments: segment ids, so packed rows and padding; a backend without them
+      receives masks that have none.
+    softcap: soft-capped scores.
+    memory: keys that have no position (`MaskSpec.memory`).
+    unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
+    dtypes: supported dtypes of q, k and v, by name.
+    max_head_dim: largest head dimension; None for no limit.
+    platforms: platforms that it runs on.
+  """
+
+  masks: frozenset[str] = ALL_MASKS
+  segments: bool = True
+  softcap: bool = True
+  memory: bool = True
+  unaligned: bool = True
+  dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
+  max_head_dim: int | None = None
+  platforms: frozenset[str] = PLATFORMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+  """An implementation and what it honours.
+
+  Attributes:
+    attend: the function, with the signature in the module docstring.
+    capabilities: what it honours.
+    takes_chunk: whether `attend` has the argument `chunk`.
+    kernels: whether it consists of custom kernels. Such a backend calls
+      `attention_shards.run` itself on every mesh, names the results that
+      rematerialisation keeps (`SAVED`), and is not used for the few queries
+      of a decoding step.
+  """
+
+  attend: Callable[..., jax.Array]
+  capabilities: Capabilities = Capabilities()
+  takes_chunk: bool = False
+  kernels: bool = False
+
+
 BACKENDS: dict[str, Backend] = {
-  'reference': Backend(attention_reference.attend, _XLA),
-  'chunked': Backend(attention_chunked.attend, _XLA, takes_chunk=True),
+  'reference': Backend(attention_reference.attend),
+  'chunked': Backend(attention_chunked.attend, takes_chunk=True),
   'splash': Backend(
     attention_splash.attend,
-    dataclasses.replace(
-      _XLA,
+    Capabilities(
       memory=False,
       unaligned=False,
       dtypes=frozenset({'float32', 'bfloat16'}),
@@ -123,10 +115,8 @@ BACKENDS: dict[str, Backend] = {
   ),
   'triton': Backend(
     attention_triton.attend,
-    dataclasses.replace(
-      _XLA,
-      max_head_dim=attention_triton.MAX_HEAD_DIM,
-      platforms=frozenset({'gpu'}),
+    Capabilities(
+      max_head_dim=attention_triton.MAX_HEAD_DIM, platforms=frozenset({'gpu'})
     ),
     kernels=True,
   ),
@@ -134,7 +124,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def on_platform(platform: str) -> list[str]:
-  """Names of the backends that run on a platform ('cpu', 'gpu', 'tpu')."""
+  """Returns the backends that run on a platform ('cpu', 'gpu', 'tpu')."""
   return sorted(
     name
     for name, backend in BACKENDS.items()
@@ -143,7 +133,7 @@ def on_platform(platform: str) -> list[str]:
 
 
 def mask_name(spec: masks.MaskSpec) -> str:
-  """Name of the mask in `Capabilities.masks`."""
+  """Returns the mask's name in `Capabilities.masks`."""
   if spec.window is None:
     return spec.kind
   if spec.kind == 'causal':
@@ -158,23 +148,20 @@ def unsupported(
   spec: masks.MaskSpec,
   softcap: float | None,
 ) -> list[str]:
-  """What of a call a backend with these capabilities cannot honour."""
+  """Returns what a call needs that these capabilities do not include."""
   name, dtype, head_dim = mask_name(spec), q.dtype.name, q.shape[3]
-  # Shapes are inferred before jax knows its devices: only who has to asks.
+  # Shapes are inferred before the distributed runtime starts, and asking for
+  # the platform initialises the devices: ask only where it matters.
   anywhere = capabilities.platforms == PLATFORMS
-  platform = None if anywhere else _platform()
+  platform = None if anywhere else partition.active().platform
+  if not anywhere and platform is None:
+    platform = jax.default_backend()
   checks = {
     f'a {name!r} mask': name in capabilities.masks,
     'segment ids (packed rows, padding)': (
       not spec.has_segments or capabilities.segments
     ),
     f'a soft-cap ({softcap})': softcap is None or capabilities.softcap,
-    f'{q.shape[2]} query heads on {k.shape[2]} key/value heads': (
-      q.shape[2] == k.shape[2] or capabilities.grouped_heads
-    ),
-    f'{q.shape[1]} queries on {k.shape[1]} keys': (
-      q.shape[1] == k.shape[1] or capabilities.cross_lengths
-    ),
     f'{spec.memory} keys without a position': (
       not spec.memory or capabilities.memory
     ),
@@ -183,8 +170,7 @@ def unsupported(
     ),
     f'dtype {dtype}': dtype in capabilities.dtypes,
     f'a head dimension of {head_dim}': (
-      head_dim % capabilities.head_multiple == 0
-      and head_dim <= (capabilities.max_head_dim or head_dim)
+      head_dim <= (capabilities.max_head_dim or head_dim)
     ),
     f'platform {platform!r}': anywhere or platform in capabilities.platforms,
   }
@@ -202,7 +188,7 @@ def attention(
   backend: str = 'chunked',
   chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, 'B T N H']:
-  """Masked, soft-capped, grouped-query attention.
+  """Computes masked, soft-capped, grouped-query attention.
 
   Scores and softmax are fp32; both products take their operands in the input
   dtype and accumulate in fp32. Query head n reads key/value head n // (N/K).
@@ -211,14 +197,14 @@ def attention(
     q: queries.
     k: keys; N is a multiple of K.
     v: values.
-    spec: who sees whom; rows that see no key give zeros.
-    scale: factor of the scores, before the soft-cap.
-    softcap: cap of the scores, positive; None for no cap.
+    spec: the mask; queries that see no key give zeros.
+    scale: factor of the scores, applied before the soft-cap.
+    softcap: positive cap of the scores; None for no cap.
     backend: a key of `BACKENDS`.
-    chunk: queries per chunk, for the backends that work by chunks.
+    chunk: queries per chunk, at least 1; only chunked backends use it.
 
   Returns:
-    Weighted values per query head, in the dtype of `q`.
+    Weighted sums of the values [B, T, N, H] in the dtype of `q`.
 
   Raises:
     ValueError: the backend is unknown or cannot honour the call, or the
@@ -251,9 +237,9 @@ def attention(
   with jax.named_scope(f'attention_{backend}'):
     if chosen.kernels:
       return attend(q, k, v, spec)
-    if attention_shards.Shards.active().length > 1:
-      # XLA by itself would run a chunk of queries where they are, while the
-      # other shards wait.
+    if partition.active().size('length') > 1:
+      # Otherwise XLA would run each chunk on the shard that holds its queries
+      # while the other shards wait.
       out = attention_shards.run(attend, q, k, v, spec)
     else:
       out = attend(q, k, v, spec)
@@ -261,7 +247,7 @@ def attention(
 
 
 def _check(q, k, v, spec, softcap, chunk) -> None:
-  """Raises ValueError where the arguments do not fit each other."""
+  """Raises ValueError if the arguments do not fit each other."""
   masks.check(spec, q.shape[0], q.shape[1], k.shape[1])
   if q.shape[2] % k.shape[2]:
     raise ValueError(
@@ -277,11 +263,3 @@ def _check(q, k, v, spec, softcap, chunk) -> None:
     raise ValueError(f'softcap is {softcap}; it is positive, or None for none')
   if chunk < 1:
     raise ValueError(f'chunk is {chunk}; it is at least 1 query')
-
-
-def _platform() -> str:
-  """Platform of the active mesh (which may be compiled for ahead of time)."""
-  active = partition.active()
-  if active is None:
-    return jax.default_backend()
-  return active.mesh.devices.flat[0].platform

@@ -1,7 +1,7 @@
 """Attention by chunks of queries: memory linear in the length.
 
-XLA only, every platform. The scores of one chunk exist at a time, in the
-backward pass too, where they are computed again (`jax.checkpoint`).
+Pure XLA, for every platform. Only the scores of one chunk exist at a time; the
+backward pass recomputes them (`jax.checkpoint`).
 """
 
 import jax
@@ -21,10 +21,10 @@ def attend(
   softcap: float | None,
   chunk: int,
 ) -> Float[Array, 'B T N H']:
-  """Attention in chunks of `chunk` queries; see `attention.attention`.
+  """Computes attention in chunks of queries; see `attention.attention`.
 
-  At most `chunk` queries are one chunk, whose scores are kept for the
-  backward pass as the reference does.
+  Up to `chunk` queries run as one chunk, whose scores are kept for the
+  backward pass as in the reference.
   """
   if q.shape[1] <= chunk:
     return attention_reference.attend(

@@ -24,22 +24,32 @@ def attend(
   scale: float,
   softcap: float | None,
 ) -> Float[Array, 'B T N H']:
-  """Attention with every score in memory; see `attention.attention`."""
-  groups = q.shape[2] // k.shape[2]
-  # Head n = k * G + g: query head n reads key/value head n // G.
-  q = q.reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
+  """Computes attention with every score in memory."""
+  batch, queries, heads, head_dim = q.shape
+  kv_heads = k.shape[2]
+  # Head n = k * G + g: query head n reads key/value head n // G. The groups
+  # of a key head and their queries are one dimension, so that both products
+  # are plain batched matrix products, which XLA:CPU runs without copies of
+  # the scores.
+  flat = batch, kv_heads, -1, head_dim
+  q = q.swapaxes(1, 2).reshape(flat)  # [B, K, G * T, H]
   scores = jnp.einsum(
-    'BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32
+    'BKQH,BSKH->BKQS', q, k, preferred_element_type=jnp.float32
   )
   scores *= scale
   if softcap is not None:
     scores = activations.softcap(scores, softcap)
-  visible = masks.dense_mask(spec)[:, None, None]  # [B, 1, 1, T, S]
-  weights = masked_softmax(scores, visible).astype(v.dtype)
+  visible = masks.dense_mask(spec)[:, None]  # [B, 1, T, S]
+  by_head = scores.reshape(batch, heads, queries, -1)  # [B, N, T, S]
+  weights = masked_softmax(by_head, visible).astype(v.dtype)
   out = jnp.einsum(
-    'BKGTS,BSKH->BTKGH', weights, v, preferred_element_type=jnp.float32
+    'BKQS,BSKH->BKQH',
+    weights.reshape(scores.shape),
+    v,
+    preferred_element_type=jnp.float32,
   )
-  return out.astype(q.dtype).reshape(*q.shape[:2], -1, q.shape[-1])
+  out = out.astype(q.dtype).reshape(batch, heads, queries, head_dim)
+  return out.swapaxes(1, 2)
 
 
 @jax.custom_vjp
@@ -49,7 +59,7 @@ def masked_softmax(
   """Softmax over the visible keys; zeros where a query sees none.
 
   No intermediate is infinite, so the gradients of rows without a visible key
-  are zeros too and not NaN. Only the result is kept for the backward pass.
+  are zeros too and not NaN. Only the result is saved for the backward pass.
 
   Args:
     scores: fp32 scores.

@@ -1,8 +1,8 @@
 """Attention on TPU: JAX's splash attention kernels.
 
-The kernels know masks by index. Positions are compared by index here, which
-is the same thing where `MaskSpec.aligned` holds; other masks are refused.
-Lengths are padded to whole blocks with keys of a segment that nobody has.
+The kernels mask by index, which equals masking by position where
+`MaskSpec.aligned` holds; other masks are refused.
+Lengths are padded to whole blocks with keys of a segment that no query has.
 On a mesh the kernels run under `attention_shards`.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import attention_shards, masks
+from encdec_adapt.ops import attention_shards, masks, partition
 
 # Queries and keys of one kernel block. With head_dim 256, 1024 overflows the
 # vector memory of TPU v4, v5e and v5p in the backward pass.
@@ -60,16 +60,20 @@ def attend(
     ValueError: rows, heads or lengths do not divide over the active mesh.
   """
   queries, keys = q.shape[1], k.shape[1]
-  shards = attention_shards.Shards.active()
-  block_q = block(-(-queries // shards.length))
-  block_kv = block(-(-keys // shards.length))
-  whole_q, whole_kv = block_q * shards.length, block_kv * shards.length
+  active = partition.active()
+  heads, lengths = active.size('act_heads'), active.size('length')
+  block_q, block_kv = block(-(-queries // lengths)), block(-(-keys // lengths))
+  whole_q, whole_kv = block_q * lengths, block_kv * lengths
   spec = _whole_blocks(spec, whole_q, whole_kv)
   q = _pad((q * scale).astype(q.dtype), whole_q)
   k, v = _pad(k, whole_kv), _pad(v, whole_kv)
-  kernel, kernel_spec = _kernel(
-    spec, q, k, (block_q, block_kv), softcap, shards, interpret
+  kernel, q_shards = _kernel(
+    spec, q, k, (block_q, block_kv), softcap, (heads, lengths), interpret
   )
+  kernel_spec = None
+  if active.mesh is not None:
+    axes = active.spec('act_heads', 'length' if q_shards > 1 else None)
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(active.mesh, axes))
   local = functools.partial(_rows, aligned=spec.aligned, block_kv=block_kv)
   out = attention_shards.run(
     local, q, k, v, spec, operands=[kernel], operand_specs=[kernel_spec]
@@ -78,19 +82,21 @@ def attend(
 
 
 def block(length: int) -> int:
-  """Block size in tokens: one block for short lengths, else `_BLOCK`."""
+  """Returns the block size in tokens: one block for short lengths."""
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
 def joined(blocks: int, block_bytes: int) -> int:
-  """Blocks of keys in a part of the fused backward pass; 1: it is not fused.
+  """Returns the blocks of keys in a part of the fused backward pass.
+
+  1 means that the backward pass is not fused.
 
   Parts are wide because the partial gradients of all of them are summed. A
   causal mask or a window leaves blocks out, which wide parts would compute.
 
   Args:
-    blocks: of keys, in all.
-    block_bytes: of one block of one head.
+    blocks: number of blocks of keys in all.
+    block_bytes: size of one block of one head.
   """
   for count in (4, 2):
     fits = blocks <= count * _PARTS and count * block_bytes <= _PART_BYTES
@@ -100,7 +106,7 @@ def joined(blocks: int, block_bytes: int) -> int:
 
 
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
-  """Zeros after dimension 1, which are padding by their segment."""
+  """Pads dimension 1 with zeros, which are padding by their segment."""
   padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
   return jnp.pad(x, padding)
 
@@ -108,7 +114,7 @@ def _pad(x: jax.Array, multiple: int) -> jax.Array:
 def _whole_blocks(
   spec: masks.MaskSpec, whole_q: int, whole_kv: int
 ) -> masks.MaskSpec:
-  """The mask, padded; without positions, which the kernels do not read."""
+  """Pads the mask and drops positions, which the kernels do not read."""
   return spec.replace(
     q_segments=_pad(spec.q_segments, whole_q),
     kv_segments=_pad(spec.kv_segments, whole_kv),
@@ -118,12 +124,26 @@ def _whole_blocks(
 
 
 def _kernel(spec, q, k, blocks, softcap, shards, interpret):
-  """The kernel for all heads, forward and backward, and how it is sharded."""
-  (block_q, block_kv), halo = blocks, shards.halo(spec, k.shape[1])
-  queries, keys, q_shards = q.shape[1], k.shape[1], shards.length
+  """Makes the kernel of all heads, forward and backward.
+
+  Args:
+    spec: the mask, padded to whole blocks.
+    q: queries, likewise.
+    k: keys, likewise.
+    blocks: queries and keys of one block.
+    softcap: cap of the scores.
+    shards: number of shards of the heads and of the length.
+    interpret: run the kernel as ordinary operations.
+
+  Returns:
+    The kernel, and the number of shards of its mask along the queries.
+  """
+  (block_q, block_kv), (heads, lengths) = blocks, shards
+  halo = attention_shards.halo(spec, k.shape[1], lengths)
+  queries, keys, q_shards = q.shape[1], k.shape[1], lengths
   if halo is not None:
     # All shards are alike: queries begin a halo after their keys.
-    keys = keys // shards.length + sum(halo)
+    keys = keys // lengths + sum(halo)
     keys -= keys % -block_kv
   # A window may reach everything; such a mask cannot be sharded, and need not.
   if halo is not None or _sees_all(spec, queries, keys):
@@ -151,20 +171,17 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
       block_q_dq=None if fused else block_q,
       block_kv_dq=None if fused else block_kv,
     ),
-    head_shards=shards.heads,
+    head_shards=heads,
     q_seq_shards=q_shards,
     attn_logits_soft_cap=softcap,
     residual_checkpoint_name=attention_shards.SAVED,
     interpret=interpret,
   )
-  if shards.mesh is None:
-    return kernel, None
-  axes = shards.spec('heads', 'length' if q_shards > 1 else None)
-  return kernel, kernel.manual_sharding_spec(NamedSharding(shards.mesh, axes))
+  return kernel, q_shards
 
 
 def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
-  """Whether the mask leaves out no key of any query, segments aside."""
+  """Returns whether every query sees every key, segments aside."""
   farthest = max(queries, keys) - 1
   return all(side is None or side >= farthest for side in spec.reach)
 
@@ -172,7 +189,7 @@ def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
 def _mask(
   reach: tuple[int | None, int | None], shape: tuple[int, int], offset: int
 ) -> kernel_masks.Mask:
-  """The kernels' own mask, by index."""
+  """Returns the kernels' own mask, by index."""
   if reach == (None, None):
     return kernel_masks.FullMask(shape)
   if reach == (None, 0):
@@ -181,7 +198,7 @@ def _mask(
 
 
 def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
-  """The kernel, which takes [N, T, H], for each row of [B, T, N, H]."""
+  """Runs the kernel, which takes [N, T, H], on each row of [B, T, N, H]."""
   k, v = _pad(k, block_kv), _pad(v, block_kv)
   kv_segments = _pad(spec.kv_segments, block_kv)
   seen = spec.q_segments > 0  # [B, T] whether a query sees any key.

@@ -1,10 +1,11 @@
 """Attention on GPUs: flash kernels of our own, in Pallas for Triton.
 
 Segments and positions are compared token by token, so every `MaskSpec` is
-honoured as it stands. Which blocks of keys a block of queries visits is worked
-out before, from the least and the greatest segment and position of each:
-neither those outside a causal or windowed range nor those of other examples
-of a packed row. On a mesh the kernels run under `attention_shards`.
+supported without conversion. The blocks of keys that a block of queries visits
+are computed before the kernels run, from the least and the greatest segment
+and position of each block: blocks outside a causal or windowed range, and
+blocks of other examples in a packed row, are skipped. On a mesh the kernels
+run under `attention_shards`.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Tiles:
   keys: flash_kernels.Tile
 
   def smaller(self) -> 'Tiles':
-    """A quarter of each block, for numbers of twice the size."""
+    """Returns tiles of a quarter of the size, for 32-bit numbers."""
 
     def halve(tile: flash_kernels.Tile) -> flash_kernels.Tile:
       return dataclasses.replace(
@@ -47,7 +48,8 @@ def _tiles(*sizes: tuple[int, int, int, int]) -> Tiles:
 # By head dimension, for 16-bit numbers: (queries, keys, warps, stages).
 # Shared memory holds the block that a kernel keeps and `stages` of the two
 # that its loop loads: 192 KiB at a head dimension of 256, of the 227 KiB that
-# a block has on Hopper and Blackwell.
+# a block has on Hopper and Blackwell. Not timed on a GPU yet;
+# `tests.benchmarks.gpu_kernels` compares them with candidates of three stages.
 _TILES = {
   64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
   128: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
@@ -90,7 +92,7 @@ def attend(
 
 
 def choose_tiles(head_dim: int, itemsize: int) -> Tiles:
-  """Blocks for a head dimension and the bytes of a number."""
+  """Returns the tiles for a head dimension and the bytes of a number."""
   chosen = next(_TILES[size] for size in sorted(_TILES) if head_dim <= size)
   return chosen if itemsize <= 2 else chosen.smaller()
 
@@ -139,9 +141,10 @@ def visited(
   tile: flash_kernels.Tile,
   call: flash_kernels.Call,
 ) -> Bool[Array, 'B Q K']:
-  """Whether some query of a block may see some key of another.
+  """Returns whether some query of a block may see some key of another.
 
-  True of some blocks that see nothing, never False of one that sees.
+  True for some pairs of blocks that see nothing, never False for one that
+  sees something.
   """
   q_low, q_high = (
     x[..., None] for x in _extremes(q_tokens, tile.queries)
@@ -165,7 +168,7 @@ def visited(
 def _extremes(
   tokens: Int[Array, 'B 2 L'], size: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Least and greatest segment and position of each block: [B, 2, blocks]."""
+  """Returns each block's least and greatest segment and position."""
   tokens = tokens.reshape(*tokens.shape[:2], -1, size)
   real = tokens[:, :1] > 0
   return (
@@ -175,7 +178,7 @@ def _extremes(
 
 
 def _span(blocks: Bool[Array, 'B X Y']) -> Int[Array, 'B X 2']:
-  """First and one past the last True in Y."""
+  """Returns the first and one past the last True in Y."""
   first = jnp.argmax(blocks, axis=-1)
   last = blocks.shape[-1] - jnp.argmax(blocks[..., ::-1], axis=-1)
   last = jnp.where(jnp.any(blocks, axis=-1), last, first)

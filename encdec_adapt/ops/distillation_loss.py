@@ -57,7 +57,7 @@ def distillation(
   label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
 ) -> DistillationSums:
-  """Sums of the student's cross-entropy to the teacher, per position.
+  """Computes the student's cross-entropy to the teacher, summed by weight.
 
   The objective of the Gemma 2 report (section 3, knowledge distillation) over
   the full vocabulary. Soft-capped logits are divided by `temperature`; the
@@ -66,19 +66,19 @@ def distillation(
 
   Args:
     hidden: final hidden states of the student.
-    table: its output table; rows from `vocab_size` on are padding.
+    table: output table; rows from `vocab_size` on are padding.
     teacher_hidden: final hidden states of the teacher at the positions that
       predict the same tokens.
     teacher_table: the teacher's output table, possibly padded differently.
     targets: ids in [0, vocab_size), as for `vocabulary_loss.cross_entropy`.
     weights: any finite values; 0 hides a token.
     vocab_size: number of real tokens, the same for both.
-    share: of the teacher, in [0, 1]; the targets have the rest.
+    share: weight of the teacher's term in [0, 1]; the targets get the rest.
     softcap: the student's soft-cap, or None.
     teacher_softcap: the teacher's soft-cap, or None.
-    temperature: of both distributions.
+    temperature: temperature of both distributions, positive.
     z_loss: coefficient of log(normaliser)^2, the student's at temperature 1.
-    label_smoothing: of the targets' part.
+    label_smoothing: label smoothing of the targets' term, in [0, 1).
     chunk: most tokens of one device whose logits exist at a time.
 
   Returns:
@@ -143,11 +143,11 @@ def _run(
 
   `of_teacher` are options of `_terms`, `of_data` of `vocabulary_loss.terms`.
   """
-  # Where the data has no share its terms are only reported.
+  # With no weight on the data its terms are only reported.
   data_counts = of_data['share'] > 0 or of_data['z_loss'] > 0
 
   def step(columns, tokens, tables):
-    """Terms of these tokens' products with both tables."""
+    """Computes the terms of one chunk from both models' logits."""
     x, x_teacher, y, w = tokens
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
     teacher_logits = vocabulary_parallel.product(x_teacher, tables[1])
@@ -178,7 +178,7 @@ def _run(
 
 
 def _with_rows(table: jax.Array, rows: int) -> jax.Array:
-  """Drops or adds padding rows, so that both tables split alike."""
+  """Drops or adds padding rows, so that both tables are sharded alike."""
   if table.shape[0] < rows:
     return jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
   return table[:rows]

@@ -13,16 +13,14 @@ The first holds the rows of all devices at once: it is taken where it sends
 less than a quarter of what the second does, by shapes alone.
 """
 
-from collections.abc import Iterable
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.ops import partition as partition_lib
+from encdec_adapt.ops import partition
 
 
 def lookup(
@@ -47,25 +45,25 @@ def lookup(
       mesh axis with 'batch' or 'length'.
   """
   dtype = table.dtype if dtype is None else jnp.dtype(dtype)
-  partition = partition_lib.active()
-  if partition is None or not _sharded(partition):
+  active = partition.active()
+  if active.size('vocab', 'table_embed') == 1:
     exists = (tokens >= 0) & (tokens < table.shape[0])
     return _take(table, tokens, exists, exists).astype(dtype)
-  _check(partition, table, tokens)
+  active.check('embedding table', table.shape, ('vocab', 'table_embed'))
+  active.check(
+    'embeddings',
+    (*tokens.shape, table.shape[1]),
+    (*partition.TOKENS, 'table_embed'),
+  )
   return jax.shard_map(
-    _Lookup(partition, table.shape[0], dtype),
-    mesh=partition.mesh,
+    _Lookup(active, table.shape[0], dtype),
+    mesh=active.mesh,
     in_specs=(
-      partition.spec('vocab', 'table_embed'),
-      partition.spec('batch', 'length'),
+      active.spec('vocab', 'table_embed'),
+      active.spec(*partition.TOKENS),
     ),
-    out_specs=partition.spec('batch', 'length', 'table_embed'),
+    out_specs=active.spec(*partition.TOKENS, 'table_embed'),
   )(table, tokens)
-
-
-def _sharded(partition: partition_lib.Partition) -> bool:
-  """Whether the table is in more than one piece."""
-  return partition.size('vocab') * partition.size('table_embed') > 1
 
 
 def _take(
@@ -93,12 +91,12 @@ class _Lookup:
   """What one device does inside `shard_map`.
 
   Attributes:
-    partition: the active partition.
+    active: the active partition.
     rows: V.
     dtype: dtype of the result.
   """
 
-  partition: partition_lib.Partition
+  active: partition.Partition
   rows: int
   dtype: jnp.dtype
 
@@ -112,7 +110,7 @@ class _Lookup:
     Returns:
       [B / batch shards, L / length shards, D / table_embed shards].
     """
-    shards = self._size(self._shared)
+    shards = self.active.devices(self._shared)
     if shards == 1:
       out = self._in_piece(table, tokens)
     else:
@@ -127,28 +125,24 @@ class _Lookup:
 
   @property
   def _vocab(self) -> tuple[str, ...]:
-    return self.partition.mesh_axes('vocab')
+    return self.active.mesh_axes('vocab')
 
-  @functools.cached_property
+  @property
   def _shared(self) -> dict[str, int]:
-    """Mesh axes over which other devices hold other tokens and other rows.
+    """Mesh axes along which devices hold other tokens and other rows.
 
-    With the dimension of `tokens` that they shard.
+    Each with the dimension of `tokens` that it shards.
     """
     return {
       axis: dimension
-      for dimension, name in enumerate(('batch', 'length'))
-      for axis in self.partition.mesh_axes(name)
-      if axis in self._vocab
+      for dimension, name in enumerate(partition.TOKENS)
+      for axis in self.active.common([name], ['vocab'])
     }
 
   @property
   def _alone(self) -> tuple[str, ...]:
-    """Mesh axes over which others hold other rows but the same tokens."""
-    return tuple(a for a in self._vocab if a not in self._shared)
-
-  def _size(self, axes: Iterable[str]) -> int:
-    return math.prod(self.partition.mesh.shape[axis] for axis in axes)
+    """Mesh axes along which devices hold other rows but the same tokens."""
+    return self.active.only(['vocab'], partition.TOKENS)
 
   def _in_piece(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows that this device's piece has of any tokens."""
@@ -166,7 +160,7 @@ class _Lookup:
     shared = self._shared
     for axis, dimension in reversed(shared.items()):  # innermost first
       tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
-    shards = self._size(shared)
+    shards = self.active.devices(shared)
     if tokens.shape[0] % shards == 0:
       # The share of one device at a time: their rows, and in the backward
       # pass their gradients in the table's dtype, would exist at once.
@@ -188,7 +182,7 @@ class _Lookup:
     # innermost, then the row in its piece.
     owner, places = tokens // table.shape[0], {}
     for axis in reversed(self._vocab):
-      size = self.partition.mesh.shape[axis]
+      size = self.active.mesh.shape[axis]
       places[axis], owner = owner % size, owner // size
     exists = self._exists(tokens)
     here = exists
@@ -196,53 +190,26 @@ class _Lookup:
       here &= places[axis] == jax.lax.axis_index(axis)
     index = 0
     for axis in gathered:
-      index = index * self.partition.mesh.shape[axis] + places[axis]
+      index = index * self.active.mesh.shape[axis] + places[axis]
     index = index * table.shape[0] + tokens % table.shape[0]
 
     def take(columns):
       whole = jax.lax.all_gather(columns, gathered, axis=0, tiled=True)
       return _take(whole, index, here, exists).astype(self.dtype)
 
-    count = _parts(table, self._size(gathered))
+    count = _parts(table, self.active.devices(gathered))
     columns = table.reshape(table.shape[0], count, -1).swapaxes(0, 1)
     out = jax.lax.map(take, columns)  # [parts, B, L, D / parts]
     return jnp.moveaxis(out, 0, 2).reshape(*tokens.shape, table.shape[1])
 
 
 def _parts(table: jax.Array, shards: int) -> int:
-  """In how many parts of its columns a table is gathered.
+  """Returns in how many parts of its columns a table is gathered.
 
-  The fewest that keep a part of all shards together below 128 MiB.
+  The fewest that keep one part of all shards together below 128 MiB.
   """
-  size = shards * table.size * table.dtype.itemsize
-  width = table.shape[1]
-  return next(n for n in range(1, width + 1) if _fits(size, n, width))
-
-
-def _fits(size: int, parts: int, width: int) -> bool:
-  return width % parts == 0 and (size <= parts * 2**27 or parts == width)
-
-
-def _check(partition: partition_lib.Partition, table, tokens) -> None:
-  """Raises ValueError where the shapes or rules do not fit the mesh."""
-  sizes = {
-    'vocab': table.shape[0],
-    'table_embed': table.shape[1],
-    'batch': tokens.shape[0],
-    'length': tokens.shape[1],
-  }
-  for name, size in sizes.items():
-    if size % partition.size(name):
-      raise ValueError(
-        f'embedding lookup: {name!r} has size {size}, which the'
-        f' {partition.size(name)} shards of mesh axes'
-        f' {partition.mesh_axes(name)} do not divide; pad it or shard it less'
-      )
-  for name in ('batch', 'length'):
-    both = set(partition.mesh_axes('table_embed'))
-    both &= set(partition.mesh_axes(name))
-    if both:
-      raise ValueError(
-        f"embedding lookup: rules 'table_embed' and {name!r} share mesh axes"
-        f" {sorted(both)}; shard the table over them by 'vocab' instead"
-      )
+  size, width = shards * table.size * table.dtype.itemsize, table.shape[1]
+  fits = (
+    n for n in range(1, width + 1) if width % n == 0 and size <= n * 2**27
+  )
+  return next(fits, width)

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from encdec_adapt.ops import partition as partition_lib
+from encdec_adapt.ops import partition
 
 # The name that the experts' products carry for rematerialisation policies.
 PRODUCT = 'expert_product'
@@ -56,17 +56,17 @@ def route(
   *,
   normalise: bool,
 ) -> tuple[Int[Array, 'B L K'], Float[Array, 'B L K']]:
-  """The experts of each token, and their shares in its output.
+  """Chooses the experts of each token, and their shares in its output.
 
   Args:
-    logits: of the router, float32.
+    logits: router logits, float32.
     real: tokens that are not padding; the others get no expert.
-    per_token: K.
+    per_token: number K of experts of a token.
     normalise: divide the K probabilities by their sum.
 
   Returns:
-    Numbers of experts, the likeliest first, X (none) for padding; and their
-    probabilities, float32.
+    Expert ids, the likeliest first (X, which is no expert, for padding), and
+    their probabilities, float32.
   """
   shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), per_token)
   if normalise:
@@ -79,18 +79,18 @@ def losses(
   real: Bool[Array, 'B L'],
   chosen: Int[Array, 'B L K'],
 ) -> RouterLosses:
-  """Losses over the batch, that of all devices together.
+  """Computes the router losses of the global batch.
 
   Args:
-    logits: of the router, float32.
+    logits: router logits, float32.
     real: tokens that are not padding.
-    chosen: as `route` gives them.
+    chosen: expert ids from `route`.
   """
   experts, per_token = logits.shape[-1], chosen.shape[-1]
   tokens = jnp.maximum(jnp.sum(real.astype(jnp.float32)), 1.0)
   weights = real[..., None] / tokens
   probability = jnp.sum(weights * jax.nn.softmax(logits), axis=(0, 1))
-  # Padding's number is X, which is nobody's.
+  # The id of padding, X, matches no expert.
   taken = chosen[..., None] == jnp.arange(experts)
   share = jnp.sum(taken, axis=(0, 1, 2)) / (per_token * tokens)
   log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -109,57 +109,44 @@ def feed_forward(
   down: Float[Array, 'X F D'],
   activation: Activation,
 ) -> Float[Array, 'B L D']:
-  """Sum over a token's experts of share * down(activation(gate x) * up x).
+  """Sums share * down(activation(gate x) * up x) over a token's experts.
 
   Args:
     x: states.
-    chosen: numbers of experts; X for none.
-    shares: theirs.
+    chosen: expert ids; X for none.
+    shares: weight of each chosen expert.
     gate: kernels in the dtype of `x`, sharded over 'experts'.
-    up: as `gate`.
-    down: as `gate`.
-    activation: elementwise.
+    up: kernels like `gate`.
+    down: kernels like `gate`.
+    activation: elementwise function.
 
   Returns:
-    In the dtype of `x`, sharded as ('batch', 'length', None).
+    The sum in the dtype of `x`, sharded as ('batch', 'length', None).
 
   Raises:
     ValueError: shapes do not divide over the mesh.
   """
-  partition = partition_lib.active()
-  tokens: tuple[str, ...] = ()
-  owners: tuple[str, ...] = ()
-  if partition is not None:
-    tokens = partition.mesh_axes('batch') + partition.mesh_axes('length')
-    # Experts that are sharded over the tokens' own axes are gathered there,
-    # as weights are.
-    owners = tuple(a for a in partition.mesh_axes('experts') if a not in tokens)
+  active = partition.active()
+  # Experts sharded over the tokens' own axes are gathered there, as weights.
+  owners = active.only(['experts'], partition.TOKENS)
   on_device = functools.partial(
-    _on_device, activation=activation, tokens=tokens, owners=owners
+    _on_device,
+    activation=activation,
+    tokens=active.mesh_axes(*partition.TOKENS),
+    owners=owners,
   )
-  if partition is None:
+  if active.mesh is None:
     return on_device(x, chosen, shares, gate, up, down)
-  _check(partition, x.shape, gate.shape[0])
-  of_token = partition.spec('batch', 'length', None)
+  active.check('states', x.shape[:2], partition.TOKENS)
+  active.check('experts', gate.shape[:1], ['experts'])
+  of_token = active.spec(*partition.TOKENS, None)
   of_expert = jax.sharding.PartitionSpec(owners or None)
   return jax.shard_map(
     on_device,
-    mesh=partition.mesh,
+    mesh=active.mesh,
     in_specs=(of_token,) * 3 + (of_expert,) * 3,
     out_specs=of_token,
   )(x, chosen, shares, gate, up, down)
-
-
-def _check(
-  partition: partition_lib.Partition, shape: tuple[int, ...], experts: int
-) -> None:
-  sizes = {'batch': shape[0], 'length': shape[1], 'experts': experts}
-  for name, size in sizes.items():
-    if size % partition.size(name):
-      raise ValueError(
-        f'{name} of size {size} does not divide over mesh axes'
-        f' {partition.mesh_axes(name)} of {partition.size(name)} devices'
-      )
 
 
 def _on_device(
@@ -178,18 +165,18 @@ def _on_device(
 
   `tokens` and `owners` are the mesh axes over which each of them differ.
   """
-  # Said, because the derivative of `_permute` cannot infer it.
+  # Declared explicitly: the derivative of `_permute` cannot infer it.
   x, chosen, shares = (_vary(a, owners) for a in (x, chosen, shares))
   gate, up, down = (_vary(a, tokens) for a in (gate, up, down))
   experts, per_token = gate.shape[0], chosen.shape[-1]
   first = jax.lax.axis_index(owners) * experts if owners else 0
   expert = chosen.reshape(-1) - first
   mine = (expert >= 0) & (expert < experts)
-  expert = jnp.where(mine, expert, experts)  # The others' are sorted last.
+  expert = jnp.where(mine, expert, experts)  # Other devices' sort last.
   order = jnp.argsort(expert)
   back = jnp.argsort(order)
   sizes = jnp.sum(expert[:, None] == jnp.arange(experts), axis=0)
-  # What a ragged product makes of rows beyond its groups is not defined.
+  # A ragged product leaves rows beyond its groups undefined.
   inside = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None]
 
   def product(rows: jax.Array, kernels: jax.Array) -> jax.Array:
@@ -211,16 +198,16 @@ def _on_device(
 
 
 def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The same array, told that it may differ over these mesh axes too."""
+  """Marks an array as varying over further mesh axes (`jax.lax.pcast`)."""
   return jax.lax.pcast(x, axes, to='varying') if axes else x
 
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-  """Rows in another order; `back` undoes `order`.
+  """Reorders rows; `back` is the inverse of `order`.
 
-  The derivative of indexing adds rows up one by one, in any order on a GPU.
-  That of a permutation is a permutation.
+  The derivative of indexing is a scatter-add, whose order is undefined on a
+  GPU; the derivative of a permutation is a permutation.
   """
   del back
   return x.at[order].get(unique_indices=True, mode='promise_in_bounds')

@@ -4,7 +4,7 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691): scores exist for one block of
 queries and keys at a time, and are computed again in the backward pass, which
 has a kernel for the gradients of queries and one for those of keys and
 values. A kernel instance has one block of its side and loops over the blocks
-of the other that it is told to visit.
+of the other side in its range of visits.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ class Tile:
 
   Attributes:
     queries, keys: tokens; powers of two, at least 16.
-    warps: of 32 threads.
-    stages: loads of the loop that are under way at a time.
+    warps: number of warps (32 threads each).
+    stages: software pipelining depth: loads in flight at a time.
   """
 
   queries: int
@@ -41,12 +41,12 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What is the same for all blocks.
+  """Parameters that are the same for all blocks.
 
   Attributes:
-    left, right: how far before and after itself a query sees; None for all.
-    keys: S without padding.
-    memory: how many of them, the last ones, have no position.
+    left, right: reach of a query before and after itself; None for all keys.
+    keys: number of keys S without padding.
+    memory: number of keys, at the end, that have no position.
     scale: factor of the scores.
     softcap: cap of the scores, or None.
     interpret: run as ordinary operations, on any platform.
@@ -71,17 +71,18 @@ def run_forward(
   tile: Tile,
   call: Call,
 ) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B N T']]:
-  """Attention, and log2 of the sum of 2^score of each query.
+  """Computes attention, and log2 of the sum of 2^score of each query.
 
   Args:
     q: queries; T is whole blocks, H a power of two.
     k: keys; S is whole blocks.
     v: values.
     q_tokens: segments and positions of the queries.
-    kv_tokens: of the keys.
-    visits: first and one past the last block of keys of each of queries.
+    kv_tokens: segments and positions of the keys.
+    visits: for each block of queries, the first block of keys to visit and
+      one past the last.
     tile: block sizes.
-    call: the rest.
+    call: parameters of the call.
   """
   blocks = _OfQueries(q, k, tile)
   return blocks.call(
@@ -105,13 +106,13 @@ def run_forward(
 def run_queries(
   q, k, v, q_tokens, kv_tokens, d_out, sums, inner, visits, tile, call
 ) -> Float[Array, 'B T N H']:
-  """Gradient by the queries.
+  """Computes the gradient with respect to the queries.
 
   Args:
-    q, k, v, q_tokens, kv_tokens, visits, tile, call: as of `run_forward`.
+    q, k, v, q_tokens, kv_tokens, visits, tile, call: as in `run_forward`.
     d_out: cotangent of the output.
-    sums: of the forward pass.
-    inner: [B, N, T] products of output and cotangent.
+    sums: log2 sums of the forward pass [B, N, T].
+    inner: inner products [B, N, T] of output and cotangent.
   """
   blocks = _OfQueries(q, k, tile)
   (d_q,) = blocks.call(
@@ -139,9 +140,10 @@ def run_queries(
 def run_keys(
   q, k, v, q_tokens, kv_tokens, d_out, sums, inner, visits, tile, call
 ) -> tuple[Float[Array, 'B S K H'], Float[Array, 'B S K H']]:
-  """Gradients by keys and values; see `run_queries`.
+  """Computes the gradients with respect to keys and values.
 
-  `visits` are the blocks of queries of each block of keys.
+  Arguments as in `run_queries`, but `visits` are the blocks of queries of each
+  block of keys.
   """
   blocks = _OfKeys(q, k, tile)
   return blocks.call(
@@ -245,7 +247,7 @@ def _dot(a, b, contracted_a: int, contracted_b: int):
 
 
 def _scores(products, call: Call):
-  """Scores as powers of two, and the derivative of capping them.
+  """Returns base-2 scores, and the derivative of their soft-cap.
 
   tanh x = 1 - 2 / (e^2x + 1) is exact to a rounding of 1, as the softmax is,
   and costs an exponential and a division where the libraries' costs more.
@@ -258,13 +260,13 @@ def _scores(products, call: Call):
 
 
 def _visible(q_tokens, kv_tokens, first_key, call: Call):
-  """Whether a query sees a key.
+  """Returns whether a query sees a key.
 
   Args:
     q_tokens: segments and positions, [queries, 1] or [1, queries].
-    kv_tokens: likewise, the other way around.
+    kv_tokens: likewise, with the two dimensions swapped.
     first_key: index of the first key.
-    call: the mask.
+    call: parameters of the call, among them the mask.
   """
   visible = (q_tokens[0] == kv_tokens[0]) & (q_tokens[0] > 0)
   if call.left is None and call.right is None:

@@ -1,9 +1,9 @@
 """Attention masks as data.
 
-A `MaskSpec` says which keys a query may see; it is a few vectors per row, so
-it travels through the model where a dense [T, S] array would not fit. A
-backend of `ops.attention` honours a spec or refuses it. `dense_mask` is the
-definition, and what the XLA backends apply to a block of queries.
+A `MaskSpec` describes which keys a query may see by a few vectors per row, so
+that it fits through the model where a dense [T, S] array would not. A backend
+of `ops.attention` honours a spec or refuses it. `dense_mask` defines its
+meaning; the XLA backends apply it to a block of queries.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class MaskSpec:
       the T5Gemma authors' code), |q - k| <= W ('inclusive', transformers
       5.23 eager), or the W keys from q - ceil(W/2) + 1 to q + floor(W/2)
       ('centered', T5Gemma 2).
-  Of the last `memory` keys only segments decide: they are seen from every
+  For the last `memory` keys only segments count: they are visible from every
   position (an encoder's keys beside the decoder's own).
   Positions, not indices, are compared, so packed rows whose positions restart
   and caches in any order need nothing special.
@@ -39,11 +39,11 @@ class MaskSpec:
     kind: 'causal' or 'full'.
     window: W in positions, at least 1, or None for no window.
     window_rule: one of WINDOW_RULES; matters for kind 'full' only.
-    memory: how many keys, the last ones, positions say nothing about.
+    memory: number of keys, at the end, whose positions do not matter.
     aligned: queries and keys are the same tokens, and within a segment
       positions rise by one from token to token, so that indices may be
-      compared in the place of positions. A promise of whoever makes the
-      mask; some kernels need it.
+      compared instead of positions. The creator of the mask guarantees this;
+      some kernels need it.
     q_segments: [B, T] int32, 0 for padding; None, as `kv_segments`, where
       nothing is padding and a row is one segment.
     kv_segments: [B, S] int32, 0 for padding; None as `q_segments`.
@@ -108,7 +108,7 @@ def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
 
 
 def by_index(spec: MaskSpec) -> MaskSpec:
-  """The mask of an aligned spec with indices in the place of positions."""
+  """Replaces the positions of an aligned spec by indices."""
   index = jnp.arange(spec.q_segments.shape[1], dtype=jnp.int32)
   index = jnp.broadcast_to(index, spec.q_segments.shape)
   return spec.replace(q_positions=index, kv_positions=index)

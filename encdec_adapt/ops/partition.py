@@ -1,12 +1,12 @@
-"""The active mesh and its logical axis rules, and `shard()`.
+"""The active mesh with its logical axis rules, and `shard()`.
 
 Models and losses name the axes of their arrays logically ('batch', 'mlp');
-what those names mean on a mesh is decided by whoever traces the program,
-with `use`. Nothing here knows which rules exist (`encdec_adapt.sharding`
-does). Constraints are active on every platform, CPU included.
+the caller who traces the program decides with `use` what these names mean on
+a mesh. This module knows no rule set (`encdec_adapt.sharding` owns them).
+Constraints are active on every platform, CPU included.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -18,56 +18,118 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
 
+# Logical axes of an array of tokens.
+TOKENS = ('batch', 'length')
+
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-  """A mesh and the meaning of logical axis names on it."""
+  """A mesh and the meaning of logical axis names on it.
 
-  mesh: Mesh
+  Attributes:
+    mesh: the device mesh; None for one device, where nothing is sharded.
+    rules: mesh axes of every logical axis.
+  """
+
+  mesh: Mesh | None
   rules: Mapping[str, MeshAxes]
 
-  def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-    """Mesh axes of one logical axis; () where it is not sharded.
+  @property
+  def platform(self) -> str | None:
+    """Platform of the mesh, which may be compiled for ahead of time."""
+    return None if self.mesh is None else self.mesh.devices.flat[0].platform
+
+  def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
+    """Returns the mesh axes of these logical axes, () where none is sharded.
 
     Raises:
-      ValueError: no rule speaks of `name`.
+      ValueError: the rules do not name a logical axis.
     """
-    if name is None:
-      return ()
-    if name not in self.rules:
-      known = ', '.join(sorted(self.rules))
-      raise ValueError(
-        f'no sharding rule for logical axis {name!r}; known axes: {known}'
-      )
-    axes = self.rules[name]
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    found: tuple[str, ...] = ()
+    for name in names if self.mesh is not None else ():
+      if name is not None and name not in self.rules:
+        known = ', '.join(sorted(self.rules))
+        raise ValueError(
+          f'no sharding rule for logical axis {name!r}; known axes: {known}'
+        )
+      axes = self.rules[name] if name else ()
+      found += (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return found
 
   def spec(self, *names: str | None) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions have these names."""
+    """Returns the PartitionSpec of an array with these logical axes."""
     axes = [self.mesh_axes(name) for name in names]
     return PartitionSpec(
       *(a if len(a) > 1 else a[0] if a else None for a in axes)
     )
 
-  def size(self, name: str | None) -> int:
-    """Number of shards along one logical axis."""
-    size = 1
-    for axis in self.mesh_axes(name):
-      size *= self.mesh.shape[axis]
-    return size
+  def devices(self, axes: Iterable[str]) -> int:
+    """Returns the number of devices along these mesh axes."""
+    return math.prod(self.mesh.shape[axis] for axis in axes)
+
+  def size(self, *names: str | None) -> int:
+    """Returns the number of shards along these logical axes."""
+    return self.devices(self.mesh_axes(*names))
+
+  def common(
+    self, names: Sequence[str], others: Sequence[str]
+  ) -> tuple[str, ...]:
+    """Returns the mesh axes that shard both `names` and `others`."""
+    rest = self.mesh_axes(*others)
+    return tuple(axis for axis in self.mesh_axes(*names) if axis in rest)
+
+  def only(
+    self, names: Sequence[str], others: Sequence[str]
+  ) -> tuple[str, ...]:
+    """Returns the mesh axes that shard `names` and not `others`."""
+    rest = self.mesh_axes(*others)
+    return tuple(axis for axis in self.mesh_axes(*names) if axis not in rest)
+
+  def check(
+    self, what: str, shape: Sequence[int], names: Sequence[str | None]
+  ) -> None:
+    """Checks that an array can be sharded.
+
+    Args:
+      what: name of the array in errors.
+      shape: its global shape.
+      names: logical axis of each dimension.
+
+    Raises:
+      ValueError: a dimension does not divide over the mesh, or two of them
+        are mapped to one mesh axis.
+    """
+    owner: dict[str, str | None] = {}
+    for size, name in zip(shape, names, strict=True):
+      axes = self.mesh_axes(name)
+      if size % self.devices(axes):
+        raise ValueError(
+          f'{what} of shape {tuple(shape)} with axes {tuple(names)}: {name!r}'
+          f' of size {size} does not divide over mesh axes {axes} of'
+          f' {self.devices(axes)} devices; change the size or config.mesh'
+        )
+      for axis in axes:
+        if axis in owner:
+          raise ValueError(
+            f'sharding rules map both {owner[axis]!r} and {name!r} of {what}'
+            f' with axes {tuple(names)} to mesh axis {axis!r}; an array uses a'
+            ' mesh axis once'
+          )
+        owner[axis] = name
 
 
-_ACTIVE: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
-  'encdec_adapt_partition', default=None
+ONE_DEVICE = Partition(None, {})
+_ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
+  'encdec_adapt_partition', default=ONE_DEVICE
 )
 
 
 @contextlib.contextmanager
 def use(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> Iterator[Partition]:
-  """Makes `mesh` and `rules` active for what is traced inside.
+  """Makes `mesh` and `rules` active for code traced inside the context.
 
-  Enter it inside the function that is jitted: jit caches by arguments and
-  does not know about this context.
+  Enter it inside the jitted function: jit caches by arguments and does not
+  know about this context.
   """
   partition = Partition(mesh, rules)
   token = _ACTIVE.set(partition)
@@ -77,51 +139,58 @@ def use(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> Iterator[Partition]:
     _ACTIVE.reset(token)
 
 
-def active() -> Partition | None:
-  """The active partition, or None (one device, no constraints)."""
+def active() -> Partition:
+  """Returns the active partition; `ONE_DEVICE` outside of `use`."""
   return _ACTIVE.get()
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
-  """Constrains `x`, one logical name (or None) per dimension.
+  """Constrains the sharding of `x`, with a logical axis per dimension.
+
+  Args:
+    x: any array.
+    *names: logical axis (or None) of each dimension.
+
+  Returns:
+    `x`, unchanged on one device.
 
   Raises:
     ValueError: a dimension does not divide over the active mesh, or two of
       them are mapped to one mesh axis; names them.
   """
   partition = active()
-  if partition is None:
+  if partition.mesh is None:
     return x
   if len(names) != x.ndim:
     raise ValueError(
       f'shard() got {len(names)} axis names {names} for an array of shape'
       f' {x.shape}'
     )
-  _check(partition, x.shape, names)
+  partition.check('array', x.shape, names)
   return jax.lax.with_sharding_constraint(
     x, NamedSharding(partition.mesh, partition.spec(*names))
   )
 
 
-def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
-  """The same weight, whose gradient is summed over some mesh axes first.
+def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
+  """Returns the weight; its gradient is summed over some mesh axes first.
 
-  Over those of `summed_first`, and then over the others that the weight is
-  sharded over: a TPU's compiler scatters what it sums over some of a slice's
-  chips, but not what it sums over all of them, which it sends whole instead
-  (`tests.benchmarks.gradient_sums`). Nothing is summed over axes that split no
-  tokens, such as those of heads: they shard the gradient all along.
+  The gradient is summed over the axes of the rule `summed_first`, then over
+  the others that shard the weight: a TPU's compiler turns a sum over some of
+  a slice's chips into a reduce-scatter, but a sum over all of them into an
+  all-reduce of the whole array (`tests.benchmarks.gradient_sums`). Axes that
+  split no tokens, such as those of heads, need no sum: they shard the
+  gradient all along.
 
   Args:
-    weight: that a product reads.
-    *names: logical name (or None) of each dimension.
+    weight: operand of a product with activations.
+    *names: logical axis (or None) of each dimension.
   """
   partition = active()
-  first = partition.mesh_axes('summed_first') if partition else ()
-  sizes = partition.mesh.shape if partition else {}
-  if math.prod(sizes[axis] for axis in first) == 1:
+  if partition.size('summed_first') == 1:
     return weight
-  tokens = partition.mesh_axes('batch') + partition.mesh_axes('length')
+  sizes, first = partition.mesh.shape, partition.mesh_axes('summed_first')
+  tokens = partition.mesh_axes(*TOKENS)
   kept = [a for a in sizes if a not in tokens and sizes[a] > 1]
   kept += first
   axes = [partition.mesh_axes(name) for name in names]
@@ -139,7 +208,7 @@ def summed_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(weight, stages):
-  """The weight; `stages` are shardings of its gradient, one after the other."""
+  """Returns the weight; `stages` are successive shardings of its gradient."""
   return weight
 
 
@@ -154,26 +223,3 @@ def _backward(stages, _, gradient):
 
 
 _summed.defvjp(_forward, _backward)
-
-
-def _check(
-  partition: Partition, shape: tuple[int, ...], names: tuple[str | None, ...]
-) -> None:
-  """Raises ValueError for axes that collide or do not divide, by name."""
-  owner: dict[str, str] = {}
-  for size, name in zip(shape, names, strict=True):
-    axes = partition.mesh_axes(name)
-    if size % partition.size(name):
-      raise ValueError(
-        f'an array of shape {shape} with axes {names} does not divide: its'
-        f' {name!r} of {size} is split {partition.size(name)} times, over mesh'
-        f' axes {axes}'
-      )
-    for axis in axes:
-      if axis in owner:
-        raise ValueError(
-          f'sharding rules map both {owner[axis]!r} and {name!r} of an array'
-          f' with axes {names} to mesh axis {axis!r}; an array uses a mesh'
-          ' axis once'
-        )
-      owner[axis] = name

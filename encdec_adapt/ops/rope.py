@@ -22,10 +22,10 @@ class Scaling:
 
   Attributes:
     kind: 'none', 'linear' or 'llama3'.
-    factor: what frequencies are divided by.
-    low_factor: of 'llama3'.
-    high_factor: of 'llama3', above `low_factor`.
-    original_length: of 'llama3', tokens of a row in the first training.
+    factor: divisor of the frequencies.
+    low_factor: low frequency factor of 'llama3'.
+    high_factor: high frequency factor of 'llama3', above `low_factor`.
+    original_length: context length of the original training ('llama3').
   """
 
   kind: Literal['none', 'linear', 'llama3'] = 'none'
@@ -38,7 +38,7 @@ class Scaling:
 def frequencies(
   head_dim: int, theta: float, scaling: Scaling
 ) -> Float[Array, 'J']:
-  """The J = H/2 frequencies theta^(-2j/H), scaled, in radians per position."""
+  """Returns the J = H/2 scaled frequencies, in radians per position."""
   exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim  # [J]
   frequency = theta**-exponent
   if scaling.kind == 'none':
@@ -62,7 +62,7 @@ def angles(
   dtype,
   scaling: Scaling = Scaling(),
 ) -> tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']]:
-  """Cosines and sines of every position, J = H/2 frequencies.
+  """Computes cosines and sines of every position.
 
   Args:
     positions: position of every token, from 0.
@@ -70,7 +70,7 @@ def angles(
     theta: base; frequency j is theta^(-2j/H).
     dtype: dtype of the result, cast before the products as bf16 parity with
       transformers needs; the angles themselves are fp32.
-    scaling: of the frequencies.
+    scaling: scaling of the frequencies.
 
   Returns:
     (cos, sin), each [B, L, 1, H/2], to broadcast over heads.

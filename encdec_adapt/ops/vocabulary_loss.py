@@ -48,7 +48,7 @@ def cross_entropy(
   label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
 ) -> LossSums:
-  """Sums of the cross-entropy of `targets` under softmax(hidden @ table.T).
+  """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
   Products run in the dtype of `hidden` and accumulate in float32. When it is
   differentiated, the gradients are computed together with the loss; otherwise
@@ -199,7 +199,7 @@ def _wanted(
   is_target: jax.Array,
   label_smoothing: float,
 ) -> jax.Array:
-  """The smoothed distribution [rows, v] that the targets stand for."""
+  """Returns the smoothed target distribution [rows, v]."""
   wanted = jnp.where(is_target, 1 - label_smoothing, 0.0)
   if label_smoothing:
     wanted += columns.only_tokens(

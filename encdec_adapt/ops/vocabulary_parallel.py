@@ -1,6 +1,6 @@
 """One pass over token chunks against a table sharded over the vocabulary.
 
-What the losses over the vocabulary share. Each device holds some rows of the
+Shared by the losses over the vocabulary. Each device holds some rows of the
 output table [V, D] and some of the tokens. For a chunk of its tokens it
 gathers the hidden states of the devices whose tokens it shares a table with,
 forms the logits of its own columns once, and from them both the terms of the
@@ -15,12 +15,10 @@ read from the active partition; without one, the same code runs on one device.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from encdec_adapt.ops import partition
@@ -78,40 +76,22 @@ ChunkStep = Callable[
 ]
 
 
-@dataclasses.dataclass(frozen=True)
 class _Layout:
-  """Mesh axes that split the tokens and the rows of the table."""
+  """Mesh axes that split the tokens and the rows of the table.
 
-  mesh: Mesh | None
-  batch: tuple[str, ...]
-  length: tuple[str, ...]
-  vocab: tuple[str, ...]
+  Attributes:
+    vocab: axes that split the table's rows.
+    shared: axes that split both, over which hidden states are exchanged.
+    vocab_only: axes that split the rows and not the tokens.
+    tokens_only: axes that split the tokens and not the rows.
+  """
 
-  @property
-  def tokens(self) -> tuple[str, ...]:
-    return self.batch + self.length
-
-  @property
-  def shared(self) -> tuple[str, ...]:
-    """Axes that split both, over which hidden states are exchanged."""
-    return tuple(a for a in self.tokens if a in self.vocab)
-
-  @property
-  def vocab_only(self) -> tuple[str, ...]:
-    return tuple(a for a in self.vocab if a not in self.tokens)
-
-  @property
-  def tokens_only(self) -> tuple[str, ...]:
-    return tuple(a for a in self.tokens if a not in self.vocab)
-
-  def size(self, axes: tuple[str, ...]) -> int:
-    return math.prod(self.mesh.shape[a] for a in axes) if axes else 1
-
-  def token_spec(self) -> PartitionSpec:
-    return PartitionSpec(self.batch or None, self.length or None)
-
-  def table_spec(self) -> PartitionSpec:
-    return PartitionSpec(self.vocab or None)
+  def __init__(self, active: partition.Partition):
+    self.active = active
+    self.vocab = active.mesh_axes('vocab')
+    self.shared = active.common(partition.TOKENS, ['vocab'])
+    self.vocab_only = active.only(['vocab'], partition.TOKENS)
+    self.tokens_only = active.only(partition.TOKENS, ['vocab'])
 
   def gather(self, x: jax.Array) -> jax.Array:
     """[c, ...] of this device -> [rows, ...] of all that share a table."""
@@ -123,7 +103,7 @@ class _Layout:
     """[rows, ...] known to every device -> [c, ...] of this device."""
     if not self.shared:
       return x
-    count = x.shape[0] // self.size(self.shared)
+    count = x.shape[0] // self.active.devices(self.shared)
     start = jax.lax.axis_index(self.shared) * count
     return jax.lax.dynamic_slice_in_dim(x, start, count)
 
@@ -163,7 +143,7 @@ def sweep(
   """Runs `step` over all tokens, a chunk at a time.
 
   Args:
-    step: what to do with one chunk of tokens and the local columns.
+    step: function of one chunk of tokens and the local columns.
     tokens: arrays [B, T, ...]; the first holds the hidden states [B, T, D].
     tables: arrays [V, ...]; the first is the output table [V, D] in the dtype
       of the products.
@@ -178,20 +158,23 @@ def sweep(
   Raises:
     ValueError: shapes the active partition cannot split.
   """
-  layout = _layout(tokens[0].shape, tables[0].shape)
+  active = partition.active()
+  layout = _Layout(active)
 
   def on_device(tokens, tables):
     return _sweep_device(
       step, tokens, tables, layout, vocab_size, chunk, with_gradients
     )
 
-  if layout.mesh is None:
+  if active.mesh is None:
     return on_device(tokens, tables)
-  token_spec, table_spec = layout.token_spec(), layout.table_spec()
+  active.check('tokens', tokens[0].shape[:2], partition.TOKENS)
+  active.check('table', tables[0].shape[:1], ['vocab'])
+  token_spec, table_spec = active.spec(*partition.TOKENS), active.spec('vocab')
   gradient_specs = (token_spec, table_spec) if with_gradients else (None, None)
   return jax.shard_map(
     on_device,
-    mesh=layout.mesh,
+    mesh=active.mesh,
     in_specs=(token_spec, table_spec),
     out_specs=(token_spec, *gradient_specs),
   )(tokens, tables)
@@ -278,26 +261,6 @@ def check_arguments(
     raise ValueError(f'chunk={chunk} must be at least 1 token')
 
 
-def _layout(tokens_shape: Sequence[int], table_shape: Sequence[int]) -> _Layout:
-  """Reads the active partition and checks that it divides the arrays."""
-  active = partition.active()
-  if active is None:
-    return _Layout(None, (), (), ())
-  sizes = (tokens_shape[0], tokens_shape[1], table_shape[0])
-  for name, size in zip(('batch', 'length', 'vocab'), sizes, strict=True):
-    if size % active.size(name):
-      raise ValueError(
-        f'{name} of size {size} does not divide over mesh axes'
-        f' {active.mesh_axes(name)} of {active.size(name)} devices'
-      )
-  return _Layout(
-    active.mesh,
-    active.mesh_axes('batch'),
-    active.mesh_axes('length'),
-    active.mesh_axes('vocab'),
-  )
-
-
 def _sweep_device(
   step: ChunkStep,
   tokens: Sequence[jax.Array],
@@ -346,7 +309,7 @@ def _local_columns(count: int, vocab_size: int, layout: _Layout) -> Columns:
   ids = jnp.arange(count, dtype=jnp.int32)
   if layout.vocab:
     ids += jax.lax.axis_index(layout.vocab) * count
-  has_padding = count * layout.size(layout.vocab) > vocab_size
+  has_padding = count * layout.active.devices(layout.vocab) > vocab_size
   is_token = ids < vocab_size if has_padding else None
   return Columns(ids, is_token, vocab_size, layout.vocab)
 

@@ -15,7 +15,7 @@ import re
 import jax
 
 from encdec_adapt.cli import errors
-from encdec_adapt.telemetry import flops
+from encdec_adapt.telemetry import peak_flops
 
 _GIB = 2**30
 
@@ -179,7 +179,7 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
     devices: all of the job's.
   """
   kind = devices[0].device_kind
-  names = (name for known, name, _ in flops.KINDS if known in kind)
+  names = (name for known, name, _ in peak_flops.KINDS if known in kind)
   name = next(names, None)
   if name is None:
     return None

@@ -138,6 +138,6 @@ def _gathered(work, read: workload.Read) -> float:
   rows = work.tokens(read) * work.shares.length / read.length
   sides = 1 if stack.role == 'causal' else 2
   positions = stack.layers * read.source_length
-  for window in model_flops.stack_shape(stack).windows:
+  for window in model_flops.layer_windows(stack):
     positions += min(read.length, sides * (window or read.length))
   return (3 if read.trained else 1) * rows * of_position * positions

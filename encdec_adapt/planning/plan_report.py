@@ -30,7 +30,7 @@ class Question:
     budget: bytes of memory that a device may use.
     known: attentions of the model and its teacher.
     model_flops: FLOPs of one run on all devices by the stated formula
-      (`telemetry.flops`).
+      (`models.model_flops`).
     loss: the part of it that is the vocabulary's loss, to be told apart in
       memory; None of a program without one.
   """

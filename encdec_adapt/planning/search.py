@@ -211,7 +211,8 @@ def _meshes(
       continue
     if where.chip.kind == 'tpu' and replica == tensor == 1 and fsdp > 2:
       # The same shards as of `fsdp`, whose gradients a TPU's compiler sums
-      # whole where that is over all chips (`ops.partition.summed_in_stages`).
+      # whole where that is over all chips
+      # (`ops.partition.sum_gradient_in_stages`).
       halves = mesh_lib.MeshConfig(2, fsdp // 2, sequence, tensor)
       yield halves, 'whole_slice'
       continue

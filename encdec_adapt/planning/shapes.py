@@ -23,7 +23,6 @@ from encdec_adapt.planning import (
   roofline,
   workload,
 )
-from encdec_adapt.telemetry import flops
 
 # Share of the peak that products of weights reach, with what is elementwise
 # around them, and share of the collectives that other work hides: set by what
@@ -297,8 +296,8 @@ def _scores(work: workload.Workload, trained: int) -> float:
 
 
 def _scores_of(read: workload.Read) -> int:
-  return flops.scores(
-    model_flops.stack_shape(read.stack),
+  return model_flops.scores(
+    read.stack,
     read.length,
     source_length=read.source_length,
   )
@@ -336,23 +335,22 @@ def _kernels(work: workload.Workload, rate: float) -> list[dict[str, Any]]:
 
 def _calls(read: workload.Read) -> int:
   """Attentions of a stack."""
-  shape = model_flops.stack_shape(read.stack)
-  own = (
-    0 if shape.cross_merged or not read.source_length else shape.cross_layers
-  )
-  return read.stack.layers + own
+  stack = read.stack
+  if stack.cross_merged or not read.source_length:
+    return stack.layers
+  return stack.layers + model_flops.cross_layers(stack)
 
 
 def _recomputed(work: workload.Workload) -> float:
   """FLOPs of all devices that the backward pass does once more."""
   remat, total = work.settings.compute.remat, 0
   for read in (read for read in work.reads if read.trained):
-    stack, shape = read.stack, model_flops.stack_shape(read.stack)
+    stack = read.stack
     lengths = dict(length=read.length, source_length=read.source_length)
     if remat in ('full', 'attention'):
-      total += flops.forward(shape, **lengths)
+      total += model_flops.stack_forward(stack, **lengths)
     if remat == 'attention':
-      total -= flops.scores(shape, **lengths)
+      total -= model_flops.scores(stack, **lengths)
     if remat == 'narrow_dots':  # Both products that widen.
       total += 4 * stack.layers * read.length * stack.width * stack.mlp_width
   return float(total * work.rows)

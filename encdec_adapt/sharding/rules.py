@@ -45,7 +45,8 @@ class Rules:
   act_mlp: MeshAxes = ('tensor',)
   act_vocab: MeshAxes = ('tensor',)
   # No axis of an array: what gradients of the layers' weights are summed over
-  # first, which otherwise is all at once (`ops.partition.summed_in_stages`).
+  # first, which otherwise is all at once
+  # (`ops.partition.sum_gradient_in_stages`).
   summed_first: MeshAxes = ()
 
   def as_dict(self) -> dict[str, MeshAxes]:

@@ -19,7 +19,7 @@ class Cost:
     rows: record rows consumed: the position in the data.
     target_tokens: tokens with weight.
     total_tokens: tokens that are not padding, encoder's and decoder's.
-    flops: model FLOPs by the formula of `telemetry.flops`, teacher's too.
+    flops: model FLOPs by the formula of `models.model_flops`, teacher's too.
     seconds: in training steps; evaluation, saving, and steps that were
       compiled first are left out.
   """

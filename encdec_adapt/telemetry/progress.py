@@ -10,8 +10,8 @@ from encdec_adapt.files import disk
 class Progress:
   """Measures the rate over recent steps and writes the line.
 
-  Model FLOPs per step come from `telemetry/flops.py`; "of peak" is model FLOPs
-  utilisation, without what rematerialisation adds.
+  Model FLOPs per step come from `models/model_flops.py`; "of peak" is model
+  FLOPs utilisation, without what rematerialisation adds.
   """
 
   def __init__(

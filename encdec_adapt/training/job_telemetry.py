@@ -17,8 +17,8 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.telemetry import (
   accounting,
   environment,
-  flops,
   metrics,
+  peak_flops,
   progress,
   timing,
 )
@@ -60,7 +60,7 @@ class JobTelemetry:
       train.steps,
       first_step=start or 0,
       flops_per_step=flops_per_step,
-      peak=flops.peak(jax.devices()),
+      peak=peak_flops.peak(jax.devices()),
     )
     self._unread: tuple[Any, ...] | None = None
     self._writer = self._starts = None

@@ -28,7 +28,7 @@ from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.telemetry import environment, flops
+from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import losses, optimizers, phases, train_section
 from encdec_adapt.training import state as state_lib
@@ -218,7 +218,7 @@ def step_flops(
     teacher: adds the forward pass of a teacher.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher
-  total = flops.TRAINING * model_flops.forward(model, *sizes)
+  total = model_flops.TRAINING * model_flops.forward(model, *sizes)
   if teacher:
     total += model_flops.forward(teacher, *sizes)
   return float(total * rows)

@@ -9,6 +9,12 @@ number, so kernels that skip other examples' keys may pass the roofline),
 three passes for training; bytes are those of the arguments, results
 and cotangents, once. The roofline is the longer of FLOPs at the device's
 dense bf16 peak and bytes at its memory's bandwidth.
+
+The 'triton' backend is timed with every set of tiles in `TILES` that is made
+for the head dimension. Compiled for sm_90a, the shipped tiles of head
+dimension 256 do not prefetch their loads (two stages) and one kernel spills
+registers; those with three stages do neither. No GPU has timed them yet:
+choose the faster ones for `ops.attention_triton`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +22,35 @@ import functools
 import statistics
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from encdec_adapt.ops import attention, masks, vocabulary_loss
+from encdec_adapt.models import model_flops
+from encdec_adapt.ops import (
+  attention,
+  attention_triton,
+  flash_kernels,
+  masks,
+  vocabulary_loss,
+)
 from encdec_adapt.planning import chips
-from encdec_adapt.telemetry import flops
+from encdec_adapt.telemetry import peak_flops
 from tests.benchmarks import results
+
+# Candidates by head dimension: tiles (queries, keys, warps, stages) of the
+# forward kernel and of the backward ones by queries and by keys.
+TILES = {
+  256: {
+    'three stages': attention_triton.Tiles(
+      flash_kernels.Tile(128, 32, 8, 3),
+      flash_kernels.Tile(64, 32, 8, 3),
+      flash_kernels.Tile(32, 64, 8, 3),
+    )
+  }
+}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -52,12 +78,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for backend in arguments.backends:
       for mask, spec in make_masks(arguments, examples).items():
         rows += _attention(backend, mask, spec, examples, arguments)
+        if backend != 'triton':
+          continue
+        for name, tiles in TILES.get(arguments.head_dim, {}).items():
+          with mock.patch.object(
+            attention_triton, 'choose_tiles', lambda *_, tiles=tiles: tiles
+          ):
+            rows += _attention(
+              backend, mask, spec, examples, arguments, tiles=name
+            )
   rows.append(_loss(arguments))
   return results.report('gpu_kernels', rows, arguments)
 
 
 def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
-  """Those of a pair, by name, of rows of equal examples."""
+  """Returns the masks of a pair, by name, for rows of equal examples."""
   length = arguments.length
   index = np.arange(length)
   size = -(-length // examples)
@@ -77,8 +112,8 @@ def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
   }
 
 
-def _attention(backend, mask, spec, examples, arguments):
-  """Rows of one attention: forward, and with its backward pass."""
+def _attention(backend, mask, spec, examples, arguments, tiles='shipped'):
+  """Measures one attention, forward and with its backward pass."""
   batch, length, head_dim = (
     arguments.batch,
     arguments.length,
@@ -97,12 +132,12 @@ def _attention(backend, mask, spec, examples, arguments):
   def loss(q, k, v, spec):
     return jnp.sum(attend(q, k, v, spec).astype(jnp.float32))
 
-  pairs = flops.visible_pairs(
+  pairs = model_flops.visible_pairs(
     length, causal=spec.kind == 'causal', window=spec.window
   )
   work = batch * 4 * arguments.heads * head_dim * pairs
   size = sum(x.nbytes for x in arrays) + arrays[0].nbytes
-  what = {'kernel': f'attention, {mask}', 'backend': backend}
+  what = {'kernel': f'attention, {mask}', 'backend': backend, 'tiles': tiles}
   return [
     what
     | {'examples': examples, 'passes': passes}
@@ -111,13 +146,13 @@ def _attention(backend, mask, spec, examples, arguments):
     )
     for passes, run, factor in (
       ('forward', attend, 1),
-      ('both', jax.grad(loss, (0, 1, 2)), flops.TRAINING),
+      ('both', jax.grad(loss, (0, 1, 2)), model_flops.TRAINING),
     )
   ]
 
 
 def _loss(arguments) -> dict[str, Any]:
-  """The row of the vocabulary loss with its gradient."""
+  """Measures the vocabulary loss with its gradient."""
   tokens, width = arguments.batch * arguments.length, arguments.width
   keys = jax.random.split(jax.random.key(0), 3)
   hidden = jax.random.normal(keys[0], (1, tokens, width), arguments.dtype)
@@ -139,9 +174,10 @@ def _loss(arguments) -> dict[str, Any]:
 
     return jax.grad(loss, (0, 1))(hidden, table)
 
-  work = flops.TRAINING * flops.vocabulary(width, arguments.vocab_size, tokens)
+  forward = model_flops.vocabulary(width, arguments.vocab_size, tokens)
+  work = model_flops.TRAINING * forward
   size = 2 * (hidden.nbytes + table.nbytes)
-  what = {'kernel': 'vocabulary loss', 'backend': 'xla'}
+  what = {'kernel': 'vocabulary loss', 'backend': 'xla', 'tiles': '-'}
   return (
     what
     | {'examples': 1, 'passes': 'both'}
@@ -152,7 +188,7 @@ def _loss(arguments) -> dict[str, Any]:
 def _timed(
   run: Callable[..., Any], operands, work: float, size: float, arguments
 ) -> dict[str, float]:
-  """Median seconds, and the share of the roofline that they are."""
+  """Returns the median time and its share of the roofline."""
   jax.block_until_ready(run(*operands))
   seconds = []
   for _ in range(arguments.steps):
@@ -178,7 +214,7 @@ def _ceilings() -> tuple[float, float]:
     (c.hbm_bandwidth for c in chips.CHIPS.values() if c.name in kind),
     float('nan'),
   )
-  return flops.peak([device]), bandwidth
+  return peak_flops.peak([device]), bandwidth
 
 
 if __name__ == '__main__':

@@ -2,12 +2,14 @@
 
     python -m tests.benchmarks.gpu_step --output=gpu_step.json
 
-The whole step (forward, backward, clipping, AdamW with fp32 state) of the
-2B-2B pair at 4096 + 4096 tokens in bf16, the workers being those of
-`training_step`. For every attention backend of ours, with one example a row
-and with several, and for the peer (which cannot pack) with every attention
+The whole step (forward, backward, clipping, Adafactor with a bf16 first
+moment) of the 2B-2B pair at 4096 + 4096 tokens in bf16, by the workers of
+`training_step`. Parameters, gradients and AdamW's fp32 moments would take 83
+GiB, more than an H100 has; `--optimizer=adamw --moment_dtype=float32` measures
+them on a larger GPU. For every attention backend of ours, with one example a
+row and with several, and for the peer (which cannot pack) with every attention
 that it has: every batch that fits, tokens/s and MFU by the formula of
-`telemetry.flops`. The parts of ours are programs of their own: the
+`models.model_flops`. The parts of ours are programs of their own: the
 loss, and the loss with its gradient; the rest is the optimizer. Every row
 says which attention it ran. `speed ratio` is over the peer's best row;
 without torch and transformers there is none. `gpu_kernels` has attention and
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   parser.add_argument('--platform', default='cuda', help="of torch; or 'cpu'")
   parser.add_argument('--dtype', default='bfloat16')
   parser.add_argument('--remat', default='attention')
+  parser.add_argument('--optimizer', default='adafactor')
+  parser.add_argument('--moment_dtype', default='bfloat16')
   parser.add_argument('--steps', type=int, default=5)
   parser.add_argument(
     '--batches',
@@ -123,6 +127,8 @@ def _measure(
     *flags,
     f'--batch_size={batch}',
     f'--remat={arguments.remat}',
+    f'--optimizer={arguments.optimizer}',
+    f'--moment_dtype={arguments.moment_dtype}',
     f'--encoder_length={arguments.encoder_length}',
     f'--decoder_length={arguments.decoder_length}',
   ]
@@ -167,12 +173,11 @@ def _step_flops(
 ) -> int:
   """Model FLOPs of a step."""
   from encdec_adapt.models import model_flops
-  from encdec_adapt.telemetry import flops
 
   pair = training_step.make_pair(training_step.make_parser().parse_args(flags))
   lengths = arguments.encoder_length, arguments.decoder_length
   row = model_flops.forward(pair, *lengths, teacher=0)
-  return batch * flops.TRAINING * row
+  return batch * model_flops.TRAINING * row
 
 
 if __name__ == '__main__':

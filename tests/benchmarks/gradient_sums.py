@@ -67,7 +67,7 @@ def _measure(
   def loss(weights, tokens):
     """Reads two weights, the second from the other side."""
     first, second = (
-      partition.summed_in_stages(weight, *_AXES) for weight in weights
+      partition.sum_gradient_in_stages(weight, *_AXES) for weight in weights
     )
     inner = jnp.tanh(tokens @ first)
     return jnp.sum((inner @ second.T).astype(jnp.float32) ** 2)

@@ -1,6 +1,6 @@
 """Our training step against the same T5Gemma in transformers on torch.
 
-A step is forward pass, backward pass, clipping by the global norm and AdamW,
+A step is forward pass, backward pass, clipping by the global norm and update,
 on the same batch without padding, for the same shapes of model (the numbers
 of parameters are compared). The two run in processes of their own, so that
 peak memory is each one's, and take turns step by step, so that whatever else
@@ -52,7 +52,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--examples', type=int, default=1, help='packed in each row'
   )
+  parser.add_argument(
+    '--optimizer', choices=['adamw', 'adafactor'], default='adamw'
+  )
   ours = parser.add_argument_group('how ours is computed')
+  ours.add_argument('--moment_dtype', default='float32')
   ours.add_argument('--scan_unroll', type=int, default=1)
   ours.add_argument('--remat', default='none')
   ours.add_argument('--attention', default='chunked')
@@ -163,9 +167,10 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     model, mesh.make_mesh(mesh.MeshConfig()), rules.named('fsdp')
   )
   optimizer = optimizers.OptimizerConfig(
-    'adamw',
+    arguments.optimizer,
     schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
     clip_norm=CLIP_NORM,
+    moment_dtype=arguments.moment_dtype,
   )
   loss = losses.LossConfig(chunk=arguments.loss_chunk)
   only = phases.Phases(where, loss, optimizer)
@@ -243,13 +248,12 @@ def make_transformers(
   model.train()
   if arguments.peer_checkpointing:
     model.gradient_checkpointing_enable({'use_reentrant': False})
-  optimizer = torch.optim.AdamW(
-    model.parameters(),
-    lr=LEARNING_RATE,
-    betas=(0.9, 0.95),
-    weight_decay=0.0,
-    fused=True,
-  )
+  options = {'lr': LEARNING_RATE, 'weight_decay': 0.0}
+  if arguments.optimizer == 'adamw':
+    options |= {'betas': (0.9, 0.95), 'fused': True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+  else:
+    optimizer = torch.optim.Adafactor(model.parameters(), **options)
   batch = {
     name: torch.from_numpy(value).long().to(device)
     for name, value in make_batch(arguments).items()
@@ -281,9 +285,9 @@ def _work(arguments: argparse.Namespace) -> None:
     runs, parameters = make_ours(arguments)
     import jax
 
-    from encdec_adapt.telemetry import flops
+    from encdec_adapt.telemetry import peak_flops
 
-    peak_flops = flops.peak(jax.devices())
+    peak_flops = peak_flops.peak(jax.devices())
   else:
     runs, parameters = make_transformers(arguments)
     peak_flops = None
@@ -322,7 +326,7 @@ class Worker:
   Attributes:
     parameters: of its model.
     peak_flops: FLOP/s of its devices; only ours knows.
-    answers: what it said of each run.
+    answers: measurements of each run.
 
   Raises:
     WorkerError: the process ended, here or in a method.

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.ops import dense_loss, vocabulary_loss
+from encdec_adapt.ops import vocabulary_loss
 from tests.benchmarks import results
+from tests.ops import dense_loss
 
 SOFTCAP = 30.0
 

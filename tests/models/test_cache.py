@@ -30,26 +30,57 @@ def decode_cached(model, params, triple, length, sizes, **cross):
   return jnp.concatenate(states, axis=1)
 
 
-@pytest.mark.parametrize('sizes', [(12,), (7, 1, 1, 1, 1, 1)])
-def test_decoder_only(small_stack, redraw, pack, sizes):
-  model = build.build(model_config.DecoderOnlyConfig(small_stack(layers=5)))
-  params, rows = redraw(model), pack([[12], [9]], 12)
-  expected = jax.jit(model.decode)(params, *rows)
-  got = decode_cached(model, params, rows, 15, sizes)
+LLAMA = dict(
+  post_norms=False,
+  norm_gain='direct',
+  activation='silu',
+  attention_bias='qkvo',
+  mlp_bias=True,
+  scale_embeddings=False,
+  rope_scaling='llama3',
+  rope_factor=8.0,
+  rope_original_length=16,
+  attention_softcap=None,
+)
+GEMMA3 = dict(
+  pattern=('local', 'local', 'global'),
+  qk_norm=True,
+  rope_theta=1000.0,
+  rope_scaling='linear',
+  rope_factor=4.0,
+  local_rope_theta=100.0,
+  attention_softcap=None,
+)
+# Fields of both stacks, and options of the pair; None for a decoder alone.
+CASES = {
+  'gemma2': ({'layers': 5}, None),
+  'llama': (LLAMA, None),
+  'llama pair': (LLAMA, {}),
+  'global cross-attention': (GEMMA3, {'cross_layers': 'global'}),
+  'merged': (
+    {**GEMMA3, 'eoi_token': 7},
+    {'cross_merged': True, 'shared_table': True},
+  ),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_cached_equals_uncached(case, small_stack, redraw, pack):
+  fields, pair = CASES[case]
+  stack, rows = small_stack(**fields), pack([[9], [7]], 9, seed=1)
+  if pair is None:
+    model = build.build(model_config.DecoderOnlyConfig(stack))
+    params, inputs, cross = redraw(model), (), {}
+  else:
+    model = build.build(model_config.encoder_decoder(stack, stack, **pair))
+    params, encoder = redraw(model), pack([[9], [6]], 9)
+    inputs = jax.jit(model.encode)(params, *encoder), encoder[1]
+    cross = {'cross': jax.jit(model.prefill_cross)(params, *inputs)}
+  expected = jax.jit(model.decode)(params, *rows, *inputs)
+  # A prompt of several tokens, then one at a time.
+  got = decode_cached(model, params, rows, 11, (5, 1, 1, 1, 1), **cross)
   real = np.asarray(rows[1]) > 0
   np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
-
-
-@pytest.mark.parametrize('sizes', [(8,), (1,) * 8])
-def test_encoder_decoder(small_pair, redraw, pack, sizes):
-  model = build.build(small_pair)
-  params = redraw(model)
-  encoder, decoder = pack([[9], [5]], 10), pack([[8], [8]], 8, seed=1)
-  encoded = jax.jit(model.encode)(params, *encoder)
-  expected = jax.jit(model.decode)(params, *decoder, encoded, encoder[1])
-  cross = jax.jit(model.prefill_cross)(params, encoded, encoder[1])
-  got = decode_cached(model, params, decoder, 9, sizes, cross=cross)
-  np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_rows_of_unequal_length_continue_at_their_own_positions(

@@ -1,81 +1,17 @@
-"""Stacks of other families: what each option changes, cached as uncached."""
+"""Stacks of other families: what each option changes."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.models import build, model_config, parameters
+from tests.models.test_cache import GEMMA3, LLAMA
 
-LLAMA = dict(
-  post_norms=False,
-  norm_gain='direct',
-  activation='silu',
-  attention_bias='qkvo',
-  mlp_bias=True,
-  scale_embeddings=False,
-  rope_scaling='llama3',
-  rope_factor=8.0,
-  rope_original_length=16,
-  attention_softcap=None,
-)
-GEMMA3 = dict(
-  pattern=('local', 'local', 'global'),
-  qk_norm=True,
-  rope_theta=1000.0,
-  rope_scaling='linear',
-  rope_factor=4.0,
-  local_rope_theta=100.0,
-  attention_softcap=None,
-)
 MERGED = dict(cross_merged=True, shared_table=True)
-CASES = {
-  'llama': (LLAMA, None),
-  'llama pair': (LLAMA, {}),
-  'gemma3 pair': (GEMMA3, {}),
-  'merged': ({**GEMMA3, 'eoi_token': 7}, MERGED),
-  'global cross-attention': (GEMMA3, dict(cross_layers='global')),
-}
-
-
-@pytest.mark.parametrize('case', CASES)
-def test_cached_equals_uncached(case, small_stack, redraw, pack):
-  fields, pair = CASES[case]
-  stack = small_stack(**fields)
-  if pair is None:
-    model = build.build(model_config.DecoderOnlyConfig(stack))
-  else:
-    model = build.build(model_config.encoder_decoder(stack, stack, **pair))
-  params = redraw(model)
-  inputs = pack([[9], [6]], 9)
-  tokens, segments, positions = pack([[7], [7]], 7, seed=1)
-
-  @jax.jit
-  def both(params):
-    encoded, extra = (), {}
-    if pair is not None:
-      encoded = (model.encode(params, *inputs), inputs[1])
-      extra = {'cross': model.prefill_cross(params, *encoded)}
-    whole = model.decode(params, tokens, segments, positions, *encoded)
-    cache = model.init_cache(*tokens.shape)
-    steps = []
-    for i in range(tokens.shape[1]):
-      at = slice(i, i + 1)
-      hidden, cache = model.decode_step(
-        params,
-        tokens[:, at],
-        segments=segments[:, at],
-        positions=positions[:, at],
-        cache=cache,
-        **extra,
-      )
-      steps.append(hidden)
-    return whole, jnp.concatenate(steps, axis=1)
-
-  np.testing.assert_allclose(*both(params), atol=2e-5)
+EXPERTS = dict(experts=4, experts_per_token=2)
 
 
 @pytest.mark.parametrize(
@@ -148,15 +84,14 @@ def test_the_eoi_vector_replaces_the_scaled_row(small_stack, redraw, pack, run):
     ({'rope_low_factor': 4.0}, 'must be below rope_high_factor'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
     ({'cross_merged': True, 'cross_width': 8}, 'must be the'),
+    ({'norm_topk': True}, 'norm_topk is True'),
+    ({'experts': 4}, 'experts_per_token is 0'),
+    ({**EXPERTS, 'experts_per_token': 5}, 'experts_per_token is 5'),
+    ({**EXPERTS, 'dense_layers': 3}, 'dense_layers is 3'),
+    ({**EXPERTS, 'shared_expert_gate': True}, 'shared_expert_width'),
+    ({**EXPERTS, 'mlp_bias': True}, 'mlp_bias'),
   ],
 )
 def test_fields_that_cannot_be(changes, message, small_stack):
   with pytest.raises(errors.UserError, match=message):
     small_stack(**changes)
-
-
-def test_unequal_stacks_cannot_share_a_table(small_stack):
-  with pytest.raises(errors.UserError, match='equal vocab_size'):
-    model_config.encoder_decoder(
-      small_stack(), small_stack(vocab_size=60), shared_table=True
-    )

@@ -24,15 +24,6 @@ def test_gemma2_counts(size, embedding, non_embedding, total):
 
 
 @pytest.mark.parametrize(
-  'size, total',
-  [('s', 152.1), ('b', 281.6), ('l', 570.5), ('ml', 1038.8), ('xl', 1682.1)],
-)
-def test_decoder_only_counts_in_millions(size, total):
-  count = parameters.count(presets.decoder_only(size))
-  assert round(count / 1e6, 1) == total
-
-
-@pytest.mark.parametrize(
   'pair, encoder, decoder, cross, embedding, total',
   [
     ('s_s', 20988416, 29385216, 8396800, 262144000, 312517632),
@@ -143,13 +134,6 @@ def test_padding_rows_are_not_counted():
   padded = parameters.parameter_table(config)['decoder/embedder/table']
   assert padded.shape == (128, 128)
   assert parameters.count_by_stack(config)['decoder'].embedding == 100 * 128
-
-
-def test_query_scales():
-  assert presets.decoder_only('2b').decoder.query_scale == 256
-  assert presets.decoder_only('9b').decoder.query_scale == 256
-  assert presets.decoder_only('27b').decoder.query_scale == 144
-  assert presets.stack('xl').query_scale == 64
 
 
 def test_pairs_of_sizes_with_underscores():

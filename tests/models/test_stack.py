@@ -144,8 +144,8 @@ def test_policies_save_what_they_say(
     lambda p: model.decode(p, ids, ids, ids).sum(), params
   )
   saved = capsys.readouterr().out
-  assert ('f32[2,4,40] output of dot_general' in saved) == wide
-  assert ('f32[2,4,2,8] output of dot_general' in saved) == narrow
+  assert ('f32[8,40] output of dot_general' in saved) == wide
+  assert ('f32[8,16] output of dot_general' in saved) == narrow
   assert (attention.SAVED in saved) == kept
 
 

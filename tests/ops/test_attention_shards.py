@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import pytest
 
@@ -19,10 +18,11 @@ from encdec_adapt.ops import (
   partition,
 )
 from encdec_adapt.sharding import rules
+from tests.ops import attention_cases
+from tests.ops.attention_cases import make_mesh, packed, spec_of
 
 pytestmark = pytest.mark.sharded
 
-AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 RULES = rules.named('fsdp').as_dict()
 B, T, S, N, K, H = 4, 16, 24, 8, 4, 8
 # All meshes of eight devices that shard the length; some in the default run.
@@ -34,48 +34,20 @@ SHAPES = [
 ]
 
 
-def make_mesh(shape):
-  devices = jax.devices()[: math.prod(shape)]
-  return jax.make_mesh(
-    shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices
-  )
-
-
-def packed(length):
-  """Segments and positions of rows of two examples and some padding."""
-  segments, positions = np.zeros((2, B, length), np.int32)
-  for row in range(B):
-    first, rest = length // 3 + row, length - length // 3 - 2 * row - 1
-    segments[row, :first], positions[row, :first] = 1, np.arange(first)
-    end = min(length, first + rest)
-    segments[row, first:end] = 2
-    positions[row, first:end] = np.arange(end - first)
-  return jnp.asarray(segments), jnp.asarray(positions)
-
-
 def specs(length=T, source=S, window=3):
   """Every kind of mask, by name."""
-  tokens = packed(length)
-  found = {
-    'causal': masks.causal(*tokens, aligned=True),
-    'causal window': masks.causal(*tokens, window=window, aligned=True),
-    'full': masks.bidirectional(*tokens, aligned=True),
-    'not by index': masks.causal(*tokens, window=window),
-    'cross': masks.cross(tokens[0], packed(source)[0]),
-  }
-  for rule in masks.WINDOW_RULES:
-    found[f'full {rule} window'] = masks.bidirectional(
-      *tokens, window=window, window_rule=rule, aligned=True
-    )
-  found['merged'] = masks.with_memory(found['causal'], packed(source)[0])
+  tokens, memory = packed(length, B), packed(source, B)[0]
+  names = sorted(attention.ALL_MASKS)
+  found = {n: spec_of(n, length, rows=B, window=window) for n in names}
+  found['not by index'] = masks.causal(*tokens, window=window)
+  found['cross'] = masks.cross(tokens[0], memory)
+  found['merged'] = masks.with_memory(found['causal'], memory)
   return found
 
 
-def qkv(queries, keys, seed=0, heads=(N, K), head_dim=H):
-  rng = np.random.default_rng(seed)
-  shapes = ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
-  return tuple(
-    jnp.asarray(rng.normal(size=(B, *s, head_dim)), jnp.float32) for s in shapes
+def qkv(queries, keys, heads=(N, K), head_dim=H):
+  return attention_cases.qkv(
+    queries, keys, rows=B, heads=heads, head_dim=head_dim
   )
 
 
@@ -187,20 +159,17 @@ def test_windows_gather_their_neighbours_alone():
   ],
 )
 def test_halo(name, expected):
-  shards = attention_shards.Shards(length=4)
-  assert shards.halo(specs()[name], 16) == expected
+  assert attention_shards.halo(specs()[name], 16, 4) == expected
   # Not where all keys are no more.
-  assert shards.halo(specs()[name], 2) is None
+  assert attention_shards.halo(specs()[name], 2, 4) is None
 
 
 @pytest.mark.parametrize(
   'shape, q_shape, k_shape, message',
   [
-    ((1, 1, 2, 4), (4, 15, 8), (4, 24, 4), "15 queries .*'sequence'.* of 2"),
-    ((2, 1, 2, 2), (3, 16, 8), (3, 24, 4), '3 rows do not divide'),
-    ((1, 1, 2, 4), (4, 16, 6), (4, 24, 2), '6 query heads do not divide'),
-    ((1, 1, 2, 4), (4, 16, 8), (4, 24, 2), '2 key/value heads do not'),
-    ((1, 1, 2, 4), (4, 16, 8), (4, 23, 4), '23 keys do not divide'),
+    ((1, 1, 2, 4), (4, 15, 8), (4, 24, 4), "queries .*'length' of size 15"),
+    ((2, 1, 2, 2), (3, 16, 8), (3, 24, 4), "queries .*'batch' of size 3"),
+    ((1, 1, 2, 4), (4, 16, 8), (4, 24, 2), "keys .*'act_heads' of size 2"),
   ],
 )
 def test_what_does_not_divide_is_refused(shape, q_shape, k_shape, message):

@@ -12,14 +12,14 @@ import pytest
 from encdec_adapt.models import execution
 from encdec_adapt.ops import (
   attention,
-  attention_reference,
   attention_shards,
   attention_triton,
   flash_kernels,
   masks,
 )
+from tests.ops import attention_cases
+from tests.ops.attention_cases import assert_like_reference, qkv, spec_of
 
-B, N, K, H = 2, 4, 2, 32
 # Small ones, so that short rows have several blocks.
 TILE = flash_kernels.Tile(32, 16, 4, 2)
 TILES = attention_triton.Tiles(TILE, TILE, flash_kernels.Tile(16, 32, 4, 2))
@@ -31,73 +31,12 @@ def small_blocks(monkeypatch):
   monkeypatch.setattr(attention_triton, 'choose_tiles', lambda *_: TILES)
 
 
-def packed(length):
-  """Segments and positions of two pairs and some padding per row."""
-  first = length // 3
-  second = length - first - 7
-  segments = [1] * first + [2] * second + [0] * 7
-  positions = [*range(first), *range(second), *[0] * 7]
-  return (
-    jnp.array([segments] * B, jnp.int32),
-    jnp.array([positions] * B, jnp.int32),
-  )
-
-
-def spec_of(name, length, *, aligned=True):
-  segments, positions = packed(length)
-  if name == 'merged':
-    spec = masks.causal(segments, positions, window=9)
-    return masks.with_memory(spec, segments)
-  make = masks.causal
-  if name.startswith('full'):
-    rule = name.split()[1] if 'window' in name else 'exclusive'
-    make = functools.partial(masks.bidirectional, window_rule=rule)
-  window = 17 if 'window' in name else None
-  return make(segments, positions, window=window, aligned=aligned)
-
-
-def qkv(queries, keys, dtype=jnp.float32, head_dim=H):
-  rng = np.random.default_rng(0)
-  shapes = (B, queries, N), (B, keys, K), (B, keys, K)
-  return tuple(
-    jnp.asarray(rng.normal(size=(*s, head_dim)), dtype) for s in shapes
-  )
-
-
-def results(attend, q, k, v, spec, softcap):
-  """Output and gradients of a loss of it."""
-
-  @jax.jit
-  def run(q, k, v, spec):
-    def loss(q, k, v):
-      out = attend(q, k, v, spec, scale=0.3, softcap=softcap)
-      return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
-
-    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
-    return out, *gradients
-
-  return run(q, k, v, spec)
-
-
-def assert_like_reference(q, k, v, spec, softcap=5.0, rtol=1e-6):
-  expected = results(attention_reference.attend, q, k, v, spec, softcap)
-  got = results(interpreted, q, k, v, spec, softcap)
-  for x, y in zip(got, expected, strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_allclose(
-      np.asarray(x, np.float32),
-      np.asarray(y, np.float32),
-      rtol=rtol,
-      atol=max(2e-5, rtol),
-    )
-
-
 @pytest.mark.parametrize('name', sorted(attention.ALL_MASKS) + ['merged'])
 @pytest.mark.usefixtures('small_blocks')
 def test_equals_the_reference(name):
   spec = spec_of(name, 75)
   keys = spec.kv_segments.shape[1]
-  assert_like_reference(*qkv(75, keys), spec)
+  assert_like_reference(interpreted, *qkv(75, keys), spec)
 
 
 @pytest.mark.usefixtures('small_blocks')
@@ -106,30 +45,31 @@ def test_positions_that_are_not_indices():
   spec = spec_of('causal window', 75, aligned=False)
   flip = {'kv_segments': spec.kv_segments, 'kv_positions': spec.kv_positions}
   spec = spec.replace(**jax.tree.map(lambda x: x[:, ::-1], flip))
-  assert_like_reference(*qkv(75, 75), spec, softcap=None)
+  assert_like_reference(interpreted, *qkv(75, 75), spec, softcap=None)
 
 
-def test_cross_attention_with_the_blocks_of_its_own_and_odd_head_dimension():
-  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * B, jnp.int32)
-  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * B, jnp.int32)
+def test_cross_attention_of_large_blocks_and_odd_head_dimension():
+  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * 2, jnp.int32)
+  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * 2, jnp.int32)
   spec = masks.cross(q_segments, kv_segments)
-  q, k, v = qkv(100, 200, head_dim=20)
-  assert_like_reference(q, k, v, spec)
-  out = interpreted(q, k, v, spec, scale=0.3, softcap=None)
-  assert jnp.all(out[:, 50:] == 0) and jnp.any(out[:, :50] != 0)
+  assert_like_reference(interpreted, *qkv(100, 200, head_dim=20), spec)
 
 
 @pytest.mark.usefixtures('small_blocks')
 def test_bfloat16():
   spec = spec_of('causal', 75)
-  assert_like_reference(*qkv(75, 75, jnp.bfloat16), spec, rtol=0.03)
+  assert_like_reference(
+    interpreted, *qkv(75, 75, dtype=jnp.bfloat16), spec, tolerance=0.03
+  )
 
 
 @pytest.mark.usefixtures('small_blocks')
 @pytest.mark.parametrize('softcap', [None, 2.0])
 def test_huge_scores_stay_finite(softcap):
   arrays = [x * 1e4 for x in qkv(75, 75)]
-  for x in results(interpreted, *arrays, spec_of('causal', 75), softcap):
+  for x in attention_cases.results(
+    interpreted, *arrays, spec_of('causal', 75), softcap
+  ):
     assert np.isfinite(x).all()
 
 
@@ -144,7 +84,7 @@ def visited(spec, tile):
   return np.asarray(attention_triton.visited(*tokens, tile, call))
 
 
-def test_no_block_is_visited_in_vain():
+def test_only_blocks_that_may_see_are_visited():
   ones = jnp.ones((1, 8), jnp.int32)
   index = jnp.arange(8)[None]
   tile = flash_kernels.Tile(2, 2, 4, 2)
@@ -170,12 +110,14 @@ def test_every_block_that_sees_is_visited(name):
   spec = spec_of(name, 80)
   tile = flash_kernels.Tile(16, 8, 4, 2)
   sees = np.asarray(masks.dense_mask(spec))
-  sees = sees.reshape(B, -1, 16, sees.shape[2] // 8, 8).any((2, 4))
+  sees = sees.reshape(2, -1, 16, sees.shape[2] // 8, 8).any((2, 4))
   assert not (sees & ~visited(spec, tile)).any()
 
 
-@pytest.mark.parametrize('head_dim', [64, 128, 256])
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+  'head_dim, dtype',
+  [(64, jnp.bfloat16), (128, jnp.float32), (256, jnp.bfloat16)],
+)
 def test_lowers_for_cuda(head_dim, dtype):
   q, k, v = (
     jax.ShapeDtypeStruct((1, 256, heads, head_dim), dtype)
@@ -203,8 +145,8 @@ def test_lowers_for_cuda(head_dim, dtype):
 @pytest.mark.parametrize('remat, saved', [('attention', 2), ('full', 0)])
 def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
   """Outputs and sums, so that the forward kernel is not run once more."""
-  states = jnp.ones((B, 96, K, H))
-  segments, positions = packed(96)
+  states = jnp.ones((2, 96, 2, 32))
+  segments, positions = attention_cases.packed(96)
 
   def loss(states):
     spec = masks.causal(segments, positions, aligned=True)
@@ -232,14 +174,9 @@ def test_blocks_fit_in_the_shared_memory_of_hopper(head_dim, itemsize):
     assert min(tile.queries, tile.keys) >= 16
 
 
-def refused(spec, q, k):
-  capabilities = attention.BACKENDS['triton'].capabilities
-  return ' '.join(attention.unsupported(capabilities, q, k, spec, 1.0))
-
-
 def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
-  q, k, _ = qkv(32, 32)
-  spec = spec_of('causal', 32)
-  assert refused(spec, q, k) == "platform 'cpu'"
   q, k, _ = qkv(32, 32, head_dim=512)
-  assert 'a head dimension of 512' in refused(spec, q, k)
+  refused = attention.unsupported(
+    attention.BACKENDS['triton'].capabilities, q, k, spec_of('causal', 32), 1.0
+  )
+  assert refused == ['a head dimension of 512', "platform 'cpu'"]

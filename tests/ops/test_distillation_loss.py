@@ -1,22 +1,15 @@
 """The one-pass distillation against the dense one, alone and on meshes."""
 
-import itertools
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from encdec_adapt.ops import dense_loss, distillation_loss, partition
-
-AXES = ('replica', 'fsdp', 'sequence', 'tensor')
-MESHES = [
-  shape for shape in itertools.product((1, 2, 4, 8), repeat=4)
-  if np.prod(shape) == 8
-]  # fmt: skip
+from encdec_adapt.ops import distillation_loss
+from tests.ops import dense_loss
+from tests.ops.loss_cases import MESHES, assert_same, on_mesh
 
 
 def make_case(
@@ -51,16 +44,6 @@ def with_gradients(loss, jit=True, **options):
   return run if not jit else jax.jit(run)
 
 
-def assert_same(actual, expected, *, rtol=2e-5, atol=3e-5):
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      np.asarray(a, np.float32), np.asarray(b, np.float32), rtol, atol
-    ),
-    actual,
-    expected,
-  )
-
-
 def test_literal_value():
   # The teacher says (1/4, 3/4), the student (1/2, 1/2).
   one = jnp.ones((1, 1, 1))
@@ -80,14 +63,16 @@ def test_literal_value():
   assert float(sums.weight) == 2.0
 
 
-@pytest.mark.parametrize('chunk', [5, 64])
-@pytest.mark.parametrize('softcap,teacher_softcap', [(None, 4.0), (3.0, None)])
 @pytest.mark.parametrize(
-  'temperature, z_loss, share, label_smoothing',
-  [(1.0, 0.0, 1.0, 0.0), (2.5, 1e-2, 1.0, 0.1), (2.5, 1e-2, 0.3, 0.1)],
+  'chunk, softcap, teacher_softcap, temperature, z_loss, share, smoothing',
+  [
+    (5, None, 4.0, 1.0, 0.0, 1.0, 0.0),
+    (64, 3.0, None, 2.5, 1e-2, 1.0, 0.1),
+    (5, 3.0, 4.0, 2.5, 1e-2, 0.3, 0.1),
+  ],
 )
 def test_equals_dense(
-  chunk, softcap, teacher_softcap, temperature, z_loss, share, label_smoothing
+  chunk, softcap, teacher_softcap, temperature, z_loss, share, smoothing
 ):
   case = make_case()
   options = dict(
@@ -97,7 +82,7 @@ def test_equals_dense(
     temperature=temperature,
     z_loss=z_loss,
     share=share,
-    label_smoothing=label_smoothing,
+    label_smoothing=smoothing,
   )
   actual = with_gradients(
     distillation_loss.distillation, chunk=chunk, **options
@@ -198,46 +183,7 @@ def test_bad_arguments():
       distillation_loss.distillation(*case, **options)
 
 
-def test_memory_does_not_hold_all_logits():
-  N, V, D = 256, 4096, 16
-  shapes = (
-    jax.ShapeDtypeStruct((1, N, D), jnp.float32),
-    jax.ShapeDtypeStruct((V, D), jnp.float32),
-    jax.ShapeDtypeStruct((1, N, D), jnp.float32),
-    jax.ShapeDtypeStruct((V, D), jnp.float32),
-    jax.ShapeDtypeStruct((1, N), jnp.int32),
-    jax.ShapeDtypeStruct((1, N), jnp.float32),
-  )
-
-  def temporary(loss, **options):
-    run = with_gradients(loss, vocab_size=V, softcap=30.0, **options)
-    program = jax.jit(run).lower(*shapes).compile()
-    return program.memory_analysis().temp_size_in_bytes
-
-  logits_bytes = N * V * 4
-  assert temporary(dense_loss.distillation) >= logits_bytes
-  one_pass = temporary(distillation_loss.distillation, chunk=16)
-  assert one_pass < logits_bytes / 2
-
-
 # On meshes.
-
-
-def on_mesh(shape, vocab, function):
-  """Jits `function` with a partition of this mesh active."""
-  mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
-  rules = {
-    'batch': ('replica', 'fsdp'),
-    'length': 'sequence',
-    'vocab': vocab,
-  }
-
-  @jax.jit
-  def run(*arguments):
-    with partition.use(mesh, rules):
-      return function(*arguments)
-
-  return run
 
 
 def mesh_case():
@@ -263,13 +209,5 @@ def one_device():
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 def test_mesh_equals_one_device(shape, one_device):
   run, expected = one_device
-  actual = on_mesh(shape, ('fsdp', 'tensor'), run)(*mesh_case())
-  assert_same(actual, expected)
-
-
-@pytest.mark.sharded
-@pytest.mark.parametrize('vocab', ['fsdp', 'tensor', None], ids=str)
-def test_rules_of_the_vocabulary(vocab, one_device):
-  run, expected = one_device
-  actual = on_mesh((1, 2, 2, 2), vocab, run)(*mesh_case())
+  actual = on_mesh(shape, run, vocab=('fsdp', 'tensor'))(*mesh_case())
   assert_same(actual, expected)

@@ -41,19 +41,22 @@ def test_names_become_mesh_axes():
     )
     sizes = [active.size(name) for name in ('batch', 'mlp', 'embed', None)]
     assert sizes == [4, 2, 1, 1]
+    assert active.size('batch', 'mlp') == 8
 
 
 @pytest.mark.sharded
-def test_unknown_names_are_refused():
-  with partition.use(make_mesh(), RULES) as active:
-    with pytest.raises(ValueError, match="'heads'; known axes: batch, embed"):
-      active.spec('heads')
+def test_axes_of_two_arrays():
+  rules = {'batch': ('replica', 'fsdp'), 'vocab': ('tensor', 'fsdp')}
+  with partition.use(make_mesh(), rules) as active:
+    assert active.common(['vocab'], ['batch']) == ('fsdp',)
+    assert active.only(['vocab'], ['batch']) == ('tensor',)
+    assert active.only(['batch'], ['vocab']) == ('replica',)
 
 
 @pytest.mark.sharded
 def test_active_inside_only_and_nested():
   mesh = make_mesh()
-  assert partition.active() is None
+  assert partition.active() is partition.ONE_DEVICE
   with partition.use(mesh, RULES) as outer:
     with partition.use(mesh, {}) as inner:
       assert partition.active() is inner
@@ -62,7 +65,7 @@ def test_active_inside_only_and_nested():
       with partition.use(mesh, {}):
         raise KeyError
     assert partition.active() is outer
-  assert partition.active() is None
+  assert partition.active() is partition.ONE_DEVICE
 
 
 @pytest.mark.sharded
@@ -86,25 +89,19 @@ def test_shard_without_a_partition_is_the_identity():
 
 
 @pytest.mark.sharded
-def test_shard_wants_a_name_per_dimension():
-  with partition.use(make_mesh(), RULES):
-    with pytest.raises(ValueError, match=r"\('batch',\).*\(4, 6\)"):
-      partition.shard(jnp.ones((4, 6)), 'batch')
-
-
-@pytest.mark.sharded
-def test_shard_names_what_does_not_divide():
-  with partition.use(make_mesh(), RULES):
-    with pytest.raises(ValueError, match=r"\(4, 5\).*'mlp' of 5.*2 times"):
-      partition.shard(jnp.ones((4, 5)), 'batch', 'mlp')
-
-
-@pytest.mark.sharded
-def test_shard_names_axes_that_collide():
-  rules = {**RULES, 'heads': ('fsdp', 'tensor')}
-  with partition.use(make_mesh(), rules):
-    with pytest.raises(ValueError, match="'batch' and 'heads'.*'fsdp'"):
-      partition.shard(jnp.ones((4, 4)), 'batch', 'heads')
+@pytest.mark.parametrize(
+  'shape, names, message',
+  [
+    ((4, 6), ('batch',), r"\('batch',\).*\(4, 6\)"),
+    ((4, 6), ('heads', None), "'heads'; known axes: batch"),
+    ((4, 5), ('batch', 'mlp'), r"\(4, 5\).*'mlp' of size 5.* 2 devices"),
+    ((4, 4), ('batch', 'kv'), "'batch' and 'kv'.*'fsdp'"),
+  ],
+)
+def test_what_cannot_be_sharded_is_refused(shape, names, message):
+  with partition.use(make_mesh(), {**RULES, 'kv': ('fsdp', 'tensor')}):
+    with pytest.raises(ValueError, match=message):
+      partition.shard(jnp.ones(shape), *names)
 
 
 def gradient(sizes, rules):
@@ -112,7 +109,7 @@ def gradient(sizes, rules):
   mesh, names = make_mesh(*sizes), ('embed', 'mlp')
 
   def loss(weight, tokens):
-    summed = partition.summed_in_stages(weight, *names)
+    summed = partition.sum_gradient_in_stages(weight, *names)
     return jnp.sum(jnp.tanh(tokens @ summed))
 
   def run(weight, tokens):

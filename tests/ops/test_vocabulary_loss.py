@@ -1,22 +1,15 @@
 """The one-pass cross-entropy against the dense one, alone and on meshes."""
 
-import itertools
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from encdec_adapt.ops import dense_loss, partition, vocabulary_loss
-
-AXES = ('replica', 'fsdp', 'sequence', 'tensor')
-MESHES = [
-  shape for shape in itertools.product((1, 2, 4, 8), repeat=4)
-  if np.prod(shape) == 8
-]  # fmt: skip
+from encdec_adapt.ops import vocabulary_loss
+from tests.ops import dense_loss
+from tests.ops.loss_cases import MESHES, assert_same, on_mesh
 
 
 def make_case(B=2, T=7, D=8, V=24, vocab_size=21, dtype=jnp.float32, seed=0):
@@ -47,16 +40,6 @@ def with_gradients(loss, jit=True, **options):
   return run if not jit else jax.jit(run)
 
 
-def assert_same(actual, expected, *, rtol=2e-5, atol=2e-5):
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      np.asarray(a, np.float32), np.asarray(b, np.float32), rtol, atol
-    ),
-    actual,
-    expected,
-  )
-
-
 def test_literal_value():
   # Two tokens of logits (ln 1, ln 3): p = (1/4, 3/4).
   hidden = jnp.array([[[1.0], [1.0]]])
@@ -79,10 +62,9 @@ def test_literal_value():
   assert float(sums.weight) == 3.0
 
 
-@pytest.mark.parametrize('chunk', [5, 64])
-@pytest.mark.parametrize('softcap', [None, 3.0])
 @pytest.mark.parametrize(
-  'z_loss,label_smoothing', [(0.0, 0.0), (1e-2, 0.0), (1e-2, 0.2)]
+  'chunk, softcap, z_loss, label_smoothing',
+  [(5, None, 0.0, 0.0), (64, 3.0, 1e-2, 0.0), (5, 3.0, 1e-2, 0.2)],
 )
 def test_equals_dense(chunk, softcap, z_loss, label_smoothing):
   case = make_case()
@@ -212,26 +194,6 @@ def test_only_total_carries_a_gradient():
   assert not np.any(jax.grad(reported)(hidden))
 
 
-def test_inside_scan_and_checkpoint():
-  hidden, table, targets, weights = make_case(B=4)
-
-  def total(hidden, table, loss, **options):
-    @jax.checkpoint
-    def microbatch(carry, piece):
-      h, y, w = piece
-      sums = loss(h, table, y, w, vocab_size=21, **options)
-      return carry + sums.total, None
-
-    pieces = jax.tree.map(
-      lambda x: x.reshape(2, 2, *x.shape[1:]), (hidden, targets, weights)
-    )
-    return jax.lax.scan(microbatch, 0.0, pieces)[0]
-
-  run = jax.grad(total, argnums=(0, 1))
-  actual = run(hidden, table, vocabulary_loss.cross_entropy, chunk=5)
-  assert_same(actual, run(hidden, table, dense_loss.cross_entropy))
-
-
 @pytest.mark.parametrize(
   'options,message',
   [
@@ -288,27 +250,6 @@ def test_no_gradient_work_unless_asked():
 # On meshes.
 
 
-def make_rules(vocab):
-  return {
-    'batch': ('replica', 'fsdp'),
-    'length': 'sequence',
-    'vocab': vocab,
-    'table_embed': None,
-  }
-
-
-def on_mesh(shape, rules, function):
-  """Jits `function` with the partition active and inputs placed."""
-  mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
-
-  @jax.jit
-  def run(*arguments):
-    with partition.use(mesh, rules):
-      return function(*arguments)
-
-  return run
-
-
 def mesh_case():
   return make_case(B=8, T=8, D=4, V=16, vocab_size=13)
 
@@ -326,34 +267,34 @@ def one_device():
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 def test_mesh_equals_one_device(shape, one_device):
   run, expected = one_device
-  actual = on_mesh(shape, make_rules(('fsdp', 'tensor')), run)(*mesh_case())
+  actual = on_mesh(shape, run, vocab=('fsdp', 'tensor'))(*mesh_case())
   assert_same(actual, expected)
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize('shape', [(2, 2, 1, 2), (1, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
-  'vocab', ['fsdp', 'tensor', None, ('tensor', 'fsdp'), 'sequence'], ids=str
+  'rules',
+  [
+    {'vocab': 'fsdp'},
+    {'vocab': None},
+    {'vocab': ('tensor', 'fsdp')},
+    {'vocab': 'sequence'},
+    {'vocab': ('fsdp', 'tensor'), 'batch': None, 'length': None},
+  ],
+  ids=str,
 )
-def test_rules_of_the_vocabulary(shape, vocab, one_device):
+def test_rules_of_the_vocabulary(rules, one_device):
   run, expected = one_device
-  actual = on_mesh(shape, make_rules(vocab), run)(*mesh_case())
+  actual = on_mesh((1, 2, 2, 2), run, **rules)(*mesh_case())
   assert_same(actual, expected)
-
-
-@pytest.mark.sharded
-def test_unsharded_tokens(one_device):
-  run, expected = one_device
-  rules = {'batch': None, 'length': None, 'vocab': ('fsdp', 'tensor')}
-  assert_same(on_mesh((1, 4, 1, 2), rules, run)(*mesh_case()), expected)
 
 
 @pytest.mark.sharded
 def test_mesh_that_does_not_divide_is_refused():
   case = make_case(B=8, T=8, V=18, vocab_size=13)
   run = with_gradients(vocabulary_loss.cross_entropy, jit=False, vocab_size=13)
-  with pytest.raises(ValueError, match='vocab of size 18'):
-    on_mesh((1, 4, 1, 2), make_rules('fsdp'), run)(*case)
+  with pytest.raises(ValueError, match="'vocab' of size 18"):
+    on_mesh((1, 4, 1, 2), run, vocab='fsdp')(*case)
 
 
 @pytest.mark.sharded
@@ -365,7 +306,7 @@ def test_mesh_memory_is_split():
     jax.ShapeDtypeStruct((8, 64), jnp.float32),
   )
   run = with_gradients(vocabulary_loss.cross_entropy, vocab_size=4096, chunk=8)
-  program = on_mesh((1, 8, 1, 1), make_rules('fsdp'), run)
+  program = on_mesh((1, 8, 1, 1), run, vocab='fsdp')
   memory = program.lower(*shapes).compile().memory_analysis()
   # Per device: 8 gathered chunks of 8 tokens times an eighth of the columns.
   local_logits = 8 * 8 * 4096 // 8 * 4

@@ -10,7 +10,7 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.cli import errors
 from encdec_adapt.planning import chips
-from encdec_adapt.telemetry import flops
+from encdec_adapt.telemetry import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_devices_that_are_not_known_have_no_topology(kind):
 
 
 def test_a_chip_has_the_peak_of_its_devices():
-  peaks = {name: peak for _, name, peak in flops.KINDS if name}
+  peaks = {name: peak for _, name, peak in peak_flops.KINDS if name}
   assert peaks == {name: chip.flops for name, chip in chips.CHIPS.items()}
 
 

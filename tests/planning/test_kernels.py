@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import presets
-from encdec_adapt.ops import attention_shards, attention_splash, masks
+from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo, kernels
 
 
@@ -65,7 +65,7 @@ def test_blocks_of_sharded_lengths_equal_the_kernels(
     states,
     (own, own),
     None,
-    attention_shards.Shards(length=shards),
+    (1, shards),
     True,
   )
   sides = spec.reach

@@ -19,7 +19,6 @@ from encdec_adapt.planning import (
 )
 from encdec_adapt.sharding import layout_report as sharding_report
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.telemetry import flops
 from encdec_adapt.training import setup
 from tests.planning import toy
 
@@ -96,7 +95,7 @@ def test_kernels_of_gpus_are_counted_apart():
     'flash_backward_keys': calls,
   }
   scores = toy.ROWS * sum(
-    flops.scores(model_flops.stack_shape(s), toy.LENGTH, source_length=source)
+    model_flops.scores(s, toy.LENGTH, source_length=source)
     for s, source in zip(stacks, (0, toy.LENGTH), strict=True)
   )
   shares = {name: row['flops'] * 8 / scores for name, row in kernels.items()}
@@ -144,9 +143,9 @@ def test_rematerialisation_computes_the_blocks_again():
   lengths = [(toy.LENGTH, 0), (toy.LENGTH, toy.LENGTH)]
   blocks = scores = widening = 0
   for stack, (length, source) in zip(stacks, lengths, strict=True):
-    shape = model_flops.stack_shape(stack)
-    blocks += flops.forward(shape, length, source_length=source)
-    scores += flops.scores(shape, length, source_length=source)
+    shape = stack
+    blocks += model_flops.stack_forward(shape, length, source_length=source)
+    scores += model_flops.scores(shape, length, source_length=source)
     widening += stack.layers * 2 * length * stack.width * 2 * stack.mlp_width
   assert again == {
     'none': 0,

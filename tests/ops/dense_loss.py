@@ -6,18 +6,17 @@ and as large in memory as tokens x vocabulary.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from encdec_adapt.ops import distillation_loss, vocabulary_loss
 
 
 def logits(
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
+  hidden: jax.Array,
+  table: jax.Array,
   *,
   vocab_size: int,
   softcap: float | None = None,
-) -> Float[Array, 'B T vocab']:
+) -> jax.Array:
   """Soft-capped float32 logits of the real vocabulary."""
   raw = jnp.einsum(
     'BTD,VD->BTV',
@@ -29,10 +28,10 @@ def logits(
 
 
 def cross_entropy(
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  targets: Int[Array, 'B T'],
-  weights: Float[Array, 'B T'],
+  hidden: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
   *,
   vocab_size: int,
   softcap: float | None = None,
@@ -57,12 +56,12 @@ def cross_entropy(
 
 
 def distillation(
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  teacher_hidden: Float[Array, 'B T E'],
-  teacher_table: Float[Array, 'W E'],
-  targets: Int[Array, 'B T'],
-  weights: Float[Array, 'B T'],
+  hidden: jax.Array,
+  table: jax.Array,
+  teacher_hidden: jax.Array,
+  teacher_table: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
   *,
   vocab_size: int,
   share: float = 1.0,

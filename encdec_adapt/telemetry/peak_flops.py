@@ -1,0 +1,62 @@
+"""Peak FLOP/s of devices, which utilisation (MFU) is measured against."""
+
+from collections.abc import Sequence
+import time
+
+import jax
+import jax.numpy as jnp
+
+# A substring of `device_kind`, of which the first match counts; the name of the
+# chip in `planning.chips` if its figures apply; dense bf16 FLOP/s from the
+# vendor's data sheet.
+KINDS = (
+  ('TPU v6', 'v6e', 918e12),
+  ('TPU v5 lite', 'v5e', 197e12),
+  ('TPU v5e', 'v5e', 197e12),
+  ('TPU v5', 'v5p', 459e12),
+  ('TPU v4', 'v4', 275e12),
+  ('H100 PCIe', None, 756e12),
+  ('H100 NVL', None, 835e12),
+  ('H100', 'h100', 989e12),
+  ('GH200', None, 989e12),
+  ('H200', 'h200', 989e12),
+  ('A100-SXM4-40', None, 312e12),
+  ('A100-PCIE-40', None, 312e12),
+  ('A100', 'a100', 312e12),
+)
+
+
+def peak(devices: Sequence[jax.Device]) -> float | None:
+  """Returns the FLOP/s of all devices: data sheet, or measured for the CPU.
+
+  Args:
+    devices: devices of one kind. CPU devices share the host's cores, so they
+      count once however many there are.
+
+  Returns:
+    None for a device kind that is not in the table.
+  """
+  if devices[0].platform == 'cpu':
+    return measured_peak()
+  for known, _, value in KINDS:
+    if known in devices[0].device_kind:
+      return value * len(devices)
+  return None
+
+
+def measured_peak(size: int = 1024, repeats: int = 5) -> float:
+  """Measures the FLOP/s of a square fp32 product on the first local device.
+
+  Args:
+    size: rows and columns; large enough to keep all cores busy.
+    repeats: timed runs, of which the best counts.
+  """
+  device = jax.local_devices()[0]
+  matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
+  product = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+  best = float('inf')
+  for _ in range(repeats + 1):  # The first one warms up.
+    start = time.perf_counter()
+    product(matrix, matrix).block_until_ready()
+    best = min(best, time.perf_counter() - start)
+  return 2 * size**3 / best

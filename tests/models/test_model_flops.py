@@ -1,0 +1,124 @@
+"""Model FLOPs against the products of a traced program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.models import model_config
+from encdec_adapt.models import model_flops as flops
+from encdec_adapt.ops import masks
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('rule', ['exclusive', 'inclusive', 'centered'])
+@pytest.mark.parametrize('window', [None, 1, 2, 5, 6, 7, 20])
+def test_visible_pairs_are_those_of_the_mask(causal, rule, window):
+  length = 6
+  ones, positions = jnp.ones((1, length), int), jnp.arange(length)[None]
+  if causal:
+    spec = masks.causal(ones, positions, window=window)
+  else:
+    spec = masks.bidirectional(ones, positions, window=window, window_rule=rule)
+  assert np.sum(masks.dense_mask(spec)) == flops.visible_pairs(
+    length, causal=causal, window=window, window_rule=rule
+  )
+
+
+def _stack(**changes):
+  values = dict(
+    layers=1,
+    width=16,
+    mlp_width=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab_size=100,
+    pattern=('global',),
+    role='bidirectional',
+  )
+  return model_config.StackConfig(**(values | changes))
+
+
+def test_one_layer_equals_what_xla_counts():
+  stack, length, source = _stack(cross_width=24), 10, 6
+
+  def layer(x, y):
+    d, f, n, k, h, e = 16, 32, 4, 2, 8, 24
+    ones = jnp.ones
+    for memory, width in ((x, d), (y, e)):
+      q = (x @ ones((d, n * h))).reshape(-1, k, n // k, h)
+      key = (memory @ ones((width, k * h))).reshape(-1, k, h)
+      value = (memory @ ones((width, k * h))).reshape(-1, k, h)
+      scores = jnp.einsum('tkgh,skh->kgts', q, key)
+      out = jnp.einsum('kgts,skh->tkgh', scores, value)
+      x = out.reshape(-1, n * h) @ ones((n * h, d))
+    return (x @ ones((d, f)), x @ ones((d, f))), ones((length, f)) @ ones(
+      (f, d)
+    )
+
+  x, y = jnp.ones((length, 16)), jnp.ones((source, 24))
+  products = 0
+  for equation in jax.make_jaxpr(layer)(x, y).eqns:
+    if equation.primitive.name == 'dot_general':
+      contracted = equation.params['dimension_numbers'][0][0]
+      left = equation.invars[0].aval.shape
+      products += (
+        2
+        * equation.outvars[0].aval.size
+        * int(np.prod([left[axis] for axis in contracted]))
+      )
+  assert flops.stack_forward(stack, length, source_length=source) == products
+
+
+def test_layers_add_up_and_windows_limit():
+  causal = dict(role='causal', window=8)
+  one = flops.stack_forward(_stack(**causal), 64)
+  local = flops.stack_forward(_stack(**causal, pattern=('local',)), 64)
+  both = flops.stack_forward(
+    _stack(**causal, layers=2, pattern=('local', 'global')), 64
+  )
+  assert both == one + local
+  assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
+
+
+def test_experts_count_where_a_token_takes_them():
+  dense = flops.stack_forward(_stack(layers=3), 10)
+  experts = dict(
+    experts=4,
+    experts_per_token=2,
+    expert_mlp_width=24,
+    shared_expert_width=8,
+    shared_expert_gate=True,
+    dense_layers=1,
+  )
+  sparse = flops.stack_forward(_stack(layers=3, **experts), 10)
+  # In two layers: two experts of 24, one of 8, a router to 4 and a gate.
+  assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
+
+
+def test_cross_attention_of_some_layers_and_merged():
+  pattern = dict(role='causal', layers=2, pattern=('local', 'global'))
+
+  def total(**cross):
+    return flops.stack_forward(_stack(**pattern, **cross), 8, source_length=6)
+
+  alone = total()
+  both = total(cross_width=16) - alone
+  assert total(cross_width=16, cross_layers='global') - alone == both // 2
+  # Query and output projections of its own are all that merging saves.
+  saved = 2 * (2 * 16 * 2 * 4 * 8) * 8
+  assert total(cross_width=16, cross_merged=True) - alone == both - saved
+
+
+@pytest.mark.parametrize('source', [0, 7])
+def test_decoding_token_by_token_is_one_forward_pass(source):
+  stack = _stack(layers=2, role='causal', pattern=('global', 'local'), window=3)
+  model = model_config.DecoderOnlyConfig(stack)
+  if source:
+    model = model_config.encoder_decoder(_stack(width=12), stack)
+  steps = sum(flops.decoding(model, source, keys) for keys in range(1, 11))
+  # The source's keys and values are computed once, before.
+  before = 2 * 2 * 12 * 2 * (2 * 8) * source
+  whole = flops.stack_forward(model.decoder, 10, source_length=source)
+  assert steps + before == whole + 2 * 16 * 100 * 10

@@ -1,0 +1,85 @@
+"""Packed rows, masks by name, and comparison with the reference attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+import numpy as np
+
+from encdec_adapt.ops import attention_reference, masks
+
+AXES = ('replica', 'fsdp', 'sequence', 'tensor')
+
+
+def make_mesh(shape, axes=AXES):
+  devices = jax.devices()[: int(np.prod(shape))]
+  return jax.make_mesh(
+    shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices
+  )
+
+
+def packed(length, rows=2):
+  """Segments and positions of two examples and some padding in each row."""
+  segments, positions = np.zeros((2, rows, length), np.int32)
+  for row in range(rows):
+    first = length // 3 + row
+    second = length - first - min(5 + row, length // 4)
+    segments[row, :first] = 1
+    segments[row, first : first + second] = 2
+    positions[row, :first] = np.arange(first)
+    positions[row, first : first + second] = np.arange(second)
+  return jnp.asarray(segments), jnp.asarray(positions)
+
+
+def spec_of(name, length, *, rows=2, window=17, aligned=True):
+  """The mask of a name of `attention.ALL_MASKS`, 'merged' or 'cross'."""
+  segments, positions = packed(length, rows)
+  if name == 'cross':
+    return masks.cross(segments, packed(length + 8, rows)[0])
+  if name == 'merged':
+    own = masks.causal(segments, positions, window=window)
+    return masks.with_memory(own, segments)
+  make = masks.causal
+  if name.startswith('full'):
+    rule = name.split()[1] if 'window' in name else 'exclusive'
+    make = functools.partial(masks.bidirectional, window_rule=rule)
+  window = window if 'window' in name else None
+  return make(segments, positions, window=window, aligned=aligned)
+
+
+def qkv(queries, keys, *, rows=2, heads=(4, 2), head_dim=32, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shapes = ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))
+  return tuple(
+    jnp.asarray(rng.normal(size=(rows, *s, head_dim)), dtype) for s in shapes
+  )
+
+
+def results(attend, q, k, v, spec, softcap):
+  """The output, and the gradients of a loss that weighs every query."""
+
+  @jax.jit
+  def run(q, k, v, spec):
+    def loss(q, k, v):
+      out = attend(q, k, v, spec, scale=0.3, softcap=softcap)
+      weights = jnp.linspace(0.5, 1.5, out.shape[1])[:, None, None]
+      return jnp.sum(jnp.sin(out.astype(jnp.float32)) * weights), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    return out, *gradients
+
+  return run(q, k, v, spec)
+
+
+def assert_like_reference(attend, q, k, v, spec, softcap=5.0, tolerance=5e-5):
+  expected = results(attention_reference.attend, q, k, v, spec, softcap)
+  got = results(attend, q, k, v, spec, softcap)
+  for x, y in zip(got, expected, strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_allclose(
+      np.asarray(x, np.float32),
+      np.asarray(y, np.float32),
+      rtol=tolerance,
+      atol=tolerance,
+    )
