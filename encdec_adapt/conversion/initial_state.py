@@ -23,7 +23,6 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
-from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
@@ -158,9 +157,7 @@ class Teacher:
     return self.source.read(self.where)
 
 
-def open_teacher(
-  settings: config_lib.Settings, mesh: Mesh, rules: rules_lib.Rules
-) -> Teacher | None:
+def open_teacher(settings: config_lib.Settings, mesh: Mesh) -> Teacher | None:
   """Opens the teacher of a job; returns None where nothing is distilled.
 
   Raises:
@@ -181,8 +178,19 @@ def open_teacher(
       f' {sizes[1]}; distillation needs one vocabulary.'
     )
   _check_vocabulary(source, settings.data.vocabularies, 'decoder')
-  where = setup.place_model(source.model, settings.compute, mesh, rules)
+  where = place_teacher(source.model, settings, mesh)
   return Teacher(source, where)
+
+
+def place_teacher(
+  model: model_config.DecoderOnlyConfig,
+  settings: config_lib.Settings,
+  mesh: Mesh,
+) -> state_lib.Placement:
+  """Places a teacher on the mesh of the job, in the dtype it is held in."""
+  where = setup.place_model(model, settings.compute, mesh, settings.rules)
+  dtype = settings.teacher.dtype or settings.compute.dtype
+  return dataclasses.replace(where, dtype=dtype)
 
 
 def _open(

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt import config as config_lib
@@ -55,12 +56,13 @@ class StoredModel:
     return self.vocabularies.open() if self.vocabularies else None
 
   def read(self, where: state_lib.Placement) -> Any:
-    """Reads the parameters: nested, fp32, sharded.
+    """Reads the parameters: nested, sharded, in the dtype of the placement.
 
     Args:
       where: placement of this model. Each process reads only what its
         devices hold.
     """
+    dtype = jnp.dtype(where.dtype or 'float32')
     if self.checkpoint:
       return self.checkpoint.restore_params(where.abstract_params())
     return state_lib.unflatten(
@@ -68,7 +70,7 @@ class StoredModel:
         array.path: jax.make_array_from_callback(
           array.shape,
           where.parameters[array.path],
-          lambda index, array=array: np.asarray(array.read(index), np.float32),
+          lambda index, array=array: np.asarray(array.read(index), dtype),
         )
         for array in self.arrays()
       }

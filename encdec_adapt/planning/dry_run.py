@@ -73,7 +73,7 @@ def _describe_memory(
   if settings.loss.distillation:
     missing = _missing('teacher.checkpoint', settings.teacher.checkpoint)
     if not missing:
-      teacher = initial_state.open_teacher(settings, where.mesh, where.rules)
+      teacher = initial_state.open_teacher(settings, where.mesh)
       params = teacher.where.abstract_params()
       sizes['teacher'] = layout_report.device_bytes(params)
   lines = [f'mesh {dict(where.mesh.shape)}; bytes per device:']

@@ -370,8 +370,9 @@ def teacher(
   if not settings.loss.distillation:
     return None
   if settings.teacher.checkpoint:
-    return initial_state.open_teacher(settings, mesh, settings.rules).where
-  return _place(settings, alone(settings.model.decoder), mesh)
+    return initial_state.open_teacher(settings, mesh).where
+  decoder = alone(settings.model.decoder)
+  return initial_state.place_teacher(decoder, settings, mesh)
 
 
 def _place(

@@ -54,17 +54,20 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where the state of one model lives.
+  """A model and where its state lives.
 
   Attributes:
     model: the model.
     mesh: the device mesh; an abstract one where nothing is computed.
     rules: meaning of logical axes on it.
+    dtype: dtype in which parameters are held; None for that of the parameter
+      table, float32, which training needs.
   """
 
   model: build.Model
   mesh: Mesh | AbstractMesh
   rules: rules_lib.Rules
+  dtype: str | None = None
 
   @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
@@ -83,7 +86,7 @@ class Placement:
     return unflatten(
       {
         path: jax.ShapeDtypeStruct(
-          info.shape, info.dtype, sharding=shardings[path]
+          info.shape, self.dtype or info.dtype, sharding=shardings[path]
         )
         for path, info in self.model.table.items()
       }

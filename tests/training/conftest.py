@@ -76,9 +76,10 @@ class Trainer:
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
     self.where = state_lib.Placement(MODEL, self.mesh, rules_lib.named(rules))
+    self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
-      loss or losses.LossConfig(z_loss=1e-3, chunk=16),
+      self.loss,
       optimizer
       or optimizers.OptimizerConfig(
         'adamw',

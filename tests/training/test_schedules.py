@@ -2,7 +2,6 @@
 
 import pytest
 
-from encdec_adapt.cli import errors
 from encdec_adapt.training import schedules
 
 
@@ -34,20 +33,6 @@ def test_rsqrt_is_flat_and_then_falls_with_the_root():
 
 
 def test_warmup_goes_by_the_groups_count_and_decay_by_the_step():
-  config = schedules.ScheduleConfig('linear', 1.0, 4, 24)
+  config = schedules.ScheduleConfig('linear', 1.0, 4, 24, end_fraction=0.0)
   # Thawed at step 14: first update, halfway through the decay.
   assert _rates(config, [(14, 0)]) == pytest.approx([0.25 * 0.5])
-
-
-@pytest.mark.parametrize(
-  'change, words',
-  [
-    (dict(kind='cosin'), "'cosin'"),
-    (dict(peak=-1.0), '-1.0'),
-    (dict(warmup_steps=11), 'between 0 and'),
-  ],
-)
-def test_bad_schedules_are_refused(change, words):
-  fields = dict(kind='cosine', peak=1.0, warmup_steps=1, total_steps=10)
-  with pytest.raises(errors.UserError, match=words):
-    schedules.ScheduleConfig(**{**fields, **change})

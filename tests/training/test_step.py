@@ -300,13 +300,23 @@ def test_distillation_alone_has_no_gradient_of_the_data():
   gradient = jax.jit(jax.grad(loss))
   one, two = gradient(params, batch), gradient(params, other)
   jax.tree.map(np.testing.assert_array_equal, one, two)
-  sums = jax.jit(
-    lambda params, batch: losses_lib.loss_sums(
-      model, params, batch, config, (teacher, teacher_params)
-    )
-  )(params, batch)
-  assert float(sums.distillation) > 0
-  assert float(sums.cross_entropy) > 0
+
+
+def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
+  teacher, model = build.build(SOURCE), build.build(PAIR)
+  batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))
+  params = model.init(jax.random.key(0))
+  config = losses_lib.LossConfig(distillation=1.0, chunk=16)
+  held = jax.tree.map(
+    lambda x: x.astype(jnp.bfloat16), teacher.init(jax.random.key(1))
+  )
+  rounded = jax.tree.map(lambda x: x.astype(jnp.float32), held)
+  sums = [
+    losses_lib.loss_sums(model, params, batch, config, (teacher, source))
+    for source in (held, rounded)
+  ]
+  assert float(sums[0].distillation) > 0 and float(sums[0].cross_entropy) > 0
+  assert float(sums[0].total) == pytest.approx(float(sums[1].total), rel=1e-5)
 
 
 @pytest.mark.sharded
