@@ -1,8 +1,7 @@
 r"""Makes the vocabulary and the records of a configuration ahead of training.
 
     python -m encdec_adapt.materialize --config=configs/quickstart.py \
-      --workdir=runs/quickstart [--only=train] [--config.data.passes=3] \
-      [--config.data.workers=4]
+      --workdir=runs/quickstart [--config.data.workers=4]
 
 Finished shards are kept when the command is interrupted and given again.
 `encdec_adapt/data/materialization.py` does the work.
@@ -23,14 +22,11 @@ def define_flags(values: flags.FlagValues) -> None:
     'Folder of the job; records go below it if config.data.folder is empty.',
     flag_values=values,
   )
-  flags.DEFINE_enum(
-    'only', 'all', materialization.PARTS, 'Part to make.', flag_values=values
-  )
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  from encdec_adapt import config as config_lib  # Slow to import.
+  from encdec_adapt import config as config_lib  # Slow; workers import this module.
 
   command.require(values, 'config')
   if not values.config.data.folder:
@@ -38,7 +34,7 @@ def main(values: flags.FlagValues) -> int:
   # Records depend on text and vocabularies only; sources of weights and the
   # teacher may not exist yet.
   settings = config_lib.load(values.config, values.workdir, sources=False)
-  materialization.materialize(settings.data, values.only)
+  materialization.materialize(settings.data)
   return 0
 
 

@@ -37,8 +37,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
-PARTS = ('all', 'vocabulary', 'train', 'eval')
-
 
 def _print(line: str) -> None:
   """Prints without buffering, so that progress shows in pipes too."""
@@ -379,12 +377,8 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabularies.Opened:
   return opened
 
 
-def materialize(data: data_section.DataConfig, only: str = 'all') -> None:
+def materialize(data: data_section.DataConfig) -> None:
   """Makes the vocabulary and the records of a DataConfig that are missing.
-
-  Args:
-    data: data section of the settings.
-    only: one of `PARTS`.
 
   Raises:
     UserError: bad input, see `materialize_sets`.
@@ -393,7 +387,5 @@ def materialize(data: data_section.DataConfig, only: str = 'all') -> None:
   for vocabulary in {one.path: one for one in opened.sides.values()}.values():
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
-  sets = set_folders(data)
-  if only != 'all':
-    sets = {part: value for part, value in sets.items() if part == only}
-  materialize_sets(list(sets.values()), data.vocabularies, workers=data.workers)
+  sets = list(set_folders(data).values())
+  materialize_sets(sets, data.vocabularies, workers=data.workers)

@@ -1,7 +1,6 @@
 """Loaders: a stream is a function of its position, and nothing is repeated."""
 
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -195,26 +194,3 @@ def test_wrong_settings_are_refused(record_set):
     loader.evaluation_batches(record_set, batch.Lengths(4, 6), 4)
   with pytest.raises(errors.UserError, match='position 15.*14 rows'):
     loader.Loader(record_set, LENGTHS, 4, position=15)
-
-
-def test_errors_of_the_reading_thread_reach_the_caller(tmp_path):
-  record_set = write_set(tmp_path)
-
-  def fail(indices):
-    raise OSError('disk gone')
-
-  record_set.read = fail
-  with pytest.raises(OSError, match='disk gone'):
-    next(loader.Loader(record_set, LENGTHS, 4))
-
-
-def test_closing_ends_the_reading_thread(record_set):
-  before = threading.enumerate()
-  stream = loader.Loader(record_set, LENGTHS, 2)
-  next(stream)
-  mine = [thread for thread in threading.enumerate() if thread not in before]
-  stream.close()
-  for thread in mine:
-    thread.join(timeout=10)
-    assert not thread.is_alive()
-  assert mine

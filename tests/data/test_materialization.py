@@ -230,9 +230,6 @@ def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
     train_vocabulary=True,
   )
   assert materialization.is_missing(data)
-  materialization.materialize(data, 'train')
-  assert materialization.is_missing(data)
-  assert not (tmp_path / 'eval').exists()
   materialization.materialize(data)
   assert not materialization.is_missing(data)
   assert capsys.readouterr().out.count('own.model does not exist') == 1
@@ -271,9 +268,7 @@ def test_records_of_another_vocabulary_are_refused(text, tmp_path):
 
 def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   made = []
-  monkeypatch.setattr(
-    materialization, 'materialize', lambda data, _: made.append(data)
-  )
+  monkeypatch.setattr(materialization, 'materialize', made.append)
   arguments = [
     '--config=configs/gemma2.py:size=s_s',
     f'--config.data.folder={tmp_path}',

@@ -141,7 +141,6 @@ def test_seqio_vocabulary_has_our_ids(vocabulary):
   ids = vocabulary.encode(text)
   assert wrapped.vocab_size == vocabulary.size and wrapped.extra_ids == 0
   assert (wrapped.pad_id, wrapped.eos_id, wrapped.bos_id) == (0, 1, 2)
-  assert wrapped.unk_id == 3
   assert wrapped.encode(text) == ids.tolist()
   assert wrapped.decode([*ids, 1, 100]) == text
   encoded = wrapped.encode_tf(tf.constant(text))

@@ -221,14 +221,3 @@ def test_jsonl_refuses(tmp_path, line, message):
   _write(tmp_path, **{'a.jsonl': b'{"text": "fine"}\n' + line})
   with pytest.raises(errors.UserError, match=message):
     list(text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
-
-
-@pytest.mark.parametrize(
-  'name, parts',
-  [
-    ('tfds:c4/en:3.0.1:train:text', ('c4/en:3.0.1', 'train', 'text')),
-    ('tfds:pg19:train[:10%]:book', ('pg19', 'train[:10%]', 'book')),
-  ],
-)
-def test_tfds_names(name, parts):
-  assert text_sources.re.fullmatch(text_sources._TFDS, name).groups() == parts

@@ -56,27 +56,6 @@ def vocabulary(folder):
   return vocabularies.open_vocabulary(folder)
 
 
-def test_a_turn_as_literal_ids(family, vocabulary):
-  turns = chat_format.encode([{'role': 'user', 'content': 'Hi'}], vocabulary)
-  special, encode = vocabulary.specials, vocabulary.encode
-  if family == 'llama3':
-    want = [
-      special['<|start_header_id|>'],
-      *encode('user'),
-      special['<|end_header_id|>'],
-      *encode('\n\nHi'),
-      special['<|eot_id|>'],
-    ]
-  else:
-    start, end = {
-      'gemma': ('<start_of_turn>', '<end_of_turn>'),
-      'qwen': ('<|im_start|>', '<|im_end|>'),
-    }[family]
-    want = [special[start], *encode('user\nHi'), special[end], *encode('\n')]
-  assert turns.ids.tolist() == want
-  assert not turns.assistant.any()
-
-
 def test_ids_are_those_of_the_rendered_text(family, folder, vocabulary):
   """As `tokenizers` reads the template's text, where no text is special."""
   messages = [dict(message) for message in MESSAGES]

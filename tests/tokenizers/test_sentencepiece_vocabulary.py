@@ -14,12 +14,6 @@ from encdec_adapt.data import text_sources
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
 SIZE = 512
-TOKENIZERS = [
-  path
-  for parent in pathlib.Path(__file__).parents
-  for path in (parent / 'shared' / 'data' / 'tokenizers').glob('*')
-  if path.suffix in ('.model', '.spm')
-]
 SPELLED_OUT = (
   '<pad><eos><bos><unk><mask><unused3><unused98> [R][S][X] <0x41> <2mass>'
   ' \u2581 \u2585 \u2047 <start_of_turn>'
@@ -204,17 +198,3 @@ def test_boundaries_part_the_text(vocabulary):
       assert vocabulary.decode(ids[:i]) == text[:place]
     else:
       assert vocabulary.decode(ids[:i])[-1] == '\ufffd'
-
-
-@pytest.mark.skipif(not TOKENIZERS, reason='no tokenizers here')
-@pytest.mark.parametrize('path', TOKENIZERS, ids=lambda path: path.name)
-def test_public_models(path):
-  if 'mistral' not in path.name:
-    with pytest.raises(errors.UserError, match='no BOS piece|give back the'):
-      vocabularies.open_vocabulary(path)
-    return
-  mistral = vocabularies.open_vocabulary(path)
-  assert (mistral.unk, mistral.bos, mistral.eos) == (0, 1, 2)
-  # Its published ids of this text.
-  assert mistral.encode('Hello world').tolist() == [22557, 1526]
-  assert mistral.size == 32000 and not mistral.sentinels
