@@ -26,7 +26,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  from encdec_adapt import config as config_lib  # Slow; workers import this module.
+  # Not at the top: it is slow, and worker processes import this module.
+  from encdec_adapt import config as config_lib
 
   command.require(values, 'config')
   if not values.config.data.folder:
