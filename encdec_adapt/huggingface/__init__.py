@@ -1,5 +1,6 @@
-"""What other software wrote, in; what other software reads, out.
+"""Model folders of Hugging Face: config.json and safetensors, in and out.
 
-Imports `models` only. Tensors come and go one at a time: readers give lazy
-arrays, writers ask for them, and the caller places them on devices.
+Imports `models`, nothing above it. Tensors are read and written lazily:
+readers return lazy arrays, writers call a function for each array, and the
+caller places arrays on devices. README.md has the supported families.
 """

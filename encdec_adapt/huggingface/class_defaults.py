@@ -1,9 +1,9 @@
-"""What a config.json that is silent means: the defaults of each class.
+"""Defaults of each class of transformers for fields left out of config.json.
 
-Published folders leave out what equals them; that of Gemma 3 4B names five
-fields. Source: transformers 5.23, `configuration_<family>.py`; every entry is
-compared with the installed version in tests/parity. Fields that our models
-have no use for are left out.
+Published files leave out fields that equal the default; that of Gemma 3 4B has
+five fields. Source: transformers 5.23, `configuration_<family>.py`; a test in
+tests/parity compares every entry with the installed version. Fields that our
+models do not use are left out.
 """
 
 from collections.abc import Mapping

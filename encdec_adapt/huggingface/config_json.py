@@ -1,4 +1,4 @@
-"""Whole models: what a config.json says, as our model configs, and back."""
+"""config.json of whole models, to our model configs and back."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -12,16 +12,17 @@ from encdec_adapt.models import model_config
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """An encoder-decoder family, of two stacks of a decoder-only one.
+  """An encoder-decoder family made of two stacks of a decoder-only family.
 
   Attributes:
-    model_type: of its config.json.
-    architecture: class that transformers loads it with.
-    family: what its stacks are.
-    layout: names of its tensors.
-    encoder_path: where the encoder's fields are in its config.json.
-    part_types: model_type of the fields of each stack.
-    merged: one attention in the decoder and one table for both stacks.
+    model_type: `model_type` in its config.json.
+    architecture: class of transformers.
+    family: family of both stacks.
+    layout: tensor names.
+    encoder_path: keys that lead to the encoder's fields in its config.json.
+    part_types: stack -> `model_type` of its fields.
+    merged: whether the decoder has merged attention and both stacks share one
+      embedding table.
   """
 
   model_type: str
@@ -58,11 +59,11 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
   }
 )
 
-# A field of ours in the config.json of a T5Gemma whose encoder has another
-# rule than its authors'. Transformers ignores it.
+# Our field in the config.json of a T5Gemma whose encoder has another window
+# rule than its authors'. transformers ignores it.
 WINDOW = 'encoder_window'
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-# What export carries from the config.json that a model came with.
+# Fields that an export carries over from the source's config.json.
 CARRIED = (
   *TOKEN_IDS,
   'max_position_embeddings',
@@ -75,27 +76,28 @@ CARRIED = (
 def raw_from_model(
   config: model_config.ModelConfig,
 ) -> tuple[dict[str, Any], weights.Layout]:
-  """The config.json of a model that transformers has a class for.
+  """Returns the config.json of a model that transformers has a class for.
 
   Args:
-    config: the model. Its family is the first that can express it.
+    config: model config. The first family that can express it is taken.
 
   Returns:
-    The object, in the spelling of transformers 5, and the names of the
-    model's tensors.
+    The content in the spelling of transformers 5, and the tensor names.
 
   Raises:
     UserError: no class of transformers can express the model; says why for
       every family.
   """
-  if isinstance(config, model_config.DecoderOnlyConfig):
-    return _raw_from_decoder(config.decoder)
+  is_pair = isinstance(config, model_config.EncoderDecoderConfig)
   reasons = []
-  for pair in PAIRS.values():
+  for family in (PAIRS if is_pair else families.FAMILIES).values():
     try:
-      return _raw_from_pair(config, pair), pair.layout
+      if is_pair:
+        return _raw_from_pair(config, family), family.layout
+      raw = families.raw_from_stack(config.decoder, family)
+      return {**raw, 'architectures': [family.architecture]}, family.layout
     except errors.UserError as error:
-      reasons.append(f'{pair.model_type}: {error}')
+      reasons.append(f'{family.model_type}: {error}')
   raise errors.UserError(
     'transformers has no class for this model. ' + ' '.join(reasons)
   )
@@ -107,23 +109,24 @@ def pair_of(
   target: str = '',
   **options: Any,
 ) -> model_config.EncoderDecoderConfig:
-  """The encoder-decoder of two stacks, of a family where one is asked for.
+  """Returns the encoder-decoder made of two decoder-only stacks.
 
   Args:
-    encoder: of a decoder-only model; becomes the encoder.
-    decoder: the same of the decoder.
-    target: model_type of the family, one of `PAIRS`; '' for cross-attention
-      and a table for each stack, of stacks of any family.
-    **options: of `models.model_config.encoder_decoder`, or of `t5gemma2` there.
+    encoder: stack that becomes the encoder.
+    decoder: stack that becomes the decoder.
+    target: family of the result, one of `PAIRS`; '' for separate
+      cross-attention and tables, of stacks of any family.
+    **options: passed to `model_config.encoder_decoder`, or to
+      `model_config.t5gemma2` for that target.
 
   Raises:
-    UserError: no such family, or the model is none of it; says why.
+    UserError: unknown family, or the model cannot belong to it; says why.
   """
   if not target:
     return model_config.encoder_decoder(encoder, decoder, **options)
   if target not in PAIRS:
     raise errors.UserError(
-      f'target is {target!r}; it is one of {", ".join(PAIRS)}, or empty.'
+      f'target is {target!r}; it must be one of {", ".join(PAIRS)}, or empty.'
     )
   pair = PAIRS[target]
   make = model_config.t5gemma2 if pair.merged else model_config.encoder_decoder
@@ -134,31 +137,16 @@ def pair_of(
     _raw_from_pair(model, pair)
   except errors.UserError as error:
     raise errors.UserError(
-      f'this model is no {target}, which is made of'
+      f'this model cannot be a {target}, which is made of'
       f' {pair.family.model_type} stacks: {error}'
     ) from error
   return model
 
 
-def _raw_from_decoder(
-  stack: model_config.StackConfig,
-) -> tuple[dict[str, Any], weights.Layout]:
-  reasons = []
-  for family in families.FAMILIES.values():
-    try:
-      raw = families.raw_from_stack(stack, family)
-    except errors.UserError as error:
-      reasons.append(f'{family.model_type}: {error}')
-    else:
-      return {**raw, 'architectures': [family.architecture]}, family.layout
-  raise errors.UserError(
-    'transformers has no class for this model. ' + ' '.join(reasons)
-  )
-
-
 def _raw_from_pair(
   config: model_config.EncoderDecoderConfig, pair: Pair
 ) -> dict[str, Any]:
+  """Returns the config.json of an encoder-decoder of one family."""
   found = (config.shared_table, config.decoder.cross_merged)
   if found != (pair.merged,) * 2:
     raise errors.UserError(
@@ -182,7 +170,7 @@ def _raw_from_pair(
   for name, stack in config.stacks.items():
     if stack.width % stack.heads:
       raise errors.UserError(
-        f'the width of its {name}, {stack.width}, is no multiple of its'
+        f'the width of its {name}, {stack.width}, is not a multiple of its'
         f' {stack.heads} heads.'
       )
     part = families.raw_from_stack(
@@ -211,42 +199,51 @@ def _raw_from_pair(
   )
   if same != config or (rule == 'centered') != pair.merged:
     raise errors.UserError(
-      'its roles, windows or cross-attention are not those of the class.'
+      'the class has other roles, windows or cross-attention.'
     )
   return raw
 
 
 def _sharing(shared_table: bool, merged: bool) -> str:
-  """Words for what a pair's stacks have together."""
+  """Describes what the stacks of a pair share, for an error message."""
   tables = 'one table' if shared_table else 'two tables'
   return f'{tables} and {"merged " if merged else "separate cross-"}attention'
 
 
+def _comparable(
+  stack: model_config.StackConfig, ours: model_config.StackConfig
+) -> model_config.StackConfig:
+  """Copies the fields that a config.json does not have from our stack."""
+  return dataclasses.replace(
+    stack,
+    vocab_multiple=ours.vocab_multiple,
+    pattern=ours.pattern,
+    window=stack.window if 'local' in stack.pattern else ours.window,
+    window_rule=ours.window_rule,
+  )
+
+
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
-  """Where the fields of each stack are in a config.json."""
+  """Returns stack -> keys that lead to its fields in a config.json."""
   return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
 
 
 def _part(
   raw: families.Raw, path: tuple[str, ...], file: str
 ) -> dict[str, Any]:
+  """Returns the object at a path of keys."""
   for key in path:
     raw = raw.get(key)
     if not isinstance(raw, Mapping):
-      raise errors.UserError(
-        f'{file} needs an object {".".join(path)!r}, and has none.'
-      )
+      raise errors.UserError(f'{file} must have an object {".".join(path)!r}.')
   return dict(raw)
 
 
 def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
-  """Fields of a config.json that are no part of our model but of its use.
+  """Returns fields that an export carries over, such as token ids, by stack.
 
   Args:
-    raw: the parsed file, of a model that we read.
-
-  Returns:
-    Token ids, `max_position_embeddings` and the like, by stack.
+    raw: parsed config.json of a supported model.
   """
   kind = raw.get('model_type')
   if kind == own_config.MODEL_TYPE:
@@ -267,11 +264,11 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
 def with_fields(
   raw: Mapping[str, Any], fields: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """A config.json with carried fields in their places.
+  """Returns a config.json with carried fields added.
 
   Args:
-    raw: from `raw_from_model`, or of our own layout.
-    fields: as `carried_fields` gives them.
+    raw: as `raw_from_model` or `own_config.raw_from_model` returns it.
+    fields: as `carried_fields` returns them.
   """
   kind = raw['model_type']
   if kind == own_config.MODEL_TYPE:
@@ -289,38 +286,26 @@ def with_fields(
 def _with_part(
   raw: Mapping[str, Any], path: tuple[str, ...], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
+  """Adds fields to the object at a path of keys."""
   if not path:
     return {**fields, **raw}
   return {**raw, path[0]: _with_part(raw[path[0]], path[1:], fields)}
 
 
-def _comparable(
-  stack: model_config.StackConfig, ours: model_config.StackConfig
-) -> model_config.StackConfig:
-  """The stack with what a config.json does not say as in ours."""
-  return dataclasses.replace(
-    stack,
-    vocab_multiple=ours.vocab_multiple,
-    pattern=ours.pattern,
-    window=stack.window if 'local' in stack.pattern else ours.window,
-    window_rule=ours.window_rule,
-  )
-
-
 def model_from_raw(
   raw: families.Raw, file: str = 'config.json'
 ) -> tuple[model_config.ModelConfig, weights.Layout]:
-  """The model that a config.json describes, and the names of its tensors.
+  """Returns the model that a config.json describes, and its tensor names.
 
-  The window of T5Gemma's encoder is 'exclusive', as its authors', unless the
-  file has our field `WINDOW`.
+  The window rule of T5Gemma's encoder is 'exclusive', as in its authors' code,
+  unless the file has our field `WINDOW`.
 
   Args:
-    raw: the parsed file.
-    file: what errors call it.
+    raw: parsed file.
+    file: name of the file, for error messages.
 
   Raises:
-    UserError: a family that is not supported, or as `families.stack_from_raw`.
+    UserError: unsupported family; or as `families.stack_from_raw`.
   """
   raw_fields.check(raw, file)
   kind = raw.get('model_type')
@@ -340,67 +325,38 @@ def model_from_raw(
       f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])} and'
       f' {own_config.MODEL_TYPE}.'
     )
-  pair = PAIRS[kind]
+  return _pair_from_raw(raw, PAIRS[kind], file), PAIRS[kind].layout
+
+
+def _pair_from_raw(
+  raw: families.Raw, pair: Pair, file: str
+) -> model_config.EncoderDecoderConfig:
+  """Returns the encoder-decoder that a config.json describes."""
   parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
     shared['eoi_token_index'] = model_config.EOI_TOKEN if eoi is None else eoi
-  stacks = {}
-  for name, fields in parts.items():
-    where = f'{name} of {file}'
-    stacks[name] = families.stack_from_raw(
-      {**fields, **shared}, pair.family, where
+  stacks = {
+    name: families.stack_from_raw(
+      {**fields, **shared}, pair.family, f'{name} of {file}'
     )
+    for name, fields in parts.items()
+  }
   if pair.merged:
-    eoi_token = shared['eoi_token_index']
-    _check_merged(**stacks, eoi_token=eoi_token, kind=kind, file=file)
-    return model_config.t5gemma2(**stacks, eoi_token=eoi_token), pair.layout
-  stacks['encoder'] = dataclasses.replace(
-    stacks['encoder'], window_rule=_window(raw, file)
-  )
-  width = parts['decoder'].get('cross_attention_hidden_size')
-  if width is not None and width != stacks['encoder'].width:
-    raise errors.UserError(
-      f'decoder of {file} has cross_attention_hidden_size = {width!r}; the'
-      f' hidden_size of its encoder is {stacks["encoder"].width}.'
-    )
-  return model_config.encoder_decoder(**stacks), pair.layout
-
-
-def _check_merged(
-  encoder: model_config.StackConfig,
-  decoder: model_config.StackConfig,
-  *,
-  eoi_token: int,
-  kind: str,
-  file: str,
-) -> None:
-  """Refuses stacks that cannot have one table and one attention."""
-  for theirs, ours in {
-    'hidden_size': 'width',
-    'vocab_size': 'vocab_size',
-  }.items():
-    found = [getattr(stack, ours) for stack in (encoder, decoder)]
-    if found[0] != found[1]:
-      raise errors.UserError(
-        f'{file} has {theirs} = {found[0]} for its encoder and {found[1]} for'
-        f' its decoder; those of a {kind} are equal, for both read one'
-        ' embedding table. Correct the file, or fetch it again.'
+    try:
+      return model_config.t5gemma2(
+        **stacks, eoi_token=shared['eoi_token_index']
       )
-  if eoi_token >= decoder.vocab_size:
+    except errors.UserError as error:
+      raise errors.UserError(f'{file}: {error}') from error
+  rule, width = raw.get(WINDOW, 'exclusive'), stacks['encoder'].width
+  given = parts['decoder'].get('cross_attention_hidden_size')
+  if rule not in ('exclusive', 'inclusive') or given not in (None, width):
     raise errors.UserError(
-      f'{file}: eoi_token_index is {eoi_token} (where the file is silent, that'
-      ' of the class); it must be an id below vocab_size,'
-      f' {decoder.vocab_size}. Correct the file, or fetch it again.'
+      f'{file} has {WINDOW} = {rule!r} and, for its decoder,'
+      f' cross_attention_hidden_size = {given!r}; they must be exclusive or'
+      f" inclusive, and the encoder's hidden_size, {width}."
     )
-
-
-def _window(raw: families.Raw, file: str) -> str:
-  """The `window_rule` of a T5Gemma's encoder."""
-  rule = raw.get(WINDOW, 'exclusive')
-  if rule not in ('exclusive', 'inclusive'):
-    raise errors.UserError(
-      f'{file} has {WINDOW} = {rule!r}; it must be exclusive or inclusive.'
-    )
-  return rule
+  stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
+  return model_config.encoder_decoder(**stacks)

@@ -1,15 +1,13 @@
-"""What a Hugging Face config.json says, as our configs, and back.
+"""Stacks in a Hugging Face config.json, to our stack configs and back.
 
-A family is data: which of its fields is which of ours, and what it fixes;
-`class_defaults` has what its class takes where a file is silent. Both
-spellings of rotary and window fields are read, of transformers 4 and of 5;
-version 5's is written.
-Names and rules: transformers 5.23, `configuration_<family>.py`.
+A family is data: the correspondence of its fields and ours, and the fields that
+it fixes; `class_defaults` has the defaults of its class. Rotary and window
+fields are read in the spelling of transformers 4 and 5, and written in that of
+5. Source of names and rules: transformers 5.23, `configuration_<family>.py`.
 """
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import re
 import types
 from typing import Any, Literal
 
@@ -45,20 +43,21 @@ class Family:
   """A decoder-only family.
 
   Attributes:
-    model_type: of its config.json.
-    architecture: class that transformers loads it with.
-    layout: names of its tensors.
-    activation: the field that names the activation.
-    bias: our `attention_bias` where its file sets `bias_field`, or what it
-      always has, with `bias_is_fixed`.
-    bias_field: the field that says whether it has biases.
-    windows: which layers may have one: 'layers' any, 'all' all or none,
+    model_type: `model_type` in its config.json.
+    architecture: class of transformers.
+    layout: tensor names.
+    activation: field that names the activation.
+    bias: our `attention_bias` if its file sets `bias_field`, or always, if
+      `bias_is_fixed`.
+    bias_is_fixed: whether every model of the family has `bias`.
+    bias_field: field that says whether attention has biases.
+    windows: which layers may have a window: 'layers' any, 'all' all or none,
       'none' none.
-    aliases: other spellings of their fields -> the one used here.
-    fields: their field -> ours, beside the common ones.
-    fixed: fields of ours that every model of the family has.
-    layer_types: kinds of the layers where a file does not list them; none
-      where it has to.
+    aliases: other spelling of a field -> the one used here.
+    fields: field of the file -> our field, beside the common ones.
+    fixed: our fields that are the same for every model of the family.
+    layer_types: returns the kinds of the layers if a file does not list them;
+      empty if it must.
   """
 
   model_type: str
@@ -76,17 +75,17 @@ class Family:
 
   @property
   def defaults(self) -> Raw:
-    """Their fields where a file is silent, as its class has them."""
+    """Defaults of its class for fields that a file leaves out."""
     return class_defaults.DEFAULTS[self.model_type]
 
   @property
   def local_theta(self) -> bool:
-    """Whether local layers have a rotary base of their own (Gemma 3)."""
+    """Whether local layers have their own rotary base (Gemma 3)."""
     return 'rope_local_base_freq' in self.defaults
 
 
 def _alternating(period: int) -> Callable[[Raw], list[str]]:
-  """Every `period`-th layer full, or as `sliding_window_pattern` says."""
+  """Every `period`-th layer is full, or as `sliding_window_pattern` says."""
 
   def kinds(raw: Raw) -> list[str]:
     every = raw.get('sliding_window_pattern') or period
@@ -96,7 +95,7 @@ def _alternating(period: int) -> Callable[[Raw], list[str]]:
 
 
 def _qwen_kinds(raw: Raw) -> list[str]:
-  """Sliding from `max_window_layers` on, where the window is used at all."""
+  """Sliding from layer `max_window_layers` on, if the window is used."""
   if not raw['use_sliding_window'] or raw.get('sliding_window') is None:
     return ['full_attention']
   layers = raw['num_hidden_layers']
@@ -105,20 +104,21 @@ def _qwen_kinds(raw: Raw) -> list[str]:
 
 
 def _mistral_kinds(raw: Raw) -> list[str]:
+  """Sliding in every layer, if there is a window."""
   if raw.get('sliding_window') is None:
     return ['full_attention']
   return ['sliding_attention']
 
 
 def _all_or_none(raw: Raw) -> list[str]:
-  """Sliding where the window is used at all."""
+  """Sliding in every layer, if the window is used."""
   if not raw['use_sliding_window']:
     return ['full_attention']
   return _mistral_kinds(raw)
 
 
 def _full(raw: Raw) -> list[str]:
-  """None where a window is not listed: versions differ in who has it."""
+  """Empty with a window: versions differ in which layers it applies to."""
   return [] if raw['use_sliding_window'] else ['full_attention']
 
 
@@ -159,7 +159,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_GEMMA,
         activation='hidden_activation',
         fields=_GEMMA_FIELDS,
-        # Its soft-cap of scores is in the file and not in the model.
+        # The file has a soft-cap of scores that the model does not use.
         fixed={'qk_norm': True, 'attention_softcap': None},
         layer_types=_alternating(6),
       ),
@@ -230,8 +230,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'Qwen3MoeForCausalLM',
         weights.DECODER_ONLY_QWEN_MOE,
         windows='all',
-        # Its files have the first name, and as transformers 5 writes them
-        # the second.
+        # transformers 5 writes the first name, older versions the second.
         aliases={'num_local_experts': 'num_experts'},
         fields=_MOE_FIELDS,
         fixed={**_PLAIN, 'qk_norm': True},
@@ -245,15 +244,15 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
 def stack_from_raw(
   raw: Raw, family: Family, file: str
 ) -> model_config.StackConfig:
-  """The stack that a config.json (or a part of one) describes.
+  """Returns the stack that a config.json (or a part of one) describes.
 
   Args:
-    raw: the parsed object.
-    family: whose fields they are.
-    file: what errors call it.
+    raw: parsed object.
+    family: family of the fields.
+    file: name of the file, for error messages.
 
   Raises:
-    UserError: a value that we have no model for, or values that contradict
+    UserError: a value that our models do not have, or fields that contradict
       each other; names the file and its fields.
   """
   spelled = {
@@ -288,36 +287,34 @@ def stack_from_raw(
   if raw.get('use_bidirectional_attention'):
     raise errors.UserError(
       f'{file} sets use_bidirectional_attention; only causal decoders are'
-      ' imported. Clear it, and set the role of the stack when adapting.'
+      ' supported. Clear it, and set the role of the stack when adapting.'
     )
   try:
     return model_config.StackConfig(**fields)
   except errors.UserError as error:
-    message = f'{file}: {error}{_their_names(str(error), family)}'
-    raise errors.UserError(message) from error
-
-
-def _their_names(message: str, family: Family) -> str:
-  """What the fields that a message of ours speaks of are in the file."""
-  theirs = {**_COMMON, **family.fields, **rotary_fields.NAMES}
-  theirs |= {'mlp_only_layers': 'dense_layers'}
-  said = [
-    f'{name} is {their}'
-    for their, name in theirs.items()
-    if their != name and re.search(rf'\b{name}\b', message)
-  ]
-  return f' In the file, {", ".join(said)}.' if said else ''
+    raise errors.UserError(f'{file}: {error}') from error
 
 
 def raw_from_stack(
   stack: model_config.StackConfig, family: Family
 ) -> dict[str, Any]:
-  """Fields of a config.json for a stack of the family (5.x spelling).
+  """Returns the fields of a config.json, in the spelling of transformers 5.
+
+  Args:
+    stack: stack config.
+    family: family to express it in.
 
   Raises:
-    UserError: the stack is not one of the family's.
+    UserError: no model of the family has this stack; names the field.
   """
-  _check_windows(stack, family)
+  kinds = {stack.layer_kind(i) for i in range(stack.layers)}
+  allowed = {'layers': 2, 'all': 1}.get(family.windows, 0)
+  if 'local' in kinds and len(kinds) > allowed:
+    raise errors.UserError(
+      f'it has {" and ".join(sorted(kinds, reverse=True))} layers; a'
+      f' {family.model_type} model has a window in'
+      f' {"all or none" if allowed else "none"} of its layers.'
+    )
   raw: dict[str, Any] = {
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
@@ -325,13 +322,13 @@ def raw_from_stack(
   raw['model_type'] = family.model_type
   names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
   raw[family.activation] = names[stack.activation]
-  kinds = {ours: theirs for theirs, ours in _KINDS.items()}
-  raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
+  named = {ours: theirs for theirs, ours in _KINDS.items()}
+  raw['layer_types'] = [named[stack.layer_kind(i)] for i in range(stack.layers)]
   local = 'local' in stack.pattern
   raw['sliding_window'] = stack.window if local else None
   if 'use_sliding_window' in family.defaults:
     raw['use_sliding_window'] = local
-    # Read by older versions, which do not know layer_types.
+    # For older versions, which do not know layer_types.
     raw['max_window_layers'] = raw['layer_types'].count('full_attention')
   if not family.bias_is_fixed:
     raw[family.bias_field] = stack.attention_bias != 'none'
@@ -365,7 +362,7 @@ def raw_from_stack(
 
 
 def _dense_layers(raw: Raw, file: str) -> int:
-  """How many layers have no experts: the first ones or none."""
+  """Returns how many layers, the first ones, have no experts."""
   dense = raw['mlp_only_layers'] or []
   if isinstance(dense, list) and all(type(i) is int for i in dense):
     dense = sorted(dense)
@@ -373,30 +370,17 @@ def _dense_layers(raw: Raw, file: str) -> int:
   if raw['decoder_sparse_step'] != 1 or dense != first:
     raise errors.UserError(
       f'{file} has decoder_sparse_step = {raw["decoder_sparse_step"]} and'
-      f' mlp_only_layers = {dense}; we have layers without experts only'
+      f' mlp_only_layers = {dense}; layers without experts must come'
       ' before those with them: 1, and [0, 1, ..].'
     )
   return len(dense)
 
 
-def _check_windows(stack: model_config.StackConfig, family: Family) -> None:
-  """Refuses windows that the family's class would not look at."""
-  kinds = {stack.layer_kind(i) for i in range(stack.layers)}
-  if family.windows == 'none' and 'local' in kinds:
-    raise errors.UserError(
-      f'it has local layers, and a {family.model_type} model has none.'
-    )
-  if family.windows == 'all' and len(kinds) > 1:
-    raise errors.UserError(
-      f'it has local and global layers, and those of a {family.model_type}'
-      ' model are all alike.'
-    )
-
-
 def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
   if raw.get(field) not in choices:
     raise errors.UserError(
-      f'{file} has {field} = {raw.get(field)!r}; we have {", ".join(choices)}.'
+      f'{file} has {field} = {raw.get(field)!r}; supported are'
+      f' {", ".join(choices)}.'
     )
   return choices[raw[field]]
 
@@ -404,7 +388,7 @@ def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
 def _pattern(
   raw: Raw, family: Family, file: str
 ) -> tuple[model_config.LayerKind, ...]:
-  """The shortest pattern that gives the kinds of all layers."""
+  """Returns the shortest pattern that gives the kinds of all layers."""
   layers = raw['num_hidden_layers']
   named = raw.get('layer_types')
   if named is None:
@@ -425,11 +409,12 @@ def _pattern(
     raise errors.UserError(
       f'{file} lists {len(named)} layer_types for {layers} layers.'
     )
-  for kind in named:
-    if kind not in _KINDS:
-      raise errors.UserError(
-        f'{file} has a layer of type {kind!r}; we have {", ".join(_KINDS)}.'
-      )
+  unknown = sorted(set(named) - set(_KINDS))
+  if unknown:
+    raise errors.UserError(
+      f'{file} has layers of type {unknown[0]!r}; supported are'
+      f' {", ".join(_KINDS)}.'
+    )
   kinds = [_KINDS[kind] for kind in named]
   kinds = [kinds[i % len(kinds)] for i in range(layers)]
   if 'local' in kinds and not raw.get('sliding_window'):

@@ -1,9 +1,9 @@
 """Gemma 2 and T5Gemma as their authors' Flax code stores them.
 
-Names and shapes: google-deepmind/gemma 3.3, `gm/nn/_modules.py` and
-`research/t5gemma/modules.py`. What a model is made of is read off its arrays;
-windows, caps and scales, which no array shows, are of a config that is named
-or found by its shapes.
+Source of names and shapes: google-deepmind/gemma 3.3, `gm/nn/_modules.py` and
+`research/t5gemma/modules.py`. The sizes of a model can be seen in its arrays;
+windows, caps and scales come from a given config, or from the released model
+with these shapes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +27,8 @@ _NORMS = {
   'pre_mlp_norm': 'pre_ffw_norm',
   'post_mlp_norm': 'post_ffw_norm',
 }
-# Our leaf -> names of theirs, the first that is there; with the place on its
-# first axis where several kernels are one array. Theirs have heads first.
+# Our leaf -> candidates for their name, with the index on the first axis if one
+# array holds several kernels. Their kernels have heads first.
 _KERNELS = {
   'query': (('q_einsum/w', None), ('qkv_einsum/w', 0)),
   'key': (('kv_einsum/w', 0), ('qkv_einsum/w', 1)),
@@ -65,18 +65,18 @@ _SHAPE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where a leaf of ours lies: an array of theirs, or a part of one."""
+  """The array, or the part of one, that holds a leaf of ours."""
 
   name: str
   part: int | None
 
 
 class FlaxModel:
-  """A model in the authors' layout whose every array is accounted for.
+  """A model in the authors' layout, with every array matched.
 
   Attributes:
-    config: the model.
-    unused: what is no part of the model -> why.
+    config: model config.
+    unused: array, or rows of one, that the model does not use -> why.
   """
 
   def __init__(
@@ -89,11 +89,11 @@ class FlaxModel:
     """Matches every array with the model.
 
     Args:
-      arrays: name -> shape and dtype, as they are stored.
-      read: gives arrays by name.
-      config: the model; its vocabulary may be smaller than the tables, which
-        the authors round up: further rows are left out.
-      where: what errors call the folder.
+      arrays: name -> stored shape and dtype.
+      read: reads arrays by name.
+      config: model config; its vocabulary may be smaller than the tables,
+        which the authors round up: further rows are left out.
+      where: name of the folder, for error messages.
 
     Raises:
       UserError: an array is missing, unexpected or of another shape.
@@ -111,11 +111,11 @@ class FlaxModel:
     if extra:
       raise errors.UserError(
         f'{where}: {extra[0]} is no array of this model. Nothing is dropped'
-        ' silently: remove it, or give the config of the model with --model.'
+        ' silently: remove it, or give the right config with --model.'
       )
 
   def arrays(self) -> Iterator[folder.LazyArray]:
-    """Every parameter of our tree, unread, in the order of the table."""
+    """Yields every parameter, unread, in the order of the parameter table."""
     stored = layer_leaves.stored_leaves(self._leaves)
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
@@ -132,7 +132,7 @@ class FlaxModel:
       yield folder.LazyArray(path, tuple(info.shape), dtype, read)
 
   def _place(self, leaf: str, stored: Mapping[str, str]) -> _Place:
-    """Finds a leaf and checks its shape."""
+    """Finds the array of a leaf and checks its shape."""
     start, choices = _their_names(leaf, self.config)
     for name, part in choices:
       if start + name in stored:
@@ -141,7 +141,7 @@ class FlaxModel:
     else:
       raise errors.UserError(
         f'{self._where} has no array {start + choices[0][0]!r}, which holds'
-        f' {leaf}. The folder is incomplete, or of another model.'
+        f' {leaf}. The folder is incomplete, or holds another model.'
       )
     shape = self._arrays[place.name][0]
     part = shape if place.part is None else shape[1:]
@@ -158,13 +158,12 @@ class FlaxModel:
     if not fits:
       raise errors.UserError(
         f'{self._where}: {place.name} has shape {list(shape)}, and {leaf} of'
-        f' the model {list(wanted)}. Give the config of the model with'
-        ' --model.'
+        f' the model {list(wanted)}. Give the right config with --model.'
       )
     return place
 
   def _ours(self, leaf: str, found: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Our leaf from their array."""
+    """Returns our leaf from their array."""
     place, wanted = self._places[leaf], self._leaves[leaf].shape
     array = found[place.name]
     array = array if place.part is None else array[place.part]
@@ -178,9 +177,12 @@ class FlaxModel:
 
 
 def canonical(name: str) -> str:
-  """A name as the modules have it, from any of the forms on disk.
+  """Returns an array's name in the current module tree.
 
-  The first releases have the flat names of an older module tree.
+  The first releases have the flat names of an older one.
+
+  Args:
+    name: stored name.
   """
   name = name.removeprefix('transformer/')
   return name.removesuffix('/w') if '/mlp/' in name else name
@@ -189,48 +191,40 @@ def canonical(name: str) -> str:
 def model_of(
   arrays: Arrays, given: model_config.ModelConfig | None, where: str
 ) -> model_config.ModelConfig:
-  """The model that the arrays are of.
+  """Returns the model that the arrays belong to.
 
   Args:
     arrays: name -> shape and dtype.
-    given: the config that was named; None finds the released one of the same
-      shapes.
-    where: what errors call the folder.
+    given: the config that the user named; None finds the released model with
+      these shapes.
+    where: name of the folder, for error messages.
 
   Raises:
-    UserError: no released model has these shapes, or `given` has others.
+    UserError: no released model has these shapes, or `given` has other stacks.
   """
   shapes = {canonical(name): shape for name, (shape, _) in arrays.items()}
   is_pair = any(name.startswith('encoder/') for name in shapes)
-  found = {
-    name: _shape_of(shapes, f'{name}/' if is_pair else '', where)
-    for name in (('encoder', 'decoder') if is_pair else ('decoder',))
-  }
+  stacks = ('encoder', 'decoder') if is_pair else ('decoder',)
   if given is None:
-    sizes = [_size_of(fields, where) for fields in found.values()]
+    sizes = [
+      _size_of(_shape_of(shapes, f'{name}/' if is_pair else '', where), where)
+      for name in stacks
+    ]
     if is_pair:
       return presets.t5gemma('_'.join(sizes))
     return presets.decoder_only(sizes[0])
-  if set(given.stacks) != set(found):
+  if set(given.stacks) != set(stacks):
     raise errors.UserError(
-      f'{where} has the arrays of {" and ".join(found)}, and --model names a'
+      f'{where} has the arrays of {" and ".join(stacks)}, and --model names a'
       f' model of {" and ".join(given.stacks)}.'
     )
-  for name, fields in found.items():
-    for field, value in fields.items():
-      ours = getattr(given.stacks[name], field)
-      if ours != value:
-        raise errors.UserError(
-          f'--model says {field} = {ours} of the {name}; the arrays in'
-          f' {where} have {value}.'
-        )
   return given
 
 
 def _shape_of(
   shapes: Mapping[str, tuple[int, ...]], start: str, where: str
 ) -> dict[str, int]:
-  """What the arrays of a stack say of it."""
+  """Returns the sizes of a stack that its arrays show."""
   numbers = {
     int(match.group(1))
     for match in (re.match(rf'{start}layer_(\d+)/', name) for name in shapes)
@@ -244,7 +238,7 @@ def _shape_of(
     kv_heads = heads if kv is None else kv[1]
   except (KeyError, ValueError, IndexError) as error:
     raise errors.UserError(
-      f'{where} has not the arrays of Gemma 2 or T5Gemma as their authors'
+      f'{where} does not hold the arrays of Gemma 2 or T5Gemma as their authors'
       f' store them ({error} of {start or "the model"}).'
     ) from error
   values = (len(numbers), width, mlp_width, heads, kv_heads, head_dim)
@@ -252,7 +246,7 @@ def _shape_of(
 
 
 def _size_of(fields: Mapping[str, int], where: str) -> str:
-  """The released size with these shapes."""
+  """Returns the released size with these shapes."""
   for size, stack in presets.STACKS.items():
     is_gemma2 = stack.post_norms and not stack.qk_norm
     if is_gemma2 and all(
@@ -262,15 +256,15 @@ def _size_of(fields: Mapping[str, int], where: str) -> str:
   shown = ', '.join(f'{name} {value}' for name, value in fields.items())
   raise errors.UserError(
     f'{where} has a stack of {shown}, which no released model has. Give its'
-    ' config.json with --model=FILE: windows, caps and scales cannot be read'
-    ' off the arrays.'
+    ' config.json with --model=FILE: arrays do not show windows, caps and'
+    ' scales.'
   )
 
 
 def _their_names(
   leaf: str, config: model_config.ModelConfig
 ) -> tuple[str, tuple[tuple[str, int | None], ...]]:
-  """Start of their name, and what it may go on with."""
+  """Returns the prefix of their name, and the candidates for the rest."""
   stack, *rest = leaf.split('/')
   start = f'{stack}/' if len(config.stacks) > 1 else ''
   if rest[0] == 'layers':
@@ -289,7 +283,7 @@ def _their_names(
 def _their_shapes(
   leaf: str, ours: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-  """Shapes that a leaf may have on disk: the gate's axes may be swapped."""
+  """Returns shapes that a leaf may have: the gate's axes may be swapped."""
   kind = leaf.rpartition('/')[2]
   swapped = (*ours[:2][::-1], *ours[2:])
   if kind in _HEADS_FIRST:

@@ -1,8 +1,8 @@
 """config.json of our own layout, for models that transformers has no class for.
 
 `model_type` is 'encdec_adapt'; `kind` is 'decoder_only' or 'encoder_decoder';
-every stack is an object with the fields of `models.model_config.StackConfig`,
-all of them. The tensors beside it: `weights.OWN`.
+every stack is an object with all fields of `models.model_config.StackConfig`.
+The tensors beside it have the layout `weights.OWN`.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def raw_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
-  """The object that says all of a model."""
+  """Returns the content of config.json for a model."""
   kind = next(k for k, made in _KINDS.items() if isinstance(config, made))
   return {
     'model_type': MODEL_TYPE,
@@ -34,50 +34,38 @@ def raw_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
 def model_from_raw(
   raw: Mapping[str, Any], file: str
 ) -> model_config.ModelConfig:
-  """The model that such an object describes.
+  """Returns the model that a config.json describes.
 
   Args:
-    raw: the parsed file; keys of other meaning, such as token ids, are let be.
-    file: what errors call it.
+    raw: parsed file; other keys, such as token ids, are ignored.
+    file: name of the file, for error messages.
 
   Raises:
-    UserError: another version, or a field that is missing, unknown or of a
+    UserError: another version, or a field that is missing, unknown or has a
       value that no model has.
   """
-  if raw.get('format_version') != _VERSION:
+  if raw.get('format_version') != _VERSION or raw.get('kind') not in _KINDS:
     raise errors.UserError(
-      f'{file} has format_version {raw.get("format_version")!r}; this version'
-      f' of the software reads {_VERSION}.'
-    )
-  if raw.get('kind') not in _KINDS:
-    raise errors.UserError(
-      f'{file} has kind {raw.get("kind")!r}; it is one of {", ".join(_KINDS)}.'
+      f'{file} has format_version = {raw.get("format_version")!r} and kind ='
+      f' {raw.get("kind")!r}; they must be {_VERSION} and one of'
+      f' {", ".join(_KINDS)}.'
     )
   kind = _KINDS[raw['kind']]
-  fields = {}
-  for field in dataclasses.fields(kind):
-    if field.name not in raw:
-      raise errors.UserError(f'{file} has no {field.name!r}; it is damaged.')
-    value = raw[field.name]
-    is_stack = field.type is model_config.StackConfig
-    fields[field.name] = (
-      _stack(value, f'{field.name} of {file}') if is_stack else value
-    )
   try:
+    fields = {field.name: raw[field.name] for field in dataclasses.fields(kind)}
+    for field in dataclasses.fields(kind):
+      if field.type is model_config.StackConfig:
+        fields[field.name] = _stack(raw[field.name])
     return kind(**fields)
-  except errors.UserError as error:
+  except KeyError as error:
+    raise errors.UserError(f'{file} has no field {error}.') from error
+  except (errors.UserError, TypeError) as error:
     raise errors.UserError(f'{file}: {error}') from error
 
 
-def _stack(raw: Mapping[str, Any], where: str) -> model_config.StackConfig:
+def _stack(raw: Mapping[str, Any]) -> model_config.StackConfig:
   known = {field.name for field in dataclasses.fields(model_config.StackConfig)}
   if not isinstance(raw, Mapping) or raw.keys() != known:
-    wrong = sorted(known ^ set(raw))
-    raise errors.UserError(
-      f'{where} has not exactly the fields of a stack: {", ".join(wrong)} on'
-      ' one side only.'
-    )
-  try:
-    return model_config.StackConfig(**{**raw, 'pattern': tuple(raw['pattern'])})
-  except (errors.UserError, TypeError) as error:
-    raise errors.UserError(f'{where}: {error}') from error
+    wrong = ', '.join(sorted(known ^ set(raw)))
+    raise TypeError(f'these fields of a stack are missing or unknown: {wrong}')
+  return model_config.StackConfig(**{**raw, 'pattern': tuple(raw['pattern'])})

@@ -1,7 +1,7 @@
-"""Types and ranges of what a config.json says, before anything is made of it.
+"""Types and ranges of the fields of a config.json.
 
-A file comes from anywhere: a width that is a text, or layers without end, is
-refused by its name.
+Files come from anywhere: a width that is a string, or a million layers, is
+refused by name before a model is built from it.
 """
 
 from collections.abc import Mapping
@@ -10,85 +10,58 @@ from typing import Any
 
 from encdec_adapt.cli import errors
 
-_LARGEST = 2**31 - 1  # Of any size; what array libraries count with.
+_LARGEST = 2**31 - 1  # Of any size: array libraries count with 32 bits.
 _MOST_LAYERS = 10_000
-_INTEGERS = (
-  'vocab_size',
-  'hidden_size',
-  'intermediate_size',
-  'num_hidden_layers',
-  'num_attention_heads',
-  'num_key_value_heads',
-  'head_dim',
-  'sliding_window',
-  'sliding_window_pattern',
-  'max_window_layers',
-  'num_local_experts',
-  'num_experts',
-  'num_experts_per_tok',
-  'moe_intermediate_size',
-  'shared_expert_intermediate_size',
-  'eoi_token_index',
-  'original_max_position_embeddings',
+_INTEGERS = frozenset(
+  'vocab_size hidden_size intermediate_size num_hidden_layers'
+  ' num_attention_heads num_key_value_heads head_dim sliding_window'
+  ' sliding_window_pattern max_window_layers num_local_experts num_experts'
+  ' num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size'
+  ' eoi_token_index original_max_position_embeddings num_channels image_size'
+  ' patch_size'.split()
 )
 # Qwen 2 MoE writes a window of 0 for none.
 _FROM_ZERO = ('sliding_window', 'max_window_layers', 'eoi_token_index')
-_NUMBERS = (
-  'rms_norm_eps',
-  'query_pre_attn_scalar',
-  'final_logit_softcapping',
-  'attn_logit_softcapping',
-  'rope_theta',
-  'rope_local_base_freq',
-  'factor',
-  'low_freq_factor',
-  'high_freq_factor',
+_NUMBERS = frozenset(
+  'rms_norm_eps query_pre_attn_scalar final_logit_softcapping'
+  ' attn_logit_softcapping rope_theta rope_local_base_freq factor'
+  ' low_freq_factor high_freq_factor'.split()
 )
-_SWITCHES = (
-  'tie_word_embeddings',
-  'attention_bias',
-  'qkv_bias',
-  'norm_topk_prob',
-  'mlp_bias',
-  'use_sliding_window',
-  'use_bidirectional_attention',
+_SWITCHES = frozenset(
+  'tie_word_embeddings attention_bias qkv_bias norm_topk_prob mlp_bias'
+  ' use_sliding_window use_bidirectional_attention vision_use_head'.split()
 )
-_TEXTS = ('model_type', 'hidden_act', 'hidden_activation', 'rope_type', 'type')
-_OBJECTS = ('rope_parameters', 'rope_scaling')
+_TEXTS = frozenset(
+  'model_type hidden_act hidden_activation rope_type type'.split()
+)
+_OBJECTS = frozenset(('rope_parameters', 'rope_scaling'))
+# null means off, or the default of the class.
+_NULLABLE = _OBJECTS | frozenset(
+  'num_key_value_heads head_dim sliding_window sliding_window_pattern'
+  ' eoi_token_index final_logit_softcapping attn_logit_softcapping'
+  ' use_bidirectional_attention layer_types'.split()
+)
 _KINDS = ('full_attention', 'sliding_attention')
-# Null is a value of its own: off, or for the class to decide.
-_MAY_BE_NULL = (
-  'num_key_value_heads',
-  'head_dim',
-  'sliding_window',
-  'sliding_window_pattern',
-  'eoi_token_index',
-  'final_logit_softcapping',
-  'attn_logit_softcapping',
-  'use_bidirectional_attention',
-  'layer_types',
-  *_OBJECTS,
-)
 
 
 def check(raw: Mapping[str, Any], file: str) -> None:
-  """Refuses values that no model has; fields of other meaning are let be.
+  """Raises an error for a value that no model has; ignores unknown fields.
 
   Args:
-    raw: a parsed config.json, or the part of one that describes a stack.
-    file: what errors call it.
+    raw: parsed config.json, or the part of one that describes a stack.
+    file: name of the file, for error messages.
 
   Raises:
-    UserError: names the field, its value and what it should be.
+    UserError: names the field, its value and what it must be.
   """
   if raw.get('quantization_config'):
     raise errors.UserError(
-      f'{file} has a quantization_config: its weights are quantised, and none'
-      ' of ours are. Give the folder of the model as it was before, or save'
-      ' it dequantised with transformers.'
+      f'{file} has a quantization_config, and quantised weights are not'
+      ' supported. Give the folder of the original model, or dequantise it with'
+      ' transformers.'
     )
   _check_fields(raw, file)
-  for field in _OBJECTS:
+  for field in sorted(_OBJECTS):
     rope, where = raw.get(field) or {}, f'{field} of {file}'
     _check_fields(rope, where)
     by_kind = any(isinstance(value, Mapping) for value in rope.values())
@@ -105,34 +78,32 @@ def check(raw: Mapping[str, Any], file: str) -> None:
 
 def _check_fields(raw: Mapping[str, Any], file: str) -> None:
   for field, value in raw.items():
-    wanted = _wanted(field, value)
-    if wanted is not None:
+    if value is None and field in _NULLABLE:
+      continue
+    fits, wanted = _rule(field, value)
+    if not fits:
       raise errors.UserError(
         f'{file} has {field} = {value!r}; it must be {wanted}.'
       )
 
 
-def _wanted(field: str, value: Any) -> str | None:
-  """What a field's value should be; None where it is that."""
-  if value is None:
-    known = (*_INTEGERS, *_NUMBERS, *_SWITCHES, *_TEXTS, 'layer_types')
-    is_fine = field in _MAY_BE_NULL or field not in known
-    return None if is_fine else 'given, or left out'
+def _rule(field: str, value: Any) -> tuple[bool, str]:
+  """Returns whether a value fits its field, and what would."""
   if field in _INTEGERS:
     low = 0 if field in _FROM_ZERO else 1
     most = _MOST_LAYERS if field == 'num_hidden_layers' else _LARGEST
     fits = type(value) is int and low <= value <= most
-    return None if fits else f'an integer from {low} to {most}'
+    return fits, f'an integer from {low} to {most}'
   if field in _NUMBERS:
     fits = type(value) in (int, float) and 0 < value < math.inf
-    return None if fits else 'a number above 0'
+    return fits, 'a number above 0'
   if field in _SWITCHES:
-    return None if isinstance(value, bool) else 'true or false'
+    return isinstance(value, bool), 'true or false'
   if field in _TEXTS:
-    return None if isinstance(value, str) else 'a text'
+    return isinstance(value, str), 'a string'
   if field in _OBJECTS:
-    return None if isinstance(value, Mapping) else 'an object'
+    return isinstance(value, Mapping), 'an object'
   if field == 'layer_types':
-    is_list = isinstance(value, list) and all(type(x) is str for x in value)
-    return None if is_list else 'a list of texts'
-  return None
+    fits = isinstance(value, list) and all(type(x) is str for x in value)
+    return fits, 'a list of strings'
+  return True, ''

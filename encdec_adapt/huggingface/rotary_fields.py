@@ -1,6 +1,7 @@
-"""Rotary fields of a Hugging Face config.json, as ours and back.
+"""Rotary fields of a Hugging Face config.json, to our fields and back.
 
-Both spellings are read, of transformers 4 and of 5; version 5's is written.
+Read in the spelling of transformers 4 and 5, written in that of 5. Source:
+transformers 5.23, `modeling_rope_utils.py`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
 
 _Rope = Mapping[str, Any]
-# Their field -> ours.
+# Their field -> our field.
 NAMES = {
   'factor': 'rope_factor',
   'low_freq_factor': 'rope_low_factor',
@@ -23,22 +24,22 @@ _ROPE_FIELDS = {'linear': list(NAMES)[:1], 'llama3': list(NAMES)}
 def fields_from_raw(
   raw: Mapping[str, Any], file: str, *, local_theta: bool
 ) -> dict[str, Any]:
-  """Our rotary fields, from either spelling.
+  """Returns our rotary fields.
 
   Args:
-    raw: the parsed object, with the defaults of its class.
-    file: what errors call it.
-    local_theta: whether local layers have a base of their own (Gemma 3).
+    raw: parsed object, with the defaults of its class.
+    file: name of the file, for error messages.
+    local_theta: whether local layers have their own rotary base (Gemma 3).
 
   Raises:
-    UserError: a scaling that we have not, or without its fields; or one for
-      all layers where local layers have a base of their own.
+    UserError: a scaling that is not supported or lacks its fields; or one for
+      all layers although local layers have their own base.
   """
   full, local = (_by_kind if local_theta else _of_all)(raw, file)
   kind = full.get('rope_type', full.get('type', 'default'))
   if kind not in ('default', *_ROPE_FIELDS):
     raise errors.UserError(
-      f'{file} scales its rotary embedding by {kind!r}; we have default,'
+      f'{file} scales its rotary embedding by {kind!r}; supported are default,'
       f' {", ".join(_ROPE_FIELDS)}.'
     )
   fields: dict[str, Any] = {
@@ -64,7 +65,7 @@ def fields_from_raw(
 
 
 def _of_all(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
-  """Fields of full and of sliding layers; the latter empty if the same."""
+  """Returns the fields of full and of sliding layers (empty if equal)."""
   del file
   given = raw.get('rope_parameters')
   if given is None:  # transformers 4.
@@ -77,18 +78,18 @@ def _of_all(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
 
 
 def _by_kind(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
-  """The same, of a class that has a base of its own for either kind."""
+  """Returns the same for a class with a base for each kind of layer."""
   full = {'rope_theta': raw['rope_theta']}
   local = {'rope_theta': raw['rope_local_base_freq']}
   given = raw.get('rope_parameters')
   if not given:  # transformers 4, where only full layers are scaled.
     return {**full, **(raw.get('rope_scaling') or {})}, local
   if not _is_by_kind(given):
-    # Its class looks for either kind, and silently past these.
+    # Its class reads only fields by kind and ignores these silently.
     raise errors.UserError(
       f'{file} has rope_parameters = {dict(given)!r}; those of'
       f' {raw.get("model_type", "this model")} are by kind of layer: give them'
-      ' as full_attention and as sliding_attention.'
+      ' as full_attention and sliding_attention.'
     )
   return (
     {**full, **given['full_attention']},
@@ -103,7 +104,7 @@ def _is_by_kind(given: _Rope) -> bool:
 def raw_from_stack(
   stack: model_config.StackConfig, *, local_theta: bool
 ) -> dict[str, Any]:
-  """`rope_parameters` of a stack, in the spelling of transformers 5."""
+  """Returns `rope_parameters` of a stack, as transformers 5 spells them."""
   kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
   for name in _ROPE_FIELDS.get(kind, ()):

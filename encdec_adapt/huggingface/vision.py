@@ -1,10 +1,9 @@
-"""The vision part of a folder, which passes through untouched.
+"""The vision part of a folder, carried through unchanged.
 
-Our models read text. The vision tower and the projector of a T5Gemma 2
-folder are kept as they are, with the files that say how an image becomes
-pixels, so that what is exported reads images as before; those of a Gemma 3
-folder are of the same make and can be given to a T5Gemma 2 that was adapted
-from it.
+Our models read text. The vision tower and the projector of a T5Gemma 2 folder
+are kept, with its image processor files, so that the exported model reads
+images as before. Those of a Gemma 3 folder have the same form and can be given
+to a T5Gemma 2 that was adapted from it.
 """
 
 from collections.abc import Mapping
@@ -26,15 +25,15 @@ from encdec_adapt.huggingface import (
 )
 from encdec_adapt.models import model_config
 
-# What transformers makes of an image before the tower reads it: in the first
-# file, or in both (version 4), or in the second alone (version 5).
+# How transformers turns images into pixels: the first file (version 4), both,
+# or the second (version 5).
 PROCESSORS = ('preprocessor_config.json', 'processor_config.json')
-FOLDER = 'vision'  # Where a work directory keeps the part, in a folder.
-MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has one.
-# What its names start with in a T5Gemma 2; others differ before these parts.
+FOLDER = 'vision'  # Subfolder of a work directory that keeps the tensors.
+MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has a vision part.
+# Start of the names in a T5Gemma 2; other models have other ones.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
-# What transformers initialises anew where a T5Gemma 2 folder has no part.
+# Tensors that transformers initialises if a T5Gemma 2 folder has text only.
 MISSING = (
   f'{_START}vision_tower.*',
   f'{_START}{siglip.PROJECTION}',
@@ -42,11 +41,11 @@ MISSING = (
 )
 _SHAPE_FIELDS = ('vision_config', 'mm_tokens_per_image')
 _IDS = ('boi_token_index', 'image_token_index')
-_IMAGE_TOKEN = 256001  # Of a T5Gemma 2 whose config.json is silent.
+_IMAGE_TOKEN = 256001  # Default of the T5Gemma 2 class.
 
 
 def is_vision(name: str) -> bool:
-  """Whether a tensor of this name belongs to a vision part."""
+  """Returns whether a tensor of this name belongs to a vision part."""
   return _NAME.search(name) is not None
 
 
@@ -55,12 +54,12 @@ class Vision:
   """A vision part whose tensors have not been read.
 
   Attributes:
-    folder: it was found in.
-    fields: of the encoder in a T5Gemma 2 config.json: `vision_config` and
-      what else belongs to images.
-    tensors: where they lie.
-    names: the name in a T5Gemma 2 folder -> the one in `tensors`.
-    processors: files of `PROCESSORS` by name, as far as the folder has them.
+    folder: folder of its config.json.
+    fields: fields of the encoder in a T5Gemma 2 config.json: `vision_config`
+      and others about images.
+    tensors: stored tensors.
+    names: name in a T5Gemma 2 folder -> name in `tensors`.
+    processors: the files of `PROCESSORS` that the folder has, by name.
   """
 
   folder: paths.Path
@@ -71,11 +70,11 @@ class Vision:
 
   @property
   def image_token(self) -> int:
-    """Id that a T5Gemma 2 with this part reads as a piece of an image."""
+    """Token id that stands for a piece of an image."""
     return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
   def planned(self) -> list[tensor_writer.PlannedTensor]:
-    """Its tensors to be written, bit for bit, by their T5Gemma 2 names."""
+    """Returns its tensors, to be written bit for bit with T5Gemma 2 names."""
     plans = []
     for name, stored in self.names.items():
       info = self.tensors.tensors[stored]
@@ -86,10 +85,10 @@ class Vision:
     return plans
 
   def require_fits(self, model: model_config.EncoderDecoderConfig) -> None:
-    """Refuses a part that projects to another width than the encoder's.
+    """Raises an error if images are not projected to the encoder's width.
 
     Raises:
-      UserError: says both widths.
+      UserError: names both widths.
     """
     stored = self.names[_START + siglip.PROJECTION]
     width = self.tensors.tensors[stored].shape[1]
@@ -108,26 +107,23 @@ class Vision:
 
 
 def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
-  """Finds the vision part of a folder; reads headers only.
+  """Opens the vision part of a folder; reads headers only.
 
   Args:
-    folder: of a T5Gemma 2 or a multimodal Gemma 3, or what a work directory
-      keeps of one.
+    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or what `keep` made
+      of one.
 
   Returns:
-    The part, None where the folder has none.
+    The vision part, or None if the folder has none.
 
   Raises:
-    UserError: it is incomplete, has a tensor or a shape that its config.json
-      does not say, or a damaged file.
+    UserError: a file is damaged, or a tensor is missing, unexpected or of
+      another shape than the config.json says.
   """
   folder = paths.at(folder)
-  kept = folder / FOLDER
-  weights = kept if kept.is_dir() else folder
-  if not any(
-    (weights / name).exists()
-    for name in (tensor_folder.SINGLE, tensor_folder.INDEX)
-  ):
+  weights = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+  names = (tensor_folder.SINGLE, tensor_folder.INDEX)
+  if not any((weights / name).exists() for name in names):
     return None
   tensors = tensor_folder.TensorFolder.open(weights)
   found = {
@@ -138,20 +134,31 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   if not found:
     return None
   raw = atomic.read_json(folder / tensor_folder.CONFIG)
-  canonical = _matched(found, tensors, raw, folder)
-  names = found  # What is exported again is spelled as it was.
-  if raw.get('model_type') != MODEL_TYPE:
-    names = canonical
-  names = {_START + name: stored for stored, name in names.items()}
-  return Vision(folder, _fields(raw), tensors, names, _processors(folder))
+  canonical = _match(found, tensors, raw, folder)
+  # A T5Gemma 2 is exported with the names that it had.
+  names = found if raw.get('model_type') == MODEL_TYPE else canonical
+  encoder = _encoder(raw)
+  fields = {key: encoder[key] for key in _SHAPE_FIELDS if key in encoder}
+  processors = {
+    name: folder / name for name in PROCESSORS if (folder / name).is_file()
+  }
+  for file in processors.values():
+    atomic.read_json(file)  # Raises an error if it is damaged.
+  return Vision(
+    folder,
+    fields | image_ids(raw),
+    tensors,
+    {_START + name: stored for stored, name in names.items()},
+    processors,
+  )
 
 
 def keep(part: Vision, folder: paths.Path) -> None:
-  """Copies a part, and its files, to where `open_vision(folder)` finds it.
+  """Copies a vision part and its files to where `open_vision(folder)` looks.
 
   Args:
-    part: the part.
-    folder: has, or will have, the config.json of the part's folder.
+    part: vision part.
+    folder: target, which has or will have the config.json of the part.
   """
   with paths.staged(folder / FOLDER) as place:
     tensor_writer.write_tensors(place, part.planned())
@@ -160,11 +167,11 @@ def keep(part: Vision, folder: paths.Path) -> None:
 
 
 def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
-  """A T5Gemma 2 config.json that says what the vision part is.
+  """Returns a T5Gemma 2 config.json with the fields of a vision part.
 
   Args:
-    raw: from `model_configs.raw_from_model`.
-    part: the part that is written beside it.
+    raw: as `config_json.raw_from_model` returns it.
+    part: vision part that is written beside it.
   """
   encoder = {**raw['encoder'], **part.fields}
   top = {k: v for k, v in part.fields.items() if k == 'image_token_index'}
@@ -172,24 +179,23 @@ def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
 
 
 def image_ids(raw: families.Raw) -> dict[str, int]:
-  """Ids that frame an image in a T5Gemma 2; none for another model.
+  """Returns the token ids that frame an image in a T5Gemma 2.
 
-  Gemma 3's are other ones, above T5Gemma 2's vocabulary.
+  Empty for other models: those of Gemma 3 lie above T5Gemma 2's vocabulary.
 
   Args:
-    raw: a parsed config.json.
+    raw: parsed config.json.
   """
   if raw.get('model_type') != MODEL_TYPE:
     return {}
-  # Where both state it, transformers takes the outer one.
   given = dict(_encoder(raw))
-  if 'image_token_index' in raw:
+  if 'image_token_index' in raw:  # transformers prefers the outer one.
     given['image_token_index'] = raw['image_token_index']
   return {key: given[key] for key in _IDS if key in given}
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """The object with `text_config`, `vision_config` and ids.
+  """Returns the object with `text_config`, `vision_config` and image ids.
 
   Raises:
     UserError: a T5Gemma 2 has none.
@@ -199,78 +205,57 @@ def _encoder(raw: families.Raw) -> families.Raw:
   if not isinstance(raw.get('encoder'), Mapping):
     raise errors.UserError(
       f'the config.json of a T5Gemma 2 has encoder = {raw.get("encoder")!r}; it'
-      ' must be an object. Correct the file, or fetch it again.'
+      ' must be an object. Correct the file, or download it again.'
     )
   return raw['encoder']
 
 
-def _fields(raw: families.Raw) -> dict[str, Any]:
-  where = _encoder(raw)
-  shape = {key: where[key] for key in _SHAPE_FIELDS if key in where}
-  return shape | image_ids(raw)
-
-
-def _processors(folder: paths.Path) -> dict[str, paths.Path]:
-  """The files that say how an image becomes pixels; refuses damaged ones."""
-  found = {name: folder / name for name in PROCESSORS}
-  found = {name: path for name, path in found.items() if path.is_file()}
-  for path in found.values():
-    atomic.read_json(path)
-  return found
-
-
-def _matched(
+def _match(
   found: Mapping[str, str],
   tensors: tensor_folder.TensorFolder,
   raw: families.Raw,
   folder: paths.Path,
 ) -> dict[str, str]:
-  """Compares every tensor with what the config.json says of the part.
+  """Compares the tensors of a vision part with its config.json.
 
   Args:
-    found: name of a tensor -> the same from the part's name on.
-    tensors: where they lie.
-    raw: the parsed config.json.
-    folder: that of the config.json.
+    found: stored name -> the same from `vision_tower` or the projector on.
+    tensors: stored tensors.
+    raw: parsed config.json.
+    folder: folder of the config.json.
 
   Returns:
-    Name of a tensor -> its name in `siglip.shapes`.
+    Stored name -> name in `siglip.shapes`.
 
   Raises:
-    UserError: one is missing, comes twice, is of another shape or is none of
-      a vision part; names it, and its file.
+    UserError: a tensor is missing, stored twice, unexpected or of another
+      shape; names it, and its file.
   """
   file = str(folder / tensor_folder.CONFIG)
   wanted = _wanted(_encoder(raw), file)
   canonical: dict[str, str] = {}
   for stored, name in found.items():
     name, info = siglip.canonical(name), tensors.tensors[stored]
-    if name not in wanted or name in canonical.values():
-      raise errors.UserError(
-        f'{stored} in {info.file} is no tensor of the vision part that {file}'
-        ' describes, or is there twice. Nothing is dropped silently: remove'
-        ' it, or correct the vision_config.'
-      )
-    if tuple(info.shape) != wanted[name]:
+    if wanted.get(name) != info.shape or name in canonical.values():
       raise errors.UserError(
         f'{stored} in {info.file} has shape {list(info.shape)}; by'
-        f' vision_config and text_config in {file} it is'
-        f' {list(wanted[name])}. Fetch the folder again, or correct them.'
+        f' vision_config and text_config in {file} it must be'
+        f' {list(wanted[name]) if name in wanted else "absent"}, and stored'
+        ' once. Download the folder again, or correct the config.'
       )
     canonical[stored] = name
   missing = [name for name in wanted if name not in canonical.values()]
   if missing:
     raise errors.UserError(
-      f'{folder} has a vision part without a tensor {missing[0]!r}'
-      + (f' (and {len(missing) - 1} more)' if len(missing) > 1 else '')
-      + f', which vision_config in {file} asks for. Fetch the folder again, or'
-      ' correct the config.'
+      f'{folder} has a vision part without tensor {missing[0]!r}'
+      f' ({len(missing)} are missing), which vision_config in {file} asks for.'
+      ' Download the folder again, or correct the config.'
     )
   return canonical
 
 
 def _wanted(encoder: families.Raw, file: str) -> siglip.Shapes:
-  """Every tensor that a config.json says of its vision part."""
+  """Returns the tensors that a config.json says of its vision part."""
   parts = {}
   for key in ('text_config', 'vision_config'):
     parts[key] = {} if encoder.get(key) is None else encoder[key]

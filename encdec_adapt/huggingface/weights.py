@@ -1,8 +1,8 @@
-"""Which tensor of a Hugging Face folder is which of our parameters, and how.
+"""Maps tensors of a Hugging Face folder to our parameters and back.
 
-Each family has one table, read in both directions: our leaf within a layer
--> the name of theirs. Whether a model has a leaf (a bias, a norm) is decided
-by our table of parameters alone.
+Each family has one table, used in both directions: our leaf within a layer ->
+their tensor name. Whether a model has a leaf (a bias, a norm) is decided by our
+parameter table alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,18 +31,18 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
 }
-# In the names of experts' tensors, one for each expert, their number.
+# Stands for the number of an expert in the names of its tensors.
 _EXPERT = '{}'
-# Kernels of ours whose first dimension a product contracts.
+# Our kernels whose first dimension a product contracts.
 _KERNELS = frozenset('query key value gate up down router shared_gate'.split())
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
-  """Table of a layer.
+  """Returns the table of a layer.
 
   Args:
-    norms: our norm -> theirs.
-    **attentions: our attention module -> theirs.
+    norms: our norm -> their norm.
+    **attentions: our attention module -> their module.
   """
   table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
   for ours, theirs in attentions.items():
@@ -50,8 +50,8 @@ def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
   return types.MappingProxyType(table | _MLP)
 
 
-# The name trap: post_attention_layernorm is before the feed-forward in Llama
-# and after attention in Gemma.
+# Trap: post_attention_layernorm is before the feed-forward in Llama and after
+# attention in Gemma.
 LLAMA = _layer(
   {
     'pre_attention_norm': 'input_layernorm',
@@ -108,23 +108,22 @@ T5GEMMA = _layer(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Names of a model's tensors in a folder.
+  """Tensor names of a family.
 
   Attributes:
     layer: table of a layer, our leaf -> their name.
-    stacks: our stack -> what its names start with.
-    embedder: our stack with an embedding table -> what that table's names
-      start with.
+    stacks: our stack -> prefix of its tensor names.
+    embedder: our stack with an embedding table -> prefix of the table's name.
     head: name of an untied head.
-    aliases: other spellings of the start of a name -> the one used here.
-    inner_aliases: of what stands inside a name.
-    copies: tensors that some writers store a second time, under the first
-      name -> where they are stored by their class.
-    fused: end of the name of a tensor of all experts, as transformers 5 has
-      them in memory and can save them -> the ends of those of one expert,
-      which lie in it side by side.
-    own: the layout of this project: names are our leaves' with '.' for '/',
-      and tensors have our shapes; the tables above are then empty.
+    aliases: other prefix of a name -> the one used here.
+    inner_aliases: other infix of a name -> the one used here.
+    copies: name of a tensor that some writers store a second time -> the name
+      under which its class stores it.
+    fused: suffix of a tensor that holds all experts, as transformers 5 has
+      them in memory and can save them -> suffixes of the tensors of one expert
+      that lie side by side in it.
+    own: whether this is our own layout, where names are those of our leaves
+      with '.' for '/', and tensors have our shapes; the tables are then empty.
   """
 
   layer: Mapping[str, str]
@@ -138,7 +137,7 @@ class Layout:
   own: bool = False
 
   def canonical(self, name: str) -> str:
-    """The name with its start spelled as here."""
+    """Returns a name in the spelling used here."""
     for other, ours in self.inner_aliases.items():
       name = name.replace(other, ours)
     for start, ours in self.aliases.items():
@@ -149,14 +148,14 @@ class Layout:
   def pieces(
     self, name: str, shape: tuple[int, ...]
   ) -> Mapping[str, tuple[int, slice] | None]:
-    """The tensors that one in a folder holds.
+    """Returns the tensors that one stored tensor holds.
 
     Args:
-      name: as `canonical` gives it.
-      shape: of the tensor.
+      name: name as `canonical` returns it.
+      shape: stored shape.
 
     Returns:
-      Name -> number of the expert and its rows; or the name itself, for all.
+      Name -> number of the expert and its rows, or None for the whole tensor.
     """
     for end, parts in self.fused.items():
       if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
@@ -173,7 +172,7 @@ class Layout:
 
 
 def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-  """`Layout.fused` of a layer with experts."""
+  """Returns `Layout.fused` of a layer with experts."""
   return {
     'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
     'mlp.experts.down_proj': (layer['experts/down'],),
@@ -186,7 +185,7 @@ def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
     stacks={'decoder': 'model.'},
     embedder={'decoder': 'model.embed_tokens.'},
     head='lm_head.weight',
-    # Text of a multimodal model, as it is saved and as it is in memory.
+    # Text part of a multimodal model, as saved and as in memory.
     aliases={
       'language_model.model.': 'model.',
       'language_model.lm_head.': 'lm_head.',
@@ -218,7 +217,7 @@ PAIR_T5GEMMA2 = Layout(
   embedder={'decoder': 'model.encoder.embed_tokens.'},
   head='lm_head.out_proj.weight',
   aliases={'model.encoder.text_model.': 'model.encoder.'},
-  # As they are in memory.
+  # The names in memory.
   copies={
     f'model.decoder.embed_tokens.{name}': f'model.encoder.embed_tokens.{name}'
     for name in ('weight', 'eoi_embedding')
@@ -229,17 +228,17 @@ OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """One parameter of ours and the tensor that it is, or a part of it is.
+  """A tensor and the parameter, or the part of one, that it holds.
 
   Attributes:
-    name: name of the tensor.
-    leaf: our leaf's name (`models.layer_leaves`).
-    shape: of our leaf, or of the part.
-    rows: rows of a token table that are tokens, None for anything else; our
-      table may have more.
-    own: the tensor has our leaf's shape.
-    part: place on our leaf's first axis, of a tensor that is an expert's;
-      None for the whole leaf.
+    name: tensor name.
+    leaf: name of our leaf (`models.layer_leaves`).
+    shape: shape of our leaf, or of the part.
+    rows: for a token table, the number of rows that are tokens (our table may
+      have more); else None.
+    own: whether the tensor has our leaf's shape.
+    part: for the tensor of an expert, its index on our leaf's first axis; None
+      for the whole leaf.
   """
 
   name: str
@@ -251,7 +250,7 @@ class Weight:
 
   @property
   def their_shape(self) -> tuple[int, ...]:
-    """Shape of the tensor: [out, in] of a kernel, whatever its heads."""
+    """Shape of the tensor: [out, in] for a kernel, heads flattened."""
     if self.rows is not None:
       return (self.rows, self.shape[1])
     if self.own:
@@ -263,13 +262,13 @@ class Weight:
     return (math.prod(self.shape[kernel:]), inner)
 
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
-    """Our leaf from their tensor, a view; of a table the rows of tokens."""
+    """Returns our leaf as a view of the tensor; for a table, its tokens."""
     if self.rows is not None:
       return tensor
     return (tensor.T if self._inputs else tensor).reshape(self.shape)
 
   def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
-    """Their tensor from our leaf, in its dtype; a view where possible."""
+    """Returns the tensor from our leaf, a view if possible."""
     if self.rows is not None:
       return leaf[: self.rows]
     if not self._inputs:
@@ -278,7 +277,7 @@ class Weight:
 
   @property
   def _inputs(self) -> int:
-    """Leading dimensions that a product contracts; 0 of a vector."""
+    """Number of leading dimensions that a product contracts; 0: a vector."""
     name = self.leaf.rpartition('/')[2]
     if self.own:
       return 0
@@ -290,11 +289,11 @@ class Weight:
 def weights(
   config: model_config.ModelConfig, layout: Layout
 ) -> Mapping[str, Weight]:
-  """Every tensor of a model by name.
+  """Returns every tensor of a model by name.
 
   Args:
-    config: the model.
-    layout: of its family.
+    config: model config.
+    layout: tensor names.
 
   Raises:
     UserError: the family has no tensor for one of the model's parameters.
@@ -311,11 +310,11 @@ def weights(
 def copies(
   config: model_config.ModelConfig, layout: Layout
 ) -> Mapping[str, str]:
-  """Names of tensors that may be stored twice -> the name that counts.
+  """Returns name of a tensor that may be stored twice -> its main name.
 
   Args:
-    config: the model. A head that is tied to a table is a copy of it.
-    layout: of its family.
+    config: model config. A tied head is a copy of the table.
+    layout: tensor names.
   """
   if layout.own or not config.decoder.tied_head:
     return layout.copies
@@ -329,6 +328,7 @@ def _weights(
   leaf: str,
   shape: tuple[int, ...],
 ) -> Iterator[Weight]:
+  """Yields the tensors that hold one of our leaves."""
   stack, part, *rest = leaf.split('/')
   vocabulary = config.stacks[stack].vocab_size
   if layout.own:
@@ -360,6 +360,6 @@ def _weights(
       yield Weight(f'{start}weight', leaf, shape, vocabulary)
     return
   raise errors.UserError(
-    f'{leaf} has no counterpart in the layout that was asked for; export to'
-    ' the layout of this project instead.'
+    f'{leaf} has no counterpart in this layout; export with'
+    ' --layout=encdec_adapt instead.'
   )

@@ -1,5 +1,6 @@
-"""config.json of every family, in both spellings, and back."""
+"""config.json of every family, in both spellings, and back; refusals."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -17,6 +18,12 @@ SIZES = dict(
   num_key_value_heads=2,
   head_dim=8,
 )
+LLAMA3 = dict(
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=8192,
+)
 
 
 def stack_of(model_type, **fields):
@@ -24,12 +31,18 @@ def stack_of(model_type, **fields):
   return config_json.model_from_raw(raw)[0].decoder
 
 
-LLAMA3 = dict(
-  factor=8.0,
-  low_freq_factor=1.0,
-  high_freq_factor=4.0,
-  original_max_position_embeddings=8192,
-)
+def raw_of(name, **fields):
+  """config.json of a tiny model of a family."""
+  stack = 'gemma3_text' if name == 't5gemma2' else 'gemma2'
+  stack = stack if name.startswith('t5gemma') else name
+  stack = stack_of(stack, sliding_window=8, **fields)
+  if name == 't5gemma':
+    model = model_config.encoder_decoder(stack, stack)
+  elif name == 't5gemma2':
+    model = model_config.t5gemma2(stack, stack, eoi_token=7)
+  else:
+    model = model_config.DecoderOnlyConfig(stack)
+  return config_json.raw_from_model(model)[0]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,6 @@ def test_both_spellings_of_rotary_fields(model_type, old, new):
     ('llama', {}, ('global',)),
     ('mistral', {}, ('local',)),
     ('mistral', {'sliding_window': None}, ('global',)),
-    ('mistral', {'sliding_window': 16}, ('local',)),
     ('qwen2', {'max_window_layers': 1}, ('global',)),
     (
       'qwen2',
@@ -106,29 +118,22 @@ def test_families_come_back(model_type):
   raw, layout = config_json.raw_from_model(
     model_config.DecoderOnlyConfig(stack)
   )
-  back, same = config_json.model_from_raw(raw)
-  assert back.decoder == stack
-  assert same == layout
+  assert config_json.model_from_raw(raw) == (
+    model_config.DecoderOnlyConfig(stack),
+    layout,
+  )
 
 
-def test_number_of_experts_in_both_spellings():
+def test_experts():
   fields = dict(moe_intermediate_size=16, num_experts_per_tok=2)
   one = stack_of('qwen3_moe', num_experts=6, **fields)
-  assert one.experts == 6
+  assert one.experts == 6 and one.dense_layers == 0
   assert one == stack_of('qwen3_moe', num_local_experts=6, **fields)
   assert stack_of('mixtral', num_experts=6) == stack_of(
     'mixtral', num_local_experts=6
   )
-
-
-def test_dense_layers_come_first_or_not_at_all():
-  fields = dict(num_experts=6, num_experts_per_tok=2)
-  assert stack_of('qwen3_moe', **fields).dense_layers == 0
-  led = stack_of('qwen3_moe', **fields, mlp_only_layers=[1, 0])
+  led = stack_of('qwen3_moe', num_experts=6, **fields, mlp_only_layers=[1, 0])
   assert led.dense_layers == 2
-  for wrong in ({'mlp_only_layers': [1]}, {'decoder_sparse_step': 2}):
-    with pytest.raises(errors.UserError, match='only before those with them'):
-      stack_of('qwen3_moe', **fields, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -138,20 +143,20 @@ def test_dense_layers_come_first_or_not_at_all():
     ('mistral', ('global',), 'llama'),
     ('mistral', ('local', 'global'), None),
     ('mixtral', ('local',), 'mixtral'),
-    ('mixtral', ('local', 'global'), None),
-    ('qwen3_moe', ('local',), 'qwen3_moe'),
     ('qwen3_moe', ('global', 'local'), None),
   ],
 )
-def test_windows_only_where_the_class_looks_at_them(model_type, pattern, kind):
+def test_a_window_is_exported_only_as_a_class_that_honours_it(
+  model_type, pattern, kind
+):
+  """Llama's class would load such a file, and attend to every token."""
   stack = dataclasses.replace(stack_of(model_type), pattern=pattern, window=8)
   model = model_config.DecoderOnlyConfig(stack)
   if kind is None:
     with pytest.raises(errors.UserError, match='local and global layers'):
       config_json.raw_from_model(model)
     return
-  raw, _ = config_json.raw_from_model(model)
-  assert raw['model_type'] == kind
+  assert config_json.raw_from_model(model)[0]['model_type'] == kind
 
 
 def test_gemma3_with_images_is_read_for_its_text():
@@ -160,117 +165,121 @@ def test_gemma3_with_images_is_read_for_its_text():
   assert config_json.model_from_raw(raw)[0].decoder == stack_of('gemma3_text')
 
 
-@pytest.mark.parametrize(
-  'raw, message',
-  [
-    ({'model_type': 'gpt2'}, "model_type 'gpt2'; supported are gemma2"),
-    ({'model_type': 'llama', 'hidden_act': 'relu'}, "hidden_act = 'relu'"),
-    (
-      {'model_type': 'llama', 'rope_scaling': {'rope_type': 'yarn'}},
-      "rotary embedding by 'yarn'",
-    ),
-    (
-      {
-        'model_type': 'llama',
-        'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0},
-      },
-      "without 'low_freq_factor'",
-    ),
-    (
-      {'model_type': 'gemma2', 'layer_types': ['full_attention']},
-      'lists 1 layer_types for 4 layers',
-    ),
-    (
-      {'model_type': 'llama', 'layer_types': ['sliding_attention'] * 4},
-      'llama has full_attention only',
-    ),
-    (
-      {
-        'model_type': 'mistral',
-        'sliding_window': 8,
-        'layer_types': ['sliding_attention', 'full_attention'] * 2,
-      },
-      'mistral has sliding_attention only',
-    ),
-    (
-      {'model_type': 'gemma3_text', 'use_bidirectional_attention': True},
-      'only causal decoders',
-    ),
-    (
-      {'model_type': 'gemma3_text', 'rope_parameters': {'rope_theta': 5e5}},
-      'give them as full_attention and as sliding_attention',
-    ),
-    (
-      {'model_type': 'llama', 'quantization_config': {'bits': 4}},
-      'has a quantization_config',
-    ),
-  ],
-)
-def test_configs_that_we_have_no_model_for(raw, message):
-  with pytest.raises(errors.UserError, match=message):
-    config_json.model_from_raw({**SIZES, **raw})
-
-
-def pair_raw(**decoder):
-  """A T5Gemma's config.json."""
-  stack = model_config.encoder_decoder(stack_of('gemma2'), stack_of('gemma2'))
-  raw, _ = config_json.raw_from_model(stack)
-  raw['decoder'] |= decoder
-  return raw
-
-
-def test_a_pair_needs_both_parts():
-  raw = pair_raw()
-  del raw['encoder']
-  with pytest.raises(errors.UserError, match="needs an object 'encoder'"):
-    config_json.model_from_raw(raw)
-
-
-def test_cross_attention_has_the_width_of_the_encoder():
-  assert pair_raw()['decoder']['cross_attention_hidden_size'] == 32
-  raw = pair_raw(cross_attention_hidden_size=48)
-  with pytest.raises(errors.UserError, match='= 48; the hidden_size .* is 32'):
-    config_json.model_from_raw(raw)
-  raw = pair_raw(cross_attention_hidden_size=None)
-  assert config_json.model_from_raw(raw)[0].decoder.cross_width == 32
-
-
-def test_the_window_of_an_encoder_is_a_field_of_ours():
-  raw = {**pair_raw(), 'encoder_window': 'inclusive'}
+def test_fields_of_a_pair():
+  raw = raw_of('t5gemma')
+  assert raw['decoder']['cross_attention_hidden_size'] == 32
+  raw['decoder']['cross_attention_hidden_size'] = None
+  raw['encoder_window'] = 'inclusive'
   model, _ = config_json.model_from_raw(raw)
+  assert model.decoder.cross_width == 32
   assert model.encoder.window_rule == 'inclusive'
-  again, _ = config_json.raw_from_model(model)
-  assert again['encoder_window'] == 'inclusive'
-  raw['encoder_window'] = 'centered'
-  with pytest.raises(errors.UserError, match="encoder_window = 'centered'; it"):
-    config_json.model_from_raw(raw)
+  assert config_json.raw_from_model(model)[0]['encoder_window'] == 'inclusive'
 
 
-def test_a_window_is_exported_only_as_a_class_that_has_it():
-  """Llama's class would load such a file, and read every token."""
-  stack = stack_of('mistral', sliding_window=8)
-  raw, _ = config_json.raw_from_model(model_config.DecoderOnlyConfig(stack))
-  assert raw['architectures'] == ['MistralForCausalLM']
-  mixed = dataclasses.replace(stack, pattern=('local', 'global'))
-  with pytest.raises(errors.UserError, match='mistral: '):
-    config_json.raw_from_model(model_config.DecoderOnlyConfig(mixed))
-
-
-def test_models_without_a_class_say_why():
+def test_models_without_a_class_are_refused_with_a_reason():
   stack = dataclasses.replace(stack_of('llama'), final_softcap=3.0)
   with pytest.raises(errors.UserError, match='llama: final_softcap is 3.0'):
     config_json.raw_from_model(model_config.DecoderOnlyConfig(stack))
-  llama = stack_of('llama')
-  with pytest.raises(errors.UserError, match='t5gemma: '):
-    config_json.raw_from_model(model_config.encoder_decoder(llama, llama))
+  for name, options in (('llama', {}), ('gemma3_text', {'cross_merged': True})):
+    stack = stack_of(name)
+    model = model_config.encoder_decoder(stack, stack, **options)
+    with pytest.raises(errors.UserError, match='t5gemma: .* t5gemma2: '):
+      config_json.raw_from_model(model)
 
 
-def test_a_pair_of_another_kind_says_what_it_has():
-  stack = stack_of('gemma3_text')
-  model = model_config.encoder_decoder(stack, stack, cross_merged=True)
-  words = (
-    't5gemma: its models have two tables and separate cross-attention; this'
-    ' one has two tables and merged attention'
-  )
-  with pytest.raises(errors.UserError, match=words):
-    config_json.raw_from_model(model)
+# -- Refusals ----------------------------------------------------------------
+
+_TWO = ['sliding_attention', 'full_attention'] * 2
+# Family, path of a field, its value, and the error.
+REFUSALS = [
+  ('llama', 'model_type', 'gpt2', "model_type 'gpt2'; supported are gemma2"),
+  ('llama', 'hidden_act', 'relu', "hidden_act = 'relu'"),
+  ('llama', 'rope_parameters', {'rope_type': 'yarn'}, "embedding by 'yarn'"),
+  (
+    'llama',
+    'rope_parameters',
+    {'rope_type': 'llama3', 'factor': 8.0},
+    "without 'low_freq_factor'",
+  ),
+  ('gemma2', 'layer_types', ['full_attention'], '1 layer_types for 4 layers'),
+  ('gemma2', 'layer_types', ['chunked_attention'] * 4, "'chunked_attention'"),
+  ('gemma2', 'layer_types', 'full', "layer_types = 'full'; it must be a list"),
+  ('llama', 'layer_types', ['sliding_attention'] * 4, 'full_attention only'),
+  ('mistral', 'layer_types', _TWO, 'mistral has sliding_attention only'),
+  ('gemma3_text', 'use_bidirectional_attention', True, 'only causal decoders'),
+  (
+    'gemma3_text',
+    'rope_parameters',
+    {'rope_theta': 5e5},
+    'give them as full_attention and sliding_attention',
+  ),
+  ('llama', 'quantization_config', {'bits': 4}, 'has a quantization_config'),
+  ('qwen3_moe', 'mlp_only_layers', [1], 'must come before those with them'),
+  ('qwen3_moe', 'decoder_sparse_step', 2, 'must come before those with them'),
+  ('gemma2', 'hidden_size', '32', "'32'; it must be an integer from 1"),
+  ('gemma2', 'num_hidden_layers', 10**6, 'an integer from 1 to 10000'),
+  ('gemma2', 'rms_norm_eps', 0.0, '0.0; it must be a number above 0'),
+  ('gemma2', 'tie_word_embeddings', 1, '1; it must be true or false'),
+  ('gemma2', 'rope_scaling', 'linear', "'linear'; it must be an object"),
+  (
+    'gemma2',
+    'rope_parameters',
+    {'sliding_attention': {}, 'full_attention': 2},
+    'full_attention = 2; it must be an object',
+  ),
+  ('gemma2', 'rope_parameters.rope_theta', '1e4', 'rope_parameters of here'),
+  ('gemma2', 'num_attention_heads', 3, '^here: .* not a multiple of kv_heads'),
+  ('llama', 'head_dim', 7, '^here: head_dim is 7; .* an even one.'),
+  ('qwen2_moe', 'num_experts_per_tok', 61, '^here: experts_per_token is 61'),
+  ('t5gemma', 'encoder', None, "must have an object 'encoder'"),
+  ('t5gemma', 'encoder.head_dim', 7, '^encoder of here: head_dim is 7'),
+  ('t5gemma', 'encoder_window', 'centered', "encoder_window = 'centered'"),
+  ('t5gemma', 'decoder.cross_attention_hidden_size', 48, '= 48; they must be'),
+  ('t5gemma2', 'eoi_token_index', 9999, '^here: eoi_token is 9999'),
+  ('t5gemma2', 'decoder.hidden_size', 64, '^here: .* 64'),
+  ('t5gemma2', 'decoder.vocab_size', 50, '^here: .* vocab_size'),
+]
+
+
+def changed(raw, path, value):
+  raw = place = copy.deepcopy(raw)
+  *above, last = path
+  for key in above:
+    place = place[key]
+  place[last] = value
+  return raw
+
+
+@pytest.mark.parametrize('name, path, value, message', REFUSALS)
+def test_a_config_that_is_refused(name, path, value, message):
+  raw = changed(raw_of(name), path.split('.'), value)
+  with pytest.raises(errors.UserError, match=message):
+    config_json.model_from_raw(raw, 'here')
+
+
+NONSENSE = [None, -1, 0, 'x', [], {}, 1.5, True, float('inf'), [1], {'a': 1}]
+NONSENSE.append(10**30)
+
+
+def paths(raw, above=()):
+  """Every field, those of inner objects too."""
+  for key, value in raw.items():
+    yield (*above, key)
+    if isinstance(value, dict):
+      yield from paths(value, (*above, key))
+
+
+@pytest.mark.parametrize(
+  'name', ['gemma3_text', 'llama', 'qwen2', 'qwen3_moe', 't5gemma', 't5gemma2']
+)
+def test_nonsense_in_any_field_is_read_or_refused(name):
+  raw = raw_of(name)
+  refused = 0
+  for path in paths(raw):
+    for value in NONSENSE:
+      try:
+        config_json.model_from_raw(changed(raw, path, value), 'here')
+      except errors.UserError as error:
+        refused += 1
+        assert 'here' in str(error)
+  assert refused > 100
