@@ -60,10 +60,10 @@ DAMAGES = {
     r'model.layers.1\S+ in .* no tensor of the model',
   ),
   'family': (dict(config={'model_type': 'mamba'}), "'mamba'.* gemma2"),
-  'activation': (dict(config={'hidden_activation': 'relu'}), "'relu'; we have"),
+  'activation': (dict(config={'hidden_activation': 'relu'}), "'relu'; supp"),
   'own layout': (
     dict(config={'model_type': 'encdec_adapt', 'format_version': 9}),
-    'format_version 9',
+    'format_version = 9',
   ),
 }  # fmt: skip
 
@@ -85,25 +85,6 @@ def _truncate(folder):
   file.write_bytes(file.read_bytes()[:-100])
 
 
-def _forge(folder):
-  file = folder / 'model.safetensors'
-  content = file.read_bytes()
-  file.write_bytes((2**40).to_bytes(8, 'little') + content[8:])
-
-
-def _lose_a_shard(folder):
-  file = folder / 'model.safetensors'
-  tensors = safetensors.load_file(file)
-  first, second = (f'model-0000{i}-of-00002.safetensors' for i in (1, 2))
-  index = dict.fromkeys(tensors, first) | {NORM: second}
-  del tensors[NORM]
-  safetensors.save_file(tensors, folder / first, {'format': 'pt'})
-  file.unlink()
-  (folder / 'model.safetensors.index.json').write_text(
-    json.dumps({'weight_map': index})
-  )
-
-
 def _pickle(folder):
   (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
 
@@ -115,10 +96,8 @@ def _break_config(folder):
 @pytest.mark.parametrize(
   'damage, words',
   [
-    (_truncate, r'model.safetensors: .* the file has \d+'),
-    (_forge, f'says that its header has {2**40} bytes'),
-    (_lose_a_shard, 'is in model-00002-of-00002.safetensors, which is not th'),
-    (_pickle, r'pickled weights only \(pytorch_model.bin\)'),
+    (_truncate, 'model.safetensors is no complete safetensors file'),
+    (_pickle, r'pickled weights \(pytorch_model.bin\)'),
     (_break_config, 'config.json: it is not valid JSON'),
   ],
 )

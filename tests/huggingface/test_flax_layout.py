@@ -4,6 +4,7 @@ That their own code stores models so is the business of tests/parity.
 """
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -16,7 +17,6 @@ from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 from tests import tiny
 
-convert_ = tiny.convert
 SHAPE = dict(
   layers=3,
   width=8,
@@ -201,6 +201,10 @@ def save(folder, arrays):
     checkpointer.save(folder / 'flax', jax.tree.map(np.asarray, tree))
 
 
+def import_(*flags):
+  return tiny.convert('import', *flags)
+
+
 def test_the_import_command(tmp_path, capsys):
   leaves = random_leaves(PAIR)
   save(tmp_path, their_arrays(PAIR, leaves))
@@ -209,7 +213,7 @@ def test_the_import_command(tmp_path, capsys):
   source = tmp_path / 'flax'
   flags = [f'--source={source}', f'--output={tmp_path}/run']
   flags += [f'--model={tmp_path}/config.json', '--vocab_multiple=16']
-  assert convert_('import', *flags) == 0
+  assert import_(*flags) == 0
   assert 'rows 20 to 23' in capsys.readouterr().out
   opened = stored_model.open_model(tmp_path / 'run')
   assert opened.model == model_config.with_vocab_multiple(PAIR, 16)
@@ -221,35 +225,35 @@ def test_the_import_command(tmp_path, capsys):
     stored_model.open_model(source)
 
 
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """A saved decoder and its config.json."""
+  folder = tmp_path_factory.mktemp('saved')
+  model = model_config.DecoderOnlyConfig(DECODER)
+  save(folder, their_arrays(model, random_leaves(model)))
+  raw, _ = config_json.raw_from_model(model)
+  (folder / 'config.json').write_text(json.dumps(raw))
+  return folder
+
+
 @pytest.mark.parametrize(
-  'flags, words',
+  'model, words',
   [
-    ([], 'which no released model has'),
-    (['--model=3b'], "'3b' is not a pair"),
-    (['--model=nowhere.json'], 'nowhere.json cannot be read'),
-    (['--model=2b'], 'has shape'),
+    (None, 'which no released model has'),
+    ('3b', "'3b'"),
+    ('nowhere.json', 'nowhere.json cannot be read'),
+    ('2b', 'has shape'),
+    ('damaged', 'incomplete or damaged'),
   ],
 )
-def test_bad_arguments_leave_nothing_behind(flags, words, tmp_path):
-  model = model_config.DecoderOnlyConfig(DECODER)
-  save(tmp_path, their_arrays(model, random_leaves(model)))
-  flags = [f'--source={tmp_path}/flax', f'--output={tmp_path}/run', *flags]
+def test_a_refused_import_leaves_nothing_behind(model, words, saved, tmp_path):
+  source = saved / 'flax'
+  if model == 'damaged':
+    source = shutil.copytree(source, tmp_path / 'flax')
+    for file in (source / 'd').iterdir():
+      file.write_bytes(file.read_bytes()[:100])
+    model = saved / 'config.json'
+  flags = [f'--source={source}', f'--output={tmp_path}/run']
   with pytest.raises(errors.UserError, match=words):
-    convert_('import', *flags)
+    import_(*flags, *([f'--model={model}'] if model else []))
   assert not (tmp_path / 'run').exists()
-
-
-def test_a_damaged_folder_leaves_nothing_behind(tmp_path):
-  model = model_config.DecoderOnlyConfig(DECODER)
-  save(tmp_path, their_arrays(model, random_leaves(model)))
-  raw, _ = config_json.raw_from_model(model)
-  (tmp_path / 'config.json').write_text(json.dumps(raw))
-  for file in (tmp_path / 'flax' / 'd').iterdir():
-    file.write_bytes(file.read_bytes()[:100])
-  flags = [f'--source={tmp_path}/flax', f'--output={tmp_path}/run']
-  with pytest.raises(errors.UserError, match='incomplete or damaged'):
-    convert_('import', *flags, f'--model={tmp_path}/config.json')
-  assert sorted(path.name for path in tmp_path.iterdir()) == [
-    'config.json',
-    'flax',
-  ]

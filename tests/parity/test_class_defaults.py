@@ -28,15 +28,6 @@ CLASSES = {
   't5gemma': transformers.T5GemmaConfig,
   't5gemma2': transformers.T5Gemma2Config,
 }
-# Text of published Gemma 3 4B, whole.
-GEMMA3_4B = {
-  'hidden_size': 2560,
-  'intermediate_size': 10240,
-  'model_type': 'gemma3_text',
-  'num_hidden_layers': 34,
-  'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
-  'sliding_window': 1024,
-}
 
 
 def read(raw):
@@ -107,19 +98,6 @@ def test_rotary_fields_left_out(rope):
   raw = {'model_type': 'gemma3_text', 'rope_parameters': rope}
   expected = transformers.Gemma3TextConfig(rope_parameters=dict(rope)).to_dict()
   assert read(raw) == read(expected)
-
-
-def test_published_gemma3_4b():
-  raw = {
-    'model_type': 'gemma3',
-    'text_config': GEMMA3_4B,
-    'vision_config': {'model_type': 'siglip_vision_model'},
-  }
-  expected = transformers.Gemma3Config(**raw).to_dict()
-  found = read(raw)
-  assert found == read(expected)
-  stack = found['decoder']
-  assert (stack.heads, stack.kv_heads, stack.head_dim) == (8, 4, 256)
 
 
 def test_the_vision_part():

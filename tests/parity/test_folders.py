@@ -110,15 +110,3 @@ def test_weights_in_half_precision_and_shards(name, dtype, tmp_path):
     atol=tiny_models.TOLERANCE,
   )
   assert_comes_back(tmp_path / 'model', tmp_path / 'again')
-
-
-def test_the_vision_part_of_gemma3_is_named_as_unused(tmp_path):
-  tiny_models.make(tiny_models.CASES['gemma3_images']).save_pretrained(tmp_path)
-  opened = folder_lib.ModelFolder.open(tmp_path)
-  assert all('vision' in reason for reason in opened.unused.values())
-  vision = {
-    name
-    for name in opened.tensors.tensors
-    if 'vision_tower' in name or 'multi_modal_projector' in name
-  }
-  assert set(opened.unused) == vision and len(vision) > 20

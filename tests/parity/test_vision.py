@@ -1,6 +1,5 @@
-"""The vision part of T5Gemma 2: carried along, or taken from elsewhere."""
+"""The vision part of T5Gemma 2: carried along, or taken from a donor."""
 
-import functools
 import json
 import re
 import shutil
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.huggingface import tensor_folder, vision
+from encdec_adapt.huggingface import tensor_folder
 from tests import tiny
 from tests.parity import tiny_models
 
@@ -27,14 +26,14 @@ PROJECTOR_NORM = 'multi_modal_projector.mm_soft_emb_norm.weight'
 
 
 def save(case, folder, seed=0, *, spelling='new', **arguments):
-  """Saves a model with what reads its images.
+  """Saves a model with its image processor files.
 
   Args:
-    case: whose.
-    folder: made.
-    seed: of its weights.
-    spelling: 'old' for the names that transformers 4 gave the tower's tensors.
-    **arguments: of `tiny_models.make`.
+    case: name of the case.
+    folder: folder to make.
+    seed: seed of the weights.
+    spelling: 'old' for the tensor names of transformers 4.
+    **arguments: passed to `tiny_models.make`.
   """
   model = tiny_models.make(tiny_models.CASES[case], seed, **arguments)
   model.save_pretrained(folder)
@@ -50,12 +49,12 @@ def save(case, folder, seed=0, *, spelling='new', **arguments):
 
 
 def change(folder, make):
-  """Writes other tensors into a folder.
+  """Changes the tensors of a folder.
 
   Args:
-    folder: whose.
-    make: given all tensors by their names; changes them, or returns those
-      that are written instead.
+    folder: folder of a model.
+    make: function of all tensors by name, which changes them or returns those
+      to be written instead.
   """
   safetensors = pytest.importorskip('safetensors.numpy')
   file = folder / tensor_folder.SINGLE
@@ -118,12 +117,6 @@ def test_a_folder_with_images_comes_back_bit_for_bit(spelling, tmp_path):
   assert kinds['model.decoder.norm.weight'] == 'bfloat16'
 
 
-def test_a_tower_with_a_head(tmp_path):
-  settings = tiny_models.t5gemma2_settings(vision_use_head=True)
-  save('t5gemma2', tmp_path, settings=settings)
-  assert len(vision.open_vision(tmp_path).names) == 39 + 11
-
-
 @pytest.fixture
 def without(tmp_path):
   """A T5Gemma 2 whose folder has text only."""
@@ -178,52 +171,6 @@ def test_the_vision_part_of_a_gemma3(spelling, without):
   assert np.isfinite(image_logits(again)).all()
 
 
-def test_which_token_is_read_as_an_image_is_said(tmp_path, capsys):
-  """The tokenizer of an adapted Gemma 3 has another token for images."""
-  save('gemma3_images', tmp_path / 'donor')
-  gemma = tiny_models.make(tiny_models.CASES['gemma3'])
-  gemma.save_pretrained(tmp_path / 'gemma')
-  flags = ['--target=t5gemma2', '--eoi_token=61', f'--output={tmp_path}/pair']
-  convert_('adapt', f'--encoder={tmp_path}/gemma', *flags)
-  flags = [f'--checkpoint={tmp_path}/pair', f'--vision={tmp_path}/donor']
-  convert_('export', *flags, f'--output={tmp_path}/one')
-  words = 'where the id 256001 is (image_token_index): image_token in'
-  assert words in capsys.readouterr().out
-  assert words in (tmp_path / 'one' / 'README.md').read_text()
-
-
-# How the tensors of a part are damaged, and what is said of it; `start` is
-# what their names begin with.
-MISFITS = {
-  'missing': (
-    lambda t, start: t.pop(start + NORM),
-    f"without a tensor '{NORM}', which vision_config in .*config.json asks",
-  ),
-  'projector': (
-    lambda t, start: t.pop(start + PROJECTOR_NORM),
-    f"without a tensor '{PROJECTOR_NORM}'",
-  ),
-  'extra': (
-    lambda t, start: t.update({f'{start}vision_tower.stray': t[start + NORM]}),
-    'vision_tower.stray in .*safetensors is no tensor of the vision part',
-  ),
-  'twice': (
-    lambda t, start: t.update({start + OLD_NORM: t[start + NORM]}),
-    'no tensor of the vision part that .* describes, or is there twice',
-  ),
-  'layers': (
-    lambda t, start: t.update(
-      {start + NORM.replace('.1.', '.2.'): t[start + NORM]}
-    ),
-    'layers.2.layer_norm1.bias in .*safetensors is no tensor of the vision',
-  ),
-  'shape': (
-    lambda t, start: t.update({start + NORM: t[start + NORM][:3]}),
-    rf'{NORM} in .* has shape \[3\]; by vision_config .* it is \[16\]',
-  ),
-}
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
   """A T5Gemma 2 and a Gemma 3 that read images."""
@@ -233,51 +180,61 @@ def whole(tmp_path_factory):
   return folder
 
 
+def drop(name):
+  return lambda t: t.pop(name)
+
+
+def add(name):
+  return lambda t: t.update({name: t[NORM]})
+
+
+# Changes of a donor: of its tensors, or of fields of its config; and the error.
+MISFITS = {
+  'missing': (drop(NORM), f"without tensor '{NORM}' .1 are missing., which"),
+  'projector': (drop(PROJECTOR_NORM), f"without tensor '{PROJECTOR_NORM}'"),
+  'extra': (add('vision_tower.stray'), 'stray in .* it must be absent, and'),
+  'twice': (add(OLD_NORM), 'and stored once'),
+  'shape': (
+    lambda t: t.update({NORM: t[NORM][:3]}),
+    rf'{NORM} in .* has shape \[3\]; by vision_config .* be \[16\]',
+  ),
+  'kind': ({'vision_config': {'model_type': 'clip'}}, "model_type = 'clip'"),
+  'head': ({'vision_config': {'vision_use_head': True}}, 'without a head'),
+  'layers': (
+    {'vision_config': {'num_hidden_layers': 3}},
+    r'without tensor .*layers\.2\..* \(16 are missing\)',
+  ),
+  'patch': ({'vision_config': {'patch_size': 0}}, 'patch_size = 0; it must be'),
+  'text': ({'text_config': {'hidden_size': 48}}, r'must be \[16, 48\]'),
+}
+
+
 @pytest.mark.parametrize('misfit', MISFITS)
-def test_vision_parts_that_are_damaged(misfit, whole, tmp_path):
-  """Of what is imported or exported, and of a donor: refused, none written."""
+def test_a_damaged_donor_is_refused(misfit, whole, tmp_path):
   damage, words = MISFITS[misfit]
-  for case, start in (('t5gemma2', START), ('gemma3_images', '')):
-    shutil.copytree(whole / case, tmp_path / case)
-    change(tmp_path / case, functools.partial(damage, start=start))
-  own = f'={tmp_path}/t5gemma2'
-  for flags in (
-    ('import', f'--source{own}'),
-    ('export', f'--checkpoint{own}'),
-    (
-      'export',
-      f'--checkpoint={whole}/t5gemma2',
-      f'--vision={tmp_path}/gemma3_images',
-    ),
-  ):
-    with pytest.raises(errors.UserError, match=words):
-      convert_(*flags, f'--output={tmp_path}/out')
-  assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-  'part, fields, words',
-  [
-    ('vision_config', {'model_type': 'clip'}, "has model_type = 'clip'; the"),
-    (
-      'vision_config',
-      {'num_hidden_layers': 3},
-      r'a tensor .*layers\.2\..* \(and 15 more\)',
-    ),
-    ('vision_config', {'patch_size': 0}, 'has patch_size = 0; it must be an'),
-    ('vision_config', {'vision_use_head': 1}, '= 1; it must be true or false'),
-    ('vision_config', {'vision_use_head': True}, "a tensor '.*head.probe'"),
-    ('text_config', {'hidden_size': 48}, r'it is \[16, 48\]'),
-  ],
-)
-def test_vision_configs_that_do_not_fit(part, fields, words, whole, tmp_path):
   donor = shutil.copytree(whole / 'gemma3_images', tmp_path / 'donor')
-  raw = json.loads((donor / 'config.json').read_text())
-  raw[part] |= fields
-  (donor / 'config.json').write_text(json.dumps(raw))
+  if callable(damage):
+    change(donor, damage)
+  else:
+    raw = json.loads((donor / 'config.json').read_text())
+    for part, fields in damage.items():
+      raw[part] |= fields
+    (donor / 'config.json').write_text(json.dumps(raw))
   flags = [f'--checkpoint={whole}/t5gemma2', f'--vision={donor}']
   with pytest.raises(errors.UserError, match=words):
     convert_('export', *flags, f'--output={tmp_path}/out')
+  assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_part_of_the_model_is_refused(whole, tmp_path):
+  own = shutil.copytree(whole / 't5gemma2', tmp_path / 'own')
+  change(own, drop(START + NORM))
+  for flags in (
+    ('import', f'--source={own}'),
+    ('export', f'--checkpoint={own}'),
+  ):
+    with pytest.raises(errors.UserError, match=f"without tensor '{NORM}'"):
+      convert_(*flags, f'--output={tmp_path}/out')
   assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -289,8 +246,8 @@ def test_vision_configs_that_do_not_fit(part, fields, words, whole, tmp_path):
     ('decoder', 'is for what transformers loads as T5Gemma 2'),
   ],
 )
-def test_vision_parts_that_do_not_fit(kind, words, without):
-  donor, checkpoint = without / 'donor', without / 'model'
+def test_vision_parts_that_do_not_fit(kind, words, whole, tmp_path):
+  donor, checkpoint = tmp_path / 'donor', whole / 't5gemma2'
   case = tiny_models.CASES['gemma3_images' if kind == 'width' else 'gemma3']
   settings = case.settings()
   if kind == 'width':
@@ -298,11 +255,7 @@ def test_vision_parts_that_do_not_fit(kind, words, without):
   tiny_models.make(case, settings=settings).save_pretrained(donor)
   if kind == 'decoder':
     checkpoint = donor
+  flags = [f'--checkpoint={checkpoint}', f'--vision={donor}']
   with pytest.raises(errors.UserError, match=words):
-    convert_(
-      'export',
-      f'--checkpoint={checkpoint}',
-      f'--output={without}/out',
-      f'--vision={donor}',
-    )
-  assert not (without / 'out').exists()
+    convert_('export', *flags, f'--output={tmp_path}/out')
+  assert not (tmp_path / 'out').exists()
