@@ -219,7 +219,7 @@ def test_parameters_that_are_not_finite_are_not_exported(imported, tmp_path):
     (['merge', '{gemma}', '{gemma}', '--weights=1', '--output={tmp}/x'],
      '1 weights are given for 2'),
     (['merge', '{gemma}', '{gemma}', '--weights=a,b', '--output={tmp}/x'],
-     'is not numbers'),
+     'must be numbers'),
     (['verify', '{gemma}', '{llama}'], 'no tokens in common'),
     (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows is 0'),
     (['verify', '{gemma}', '{gemma}', '--tokens=nowhere'], 'cannot be read'),
