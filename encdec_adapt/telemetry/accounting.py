@@ -1,4 +1,4 @@
-"""What a run has cost so far, and its summary with its sources' costs."""
+"""Compute that a run has used, and its summary with that of its sources."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -16,12 +16,12 @@ class Cost:
   """Running totals of a job over all its starts.
 
   Attributes:
-    rows: record rows consumed: the position in the data.
-    target_tokens: tokens with weight.
-    total_tokens: tokens that are not padding, encoder's and decoder's.
-    flops: model FLOPs by the formula of `models.model_flops`, teacher's too.
-    seconds: in training steps; evaluation, saving, and steps that were
-      compiled first are left out.
+    rows: record rows consumed, the position in the data.
+    target_tokens: target tokens with nonzero weight.
+    total_tokens: encoder and decoder tokens that are not padding.
+    flops: model FLOPs as of `models.model_flops`, with the teacher's.
+    seconds: time in training steps, without evaluation, saving and the steps
+      that were compiled first.
   """
 
   rows: int = 0
@@ -31,33 +31,33 @@ class Cost:
   seconds: float = 0.0
 
   def as_dict(self) -> dict[str, int | float]:
-    """The totals by name."""
+    """Returns the totals by name."""
     return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-  """What all that a run is made from had cost when it started.
+  """Cumulative compute of a run's ancestors when it started.
 
   Attributes:
-    ledger: totals by resolved path of a run, so that each counts once.
-    not_counted: sources of which it is not known: folders of other software,
-      and runs that have not ended.
+    ledger: totals by resolved path of each run, so that each counts once.
+    not_counted: sources with unknown totals: folders of other software, and
+      runs that have not ended.
   """
 
   ledger: dict[str, dict[str, int | float]]
   not_counted: list[str]
 
   def as_dict(self) -> dict[str, Any]:
-    """Both by name, as JSON can hold them."""
+    """Returns both by name, JSON serialisable."""
     return dataclasses.asdict(self)
 
 
 def read_sources(paths: Iterable[str]) -> Sources:
-  """Reads what sources have cost, with theirs, off their summaries.
+  """Reads the totals of sources and their ancestors from their summaries.
 
   Args:
-    paths: what a run starts from or learns from.
+    paths: folders that a run starts from or distils from.
   """
   found = Sources({}, [])
   for path in dict.fromkeys(paths):
@@ -75,13 +75,13 @@ def summarise(
   cost: Cost,
   sources: Sources,
 ) -> dict[str, Any]:
-  """What a finished run has cost, its sources included.
+  """Makes the summary of a finished run.
 
   Args:
-    workdir: of the run.
-    own: parameters, steps, losses: kept as they are.
-    cost: the run's own.
-    sources: what the run started from or learnt from.
+    workdir: work directory of the run.
+    own: entries to keep as they are: parameters, steps, losses.
+    cost: totals of the run itself.
+    sources: totals of the runs that it started from or distilled from.
 
   Returns:
     The summary; `inclusive` holds the totals with all sources.

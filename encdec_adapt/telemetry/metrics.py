@@ -1,16 +1,15 @@
 """Metrics of a run: a JSONL file to compute with, event files to look at.
 
 `metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
-"loss": ...}`. Every line goes to the kernel in one write, so SIGKILL loses at
-most the line being written; in a bucket, `growing` says what it loses, and
-`flush` before a checkpoint sees to it that this is computed again.
-TensorBoard's record format and messages are
-used without its file layer, which would import TensorFlow where installed.
+"loss": ...}`; numbers that are not finite are written as Python writes them
+(NaN, Infinity). Every line goes to the kernel in one write, so that SIGKILL
+loses at most the line being written; for buckets see `files.append_log`, and
+`flush` before a checkpoint. TensorBoard's record format and messages are used
+without its file layer, which would import TensorFlow where it is installed.
 """
 
 from collections.abc import Iterator, Mapping
 import json
-import math
 import os
 import socket
 import sys
@@ -25,19 +24,17 @@ from encdec_adapt.files import append_log, disk, paths
 FILE = 'metrics.jsonl'
 EVENTS = 'tensorboard'  # Folder of event files.
 
-# JSON has no such numbers, and a loss that became one must stay visible.
-_NON_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
-
 
 class MetricWriter:
   """Appends records; on resume drops those beyond the restored step.
 
   A record of step s must be written before the checkpoint of step s is
-  saved: what is kept at the restart is exactly what is not computed again.
+  saved: the records kept at a restart are exactly those that are not computed
+  again.
 
   Attributes:
-    path: of the JSONL file.
-    dropped: the records that were dropped.
+    path: the JSONL file.
+    dropped: records that were dropped.
   """
 
   def __init__(self, folder: str | os.PathLike[str], first_step: int):
@@ -45,8 +42,8 @@ class MetricWriter:
 
     Args:
       folder: gets `metrics.jsonl` and the folder `tensorboard`.
-      first_step: steps done at this start; records beyond it are dropped,
-        a half-written line too.
+      first_step: number of steps done before this start; records beyond it
+        and a half-written line are dropped.
 
     Raises:
       UserError: the folder cannot be written.
@@ -73,8 +70,8 @@ class MetricWriter:
     Args:
       kind: 'train', 'eval', ...
       step: higher than in the last record of this kind.
-      values: numbers (numpy's and jax's too), or anything else JSON can
-        hold; TensorBoard shows the numbers, as `kind/name`.
+      values: numbers (numpy's and jax's too), or anything else that is JSON
+        serialisable; TensorBoard shows the numbers, as `kind/name`.
 
     Raises:
       ValueError: this kind has a record of this step or a later one.
@@ -86,9 +83,7 @@ class MetricWriter:
         f' of step {step} would be out of order.'
       )
     plain = {name: _plain(value) for name, value in values.items()}
-    record = {'kind': kind, 'step': step}
-    record |= {name: _encode(value) for name, value in plain.items()}
-    line = json.dumps(record, allow_nan=False).encode() + b'\n'
+    line = json.dumps({'kind': kind, 'step': step, **plain}).encode() + b'\n'
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
@@ -102,7 +97,7 @@ class MetricWriter:
     self._last[kind] = step
 
   def flush(self) -> None:
-    """Sees to it that SIGKILL loses nothing that was written so far.
+    """Writes everything through, so that SIGKILL loses nothing.
 
     Raises:
       UserError: the disk is full, or gone.
@@ -114,7 +109,7 @@ class MetricWriter:
       raise disk.cannot_write(self.path, error) from error
 
   def last(self, kind: str) -> int | None:
-    """Step of the last record of a kind, None if there is none."""
+    """Returns the step of the last record of a kind, None without one."""
     return self._last.get(kind)
 
   def close(self) -> None:
@@ -127,16 +122,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads the records of a run, in the order they were written.
 
   Args:
-    path: the JSONL file, or the folder it is in.
+    path: the JSONL file, or its folder.
 
   Returns:
-    The records; a last line that is still being written is left out.
+    The records, without a last line that is still being written.
   """
   path = paths.at(path)
-  return [
-    {name: _decode(value) for name, value in record.items()}
-    for record, _ in _records(path / FILE if path.is_dir() else path)
-  ]
+  path = path / FILE if path.is_dir() else path
+  return [record for record, _ in _records(path)]
 
 
 class _EventFile:
@@ -178,7 +171,7 @@ class _EventFile:
 def _drop_beyond(
   path: paths.Path, step: int
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
-  """Keeps the records up to a step.
+  """Drops the records beyond a step.
 
   Returns:
     The last step of each kind, and the records that were dropped.
@@ -200,7 +193,7 @@ def _drop_beyond(
 
 
 def _records(path: paths.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-  """Yields every whole record and the line it is in, once."""
+  """Yields every complete record once, with its line."""
   last: dict[str, int] = {}
   lines = append_log.read(path).splitlines(keepends=True)
   for number, line in enumerate(lines, 1):
@@ -211,26 +204,16 @@ def _records(path: paths.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
       kind, step = record['kind'], record['step']
     except (ValueError, KeyError, TypeError):
       print(
-        f'Warning: {path}, line {number} is not a record; left out.',
+        f'Warning: {path}: line {number} is not a record; ignored.',
         file=sys.stderr,
       )
       continue
-    # A kill while a bucket's parts were replaced left them twice.
+    # A kill while the parts in a bucket were replaced leaves records twice.
     if not paths.is_bucket(path) or step > last.get(kind, -1):
       last[kind] = step
       yield record, line
 
 
 def _plain(value: Any) -> Any:
-  """Python's number for a number of numpy's or jax's; the rest unchanged."""
+  """Converts numbers of numpy and jax to Python's."""
   return value.item() if hasattr(value, 'item') else value
-
-
-def _encode(value: Any) -> Any:
-  if isinstance(value, float) and not math.isfinite(value):
-    return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
-  return value
-
-
-def _decode(value: Any) -> Any:
-  return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,9 +1,9 @@
 """Where the time of a job goes: inside a step, and over all its starts.
 
 `Split` divides the seconds between two records of metrics. `Starts` keeps a
-line for every start of a job in `starts.jsonl`: when it was, at which step,
-and what had been computed in vain before it; from them follows the goodput,
-the share of the time since the first start that went into steps that count.
+line for every start of a job in `starts.jsonl`: its time, its step, and the
+steps lost before it. From them follows the goodput, the share of the time
+since the first start that went into steps that were kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +17,8 @@ from encdec_adapt.files import paths
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
-# Waiting for the next rows; placing them and launching the step, or, the
-# first time, compiling it; waiting for its results; and, between steps, what
-# their names say.
+# Waiting for the next rows; placing them and dispatching the step, or, the
+# first time, compiling it; waiting for its results; and what their names say.
 PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
 
 
@@ -27,10 +26,10 @@ class Split:
   """Adds up seconds by what they were spent on."""
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
-    """Nothing is spent yet.
+    """Starts with no time spent.
 
     Args:
-      clock: seconds.
+      clock: returns seconds.
     """
     self._clock = clock
     self._began = clock()
@@ -38,7 +37,7 @@ class Split:
 
   @contextlib.contextmanager
   def spent(self, on: str) -> Iterator[None]:
-    """Counts what happens inside as time spent on one of `PARTS`."""
+    """Counts the time inside this context as spent on one of `PARTS`."""
     began = self._clock()
     try:
       yield
@@ -46,7 +45,7 @@ class Split:
       self._spent[on] += self._clock() - began
 
   def take(self) -> dict[str, float]:
-    """Seconds since the last call: `seconds/total` and those of every part.
+    """Returns the seconds since the last call, in total and by part.
 
     What no part explains is the loop itself.
     """
@@ -68,13 +67,13 @@ class Starts:
     lost: Sequence[Mapping[str, Any]] = (),
     clock: Callable[[], float] = time.time,
   ):
-    """Writes this start down.
+    """Records this start.
 
     Args:
-      folder: the work directory.
-      step: that this start continues at.
-      lost: records of training steps beyond it, which are computed again.
-      clock: unix seconds.
+      folder: work directory.
+      step: step that this start resumes from.
+      lost: 'time' records of later steps, which are computed again.
+      clock: returns Unix seconds.
     """
     self._clock = clock
     path = paths.at(folder) / STARTS
@@ -90,10 +89,10 @@ class Starts:
     self._starts = [json.loads(line) for line in lines.splitlines()]
 
   def goodput(self, seconds: float) -> dict[str, float]:
-    """What became of the time since the first start.
+    """Returns the share of time that went into steps that were kept.
 
     Args:
-      seconds: in training steps that count, over all starts.
+      seconds: time in those steps, over all starts.
 
     Returns:
       `goodput` in [0, 1], `starts`, `lost_steps`, `lost_seconds`.
