@@ -231,11 +231,7 @@ def train(
     say,
   )
   watchdog = watchdog_lib.Watchdog(
-    workdir,
-    jax.process_index(),
-    factor=20.0 if settings.train.hang_seconds else 0.0,
-    least=12 * settings.train.hang_seconds,
-    least_step=settings.train.hang_seconds,
+    workdir, jax.process_index(), settings.train.hang_seconds
   )
   profiler = profiling.Profiler(
     workdir,

@@ -23,6 +23,10 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.files import paths
 
 REPORTS = 'hang'
+_FACTOR = 20  # A step hangs after this many times the median step.
+# Compiling, evaluating, saving, writing a profile and the first steps may take
+# this many times as long as the shortest limit of a step.
+_OTHER = 12
 _FIRST_STEPS = 5  # Too few for a median that says what is usual.
 _REPORT_SECONDS = 30.0  # A file system may be what hangs.
 
@@ -34,10 +38,8 @@ class Watchdog:
     self,
     folder: str | os.PathLike[str],
     process: int,
+    seconds: float,
     *,
-    factor: float,
-    least: float,
-    least_step: float,
     clock: Callable[[], float] = time.monotonic,
     end: Callable[[int], None] = os._exit,
   ):
@@ -46,19 +48,13 @@ class Watchdog:
     Args:
       folder: work directory, gets the reports.
       process: 0-based index of this process.
-      factor: a step hangs after this many times the median step; 0 disables
+      seconds: shortest time after which a step counts as a hang; 0 disables
         the watchdog.
-      least: lower bound, in seconds, of the limit for the first few steps and
-        for everything that is not a step: compiling, evaluating, saving and
-        writing a profile must end within it.
-      least_step: lower bound, in seconds, of the limit for later steps.
       clock: returns seconds.
       end: ends the process with a status.
     """
     self._folder, self._process = paths.at(folder), process
-    self._factor, self._least = factor, least
-    self._least_step = least_step
-    self._clock, self._end = clock, end
+    self._seconds, self._clock, self._end = seconds, clock, end
     self._steps = collections.deque[float](maxlen=50)  # Seconds each.
     self._last = (0, 'start', clock())
     self._stop = threading.Event()
@@ -66,13 +62,13 @@ class Watchdog:
 
   def __enter__(self) -> 'Watchdog':
     self._last = (*self._last[:2], self._clock())
-    if self._factor:
+    if self._seconds:
       self._thread.start()
     return self
 
   def __exit__(self, *exception) -> None:
     self._stop.set()
-    if self._factor:
+    if self._seconds:
       self._thread.join()
 
   def beat(self, step: int, doing: str = 'step') -> None:
@@ -92,15 +88,15 @@ class Watchdog:
   def limit(self) -> float:
     """Seconds without a heartbeat that count as a hang."""
     if self._last[1] != 'step' or len(self._steps) < _FIRST_STEPS:
-      return self._least
-    return max(self._least_step, self._factor * statistics.median(self._steps))
+      return _OTHER * self._seconds
+    return max(self._seconds, _FACTOR * statistics.median(self._steps))
 
   def hangs(self) -> bool:
     """Returns whether there has been no heartbeat for too long."""
     return self._clock() - self._last[2] > self.limit
 
   def _watch(self) -> None:
-    while not self._stop.wait(min(1.0, self._least / 10)):
+    while not self._stop.wait(min(1.0, self._seconds / 10)):
       if self.hangs():
         step, doing, since = self._last
         self._report(

@@ -1,4 +1,4 @@
-"""What a run depends on outside of its config: versions, hardware, source."""
+"""What a run depends on besides its config: versions, hardware, source."""
 
 from collections.abc import Iterator, Mapping
 import functools
@@ -33,19 +33,18 @@ _JAX_OPTIONS = (
   'jax_numpy_dtype_promotion',
   'jax_threefry_partitionable',
 )
-# Our own, where it is installed; and the TPU's compiler.
+# This package, where it is installed; and the compiler of TPUs.
 _ALSO = ('encdec_adapt', 'libtpu')
-# Part of `report` that bit-equal continuation does not depend on; that on
-# libtpu is told by `platform_version`.
+# Entries of `report` on which a bit-equal resume does not depend; that on
+# libtpu is part of `platform_version`.
 _NOT_IN_FINGERPRINT = (
   *('python', 'orbax-checkpoint', 'numpy', 'git', 'host'),
   *_ALSO,
 )
-_GIT_SECONDS = 10
 
 
 def report() -> dict[str, Any]:
-  """Everything that could explain why two runs differ; JSON can hold it."""
+  """Returns all that could explain why two runs differ, JSON serialisable."""
   return {
     **versions(),
     **_kind(),
@@ -60,7 +59,7 @@ def report() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-  """Versions of Python and of packages; None for what is not installed."""
+  """Returns versions of Python and packages; None where not installed."""
   return {
     'python': platform.python_version(),
     **{package: _version(package) for package in (*_PACKAGES, *_ALSO)},
@@ -68,7 +67,7 @@ def versions() -> dict[str, str | None]:
 
 
 def options() -> dict[str, Any]:
-  """What the compiler and jax were told; no device is asked."""
+  """Returns options of the compiler and jax without using a device."""
   return {
     'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
     **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
@@ -76,7 +75,7 @@ def options() -> dict[str, Any]:
 
 
 def devices() -> dict[str, Any]:
-  """What this process computes on: kind and number of its own devices."""
+  """Returns kind and number of this process's own devices."""
   return {**_kind(), 'local_devices': jax.local_device_count()}
 
 
@@ -90,13 +89,13 @@ def _kind() -> dict[str, str]:
 
 
 def host() -> str:
-  """Name of this machine."""
+  """Returns the name of this machine."""
   return platform.node()
 
 
 @functools.cache
 def source_digest() -> str:
-  """Hash of the package's modules: two copies of one version may differ."""
+  """Returns a hash of the package's modules."""
   folder = pathlib.Path(__file__).resolve().parent.parent
   digest = hashlib.blake2b(digest_size=8)
   for path in sorted(folder.rglob('*.py')):
@@ -106,7 +105,7 @@ def source_digest() -> str:
 
 
 def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  """Leaves of a nested mapping by dotted key, as JSON has them."""
+  """Yields the leaves of a nested mapping with dotted keys, as JSON values."""
   for key, value in json.loads(json.dumps(tree)).items():
     if isinstance(value, dict):
       for below, leaf in flat(value):
@@ -116,9 +115,9 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint() -> dict[str, Any]:
-  """The part of `report` on which bit-equal continuation depends.
+  """Returns the entries of `report` on which a bit-equal resume depends.
 
-  The mesh and the config are the caller's to add.
+  The caller adds mesh and config.
   """
   return {
     key: value
@@ -128,7 +127,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Names what differs between two fingerprints, one line per key."""
+  """Describes how two fingerprints differ, one line per key."""
   missing = object()
   lines = []
   for key in sorted(before.keys() | now.keys()):
@@ -142,36 +141,29 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def git_revision() -> dict[str, Any] | None:
-  """Commit of the checkout that this code runs from, and local changes.
+def git_revision() -> str | None:
+  """Describes the checkout that this code runs from.
 
   Returns:
-    `{'revision': hash, 'dirty': bool}`; None where this file is not tracked
-    in a git checkout (an installed package), or git is not there.
+    Hash of the commit, with `-dirty` if there are local changes; None where
+    this file is not tracked in a git checkout (an installed package), or git
+    is missing.
   """
   here = pathlib.Path(__file__).resolve()
-  # An installed copy inside somebody's checkout is not that checkout's.
-  if _git(here.parent, 'ls-files', '--error-unmatch', here.name) is None:
-    return None
-  revision = _git(here.parent, 'rev-parse', 'HEAD')
-  status = _git(here.parent, 'status', '--porcelain')
-  if revision is None or status is None:
-    return None
-  return {'revision': revision, 'dirty': bool(status)}
 
+  def git(*arguments: str) -> str:
+    """Runs git in the folder of this file."""
+    command = ['git', '-C', str(here.parent), *arguments]
+    return subprocess.run(
+      command, capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()
 
-def _git(folder: pathlib.Path, *arguments: str) -> str | None:
   try:
-    done = subprocess.run(
-      ['git', '-C', str(folder), *arguments],
-      capture_output=True,
-      text=True,
-      timeout=_GIT_SECONDS,
-      check=True,
-    )
+    # An installed copy may lie inside somebody's checkout.
+    git('ls-files', '--error-unmatch', here.name)
+    return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
   except (OSError, subprocess.SubprocessError):
     return None
-  return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:
@@ -188,10 +180,10 @@ def _cores() -> int | None:
 
 
 def _cpu() -> str:
-  """Model of the host's processor with a digest of its features.
+  """Returns the processor's model and a digest of its features.
 
-  XLA compiles for the features, so hosts that differ in them may differ in
-  rounding.
+  XLA compiles for the features, so hosts that differ in them may round
+  differently.
   """
   try:
     text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
@@ -209,10 +201,10 @@ def _cpu() -> str:
 
 
 def memory_high_water() -> dict[str, int]:
-  """Most bytes in use at once on a device of this process, since its start.
+  """Returns the peak memory use of any device of this process.
 
   Returns:
-    `memory_peak_bytes`; nothing where the platform does not tell (the CPU).
+    `memory_peak_bytes`; empty on platforms that do not report it (CPU).
   """
   found = [device.memory_stats() for device in jax.local_devices()]
   peaks = [s['peak_bytes_in_use'] for s in found if s]

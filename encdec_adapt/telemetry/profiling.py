@@ -1,8 +1,8 @@
-"""Profiler traces of some steps, for TensorBoard and Perfetto, on request.
+"""Profiler traces of some steps, for TensorBoard and Perfetto.
 
-Asked for in the configuration (a first step and a number of them), or of a
-job that is running, by SIGUSR1: then the next steps are traced. A trace that
-cannot be written is warned of: no job ends for it.
+The configuration gives the first step and the number of steps; SIGUSR1 asks a
+running job to trace the next `ON_SIGNAL` steps. If a trace cannot be written,
+the job prints a warning and continues.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ from encdec_adapt.files import paths
 FOLDER = 'profile'
 ON_SIGNAL = 3  # Steps traced after SIGUSR1.
 
-_asked = threading.Event()  # A signal is the whole process's.
+_asked = threading.Event()  # A signal goes to the whole process.
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """SIGUSR1 asks for a trace here, and ends nothing before or after a loop.
+  """Makes SIGUSR1 ask for a trace inside this context.
 
   Must be entered in the main thread (Python's rule for signal handlers).
   """
@@ -48,16 +48,16 @@ class Profiler:
     *,
     writing: Callable[[int], None] = lambda step: None,
   ):
-    """Traces nothing yet.
+    """Stores which steps to trace.
 
     Args:
       workdir: gets the folder `profile`.
-      process: number of this one of several, each of which has a folder in
-        there: what jax calls a trace tells only machines apart.
-      first: step that is traced first, from 0.
-      steps: how many; 0 for none.
-      writing: is told the step whose trace is about to be written, which to a
-        bucket takes longer than a step.
+      process: index of this process, which gets a subfolder because jax names
+        traces by machine only; None for a job of one process.
+      first: 0-based first step to trace.
+      steps: number of steps to trace; 0 for none.
+      writing: called with the step before its trace is written, which may
+        take longer than a step.
     """
     self._folder = paths.join(workdir, FOLDER)
     if process is not None:
@@ -65,8 +65,7 @@ class Profiler:
     self._staged: contextlib.ExitStack | None = None
     self._first, self._steps = first, steps
     self._writing = writing
-    self._since = first  # Step that the last trace began with.
-    self._until: int | None = None  # Traced before this step.
+    self._until: int | None = None  # The trace ends before this step.
 
   def __enter__(self) -> 'Profiler':
     return self
@@ -76,7 +75,7 @@ class Profiler:
       self._stop()
 
   def before(self, step: int) -> None:
-    """Starts a trace where one is asked for; `step` is about to begin."""
+    """Starts a trace if one is due; `step` is about to begin."""
     if self._until is not None:
       return
     steps = self._steps if step == self._first else 0
@@ -86,24 +85,19 @@ class Profiler:
     if steps:
       self._start(step, steps)
 
-  def after(self, step: int, result: object) -> dict[str, str | int]:
-    """Ends the trace when its last step, `step`, has made `result`.
-
-    Returns:
-      For the metrics, where a trace has been written: its `folder`, `first`
-      and `last` step; otherwise nothing.
-    """
+  def after(self, step: int, result: object) -> None:
+    """Ends the trace if `step`, which has made `result`, is its last step."""
     if self._until is None or step + 1 < self._until:
-      return {}
+      return
     jax.block_until_ready(result)
     self._writing(step)
-    if not self._stop():
-      return {}
-    print(f'profile up to step {step}: {self._folder} (tensorboard, perfetto)')
-    return {'folder': self._folder, 'first': self._since, 'last': step}
+    if self._stop():
+      print(
+        f'profile up to step {step}: {self._folder} (tensorboard, perfetto)'
+      )
 
   def _start(self, step: int, steps: int) -> None:
-    """Traces so many steps from this one."""
+    """Starts a trace of this number of steps."""
     staged = contextlib.ExitStack()
     try:
       place = staged.enter_context(paths.staged(self._folder))
@@ -112,10 +106,10 @@ class Profiler:
       self._warn(error)
       return
     self._staged = staged
-    self._since, self._until = step, step + steps
+    self._until = step + steps
 
   def _stop(self) -> bool:
-    """Writes the trace; whether it could be."""
+    """Writes the trace; returns whether that succeeded."""
     self._until = None
     try:
       with self._staged:

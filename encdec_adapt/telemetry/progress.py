@@ -1,4 +1,4 @@
-"""The progress lines of a training job, and of a long transfer of bytes."""
+"""Progress lines of a training job, and of a long transfer of bytes."""
 
 import collections
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from encdec_adapt.files import disk
 
 
 class Progress:
-  """Measures the rate over recent steps and writes the line.
+  """Measures rates over the recent steps and formats the progress line.
 
   Model FLOPs per step come from `models/model_flops.py`; "of peak" is model
-  FLOPs utilisation, without what rematerialisation adds.
+  FLOPs utilisation, which does not count rematerialisation.
   """
 
   def __init__(
@@ -27,12 +27,12 @@ class Progress:
     """Starts the clock at `first_step` steps done.
 
     Args:
-      total_steps: steps when the job is done.
-      first_step: steps done already.
+      total_steps: number of steps of the whole job.
+      first_step: number of steps done already.
       flops_per_step: model FLOPs of one step over all devices.
-      peak: FLOP/s of all devices together.
-      window: over how many steps the rate is taken.
-      clock: seconds.
+      peak: peak FLOP/s of all devices together.
+      window: number of steps over which rates are measured.
+      clock: returns seconds.
     """
     self._total = total_steps
     self._flops, self._peak = flops_per_step, peak
@@ -46,59 +46,39 @@ class Progress:
     self._marks.append((step, self._clock(), total))
 
   def pause(self) -> None:
-    """Leaves the time since the last update out (evaluation, a save)."""
+    """Excludes the time since the last update (evaluation, a save)."""
     step, seconds, _ = self._marks[-1]
     away = self._clock() - seconds
     for index, (mark, at, tokens) in enumerate(self._marks):
       self._marks[index] = (mark, at + away, tokens)
 
-  @property
-  def steps_per_second(self) -> float:
-    """Over the recent steps; 0 before there are any."""
-    return self._rate(0)
-
-  @property
-  def tokens_per_second(self) -> float:
-    """Over the recent steps; 0 before there are any."""
-    return self._rate(2)
-
-  @property
-  def utilisation(self) -> float | None:
-    """Share of the peak, or None where FLOPs or peak are not known."""
-    if not self._flops or not self._peak:
-      return None
-    return self.steps_per_second * self._flops / self._peak
-
   def rates(self) -> dict[str, float]:
-    """For the metrics: `tokens_per_second`, and `mfu` where it is known."""
-    known = {} if self.utilisation is None else {'mfu': self.utilisation}
-    return {'tokens_per_second': self.tokens_per_second, **known}
-
-  @property
-  def seconds_left(self) -> float | None:
-    """At the recent rate; None before there is one."""
-    rate = self.steps_per_second
-    return (self._total - self._marks[-1][0]) / rate if rate else None
+    """Returns `tokens_per_second`, and `mfu` where FLOPs and peak are known."""
+    rates = {'tokens_per_second': self._rate(2)}
+    if self._flops and self._peak:
+      rates['mfu'] = self._rate(0) * self._flops / self._peak
+    return rates
 
   def line(self, loss: float, **more: float) -> str:
-    """Writes `step 40/200  loss 3.1416  12,345 tok/s ...`.
+    """Formats `step 40/200  loss 3.1416  12,345 tok/s ...`.
 
     Args:
-      loss: of the last step.
+      loss: loss of the last step.
       **more: further values to show after the loss.
     """
-    width = len(str(self._total))
+    step, width = self._marks[-1][0], len(str(self._total))
+    rates = self.rates()
     parts = [
-      f'step {self._marks[-1][0]:>{width}}/{self._total}',
+      f'step {step:>{width}}/{self._total}',
       f'loss {loss:.4f}',
       *(f'{name} {value:.4g}' for name, value in more.items()),
-      f'{self.tokens_per_second:,.0f} tok/s',
+      f'{rates["tokens_per_second"]:,.0f} tok/s',
     ]
-    if self.utilisation is not None:
-      parts.append(f'{self.utilisation:.0%} of peak')
-    left = self.seconds_left
-    parts.append('' if left is None else f'{format_seconds(left)} left')
-    return '  '.join(part for part in parts if part)
+    if 'mfu' in rates:
+      parts.append(f'{rates["mfu"]:.0%} of peak')
+    if rate := self._rate(0):
+      parts.append(f'{format_seconds((self._total - step) / rate)} left')
+    return '  '.join(parts)
 
   def _rate(self, column: int) -> float:
     first, last = self._marks[0], self._marks[-1]
@@ -107,10 +87,10 @@ class Progress:
 
 
 class ByteProgress:
-  """Prints how far a transfer is, every few seconds, and how it went.
+  """Prints the progress of a transfer every few seconds, and its total.
 
-  Called with the bytes done and those in all, as readers and writers report
-  them. A transfer that is over at once prints one line.
+  Called with the bytes done and the bytes in all, as readers and writers
+  report them.
   """
 
   def __init__(
@@ -124,17 +104,17 @@ class ByteProgress:
     """Starts the clock.
 
     Args:
-      what: is being done, such as 'reading'.
+      what: the activity, such as 'reading'.
       every: seconds between two lines.
-      clock: seconds.
-      say: takes a line.
+      clock: returns seconds.
+      say: prints a line.
     """
     self._what, self._every = what, every
     self._clock, self._say = clock, say
     self._start = self._last = clock()
 
   def __call__(self, done: int, total: int) -> None:
-    """Reports; the call with all bytes done is the last."""
+    """Prints a line if one is due; the last call has all bytes done."""
     now = self._clock()
     seconds = now - self._start
     rate = f'{disk.format_bytes(round(done / seconds))}/s' if seconds else ''
@@ -152,7 +132,7 @@ class ByteProgress:
 
 
 def format_seconds(seconds: float) -> str:
-  """Writes a duration for people: `2h05m`, `3m07s`, `12s`."""
+  """Formats a duration: `2h05m`, `3m07s`, `12s`."""
   whole = round(seconds)
   hours, minutes = whole // 3600, whole % 3600 // 60
   if hours:

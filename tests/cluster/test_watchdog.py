@@ -26,22 +26,20 @@ def clock():
 
 
 def watched(folder, clock):
-  return watchdog.Watchdog(
-    folder, 0, factor=10, least=30, least_step=10, clock=clock
-  )
+  return watchdog.Watchdog(folder, 0, 10, clock=clock)
 
 
 def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
   watch = watched(tmp_path, clock)
-  assert watch.limit == 30
+  assert watch.limit == 120
   for step, seconds in enumerate([5, 5, 90, 5, 5]):
     watch.beat(step)
     # The first steps say little of what is usual.
-    assert watch.limit == 30
+    assert watch.limit == 120
     clock.now += seconds
   watch.beat(5)
-  assert watch.limit == 50
-  clock.now += 50
+  assert watch.limit == 100  # Twenty times a step of 5 s.
+  clock.now += 100
   assert not watch.hangs()
   clock.now += 1
   assert watch.hangs()
@@ -61,10 +59,10 @@ def test_an_evaluation_has_its_own_limit_and_is_no_step(tmp_path, clock):
     watch.beat(step)
     clock.now += 20
   watch.beat(5, 'evaluate')
-  clock.now += 29
-  assert watch.limit == 30 and not watch.hangs()
+  clock.now += 119
+  assert watch.limit == 120 and not watch.hangs()
   watch.beat(5)
-  assert watch.limit == 200  # Ten times a step of 20 s.
+  assert watch.limit == 400  # Twenty times a step of 20 s.
 
 
 def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
@@ -75,8 +73,7 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     def waits_for_nobody():
       threading.Event().wait()
 
-    least = {'least': 0.2, 'least_step': 0.1}
-    with watchdog.Watchdog(sys.argv[1], 3, factor=5, **least) as watch:
+    with watchdog.Watchdog(sys.argv[1], 3, 0.02) as watch:
       watch.beat(7)
       waits_for_nobody()
   """
@@ -102,17 +99,13 @@ def test_a_file_system_that_hangs_does_not_keep_it_from_ending(
   monkeypatch.setattr(watchdog, '_REPORT_SECONDS', 0.1)
   monkeypatch.setattr(paths, 'write', lambda *_: threading.Event().wait())
   ended = threading.Event()
-  with watchdog.Watchdog(
-    tmp_path, 0, factor=5, least=0.1, least_step=0.1, end=lambda _: ended.set()
-  ):
+  with watchdog.Watchdog(tmp_path, 0, 0.01, end=lambda _: ended.set()):
     assert ended.wait(60)
   assert 'process 0 hangs' in capsys.readouterr().err
 
 
 def test_an_end_in_time_is_no_hang(tmp_path):
   ended = []
-  with watchdog.Watchdog(
-    tmp_path, 0, factor=5, least=60, least_step=60, end=ended.append
-  ) as watch:
+  with watchdog.Watchdog(tmp_path, 0, 60, end=ended.append) as watch:
     watch.beat(1)
   assert not ended and not (tmp_path / watchdog.REPORTS).exists()

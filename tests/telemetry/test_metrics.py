@@ -1,6 +1,5 @@
 """Metrics on disk: whole, in order, and once for every step."""
 
-import json
 import math
 import os
 import signal
@@ -50,14 +49,10 @@ def test_values_come_back_exactly(tmp_path):
   assert np.float32(metrics.read_metrics(tmp_path)[0]['loss']) == third
 
 
-def test_what_is_not_finite_stays_visible_and_is_json(tmp_path):
+def test_what_is_not_finite_stays_visible(tmp_path):
   with metrics.MetricWriter(tmp_path, 0) as writer:
     writer.write('train', 1, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
 
-  def refuse(name):
-    raise AssertionError(f'{name} is not JSON')
-
-  json.loads((tmp_path / metrics.FILE).read_text(), parse_constant=refuse)
   record = metrics.read_metrics(tmp_path / metrics.FILE)[0]
   assert math.isnan(record['a'])
   assert (record['b'], record['c']) == (math.inf, -math.inf)
@@ -80,13 +75,6 @@ def test_resume_drops_later_records_and_the_half_line(tmp_path):
   assert _steps(tmp_path, 'eval') == [2, 4]
   losses = [r['loss'] for r in metrics.read_metrics(tmp_path)]
   assert losses == [1, 2, 2, 3, -4, -5, -6, -4]
-
-
-def test_only_a_half_line(tmp_path):
-  (tmp_path / metrics.FILE).write_text('{"kind": "train", "step": 1')
-  with metrics.MetricWriter(tmp_path, 0) as writer:
-    writer.write('train', 1, {'loss': 1.0})
-  assert _steps(tmp_path) == [1]
 
 
 def test_a_line_that_is_no_record_is_left_out_aloud(tmp_path, capsys):

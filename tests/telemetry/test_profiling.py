@@ -89,17 +89,6 @@ def test_a_loop_that_ends_early_ends_its_trace(tmp_path, traced):
   assert traced == ['+', '-']
 
 
-def test_what_the_metrics_are_told(tmp_path, traced):
-  profiler = profiling.Profiler(tmp_path, None, 1, 2)
-  told = []
-  with profiler:
-    for step in range(4):
-      profiler.before(step)
-      told.append(profiler.after(step, None))
-  folder = str(tmp_path / profiling.FOLDER)
-  assert told == [{}, {}, {'folder': folder, 'first': 1, 'last': 2}, {}]
-
-
 @pytest.mark.parametrize('process, folder', [(None, ''), (3, 'process_3')])
 def test_a_real_trace_is_written(tmp_path, process, folder):
   run(profiling.Profiler(tmp_path, process, 0, 1), 1)
