@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from encdec_adapt.tokenizers import added_tokens, chat_format, vocabularies
+from encdec_adapt.tokenizers import chat_format, export_files, vocabularies
 from tests import tiny, tiny_tokenizers
 from tests.parity import tiny_models
 
@@ -116,9 +116,7 @@ def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
 def test_added_sentinels_have_their_ids_in_transformers(tmp_path):
   folder, names = _save(tmp_path / 'qwen', 'qwen'), ['<sentinel_1>', '<mode_X>']
   own = vocabularies.open_vocabulary(folder, added_sentinels=2)
-  files = {file.name: file for file in folder.iterdir()}
-  for name, content in added_tokens.contents(files, own).items():
-    (folder / name).write_bytes(content)
+  export_files.write(folder, own)
   theirs = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)
   ids = [own.specials[name] for name in names]
   assert theirs.convert_tokens_to_ids(names) == ids
