@@ -1,4 +1,4 @@
-"""What the launchers share: flags, errors, commands shown and run."""
+"""Shared by the launchers: flags, errors, printing and running commands."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ import tempfile
 import typing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What a machine needs that runs jobs.
+# Files that a machine needs to run a job.
 SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
-# Statuses of a job; encdec_adapt.cli.app owns them, and a test holds them
-# equal.
+# Exit statuses of a job: copies of those in encdec_adapt.cli.app, which the
+# launchers cannot import; a test compares them.
 USER_ERROR = 2
 RESTART = 75
 HANG = 76
-# Accelerator types of Google Cloud begin so: the chip's name in a topology, and
-# how many the type's number counts for each of them.
+# Prefix of a Google Cloud accelerator type -> name of the chip in a topology,
+# and the cores that the type's number counts per chip.
 TPUS = {
   'v4': ('v4', 2),
   'v5litepod': ('v5e', 1),
   'v5p': ('v5p', 2),
   'v6e': ('v6e', 1),
 }
-# What the launchers tell a job themselves.
-_OURS = ('coordinator', 'processes', 'process')
-# Names go into names of machines, pods and folders. GKE's limit is the
-# shortest: a name is the start of a pod's, of 63 characters in all.
+# Names become parts of names of machines, pods and folders. GKE's limit is the
+# shortest: a pod's name has 63 characters and starts with the job's.
 _NAME = re.compile(r'[a-z]([-a-z0-9]{0,28}[a-z0-9])?')
 
 
 class LaunchError(Exception):
-  """Said to the user in one paragraph; nothing has been created for it."""
+  """User error, printed in one paragraph: exit status 2, no traceback."""
 
 
 class _Parser(argparse.ArgumentParser):
-  """Flags of one spelling, whose errors end in one line."""
+  """Parser without abbreviations, which raises a LaunchError."""
 
   def __init__(self, **options):
     options.setdefault('allow_abbrev', False)
@@ -53,22 +51,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(module: str, description: str) -> argparse.ArgumentParser:
-  """A parser of flags and of verbs, which are added with `add_verb`.
+  """Makes the parser of `python3 -m launch.MODULE`.
 
   Args:
-    module: as in `python3 -m launch.MODULE`.
-    description: shown by --help.
+    module: name of the launcher.
+    description: text of --help.
   """
   return _Parser(prog=f'python3 -m launch.{module}', description=description)
 
 
 def add_verb(verbs, name: str, what: str) -> argparse.ArgumentParser:
-  """A verb with the flags that every verb has.
+  """Adds a verb with the flags that all verbs have.
 
   Args:
-    verbs: from `parser.add_subparsers`.
-    name: of the verb.
-    what: it does, for --help.
+    verbs: result of `parser.add_subparsers`.
+    name: name of the verb.
+    what: description for --help.
   """
   verb = verbs.add_parser(name, help=what, description=what)
   verb.add_argument(
@@ -82,12 +80,12 @@ def main(
   act: typing.Callable[[argparse.Namespace, Shell], int],
   argv: list[str],
 ) -> int:
-  """Frame of a launcher.
+  """Runs a launcher.
 
   Args:
-    parse: reads the flags before `--` and checks them.
-    act: gets what `parse` returned, `training` (what came after `--`) in it.
-    argv: of the process, without its name.
+    parse: parses and checks the flags before `--`.
+    act: gets the parsed flags, with the flags after `--` as `training`.
+    argv: arguments of the process, without its name.
 
   Returns:
     Exit status; `USER_ERROR` for bad input.
@@ -97,25 +95,22 @@ def main(
     options = parse(own)
     if hasattr(options, 'training'):
       check_training(training)
-      for caution in cautions(training):
-        print(f'Warning: {caution}', file=sys.stderr)
       options.training = training
     elif training:
       raise LaunchError(
-        f'{shlex.join(training)} after -- is for a training job; this verb'
-        ' starts none.'
+        f'{shlex.join(training)} after --: this verb starts no training job.'
       )
     return act(options, Shell(options.dry_run))
   except LaunchError as error:
     print(f'Error: {error}', file=sys.stderr)
     return USER_ERROR
   except KeyboardInterrupt:
-    print('\nInterrupted here; what runs elsewhere goes on.', file=sys.stderr)
+    print('\nInterrupted; remote jobs keep running.', file=sys.stderr)
     return 130
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-  """Arguments before the first `--`, and those after it."""
+  """Splits the arguments at the first `--`."""
   if '--' not in argv:
     return argv, []
   at = argv.index('--')
@@ -123,7 +118,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_name(flag: str, name: str) -> None:
-  """Refuses a name that some machine, pod or folder cannot have."""
+  """Refuses a name that is invalid for a machine, a pod or a folder."""
   if not _NAME.fullmatch(name):
     raise LaunchError(
       f'--{flag}={name}: give 1 to 30 small letters, digits and hyphens,'
@@ -131,17 +126,8 @@ def check_name(flag: str, name: str) -> None:
     )
 
 
-def check_zone(zone: str) -> None:
-  """Refuses what is no zone of Google Cloud, such as a region."""
-  if not re.fullmatch('[a-z]+-[a-z]+[0-9]+-[a-z]', zone):
-    raise LaunchError(
-      f'--zone={zone}: give a zone, as us-west4-a; `gcloud compute tpus'
-      ' locations list` prints those with TPUs.'
-    )
-
-
 def check_least(options: argparse.Namespace, least: float, *names: str) -> None:
-  """Refuses flags whose number is below a least one, or is none."""
+  """Refuses flags whose number is below a minimum or not finite."""
   for name in names:
     value = getattr(options, name)
     if not (math.isfinite(value) and value >= least):
@@ -149,17 +135,14 @@ def check_least(options: argparse.Namespace, least: float, *names: str) -> None:
 
 
 def tpu_chips(accelerator: str, *, extents: bool = False) -> tuple[str, int]:
-  """The chips of a TPU slice.
+  """Returns the chip's name in a topology and the chips of a TPU slice.
 
   Args:
-    accelerator: its type, as v5litepod-16.
-    extents: the type may end in them, as v5litepod-4x4, which counts chips.
-
-  Returns:
-    Their name in a topology, and how many there are.
+    accelerator: accelerator type, such as v5litepod-16.
+    extents: also accept a type with extents, such as v5litepod-4x4.
 
   Raises:
-    LaunchError: there is no such type.
+    LaunchError: the type is unknown.
   """
   kind, _, number = accelerator.partition('-')
   name, count = TPUS.get(kind, ('', 1))
@@ -167,18 +150,16 @@ def tpu_chips(accelerator: str, *, extents: bool = False) -> tuple[str, int]:
     return name, int(number) // count
   if name and extents and re.fullmatch('[1-9][0-9]*(x[1-9][0-9]*)+', number):
     return name, math.prod(map(int, number.split('x')))
-  near = {'v5e': 'v5litepod', 'v5lite': 'v5litepod', 'v6': 'v6e'}.get(kind)
   raise LaunchError(
-    f'--accelerator={accelerator} is not known;'
-    + (f' say {near}-{number}.' if near else '')
-    + f' Give KIND-NUMBER, as v5litepod-16, with KIND of {list(TPUS)}.'
+    f'--accelerator={accelerator} is unknown;'
+    f' give KIND-NUMBER, as v5litepod-16, with KIND of {list(TPUS)}.'
     ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
     ' (v4, v5p).'
   )
 
 
 def flag_values(arguments: list[str]) -> dict[str, str]:
-  """Flags of the form --name=value, by name."""
+  """Returns the flags of the form --name=value by name."""
   return dict(
     argument.lstrip('-').partition('=')[::2] for argument in arguments
   )
@@ -194,12 +175,6 @@ def check_training(arguments: list[str]) -> None:
         ' as in `-- --config=configs/gemma2.py:size=2b_2b'
         ' --workdir=gs://BUCKET/runs/RUN`.'
       )
-  for name in _OURS:
-    if name in flags:
-      raise LaunchError(
-        f'--{name}={flags[name]} after --: processes are numbered by the'
-        ' launcher; leave it out.'
-      )
   config = flags['config'].partition(':')[0]
   if pathlib.PurePath(config).is_absolute() or not (ROOT / config).is_file():
     raise LaunchError(
@@ -208,30 +183,17 @@ def check_training(arguments: list[str]) -> None:
     )
 
 
-def cautions(arguments: list[str]) -> list[str]:
-  """What is allowed in flags of encdec_adapt.train, and rarely meant."""
-  config = flag_values(arguments)['config']
-  path, _, given = config.partition(':')
-  if path != 'configs/gemma2.py' or re.search(r'\btopology=', given):
-    return []
-  return [
-    f'--config={config} names no topology: the whole batch, 4.2M tokens, is'
-    ' one microbatch, and no attention kernel is chosen. Say which chips it is'
-    f' to be spread over, as in {path}:{given or "size=2b_2b"},topology=v5e:4x4'
-  ]
-
-
 def check_topology(
   training: list[str], kind: str, chips: int, slices: int, asked: str
 ) -> None:
-  """Refuses a configuration that is of other chips than are asked for.
+  """Refuses a configuration whose topology differs from the request.
 
   Args:
     training: flags of encdec_adapt.train.
-    kind: of the chips, as in a topology; '' for GPUs of any.
-    chips: of a slice.
-    slices: how many.
-    asked: the flags that ask for them, for the message.
+    kind: name of the chip in a topology; '' for any GPU.
+    chips: chips of a slice.
+    slices: number of slices.
+    asked: flags of the request, for the message.
   """
   config = flag_values(training)['config']
   found = re.search(r'\btopology=([^,]+)', config)
@@ -245,45 +207,48 @@ def check_topology(
   fits = wanted == kind if kind else wanted not in tpus
   if not fits or (size, many) != (chips, slices):
     raise LaunchError(
-      f'--config={config} is of {many} x {size} {wanted} chips; {asked} are'
-      f' {slices} x {chips} {f"of {kind}" if kind else "GPUs"}. Change either.'
+      f'--config={config} is for {many} x {size} {wanted} chips; {asked}'
+      f' requests {slices} x {chips} {kind or "GPU"}. Change one of them.'
     )
 
 
 def check_shared_workdir(arguments: list[str], machines: str) -> None:
-  """Refuses a work directory that goes with a machine.
+  """Refuses a work directory that would be lost with a machine.
 
   Args:
-    arguments: of encdec_adapt.train.
-    machines: that would keep it, for the message.
+    arguments: flags of encdec_adapt.train.
+    machines: the machines, for the message.
   """
   workdir = flag_values(arguments)['workdir']
   if not re.match('/|gs://[^/]+/[^/]', workdir):
     raise LaunchError(
-      f'--workdir={workdir} after --: it would lie on the disks of {machines},'
-      ' each its own, and go with them; give a folder of a bucket,'
-      ' gs://BUCKET/RUN, or the absolute path of a file system that all of'
-      ' them mount.'
+      f'--workdir={workdir} after --: it would lie on the local disks of'
+      f' {machines}; give a folder of a bucket, gs://BUCKET/RUN, or the'
+      ' absolute path of a file system that all of them mount.'
     )
 
 
 class Shell:
-  """Shows commands and runs them; with `dry_run`, only shows them."""
+  """Prints and runs commands; with `dry_run`, only prints them."""
 
   def __init__(self, dry_run: bool):
-    """Nothing is run yet."""
+    """Makes a shell.
+
+    Args:
+      dry_run: print commands only.
+    """
     self.dry_run = dry_run
 
   def note(self, text: str) -> None:
-    """Says what is going on, as a comment among the commands."""
+    """Prints a comment among the commands."""
     print(f'# {text}', flush=True)
 
   def show(self, command: typing.Sequence[str]) -> None:
-    """Prints a command as one could type it."""
+    """Prints a command as it can be typed."""
     print(f'$ {shlex.join(command)}', flush=True)
 
   def run(self, command: typing.Sequence[str]) -> int:
-    """Shows and runs a command; returns its status (0 with dry_run)."""
+    """Prints and runs a command; returns its status (0 with dry_run)."""
     self.show(command)
     if self.dry_run:
       return 0
@@ -293,25 +258,25 @@ class Shell:
       raise _missing(command) from None
 
   def require(self, command: typing.Sequence[str]) -> None:
-    """Shows and runs a command that must succeed.
+    """Prints and runs a command.
 
     Raises:
-      LaunchError: it did not; its own message is on the terminal.
+      LaunchError: the command failed; its message is on the terminal.
     """
     status = self.run(command)
     if status:
       raise LaunchError(
-        f'`{shlex.join(command)}` ended with status {status}; what it said is'
-        ' above. Nothing was done after it.'
+        f'`{shlex.join(command)}` ended with status {status}; see its output'
+        ' above.'
       )
 
   def rehearse(self, command: typing.Sequence[str]) -> None:
-    """With dry_run, runs a script that only prints what it would run."""
+    """With dry_run, runs a script in its own dry-run mode."""
     if self.dry_run:
       subprocess.run(command, cwd=ROOT, check=True)
 
   def ask(self, command: typing.Sequence[str]) -> tuple[int, str, str]:
-    """Runs a command that only looks, without showing it.
+    """Runs a query without printing it.
 
     Returns:
       Status, standard output and standard error, stripped.
@@ -323,7 +288,7 @@ class Shell:
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
   def start(self, command: typing.Sequence[str]) -> subprocess.Popen:
-    """Shows and starts a command whose output, all of it, is a text pipe."""
+    """Prints and starts a command whose output is one text pipe."""
     self.show(command)
     try:
       return subprocess.Popen(
@@ -339,13 +304,12 @@ class Shell:
       raise _missing(command) from None
 
   def pack(self, path: pathlib.Path) -> str:
-    """Writes the source to an archive, by the command that it shows.
+    """Archives the source with tar.
 
-    With dry_run, the archive is made elsewhere and deleted: other commands
-    name its checksum.
+    With dry_run, the archive is temporary: later commands name its checksum.
 
     Returns:
-      Its checksum and size, as cksum prints them, with a hyphen between.
+      'CHECKSUM-SIZE', as cksum prints them.
     """
 
     def archive(to: str) -> list[str]:
@@ -363,7 +327,7 @@ class Shell:
       return self._checksum(draft)
 
   def _checksum(self, path: str) -> str:
-    """Checksum and size of a file, with a hyphen between."""
+    """Returns "CHECKSUM-SIZE" of a file."""
     status, answer, complaint = self.ask(['cksum', path])
     if status:
       raise LaunchError(f'cksum of {path} failed: {complaint}')
@@ -372,6 +336,5 @@ class Shell:
 
 def _missing(command: typing.Sequence[str]) -> LaunchError:
   return LaunchError(
-    f'{command[0]} is not on PATH; install it, or run with --dry_run to see'
-    ' what would be run.'
+    f'{command[0]} is not on PATH; install it, or use --dry_run.'
   )

@@ -15,10 +15,10 @@
   python3 -m launch.gke delete --name=pair --cluster=pod --zone=us-west4-a
   python3 -m launch.gke delete_cluster --cluster=pod --zone=us-west4-a
 
-A job that is told to stop saves and ends with status 75, upon which the
-JobSet starts it again on the next machines, as after being killed, up to
---max_restarts times; bad input and exceptions end it. A pod has
---grace_seconds for it, one on a spot machine that is taken away 15 s.
+A pod that gets SIGTERM saves and exits with status 75, and the JobSet restarts
+it on the next machines, as after SIGKILL, up to --max_restarts times; bad input
+and exceptions end the job. A pod has --grace_seconds to stop, 15 s when a spot
+machine is reclaimed.
 
 Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl, and docker with
 buildx.
@@ -35,10 +35,10 @@ from launch import commands
 _VERBS = {
   'create': 'create a cluster with TPU slices',
   'image': 'build the container and push it to a registry',
-  'train': 'run a job on all slices, and again after preemptions',
+  'train': 'run a job on all slices, restarted after preemptions',
   'status': 'print the jobs of the cluster',
-  'logs': "show the job's lines, of all pods, as they come",
-  'delete': 'end the job; the cluster stays, and costs',
+  'logs': 'follow the output of all pods',
+  'delete': 'delete the job; the cluster stays, and costs',
   'delete_cluster': 'delete the cluster with everything in it',
 }
 _TIERS = ('spot', 'on_demand', 'reserved')
@@ -51,17 +51,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     verb = commands.add_verb(verbs, name, what)
     add = verb.add_argument
     if name in ('train', 'logs', 'delete'):
-      add('--name', required=True, help='of the job')
+      add('--name', required=True, help='name of the job')
     if name not in ('image', 'logs'):
-      add('--cluster', required=True, help='its name')
-      add('--zone', required=True, help='as us-west4-a')
+      add('--cluster', required=True, help='name of the cluster')
+      add('--zone', required=True, help='such as us-west4-a')
       add('--project', default='', help="default: gcloud's")
     if name in ('create', 'train'):
-      add('--accelerator', required=True, help='of a slice: v5litepod-16')
+      add(
+        '--accelerator',
+        required=True,
+        help='type of a slice, such as v5litepod-16',
+      )
       add('--slices', type=int, default=1, help='default: 1')
     if name == 'create':
       add('--tier', choices=_TIERS, default='spot', help='default: spot')
-      add('--reservation', default='', help='its name, for --tier=reserved')
+      add('--reservation', default='', help='for --tier=reserved')
     if name in ('image', 'train'):
       add('--image', required=True, help='HOST/PROJECT/REPOSITORY/NAME:TAG')
     if name == 'train':
@@ -70,8 +74,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--grace_seconds',
         type=int,
         default=300,
-        help='from being told to stop to being killed, for up to two steps and'
-        ' a save; default: 300',
+        help='from SIGTERM to SIGKILL; stopping takes up to two steps and a'
+        ' save; default: 300',
       )
   options = parser.parse_args(argv)
   _check(options)
@@ -81,13 +85,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Refuses what xpk or the cloud would refuse later."""
+  """Refuses values that xpk or the cloud would refuse later."""
   given = vars(options)
   for flag in ('name', 'cluster'):
     if flag in given:
       commands.check_name(flag, given[flag])
-  if 'zone' in given:
-    commands.check_zone(options.zone)
   if 'slices' in given:
     commands.tpu_chips(options.accelerator, extents=True)
     commands.check_least(options, 1, 'slices')
@@ -96,20 +98,13 @@ def _check(options: argparse.Namespace) -> None:
     commands.check_least(options, 0, 'max_restarts')
   if 'image' in given and ':' not in options.image.rpartition('/')[2]:
     raise commands.LaunchError(
-      f'--image={options.image} has no tag; end it in :TAG, another one for'
-      ' every build, so that restarts run what was started.'
-    )
-  if options.verb == 'create' and (
-    (options.tier == 'reserved') != bool(options.reservation)
-  ):
-    raise commands.LaunchError(
-      f'--tier={options.tier} with --reservation={options.reservation!r}: give'
-      ' both --tier=reserved and the name of a reservation, or neither.'
+      f'--image={options.image} has no tag; end it in :TAG, a new one for every'
+      ' build, so that restarts run the same image.'
     )
 
 
 def _xpk(options: argparse.Namespace, *arguments: str) -> list[str]:
-  """A command of xpk on the cluster."""
+  """Returns a command of xpk on the cluster."""
   return [
     'xpk',
     *arguments,
@@ -119,70 +114,57 @@ def _xpk(options: argparse.Namespace, *arguments: str) -> list[str]:
   ]
 
 
-def create(options: argparse.Namespace) -> list[list[str]]:
-  """Commands that make the cluster."""
-  tier = {
-    'spot': '--spot',
-    'on_demand': '--on-demand',
-    'reserved': f'--reservation={options.reservation}',
-  }[options.tier]
-  return [
-    _xpk(options, 'cluster', 'create')
-    + [
+def _command(options: argparse.Namespace) -> list[str]:
+  """Returns the command of a verb."""
+  if options.verb == 'create':
+    tier = {
+      'spot': '--spot',
+      'on_demand': '--on-demand',
+      'reserved': f'--reservation={options.reservation}',
+    }[options.tier]
+    return [
+      *_xpk(options, 'cluster', 'create'),
       f'--tpu-type={options.accelerator}',
       f'--num-slices={options.slices}',
       tier,
     ]
-  ]
-
-
-def image(options: argparse.Namespace) -> list[list[str]]:
-  """Commands that build and push the container."""
-  return [
-    [
+  if options.verb == 'image':
+    return [
       *('docker', 'buildx', 'build', '--file=launch/docker/Dockerfile'),
       *('--build-arg=platform=tpu', '--platform=linux/amd64'),
       *(f'--tag={options.image}', '--push', '.'),
     ]
-  ]
-
-
-def train(options: argparse.Namespace) -> list[list[str]]:
-  """Commands that start the job."""
-  job = shlex.join(
-    ['python', '-m', 'encdec_adapt.train', '--coordinator=auto']
-    + options.training
-  )
-  return [
-    _xpk(options, 'workload', 'create')
-    + [
+  if options.verb == 'train':
+    job = ['python', '-m', 'encdec_adapt.train', '--coordinator=auto']
+    return [
+      *_xpk(options, 'workload', 'create'),
       f'--workload={options.name}',
       f'--tpu-type={options.accelerator}',
       f'--num-slices={options.slices}',
       f'--docker-image={options.image}',
       f'--max-restarts={options.max_restarts}',
-      # Besides 42 and 127 to 255 (killed, aborted), which xpk has itself.
+      # xpk adds 42 and 127 to 255 (killed, aborted) itself.
       f'--restart-on-exit-codes={commands.RESTART},{commands.HANG}',
       f'--termination-grace-period-seconds={options.grace_seconds}',
-      # xpk wraps it into a subshell, and passes that one its signals.
-      f'--command=exec {job}',
+      # xpk wraps it into a subshell and forwards signals to that.
+      f'--command=exec {shlex.join(job + options.training)}',
     ]
-  ]
-
-
-def logs(options: argparse.Namespace) -> list[list[str]]:
-  """Commands that show what the pods print."""
-  return [
-    [
+  if options.verb == 'logs':
+    return [
       *('kubectl', 'logs', '--follow', '--prefix', '--all-containers'),
       f'--selector=xpk.google.com/workload={options.name}',
       '--max-log-requests=512',
       '--tail=-1',
     ]
-  ]
+  if options.verb == 'status':
+    return _xpk(options, 'workload', 'list')
+  if options.verb == 'delete':
+    return _xpk(options, 'workload', 'delete') + [f'--workload={options.name}']
+  return _xpk(options, 'cluster', 'delete')
 
 
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
+  """Runs the command of a verb."""
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the pods')
     commands.check_topology(
@@ -191,22 +173,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
       options.slices,
       f'--accelerator={options.accelerator} --slices={options.slices}',
     )
-    todo = train(options)
-  elif options.verb in ('create', 'image', 'logs'):
-    todo = {'create': create, 'image': image, 'logs': logs}[options.verb](
-      options
-    )
-  else:
-    todo = {
-      'status': [_xpk(options, 'workload', 'list')],
-      'delete': [
-        _xpk(options, 'workload', 'delete')
-        + [f'--workload={getattr(options, "name", "")}']
-      ],
-      'delete_cluster': [_xpk(options, 'cluster', 'delete')],
-    }[options.verb]
-  for command in todo:
-    shell.require(command)
+  shell.require(_command(options))
   return 0
 
 

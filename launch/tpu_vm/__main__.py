@@ -9,13 +9,13 @@
     --config.data.source='jsonl:/data/*.jsonl' --config.data.folder=records
   python3 -m launch.tpu_vm delete --name=pair --zone=us-west4-a
 
-`train` creates the resource unless it is there, waits for it, copies this
-source to every worker, installs from launch/locks/tpu.txt, runs the job on
-all of them and shows their lines as [slice.worker] line; they are also added
-to runs/launch/NAME/log.txt. A preempted resource is deleted and made anew,
-and the job continues from its work directory. Interrupted here, the job goes
-on there: the same command shows it again. `create`, `setup`, `status`, `stop`,
-`profile` and `delete` do one thing each.
+`train` creates the resource unless it exists, waits for it, copies this source
+to every worker, installs launch/locks/tpu.txt, runs the job on all of them and
+prints their lines as [slice.worker] line, also into runs/launch/NAME/log.txt. A
+preempted resource is deleted and created again, and the job resumes from its
+work directory. Interrupting the launcher does not touch the job: the same
+command shows it again. `create`, `setup`, `status`, `stop`, `profile` and
+`delete` do one thing each.
 
 Needs gcloud, logged in, and a key for SSH in an agent:
   eval "$(ssh-agent)" && ssh-add ~/.ssh/google_compute_engine
@@ -24,28 +24,23 @@ Needs gcloud, logged in, and a key for SSH in an agent:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import posixpath
-import re
 import sys
 
 from launch import commands
 from launch.tpu_vm import job as job_lib
 from launch.tpu_vm import resource as resource_lib
 
-# Where every worker has the records, from where the job runs (worker.sh).
+# Folder of the records on every worker, below the job's (worker.sh).
 _RECORDS = 'records'
-# What else the job reads, and what of it is on every worker.
-_INPUTS = ('config.init.encoder', 'config.init.decoder')
-_INPUTS += ('config.teacher.checkpoint', 'config.data.folder')
-_VOCABULARIES = ('config.data.vocabulary', 'config.data.encoder_vocabulary')
-_SHARED = r'$|/|gs://[^/]+/[^/]'
 _VERBS = {
   'create': 'create the resource, and wait until it is active',
   'setup': 'copy the source to all workers, and install',
-  'train': 'all of it: create, set up, run, and again after preemptions',
+  'train': 'create, set up and run; again after preemptions',
   'status': "print the resource's state",
-  'stop': 'tell the job to save and end (its launcher starts it again)',
-  'profile': 'tell the job to trace its next steps with the profiler',
+  'stop': 'make the job save and exit (its launcher restarts it)',
+  'profile': 'make the job trace its next steps with the profiler',
   'delete': 'delete the resource and its machines; nothing else stops costs',
 }
 
@@ -55,15 +50,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   verbs = parser.add_subparsers(dest='verb', metavar='VERB', required=True)
   for name, what in _VERBS.items():
     verb = commands.add_verb(verbs, name, what)
-    verb.add_argument('--name', required=True, help='of the resource')
-    verb.add_argument('--zone', required=True, help='as us-west4-a')
+    verb.add_argument('--name', required=True, help='name of the resource')
+    verb.add_argument('--zone', required=True, help='such as us-west4-a')
     verb.add_argument('--project', default='', help="default: gcloud's")
     verb.add_argument('--slices', type=int, default=1, help='default: 1')
     verb.add_argument(
       '--route',
       choices=resource_lib.ROUTES,
       default='external',
-      help='to the workers: external addresses (default), internal, iap',
+      help='how to reach workers: external addresses (default), internal, iap',
     )
     if name in ('create', 'train'):
       _add_creation(verb)
@@ -72,14 +67,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--records',
         default='',
         help='gs:// folder, copied to every worker as the folder records'
-        ' (--config.data.folder=records), checksums compared',
+        ' (--config.data.folder=records) with checksums compared',
       )
     if name in ('create', 'setup', 'train'):
       verb.add_argument(
         '--data_disk',
         default='',
-        help='instead of --records: a disk whose ext4 file system, labeled'
-        ' records, is mounted on every worker as that folder; as'
+        help='instead of --records: disk whose ext4 file system, labeled'
+        ' records, every worker mounts as that folder; such as'
         ' source=projects/PROJECT/zones/ZONE/disks/DISK,mode=read-only',
       )
     if name == 'train':
@@ -90,13 +85,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   records = getattr(options, 'records', '')
   if records and not records.startswith('gs://'):
     raise commands.LaunchError(
-      f'--records={records}: give the folder of a bucket, gs://BUCKET/FOLDER;'
-      ' it is copied to every worker.'
+      f'--records={records}: give a folder of a bucket, gs://BUCKET/FOLDER.'
     )
   if records and options.data_disk:
     raise commands.LaunchError(
-      f'--records={records} and --data_disk={options.data_disk}: give one; both'
-      ' are the folder records of every worker.'
+      f'--records={records} and --data_disk={options.data_disk}: give one of'
+      ' them.'
     )
   if options.verb == 'train':
     commands.check_least(options, 0, 'max_restarts', 'retries')
@@ -108,52 +102,44 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _add_creation(verb: argparse.ArgumentParser) -> None:
   add = verb.add_argument
-  add('--accelerator', required=True, help='of a slice, as v5litepod-16')
+  add(
+    '--accelerator', required=True, help='type of a slice, such as v5litepod-16'
+  )
   add(
     '--tier',
     choices=resource_lib.TIERS,
     default='spot',
-    help='default: spot, which may be taken away at any time',
+    help='default: spot, which may be preempted at any time',
   )
-  add('--runtime', default='', help='software; default: by accelerator')
-  add('--network', default='', help='of the machines')
-  add('--subnetwork', default='', help='of the machines')
-  add('--service_account', default='', help='of the machines')
-  add('--valid_until', default='', help='wait in the queue so long, as 24h')
+  add('--runtime', default='', help='software version; default: by accelerator')
+  add('--service_account', default='', help='account of the machines')
+  add(
+    '--create_flag',
+    action='append',
+    default=[],
+    help='another flag of `gcloud compute tpus queued-resources create`, such'
+    ' as --create_flag=--network=NAME; may be repeated',
+  )
 
 
 def _add_restarts(verb: argparse.ArgumentParser) -> None:
   add = verb.add_argument
-  add('--max_restarts', type=int, default=1000, help='in all; default: 1000')
-  add('--retries', type=int, default=2, help='in a row, of failures; 2')
-  add('--delete_when_done', action='store_true', help='then delete it')
+  add('--max_restarts', type=int, default=1000, help='restarts; default: 1000')
+  add('--retries', type=int, default=2, help='consecutive failures; default: 2')
+  add(
+    '--delete_when_done',
+    action='store_true',
+    help='delete the resource after success',
+  )
   add('--poll_seconds', type=float, default=60.0, help='default: 60')
   add('--grace_seconds', type=float, default=120.0, help='default: 120')
 
 
 def _resource(options: argparse.Namespace) -> resource_lib.Resource:
+  """Returns the resource that the flags describe."""
+  names = {field.name for field in dataclasses.fields(resource_lib.Resource)}
   given = vars(options)
-  return resource_lib.Resource(
-    name=options.name,
-    zone=options.zone,
-    project=options.project,
-    slices=options.slices,
-    route=options.route,
-    **{
-      key: given[key]
-      for key in (
-        'accelerator',
-        'tier',
-        'runtime',
-        'network',
-        'subnetwork',
-        'service_account',
-        'valid_until',
-        'data_disk',
-      )
-      if key in given
-    },
-  )
+  return resource_lib.Resource(**{k: given[k] for k in names & given.keys()})
 
 
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
@@ -180,49 +166,27 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
 
 
 def _check_records(options: argparse.Namespace) -> None:
-  """Refuses records that are not where the job looks for them."""
+  """Refuses a folder of records that no worker will have."""
   folder = commands.flag_values(options.training).get('config.data.folder', '')
   there = posixpath.normpath(folder) == _RECORDS
   flag = 'data_disk' if options.data_disk else 'records'
   given = getattr(options, flag)
   if given and not there:
     raise commands.LaunchError(
-      f'--{flag}={given} is the folder {_RECORDS} of every worker, and'
-      f' --config.data.folder={folder} after -- is another; give'
-      f' --config.data.folder={_RECORDS}, or leave --{flag} out.'
+      f'--{flag}={given} becomes the folder {_RECORDS} of every worker; give'
+      f' --config.data.folder={_RECORDS} after --, or leave --{flag} out.'
     )
   if there and not given:
     raise commands.LaunchError(
       f'--config.data.folder={folder} after --: no worker has that folder;'
-      ' give --records=gs://BUCKET/FOLDER before --, which is copied to it, or'
-      ' --data_disk; or read them from the bucket,'
+      ' give --records=gs://BUCKET/FOLDER or --data_disk before --, or'
       ' --config.data.folder=gs://BUCKET/FOLDER.'
     )
-
-
-def _check_inputs(options: argparse.Namespace) -> None:
-  """Refuses files that only the machine has that launches."""
-  flags = commands.flag_values(options.training)
-  copied = options.records or options.data_disk
-  for key in _INPUTS + _VOCABULARIES:
-    path = flags.get(key, '')
-    shared = _SHARED + (r'|bytes$|{workdir}' if key in _VOCABULARIES else '')
-    if re.match(shared, path):
-      continue
-    first = posixpath.normpath(path).partition('/')[0]
-    carried = first in commands.SOURCE and (commands.ROOT / path).exists()
-    if not carried and not (copied and first == _RECORDS):
-      raise commands.LaunchError(
-        f'--{key}={path} after --: the workers have no such file; give one of'
-        ' a bucket, gs://BUCKET/NAME, or the absolute path of one that every'
-        ' worker has.'
-      )
 
 
 def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
   commands.check_shared_workdir(options.training, 'the workers')
   _check_records(options)
-  _check_inputs(options)
   job.resource.check_topology(options.training)
   status = job.train(
     options.training,
@@ -232,7 +196,7 @@ def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
   if options.delete_when_done and status == 0:
     job.take_down()
   elif not job.shell.dry_run:
-    job.shell.note('the machines are still there, and cost; to delete them:')
+    job.shell.note('the machines still exist and cost; to delete them:')
     job.shell.show(job.resource.delete())
   return status
 

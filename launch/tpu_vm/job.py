@@ -1,7 +1,7 @@
 """A training job on a queued resource, across preemptions.
 
-The status of a job is what its workers print as their last line. The status
-of gcloud is not: of several slices it keeps one status per number of a worker
+The status of a job is that in the last line of each worker. gcloud's own status
+does not suffice: for several slices it keeps one status per worker number
 (Google Cloud CLI 528, `SSHIntoPreppedNodes`).
 """
 
@@ -21,38 +21,39 @@ from launch import commands
 from launch.tpu_vm import resource as resource_lib
 
 _ENDED = re.compile(r'\[(\d+\.\d+)\] launch: ended with status (\d+)')
-# Seconds. A failure after so long begins a new count of failures in a row.
+# Seconds after which a failure is not consecutive to the one before.
 _LONG = 3600
-# Of a request. The rest: it waits, or is being made.
+# States of a request; all others mean that it is queued or being created.
 ACTIVE = 'ACTIVE'
-ABSENT = 'ABSENT'  # Ours: there is no such request, or slice.
-UNKNOWN = 'UNKNOWN'  # Ours: a look failed, which says nothing of what is there.
-# Of a request that has been active, or of a slice: its machines are taken away.
+ABSENT = 'ABSENT'  # Ours: the request or slice does not exist.
+UNKNOWN = 'UNKNOWN'  # Ours: the status query failed.
+# States of a request that was active, or of a slice, whose machines are gone.
 GONE = {ABSENT, 'SUSPENDING', 'SUSPENDED', 'DELETING', 'FAILED'}
 GONE |= {'PREEMPTED', 'TERMINATED', 'STOPPED'}
-# Looks in a row that may fail, and requests: half an hour of them.
-_BORNE = 30
-DISK = 'disk'  # Instead of a gs:// folder: the records are on a data disk.
+# Tolerated consecutive failures of status queries, and of requests: half an
+# hour of them.
+_TOLERATED = 30
+DISK = 'disk'  # `Job.records` where the records are on a data disk.
 
 
 class End(enum.Enum):
   """How an attempt ended."""
 
   DONE = 'done'
-  RESTART = 'told to stop, and saved'
+  RESTART = 'was stopped after a save'
   REFUSED = 'refused its input'
   FAILED = 'failed'
   NOT_SET_UP = 'could not be set up'
-  UNFIT = 'cannot be set up like this'
-  LOST = 'was lost from sight'
+  UNFIT = 'cannot be set up with these flags'
+  LOST = 'lost its connection'
 
 
 def judge(statuses: typing.Mapping[str, int], gcloud: int) -> End:
-  """How an attempt ended.
+  """Decides how an attempt ended.
 
   Args:
-    statuses: of the job, by slice.worker; of workers that said it.
-    gcloud: status of the command that ran it on all workers.
+    statuses: exit status of the job by slice.worker, where it was reported.
+    gcloud: status of the command that ran the job on all workers.
   """
   found = set(statuses.values())
   if found == {0} and gcloud == 0:
@@ -78,15 +79,15 @@ class Job:
     poll_seconds: float = 60.0,
     grace_seconds: float = 120.0,
   ):
-    """Nothing is created yet.
+    """Makes a job; nothing is created in the cloud.
 
     Args:
-      resource: as the flags describe it.
-      shell: that commands go through.
-      records: gs:// folder that every worker gets a copy of; `DISK`; or ''.
-      poll_seconds: between two looks at the resource.
-      grace_seconds: for a preemption to show in the resource's state, and
-        for workers that are taken away to save.
+      resource: the resource.
+      shell: runs the commands.
+      records: gs:// folder that every worker copies; `DISK`; or ''.
+      poll_seconds: time between two status queries.
+      grace_seconds: time for a preemption to appear in the resource's state,
+        and for preempted workers to save.
     """
     self.resource = resource
     self.shell = shell
@@ -94,71 +95,68 @@ class Job:
     self.poll_seconds = poll_seconds
     self.grace_seconds = grace_seconds
     self.folder = pathlib.Path('runs') / 'launch' / resource.name
-    # Looks that have failed in a row; the first one must not.
-    self._failed_looks = _BORNE
-    # Requests of it likewise, until it has been there.
-    self._failed_requests = _BORNE
-    self._source = ''  # Checksum of the archive that workers are given.
+    # Consecutive failures; the first query and request must succeed.
+    self._failed_queries = _TOLERATED
+    self._failed_requests = _TOLERATED
+    self._source = ''  # Checksum of the source archive.
 
   # -- resource --------------------------------------------------------------
 
   def state(self) -> str:
-    """State of the request; `UNKNOWN` where the look failed."""
-    return self._look(self.resource.describe())
+    """Returns the state of the request; `UNKNOWN` if the query failed."""
+    return self._query(self.resource.describe())
 
   def gone(self) -> bool | None:
-    """Whether machines are taken away; None if it cannot be seen now."""
+    """Returns whether machines were preempted; None if a query failed."""
     states = {self.state()}
     if ACTIVE in states:
       states |= {
-        self._look(self.resource.describe_node(node))
+        self._query(self.resource.describe_node(node))
         for node in self.resource.nodes
       }
     if states & GONE:
       return True
     return None if UNKNOWN in states else False
 
-  def _look(self, command: list[str]) -> str:
-    """The state that a command prints, which may fail for a while.
+  def _query(self, command: list[str]) -> str:
+    """Runs a status query, tolerating failures; returns the state.
 
     Raises:
-      LaunchError: it is the first look, or one too many has failed.
+      LaunchError: the first query failed, or too many consecutive ones.
     """
     status, answer, complaint = self.shell.ask(command)
     if status == 0 or 'NOT_FOUND' in complaint:
-      self._failed_looks = 0
+      self._failed_queries = 0
       return ABSENT if status else answer
     said = f'`{shlex.join(command)}` ended with status {status}:'
     said += f' {" ".join(complaint.split())}'
-    if self._failed_looks >= _BORNE:
+    if self._failed_queries >= _TOLERATED:
       raise commands.LaunchError(
-        f'{said} What runs there goes on; the same command shows it again.'
+        f'{said} The job keeps running; the same command shows it again.'
       )
-    self._failed_looks += 1
+    self._failed_queries += 1
     self.shell.note(
-      f'a look failed ({self._failed_looks} in a row, {_BORNE} are borne):'
+      f'status query failed ({self._failed_queries} of {_TOLERATED} tolerated):'
       f' {said}'
     )
     return UNKNOWN
 
   def bring_up(self, *, again: bool = False) -> None:
-    """Creates the resource unless it is there, and waits until it is active.
+    """Creates the resource unless it exists, and waits until it is active.
 
     Args:
-      again: it has been active before; a request that the cloud took back
-        or failed to fill is deleted and made anew.
+      again: the resource has been active; a request that the cloud suspended
+        or failed to fill is deleted and created again.
 
     Raises:
-      LaunchError: the request failed, or too many in a row.
+      LaunchError: the request failed, or too many consecutive ones.
     """
     self.shell.show(self.resource.describe())
     if self.shell.dry_run:
-      self.shell.note('where there is none')
+      self.shell.note('if it does not exist')
       self.shell.run(self.resource.create())
-      self.shell.note(f'until it says {ACTIVE}')
+      self.shell.note(f'until it prints {ACTIVE}')
       self.shell.show(self.resource.describe())
-      self.shell.note('where it says FAILED, what the cloud says of it')
-      self.shell.show(self.resource.explain())
       return
     seen = None
     while (state := self.state()) != ACTIVE:
@@ -182,28 +180,28 @@ class Job:
     self.shell.note(f'{self.resource.name}: {ACTIVE}')
 
   def _request(self, command: list[str]) -> bool:
-    """Creates or deletes the resource, which may fail for a while.
+    """Creates or deletes the resource, tolerating failures.
 
     Returns:
-      Whether it succeeded; if not, it is to be tried at the next look.
+      Whether the request succeeded; if not, the caller retries.
 
     Raises:
-      LaunchError: there has been no resource yet, or one too many has failed.
+      LaunchError: the first request failed, or too many consecutive ones.
     """
-    if self._failed_requests >= _BORNE:
+    if self._failed_requests >= _TOLERATED:
       self.shell.require(command)
     elif status := self.shell.run(command):
       self._failed_requests += 1
       self.shell.note(
-        f'a request failed with status {status} ({self._failed_requests} in a'
-        f' row, {_BORNE} are borne); it is tried again'
+        f'request failed with status {status} ({self._failed_requests} of'
+        f' {_TOLERATED} tolerated)'
       )
       return False
     self._failed_requests = 0
     return True
 
   def set_up(self) -> int:
-    """Copies the source and installs from the lock file; returns a status."""
+    """Copies the source and installs the lock file; returns a status."""
     archive = self.folder / 'encdec_adapt.tar.gz'
     self._source = self.shell.pack(archive)
     copy = self.resource.copy([str(archive), 'launch/tpu_vm/worker.sh'])
@@ -214,10 +212,10 @@ class Job:
   def on_workers(self, *arguments: str) -> int:
     """Runs worker.sh on all workers; returns a status.
 
-    With dry_run, its commands are shown, too.
+    With dry_run, the commands of worker.sh are printed too.
 
     Args:
-      *arguments: its own; empty ones are left out.
+      *arguments: arguments of worker.sh; empty ones are left out.
     """
     status = self.shell.run(self.resource.on_workers(_worker(*arguments)))
     self.shell.rehearse(
@@ -234,13 +232,13 @@ class Job:
     """Runs the job to its end, through preemptions.
 
     Args:
-      arguments: of encdec_adapt.train.
-      max_restarts: how many times the job is started again, in all.
-      retries: how many times in a row after a failure on healthy machines,
+      arguments: flags of encdec_adapt.train.
+      max_restarts: maximum number of restarts.
+      retries: maximum number of consecutive failures on healthy machines,
         each within an hour of its start.
 
     Returns:
-      0, or the status to leave with.
+      0, or the exit status.
     """
     if self.shell.dry_run:
       return self._rehearse(arguments)
@@ -261,7 +259,7 @@ class Job:
       refused = end in (End.REFUSED, End.UNFIT)
       preempted = self.was_preempted(wait=not refused)
       if preempted:
-        self.shell.note('preempted: made anew, and continued')
+        self.shell.note('preempted: created again and resumed')
         self.take_down()
         failures = 0
       elif refused:
@@ -273,18 +271,17 @@ class Job:
         failures = 1 if lasted > _LONG else failures + 1
         if failures > retries:
           raise commands.LaunchError(
-            f'the job failed {failures} times in a row on machines that are'
-            f' there (--retries={retries}); read'
-            f' {self.folder / "log.txt"}, and delete what it ran on with the'
-            ' verb delete.'
+            f'the job failed {failures} times in a row on healthy machines'
+            f' (--retries={retries}); read {self.folder / "log.txt"}. The'
+            ' machines still exist: delete them with the verb delete.'
           )
     raise commands.LaunchError(
-      f'the job was started again --max_restarts={max_restarts} times; give'
-      ' the same command again to go on.'
+      f'the job was restarted --max_restarts={max_restarts} times; give the'
+      ' same command to resume it.'
     )
 
   def _rehearse(self, arguments: list[str]) -> int:
-    """Shows what `train` would run."""
+    """Prints the commands of `train`."""
     self.bring_up()
     self.set_up()
     self.on_workers(*self._run(arguments))
@@ -292,15 +289,15 @@ class Job:
     self.shell.show(self.resource.describe())
     for node in self.resource.nodes:
       self.shell.show(self.resource.describe_node(node))
-    self.shell.note('after a preemption, and then from the top again')
+    self.shell.note('after a preemption, then from the beginning')
     self.take_down()
     return 0
 
   def attempt(self, arguments: list[str]) -> tuple[End, dict[str, int]]:
-    """Runs the job on all workers, showing their lines as they come.
+    """Runs the job on all workers and prints their lines.
 
     Returns:
-      How it ended, and the status that each worker said.
+      How the attempt ended, and the reported status of each worker.
     """
     statuses: dict[str, int] = {}
     process = self.shell.start(
@@ -313,16 +310,16 @@ class Job:
     try:
       self._watch(process)
     finally:
-      # The job itself is no child of this connection.
+      # The job survives: it is no child of this connection.
       process.terminate()
     status = process.wait()
     reader.join()
-    if statuses:  # Otherwise it may be running still, to be found again.
+    if statuses:  # Otherwise it may still run, and is found again.
       self._count_attempt()
     return judge(statuses, status), statuses
 
   def was_preempted(self, *, wait: bool) -> bool:
-    """Whether machines are gone, which may show a while after they left."""
+    """Returns whether machines are gone, waiting until their state tells."""
     patience = self.grace_seconds if wait else 0
     deadline = time.monotonic() + patience
     while not (gone := self.gone()):
@@ -332,10 +329,10 @@ class Job:
     return True
 
   def take_down(self) -> None:
-    """Deletes the resource, and what is left of its machines.
+    """Deletes the resource and its remaining machines.
 
     Raises:
-      LaunchError: too many requests in a row have failed.
+      LaunchError: too many consecutive requests failed.
     """
     if self.shell.dry_run:
       self.shell.show(self.resource.delete())
@@ -347,7 +344,7 @@ class Job:
       time.sleep(self.poll_seconds)
 
   def _watch(self, process: subprocess.Popen) -> None:
-    """Returns when the command has ended, or its machines are gone."""
+    """Waits until the command has ended or its machines are gone."""
     while True:
       try:
         process.wait(self.poll_seconds)
@@ -355,7 +352,7 @@ class Job:
       except subprocess.TimeoutExpired:
         pass
       if self.gone():
-        self.shell.note('machines are being taken away')
+        self.shell.note('machines are being preempted')
         try:
           process.wait(self.grace_seconds)
         except subprocess.TimeoutExpired:
@@ -363,7 +360,7 @@ class Job:
         return
 
   def _show(self, lines: typing.Iterable[str], statuses: dict) -> None:
-    """Prints and keeps the lines of all workers; notes what they end with."""
+    """Prints and logs the lines of all workers; collects their statuses."""
     path = commands.ROOT / self.folder / 'log.txt'
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'a', encoding='utf-8') as log:
@@ -376,12 +373,12 @@ class Job:
           statuses[ended[1]] = int(ended[2])
 
   def _run(self, arguments: list[str]) -> list[str]:
-    """Arguments of worker.sh that run the job, or show it again."""
+    """Returns the arguments of worker.sh that run the job or show it again."""
     attempt = f'attempt-{self._attempts() + 1}'
     return ['run', self._source, attempt, *arguments]
 
   def _attempts(self) -> int:
-    """How many attempts have ended, over all launches with this name."""
+    """Returns the number of ended attempts of all launches of this name."""
     path = commands.ROOT / self.folder / 'attempts'
     return int(path.read_text()) if path.exists() else 0
 
@@ -391,14 +388,14 @@ class Job:
 
 
 def _worker(*arguments: str) -> str:
-  """Command line of worker.sh; empty arguments are left out."""
+  """Returns a command line of worker.sh, without empty arguments."""
   return shlex.join(['bash', 'worker.sh', *filter(None, arguments)])
 
 
 def _count(statuses: typing.Mapping[str, int]) -> str:
-  """How many workers ended with which status."""
+  """Describes how many workers ended with which status."""
   if not statuses:
-    return 'no worker said its status'
+    return 'no worker reported a status'
   counts = collections.Counter(statuses.values())
   return ', '.join(
     f'{count} of {len(statuses)} workers with status {status}'

@@ -1,4 +1,4 @@
-"""A queued resource: what it is, and the commands on it.
+"""A queued resource of Cloud TPU VMs and the gcloud commands on it.
 
 Flags are those of the Google Cloud CLI reference, `gcloud compute tpus
 queued-resources`; tests/launch/gcloud_flags.json lists them.
@@ -12,7 +12,7 @@ import typing
 
 from launch import commands
 
-# Accelerator types, with the software of their virtual machines.
+# Accelerator type -> software version of its virtual machines.
 # Source: Cloud TPU documentation, "TPU software versions".
 RUNTIMES = {
   'v4': 'tpu-ubuntu2204-base',
@@ -21,21 +21,21 @@ RUNTIMES = {
   'v6e': 'v2-alpha-tpuv6e',
 }
 TIERS = {'spot': ['--spot'], 'reserved': ['--reserved'], 'on_demand': []}
-# How this machine reaches the workers, and what they are created with for it.
+# Route to the workers -> flags of ssh and scp, flags of create.
 ROUTES = {
   'external': ([], []),
   'internal': (['--internal-ip'], ['--internal-ips']),
   'iap': (['--tunnel-through-iap'], ['--internal-ips']),
 }
-# A disk that many machines attach. Form: `gcloud compute tpus queued-resources
+# A disk that many machines attach; form: `gcloud compute tpus queued-resources
 # create --help`, --data-disk.
 _DISK = re.compile(
   r'source=projects/[^/,]+/zones/([^/,]+)/disks/[^/,]+,mode=read-only'
 )
-# A worker that is gone ends the connection after two minutes.
+# Ends the connection to a vanished worker after two minutes.
 _ALIVE = ['--ssh-flag=-oServerAliveInterval=30']
 _ALIVE += ['--ssh-flag=-oServerAliveCountMax=4']
-# The default, 64, would start the others when the first 64 have ended.
+# The default of 64 would run workers in batches, one after the other.
 _EVERYWHERE = ['--node=all', '--worker=all', '--batch-size=all']
 
 
@@ -45,34 +45,31 @@ class Resource:
 
   name: str
   zone: str
-  accelerator: str = ''  # Needed to create it.
+  accelerator: str = ''  # Required to create it.
   project: str = ''  # '' for the default of gcloud.
   slices: int = 1
   tier: str = 'spot'
   runtime: str = ''  # '' for the one in RUNTIMES.
   route: str = 'external'
-  network: str = ''
-  subnetwork: str = ''
   service_account: str = ''
-  valid_until: str = ''  # How long to queue, as 24h; '' for ever.
-  data_disk: str = ''  # As gcloud takes it; every worker attaches it.
+  create_flag: typing.Sequence[str] = ()  # Further flags of create.
+  data_disk: str = ''  # In gcloud's form; every worker attaches it.
 
   def check(self) -> None:
-    """Refuses what the cloud would refuse, with the remedy."""
+    """Refuses values that the cloud would refuse."""
     commands.check_name('name', self.name)
     if self.accelerator:
       commands.tpu_chips(self.accelerator)
-    commands.check_zone(self.zone)
     disk = _DISK.fullmatch(self.data_disk)
     if self.data_disk and (disk is None or disk[1] != self.zone):
       raise commands.LaunchError(
-        f'--data_disk={self.data_disk}: give a disk of the zone, which all'
-        ' workers attach, as --data_disk=source=projects/PROJECT/zones/'
-        f'{self.zone}/disks/DISK,mode=read-only.'
+        f'--data_disk={self.data_disk}: give a disk of the zone, as'
+        f' --data_disk=source=projects/PROJECT/zones/{self.zone}/disks/DISK,'
+        'mode=read-only.'
       )
 
   def check_topology(self, training: list[str]) -> None:
-    """Refuses a configuration that is of other chips than are asked for.
+    """Refuses a configuration whose topology differs from the resource.
 
     Args:
       training: flags of `encdec_adapt.train`.
@@ -86,23 +83,20 @@ class Resource:
 
   @property
   def nodes(self) -> list[str]:
-    """Names of the slices, as the cloud gives them."""
+    """Names of the slices in the cloud."""
     if self.slices == 1:
       return [self.name]
     return [f'{self.name}-{index}' for index in range(self.slices)]
 
   def create(self) -> list[str]:
-    """Queues the request; returns before there are machines."""
+    """Queues the request, without waiting for machines."""
     kind = self.accelerator.partition('-')[0]
     if self.slices == 1:
       nodes = [f'--node-id={self.name}']
     else:
       nodes = [f'--node-count={self.slices}', f'--node-prefix={self.name}']
     given = {
-      'network': self.network,
-      'subnetwork': self.subnetwork,
       'service-account': self.service_account,
-      'valid-until-duration': self.valid_until,
       'data-disk': self.data_disk,
     }
     return self._command(
@@ -114,6 +108,7 @@ class Resource:
       *TIERS[self.tier],
       *ROUTES[self.route][1],
       *(f'--{flag}={value}' for flag, value in given.items() if value),
+      *self.create_flag,
       '--async',
       '--quiet',
     )
@@ -123,7 +118,7 @@ class Resource:
     return self._command('describe', self.name, '--format=value(state.state)')
 
   def explain(self) -> list[str]:
-    """Prints all that is known of the state."""
+    """Prints the state with its error message."""
     return self._command('describe', self.name, '--format=yaml(state)')
 
   def describe_node(self, node: str) -> list[str]:
@@ -158,7 +153,7 @@ class Resource:
     )
 
   def delete(self) -> list[str]:
-    """Deletes the request and the slices, and waits until they are gone."""
+    """Deletes the request and the slices, and waits for the end."""
     return self._command('delete', self.name, '--force', '--quiet')
 
   def _command(self, verb: str, *arguments: str) -> list[str]:

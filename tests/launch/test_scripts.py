@@ -39,26 +39,6 @@ def test_shellcheck(path):
   assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize('module', ['tpu_vm', 'gke', 'slurm'])
-def test_help(module, tmp_path):
-  done = checkout.Checkout(tmp_path).launch(module, '--help')
-  assert done.returncode == 0
-  assert f'python3 -m launch.{module} train --name=pair' in done.stdout
-  for verb in re.findall(r'^    (\w+) ', done.stdout, re.MULTILINE):
-    done = checkout_help(module, verb)
-    assert done.returncode == 0 and '--dry_run' in done.stdout, verb
-
-
-def checkout_help(module, verb):
-  """What a verb says of itself."""
-  return subprocess.run(
-    [sys.executable, '-m', f'launch.{module}', verb, '--help'],
-    cwd=tiny.ROOT,
-    capture_output=True,
-    text=True,
-  )
-
-
 @pytest.mark.parametrize(
   'path',
   ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test'],
@@ -115,12 +95,6 @@ def test_lock_files_differ_in_the_platform_only():
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
   assert tpu['libtpu'] == '0.0.42.1' and tpu['jax'] == '0.10.2'
   assert gpu['jax-cuda12-plugin'] == gpu['jax']
-
-
-def test_lock_files_name_no_index():
-  for name in LOCKS:
-    text = (tiny.ROOT / 'launch' / 'locks' / f'{name}.txt').read_text()
-    assert '://' not in text and '--hash' not in text and '@' not in text
 
 
 @pytest.mark.parametrize(
@@ -205,14 +179,6 @@ def test_install_brings_uv_where_the_system_manages_its_python(tmp_path):
   assert 'apt install python3-pip' in done.stderr
 
 
-def test_install_says_what_the_lock_files_hold_for(tmp_path):
-  here = checkout.Checkout(tmp_path)
-  here.put('uname', 'case $1 in -s) echo Darwin ;; *) echo arm64 ;; esac')
-  done = _install(here)
-  assert done.returncode == 1
-  assert 'hold for Linux-x86_64, and this is Darwin-arm64' in done.stderr
-
-
 def test_the_container_copies_what_installing_needs():
   text = (tiny.ROOT / 'launch' / 'docker' / 'Dockerfile').read_text()
   ignore = (
@@ -285,10 +251,3 @@ def test_whoever_has_more_extras_has_the_fewer_ones(prepare):
   # Part of a name is not the extra, and one of two is not both.
   assert prepare('te') == ['.[te]']
   assert prepare('test,gcs') == ['.[test,gcs]']
-
-
-def test_what_a_lock_file_made_is_no_installation_with_extras(prepare):
-  prepare('test')
-  stamp = prepare.root / '.venv' / 'installed-test'
-  stamp.rename(stamp.with_name('installed-from-lock'))
-  assert prepare('') == ['.']

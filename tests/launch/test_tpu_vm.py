@@ -38,14 +38,12 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
   install = '[worker] $ uv pip install --quiet --python .venv/bin/python'
   assert done.stdout.splitlines() == [
     look,
-    '# where there is none',
+    '# if it does not exist',
     f'$ {gcloud} create pair --accelerator-type=v5litepod-16'
     ' --runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=pair'
     f' --spot --async --quiet {where}',
-    '# until it says ACTIVE',
+    '# until it prints ACTIVE',
     look,
-    '# where it says FAILED, what the cloud says of it',
-    f"$ {gcloud} describe pair '--format=yaml(state)' {where}",
     '$ mkdir -p runs/launch/pair',
     f'$ {archive.format("runs/launch/pair/encdec_adapt.tar.gz")}',
     f'$ {gcloud} scp runs/launch/pair/encdec_adapt.tar.gz'
@@ -81,7 +79,7 @@ def test_dry_run_prints_every_command_and_runs_none(cloud):
       " '--format=value(state)'"
       for slice_ in (0, 1)
     ),
-    '# after a preemption, and then from the top again',
+    '# after a preemption, then from the beginning',
     f'$ {gcloud} delete pair --force --quiet {where}',
   ]
   assert cloud.calls() == []
@@ -102,9 +100,7 @@ def test_what_dry_run_prints_is_what_is_run(cloud):
     if '$ gcloud ' in line
   }
   called = {tuple(call) for call in cloud.calls()}
-  # Nothing failed whose reason would have been asked for.
-  (unasked,) = shown - called
-  assert '--format=yaml(state)' in unasked and called < shown
+  assert called == shown
   # So is what the workers run.
   ran = {
     line.partition('] ')[2]
@@ -135,7 +131,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   log = (cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt').read_text()
   assert '[0.0] step 6\n' in log
   assert [call[3] for call in cloud.calls('create', 'delete')] == ['create']
-  assert 'still there, and cost' in done.stdout
+  assert 'still exist and cost' in done.stdout
 
   # Given again, nothing is created, and nothing is installed again.
   installed = cloud.installed('0-0')
@@ -154,7 +150,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
 def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
   done = cloud.train([event, 'finish'])
   clouds.assert_ended(done, 0)
-  assert 'preempted: made anew, and continued' in done.stdout
+  assert 'preempted: created again and resumed' in done.stdout
   assert '[0.0] continuing at step 2' in done.stdout
   # Of machines that vanish, the last lines may not arrive.
   for step in (3, 4, 5, 6):
@@ -180,15 +176,6 @@ def test_one_preempted_while_it_is_made_is_made_anew(cloud):
   ]
 
 
-@pytest.mark.long
-def test_told_to_stop_on_machines_that_stay_it_is_started_again(cloud):
-  done = cloud.train(['stop', 'finish'])
-  clouds.assert_ended(done, 0)
-  assert 'the job told to stop, and saved' in done.stdout
-  assert '[0.0] continuing at step 2' in done.stdout
-  assert len(cloud.calls('create', 'delete')) == 1
-
-
 def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
   log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
   launcher = cloud.start_training(['wait', 'finish'])
@@ -207,7 +194,7 @@ def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
     launcher.kill()
   assert traced.stdout.count('] launch: told to trace its next steps') == 4
   assert done.stdout.count('] launch: told to stop') == 4
-  assert 'the job told to stop, and saved: 4 of 4 workers' in output
+  assert 'the job was stopped after a save: 4 of 4 workers' in output
   assert launcher.returncode == 0
 
 
@@ -215,7 +202,7 @@ def test_a_connection_that_breaks_does_not_end_the_job(cloud):
   done = cloud.train(['drop', 'finish'])
   clouds.assert_ended(done, 0)
   lines = done.stdout.splitlines()
-  assert 'the job was lost from sight' in done.stdout
+  assert 'the job lost its connection' in done.stdout
   # Every line of it was shown; one that was on its way may come twice.
   assert clouds.starts(cloud) == 1
   assert {f'[0.0] step {step}' for step in range(3, 7)} <= set(lines)
@@ -242,10 +229,3 @@ def test_a_request_that_fails_says_why(cloud):
   done = cloud.train([], creations=[['FAILED']])
   clouds.assert_ended(done, 2)
   assert 'could not fill the request pair' in done.stderr
-
-
-@pytest.mark.long
-def test_restarts_are_limited(cloud):
-  done = cloud.train(['stop', 'stop'], '--max_restarts=1')
-  clouds.assert_ended(done, 2)
-  assert '--max_restarts=1' in done.stderr
