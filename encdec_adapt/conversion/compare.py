@@ -176,7 +176,11 @@ def _read_row(
     )
   for name, ids in row.items():
     size = model.stacks[name].vocab_size
-    bad = [i for i in ids if type(i) is not int or not 0 <= i < size]
+    bad = [
+      i
+      for i in (ids if isinstance(ids, list) else [ids])
+      if type(i) is not int or not 0 <= i < size
+    ]
     if not ids or bad:
       raise errors.UserError(
         f'{where}: {bad[0] if bad else ids!r} of {name} is not an id below'

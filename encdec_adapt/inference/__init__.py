@@ -1,4 +1,4 @@
 """Text generation: choosing tokens and the cached decoding loop.
 
-Imports `models`, `sharding` and below; knows nothing of data or training.
+Imports `models`, `sharding` and below; nothing of data or training.
 """

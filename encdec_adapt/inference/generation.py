@@ -1,7 +1,7 @@
-"""Cached generation: the prompt once, then one token per step.
+"""Cached generation: prefill with the prompt, then one token per step.
 
 An encoder-decoder reads the prompt with its encoder, whose keys and values
-are made once, and its decoder starts from BOS. A decoder-only model reads
+are computed once, and its decoder starts from BOS. A decoder-only model reads
 the prompt into its cache and continues it. From there both run one loop.
 """
 
@@ -22,10 +22,10 @@ class Generated(NamedTuple):
   """Continuations of a batch of prompts.
 
   Attributes:
-    tokens: [B, n], EOS included where a row ended; pad after it.
-    lengths: [B], tokens of each row, EOS included.
-    log_probs: [B, n], natural log of the probability of each token under
-      the model itself, before temperature and filters; 0 after the end.
+    tokens: generated tokens [B, n], EOS included; pad after the end of a row.
+    lengths: number of tokens of each row [B], EOS included.
+    log_probs: natural log of the probability of each token [B, n] under the
+      model itself, before temperature and filters; 0 after the end.
   """
 
   tokens: Int[Array, 'B n']
@@ -34,11 +34,11 @@ class Generated(NamedTuple):
 
 
 class _Loop(NamedTuple):
-  """What the decoding loop carries."""
+  """State of the decoding loop."""
 
-  step: jax.Array  # tokens of every row so far
-  last: jax.Array  # [B] the newest token
-  position: jax.Array  # [B] of the newest token
+  step: jax.Array  # Number of tokens generated so far.
+  last: jax.Array  # [B] newest token.
+  position: jax.Array  # [B] position of the newest token.
   done: jax.Array  # [B]
   cache: Any
   generated: Generated
@@ -59,23 +59,23 @@ def generate_tokens(
   eos: Int[Array, 'k'],
   pad: int,
 ) -> Generated:
-  """Continues a batch of prompts; to be traced (`generate` is it jitted).
+  """Continues a batch of prompts; can be traced (`generate` is jitted).
 
   Args:
     model: an encoder-decoder, or a decoder-only model.
     params: its parameters.
     tokens: prompts, BOS first, padded on either side.
-    segments: 1 at tokens, 0 at padding; a row of padding only fills up the
-      batch, and nothing is generated for it.
+    segments: 1 at tokens, 0 at padding; nothing is generated for a row of
+      padding, which fills up a batch.
     positions: position of each token in its prompt.
     rng: key of all draws.
-    rows: number of each row, which with `rng` decides its draws: a prompt
-      with the same number draws alike in any batch. None for 0 .. B-1.
-    max_tokens: n, at least 1; the loop ends earlier if all rows have ended.
+    rows: index of each row, which with `rng` decides its draws: a prompt with
+      the same index draws alike in any batch. None for 0 .. B-1.
+    max_tokens: n, at least 1; the loop stops earlier if all rows have ended.
     sampling: how tokens are chosen.
     bos: first token of an encoder-decoder's decoder.
-    eos: tokens that end a row.
-    pad: token after the end.
+    eos: tokens, any of which ends a row.
+    pad: token after the end of a row.
 
   Returns:
     The continuations.
@@ -104,7 +104,7 @@ def generate_tokens(
   )
 
   def advance(loop: _Loop) -> _Loop:
-    """Reads each row's newest token and chooses the next."""
+    """Feeds each row's newest token and chooses the next."""
     hidden, cache = decode_step(
       params,
       loop.last[:, None],
@@ -126,7 +126,7 @@ generate = jax.jit(
 
 
 class _Start(NamedTuple):
-  """What a decoder reads before it generates, each [B, n]."""
+  """First input of a decoder, each [B, n]."""
 
   tokens: jax.Array
   segments: jax.Array
@@ -141,7 +141,7 @@ def _start(
   positions: jax.Array,
   bos: int,
 ) -> tuple[Callable[..., Any], _Start]:
-  """The model's decode step, the encoder done, and what it reads first."""
+  """Runs the encoder; returns the decode step and its first input."""
   if not isinstance(model.config, model_config.EncoderDecoderConfig):
     return model.decode_step, _Start(tokens, segments, positions)
   encoded = model.encode(params, tokens, segments, positions)
@@ -155,7 +155,7 @@ def _start(
 
 
 def _last(hidden: jax.Array, start: _Start) -> tuple[jax.Array, jax.Array]:
-  """State [B, 1, D] and position [B] of each row's last token."""
+  """Returns hidden state [B, 1, D] and position [B] of each last token."""
   # Rows may be padded on either side.
   reverse = jnp.argmax(start.segments[:, ::-1] > 0, axis=1)
   last = start.segments.shape[1] - 1 - reverse
@@ -167,7 +167,7 @@ def _last(hidden: jax.Array, start: _Start) -> tuple[jax.Array, jax.Array]:
 def _before(
   start: _Start, position: jax.Array, cache: Any, max_tokens: int, pad: int
 ) -> _Loop:
-  """The loop's state before the first token."""
+  """Returns the state of the loop before the first token."""
   batch = len(position)
   return _Loop(
     step=jnp.zeros((), jnp.int32),
@@ -192,7 +192,7 @@ def _choose(
   eos: jax.Array,
   pad: int,
 ) -> _Loop:
-  """Chooses each row's next token from logits [B, V] and writes it down."""
+  """Chooses each row's next token from logits [B, V] and records it."""
   fold = functools.partial(jax.random.fold_in, data=loop.step)
   chosen = sampling_lib.choose(logits, jax.vmap(fold)(row_keys), sampling)
   log_probs = jnp.take_along_axis(

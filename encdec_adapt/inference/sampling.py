@@ -1,8 +1,7 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p.
+"""Chooses the next token from logits: greedy, temperature, top-k, top-p.
 
-Pure functions on one step's logits. Ties are broken by the lower token id
-everywhere, so that greedy, top-k and top-p agree with each other and a
-result does not depend on a sort's whim.
+Pure functions of one step's logits. Ties go to the lower token id everywhere,
+so greedy, top-k and top-p agree with each other.
 """
 
 import dataclasses
@@ -15,13 +14,13 @@ from encdec_adapt.cli import errors
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """How the next token is chosen.
+  """Sampling options.
 
   Attributes:
-    temperature: logits are divided by it; 0 is greedy.
-    top_k: only the k likeliest tokens, None for all.
-    top_p: only the smallest set of likeliest tokens whose probability
-      (after temperature and top-k) reaches p, None for all.
+    temperature: divisor of the logits; 0 is greedy.
+    top_k: draw among the k likeliest tokens; None for all.
+    top_p: draw among the smallest set of likeliest tokens whose probability
+      (after temperature and top-k) reaches p; None for all.
   """
 
   temperature: float = 0.0
@@ -55,8 +54,7 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
 
   Args:
     logits: [..., V].
-    k: how many to keep; exactly k are kept where V >= k, and lower ids win
-      ties.
+    k: number of logits to keep; lower ids win ties.
 
   Returns:
     [..., V].
@@ -68,7 +66,7 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
   """Keeps the smallest set of likeliest tokens with probability >= p.
 
   Args:
-    logits: [..., V]; -inf for tokens that are out already.
+    logits: [..., V]; -inf for tokens that are excluded already.
     p: in (0, 1]. The likeliest token is always kept, and lower ids win ties.
 
   Returns:
@@ -84,9 +82,9 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 
 
 def filter_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Logits of the distribution that is drawn from: [..., V] -> [..., V].
+  """Returns the logits of the distribution to draw from, [..., V].
 
-  Temperature first, then top-k, then top-p of what is left.
+  Applies temperature, then top-k, then top-p.
 
   Raises:
     ValueError: temperature 0 has no distribution.
@@ -104,13 +102,13 @@ def filter_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
 def choose(
   logits: jax.Array, keys: jax.Array, config: SamplingConfig
 ) -> jax.Array:
-  """The next token of each row.
+  """Chooses the next token of each row.
 
   Args:
     logits: [B, V].
-    keys: [B] PRNG keys, one per row, so that what a row draws does not
-      depend on the rows beside it; unused by greedy decoding.
-    config: how to choose.
+    keys: PRNG keys [B], one per row, so that the draws of a row do not depend
+      on the rows beside it; unused by greedy decoding.
+    config: sampling options.
 
   Returns:
     [B] int32.
@@ -122,7 +120,7 @@ def choose(
 
 
 def _ranks(logits: jax.Array) -> jax.Array:
-  """Rank of each logit in its row, 0 the largest, lower ids first."""
+  """Ranks the logits of each row: 0 is the largest, lower ids first."""
   order = jnp.argsort(-logits, axis=-1, stable=True)
   # The inverse permutation.
   return jnp.argsort(order, axis=-1, stable=True)

@@ -78,27 +78,6 @@ def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
   assert os.listdir(tmp_path) == ['source']
 
 
-def test_options_of_adaptation_keep_the_function(
-  folder, gemma, adapted, capsys
-):
-  """More heads and one table for both stacks compute the same."""
-  output = folder / 'optional'
-  flags = [f'--encoder={gemma}', f'--output={output}', '--shared_table']
-  assert convert_('adapt', *flags, '--encoder_kv_heads=2') == 0
-  model = stored_model.open_model(output).model
-  assert model.shared_table
-  assert (model.encoder.kv_heads, model.decoder.kv_heads) == (2, 1)
-  assert convert_('verify', adapted, output, folders.ROUNDED) == 0
-  exported = folder / 'optional_out'
-  capsys.readouterr()
-  convert_('export', f'--checkpoint={output}', f'--output={exported}')
-  assert 'in the layout of this project' in capsys.readouterr().out
-  card = (exported / 'README.md').read_text()
-  assert "the encoder reads the decoder's embedding table" in card
-  assert 'encoder.kv_heads is 2, in encoder_source 1' in card
-  assert convert_('diff', output, exported) == 0
-
-
 def test_training_adapts_with_options(folder, pairs, gemma):
   """Merged attention, one table, new tokens: as the model's configuration."""
   workdir = folder / 'merged_pair'
@@ -120,19 +99,6 @@ def test_training_adapts_with_options(folder, pairs, gemma):
   exported = folder / 'merged_out'
   convert_('export', f'--checkpoint={workdir}', f'--output={exported}')
   assert convert_('verify', workdir, exported, folders.ROUNDED) == 0
-
-
-def test_sources_that_do_not_fit_are_refused_before_records_are_made(
-  folder, pairs, gemma, adapted, tmp_path
-):
-  flags = [f'--workdir={tmp_path}/run', '--config.init.mode=adapt']
-  flags += [f'--config.data.folder={tmp_path}/records']
-  changed = '--config.model.encoder.mlp_width=24'
-  with pytest.raises(errors.UserError, match='encoder/layers/0/mlp/down has'):
-    _train(*pairs, *flags, f'--config.init.encoder={gemma}', changed)
-  with pytest.raises(errors.UserError, match='is an encoder-decoder'):
-    _train(*pairs, *flags, f'--config.init.encoder={adapted}')
-  assert not (tmp_path / 'records').exists()
 
 
 def test_two_vocabularies_share_no_table(gemma, tmp_path):

@@ -1,16 +1,13 @@
 """Jobs and conversions of which nothing is on a disk, on a fake store."""
 
 import json
-import shutil
-import tempfile
-import types
 
 import pytest
 
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import run_artifacts, stored_model
+from encdec_adapt.conversion import run_artifacts
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder, tensor_writer
@@ -60,25 +57,6 @@ def test_import_then_export_gives_the_same_bytes(
     convert('export', *flags)
 
 
-def test_space_is_asked_for_where_the_draft_is(
-  bucket, gemma, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
-  usage = types.SimpleNamespace(free=1000)
-  asked = []
-  monkeypatch.setattr(shutil, 'disk_usage', lambda p: asked.append(p) or usage)
-  with pytest.raises(errors.UserError, match=r'1000 .* another .*\(\$TMPDIR\)'):
-    convert('import', f'--source={gemma}', f'--output={bucket}/run')
-  assert asked == [tmp_path]
-  assert not paths.objects(paths.at(bucket))
-
-
-def test_a_folder_without_its_marker_is_none(put):
-  (paths.at(put) / new_folder.MARKER).unlink()
-  with pytest.raises(errors.UserError, match='holds no model'):
-    stored_model.open_model(put)
-
-
 def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   """Sources, vocabulary, records, work directory, outputs."""
   for split in ('train', 'eval'):
@@ -124,16 +102,3 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(paths.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0
-
-
-def test_a_plan_is_written_there(bucket):
-  chips = 'h100:16'
-  done = tiny.run(
-    'plan',
-    f'--config=configs/gemma2.py:size=2b_2b,topology={chips}',
-    f'--topology={chips}',
-    f'--output={bucket}/plan.json',
-  )
-  assert done.returncode == 0, done.stderr
-  found = json.loads(paths.at(f'{bucket}/plan.json').read_bytes())
-  assert found['fits'] and found['topology'] == chips

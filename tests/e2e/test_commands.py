@@ -199,24 +199,6 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
     assert result['eval_loss_shuffled_prefix'] != result['eval_loss']
 
 
-def test_every_run_is_checked_before_one_is_measured(
-  folder, adapted, decoder, tmp_path, capsys
-):
-  results = [run / run_artifacts.EVALUATION for run in (adapted, decoder)]
-  for result in results:
-    result.unlink(missing_ok=True)
-  other = shutil.copytree(decoder, tmp_path / 'other')
-  saved = json.loads((other / 'config.json').read_text())
-  saved['model']['decoder']['mlp_width'] = 64
-  (other / 'config.json').write_text(json.dumps(saved))
-  records = f'--records={folder}/prefix_lm/eval'
-  runs = [f'--checkpoint={run}' for run in (adapted, decoder, other)]
-  with pytest.raises(errors.UserError, match='is of another model'):
-    tiny.call(evaluate, *runs, records)
-  assert 'nats' not in capsys.readouterr().out
-  assert not any(result.exists() for result in results)
-
-
 def test_generate_continues_every_prompt(folder, adapted, decoder):
   for run in (adapted, decoder):
     output = folder / 'out.json'

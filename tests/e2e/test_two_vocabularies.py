@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 from flax import traverse_util
 import jax
@@ -11,10 +10,10 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, materialize, train
+from encdec_adapt import evaluate, generate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
-from encdec_adapt.data import loader, records
+from encdec_adapt.data import records
 from encdec_adapt.huggingface import export
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies
@@ -240,25 +239,12 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   assert tiny.generate(exported, 'the quick', tmp_path / 'out.json') == 0
 
 
-def test_a_changed_tokenizer_is_refused(trained, tmp_path):
-  workdir, _ = trained
-  run = shutil.copytree(workdir, tmp_path / 'run')
-  path = run / config_lib.VOCABULARIES / 'decoder' / 'tokenizer_config.json'
-  config = json.loads(path.read_text())
-  config['eos_token'] = '<|endoftext|>'
-  path.write_text(json.dumps(config))
-  with pytest.raises(errors.UserError, match='is not the one that the checkp'):
-    _main(generate, f'--checkpoint={run}', '--prompt=x')
-
-
 @pytest.mark.parametrize(
   'changes, message',
   [
     ({'data.objective': 'ul2'}, 'only prefix_lm and prefix_lm_uniform split'),
-    ({'data.add_sentinels': 300}, "tokens.*decoder's table 400 rows"),
     ({'model.encoder.vocab_size': 300}, "318 tokens.*encoder's table 300"),
     ({'data.vocabulary': 'LLAMA'}, 'the decoder of this job.*other text'),
-    ({'data.vocabulary': 'nowhere'}, 'nowhere.*cannot be read'),
   ],
 )
 def test_what_does_not_fit_is_refused(
@@ -271,30 +257,3 @@ def test_what_does_not_fit_is_refused(
   }
   with pytest.raises(errors.UserError, match=message):
     _main(train, *_flags(folder, **changes), f'--workdir={tmp_path}/run')
-
-
-@pytest.mark.slow
-@pytest.mark.multiproc
-def test_shards_do_not_depend_on_workers(folder, tmp_path):
-  found = []
-  for workers in (1, 2):
-    flags = _flags(
-      folder,
-      **{
-        'data.folder': tmp_path / str(workers),
-        'data.workers': workers,
-        'data.objective': 'prefix_lm_uniform',
-      },
-    )
-    flags.append(f'--workdir={tmp_path}')
-    assert _main(materialize, *flags) == 0
-    found.append(
-      {
-        path.relative_to(tmp_path / str(workers)): path.read_bytes()
-        for path in (tmp_path / str(workers)).rglob('*.array_record')
-      }
-    )
-  assert found[0] == found[1] and len(found[0]) == 4
-  some = records.RecordSet.open(tmp_path / '1' / 'train')
-  batch = next(loader.Loader(some, some.spec.lengths, 4, teacher=True))
-  assert (batch['encoder_segments'].max(axis=1) > 1).any()  # Packed.

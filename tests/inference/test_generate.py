@@ -195,24 +195,3 @@ def test_a_prompt_that_cannot_be_encoded_is_named_before_any_work(
   flags = [f'--checkpoint={run_folder}', f'--prompts={prompts}']
   with pytest.raises(errors.UserError, match='prompts.jsonl, line 21: '):
     _run(*flags, f'--chat={chat}', '--batch_size=2')
-
-
-def test_what_is_done_is_written_where_it_is_interrupted(
-  run_folder, tmp_path, monkeypatch
-):
-  output = tmp_path / 'samples.json'
-  flags = [f'--checkpoint={run_folder}', f'--output={output}']
-  flags += [*(f'--prompt={p}' for p in PROMPTS), '--max_tokens=2']
-  continuation, calls = generate._continuation, []
-
-  def interrupted(*arguments):
-    calls.append(arguments)
-    if len(calls) > 4:
-      raise KeyboardInterrupt
-    return continuation(*arguments)
-
-  monkeypatch.setattr(generate, '_continuation', interrupted)
-  with pytest.raises(KeyboardInterrupt):
-    _run(*flags, '--batch_size=2')
-  samples = json.loads(output.read_text())
-  assert [sample['prompt'] for sample in samples] == PROMPTS[:4]

@@ -8,7 +8,6 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, model_config, parameters
 from encdec_adapt.ops import partition
@@ -145,54 +144,6 @@ def test_rows_do_not_depend_on_their_batch(kind):
   )
 
 
-@pytest.mark.parametrize('kind', CONFIGS)
-def test_ended_rows_emit_pad_and_fillers_nothing(kind):
-  free = np.asarray(_generate(kind).tokens)
-  eos = free[0, 2]
-  got = _generate(kind, eos=np.array([eos]), pad=3)
-  for row in range(3):
-    ends = np.flatnonzero(free[row] == eos)
-    length = ends[0] + 1 if len(ends) else STEPS
-    want = np.where(np.arange(STEPS) < length, free[row], 3)
-    # Tokens after the end that were generated already are the loop's pads.
-    np.testing.assert_array_equal(got.tokens[row], want)
-    assert got.lengths[row] == length
-    assert (got.log_probs[row, length:] == 0).all()
-  assert got.lengths.min() <= 3
-
-  filled = _generate(kind, [PROMPTS[0], [], PROMPTS[2]])
-  np.testing.assert_array_equal(filled.tokens[0], free[0])
-  np.testing.assert_array_equal(filled.tokens[1], np.zeros(STEPS))
-  assert filled.lengths.tolist() == [STEPS, 0, STEPS]
-  assert np.isfinite(filled.log_probs).all()
-
-
-def test_no_tokens_is_refused():
-  model, params = _model('decoder_only')
-  with pytest.raises(errors.UserError, match='max_tokens is 0'):
-    generation.generate(
-      model,
-      params,
-      *_padded(PROMPTS),
-      rng=RNG,
-      max_tokens=0,
-      bos=2,
-      eos=NEVER,
-      pad=0,
-    )
-
-
-@pytest.mark.parametrize('kind', CONFIGS)
-def test_any_of_several_tokens_ends_a_row(kind):
-  free = np.asarray(_generate(kind).tokens)
-  ends = [free[0, 3], free[1, 1]]
-  got = _generate(kind, eos=np.array(ends), pad=3)
-  for row in range(3):
-    where = np.flatnonzero(np.isin(free[row], ends))
-    assert got.lengths[row] == (where[0] + 1 if len(where) else STEPS)
-  assert got.lengths[1] <= 2
-
-
 @pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('kind', CONFIGS)
@@ -226,3 +177,24 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
   expected = _generate(kind, prompts)
   np.testing.assert_array_equal(found.tokens, expected.tokens)
   np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_ended_rows_emit_pad_and_fillers_nothing(kind):
+  free = np.asarray(_generate(kind).tokens)
+  ends = [free[0, 2], free[1, 1]]  # Any of several tokens ends a row.
+  got = _generate(kind, eos=np.array(ends), pad=3)
+  for row in range(3):
+    where = np.flatnonzero(np.isin(free[row], ends))
+    length = where[0] + 1 if len(where) else STEPS
+    want = np.where(np.arange(STEPS) < length, free[row], 3)
+    np.testing.assert_array_equal(got.tokens[row], want)
+    assert got.lengths[row] == length
+    assert (got.log_probs[row, length:] == 0).all()
+  assert got.lengths.min() <= 3
+
+  filled = _generate(kind, [PROMPTS[0], [], PROMPTS[2]])
+  np.testing.assert_array_equal(filled.tokens[0], free[0])
+  np.testing.assert_array_equal(filled.tokens[1], np.zeros(STEPS))
+  assert filled.lengths.tolist() == [STEPS, 0, STEPS]
+  assert np.isfinite(filled.log_probs).all()

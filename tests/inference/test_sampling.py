@@ -53,12 +53,6 @@ def test_top_p_leaves_out_what_is_out():
   assert _kept(sampling.keep_top_p(logits, 0.5)) == [0]
 
 
-def test_rows_are_filtered_independently():
-  logits = jnp.stack([_log(0.7, 0.2, 0.1), _log(0.1, 0.2, 0.7)])
-  kept = np.isfinite(np.asarray(sampling.keep_top_p(logits, 0.6)))
-  np.testing.assert_array_equal(kept, [[1, 0, 0], [0, 0, 1]])
-
-
 def test_temperature_then_top_k_then_top_p():
   logits = _log(0.4, 0.3, 0.2, 0.1)
   # At temperature 1/2 probabilities are squared: 16 : 9 : 4 : 1. Top-k
