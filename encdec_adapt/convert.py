@@ -8,7 +8,7 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert diff A B
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
       --output=CKPT
-    python -m encdec_adapt.convert verify A B [--tokens=FILE]
+    python -m encdec_adapt.convert verify A B [--rows=4 --length=64]
 
 SRC, A, B and PATH are Hugging Face folders or work directories of runs. CKPT
 is a work directory as training leaves it, with a checkpoint of step 0.
@@ -138,19 +138,16 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
   """Compares the logits of two models; returns 1 if above the tolerance."""
   one, other = (importing.open_model(path, values) for path in operands)
   compare.require_same_sizes(one, other)
-  if values.tokens:
-    rows = compare.read_rows(values.tokens, one.model)
-  else:
-    for name in ('rows', 'length'):
-      if values[name].value < 1:
-        raise errors.UserError(
-          f'--{name} is {values[name].value}; it must be at least 1.'
-        )
-    rows = compare.random_rows(
-      one.model, rows=values.rows, length=values.length, seed=values.seed
-    )
+  for name in ('rows', 'length'):
+    if values[name].value < 1:
+      raise errors.UserError(
+        f'--{name} is {values[name].value}; it must be at least 1.'
+      )
+  tokens = compare.random_tokens(
+    one.model, rows=values.rows, length=values.length, seed=values.seed
+  )
   found = compare.verify(
-    tuple(operands), rows, encoder_window=values.encoder_window
+    tuple(operands), tokens, encoder_window=values.encoder_window
   )
   print(
     f'{found.tokens} predictions: largest difference of a logit'
@@ -260,16 +257,11 @@ COMMANDS = {
     more=True,
   ),
   'verify': command.Subcommand(
-    'compare the logits of two models',
+    'compare the logits of two models on random tokens',
     _flags(
-      _string(
-        'tokens',
-        'File with one JSON value per line: a list of ids, or an object with'
-        ' the lists encoder and decoder. Default: random tokens.',
-      ),
-      _integer('rows', 'Number of random rows.', default=4),
-      _integer('length', 'Tokens of a random row.', default=64),
-      _integer('seed', 'Seed of random rows.', default=0),
+      _integer('rows', 'Number of rows.', default=4),
+      _integer('length', 'Tokens of a row.', default=64),
+      _integer('seed', 'Seed of the tokens.', default=0),
       _float(
         'tolerance', 'Largest difference of a logit to end with status 0.'
       ),

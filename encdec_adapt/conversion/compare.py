@@ -1,8 +1,7 @@
 """Compares two models: their parameters and their predictions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
-import json
 import os
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import layer_leaves, model_config
 
 _FIRST_DRAWN = 4  # Lower ids are special in most vocabularies.
@@ -91,112 +89,27 @@ class _Leaves:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-  """Tokens that two models are compared on, padded on the right.
-
-  Attributes:
-    decoder: tokens fed to the decoder, [B, T].
-    decoder_mask: True at tokens, [B, T].
-    encoder: tokens fed to the encoder, [B, S]; None for decoder-only models.
-    encoder_mask: True at tokens, [B, S].
-  """
-
-  decoder: np.ndarray
-  decoder_mask: np.ndarray
-  encoder: np.ndarray | None = None
-  encoder_mask: np.ndarray | None = None
-
-
-def random_rows(
+def random_tokens(
   model: model_config.ModelConfig, *, rows: int, length: int, seed: int
-) -> Rows:
-  """Draws rows of random tokens.
+) -> dict[str, np.ndarray]:
+  """Draws random tokens [rows, length] for each stack of a model.
 
   Args:
     model: config with the vocabulary sizes.
-    rows: B.
-    length: S and T.
+    rows: number of rows.
+    length: tokens of a row.
     seed: seed of the draws.
   """
   rng = np.random.default_rng(seed)
-
-  def draw(stack: model_config.StackConfig) -> np.ndarray:
-    low = min(_FIRST_DRAWN, stack.vocab_size - 1)
-    return rng.integers(low, stack.vocab_size, (rows, length), np.int32)
-
-  real = np.ones((rows, length), bool)
-  tokens = {name: draw(stack) for name, stack in model.stacks.items()}
-  if 'encoder' not in tokens:
-    return Rows(tokens['decoder'], real)
-  return Rows(tokens['decoder'], real, tokens['encoder'], real)
-
-
-def read_rows(path: str, model: model_config.ModelConfig) -> Rows:
-  """Reads rows from a file with one JSON value per line.
-
-  Args:
-    path: file; each line is a list of ids, or for an encoder-decoder an
-      object with the lists `encoder` and `decoder`.
-    model: config with the vocabulary sizes.
-
-  Raises:
-    UserError: the file cannot be read, or a line has no such ids.
-  """
-  try:
-    lines = paths_lib.at(path).read_text(encoding='utf-8').splitlines()
-  except (OSError, UnicodeDecodeError) as error:
-    raise errors.UserError(f'--tokens={path} cannot be read ({error}).') from (
-      error
+  return {
+    name: rng.integers(
+      min(_FIRST_DRAWN, stack.vocab_size - 1),
+      stack.vocab_size,
+      (rows, length),
+      np.int32,
     )
-  rows = [
-    _read_row(line, f'--tokens={path}, line {number}', model)
-    for number, line in enumerate(lines, 1)
-    if line.strip()
-  ]
-  if not rows:
-    raise errors.UserError(f'--tokens={path} has no line with tokens.')
-  sides = {name: _padded([row[name] for row in rows]) for name in model.stacks}
-  return Rows(*sides['decoder'], *sides.get('encoder', ()))
-
-
-def _read_row(
-  line: str, where: str, model: model_config.ModelConfig
-) -> dict[str, list[int]]:
-  try:
-    row = json.loads(line)
-  except ValueError as error:
-    raise errors.UserError(f'{where} is not JSON ({error}).') from error
-  if len(model.stacks) == 1 and isinstance(row, list):
-    row = {'decoder': row}
-  if not isinstance(row, dict) or row.keys() != set(model.stacks):
-    raise errors.UserError(
-      f'{where}: write a list of ids for a decoder-only model, and an object'
-      ' with the lists "encoder" and "decoder" for an encoder-decoder.'
-    )
-  for name, ids in row.items():
-    size = model.stacks[name].vocab_size
-    bad = [
-      i
-      for i in (ids if isinstance(ids, list) else [ids])
-      if type(i) is not int or not 0 <= i < size
-    ]
-    if not ids or bad:
-      raise errors.UserError(
-        f'{where}: {bad[0] if bad else ids!r} of {name} is not an id below'
-        f' {size}.'
-      )
-  return row
-
-
-def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-  longest = max(map(len, rows))
-  tokens = np.zeros((len(rows), longest), np.int32)
-  mask = np.zeros(tokens.shape, bool)
-  for i, row in enumerate(rows):
-    tokens[i, : len(row)] = row
-    mask[i, : len(row)] = True
-  return tokens, mask
+    for name, stack in model.stacks.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +150,7 @@ def require_same_sizes(
 
 def verify(
   paths: tuple[str | os.PathLike[str], str | os.PathLike[str]],
-  rows: Rows,
+  tokens: Mapping[str, np.ndarray],
   *,
   encoder_window: str | None = None,
 ) -> Agreement:
@@ -245,7 +158,7 @@ def verify(
 
   Args:
     paths: paths of the models.
-    rows: tokens for both.
+    tokens: stack -> tokens [B, L] for both models.
     encoder_window: window rule for both, see `stored_model.with_window`; None
       for the stored rules.
   """
@@ -253,10 +166,8 @@ def verify(
   for path in paths:
     model = loaded_model.load(path, encoder_window=encoder_window)
     with jax.default_matmul_precision('highest'):
-      found = model.logits(
-        rows.decoder, rows.encoder, rows.encoder_mask, rows.decoder_mask
-      )
-    logits.append(np.asarray(found)[rows.decoder_mask])
+      found = model.logits(tokens['decoder'], tokens.get('encoder'))
+    logits.append(np.asarray(found).reshape(-1, found.shape[-1]))
     del model  # One model in memory at a time.
   one, other = logits
   p, q = map(_log_softmax, logits)

@@ -172,13 +172,13 @@ class LoadedModel:
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
     if mask is None:
       mask = np.ones(tokens.shape, bool)
-    mask = _array(mask, f'the mask of the {side}')
+    mask = jnp.asarray(mask)
     if mask.shape != tokens.shape:
       raise errors.UserError(
         f'the mask of the {side} has the shape {list(mask.shape)}, its tokens'
         f' {list(tokens.shape)}; give one value for each token.'
       )
-    segments = (jnp.asarray(mask) != 0).astype(jnp.int32)
+    segments = (mask != 0).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
 
@@ -254,21 +254,10 @@ def read(
   return LoadedModel(model, stored.read(where), stored)
 
 
-def _array(values: Any, what: str) -> np.ndarray | jax.Array:
-  """Converts to an array; refuses rows of different lengths."""
-  if isinstance(values, jax.Array):
-    return values
-  try:
-    return np.asarray(values)
-  except ValueError as error:
-    raise errors.UserError(
-      f'{what} have rows of several lengths; pad them, and give a mask.'
-    ) from error
-
-
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
   """Checks token ids [B, L]; the values of a traced array are not checked."""
-  tokens = _array(tokens, f'tokens of the {side}')
+  if not isinstance(tokens, jax.Array):
+    tokens = np.asarray(tokens)
   if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
     raise errors.UserError(
       f'tokens of the {side} are {tokens.dtype} of shape'

@@ -58,7 +58,7 @@ def _pickle(folder):
     (lambda f: _damage(f, config={'hidden_size': 32}), r'config.json .*says'),
     (lambda f: _damage(f, config={'model_type': 'mamba'}), "'mamba'.* gemma2"),
     (_truncate, 'model.safetensors'),
-    (_pickle, r'pickled weights only \(pytorch_model.bin\)'),
+    (_pickle, r'pickled weights \(pytorch_model.bin\)'),
   ],
 )
 def test_a_damaged_folder_leaves_nothing_behind(damage, words, gemma, tmp_path):
@@ -154,7 +154,6 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
      'must be numbers'),
     (['verify', '{gemma}', '{llama}'], 'no tokens in common'),
     (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows is 0'),
-    (['verify', '{gemma}', '{gemma}', '--tokens=nowhere'], 'cannot be read'),
   ],
 )  # fmt: skip
 def test_bad_arguments(

@@ -37,17 +37,10 @@ def test_diff_names_what_only_one_has(adapted, imported, capsys):
   assert re.search(r'decoder/layers/1/mlp/up .* equal', capsys.readouterr().out)
 
 
-def test_verify_on_tokens_of_a_file(adapted, imported, tmp_path, capsys):
-  rows = tmp_path / 'rows.jsonl'
-  rows.write_text('{"encoder": [2, 9], "decoder": [2, 7, 8]}\n'
-                  '{"encoder": [2, 9, 9], "decoder": [2]}\n')  # fmt: skip
-  assert convert_('verify', adapted, adapted, f'--tokens={rows}') == 0
+def test_verify_tells_how_far_two_models_differ(adapted, imported, capsys):
+  assert convert_('verify', adapted, adapted, '--rows=1', '--length=8') == 0
   shown = capsys.readouterr().out
-  assert shown.startswith('4 predictions: largest difference of a logit 0.0')
-  with pytest.raises(errors.UserError, match='line 1: write a list of ids'):
-    convert_('verify', imported, imported, f'--tokens={rows}')
-  rows.write_text('[2, 400]')
-  with pytest.raises(
-    errors.UserError, match='400 of decoder is not an id below'
-  ):
-    convert_('verify', imported, imported, f'--tokens={rows}')
+  assert shown.startswith('8 predictions: largest difference of a logit 0.0')
+  assert 'top-1 agreement 100.00%' in shown
+  with pytest.raises(errors.UserError, match='no tokens in common'):
+    convert_('verify', adapted, imported)
