@@ -38,11 +38,6 @@ def _run(*arguments):
   )
 
 
-def test_success_and_leftover_arguments():
-  done = _run('more')
-  assert (done.returncode, done.stdout) == (0, "doing ['more']\n")
-
-
 def test_lines_are_there_at_once():
   """In a file or a pipe too, whatever ends the process."""
   code = (
@@ -63,16 +58,28 @@ def test_lines_are_there_at_once():
   assert (done.returncode, done.stdout) == (app.HANG, 'step 10/20\n'), done
 
 
-def test_a_user_error_is_one_paragraph():
-  done = _run('--do=refuse')
-  assert done.returncode == app.USER_ERROR == 2
-  assert done.stderr == ('Error: config.train.steps is -1; give at least 1.\n')
-
-
-def test_a_missing_process_has_a_status_that_launchers_restart_on():
-  done = _run('--do=miss')
-  assert done.returncode == app.HANG == 76
-  assert done.stderr == 'Error: process 3 has not come.\n'
+@pytest.mark.parametrize(
+  'arguments, status, stdout, stderr',
+  [
+    (['more'], 0, "doing ['more']\n", ''),
+    (
+      ['--do=refuse'],
+      app.USER_ERROR,
+      'doing []\n',
+      'Error: config.train.steps is -1; give at least 1.\n',
+    ),
+    (
+      ['--do=miss'],
+      app.HANG,
+      'doing []\n',
+      'Error: process 3 has not come.\n',
+    ),
+    (['--do=stop'], app.RESTART, 'doing []\n', ''),
+  ],
+)
+def test_statuses_and_paragraphs(arguments, status, stdout, stderr):
+  done = _run(*arguments)
+  assert (done.returncode, done.stdout, done.stderr) == (status, stdout, stderr)
 
 
 @pytest.mark.parametrize('flag', ['--do=dance', '--unknown'])
@@ -89,7 +96,3 @@ def test_a_defect_keeps_its_traceback():
   assert done.returncode == 1
   assert 'Traceback' in done.stderr
   assert 'a defect' in done.stderr
-
-
-def test_a_status_is_passed_on():
-  assert _run('--do=stop').returncode == app.RESTART == 75

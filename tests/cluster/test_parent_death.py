@@ -59,7 +59,6 @@ def start(name):
   'name, number',
   [
     ('hold_the_gil', signal.SIGKILL),
-    ('hold_the_gil', signal.SIGTERM),
     ('sleep_on_another_system', signal.SIGKILL),
     ('begin_late', signal.SIGKILL),
   ],
@@ -79,7 +78,3 @@ def test_a_child_dies_with_its_parent(name, number):
   began = time.monotonic()
   assert parent.stdout.read() == ''
   assert time.monotonic() - began < 60
-
-
-def test_nothing_happens_in_a_main_process():
-  parent_death.end_with_parent()
