@@ -14,7 +14,8 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
 # Layers, lowest first: a module imports only from layers below its own, and
 # from its own package.
 LAYERS = (
-  {'ops', 'sharding', 'files'},
+  {'ops', 'files'},
+  {'sharding'},
   {'telemetry'},
   {'cluster'},
   {'cli'},

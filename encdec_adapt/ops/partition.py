@@ -14,7 +14,7 @@ import functools
 import math
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -31,7 +31,7 @@ class Partition:
     rules: mesh axes of every logical axis.
   """
 
-  mesh: Mesh | None
+  mesh: Mesh | AbstractMesh | None
   rules: Mapping[str, MeshAxes]
 
   @property
@@ -117,6 +117,16 @@ class Partition:
           )
         owner[axis] = name
 
+  def sharding(
+    self,
+    what: str,
+    shape: Sequence[int],
+    names: Sequence[str | None],
+  ) -> NamedSharding:
+    """Returns the sharding of an array; see `check` for arguments and errors."""
+    self.check(what, shape, names)
+    return NamedSharding(self.mesh, self.spec(*names))
+
 
 ONE_DEVICE = Partition(None, {})
 _ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
@@ -166,9 +176,8 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
       f'shard() got {len(names)} axis names {names} for an array of shape'
       f' {x.shape}'
     )
-  partition.check('array', x.shape, names)
   return jax.lax.with_sharding_constraint(
-    x, NamedSharding(partition.mesh, partition.spec(*names))
+    x, partition.sharding('array', x.shape, names)
   )
 
 

@@ -180,7 +180,7 @@ def _states_and_table(settings, where, rows: int):
   """A decoder's states of a batch's targets, and its table."""
   length = settings.data.train.lengths.decoder
   names = ('batch', 'length', 'act_embed')
-  spec = placement.spec(settings.rules, *names)
+  spec = settings.rules.on(where.mesh).spec(*names)
   hidden = jax.ShapeDtypeStruct(
     (rows, length, where.model.config.decoder.width),
     jnp.dtype(settings.compute.dtype),
@@ -261,7 +261,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
   tokens = jax.ShapeDtypeStruct(
     (rows, 1),
     jnp.int32,
-    sharding=jax.NamedSharding(mesh, placement.spec(where.rules, 'batch')),
+    sharding=jax.NamedSharding(mesh, where.rules.on(mesh).spec('batch')),
   )
   return Program(
     jax.jit(step, donate_argnums=2, compiler_options=compiler.options(mesh)),
@@ -349,11 +349,7 @@ def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
   """
   described = rows(program)
   return {
-    'replicated': [
-      {'name': row.name, 'bytes': row.bytes}
-      for row in described
-      if row.wasteful
-    ],
+    'replicated': sharding_report.replicated(described),
     'copies': sharding_report.copies(described),
   }
 

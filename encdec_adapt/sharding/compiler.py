@@ -1,16 +1,21 @@
-"""Options of XLA: a plan compiles with those that training runs with."""
+"""XLA options of jitted programs: plans compile with those that jobs run with.
+
+TPU options were chosen by compiling ahead of time, GPU options follow the
+vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). No GPU has
+been used to measure the latter.
+"""
 
 from jax.sharding import AbstractMesh, Mesh
 
 _TPU = {
-  # No collective matrix products: a plan's totals would miscount the loops
-  # that they are cut into.
+  # MiB from which XLA replaces a gather and its product with a loop of
+  # permutations and partial products ("collective matmul"). Off, because
+  # plans estimate those loops to be slower; see planning/README.md.
   'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
 }
-# A v6e's compiler gathers one array after the other between the products unless
-# it is told to fuse a gather into them. Measured ahead of time on 2B-2B,
-# v6e:4x4 (python -m encdec_adapt.plan): 2.3 s of a step's gathers exposed
-# without these, 0.7 s with them.
+# Without these, the compiler of v6e runs one gather after the other between
+# the products. Compiled ahead of time for 2B-2B on v6e:4x4, 2.3 s of a step's
+# gathers were exposed without them and 0.7 s with them.
 _V6E = {
   'xla_enable_async_all_gather': 'true',
   'xla_tpu_enable_async_collective_fusion': 'true',
@@ -18,17 +23,29 @@ _V6E = {
   'xla_tpu_enable_async_collective_fusion_multiple_steps': 'true',
   'xla_tpu_overlap_compute_collective_tc': 'true',
 }
+# All off by default. The scheduler moves collectives beside other work;
+# pipelining lets those of one layer overlap the next layer of a scan, and
+# double buffering saves the copies of its carried weights.
+GPU = {
+  'xla_gpu_enable_latency_hiding_scheduler': True,
+  'xla_gpu_enable_pipelined_all_gather': True,
+  'xla_gpu_enable_pipelined_all_reduce': True,
+  'xla_gpu_enable_pipelined_reduce_scatter': True,
+  'xla_gpu_enable_while_loop_double_buffering': True,
+}
 
 
-def options(mesh: Mesh | AbstractMesh) -> dict[str, str] | None:
-  """For `jax.jit(compiler_options=)` of a program that runs on a mesh.
+def options(mesh: Mesh | AbstractMesh) -> dict[str, str | bool] | None:
+  """Returns `compiler_options` of `jax.jit` for programs on a mesh.
 
-  None where nothing is asked of the compiler, or no device is there to compile
-  for.
+  None for other platforms, for one GPU, which has nothing to overlap, and for
+  an abstract mesh, which nothing can be compiled for.
   """
   if isinstance(mesh, AbstractMesh):
     return None
   device = mesh.devices.flat[0]
+  if device.platform == 'gpu':
+    return GPU if mesh.size > 1 else None
   if device.platform != 'tpu':
     return None
   return _TPU | (_V6E if device.device_kind == 'TPU v6 lite' else {})

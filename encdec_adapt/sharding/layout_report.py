@@ -1,16 +1,15 @@
-"""What is sharded how: every array, its logical axes, its bytes per device."""
+"""Report of shardings: every array, its logical axes, its bytes per device."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 from typing import Any
 
-import jax
-from jax.sharding import PartitionSpec
+from jax import tree_util
 
 from encdec_adapt.sharding import memory, placement
 
-# Bytes from which an array that every device holds whole is pointed out.
+# Bytes from which copies of the same data on several devices are reported.
 LARGE = 64 * 2**20
 
 
@@ -19,44 +18,40 @@ class Row:
   """One array.
 
   Attributes:
-    name: what the array is a part of, and its path there.
-    shape: of the whole array.
-    dtype: of its elements.
-    axes: logical name of every dimension, None where it has none.
-    spec: mesh axes of every dimension.
-    bytes: of one device's share.
-    copied: mesh axes along which devices hold the same.
-    replicated: every device holds all of it, though there are several.
-    host: it lies in the host's memory.
+    name: part of the arguments and path in it, such as 'parameters/a/b'.
+    dimensions: 'embed 2304/fsdp, mlp 9216': logical name, size and mesh axes.
+    dtype: dtype of the elements.
+    bytes: bytes of one device's shard.
+    copied: mesh axes along which devices hold the same data.
+    replicated: every device of several holds the whole array.
+    host: the array is in the host's memory.
   """
 
   name: str
-  shape: tuple[int, ...]
+  dimensions: str
   dtype: str
-  axes: tuple[str | None, ...]
-  spec: PartitionSpec
   bytes: int
   copied: tuple[str, ...]
   replicated: bool
   host: bool
 
   @property
-  def wasteful(self) -> bool:
-    """Large, and on every device."""
-    return self.replicated and self.bytes >= LARGE
+  def part(self) -> str:
+    """Part of the arguments that the array belongs to."""
+    return self.name.partition('/')[0]
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
-  """Bytes in one device's memory of a sharded tree, abstract or not.
+  """Returns bytes of one device's shards of a tree, abstract or not.
 
   Args:
-    tree: of arrays, or of their shapes with shardings.
-    host: those of the device's shards in its host's memory instead.
+    tree: arrays, or shapes with shardings.
+    host: count shards in the host's memory, instead of the device's.
   """
   return float(
     sum(
       _bytes(leaf)
-      for leaf in jax.tree.leaves(tree)
+      for leaf in tree_util.tree_leaves(tree)
       if (leaf.sharding.memory_kind == memory.HOST) == host
     )
   )
@@ -69,54 +64,61 @@ def _bytes(leaf) -> int:
 def describe(
   arguments: Mapping[str, Any], axes: Mapping[str, Any]
 ) -> list[Row]:
-  """A row for every array.
+  """Returns a row for every array.
 
   Args:
-    arguments: trees of shapes with shardings, by what they are.
-    axes: trees of their logical axes, a tuple for each leaf.
+    arguments: part to tree of shapes with shardings.
+    axes: part to tree of logical axes, a tuple for each leaf.
   """
   rows = []
   for part, tree in arguments.items():
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, structure = tree_util.tree_flatten_with_path(tree)
     names = structure.flatten_up_to(axes[part])
     for (path, leaf), logical in zip(leaves, names, strict=True):
-      shard = leaf.sharding.shard_shape(leaf.shape)
+      mesh = leaf.sharding.mesh.shape
+      spec = [
+        (split,) if isinstance(split, str) else split or ()
+        for split in (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+      ]
+      used = {axis for split in spec for axis in split if mesh[axis] > 1}
+      dimensions = [
+        f'{name or "-"} {size}' + ('/' + '.'.join(split) if split else '')
+        for size, name, split in zip(leaf.shape, logical, spec, strict=True)
+      ]
       rows.append(
         Row(
           name=f'{part}/{placement.path_string(path)}'.rstrip('/'),
-          shape=tuple(leaf.shape),
+          dimensions=', '.join(dimensions) or 'scalar',
           dtype=str(leaf.dtype),
-          axes=tuple(logical),
-          spec=leaf.sharding.spec,
           bytes=_bytes(leaf),
-          copied=_copied(leaf.sharding),
-          replicated=shard == tuple(leaf.shape) and _devices(leaf) > 1,
+          copied=tuple(a for a in mesh if mesh[a] > 1 and a not in used),
+          replicated=not used and math.prod(mesh.values()) > 1,
           host=leaf.sharding.memory_kind == memory.HOST,
         )
       )
   return rows
 
 
-def _copied(sharding: jax.NamedSharding) -> tuple[str, ...]:
-  splits = [
-    (axes,) if isinstance(axes, str) else axes for axes in sharding.spec
+def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
+  """Returns `name` and `bytes` of large arrays that every device holds."""
+  return [
+    {'name': row.name, 'bytes': row.bytes}
+    for row in rows
+    if row.replicated and row.bytes >= LARGE
   ]
-  used = {axis for axes in splits for axis in axes or ()}
-  sizes = sharding.mesh.shape
-  return tuple(a for a in sizes if sizes[a] > 1 and a not in used)
 
 
 def copies(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """What devices along a mesh axis hold the same of, where it is much.
+  """Returns what devices along a mesh axis hold copies of, the largest first.
 
   Returns:
     `part` of the arguments, mesh `axes`, number of `arrays`, and their `bytes`
-    on one device, at least `LARGE`; the most bytes first.
+    on one device, at least `LARGE`.
   """
   found: dict[tuple[str, str], list[int]] = {}
   for row in rows:
     if row.copied and not row.host:
-      key = row.name.partition('/')[0], '+'.join(row.copied)
+      key = row.part, '+'.join(row.copied)
       found.setdefault(key, []).append(row.bytes)
   listed = [
     {'part': part, 'axes': axes, 'arrays': len(sizes), 'bytes': sum(sizes)}
@@ -127,7 +129,7 @@ def copies(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def copies_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
-  """A line for each of `copies`."""
+  """Returns a line for each of `copies`."""
   return [
     f'{one["part"]}: {one["bytes"] / 2**20:,.1f} MiB per device'
     f' ({one["arrays"]} arrays) are the same along {one["axes"]}'
@@ -136,44 +138,24 @@ def copies_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def text(rows: Iterable[Row]) -> str:
-  """The rows for people, and the sums of every part.
-
-  What devices along an axis hold the same of, and arrays that are large and on
-  every device, have lines of their own at the end.
-  """
+  """Returns a line for every row, sums by part, copies and large replicas."""
   rows = list(rows)
   width = max((len(row.name) for row in rows), default=0)
-  lines = [
-    f'{row.name:<{width}}  {row.dtype:<9}{_dimensions(row):<66}'
-    f'{row.bytes / 2**20:>12,.3f} MiB{"  on the host" if row.host else ""}'
-    for row in rows
-  ]
-  sums: dict[str, int] = {}
+  lines, sums = [], {}
   for row in rows:
-    part = row.name.partition('/')[0] + (' on the host' if row.host else '')
-    sums[part] = sums.get(part, 0) + row.bytes
+    host = ' on the host' * row.host
+    lines.append(
+      f'{row.name:<{width}}  {row.dtype:<9}{row.dimensions:<66}'
+      f'{row.bytes / 2**20:>12,.3f} MiB{host}'
+    )
+    sums[row.part + host] = sums.get(row.part + host, 0) + row.bytes
   lines += [
     f'{part}: {size / 2**20:,.1f} MiB per device' for part, size in sums.items()
   ]
   lines += copies_text(copies(rows))
   lines += [
-    f'REPLICATED: {row.name}, {row.bytes / 2**20:,.1f} MiB on every device'
-    for row in rows
-    if row.wasteful
+    f'REPLICATED: {one["name"]}, {one["bytes"] / 2**20:,.1f} MiB on every'
+    ' device'
+    for one in replicated(rows)
   ]
   return '\n'.join(lines)
-
-
-def _devices(leaf: jax.ShapeDtypeStruct) -> int:
-  return leaf.sharding.mesh.size
-
-
-def _dimensions(row: Row) -> str:
-  """`embed 2304/fsdp, mlp 9216`, a dimension with the axes that split it."""
-  parts = []
-  spec = [*row.spec, *[None] * (len(row.shape) - len(row.spec))]
-  for size, logical, axes in zip(row.shape, row.axes, spec, strict=True):
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    split = '/' + '.'.join(axes) if axes else ''
-    parts.append(f'{logical or "-"} {size}{split}')
-  return ', '.join(parts) or 'scalar'

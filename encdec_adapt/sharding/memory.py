@@ -1,20 +1,20 @@
-"""The memory of an array: its device's own, or the host's.
+"""Memory kinds of arrays: the device's own memory, or the host's.
 
-The only file that asks what memories a backend has, which differs between
-backends and versions of JAX.
+The only module that queries memory kinds, which differ between backends and
+versions of JAX.
 """
 
 from jax.sharding import Mesh, NamedSharding
 
-# Memory of the host from which a device copies without a detour.
+# Page-locked host memory, which devices copy from directly.
 HOST = 'pinned_host'
 
 
 def check_host(mesh: Mesh) -> None:
-  """Refuses a mesh whose devices cannot read arrays from the host's memory.
+  """Raises an error if devices cannot read arrays in the host's memory.
 
   Raises:
-    ValueError: names the platform and the memories that it has.
+    ValueError: the platform has no such memory.
   """
   device = mesh.devices.flat[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
@@ -26,11 +26,11 @@ def check_host(mesh: Mesh) -> None:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-  """The same shards, each in the memory of its device's host."""
+  """Returns the same sharding in the memory of the devices' hosts."""
   return sharding.with_memory_kind(HOST)
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
-  """The same shards, each in its device's own memory."""
+  """Returns the same sharding in the devices' own memory."""
   device = sharding.mesh.devices.flat[0]
   return sharding.with_memory_kind(device.default_memory().kind)

@@ -33,7 +33,7 @@ class MeshConfig:
     keys.check(self, 'config.mesh.')
 
   def sizes(self, devices: int) -> tuple[int, ...]:
-    """Sizes of the four axes on this many devices.
+    """Returns the sizes of the four axes on this many devices.
 
     Raises:
       ValueError: the axes do not multiply to `devices`.
@@ -45,7 +45,7 @@ class MeshConfig:
     if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
       raise ValueError(
         f'mesh ({described}): sizes are at least 1, and at most one axis is'
-        ' -1 (what remains).'
+        ' -1 (the remaining devices).'
       )
     known = math.prod(size for size in sizes if size != -1)
     if devices % known or (-1 not in sizes and known != devices):
@@ -58,11 +58,11 @@ class MeshConfig:
 
 
 def in_groups(devices: int, largest: int) -> MeshConfig:
-  """Groups of `fsdp` of at most this many devices, replicas of each other.
+  """Returns a mesh of replicated `fsdp` groups of limited size.
 
   Args:
-    devices: at least one.
-    largest: at least one.
+    devices: number of devices, at least 1.
+    largest: most devices of a group, at least 1.
   """
   fsdp = max(n for n in range(1, largest + 1) if devices % n == 0)
   return MeshConfig(replica=devices // fsdp, fsdp=fsdp)
@@ -73,11 +73,11 @@ def make_mesh(
 ) -> Mesh:
   """Builds the mesh over `devices` (default: all).
 
-  On a TPU a group of `fsdp` is a box of the torus, and several slices are told
-  apart by `replica` alone: the network between them is slow.
+  On a TPU a group of `fsdp` is a box of the torus, and `replica` is the only
+  axis that spans several slices, as the network between them is slow.
 
-  Axis types are Auto: Linen's constraints and ours need it, and
-  `jax.make_mesh` defaults to Explicit.
+  Axis types are Auto, which sharding constraints need; `jax.make_mesh`
+  defaults to Explicit.
 
   Raises:
     ValueError: see `MeshConfig.sizes`; or `replica` is not a multiple of the
@@ -91,7 +91,7 @@ def make_mesh(
 
 
 def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
-  """Devices in the shape of the mesh."""
+  """Returns the devices in the shape of the mesh."""
   if devices[0].platform != 'tpu':
     return np.array(devices).reshape(sizes)
   slices = len({getattr(d, 'slice_index', 0) for d in devices})

@@ -1,28 +1,31 @@
-"""What logical axis names mean on a mesh: named, checked rule sets.
+"""Sharding rules: mesh axes of logical axis names.
 
-Parameters and activations have names of their own because they need other
+Parameters and activations have different names because they need different
 rules: FSDP shards `embed` of a weight and `batch` of an activation over the
 same mesh axis.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 
-from encdec_adapt.cli import keys
+from jax.sharding import AbstractMesh, Mesh
 
-# Most devices with tokens of their own among which the vocabulary is split:
-# each of them reads the hidden states of all, which from here on costs more
-# than the memory that a smaller piece of the table saves.
+from encdec_adapt.cli import keys
+from encdec_adapt.ops import partition
+
+# Most devices with different tokens that may share a vocabulary table: each
+# reads the hidden states of all of them, which beyond this number costs more
+# than a smaller part of the table saves.
 VOCABULARY_GROUP = 64
 
-# Empty where an axis is not sharded.
+# Empty if the axis is not sharded.
 MeshAxes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """The mesh axes of every logical axis, the outermost first."""
+  """Mesh axes of every logical axis, the outermost first."""
 
   # Parameters.
   embed: MeshAxes = ('fsdp',)
@@ -44,86 +47,57 @@ class Rules:
   act_heads: MeshAxes = ('tensor',)
   act_mlp: MeshAxes = ('tensor',)
   act_vocab: MeshAxes = ('tensor',)
-  # No axis of an array: what gradients of the layers' weights are summed over
-  # first, which otherwise is all at once
-  # (`ops.partition.sum_gradient_in_stages`).
+  # No axis of an array: the mesh axes that gradients of the layers' weights
+  # are summed over first (`ops.partition.sum_gradient_in_stages`).
   summed_first: MeshAxes = ()
 
   def as_dict(self) -> dict[str, MeshAxes]:
-    """The mapping that `ops.partition.use` takes."""
+    """Returns the mapping that `ops.partition.use` takes."""
     return dict(vars(self))
 
-  def check(self, arrays: Mapping[str, Iterable[str | None]]) -> None:
-    """Refuses a rule set that uses a mesh axis twice in one array.
-
-    Args:
-      arrays: logical axes of each array, by its name.
-
-    Raises:
-      ValueError: names the array and both logical axes.
-    """
-    rules = self.as_dict()
-    for name, logical_axes in arrays.items():
-      owner: dict[str, str] = {}
-      for logical in logical_axes:
-        for axis in rules[logical] if logical else ():
-          if axis in owner:
-            raise ValueError(
-              f'sharding rules map both {owner[axis]!r} and {logical!r} of'
-              f' {name} to mesh axis {axis!r}; an array uses a mesh axis'
-              ' once.'
-            )
-          owner[axis] = logical
+  def on(self, mesh: Mesh | AbstractMesh) -> partition.Partition:
+    """Returns these rules on a mesh."""
+    return partition.Partition(mesh, self.as_dict())
 
   def check_vocabulary(self, sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh that splits the vocabulary among too many devices.
+    """Raises an error if the mesh splits the vocabulary too often.
 
     Args:
-      sizes: of the mesh axes, by name.
+      sizes: number of devices along each mesh axis, by name.
 
     Raises:
-      ValueError: more than `VOCABULARY_GROUP` devices hold both tokens and
-        rows of the table that no other has; names a mesh that would do.
+      ValueError: more than `VOCABULARY_GROUP` devices with different tokens
+        share a table; names a mesh that is allowed.
     """
     shared = [a for a in self.vocab if a in self.batch + self.length]
     group = math.prod(sizes[axis] for axis in shared)
     if group <= VOCABULARY_GROUP:
       return
-    split = (
+    # Among the devices of `fsdp` alone, as many of them as divide.
+    most = VOCABULARY_GROUP * sizes['fsdp'] * sizes['replica'] // group
+    if 'replica' not in shared:
+      most //= sizes['replica']
+    fits = (n for n in range(1, most + 1) if sizes['fsdp'] % n == 0)
+    fsdp = max(fits, default=1)
+    raise ValueError(
       f'the vocabulary would be split among {group} devices (mesh axes'
       f' {", ".join(shared)}), each of which reads the hidden states of all;'
-      f' the most is {VOCABULARY_GROUP}.'
-    )
-    whole = 'replica' in shared
-    if whole:
-      group //= sizes['replica']
-    if group <= VOCABULARY_GROUP:
-      raise ValueError(
-        f'{split} Set config.mesh.rules to fsdp_replica, which shares a table'
-        ' among the devices of fsdp alone.'
-      )
-    most = VOCABULARY_GROUP * sizes['fsdp'] // group
-    fits = [n for n in range(1, most + 1) if sizes['fsdp'] % n == 0]
-    fsdp = max(fits, default=1)
-    rules = 'config.mesh.rules to fsdp_replica, ' if whole else ''
-    raise ValueError(
-      f'{split} Set {rules}config.mesh.replica to'
-      f' {sizes["replica"] * sizes["fsdp"] // fsdp} and config.mesh.fsdp to'
-      f' {fsdp}; with config.mesh.rules fsdp_replica the other parameters'
-      ' stay sharded over all of these devices.'
+      f' the most is {VOCABULARY_GROUP}. Set config.mesh.rules to'
+      ' fsdp_replica, which keeps the other parameters sharded over all of'
+      f' these devices, config.mesh.fsdp to {fsdp} and config.mesh.replica to'
+      f' {sizes["replica"] * sizes["fsdp"] // fsdp}.'
     )
 
 
 # `fsdp`: parameters and batch over fsdp, heads and mlp over tensor; gradients
 # are summed over replica. For several slices, and for models whose state fits
 # on the devices of one fsdp group.
-# `fsdp_replica`: all but the tables also over replica, so that a device holds
-# less of the state; for one slice of more devices than the vocabulary may be
-# split among (parameters are gathered over replica, too, which between
-# slices is slow).
+# `fsdp_replica`: everything but the tables also over replica, so that a device
+# holds less of the state. For one slice of more than `VOCABULARY_GROUP`
+# devices; between slices, gathering parameters would be slow.
 # `whole_slice`: the tables too, and gradients are summed inside the boxes of
-# fsdp first; for one slice whose state needs all of its devices.
-# `data_parallel`: parameters replicated, batch over every data axis; for
+# fsdp first. For one slice whose state needs all of its devices.
+# `data_parallel`: parameters replicated, batch over every data axis. For
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
@@ -154,7 +128,7 @@ class RulesConfig:
 
 
 def named(name: str) -> Rules:
-  """The rule set of this name.
+  """Returns the rule set of this name.
 
   Raises:
     ValueError: unknown name; lists the known ones.

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from encdec_adapt import plan
 from encdec_adapt.ops import partition
 from encdec_adapt.planning import chips, hlo, roofline
-from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from tests.benchmarks import results
@@ -56,7 +56,7 @@ def _measure(
 
   def describe(shape, *axes):
     """An array on the mesh, by its logical axes."""
-    place = NamedSharding(mesh, placement.spec(rules, *axes))
+    place = NamedSharding(mesh, rules.on(mesh).spec(*axes))
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
 
   tokens = describe(

@@ -1,0 +1,162 @@
+"""Meshes, rules and placement: sizes, collisions, divisibility."""
+
+import types
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+import numpy as np
+import pytest
+
+from encdec_adapt.models import parameters, presets
+from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+
+pytestmark = pytest.mark.sharded
+
+TABLE = parameters.parameter_table(presets.t5gemma('toy_toy'))
+
+
+def abstract(**sizes):
+  sizes = dict.fromkeys(mesh_lib.AXES, 1) | sizes
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def test_one_axis_takes_the_remaining_devices():
+  config = mesh_lib.MeshConfig(replica=2, fsdp=-1, tensor=2)
+  assert config.sizes(8) == (2, 2, 1, 2)
+  mesh = mesh_lib.make_mesh(config)
+  assert dict(mesh.shape) == dict(replica=2, fsdp=2, sequence=1, tensor=2)
+
+
+@pytest.mark.parametrize(
+  'devices, sizes', [(8, (1, 8)), (256, (4, 64)), (96, (2, 48)), (67, (67, 1))]
+)
+def test_devices_in_groups(devices, sizes):
+  found = mesh_lib.in_groups(devices, 64).sizes(devices)
+  assert found == (*sizes, 1, 1)
+
+
+def place(shape, *names, rules='fsdp', **sizes):
+  leaf = jax.ShapeDtypeStruct(shape, 'float32')
+  table = {'leaf': parameters.ParamInfo(shape, leaf.dtype, names)}
+  mesh, rules = abstract(**sizes), rules_lib.named(rules)
+  if names == ('batch',):
+    return placement.batch_sharding(mesh, rules, {'leaf': leaf})
+  return placement.parameter_shardings(table, mesh, rules)
+
+
+@pytest.mark.parametrize(
+  'refused, words',
+  [
+    (lambda: mesh_lib.MeshConfig(fsdp=3).sizes(8), 'fsdp=3'),
+    (lambda: mesh_lib.MeshConfig(fsdp=4).sizes(8), 'fsdp=4'),
+    (lambda: mesh_lib.MeshConfig(fsdp=0).sizes(8), 'fsdp=0'),
+    (lambda: mesh_lib.MeshConfig(fsdp=-1, tensor=-1).sizes(8), 'tensor=-1'),
+    (lambda: rules_lib.named('fdsp'), 'data_parallel'),
+    (lambda: place((8, 8), 'heads', 'mlp', tensor=2), "'heads' and 'mlp'.*lea"),
+    (
+      lambda: place((12, 3), 'embed', 'head_dim', fsdp=8),
+      "leaf .*'embed' of size 12",
+    ),
+    (lambda: place((12,), 'batch', fsdp=8), "field leaf .*'batch' of size 12"),
+    (lambda: placement.RowShards(4, (0, 1)).shard_rows(3), '3 rows .* 2 of 4'),
+  ],
+)
+def test_refusals(refused, words):
+  with pytest.raises(ValueError, match=words):
+    refused()
+
+
+@pytest.mark.parametrize(
+  'name, sizes, advised',
+  [
+    ('fsdp', dict(fsdp=256), (4, 64)),
+    ('fsdp_replica', dict(replica=2, fsdp=96), (4, 48)),
+    ('fsdp', dict(fsdp=67), (67, 1)),
+    ('whole_slice', dict(replica=2, fsdp=64), (2, 64)),
+    ('whole_slice', dict(replica=2, fsdp=128), (4, 64)),
+    ('whole_slice', dict(fsdp=96), (2, 48)),
+  ],
+)
+def test_a_vocabulary_in_too_many_parts_is_refused_with_a_mesh_that_works(
+  name, sizes, advised
+):
+  words = 'rules to fsdp_replica.* config.mesh.fsdp to {1} .*replica to {0}'
+  with pytest.raises(ValueError, match=words.format(*advised)):
+    place((2**16, 8), 'vocab', 'head_dim', rules=name, **sizes)
+  allowed = dict(zip(('replica', 'fsdp'), advised, strict=True))
+  rules_lib.named('fsdp_replica').check_vocabulary(abstract(**allowed).shape)
+
+
+def test_only_devices_with_different_tokens_count_as_parts():
+  place((2**16, 8), 'vocab', 'head_dim', replica=8, fsdp=64, tensor=4)
+  place((2**16, 8), 'vocab', 'head_dim', rules='data_parallel', fsdp=256)
+
+
+@pytest.mark.parametrize(
+  'name, sizes, table, up',
+  [
+    ('fsdp', dict(fsdp=4, tensor=2), ('fsdp', 'tensor'), 'fsdp'),
+    (
+      'fsdp_replica',
+      dict(replica=2, fsdp=4),
+      ('fsdp', 'tensor'),
+      ('replica', 'fsdp'),
+    ),
+    (
+      'whole_slice',
+      dict(replica=2, fsdp=4),
+      ('fsdp', 'replica', 'tensor'),
+      ('fsdp', 'replica'),
+    ),
+    ('data_parallel', dict(replica=2, fsdp=4), None, None),
+  ],
+)
+def test_specs_of_a_toy_model(name, sizes, table, up):
+  found = placement.parameter_shardings(
+    TABLE, abstract(**sizes), rules_lib.named(name)
+  )
+  block = 'decoder/blocks/layer_0'
+  assert found['decoder/embedder/table'].spec == PartitionSpec(table, None)
+  assert found[f'{block}/mlp/up'].spec == PartitionSpec(None, up, 'tensor')
+  assert found[f'{block}/cross_attention/key'].spec == PartitionSpec(
+    None, up, 'tensor', None
+  )
+
+
+UP = 'decoder/blocks/layer_0/mlp/up'
+
+
+@pytest.mark.parametrize(
+  'shape, axes',
+  [
+    ((2, 16, 24), ('layers', 'embed', 'mlp')),
+    ((2, 16), ('layers', 'embed')),
+    ((2, 24), ('layers', 'mlp')),
+    ((1,), (None,)),
+  ],
+  ids=['moment', 'rows', 'columns', 'placeholder'],
+)
+def test_leaves_made_from_a_parameter_have_its_axes(shape, axes):
+  info = parameters.ParamInfo(
+    (2, 16, 24), np.dtype('float32'), ('layers', 'embed', 'mlp')
+  )
+  leaf = jax.ShapeDtypeStruct(shape, 'float32')
+  tree = {'flat': {UP: leaf}, 'count': jax.ShapeDtypeStruct((), 'int32')}
+  found = placement.axes_like_parameters(tree, {UP: info})
+  assert found == {'flat': {UP: axes}, 'count': ()}
+  nested = {'decoder': {'blocks': {'layer_0': {'mlp': {'up': leaf}}}}}
+  found = placement.axes_like_parameters(nested, {UP: info})
+  assert found['decoder']['blocks']['layer_0']['mlp']['up'] == axes
+
+
+def test_gpus_get_the_options_that_this_xla_knows():
+  gpus = np.array([types.SimpleNamespace(platform='gpu')] * 2, object)
+  mesh = types.SimpleNamespace(devices=gpus, size=2)
+  options = compiler.options(mesh)
+  # XLA refuses names and values that it does not know, on any platform.
+  jitted = jax.jit(lambda x: x + 1, compiler_options=options)
+  assert jitted(np.ones(2)).sum() == 4
+  cpus = Mesh(np.array(jax.devices()), 'x')
+  assert compiler.options(cpus) is None
