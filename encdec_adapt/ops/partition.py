@@ -123,7 +123,7 @@ class Partition:
     shape: Sequence[int],
     names: Sequence[str | None],
   ) -> NamedSharding:
-    """Returns the sharding of an array; see `check` for arguments and errors."""
+    """Returns the sharding of an array, checked as by `check`."""
     self.check(what, shape, names)
     return NamedSharding(self.mesh, self.spec(*names))
 

@@ -1,1 +1,1 @@
-"""What a program will cost on hardware that is not here."""
+"""Memory and time of programs on hardware that is not here."""

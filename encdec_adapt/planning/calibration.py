@@ -1,16 +1,19 @@
-"""How far estimates are from what was measured and published.
+"""Errors of estimates against published training speeds.
 
-`RUNS` lists decoder-only training whose speed somebody published; the
-table beside this module has what a plan says of each, written by
+`RUNS` lists decoder-only training whose speed was published. The file
+calibration.json beside this module has the estimate for each, written by
 
     python -m encdec_adapt.plan --calibrate=all
 """
 
 from collections.abc import Mapping
 import dataclasses
+from importlib import resources
 import json
-import pathlib
 from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import atomic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +21,11 @@ class Run:
   """Training whose speed was published.
 
   Attributes:
-    config: the configuration of the same job here.
+    config: configuration of the same job in this repository.
     topology: chips, as `planning.chips.parse` reads them.
-    mfu: model FLOPs utilisation, causal attention counted half.
-    source: where it was published.
+    mfu: published model FLOPs utilisation, 0 to 1, with causal attention
+      counted half.
+    source: document that states it.
   """
 
   config: str
@@ -88,18 +92,50 @@ RUNS: Mapping[str, Run] = {
 }
 
 
-def path() -> pathlib.Path:
-  """The stored table."""
-  return pathlib.Path(__file__).parent / 'calibration.json'
+_FILE = resources.files(__package__) / 'calibration.json'
+
+
+def select(parts: list[str]) -> dict[str, Run]:
+  """Returns the runs whose names contain one of some parts, or 'all'.
+
+  Raises:
+    UserError: a part is in no name.
+  """
+  for part in parts:
+    if part != 'all' and not any(part in name for name in RUNS):
+      raise errors.UserError(
+        f'--calibrate={part} is in no name of a published run; those are'
+        f' {"; ".join(RUNS)}.'
+      )
+  return {
+    name: run
+    for name, run in RUNS.items()
+    if any(part == 'all' or part in name for part in parts)
+  }
 
 
 def table() -> list[dict[str, Any]]:
-  """The stored rows, as `row` makes them."""
-  return json.loads(path().read_text()) if path().exists() else []
+  """Returns the stored rows, as `row` makes them.
+
+  Raises:
+    UserError: the file is missing from the installation.
+  """
+  try:
+    return json.loads(_FILE.read_text())
+  except FileNotFoundError as error:
+    raise errors.UserError(
+      f'{_FILE} is missing, which has the errors of estimates; install the'
+      ' package again.'
+    ) from error
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+  """Stores the rows beside this module."""
+  atomic.write_json(str(_FILE), rows)
 
 
 def row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of the table: what was published of a run, and what a plan says."""
+  """Returns a row of the table: a run, its published MFU and its plan's."""
   run = RUNS[name]
   return {
     'name': name,
@@ -114,11 +150,11 @@ def row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-  """The rows for people, one a line."""
-  lines = ['what such estimates are of runs whose MFU was published:']
+  """Returns the rows for people, one a line."""
+  lines = ['such estimates for runs whose MFU was published:']
   for row in rows:
     begin = f'  {row["name"]:<26}{row["published"]:>6.1%} published,'
-    if row['estimated'] is None:  # The compiler gave up for memory.
+    if row['estimated'] is None:  # Out of memory in the compiler.
       lines.append(f'{begin} does not fit here')
       continue
     error = 100 * (row['estimated'] - row['published'])

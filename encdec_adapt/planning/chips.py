@@ -1,18 +1,21 @@
-"""Accelerators that can be planned for: what the vendors state of them.
+"""Accelerators that can be planned for, as specified by their vendors.
 
-Compute, memory and interconnect of TPUs are of Google Cloud's pages "TPU v4",
-"TPU v5e", "TPU v5p" and "TPU v6e" (system architecture); of GPUs of NVIDIA's
-data sheets (dense, without sparsity). Memory that a program can use is what
-the TPU compiler allows it; of GPUs, nine tenths, as JAX preallocates more
-than that only on request.
+Compute, memory and interconnect of TPUs are from Google Cloud's pages "TPU v4",
+"TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"; those of GPUs from
+NVIDIA's data sheets (dense, without sparsity). Usable memory is what the TPU
+compiler allows a program; for GPUs nine tenths, which the launchers give JAX.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import importlib.util
+import math
+import os
 import re
 
 import jax
+import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.telemetry import peak_flops
@@ -22,32 +25,31 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One kind of accelerator.
+  """One kind of accelerator; all numbers are those of one JAX device.
 
   Attributes:
-    name: as in a topology, such as 'v5e'.
+    name: name in a topology, such as 'v5e'.
     kind: 'tpu' or 'gpu'.
-    flops: dense bf16 FLOP/s.
+    flops: peak of dense bf16 products, FLOP/s.
     hbm_bytes: memory that a program can use.
     hbm_bandwidth: bytes/s.
+    link_bandwidth: bytes/s sent into one dimension of the torus, both ways
+      together (TPU), or to the other GPUs of a node (half of the NVLink
+      figure, which counts received bytes too).
+    network_bandwidth: bytes/s of a device's share of the data-center network.
     clock: cycles/s of the compiler's estimates (TPU): peak FLOP/s over FLOPs
-      a cycle of the matrix units.
-    link_bandwidth: bytes/s that a chip sends into one dimension of the torus,
-      both ways together (TPU), or to the other GPUs of a node (half of what
-      is stated of NVLink, which counts what is received, too).
-    network_bandwidth: bytes/s of one chip's share of the data-center network.
-    host_bandwidth: bytes/s of one chip to its host's memory, or from there: of
-      GPUs one direction of their PCI Express; Google states none, and 16 GB/s
-      are our assumption.
-    dimensions: of the torus.
-    wraps_at: extent of a dimension from which it closes to a ring.
+      per cycle of the matrix units.
+    dimensions: number of dimensions of the torus.
+    wraps_at: extent from which a dimension of the torus is a ring.
     host_chips: chips of one host.
+    host_bandwidth: bytes/s to or from the host's memory: one direction of PCI
+      Express for GPUs; an assumption for TPUs, where none is specified.
     devices_as: libtpu's name of the configuration in which a chip is one
-      device, where that is not what it has by default.
-    cycle_share: share of the cycles estimated by the compiler that published
-      training took, apart from kernels and collectives: set so that the
-      estimates of those runs are right in the mean (`planning.calibration`);
-      1 where none was published.
+      device, if that is not the default.
+    chip_devices: devices of one chip.
+    cycle_share: ratio of published step times to the compiler's cycles,
+      without kernels and collectives, fitted by `planning.calibration`; 1 if
+      no speed was published.
   """
 
   name: str
@@ -63,12 +65,13 @@ class Chip:
   host_chips: int = 8
   host_bandwidth: float = 16e9
   devices_as: str = ''
+  chip_devices: int = 1
   cycle_share: float = 1.0
 
 
-# A cycle of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs in each matrix unit,
-# of which a chip has 8, 4 and 8; v6e 2 * 256 * 256 in each of 4 (2 on paper,
-# each taking two passes): these reproduce the stated peaks.
+# In a cycle, each matrix unit of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs;
+# a chip has 8, 4 and 8 of them. v6e counts as 4 units of 2 * 256 * 256 (2 on
+# paper, with two passes each). These reproduce the specified peaks.
 CHIPS = {
   chip.name: chip
   for chip in (
@@ -90,6 +93,11 @@ CHIPS = {
       clock=1.75e9, dimensions=2, wraps_at=16, host_chips=4, cycle_share=0.75,
     ),
     Chip(
+      'tpu7x', 'tpu', 2307e12 / 2, 94.75 * _GIB, 7380e9 / 2, 200e9 / 2,
+      12.5e9 / 2, clock=2.2e9, dimensions=3, wraps_at=4, host_chips=4,
+      host_bandwidth=8e9, chip_devices=2,
+    ),
+    Chip(
       'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
       host_bandwidth=32e9,
     ),
@@ -105,8 +113,8 @@ CHIPS = {
 }  # fmt: skip
 
 
-# Slices that are rented, by dimensions of the torus; libtpu takes others with
-# even extents, too. Source: Cloud TPU documentation, "TPU versions".
+# Slices on offer by dimensions of the torus; libtpu also takes others with even
+# extents. Source: Cloud TPU documentation, "TPU versions".
 SHAPES = {
   2: '1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 and 16x16',
   3: (
@@ -118,11 +126,11 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """Connected chips, some times over.
+  """Slices of connected chips.
 
   Attributes:
-    chip: of this kind.
-    extents: of the torus, or the number of GPUs.
+    chip: kind of the chips.
+    extents: chips along each dimension of the torus, or the number of GPUs.
     count: number of slices, joined by the data-center network.
   """
 
@@ -132,24 +140,21 @@ class Slice:
 
   @property
   def name(self) -> str:
-    """As it is written on the command line."""
+    """The topology, as on the command line."""
     return f'{self.chip.name}:{"x".join(map(str, self.extents))}'
 
   @property
   def devices(self) -> int:
-    """Chips of all slices."""
-    total = self.count
-    for extent in self.extents:
-      total *= extent
-    return total
+    """Number of devices of all slices."""
+    return math.prod(self.extents) * self.count * self.chip.chip_devices
 
 
 def parse(topology: str, slices: int = 1) -> Slice:
-  """Reads 'v5e:4x4', 'v5p:8x8x8', 'h100:64'.
+  """Returns the chips of a topology such as v5e:4x4, v5p:8x8x8 or h100:64.
 
   Raises:
-    UserError: the chip is unknown, the extents are not of its torus, or
-      there is no slice.
+    UserError: the chip is unknown, its torus has other dimensions, or the
+      number of slices is below 1.
   """
   name, _, extents = topology.partition(':')
   chip = CHIPS.get(name)
@@ -173,10 +178,10 @@ def parse(topology: str, slices: int = 1) -> Slice:
 
 
 def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
-  """What a job runs on; None for devices that are not known.
+  """Returns the slices of a job's devices, or None for unknown devices.
 
   Args:
-    devices: all of the job's.
+    devices: all devices of the job.
   """
   kind = devices[0].device_kind
   names = (name for known, name, _ in peak_flops.KINDS if known in kind)
@@ -193,16 +198,28 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
 
 
 def devices_of(where: Slice) -> Sequence[jax.Device]:
-  """Descriptions of a TPU slice's devices, without the hardware.
+  """Returns abstract devices of a TPU slice, or stand-ins for GPUs.
+
+  Stand-ins are CPU devices. The first call, before anything else asks JAX for
+  devices, must be the one for most of them.
 
   Raises:
     UserError: libtpu is not installed, or knows no such slice.
   """
+  jax.config.update('jax_platforms', 'cpu')
+  if where.chip.kind == 'gpu':
+    if jax.config.jax_num_cpu_devices < where.devices:
+      with contextlib.suppress(RuntimeError):  # JAX has its devices already.
+        jax.config.update('jax_num_cpu_devices', where.devices)
+    return np.array(jax.devices()[: where.devices])
   if importlib.util.find_spec('libtpu') is None:
     raise errors.UserError(
       'planning for a TPU needs its compiler, libtpu, which runs on any'
       f" machine: pip install 'jax[tpu]=={jax.__version__}'."
     )
+  # The compiler needs neither a TPU, nor exclusive access, nor a server.
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
+  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   from jax.experimental import topologies  # Loads libtpu.
 
   options = {}
@@ -217,7 +234,7 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
       num_slices=where.count,
       **options,
     ).devices
-  except Exception as error:  # JAX raises what libtpu does, of many types.
+  except Exception as error:  # JAX raises libtpu's errors, of many types.
     reason = str(error).strip().splitlines()
     raise errors.UserError(
       f'--topology={where.name} with {where.count} slice(s) cannot be built:'
@@ -226,8 +243,8 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
     ) from error
   if len(found) != where.devices:
     raise errors.UserError(
-      f'--topology={where.name} with {where.count} slice(s) is'
-      f' {where.devices} chips, and libtpu makes {len(found)} devices of it;'
-      ' memory and speed are known of whole chips. Take another topology.'
+      f'--topology={where.name} with {where.count} slice(s) has'
+      f' {where.devices} devices, but libtpu returns {len(found)}, whose memory'
+      ' and speed are unknown. Choose another topology.'
     )
   return found

@@ -1,14 +1,15 @@
 """Totals of a compiled TPU program, read from its optimised HLO text.
 
-XLA's own `cost_analysis` counts the body of a loop once and kernels not at
-all. Here every instruction counts as often as it runs: bodies of loops times
-their trip count, which stands in the condition. Of a fusion the compiler
-states `estimated_cycles`; products inside it are counted by their shapes.
+XLA's `cost_analysis` counts the body of a loop once and omits kernels. Here
+every instruction counts as often as it runs: bodies of loops are multiplied by
+their trip count, which follows from the condition and the counter's increment.
+For a fusion the compiler states `estimated_cycles`; products inside it are
+counted by their shapes.
 
-A collective that overlaps with products is cut into several fusions that
-share its channel: it is counted once. A reduce-scatter is written
-as a fusion of an all-reduce and a slice. A program of several slices is that
-of one of them; what crosses slices is sent to the host and received from it.
+A collective that overlaps with products is split into several fusions with the
+same channel, and is counted once. A reduce-scatter is a fusion of an
+all-reduce and a slice. A program for several slices is that of one slice; data
+that crosses slices is sent to the host and received from it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,7 @@ class Instruction:
     opcode: such as 'fusion'.
     operands: names of the operands.
     attributes: text after the operands.
-    is_root: whether it is the computation's result.
+    is_root: whether it is the result of the computation.
   """
 
   name: str
@@ -72,44 +73,43 @@ class Instruction:
   is_root: bool
 
   def attribute(self, name: str) -> str | None:
-    """Text of `name={...}` or `name=word`, without braces."""
+    """Returns the text of `name={...}` or `name=word`, without braces."""
     found = re.search(
       rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.attributes
     )
     return found and next(x for x in found.groups() if x is not None)
 
   def called(self, name: str) -> str | None:
-    """The computation that an attribute names."""
+    """Returns the computation that an attribute names."""
     value = self.attribute(name)
     return value and value.strip().lstrip('%')
 
   @property
   def op_name(self) -> str:
-    """Where in the source program it comes from."""
+    """Operation of the source program."""
     found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
     return found[1] if found else ''
 
   @property
   def cycles(self) -> int:
-    """What the compiler expects it to take; 0 where it says nothing."""
+    """Cycles that the compiler estimates, or 0."""
     found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
     return int(found[1]) if found else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective, as often as it runs.
+  """One collective.
 
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
-    bytes: of the array that is whole: an all-gather's result, the operand of
-      the others (one slice's part of what crosses slices); on one device, in
-      one run.
-    groups: text of its replica groups, or `SLICES`: one device of each slice.
-    times: how often it runs.
-    overlapped: whether the compiler runs it beside other work.
-    computation: where it stands.
-    op_name: where it comes from.
+    bytes: bytes of the larger array on one device in one run: an all-gather's
+      result, the operand of others (one slice's part if it crosses slices).
+    groups: text of the replica groups, or `SLICES`: one device per slice.
+    times: number of runs.
+    overlapped: whether the compiler overlaps it with other work.
+    computation: name of the computation that has it.
+    op_name: operation of the source program.
   """
 
   kind: str
@@ -123,15 +123,15 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """One Pallas kernel call, as often as it runs.
+  """One call of a Pallas kernel.
 
   Attributes:
-    name: of the kernel.
-    op_name: where in the source program it is called.
-    operands: shapes of its operands.
-    results: how many arrays it makes.
-    times: how often it runs.
-    computation: where it stands.
+    name: name of the kernel.
+    op_name: operation of the source program.
+    operands: shapes of the operands.
+    results: number of arrays that it returns.
+    times: number of runs.
+    computation: name of the computation that has it.
   """
 
   name: str
@@ -144,14 +144,15 @@ class Kernel:
 
 @dataclasses.dataclass
 class Totals:
-  """What one device does in one run of the program.
+  """Work of one device in one run of the program.
 
   Attributes:
-    flops: of products (2 per multiplication and addition), kernels apart.
-    cycles: of everything but kernels and collectives, as estimated by the
-      compiler, by computation; loop bodies as often as they run.
-    collectives: each of them once.
-    kernels: every call.
+    flops: FLOPs of products (2 per multiplication and addition), without
+      kernels.
+    cycles: the compiler's cycles of everything but kernels and collectives, by
+      computation; loop bodies as often as they run.
+    collectives: every collective once.
+    kernels: every kernel call.
     instructions: number of instructions in the text, as a measure of size.
   """
 
@@ -170,8 +171,8 @@ def totals(text: str) -> Totals:
   """Reads a module's text (`compiled.as_text()`).
 
   Raises:
-    UnknownProgramError: a loop's trip count cannot be found, something runs
-      where nothing is looked for, or there is no entry computation.
+    UnknownProgramError: a loop's trip count cannot be found, a fusion has a
+      loop, call or condition, or there is no entry computation.
   """
   computations, entry = parse(text)
   result = Totals(instructions=sum(map(len, computations.values())))
@@ -180,7 +181,7 @@ def totals(text: str) -> Totals:
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-  """Computations by name, and the name of the entry.
+  """Returns computations by name, and the name of the entry.
 
   Raises:
     UnknownProgramError: there is no entry computation.
@@ -203,7 +204,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
-  """Takes `TYPE opcode(operands), attributes` apart."""
+  """Parses `TYPE opcode(operands), attributes`."""
   end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.index(' ')
   kind, rest = rest[:end], rest[end:].lstrip()
   start = rest.index('(')
@@ -217,7 +218,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Index of the parenthesis that closes the one at `start`."""
+  """Returns the index of the parenthesis that closes the one at `start`."""
   depth = 0
   for index in range(start, len(text)):
     depth += {'(': 1, ')': -1}.get(text[index], 0)
@@ -227,7 +228,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
-  """Dtype and shape of every array of a type; tokens and such have none."""
+  """Returns dtype and shape of every array of a type."""
   return [
     (dtype, tuple(int(n) for n in dims.split(',') if n))
     for dtype, dims in _ARRAY.findall(kind)
@@ -236,12 +237,12 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def nbytes(kind: str) -> float:
-  """Bytes of all arrays of a type."""
+  """Returns bytes of all arrays of a type."""
   return sum(_BYTES[dtype] * math.prod(s) for dtype, s in arrays(kind))
 
 
 class _Walk:
-  """Adds up a module from its entry."""
+  """Sums a module from its entry."""
 
   def __init__(
     self, computations: Mapping[str, list[Instruction]], result: Totals
@@ -250,7 +251,7 @@ class _Walk:
     self.result = result
 
   def computation(self, name: str, times: int) -> None:
-    """Counts a computation that runs `times` times."""
+    """Adds a computation that runs `times` times."""
     types = {i.name: i.type for i in self.computations[name]}
     for instruction in self.computations[name]:
       self._instruction(name, instruction, types, times)
@@ -263,7 +264,7 @@ class _Walk:
       self.computation(body, times * trips)
       return
     if it.opcode == 'conditional':
-      for branch in _branches(it):  # Which one runs, nobody knows: all count.
+      for branch in _branches(it):  # All count: any may run.
         self.computation(branch, times)
     if it.opcode == 'call':
       self.computation(it.called('to_apply'), times)
@@ -282,7 +283,7 @@ class _Walk:
       result.flops += product_flops(it, types) * times
 
   def _inside(self, where: str, name: str, times: int) -> None:
-    """Products and collectives in what a fusion of `where` calls."""
+    """Adds products and collectives inside a fusion of `where`."""
     types = {i.name: i.type for i in self.computations[name]}
     scattered = name.startswith(_REDUCE_SCATTER)
     for it in self.computations[name]:
@@ -296,7 +297,7 @@ class _Walk:
         raise UnknownProgramError(f'{name} has a {it.opcode} in it')
 
   def _collective(self, where, it, types, times, *, fused) -> bool:
-    """Records a collective; whether it is one."""
+    """Adds a collective; returns whether the instruction is one."""
     kind = it.opcode.removesuffix('-start')
     across = _ACROSS.search(it.attributes) if kind == 'send' else None
     if across:
@@ -310,8 +311,8 @@ class _Walk:
       size = max(_BYTES[d] * math.prod(s) for d, s in arrays(it.type))
     groups = SLICES if across else _groups(it.attributes)
     channel = it.attribute('channel_id')
-    # Parts of one that is cut up stand in one computation and share its
-    # channel, as unlike ones may.
+    # Parts of one collective are in one computation and share a channel, but
+    # so may different collectives.
     key = (where, kind, size, groups, channel) if fused else (where, it.name)
     known = self.result.collectives.get(key)
     self.result.collectives[key] = Collective(
@@ -327,7 +328,7 @@ class _Walk:
 
 
 def _branches(it: Instruction) -> list[str]:
-  """Computations of a conditional; of a predicate's, XLA names the two."""
+  """Returns the computations of a conditional, in either form."""
   several = it.attribute('branch_computations')
   if several is not None:
     return re.findall(r'%([\w.\-]+)', several)
@@ -338,7 +339,7 @@ def _branches(it: Instruction) -> list[str]:
 
 
 def _groups(attributes: str) -> str:
-  """Text of the replica groups or, for a permutation, of its pairs."""
+  """Returns the text of the replica groups, or of a permutation's pairs."""
   found = re.search(
     r'(?:replica_groups|source_target_pairs)='
     r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}'
@@ -354,9 +355,10 @@ def trip_count(
   condition: str,
   where: str,
 ) -> int:
-  """How often a loop runs that counts up by one, from zero to a constant.
+  """Returns how often a loop runs that counts up from zero to a constant.
 
-  That is what XLA makes of a scan; a start elsewhere is not looked for.
+  XLA writes a scan like that. Loops of collective matmuls are unrolled: their
+  counter is increased by the number of unrolled iterations.
 
   Raises:
     UnknownProgramError: it is another kind of loop.
@@ -364,23 +366,59 @@ def trip_count(
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if known:
     return int(known[1])
-  constants = {
-    i.name: int(i.operands[0])
-    for i in computations[condition]
-    if i.opcode == 'constant' and re.fullmatch(r'-?\d+', i.operands[0])
-  }
-  for it in computations[condition]:
-    if it.opcode == 'compare':
-      bounds = [constants[o] for o in it.operands if o in constants]
-      if len(bounds) == 1 and it.attribute('direction') in ('LT', 'GT'):
-        return bounds[0]
+  test = {i.name: i for i in computations[condition]}
+  for it in test.values():
+    if it.opcode == 'compare' and it.attribute('direction') in ('LT', 'GT'):
+      bounds = [_constant(test[o]) for o in it.operands]
+      counters = [test[o].attribute('index') for o in it.operands]
+      found = [n for n in bounds if n is not None]
+      indices = [int(n) for n in counters if n is not None]
+      if len(found) == len(indices) == 1:
+        body = {i.name: i for i in computations[loop.called('body')]}
+        return -(-found[0] // _increment(body, indices[0]))
   raise UnknownProgramError(
     f'the trip count of loop {loop.name} in {where} is not a constant'
   )
 
 
+def _constant(it: Instruction) -> int | None:
+  number = it.opcode == 'constant' and re.fullmatch(r'-?\d+', it.operands[0])
+  return int(it.operands[0]) if number else None
+
+
+def _increment(body: Mapping[str, Instruction], index: int) -> int:
+  """Returns what a loop's body adds to an integer that it carries.
+
+  Args:
+    body: instructions of the body by name.
+    index: place of the integer in the tuple that the loop carries.
+
+  Raises:
+    UnknownProgramError: it adds no positive constant.
+  """
+
+  def value(name: str) -> int:
+    """The value of a scalar, if the counter's was 0."""
+    it = body[name]
+    if it.opcode == 'add':
+      return sum(map(value, it.operands))
+    if it.opcode == 'get-tuple-element' and it.attribute('index') == str(index):
+      return 0
+    if it.opcode in ('copy', 'bitcast'):
+      return value(it.operands[0])
+    constant = _constant(it)
+    if constant is None:
+      raise UnknownProgramError(f'{name} is not understood in a loop counter')
+    return constant
+
+  root = next(it for it in body.values() if it.is_root)
+  if root.opcode != 'tuple' or (step := value(root.operands[index])) < 1:
+    raise UnknownProgramError(f'{root.name} does not count a loop up')
+  return step
+
+
 def product_flops(it: Instruction, types: Mapping[str, str]) -> float:
-  """FLOPs of one product: a dot, or the convolution that XLA makes of it."""
+  """Returns FLOPs of a dot, or of the convolution that XLA makes of it."""
   if it.opcode not in ('dot', 'convolution'):
     return 0.0
   out = arrays(it.type)[0][1]
@@ -400,7 +438,7 @@ def product_flops(it: Instruction, types: Mapping[str, str]) -> float:
 
 
 def _windows(it: Instruction) -> Iterator[dict[str, str]]:
-  """Fields of every spatial dimension of a convolution's window."""
+  """Yields fields of each spatial dimension of a convolution's window."""
   text = it.attribute('window')
   if not text:
     return
@@ -411,7 +449,7 @@ def _windows(it: Instruction) -> Iterator[dict[str, str]]:
 
 
 def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
-  """Pairs (output, kernel position) that read an element, not padding.
+  """Returns pairs (output, kernel position) that read no padding.
 
   XLA writes batch dimensions of a product as spatial ones, mostly padding.
   """

@@ -1,8 +1,8 @@
 """FLOPs of splash attention kernels, which XLA does not count.
 
-A kernel visits the blocks in which its mask lets anybody see anything; those
-are whole work, masked out or not. Which blocks, follows from the model; how
-often a kernel runs, from the compiled program.
+A kernel computes whole blocks, and skips those that the mask excludes
+entirely. The blocks follow from the model, the number of runs from the
+compiled program.
 """
 
 from collections.abc import Iterable
@@ -15,27 +15,26 @@ from encdec_adapt.models import model_config
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
 
-# Products [block, H] x [H, block] of a block: scores and values; scores,
-# their gradient, queries; those, keys and values. A fused backward pass has
-# only the last, which then has the queries' too.
+# Products [block, H] x [H, block] of a block: for scores and values; for
+# scores, their gradient and queries'; for those and keys' and values'. A fused
+# backward pass has one kernel, which includes the queries' gradient.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _FUSED_PRODUCTS = 5
-# Gradients of keys and values, and their sums in the making. A fused pass makes
-# those of queries, too.
+# Gradients of keys and values with their accumulators. A fused pass also
+# returns those of queries.
 _UNFUSED_RESULTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-  """One attention of a model, as a kernel sees it.
+  """One attention of a model, as a kernel computes it.
 
   Attributes:
     queries, keys: lengths on one device.
     left, right: keys that a query sees before and after itself; None for
       all of them.
-    offset: place of the first query among the keys.
-    key_block: keys of a block; None for what their number implies, to which
-      they are then padded.
+    offset: position of the first query among the keys.
+    key_block: keys of a block; None for the size that their number implies.
   """
 
   queries: int
@@ -58,7 +57,7 @@ class Attention:
     return _padded(self.queries, block_q), _padded(self.keys, block_kv)
 
   def visited(self) -> np.ndarray:
-    """Whether anybody sees anything in a block: [query, key] blocks."""
+    """Returns whether a block has a visible pair: [query, key] blocks."""
     (block_q, block_kv), (queries, keys) = self.sizes, self.lengths
     first = self.offset + np.arange(0, queries, block_q)[:, None]
     key = np.arange(0, keys, block_kv)[None]
@@ -73,22 +72,22 @@ class Attention:
 
   @property
   def blocks(self) -> tuple[int, int]:
-    """Blocks that are visited, and the most of them in one row of blocks."""
+    """Number of visited blocks, and the most of them in a row of blocks."""
     seen = self.visited()
     return int(seen.sum()), int(seen.sum(axis=1).max())
 
   def pairs(self) -> int:
-    """Pairs (query, key) of all visited blocks."""
+    """Returns the number of pairs (query, key) of all visited blocks."""
     block_q, block_kv = self.sizes
     return self.blocks[0] * block_q * block_kv
 
   def on_shard(self, shards: int) -> 'Attention':
-    """The same where the length is sharded, on the device with most to do.
+    """Returns the attention on the busiest device if the length is sharded.
 
     Keys are gathered, or only a halo of them: see `ops.attention_shards`.
 
     Args:
-      shards: of the length; this attention is the whole one.
+      shards: number of shards of the length.
     """
     if shards == 1:
       return self
@@ -120,14 +119,14 @@ def attentions(
   teacher: int,
   shards: int = 1,
 ) -> list[Attention]:
-  """Every kind of attention of a model and of its teacher, on one device.
+  """Returns all kinds of attention of a model and its teacher, on a device.
 
   Args:
-    model: the model.
-    encoder: S.
-    decoder: T.
+    model: configuration of the model.
+    encoder: encoder length S.
+    decoder: decoder length T.
     teacher: length of the teacher's row, or 0.
-    shards: of the lengths.
+    shards: number of shards of the lengths.
   """
   found = []
   for name, stack in model.stacks.items():
@@ -150,14 +149,14 @@ def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:
 
 
 def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
-  """FLOPs of all kernel calls on one device.
+  """Returns FLOPs of all kernel calls on one device.
 
-  A call is matched to an attention by its lengths and by how many blocks of
-  keys its grid visits.
+  A call is matched to an attention by its lengths and by the number of blocks
+  of keys in its grid.
 
   Raises:
-    UnknownProgramError: a kernel is no splash attention, or is none that the
-      model has.
+    UnknownProgramError: a kernel is not splash attention, or matches no
+      attention of the model.
   """
   total = 0.0
   known = list(known)
@@ -170,15 +169,15 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
     query, key = [s for s in states[1:] if s[-1] > 1 and s != grid][:2]
     heads, queries, head_dim = query[-3:]
     matching = [a for a in known if a.lengths == (queries, key[-2])]
-    # The grid is [1, queries, keys]: of gradients of keys, the most blocks of
-    # queries that a block of keys has, else the other way round.
+    # The grid is [1, queries, keys], with the most blocks that a row has: for
+    # gradients of keys, blocks of queries; else, blocks of keys.
     along, most = (0, grid[-2]) if parts[0] == 'dkv' else (1, grid[-1])
     exact = [a for a in matching if a.visited().sum(along).max() == most]
     chosen = exact or matching
     if not chosen:
       raise hlo.UnknownProgramError(
         f'kernel {call.name!r} reads {queries} queries and {key[-2]} keys,'
-        ' as no attention of the model does'
+        ' which no attention of the model does'
       )
     pairs = sum(a.pairs() for a in chosen) / len(chosen)
     rows = math.prod(query[:-3])

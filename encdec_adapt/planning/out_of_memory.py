@@ -1,4 +1,4 @@
-"""Memory that did not suffice: how that is said, and what to ask then."""
+"""Out-of-memory errors: recognised, and answered with a planning command."""
 
 from collections.abc import Iterator
 import contextlib
@@ -10,12 +10,12 @@ import jax
 from encdec_adapt.cli import errors
 from encdec_adapt.planning import chips, stored
 
-# Of resources that are exhausted, messages of a network may be the ones.
-_SAID = re.compile(
+# RESOURCE_EXHAUSTED alone may also be a network error.
+_EXHAUSTED = re.compile(
   'Ran out of memory|RESOURCE_EXHAUSTED.*(out of memory|allocat|hbm)',
   re.IGNORECASE | re.DOTALL,
 )
-# Of a device's memory, and no other that a chip has.
+# Device memory only, not vmem or smem.
 _NEEDED = re.compile(
   r'(?:Used |temporaries \()(?P<number>[\d.]+)(?P<unit>[KMGT])'
   r'\)? (?:of [\d.]+[KMGT]? |exceeds available )hbm',
@@ -25,10 +25,11 @@ _EXAMPLE = 'v5e:4x4'
 
 
 def needed(message: str) -> float | None:
-  """Bytes that a program needs, of the compiler's complaint; None: another.
+  """Returns bytes of device memory that the compiler needed, or None.
 
-  Of what a chip computes in (vmem, smem) no plan can make less be needed: that
-  is another complaint.
+  Args:
+    message: error of the compiler. A lack of vmem or smem gives None: no plan
+      reduces what a program needs of those.
   """
   found = _NEEDED.search(message)
   if not found:
@@ -39,40 +40,38 @@ def needed(message: str) -> float | None:
 
 @contextlib.contextmanager
 def explained(config_flag) -> Iterator[None]:
-  """Turns devices out of memory into an error that says what to ask.
-
-  A job that is started again would meet the same.
+  """Turns out-of-memory errors into user errors that name a command.
 
   Args:
-    config_flag: of the job's configuration.
+    config_flag: flag of the job's configuration.
 
   Raises:
-    UserError: of a compiler, or a device, that had too little memory.
+    UserError: the compiler or a device ran out of device memory.
   """
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
-    if needed(message) is None and not _SAID.search(message):
+    if needed(message) is None and not _EXHAUSTED.search(message):
       raise
     raise errors.UserError(_advice(message, config_flag)) from error
 
 
 def _advice(message: str, config_flag) -> str:
-  """What failed, and the plan of these devices that says what would do."""
+  """Returns what failed, and the command that plans these devices."""
   where, note = chips.slice_of(jax.devices()), ''
   limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
   if where is None:
-    where = chips.parse(_EXAMPLE)
-    note = f' (with the chips that are meant in the place of {_EXAMPLE})'
-    limit = None
+    where, limit = chips.parse(_EXAMPLE), None
+    note = f' (with your chips in the place of {_EXAMPLE})'
   flags = stored.flags(stored.question(config_flag, where), ['train', 'eval'])
   if limit:
     flags.append(f'--hbm_gib={limit / 2**30:.1f}')
   command = ['python', '-m', 'encdec_adapt.plan', *flags]
   return (
     'the devices have too little memory for this configuration:'
-    f' {message.splitlines()[0].rstrip(".")}. What it needs, and flags with'
-    f' which it would fit, says `{shlex.join(command)}`{note}. What was saved'
-    ' is continued by the same command with such flags.'
+    f' {message.splitlines()[0].rstrip(".")}. `{shlex.join(command)}`{note}'
+    ' prints the memory that it needs, and flags with which it would fit. A'
+    ' run that has saved checkpoints resumes with the same command and such'
+    ' flags.'
   )

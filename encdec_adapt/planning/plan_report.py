@@ -1,4 +1,4 @@
-"""What a plan says, as JSON and as text."""
+"""Plans of compiled programs, as JSON; plans as text."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -22,17 +22,15 @@ from encdec_adapt.sharding import layout_report as sharding_report
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """What is asked of a program.
+  """What a plan needs to know besides the program.
 
   Attributes:
-    where: the slices.
-    mesh: of their devices.
+    where: slices that are planned for.
+    mesh: mesh of their devices.
     budget: bytes of memory that a device may use.
     known: attentions of the model and its teacher.
-    model_flops: FLOPs of one run on all devices by the stated formula
-      (`models.model_flops`).
-    loss: the part of it that is the vocabulary's loss, to be told apart in
-      memory; None of a program without one.
+    model_flops: FLOPs of one run on all devices by the formula of
+      `models.model_flops`.
   """
 
   where: chips.Slice
@@ -40,27 +38,26 @@ class Question:
   budget: float
   known: list[kernels.Attention]
   model_flops: float
-  loss: programs.Program | None = None
 
 
 def describe(program: programs.Program, question: Question) -> dict[str, Any]:
-  """Compiles a program and says what it costs on one device.
+  """Compiles a program and returns what it costs on one device.
 
   Returns:
     JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
-    `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`;
-    where the compiler found that memory does not suffice, it does not fit:
-    what the compiler said of it, and None for what only a compiled program has.
+    `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`.
+    If the compiler ran out of device memory, `fits` is false, the peak is what
+    the compiler stated, and numbers of a compiled program are None.
 
   Raises:
-    JaxRuntimeError: the compiler fails, and not for a device's memory.
-    UnknownProgramError: what it compiled is not understood.
+    JaxRuntimeError: the compiler fails for another reason.
+    UnknownProgramError: the compiled program is not understood.
   """
   began = time.perf_counter()
   lowered = program.lower(question.mesh)
   traced = time.perf_counter()
   try:
-    compiled = _compile(lowered, question)
+    compiled = _compile(lowered, question.mesh)
   except jax.errors.JaxRuntimeError as error:
     needed = out_of_memory.needed(str(error))
     if needed is None:
@@ -84,12 +81,12 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
 
 
 def _refused(program, question: Question, needed: float) -> dict[str, Any]:
-  """What is known of a program that needs more than a device has."""
-  # The compiler takes no more than a chip has, whatever it is allowed.
+  """Returns what is known of a program that the compiler refused."""
+  # It uses no more than a chip has, whatever the budget.
   memory = {
     'budget': min(question.budget, question.where.chip.hbm_bytes),
     'peak': needed,
-    'arguments': programs.argument_bytes(program),
+    'arguments': programs.tree_bytes(program.arguments),
     'beside': programs.tree_bytes(program.beside),
   }
   unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
@@ -97,7 +94,7 @@ def _refused(program, question: Question, needed: float) -> dict[str, Any]:
 
 
 def _measured(compiled, program, question: Question) -> dict[str, Any]:
-  """What a compiled program says of itself, and what follows from it."""
+  """Returns what is read from a compiled program, and estimates from it."""
   totals = hlo.totals(compiled.as_text())
   peak = question.where.chip.flops
   of_kernels = _kernels(totals, question.known, peak)
@@ -134,31 +131,25 @@ def _measured(compiled, program, question: Question) -> dict[str, Any]:
   }
 
 
-def _compile(lowered, question: Question):
-  with jax.set_mesh(question.mesh):
+def _compile(lowered, mesh: Mesh):
+  with jax.set_mesh(mesh):
     return lowered.compile()
 
 
 def _memory(compiled, program, question) -> dict[str, Any]:
-  """Bytes on one device; those of `parts` are of what is temporary."""
+  """Returns bytes on one device; `parts` divide the temporary ones."""
   found = compiled.memory_analysis()
   results = found.output_size_in_bytes - found.alias_size_in_bytes
   code = found.generated_code_size_in_bytes
   temporary = float(found.temp_size_in_bytes)
   parts = programs.tree_bytes(program.made)
-  if question.loss is not None:
-    alone = _compile(question.loss.lower(question.mesh), question)
-    of_loss = alone.memory_analysis()
-    parts['loss'] = float(
-      of_loss.temp_size_in_bytes + of_loss.output_size_in_bytes
-    )
   parts['activations'] = max(0.0, temporary - sum(parts.values()))
   beside = programs.tree_bytes(program.beside)
   inside = float(found.argument_size_in_bytes + results + code) + temporary
   return {
     'budget': question.budget,
     'peak': inside + sum(beside.values()),
-    'arguments': programs.argument_bytes(program),
+    'arguments': programs.tree_bytes(program.arguments),
     'beside': beside,
     'temporary': temporary,
     'parts': parts,
@@ -168,7 +159,7 @@ def _memory(compiled, program, question) -> dict[str, Any]:
 
 
 def _kernels(totals, known, peak) -> list[dict[str, Any]]:
-  """Kernels by name: calls, FLOPs and time."""
+  """Returns calls, FLOPs and seconds of kernels by name."""
   names: dict[str, list[hlo.Kernel]] = {}
   for kernel in totals.kernels:
     names.setdefault(kernel.name, []).append(kernel)
@@ -187,7 +178,7 @@ def _kernels(totals, known, peak) -> list[dict[str, Any]]:
 
 
 def text(plan: Mapping[str, Any]) -> str:
-  """The report of one program, for people."""
+  """Returns the plan of one program for people."""
   memory = plan['memory']
   verdict = 'fits' if plan['fits'] else 'DOES NOT FIT'
   lines = [
@@ -195,7 +186,7 @@ def text(plan: Mapping[str, Any]) -> str:
     f' {disk.format_bytes(memory["budget"])}: {verdict}'
   ]
   if plan['source'] == 'shapes':
-    lines.append('from shapes alone: nothing was compiled')
+    lines.append('from the analytic cost model; nothing was compiled')
   parts = {
     **memory['arguments'],
     **{f'{k} (beside)': v for k, v in memory['beside'].items()},
@@ -208,18 +199,20 @@ def text(plan: Mapping[str, Any]) -> str:
       f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
     )
   lines += [f'  {line}' for line in sharding_report.copies_text(plan['copies'])]
-  lines += [f'  would fit by shapes: {way}' for way in plan.get('remedies', ())]
+  lines += [
+    f'  would fit by the cost model: {way}' for way in plan.get('remedies', ())
+  ]
   if plan.get('advice'):
     lines.append(f'  {plan["advice"]}')
   if plan['roofline'] is None:
-    lines.append('the compiler gave up: there are no FLOPs, and no times')
+    lines.append('the compiler ran out of memory: no FLOPs, no times')
   else:
     lines += _times(plan)
   return '\n'.join(lines)
 
 
 def _times(plan: Mapping[str, Any]) -> list[str]:
-  """FLOPs, kernels, collectives and seconds, a line each."""
+  """Returns lines of FLOPs, kernels, collectives and seconds."""
   work, times = plan['flops'], plan['roofline']
   lines = [
     f'FLOPs per device: {work["products"]:.4g} in products,'

@@ -1,8 +1,7 @@
-"""The programs of a job as shapes: what a plan compiles.
+"""Programs of a job as shapes, which a plan compiles.
 
-Nothing here reads weights or data. A teacher whose path is not given is taken
-to be a decoder-only model of the decoder's own shape, which is what a pair is
-adapted from.
+Nothing here reads weights or data. If no path of a teacher is given, it is
+assumed to be a decoder-only model of the decoder's shape.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,27 +18,27 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import model_config
 from encdec_adapt.models import model_flops as formula
-from encdec_adapt.ops import partition, vocabulary_loss
+from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import layout_report as sharding_report
-from encdec_adapt.training import losses, setup
+from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A jitted function and the shapes, with shardings, that it is called on.
+  """A jitted function and the shapes, with shardings, of its arguments.
 
   Attributes:
     function: the jitted function.
-    arguments: trees of ShapeDtypeStruct, by what they are: 'parameters',
-      'optimizer', 'teacher', 'batch', 'caches'.
-    call: puts them in the function's order.
-    donated: names of arguments whose memory the results take over.
-    axes: trees of the arguments' logical axes, a tuple for each leaf; empty
-      of a program whose arguments nobody lists.
-    made: trees that live inside the program, by what they are: 'gradients'.
-    beside: trees that are in memory meanwhile, but no arguments.
+    arguments: trees of ShapeDtypeStruct by part: 'parameters', 'optimizer',
+      'teacher', 'batch', 'caches'.
+    call: returns the arguments in the function's order.
+    donated: parts whose memory the results reuse.
+    axes: trees of the arguments' logical axes by part, a tuple for each leaf;
+      empty if no report lists them.
+    made: trees that live inside the program, by part: 'gradients'.
+    beside: trees that are in memory meanwhile without being arguments.
   """
 
   function: Any
@@ -51,7 +50,7 @@ class Program:
   beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-    """Traces it for the mesh's own platform."""
+    """Traces the program for the platform of a mesh."""
     platform = mesh.devices.flat[0].platform
     with jax.set_mesh(mesh):
       traced = self.function.trace(*self.call(self.arguments))
@@ -59,11 +58,11 @@ class Program:
 
 
 def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """One step in which every parameter moves.
+  """Returns a training step that updates every parameter.
 
   Raises:
-    UserError: the attention takes no such model.
-    ValueError: an array does not divide over the mesh; names it.
+    UserError: the attention backend does not support the model.
+    ValueError: an array does not divide over the mesh.
   """
   where = _place(settings, settings.model, mesh)
   taught = teacher(settings, mesh)
@@ -100,7 +99,7 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
 
 
 def _kept(state, taught) -> dict[str, Any]:
-  """What a job has in memory from its first step to its last, but the model."""
+  """Returns trees that a job holds besides its parameters."""
   return {
     'optimizer': state.groups,
     'teacher': taught.abstract_params() if taught else {},
@@ -108,90 +107,12 @@ def _kept(state, taught) -> dict[str, Any]:
 
 
 def gradients(settings: config_lib.Settings) -> int:
-  """Trees of gradients that a step holds: those of a part, and their sum."""
+  """Returns how many trees of gradients a step holds, with their sum."""
   return 2 if settings.train.microbatches > 1 else 1
 
 
-def loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """The vocabulary's part of a microbatch's loss, and its gradients, alone."""
-  where = _place(settings, settings.model, mesh)
-  taught = teacher(settings, mesh)
-  rows = settings.train.batch_size // settings.train.microbatches
-  used = _targets(settings, where, rows)
-  students = _states_and_table(settings, where, rows)
-  teachers = _states_and_table(settings, taught, rows) if taught else {}
-
-  def total(students, teachers, batch):
-    """What a microbatch adds to the loss, of its states alone."""
-    with partition.use(mesh, settings.rules.as_dict()):
-      source = None
-      if taught:
-        source = (taught.model.config.decoder, *teachers.values())
-      sums = losses.vocabulary_sums(
-        where.model.config.decoder,
-        *students.values(),
-        batch,
-        settings.loss,
-        source,
-      )
-    return sums.total
-
-  return Program(
-    jax.jit(jax.grad(total), compiler_options=compiler.options(mesh)),
-    {'parameters': students, 'teacher': teachers, 'batch': used},
-    lambda a: (a['parameters'], a['teacher'], a['batch']),
-  )
-
-
-def evaluation_loss(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """The vocabulary's part of an evaluation batch's loss, alone."""
-  where = _place(settings, settings.model, mesh)
-  rows, stack = settings.train.eval_batch_size, where.model.config.decoder
-
-  def total(students, batch):
-    """The sums of an evaluation, of its states alone."""
-    with partition.use(mesh, settings.rules.as_dict()):
-      return vocabulary_loss.cross_entropy(
-        *students.values(),
-        batch['targets'],
-        batch['weights'],
-        vocab_size=stack.vocab_size,
-        softcap=stack.final_softcap,
-        chunk=settings.loss.chunk,
-      )
-
-  return Program(
-    jax.jit(total, compiler_options=compiler.options(mesh)),
-    {
-      'parameters': _states_and_table(settings, where, rows),
-      'batch': _targets(settings, where, rows),
-    },
-    lambda a: (a['parameters'], a['batch']),
-  )
-
-
-def _targets(settings, where, rows: int):
-  """What a loss reads of a batch."""
-  fields = batch(settings, where, rows)
-  return {name: fields[name] for name in ('targets', 'weights')}
-
-
-def _states_and_table(settings, where, rows: int):
-  """A decoder's states of a batch's targets, and its table."""
-  length = settings.data.train.lengths.decoder
-  names = ('batch', 'length', 'act_embed')
-  spec = settings.rules.on(where.mesh).spec(*names)
-  hidden = jax.ShapeDtypeStruct(
-    (rows, length, where.model.config.decoder.width),
-    jnp.dtype(settings.compute.dtype),
-    sharding=jax.NamedSharding(where.mesh, spec),
-  )
-  table = where.model.head(where.abstract_params())
-  return {'hidden': hidden, 'table': table}
-
-
 def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """The loss of one held-out batch, as it is measured inside a job."""
+  """Returns the loss of one held-out batch, as computed inside a job."""
   where = _place(settings, settings.model, mesh)
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
   params = where.abstract_params()
@@ -209,10 +130,9 @@ def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
 
 
 def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """One step of generation at the end of a full cache.
+  """Returns one step of generation at the end of a full cache.
 
-  The rows are those of an evaluation batch, parameters in the dtype that is
-  computed in.
+  It has the rows of an evaluation batch, and parameters in the compute dtype.
   """
   where = _place(settings, settings.model, mesh)
   model, rows = where.model, settings.train.eval_batch_size
@@ -224,7 +144,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
   lengths = settings.data.train.lengths
 
   def make_caches(params):
-    """Those of the decoder, and of the encoder's states where there is one."""
+    """Caches of self-attention and, with an encoder, of cross-attention."""
     cache = model.init_cache(rows, lengths.decoder)
     if not isinstance(settings.model, model_config.EncoderDecoderConfig):
       return cache, None
@@ -234,7 +154,7 @@ def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
     return cache, model.prefill_cross(params, encoded, segments)
 
   def step(params, tokens, cache, cross):
-    """One token of every row, which sees all before it."""
+    """One token of every row, which sees all earlier ones."""
     with partition.use(mesh, settings.rules.as_dict()):
       options = {} if cross is None else {'cross': cross}
       hidden, cache = model.decode_step(
@@ -284,7 +204,7 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
 
 
 def model_flops(name: str, settings: config_lib.Settings, mesh: Mesh) -> float:
-  """FLOPs of one run of a program on all devices, by the stated formula."""
+  """Returns FLOPs of a program on all devices by `models.model_flops`."""
   if name == 'train':
     taught = teacher(settings, mesh)
     return setup.step_flops(
@@ -304,22 +224,16 @@ def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
   return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
 
 
-def argument_bytes(program: Program) -> dict[str, float]:
-  """Bytes of the arguments in one device's memory, by what they are."""
-  return tree_bytes(program.arguments)
-
-
 def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
-  """Bytes in one device's memory of named trees of abstract arrays."""
+  """Returns bytes in one device's memory of trees by part."""
   found = {k: sharding_report.device_bytes(v) for k, v in trees.items()}
   return {name: size for name, size in found.items() if size}
 
 
 def host_bytes(program: Program) -> float:
-  """Bytes that one device's share of the program copies from and to its host.
+  """Returns bytes that one device copies from and to its host's memory.
 
-  Arguments in the host's memory are read; whose memory the results take over,
-  are written back.
+  Arguments in the host's memory are read; donated ones are written back.
   """
   return sum(
     sharding_report.device_bytes(tree, host=True)
@@ -329,24 +243,18 @@ def host_bytes(program: Program) -> float:
 
 
 def moved_bytes(program: Program) -> float:
-  """Bytes of its arguments that one device reads and writes at least.
+  """Returns the least bytes of arguments that one device reads and writes.
 
-  All are read once. Those whose memory the results take over are written, of
-  caches one entry of many.
+  All are read once, and donated ones written; of caches only one entry is.
   """
   return sum(
     size * (1 + (name in program.donated and name != 'caches'))
-    for name, size in argument_bytes(program).items()
+    for name, size in tree_bytes(program.arguments).items()
   )
 
 
 def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
-  """Arguments that several devices hold the same of.
-
-  Returns:
-    `replicated`: large ones that every device holds whole; `copies`: see
-    `sharding.layout_report.copies`.
-  """
+  """Returns `replicated` and `copies` of `sharding.layout_report`."""
   described = rows(program)
   return {
     'replicated': sharding_report.replicated(described),
@@ -355,14 +263,14 @@ def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
 
 
 def rows(program: Program) -> list[sharding_report.Row]:
-  """How every argument is sharded."""
+  """Returns a row of the sharding report for every argument."""
   return sharding_report.describe(program.arguments, program.axes)
 
 
 def teacher(
   settings: config_lib.Settings, mesh: Mesh
 ) -> state_lib.Placement | None:
-  """The teacher's model, or None where nothing is distilled."""
+  """Returns the teacher's model, or None without distillation."""
   if not settings.loss.distillation:
     return None
   if settings.teacher.checkpoint:
@@ -380,7 +288,7 @@ def _place(
 def alone(
   decoder: model_config.StackConfig,
 ) -> model_config.DecoderOnlyConfig:
-  """The decoder-only model whose stack a decoder is, less what reads."""
+  """Returns the decoder-only model of a decoder without cross-attention."""
   stack = dataclasses.replace(
     decoder, cross_width=None, cross_merged=False, cross_layers='all'
   )
@@ -390,7 +298,7 @@ def alone(
 def batch(
   settings: config_lib.Settings, where: state_lib.Placement, rows: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Fields of a batch of this many rows; see `data.batch`."""
+  """Returns the fields of a batch of some rows; see `data.batch`."""
   lengths = settings.data.train.lengths
   sides = {'decoder': lengths.decoder}
   if lengths.encoder:

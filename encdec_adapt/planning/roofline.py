@@ -1,13 +1,11 @@
-"""Time of a step from what it computes, moves and sends.
+"""Roofline estimate of a step from what it computes, moves and sends.
 
-The compiler states cycles for everything but kernels and collectives; what
-hardware takes of them is `chips.Chip.cycle_share`. Kernels
-are added by their FLOPs at `KERNEL_EFFICIENCY`, collectives by bytes over the
-links they cross. A collective that the compiler overlaps costs only what
-exceeds the other work of its computation; the others cost all of it, and so
-does what is copied from the host's memory and back.
-
-This is an estimate: see the calibration table that stands beside it.
+The compiler states cycles for everything but kernels and collectives, which
+are scaled by `chips.Chip.cycle_share`. Kernels are added by their FLOPs at
+`KERNEL_EFFICIENCY`, collectives by bytes over the links they cross. A
+collective that the compiler overlaps costs only what exceeds the other work of
+its computation; other collectives, and copies from and to the host's memory,
+cost all of their time. `calibration` has the errors of such estimates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,21 +20,21 @@ import numpy as np
 from encdec_adapt.planning import chips, hlo
 
 # Share of the peak that splash attention reaches on long rows with head
-# dimensions of 128 and 256: our assumption, not a measurement.
+# dimensions of 128 and 256: an assumption, not a measurement.
 KERNEL_EFFICIENCY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """What all collectives of one kind over the same mesh axes send.
+  """Sum of all collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind: such as 'all-gather'.
-    axes: mesh axes, joined by '+'; of a permutation those along which
-      anything moves; 'slices' for what leaves a slice.
-    count: how many run in a step.
-    bytes: that one device sends in a step.
-    seconds: at the bandwidth of the links.
+    kind: kind, such as 'all-gather'.
+    axes: mesh axes, joined by '+'; for a permutation those along which data
+      moves; 'slices' for data that leaves a slice.
+    count: number of runs in a step.
+    bytes: bytes that one device sends in a step.
+    seconds: time at the bandwidth of the links.
     exposed: seconds that no other work hides.
   """
 
@@ -53,13 +51,13 @@ class Estimate:
   """A step's time, in seconds.
 
   Attributes:
-    compute: of what the compiler has an estimate for.
-    kernels: of Pallas kernels.
-    collectives: all of them, hidden or not.
-    exposed: the part that is not hidden.
-    memory: to read and write the arguments; a lower limit.
-    host: to copy what lies in the host's memory; not hidden.
-    traffic: by kind and axes.
+    compute: time of everything that the compiler has an estimate for.
+    kernels: time of Pallas kernels.
+    collectives: time of all collectives, hidden or not.
+    exposed: time of collectives that is not hidden.
+    memory: time to read and write the arguments; a lower limit.
+    host: time of copies from and to the host's memory; not hidden.
+    traffic: collectives by kind and axes.
   """
 
   compute: float
@@ -72,7 +70,7 @@ class Estimate:
 
   @property
   def step(self) -> float:
-    """Seconds of a step."""
+    """Seconds of a step, all included."""
     inside = max(self.compute + self.kernels + self.exposed, self.memory)
     return inside + self.host
 
@@ -85,15 +83,15 @@ def estimate(
   moved: float,
   host: float,
 ) -> Estimate:
-  """Estimates a step.
+  """Estimates the time of a step.
 
   Args:
-    totals: of the compiled program.
-    mesh: that it was compiled for.
-    where: its chips.
+    totals: totals of the compiled program.
+    mesh: mesh that it was compiled for.
+    where: chips of the mesh.
     kernel_flops: FLOPs of all kernels on one device.
     moved: bytes of the arguments that one device reads and writes.
-    host: bytes that it copies from its host's memory and back.
+    host: bytes copied from the host's memory and back.
   """
   chip = where.chip
   kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
@@ -133,7 +131,7 @@ def _summed(
   timed: Sequence[tuple[hlo.Collective, str, float, float]],
   exposed: Mapping[str, float],
 ) -> tuple[Traffic, ...]:
-  """Adds collectives up by kind and axes, the longest first."""
+  """Sums collectives by kind and axes, the longest first."""
   rows: dict[tuple[str, str], list[float]] = {}
   for one, axes, sent, seconds in timed:
     row = rows.setdefault((one.kind, axes), [0, 0.0, 0.0, 0.0])
@@ -145,7 +143,7 @@ def _summed(
 
 
 class Network:
-  """Which links the devices of a group talk over, and how long that takes."""
+  """Links that groups of devices communicate over, and their speed."""
 
   def __init__(self, mesh: Mesh, where: chips.Slice):
     self.mesh, self.where = mesh, where
@@ -154,7 +152,7 @@ class Network:
     for index, device in enumerate(self.devices):
       key = getattr(device, 'slice_index', 0)
       by_slice.setdefault(key, []).append(index)
-    # Devices of a program, which is that of one slice; and one of each slice.
+    # A compiled program is that of one slice: its devices, and one per slice.
     self.inside = next(iter(by_slice.values()))
     self.across = [members[0] for members in by_slice.values()]
     self.groups: dict[frozenset, str] = {}
@@ -162,10 +160,10 @@ class Network:
       self.groups.setdefault(groups, axes)
 
   def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
-    """Axes, bytes that a device sends, and seconds, of one run.
+    """Returns axes, bytes that a device sends, and seconds of one run.
 
     Raises:
-      UnknownProgramError: its groups are written in another form.
+      UnknownProgramError: the replica groups are written in an unknown form.
     """
     if one.kind == 'collective-permute':
       pairs = replica_groups(one.groups, len(self.inside))
@@ -184,7 +182,7 @@ class Network:
     return axes, *self._exchange(one.kind, one.bytes, members)
 
   def _moved_along(self, pairs: np.ndarray) -> str:
-    """Mesh axes in which sources and targets differ: of numbers [pairs, 2]."""
+    """Returns mesh axes in which the devices of pairs [pairs, 2] differ."""
     places = np.unravel_index(
       np.array(self.inside)[pairs], self.mesh.devices.shape
     )
@@ -196,7 +194,7 @@ class Network:
     return '+'.join(moved) or 'one device'
 
   def _moved(self, size: float, pairs: np.ndarray) -> float:
-    """Seconds that the slowest of some pairs of devices takes to send."""
+    """Returns the seconds that the slowest pair of devices takes to send."""
     rates = [
       self._bandwidth([self.devices[self.inside[i]] for i in pair])
       for pair in pairs
@@ -207,12 +205,12 @@ class Network:
   def along(
     self, axes: Sequence[str], kind: str, size: float
   ) -> tuple[float, float]:
-    """Bytes that a device sends, and seconds, over mesh axes.
+    """Returns bytes that a device sends over mesh axes, and seconds.
 
     Args:
       axes: names of mesh axes.
-      kind: such as 'all-gather'.
-      size: bytes of the array that is whole.
+      kind: kind of collective, such as 'all-gather'.
+      size: bytes of the unsharded array.
     """
     names = self.mesh.axis_names
     axes = [a for a in axes if self.mesh.shape[a] > 1]
@@ -230,7 +228,7 @@ class Network:
     return sent, sent / self._bandwidth([self.devices[i] for i in ids])
 
   def _bandwidth(self, members) -> float:
-    """Bytes/s at which the members can exchange, each."""
+    """Returns bytes/s that each of some devices can send to the others."""
     chip = self.where.chip
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
@@ -242,19 +240,19 @@ class Network:
     for axis, extent in enumerate(self.where.extents):
       places = np.unique(coordinates[:, axis])
       if len(places) > 1:
-        # What lies between them is another group's, which shares the links.
+        # Devices between them are of other groups and share the links.
         apart = int(np.diff(places).max())
         closed = extent >= chip.wraps_at and extent % 4 == 0
         ring = closed and len(places) * apart == extent
         total += chip.link_bandwidth * (1.0 if ring else 0.5) / apart
-    return total
+    # The two halves of a TPU7x chip: "six times a 1D ICI link" (vendor).
+    return total or 6 * chip.link_bandwidth
 
 
 def _mesh_groups(mesh: Mesh, inside: Sequence[int]):
-  """Partitions of a slice's devices along every set of mesh axes, and names.
+  """Yields groups of a slice's devices along each set of mesh axes, and names.
 
-  Devices have the numbers that they have in `inside`, their positions in the
-  mesh.
+  A device's number is its index in `inside`, which has positions in the mesh.
   """
   numbers = {position: number for number, position in enumerate(inside)}
   names = [a for a in mesh.axis_names if mesh.shape[a] > 1]
@@ -273,15 +271,15 @@ def _mesh_groups(mesh: Mesh, inside: Sequence[int]):
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-  """Device numbers of every group: [groups, size].
+  """Returns the device numbers of every group: [groups, size].
 
   Args:
     text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` or
       `mesh['a'=2,'b'=2] {'a'}`; empty means one group of all.
-    devices: how many there are.
+    devices: number of devices.
 
   Raises:
-    UnknownProgramError: another form.
+    UnknownProgramError: the text has another form.
   """
   if not text or text == '{}':
     return np.arange(devices)[None]

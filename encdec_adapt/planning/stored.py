@@ -1,4 +1,4 @@
-"""Plans as files: what was asked, with what, and what came out."""
+"""Plans as files: the question, the versions and the answer."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -18,10 +18,10 @@ _GIB = 2**30
 
 
 def content(plans: Mapping[str, Any]) -> dict[str, Any]:
-  """The report of the first program, with the others' under `others`.
+  """Returns the plan of the first program, with the others under `others`.
 
   Args:
-    plans: at least one, by the programs' names.
+    plans: program name to plan, at least one.
   """
   first, *rest = plans
   others = {name: plans[name] for name in rest}
@@ -29,12 +29,12 @@ def content(plans: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def programs(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-  """The reports of a file by their programs' names, as asked."""
+  """Returns the plans of a file by program name, in their order."""
   return {stored['program']: stored, **stored['others']}
 
 
 def question(config_flag, where: chips.Slice) -> dict[str, Any]:
-  """What a plan is of: the configuration's flags, the chips, the compiler."""
+  """Returns the flags of a configuration, the chips and the versions."""
   try:
     libtpu = importlib.metadata.version('libtpu')
   except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def question(config_flag, where: chips.Slice) -> dict[str, Any]:
 
 
 def setup(settings: config_lib.Settings) -> dict[str, Any]:
-  """What a job runs with that the configuration file may have chosen."""
+  """Returns settings of a job that its configuration file chose."""
   return {
     'mesh': dataclasses.asdict(settings.mesh),
     'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
@@ -65,11 +65,11 @@ def setup(settings: config_lib.Settings) -> dict[str, Any]:
 
 
 def flags(asked: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-  """The flags of `encdec_adapt.plan` that ask a question.
+  """Returns the flags of `encdec_adapt.plan` that ask a question.
 
   Args:
-    asked: a `question`, or a file that begins with one.
-    names: of the programs.
+    asked: a `question`, or a stored plan, which contains one.
+    names: names of the programs.
   """
   return [
     f'--config={asked["config"]}',
@@ -81,14 +81,14 @@ def flags(asked: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def read(folder: str) -> list[dict[str, Any]]:
-  """Plans that `--output` wrote into a folder, by their file names.
+  """Returns the plans that `--output` wrote into a folder, by file name.
 
   Args:
-    folder: on a file system, or in a bucket. What else is JSON there, such
-      as the candidates of a search, is left out.
+    folder: local path or bucket URL. Other JSON files, such as candidates of
+      a search, are skipped.
 
   Raises:
-    UserError: there is none, or a file is no JSON object.
+    UserError: there is no plan, or a file is not a JSON object.
   """
   paths = sorted(paths_lib.at(folder).glob('*.json'))
   found = [atomic.read_json(path) for path in paths]
@@ -101,11 +101,11 @@ def read(folder: str) -> list[dict[str, Any]]:
 
 
 def markdown(plans: list[dict[str, Any]]) -> str:
-  """A row for every program of every plan; '-' where nothing is known."""
+  """Returns a row for every program of every plan; '-' if unknown."""
   lines = [
-    '| configuration | chips | memory a chip, GiB | of it loss | step, s |'
-    ' MFU | compiled, s |',
-    '|---|---|---|---|---|---|---|',
+    '| configuration | chips | memory per chip, GiB | step, s | MFU |'
+    ' compiled, s |',
+    '|---|---|---|---|---|---|',
   ]
   for one in plans:
     slices = f'{one["num_slices"]} x ' if one['num_slices'] > 1 else ''
@@ -120,17 +120,15 @@ def markdown(plans: list[dict[str, Any]]) -> str:
 
 
 def _cells(plan: Mapping[str, Any]) -> list[str]:
-  """Memory, its share of the loss, seconds, MFU, seconds of compiling."""
+  """Returns memory, seconds of a step, MFU, seconds of compiling."""
   memory, times = plan['memory'], plan['roofline'] or {}
-  loss = memory.get('parts', {}).get('loss')
 
   def cell(value: float | None, form: str) -> str:
-    """A number, or a dash where it is not known."""
+    """Formats a number, or a dash if it is unknown."""
     return '-' if value is None else format(value, form)
 
   return [
     f'{memory["peak"] / _GIB:.1f} of {memory["budget"] / _GIB:.1f}',
-    cell(None if loss is None else loss / memory['peak'], '.0%'),
     cell(times.get('step_s'), '.2f'),
     cell(plan['mfu'], '.1%'),
     cell(plan['compile_s'], '.0f'),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 # chip in `planning.chips` if its figures apply; dense bf16 FLOP/s from the
 # vendor's data sheet.
 KINDS = (
+  ('TPU7x', 'tpu7x', 2307e12 / 2),  # A device is half of a chip.
   ('TPU v6', 'v6e', 918e12),
   ('TPU v5 lite', 'v5e', 197e12),
   ('TPU v5e', 'v5e', 197e12),

@@ -1,65 +1,29 @@
-"""Topologies as they are written."""
+"""Chips, topologies, and the devices that stand for them."""
 
 import importlib.util
 import itertools
-import re
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from encdec_adapt import plan
 from encdec_adapt.cli import errors
-from encdec_adapt.planning import chips
+from encdec_adapt.planning import chips, hlo
+from encdec_adapt.sharding import compiler
+from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import peak_flops
 
-
-@pytest.mark.parametrize(
-  'text, slices, devices',
-  [('v5e:4x4', 1, 16), ('v5p:8x8x8', 2, 1024), ('h100:64', 1, 64)],
-)
-def test_devices_are_counted(text, slices, devices):
-  where = chips.parse(text, slices)
-  assert (where.name, where.devices) == (text, devices)
-
-
-@pytest.mark.parametrize(
-  'text, slices, message',
-  [
-    ('v5litepod-16', 1, 'one of v4, v5e'),
-    ('v9:4x4', 1, 'v9:4x4 is not known'),
-    ('v5e:4x4x4', 1, r'2 dimension\(s\).* such as v5e:4x4'),
-    ('v5p:4x4', 1, 'v5p:4x4x4'),
-    ('v5e:0x4', 1, 'v5e:0x4: .* at least 1 chip'),
-    ('v5e:4xq', 1, 'v5e:4xq: .* such as v5e:4x4'),
-    ('h100', 1, r'h100: .* 1 dimension\(s\).* such as h100:4'),
-    ('v5e:4x4', 0, 'slices is 0'),
-  ],
-)
-def test_what_is_no_topology_is_refused(text, slices, message):
-  with pytest.raises(errors.UserError, match=message):
-    chips.parse(text, slices)
+aot = [
+  pytest.mark.aot,
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None,
+    reason="libtpu is not installed: pip install -e '.[tpu]'",
+  ),
+]
 
 
-def test_the_matrix_units_give_the_peak():
-  units = {'v4': 8, 'v5e': 4, 'v5p': 8, 'v6e': 16}  # Of 128 x 128.
-  for name, count in units.items():
-    chip = chips.CHIPS[name]
-    flops = count * 2 * 128 * 128 * chip.clock
-    assert flops == pytest.approx(chip.flops, rel=0.01)
-
-
-def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
-  known = importlib.util.find_spec
-  monkeypatch.setattr(
-    importlib.util,
-    'find_spec',
-    lambda name, *rest: None if name == 'libtpu' else known(name, *rest),
-  )
-  with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]=="):
-    chips.devices_of(chips.parse('v5e:2x2'))
-
-
-def _devices(kind, extents, slices):
+def _devices(kind, extents, slices=1):
   return [
     types.SimpleNamespace(device_kind=kind, coords=place, slice_index=index)
     for index in range(slices)
@@ -81,28 +45,69 @@ def test_devices_are_known_by_their_topology(kind, extents, slices, name):
   found = chips.slice_of(devices)
   assert (found.name, found.count) == (name, slices)
   assert found.devices == len(devices)
+  assert chips.parse(name, slices) == found
+
+
+def test_other_devices_have_no_topology():
+  for kind in ('cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200'):
+    assert chips.slice_of(_devices(kind, (8,))) is None
+
+
+def test_chips_have_the_peak_of_their_devices_and_matrix_units():
+  peaks = {name: peak for _, name, peak in peak_flops.KINDS if name}
+  assert peaks == {name: chip.flops for name, chip in chips.CHIPS.items()}
+  # Of 128 x 128.
+  units = {'v4': 8, 'v5e': 4, 'v5p': 8, 'v6e': 16, 'tpu7x': 16}
+  for name, count in units.items():
+    chip = chips.CHIPS[name]
+    flops = count * 2 * 128 * 128 * chip.clock
+    assert flops == pytest.approx(chip.flops, rel=0.01)
+
+
+def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
+  known = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util,
+    'find_spec',
+    lambda name, *rest: None if name == 'libtpu' else known(name, *rest),
+  )
+  with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]=="):
+    chips.devices_of(chips.parse('v5e:2x2'))
 
 
 @pytest.mark.parametrize(
-  'kind', ['cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200', 'NVIDIA H100 PCIe']
+  'topology',
+  [
+    pytest.param(name, marks=aot)
+    for name in ('v5e:1x1', 'v5e:8x16', 'v6e:16x16', 'v4:2x2x1', 'v5p:8x8x8')
+  ],
 )
-def test_devices_that_are_not_known_have_no_topology(kind):
-  assert chips.slice_of(_devices(kind, (8,), 1)) is None
+def test_topologies_are_built(topology):
+  where = chips.parse(topology)
+  assert len(chips.devices_of(where)) == where.devices
 
 
-def test_a_chip_has_the_peak_of_its_devices():
-  peaks = {name: peak for _, name, peak in peak_flops.KINDS if name}
-  assert peaks == {name: chip.flops for name, chip in chips.CHIPS.items()}
+@pytest.mark.parametrize('name', [pytest.param('v5e:3x5', marks=aot)])
+def test_a_slice_that_nobody_offers_is_refused(name):
+  with pytest.raises(errors.UserError, match='v5e are 1x1, 2x2, 2x4, 4x4'):
+    chips.devices_of(chips.parse(name))
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
-@pytest.mark.parametrize('name', ['v5e', 'v6e', 'v4', 'v5p'])
-def test_every_shape_that_is_named_is_built(name):
-  shapes = chips.SHAPES[chips.CHIPS[name].dimensions]
-  for shape in re.findall(r'\d+(?:x\d+)+', shapes):
-    where = chips.parse(f'{name}:{shape}')
-    assert len(plan.describe_devices(where)) == where.devices
+@pytest.mark.parametrize('name', [pytest.param('tpu7x:2x2x1', marks=aot)])
+def test_a_program_compiles_for_two_devices_a_chip(name):
+  where = chips.parse(name)
+  mesh = mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(fsdp=4, tensor=2), chips.devices_of(where)
+  )
+  assert mesh.size == where.devices == 8
+
+  def array(*axes):
+    spec = jax.sharding.PartitionSpec(*axes)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=sharding)
+
+  options = compiler.options(mesh)
+  product = jax.jit(lambda a, b: a @ b, compiler_options=options)
+  traced = product.trace(array('fsdp', None), array(None, 'tensor'))
+  text = traced.lower(lowering_platforms=('tpu',)).compile().as_text()
+  assert hlo.totals(text).flops == 2 * 512**3 / 8
