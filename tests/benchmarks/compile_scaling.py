@@ -64,7 +64,7 @@ def _rows(layers: list[int], topologies: list[str]) -> Iterator[dict[str, Any]]:
       flags += [f'--config.model.{side}.{k}={v}' for k, v in shape.items()]
     values = command.parse(plan.define_flags, flags)
     settings = config_lib.load(values.config, sources=False)
-    mesh = mesh_lib.make_mesh(settings.mesh, plan.describe_devices(where))
+    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
     began = time.perf_counter()
     lowered = programs.train(settings, mesh).lower(mesh)
     traced = time.perf_counter()

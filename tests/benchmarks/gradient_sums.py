@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from encdec_adapt import plan
 from encdec_adapt.ops import partition
 from encdec_adapt.planning import chips, hlo, roofline
 from encdec_adapt.sharding import compiler
@@ -51,7 +50,7 @@ def _measure(
 ) -> dict[str, Any]:
   """One mesh: kinds of the sums, what they send, and the least."""
   sizes = mesh_lib.MeshConfig(replica=replica, fsdp=where.devices // replica)
-  mesh = mesh_lib.make_mesh(sizes, plan.describe_devices(where))
+  mesh = mesh_lib.make_mesh(sizes, chips.devices_of(where))
   rules = rules_lib.named(name)
 
   def describe(shape, *axes):

@@ -40,7 +40,7 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   with pytest.raises(errors.UserError) as caught:
     _train(*flags, f'--workdir={tmp_path}/run')
   said = str(caught.value)
-  assert 'Out of memory while trying to allocate 64 bytes. What it' in said
+  assert 'Out of memory while trying to allocate 64 bytes' in said
   (line,) = re.findall('`(python -m encdec_adapt.plan .*?)`', said)
   asked = shlex.split(line)[3:]
   assert asked[0] == '--config=configs/base.py'
