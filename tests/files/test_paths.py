@@ -120,28 +120,8 @@ def test_markers_go_first_and_come_last(store, bucket, tmp_path):
   assert not (folder / 'x').exists()
 
 
-def test_seals(folder):
-  contents = _fill(folder)
-  assert not checksums.is_sealed(folder)
-  checksums.write(folder)
-  assert checksums.is_sealed(folder) and checksums.problems(folder) == []
-  paths.write(folder / 'later', b'')
-  assert checksums.problems(folder) == []
-  paths.write(folder / 'b' / 'c', contents['b/c'][:-1] + b'x')
-  paths.write(folder / 'a', b'longer')
-  (folder / 'b' / 'd' / 'e').unlink()
-  assert checksums.problems(folder) == [
-    'a has 6 bytes instead of 3',
-    'b/c has other contents than were written',
-    'b/d/e is missing',
-  ]
-  paths.write(folder / checksums.FILE, b'{}')
-  (problem,) = checksums.problems(folder)
-  assert problem.startswith('seal.json cannot be read')
-
-
 @pytest.mark.parametrize('up', [True, False], ids=['to a bucket', 'from one'])
-def test_a_seal_holds_where_its_folder_was_copied(bucket, tmp_path, up):
+def test_a_checksum_manifest_holds_where_its_folder_was_copied(bucket, tmp_path, up):
   there, here = paths.at(bucket), tmp_path / 'x'
   source, target = (here, there) if up else (there, here)
   _fill(source)
