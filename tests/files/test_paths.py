@@ -121,7 +121,9 @@ def test_markers_go_first_and_come_last(store, bucket, tmp_path):
 
 
 @pytest.mark.parametrize('up', [True, False], ids=['to a bucket', 'from one'])
-def test_a_checksum_manifest_holds_where_its_folder_was_copied(bucket, tmp_path, up):
+def test_a_checksum_manifest_holds_where_its_folder_was_copied(
+  bucket, tmp_path, up
+):
   there, here = paths.at(bucket), tmp_path / 'x'
   source, target = (here, there) if up else (there, here)
   _fill(source)
