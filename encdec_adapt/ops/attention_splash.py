@@ -147,7 +147,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     keys -= keys % -block_kv
   # A window may reach everything; such a mask cannot be sharded, and need not.
   if halo is not None or _sees_all(spec, queries, keys):
-    queries, q_shards = queries // shards.length, 1
+    queries, q_shards = queries // lengths, 1
   joint = 1
   if _sees_all(spec, queries, keys):  # Of what one device has.
     block_bytes = block_kv * k.shape[-1] * k.dtype.itemsize
