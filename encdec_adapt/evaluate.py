@@ -31,7 +31,7 @@ from encdec_adapt.training import state as state_lib
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """The flags of this command."""
+  """Defines the flags of this command."""
   define = dict(flag_values=values)
   flags.DEFINE_multi_string(
     'checkpoint', [], 'Work directory of a run; may be repeated.', **define
@@ -52,15 +52,10 @@ def main(values: flags.FlagValues) -> int:
       f' {devices} devices, at least 1.'
     )
   record_set = records.RecordSet.open(values.records)
-  # All that can be refused is, before hours go into the first.
+  # Opens every run, so that bad input is refused before the first hours.
   runs = [open_run(path, record_set) for path in values.checkpoint]
   evaluators: dict[Any, perplexity.Evaluator] = {}
   print(f'{len(record_set):,} rows of {values.records}')
-  if _one_pair_a_row(record_set) and len(record_set) == 1:
-    print(
-      'note: the records have one row and so no prefix of another example;'
-      ' models are measured with their own prefix only.'
-    )
   for run in runs:
     result = evaluate(run, record_set, values.batch_size, evaluators)
     shuffled = result['eval_loss_shuffled_prefix']
@@ -75,13 +70,13 @@ def main(values: flags.FlagValues) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A run that suits the records; its parameters have not been read.
+  """A run that was checked against the records; its parameters are not read.
 
   Attributes:
-    path: its work directory.
-    loss: how its loss is computed.
-    where: the model, and where its parameters go.
-    found: its newest sound checkpoint.
+    path: work directory.
+    loss: loss configuration.
+    where: the model and the placement of its parameters.
+    found: newest intact checkpoint.
   """
 
   path: str
@@ -91,23 +86,23 @@ class Run:
 
   @property
   def is_pair(self) -> bool:
-    """Whether it is an encoder-decoder."""
+    """Whether the model is an encoder-decoder."""
     return isinstance(
       self.where.model.config, model_config.EncoderDecoderConfig
     )
 
 
 def open_run(path: str, record_set: records.RecordSet) -> Run:
-  """Opens the newest sound checkpoint of a run, and checks all of it.
+  """Opens the newest intact checkpoint of a run and checks the run.
 
   Args:
-    path: the run's work directory.
+    path: work directory of the run.
     record_set: held-out rows.
 
   Raises:
-    UserError: there is none, the folder cannot be written, the vocabulary of
-      the records is not the model's, or the model is not the checkpoint's or
-      does not divide over the devices.
+    UserError: the run has no checkpoint, the folder cannot be written, model
+      and records have different vocabularies, or the model differs from the
+      checkpoint or does not divide over the devices.
   """
   settings = config_lib.load_run(path)
   is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)
@@ -120,7 +115,7 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
   found = manager.open_latest(path)
   stored_model.open_vocabularies(found, settings.data.vocabularies)
   _check_vocabularies(settings, record_set)
-  # Over the devices there are, which need not be those it was trained on.
+  # The devices may differ from those of training.
   mesh = mesh_lib.make_mesh(
     mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
   )
@@ -161,15 +156,15 @@ def evaluate(
   """Evaluates a run.
 
   Args:
-    run: as `open_run` gives it.
-    record_set: the rows that it was opened for.
-    batch_size: rows at a time.
-    evaluators: those made so far, so that equal models compile once.
+    run: result of `open_run`.
+    record_set: the rows that the run was opened for.
+    batch_size: rows of a batch.
+    evaluators: cache of evaluators, so that equal models compile once.
 
   Returns:
-    What evaluation.json holds: `kind`, `eval_loss` and
-    `eval_loss_shuffled_prefix` (None for rows that have no inputs, or several
-    pairs, and for a single row) in nats per target token.
+    The content of evaluation.json: among others `kind`, and `eval_loss` and
+    `eval_loss_shuffled_prefix` in nats per target token (the latter None for
+    rows without inputs or with several pairs, and for a single row).
   """
   lengths, where = record_set.spec.lengths, run.where
   key = (where, run.loss.chunk)
@@ -195,7 +190,7 @@ def evaluate(
   own = measure()
   shuffled = None
   if _one_pair_a_row(record_set) and len(record_set) > 1:
-    # Half of the set away, so that it is not the same document's.
+    # Half of the set away: the prefix of another document.
     shuffled = measure(prefix_offset=len(record_set) // 2).loss
   return {
     'kind': 'encoder_decoder' if run.is_pair else 'decoder_only',
@@ -210,7 +205,7 @@ def evaluate(
 
 
 def _one_pair_a_row(record_set: records.RecordSet) -> bool:
-  """Whether rows have a prefix that another one could stand for."""
+  """Returns whether the prefixes of rows can be exchanged."""
   spec = record_set.spec
   return spec.lengths.encoder > 0 and not spec.pack
 

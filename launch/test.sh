@@ -4,8 +4,8 @@
 #   bash launch/test.sh [--all] [arguments of pytest]
 #
 # --all also installs torch, transformers and libtpu, without which the tests of
-# parity and of plans are skipped, and runs the long tests. PYTHON names an
-# interpreter. Ends with pytest's own closing line.
+# parity and of plans are skipped, runs the long tests, and prints the slowest 20
+# and a total by marker. PYTHON names an interpreter.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,13 +20,13 @@ case "${1:-}" in
   --all)
     extras=test,peer,tpu
     shift
-    set -- -m 'not slow' "$@"
+    set -- -m 'not slow' --durations=20 "$@"
     ;;
 esac
 prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
-# A process per core; files stay together, for what their tests share.
+# One process per core; the tests of a file share fixtures, so stay together.
 tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
   --dist=loadfile --no-loadscope-reorder "$@")
 show "${tests[@]}"

@@ -1,5 +1,7 @@
 """Every test process: CPU, eight fake devices, shapes checked at calls."""
 
+import collections
+import itertools
 import os
 
 from tests import xla_flags
@@ -61,3 +63,18 @@ def pytest_collection_modifyitems(items):
     first = files.get(item.path, (True, True))
     files[item.path] = min(first, order(item))
   items.sort(key=lambda item: files[item.path])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  """Prints the total time by marker, beside the slowest tests."""
+  if config.option.durations is None:
+    return
+  tiers = ('sharded', 'multiproc', 'aot', 'parity', 'resume', 'e2e')
+  totals = collections.Counter()
+  for report in itertools.chain(*terminalreporter.stats.values()):
+    marks = getattr(report, 'keywords', ())
+    tier = next((tier for tier in tiers if tier in marks), 'unit')
+    totals[tier] += getattr(report, 'duration', 0.0)
+  terminalreporter.section('total by marker')
+  for tier, seconds in totals.most_common():
+    terminalreporter.line(f'{seconds:8.1f}s {tier}')

@@ -1,13 +1,12 @@
 """Loss per target token on held-out batches.
 
-An encoder-decoder and a decoder-only model are measured on the same target
-tokens of the same batches of pairs (`training.losses.predict` says how
-each reads them); a decoder-only model also on causal batches.
+Encoder-decoders and decoder-only models are measured on the same target tokens
+of the same batches of pairs (`training.losses.predict` feeds them);
+decoder-only models also on causal batches.
 """
 
 from collections.abc import Iterable, Mapping
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -25,25 +24,17 @@ _SUMS = ('cross_entropy', 'correct', 'weight')
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """An evaluation.
+  """Result of an evaluation.
 
   Attributes:
     loss: cross-entropy to the data in nats per target token.
-    accuracy: share of target tokens that were the likeliest.
-    target_tokens: their number (the sum of the weights).
+    accuracy: share of target tokens with the largest logit.
+    target_tokens: sum of the weights.
   """
 
   loss: float
   accuracy: float
   target_tokens: float
-
-  @property
-  def perplexity(self) -> float:
-    """exp(loss), infinite where it overflows."""
-    try:
-      return math.exp(self.loss)
-    except OverflowError:
-      return math.inf
 
 
 class Evaluator:
@@ -53,8 +44,8 @@ class Evaluator:
     """Defines the evaluation.
 
     Args:
-      where: the model, the mesh and the rules of its parameters.
-      chunk: tokens whose logits exist at a time.
+      where: the model and the placement of its parameters.
+      chunk: number of tokens whose logits are computed at a time.
     """
     self._where = where
     stack = where.model.config.decoder
@@ -81,15 +72,14 @@ class Evaluator:
   ) -> Result:
     """Evaluates parameters on a stream of batches.
 
-    The result does not depend, but for rounding, on how the rows are cut
-    into batches.
+    Up to rounding, the result is independent of the batch size.
 
     Args:
       params: parameters of the model.
-      batches: this process's rows of every batch, filler rows with weight 0.
+      batches: this process's rows of every batch; filler rows have weight 0.
 
     Raises:
-      UserError: there is not one target token.
+      UserError: the batches have no target tokens.
     """
     totals = np.zeros(len(_SUMS), np.float64)
     running = None
@@ -97,7 +87,7 @@ class Evaluator:
       fields = {name: x for name, x in batch.items() if name != 'row'}
       fields = step_lib.place_batch(fields, self._where)
       previous, running = running, self.sums(params, fields)
-      # Read one batch late, so that the next is prepared meanwhile.
+      # Read one batch late, while the next is prepared.
       totals += _read(previous)
     totals += _read(running)
     cross_entropy, correct, weight = (float(total) for total in totals)
@@ -110,7 +100,7 @@ class Evaluator:
 
 
 def _read(sums: Mapping[str, jax.Array] | None) -> np.ndarray:
-  """Sums of one batch as float64, zeros for none."""
+  """Returns the sums of one batch as float64, zeros for None."""
   if sums is None:
     return np.zeros(len(_SUMS), np.float64)
   return np.array([float(sums[name]) for name in _SUMS], np.float64)

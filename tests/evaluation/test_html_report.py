@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from encdec_adapt.evaluation import html_report, report_figures, report_findings
-from encdec_adapt.evaluation import report_numbers as numbers
+from encdec_adapt.evaluation import html_report, report_findings
 from encdec_adapt.files import paths
 
 
@@ -183,21 +182,3 @@ def test_write(report, bucket, tmp_path):
   assert saved['runs']['scratch']['curve']['eval_loss'][0] is None
   html_report.write(report, f'{bucket}/study')
   assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
-
-
-def test_numbers():
-  assert numbers.count(999_900) == '1.00 M'
-  assert numbers.count(12_345) == '12.3 k'
-  assert numbers.scientific(1.5e13) == '1.50e13'
-  assert numbers.model_of('adapted_seed12') == 'adapted'
-  assert numbers.model_of('adapted_embeddings') == 'adapted_embeddings'
-
-
-def test_the_mean_of_seeds_is_by_step_where_their_tokens_differ():
-  steps = [[0, 10, 20], [0, 10, 20, 25]]
-  curves = [([0, 100, 200], [4.0, 3.0, 2.0])]
-  curves += [([0, 104, 210, 260], [6.0, 4.0, 3.0, 2.9])]
-  assert report_figures.mean_curve(steps, curves) == (
-    [0, 102, 205],
-    [5.0, 3.5, 2.5],
-  )
