@@ -1,6 +1,6 @@
 """An object store on loopback: the part of GCS's JSON API that clients use.
 
-What it holds are whole objects by name, each with a generation. There are no
+It holds whole objects by name, each with a generation. There are no
 folders, no renames and no appending; an upload that breaks off leaves
 nothing; a list shows what was put before it. Conditions on generations hold.
 Source: the reference of the API, cloud.google.com/storage/docs/json_api.
@@ -38,13 +38,13 @@ _PAGE = 1000  # Items of a list that are sent at once.
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-  """What is stored under a name."""
+  """A stored object."""
 
   data: bytes
   generation: int
 
   def describe(self, name: str) -> dict[str, str]:
-    """Its resource, as the API sends it."""
+    """Returns its resource, as the API sends it."""
     crc = google_crc32c.Checksum(self.data).digest()
     return {
       'kind': 'storage#object',
@@ -62,12 +62,12 @@ class Object:
 
 
 class Store:
-  """The objects of one bucket, and the server that speaks for them.
+  """The objects of one bucket, and the state of their server.
 
   Attributes:
-    objects: by name.
-    requests: 'METHOD path' of all so far.
-    refuses: every request, with this status; 0 for not at all.
+    objects: objects by name.
+    requests: 'METHOD path' of all requests so far.
+    refuses: status with which every request fails; 0 for none.
   """
 
   def __init__(self):
@@ -82,11 +82,11 @@ class Store:
 
   @property
   def address(self) -> str:
-    """Of the server."""
+    """URL of the server."""
     return f'http://127.0.0.1:{self.port}'
 
   def environment(self) -> dict[str, str]:
-    """Variables by which clients find it, and ask for no credentials."""
+    """Returns variables by which clients find it without credentials."""
     return {
       'STORAGE_EMULATOR_HOST': self.address,
       'TENSORSTORE_GCS_HTTP_URL': self.address,
@@ -97,20 +97,20 @@ class Store:
     }
 
   def new_folder(self) -> str:
-    """Address of a folder that nobody uses."""
+    """Returns the address of an unused folder."""
     return f'{URL}/folder-{next(self._folders)}'
 
   def key(self, path: object) -> str:
-    """Name of the object at an address."""
+    """Returns the name of the object at an address."""
     return str(path).removeprefix(f'{URL}/')
 
   def names(self, prefix: str = '') -> list[str]:
-    """Names of the objects, in order."""
+    """Returns the sorted names of the objects."""
     with self.lock:
       return sorted(name for name in self.objects if name.startswith(prefix))
 
   def put(self, name: str, data: bytes) -> Object:
-    """Stores an object, as a client does that gives no condition."""
+    """Stores an object unconditionally."""
     with self.lock:
       return self._put(name, data)
 
@@ -121,7 +121,7 @@ class Store:
   def put_if(
     self, name: str, data: bytes, query: Mapping[str, str]
   ) -> Object | None:
-    """Stores an object where its generation is as the query wants it."""
+    """Stores an object if its generation is the one of the query."""
     with self.lock:
       if not self._holds(name, query):
         return None
@@ -197,19 +197,23 @@ class _Handler(server.BaseHTTPRequestHandler):
     message = text.get(status, 'Bad Request')
     self._send_json({'error': {'code': status, 'message': message}}, status)
 
-  def do_GET(self) -> None:
-    path, query, _ = self._begin()
+  def _handle(self) -> None:
+    """Answers a request by the method for its verb."""
+    path, query, body = self._begin()
     if self.store.refuses:
       self._send_error(self.store.refuses)
-    elif found := _OBJECT.fullmatch(path):
+    else:
+      getattr(self, f'_{self.command.lower()}')(path, query, body)
+
+  do_GET = do_POST = do_PUT = do_DELETE = _handle
+
+  def _get(self, path: str, query: Mapping[str, str], body: bytes) -> None:
+    if found := _OBJECT.fullmatch(path):
       self._get_object(parse.unquote(found[2]), query)
     elif _LIST.fullmatch(path):
       self._list(query)
-    elif found := _BUCKET.fullmatch(path):
-      if found[1] == BUCKET:
-        self._send_json({'kind': 'storage#bucket', 'name': BUCKET})
-      else:
-        self._send_error(404)
+    elif (found := _BUCKET.fullmatch(path)) and found[1] == BUCKET:
+      self._send_json({'kind': 'storage#bucket', 'name': BUCKET})
     else:
       self._send_error(404)
 
@@ -275,12 +279,9 @@ class _Handler(server.BaseHTTPRequestHandler):
       content['nextPageToken'] = names[size]
     self._send_json(content)
 
-  def do_POST(self) -> None:
-    path, query, body = self._begin()
-    if self.store.refuses:
-      return self._send_error(self.store.refuses)
+  def _post(self, path: str, query: Mapping[str, str], body: bytes) -> None:
     if 'upload_id' in query:
-      return self._add_part(query, body)
+      return self._put(path, query, body)
     if _UPLOAD.fullmatch(path):
       return self._upload(query, body)
     if found := _COPY.fullmatch(path):
@@ -326,14 +327,8 @@ class _Handler(server.BaseHTTPRequestHandler):
     else:
       self._send_json(made.describe(query['name']))
 
-  def do_PUT(self) -> None:
-    _, query, body = self._begin()
-    if self.store.refuses:
-      return self._send_error(self.store.refuses)
-    self._add_part(query, body)
-
-  def _add_part(self, query: Mapping[str, str], body: bytes) -> None:
-    """A part of an upload in parts; the object is there after the last."""
+  def _put(self, path: str, query: Mapping[str, str], body: bytes) -> None:
+    """Adds a part of a resumable upload; the last one makes the object."""
     wanted, so_far = self.store.uploads[query['upload_id']]
     so_far += body
     total = self.headers.get('Content-Range', '*/*').rpartition('/')[2]
@@ -342,10 +337,7 @@ class _Handler(server.BaseHTTPRequestHandler):
       return self._send(308, b'', last)
     self._store(wanted, bytes(so_far))
 
-  def do_DELETE(self) -> None:
-    path, query, _ = self._begin()
-    if self.store.refuses:
-      return self._send_error(self.store.refuses)
+  def _delete(self, path: str, query: Mapping[str, str], body: bytes) -> None:
     found = _OBJECT.fullmatch(path)
     if not found:
       return self._send_error(404)
