@@ -90,14 +90,7 @@ def run_forward(
     'flash_forward',
     tile,
     call,
-    in_specs=[
-      blocks.span,
-      blocks.query,
-      blocks.key,
-      blocks.key,
-      blocks.query_tokens,
-      blocks.key_tokens,
-    ],
+    in_specs=blocks.forward_inputs,
     out_specs=[blocks.query, blocks.sums],
     out_shape=[q, _sums_of(q)],
   )(visits, q, k, v, q_tokens, kv_tokens)
@@ -120,17 +113,7 @@ def run_queries(
     'flash_backward_queries',
     tile,
     call,
-    in_specs=[
-      blocks.span,
-      blocks.query,
-      blocks.key,
-      blocks.key,
-      blocks.query_tokens,
-      blocks.key_tokens,
-      blocks.query,
-      blocks.sums,
-      blocks.sums,
-    ],
+    in_specs=blocks.forward_inputs + blocks.backward_inputs,
     out_specs=[blocks.query],
     out_shape=[q],
   )(visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner)
@@ -151,17 +134,7 @@ def run_keys(
     'flash_backward_keys',
     tile,
     call,
-    in_specs=[
-      blocks.span,
-      blocks.query,
-      blocks.key,
-      blocks.key,
-      blocks.query_tokens,
-      blocks.key_tokens,
-      blocks.query,
-      blocks.sums,
-      blocks.sums,
-    ],
+    in_specs=blocks.forward_inputs + blocks.backward_inputs,
     out_specs=[blocks.key, blocks.key],
     out_shape=[k, v],
   )(visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner)
@@ -177,8 +150,19 @@ class _Blocks:
   grid: tuple[int, int, int]
   span = pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0))
 
+  @property
+  def forward_inputs(self) -> list[pl.BlockSpec]:
+    """Specs of visits, q, k, v, q_tokens, kv_tokens."""
+    tokens = [self.query_tokens, self.key_tokens]
+    return [self.span, self.query, self.key, self.key, *tokens]
+
+  @property
+  def backward_inputs(self) -> list[pl.BlockSpec]:
+    """Specs of d_out, sums, inner."""
+    return [self.query, self.sums, self.sums]
+
   def call(self, kernel, name, tile, call, **specs):
-    """The kernel on arrays."""
+    """Makes the Pallas call of a kernel."""
     specs['out_shape'] = [
       jax.ShapeDtypeStruct(x.shape, x.dtype) for x in specs['out_shape']
     ]

@@ -71,22 +71,6 @@ def test_an_unequal_pair_equals_its_layers_unrolled(
   )
 
 
-def test_the_order_of_layers_matters(small_stack, redraw, pack, run):
-  stack = small_stack(layers=4)
-  model = build.build(model_config.DecoderOnlyConfig(stack))
-  params = redraw(model)
-  order = [
-    layer_trees.get_layer(stack, params['decoder'], i) for i in (2, 1, 0, 3)
-  ]
-  swapped = params['decoder'] | layer_trees.join_layers(stack, order)
-  rows = pack([[12]], 12)
-  assert not np.allclose(
-    run(model)(params, None, rows),
-    run(model)({'decoder': swapped}, None, rows),
-    atol=1e-2,
-  )
-
-
 @pytest.fixture
 def gradients(small_stack, redraw, pack):
   """A function (**options) -> gradients and logits of 2 x 2 + 1 layers."""
@@ -160,13 +144,6 @@ def test_bfloat16_is_near_float32(gradients):
     assert jnp.linalg.norm(a - b) < 0.2 * jnp.linalg.norm(b)
 
 
-def test_states_are_in_the_compute_dtype(small_stack, pack, redraw):
-  decoder = model_config.DecoderOnlyConfig(small_stack())
-  model = build.build(decoder, dtype=jnp.bfloat16)
-  states = jax.jit(model.decode)(redraw(model), *pack([[4]], 4))
-  assert states.dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize(
   'dtype, scale', [('bfloat16', 55.5), ('float32', 3072**0.5)]
 )
@@ -205,10 +182,3 @@ def test_logits_are_capped_and_without_padding_rows(small_stack, pack, redraw):
 def test_bad_options(small_stack, options, message):
   with pytest.raises(errors.UserError, match=message):
     build.build(model_config.DecoderOnlyConfig(small_stack()), **options)
-
-
-def test_models_are_values(small_pair):
-  model = build.build(small_pair, dtype='bfloat16')
-  assert model == build.build(small_pair, dtype=jnp.bfloat16)
-  assert hash(model) == hash(build.build(small_pair, dtype=jnp.bfloat16))
-  assert model != build.build(small_pair)

@@ -118,20 +118,6 @@ def test_losses_by_hand():
   np.testing.assert_allclose(found.z, 4.0, rtol=1e-6)
 
 
-def test_equal_load_has_loss_one_for_any_number_of_experts():
-  logits = jnp.zeros((1, 4, X))
-  chosen = jnp.array([[[0, 1], [2, 3], [0, 1], [2, 3]]])
-  found = experts.losses(logits, jnp.ones((1, 4), bool), chosen)
-  np.testing.assert_allclose(found.balance, 1.0, rtol=1e-6)
-
-
-def test_no_tokens_have_no_loss():
-  none = jnp.zeros((1, 3), bool)
-  chosen, _ = experts.route(jnp.ones((1, 3, X)), none, K, normalise=False)
-  found = experts.losses(jnp.ones((1, 3, X)), none, chosen)
-  assert (float(found.balance), float(found.z)) == (0.0, 0.0)
-
-
 def test_the_balance_loss_spreads_the_load(case):
   _, logits, real, _ = case
   logits = logits.at[..., 1].add(3.0)

@@ -24,12 +24,6 @@ def test_rms_norm_equals_its_formula():
   )
 
 
-def test_rms_norm_adds_epsilon_inside_the_root():
-  x = jnp.zeros((1, 4)).at[0, 0].set(2.0)  # mean square 1
-  out = norms.rms_norm(x, jnp.zeros(4), 3.0)
-  np.testing.assert_allclose(out, [[1.0, 0.0, 0.0, 0.0]])
-
-
 def test_rms_norm_casts_once():
   x = random(0, 4, 64).astype(jnp.bfloat16)
   # 1 + scale is 1 in bfloat16: the gain shows only if it is fp32.
@@ -52,11 +46,6 @@ def test_rms_norm_with_a_direct_gain_casts_before_it():
     norms.rms_norm(half, gain, 1e-6, one_plus=False),
     plain * gain.astype(jnp.bfloat16),
   )
-
-
-def test_rms_norm_of_zeros_has_finite_gradients():
-  gradient = jax.grad(lambda x: norms.rms_norm(x, jnp.ones(8), 1e-6).sum())
-  assert np.isfinite(gradient(jnp.zeros((2, 8)))).all()
 
 
 X = jnp.concatenate([jnp.linspace(-12, 12, 97), jnp.array([-1e4, 0.0, 1e4])])
@@ -155,13 +144,6 @@ def test_llama3_scaling_spares_short_wavelengths():
     rope.frequencies(8, 1e4, scaling),
     [1.0, 0.1 * (0.5 + 0.5 / 8), 0.01 / 8, 0.001 / 8],
     rtol=1e-3,
-  )
-
-
-def test_rope_leaves_position_zero_alone():
-  x = random(0, 2, 3, 2, 8)
-  np.testing.assert_array_equal(
-    rotated(x, jnp.zeros((2, 3), jnp.int32), 1e4), x
   )
 
 
