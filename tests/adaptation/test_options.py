@@ -78,26 +78,6 @@ def _adapted(target, *given, **options):
   return initialise.initialise(target, *given, rng=RNG, **options)
 
 
-def _assert_planned(target, *given):
-  """Shapes alone give the same report and shapes."""
-  shapes = [
-    (config, jax.eval_shape(lambda params=params: params))
-    for config, params in given
-  ]
-  abstract, coverage = _adapted(target, *shapes)
-  table = parameters.parameter_table(target)
-  flat = {
-    '/'.join(key.key for key in path): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-  }
-  assert {p: leaf.shape for p, leaf in flat.items()} == {
-    p: info.shape for p, info in table.items()
-  }
-  assert coverage == weight_plan.make_plan(
-    target, *(config for config, _ in given)
-  )
-
-
 def test_more_key_value_heads():
   """Repeated heads compute the same function, biases included."""
   stack = dataclasses.replace(STACK, attention_bias='qkv')
@@ -105,7 +85,6 @@ def test_more_key_value_heads():
   more = dataclasses.replace(stack, kv_heads=4)
   target = model_config.encoder_decoder(more, more)
   params, coverage = _adapted(target, given)
-  _assert_planned(target, given)
   assert coverage.parameters()['fresh'] == 0
   key = params['encoder']['blocks']['layer_0']['attention']['key']
   theirs = given[1]['decoder']['blocks']['layer_0']['attention']['key']
@@ -129,7 +108,6 @@ def test_a_shared_table_is_taken_once():
   given = sources.make(STACK)
   target = model_config.encoder_decoder(STACK, STACK, shared_table=True)
   params, coverage = _adapted(target, given)
-  _assert_planned(target, given)
   assert 'embedder' not in params['encoder']
   assert coverage.unused == {
     'encoder_source': {
@@ -157,7 +135,6 @@ def test_merged_attention_is_the_decoders_own(stack, shared):
     stack, stack, cross_merged=True, shared_table=shared
   )
   params, coverage = _adapted(target, given)
-  _assert_planned(target, given)
   assert (
     coverage.parameters()['fresh'] == coverage.parameters()['constant'] == 0
   )
@@ -181,7 +158,6 @@ def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
   given = sources.make(stack)
   target = model_config.t5gemma2(stack, stack, eoi_token=7)
   params, coverage = _adapted(target, given)
-  _assert_planned(target, given)
   table = given[1]['decoder']['embedder']['table']
   np.testing.assert_allclose(
     params['decoder']['embedder']['eoi'], table[7] * np.sqrt(8), rtol=1e-6
@@ -217,7 +193,6 @@ def test_new_tokens_are_the_mean():
   params, coverage = _adapted(
     target, given, cross_attention='fresh', post_norm_gain='zero'
   )
-  _assert_planned(target, given)
   theirs = np.asarray(given[1]['decoder']['embedder']['table'])
   for stack_name in ('encoder', 'decoder'):
     table = params[stack_name]['embedder']['table']
@@ -271,7 +246,6 @@ def test_two_families_in_one_pair():
   given = sources.make(LLAMA, 1), sources.make(QWEN, 2)
   target = model_config.encoder_decoder(LLAMA, QWEN)
   params, coverage = _adapted(target, *given)
-  _assert_planned(target, *given)
   filled = sources.by_name(target, params)
   decoder = sources.by_name(*given[1])
   for name, array in decoder.items():
@@ -293,12 +267,6 @@ def test_two_families_in_one_pair():
     norm = coverage.filled[f'{block}/pre_cross_norm/scale']
     assert norm.leaf == f'{block}/pre_attention_norm/scale'
     assert f'{block}/post_cross_norm/scale' not in coverage.filled
-  logits = _logits(
-    target, params, _tokens(vocabulary=9), _tokens(5, vocabulary=13, seed=4)
-  )
-  assert logits.shape == (2, 5, 13)
-  assert np.all(np.isfinite(logits))
-  assert np.std(logits) > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,9 @@ def test_two_vocabularies_share_no_table(gemma, tmp_path):
   vocabulary_training.train_vocabulary(texts, other / 'tokenizer.model', 378)
   flags = [f'--encoder={other}', f'--decoder={gemma}', '--dry_run']
   assert convert_('adapt', *flags) == 0
-  with pytest.raises(errors.UserError, match='different tokenizers: in a table'):
+  with pytest.raises(
+    errors.UserError, match='different tokenizers: in a table'
+  ):
     convert_('adapt', *flags, '--shared_table')
 
 

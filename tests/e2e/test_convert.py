@@ -21,7 +21,7 @@ from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import kept_files, stored_model, work_directory
 from encdec_adapt.huggingface import siglip
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
@@ -111,19 +111,6 @@ def test_bfloat16_is_kept_from_import_to_export(folder, imported):
   # Tokenizer files that an export made are carried along from then on.
   _assert_same_files(again, half, 'tokenizer.json', 'tokenizer_config.json')
   assert 'exported in bfloat16 by' in (again / 'README.md').read_text()
-
-
-def test_adapted_pairs_say_where_weights_came_from(adapted):
-  coverage = _json(adapted / 'coverage.json')
-  settings = config_lib.load_run(str(adapted))
-  assert settings.model.encoder.role == 'bidirectional'
-  # Rows of the tables that no token has are not counted.
-  assert settings.model.decoder.table_rows == 512
-  count = parameters.count(settings.model)
-  counts = {'copied': count, 'fresh': 0, 'constant': 0}
-  assert coverage['parameters'] == counts
-  cross = 'decoder/layers/1/cross_attention/query'
-  assert coverage['target'][cross]['leaf'] == 'decoder/layers/1/attention/query'
 
 
 def test_an_unbalanced_pair_has_fresh_cross_attention(
