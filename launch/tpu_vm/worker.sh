@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What one worker of a TPU slice does; launch/tpu_vm runs it on all of them.
-# In the home folder, with the source beside it as encdec_adapt.tar.gz:
+# Runs on every worker of a TPU slice, started by launch/tpu_vm in the home
+# folder, with the source as encdec_adapt.tar.gz beside it:
 #
 #   bash worker.sh [--dry_run] ...
 #   bash worker.sh setup SOURCE [gs://BUCKET/RECORDS | disk]
@@ -8,14 +8,13 @@
 #   bash worker.sh stop
 #   bash worker.sh profile
 #
-# SOURCE is the archive's checksum: gcloud says that it has copied to and run
-# on all workers where it has left one out with a warning (528,
-# `PrepareNodeForSSH`), which would go on with what it had before.
+# SOURCE is the archive's checksum: gcloud (528, `PrepareNodeForSSH`) may leave
+# out a worker with a mere warning, which would then run an older source.
 #
-# The job is no child of the connection: one that breaks, or the launcher,
-# may end, and `run` given again goes on showing it. Every line is printed
-# after [slice.worker], and the last one says the status. With --dry_run, the
-# commands are printed by the machine that launches, from its own source.
+# The job is no child of the connection: connection and launcher may end, and
+# `run` given again shows the job's further output. Every line is prefixed with
+# [slice.worker], and the last one has the status. With --dry_run, the launching
+# machine prints the commands.
 
 set -euo pipefail
 
@@ -29,10 +28,10 @@ fi
 
 SOURCE=encdec_adapt
 ARCHIVE=encdec_adapt.tar.gz
-# Has the checksum of the archive that this worker is set up with.
+# File with the checksum of the archive that this worker was set up with.
 STAMP=encdec_adapt.source
 JOB=encdec_adapt.job
-# Bytes of the disk that records leave to logs and compiled programs.
+# Bytes of disk reserved for logs and compiled programs.
 SPARE=2000000000
 
 # Prints a command as one could type it.
@@ -256,7 +255,7 @@ profile() {
   tell USR1 'told to trace its next steps, into the work directory'
 }
 
-# Sends the job a signal, and says what it is told with it.
+# Sends the job a signal and prints a message.
 tell() {
   if [ "$dry_run" = 1 ]; then
     show kill "-$1" PROCESS
