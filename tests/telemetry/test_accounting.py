@@ -30,15 +30,6 @@ def _totals(size):
   }
 
 
-def test_a_run_without_sources_costs_what_it_did(tmp_path):
-  summary = _finish(tmp_path / 'alone', 3)
-  assert summary['inclusive'] == _totals(3)
-  assert summary['steps'] == 7
-  assert summary['rows'] == 3
-  path = tmp_path / 'alone' / accounting.SUMMARY
-  assert json.loads(path.read_text()) == summary
-
-
 def test_a_source_of_two_sources_counts_once(tmp_path):
   _finish(tmp_path / 'base', 1000)
   _finish(tmp_path / 'encoder', 100, tmp_path / 'base')

@@ -84,11 +84,6 @@ def test_a_trace_that_cannot_be_written_ends_nothing(
   assert said.err.count('OSError: the disk is full') == 4 and not said.out
 
 
-def test_a_loop_that_ends_early_ends_its_trace(tmp_path, traced):
-  run(profiling.Profiler(tmp_path, None, 1, 100), 3)
-  assert traced == ['+', '-']
-
-
 @pytest.mark.parametrize('process, folder', [(None, ''), (3, 'process_3')])
 def test_a_real_trace_is_written(tmp_path, process, folder):
   run(profiling.Profiler(tmp_path, process, 0, 1), 1)

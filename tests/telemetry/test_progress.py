@@ -68,10 +68,3 @@ def test_bytes_are_reported_every_few_seconds_and_at_the_end():
     'read: 2.0 KiB of 4.0 KiB  256 bytes/s  8s left',
     'read: 4.0 KiB in 16s  256 bytes/s',
   ]
-
-
-def test_a_transfer_that_takes_no_time_is_reported():
-  lines = []
-  report = progress.ByteProgress('read', clock=_Clock(), say=lines.append)
-  report(10, 10)
-  assert lines == ['read: 10 bytes in 0s']

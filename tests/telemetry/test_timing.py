@@ -38,11 +38,6 @@ def test_time_counts_where_it_ended_in_an_error(clock):
   assert split.take()['seconds/save'] == 7
 
 
-def test_an_unknown_part_is_an_error(clock):
-  with pytest.raises(KeyError), timing.Split(clock).spent('nothing'):
-    pass
-
-
 def test_goodput_over_two_starts(tmp_path, clock):
   first = timing.Starts(tmp_path, 0, clock=clock)
   clock.now += 50
