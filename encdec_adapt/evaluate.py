@@ -76,7 +76,7 @@ class Run:
     path: work directory.
     loss: loss configuration.
     where: the model and the placement of its parameters.
-    found: newest intact checkpoint.
+    found: newest undamaged checkpoint.
   """
 
   path: str
@@ -93,7 +93,7 @@ class Run:
 
 
 def open_run(path: str, record_set: records.RecordSet) -> Run:
-  """Opens the newest intact checkpoint of a run and checks the run.
+  """Opens the newest undamaged checkpoint of a run and checks the run.
 
   Args:
     path: work directory of the run.

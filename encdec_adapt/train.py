@@ -140,7 +140,7 @@ def train(
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER),
     keep=settings.checkpoint.keep,
-    keep_every=settings.checkpoint.keep_every or None,
+    keep_every=settings.checkpoint.keep_every,
   )
   checkpoints.require_space(
     phases.abstract(), [*range(every, steps, every), steps]
@@ -151,10 +151,10 @@ def train(
     sources = initial_state.open_sources(settings.init, settings.compute, where)
     sources.check_files(settings.data.vocabularies)
   else:
-    saved = checkpoints.read_meta(start)
-    resume_checks.check_is_training(saved)
-    resume_checks.report_changes(saved['config'], config.to_dict(), say)
-    checkpoints.at(start).require_same(phases.abstract_saved(start))
+    found = checkpoints.at(start)
+    saved = found.read_meta()
+    resume_checks.check_config(saved, config.to_dict(), say)
+    found.require_same(phases.abstract_saved(start))
 
   # -- Data --------------------------------------------------------------------
 
@@ -189,14 +189,14 @@ def train(
     if distributed.is_lead():
       run_artifacts.write_initial(workdir, sources, data.vocabularies)
   else:
-    cost = accounting.Cost(**checkpoints.read_data(start))
+    cost = accounting.Cost(**found.read_data())
     meta['sources'] = saved['sources']
     resume_checks.check_same_rows(
       saved['order'], meta['order'], cost.rows, data.train.starts
     )
-    resume_checks.report_place(saved, meta, say)
-    state = checkpoints.restore(start, phases.abstract_saved(start))
-    say(f'continuing at step {start}')
+    resume_checks.report_environment(saved, meta, say)
+    state = found.restore(phases.abstract_saved(start))
+    say(f'resuming at step {start}')
   teacher_params = teacher.read() if teacher else {}
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'])

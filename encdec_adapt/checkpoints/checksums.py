@@ -1,16 +1,16 @@
-"""Seals: a checksum of every file under a folder, kept inside the folder.
+"""Checksum manifests: size and checksum of every file of a folder.
 
-A sealed folder is complete, on disk, and can later be shown to be unchanged:
-a flipped byte, a truncation, a missing file, and damage to the seal itself are
-all found. Files that came after the seal are not looked at. What a disk or a
-mount does not let be read is no damage: nothing is known of it, and that is an
-error.
+The manifest is a file inside the folder. A folder with a manifest is complete
+and on disk, and a flipped byte, a truncation, a missing file and damage to the
+manifest itself are all found later. Files that were added later are ignored.
+A file that exists but cannot be read is not damage, since nothing is known of
+its contents: that is an error.
 
 On a file system, files are hashed as they are read back. In a bucket, where
-reading back a checkpoint would take as long as saving it, the seal has the
-CRC32C that the store computed of every object that it received and checks
-what it sends against; one list shows them all. A folder that was copied from
-one to the other is checked by what its seal has.
+reading a checkpoint back would take as long as saving it, the manifest has the
+CRC32C that the store computed of every object it received and verifies when it
+sends it; one listing returns them all. A folder that was copied from one to the
+other is verified by the checksums that its manifest has.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,40 +24,40 @@ from typing import Any
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths as paths_lib
 
-FILE = 'seal.json'
-_FORMAT = 1
+FILE = 'checksums.json'
 _BLAKE, _CRC = 'blake2b-256', 'crc32c'
 _THREADS = 4  # Hashing releases the interpreter's lock.
 
-# A file that is not there, or something else in its place.
+# A file that does not exist, or is a folder now.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-_Entries = dict[str, dict[str, int | str]]
+_Entry = dict[str, int | str]
 
 
-def is_sealed(folder: paths_lib.Path) -> bool:
-  """Whether the folder has a seal, sound or not."""
+def has_manifest(folder: paths_lib.Path) -> bool:
+  """Whether the folder has a manifest, damaged or not."""
   return (folder / FILE).exists()
 
 
 def write(folder: paths_lib.Path) -> None:
-  """Syncs every file of the folder and writes their checksums.
+  """Syncs every file of the folder and writes the manifest of their checksums.
 
-  The seal appears at once, after everything it speaks of is on disk.
+  The manifest appears at once, after everything that it lists is on disk.
 
   Raises:
-    OSError: a file could not be read, or the seal not be written.
+    OSError: a file could not be read, or the manifest not be written.
   """
   if paths_lib.is_bucket(folder):
     found = paths_lib.objects(folder)
-    digest, entries = _CRC, {path: found[path] for path in _sealed(found)}
+    digest, entries = _CRC, {path: found[path] for path in _to_list(found)}
   else:
-    paths = _sealed(paths_lib.tree(folder))
+    paths = _to_list(paths_lib.tree(folder))
     read = lambda path: _entry(folder / path, _BLAKE, sync=True)  # noqa: E731
     digest, entries = _BLAKE, _map(read, paths)
-    for directory in {folder, *(folder / path for path in _folders(paths))}:
+    parents = {p for path in paths for p in pathlib.PurePosixPath(path).parents}
+    for directory in {folder, *(folder / path for path in parents)}:
       paths_lib.sync(directory)
-  body = {'format': _FORMAT, 'digest': digest, 'files': entries}
+  body = {'digest': digest, 'files': entries}
   document = {'body': body, 'own_digest': _own_digest(body)}
   paths_lib.write(folder / FILE, json.dumps(document, indent=1).encode())
   if not paths_lib.is_bucket(folder):
@@ -65,25 +65,26 @@ def write(folder: paths_lib.Path) -> None:
 
 
 def problems(folder: paths_lib.Path) -> list[str]:
-  """Says what is wrong with a sealed folder; empty means unchanged.
+  """Compares a folder with its manifest.
+
+  Returns:
+    One line for every file that differs; empty if the folder is unchanged.
 
   Raises:
-    UserError: a file cannot be read, so that it is not known.
+    UserError: a file exists but cannot be read.
   """
   try:
-    document = json.loads(_readable(folder / FILE, lambda f: f.read_bytes()))
+    document = json.loads(_read(folder / FILE, lambda f: f.read_bytes()))
     body = document['body']
     intact = document['own_digest'] == _own_digest(body)
   except (*_ABSENT, ValueError, KeyError, TypeError) as error:
     return [f'{FILE} cannot be read ({error})']
   if not intact:
     return [f'{FILE} is damaged']
-  if body['format'] != _FORMAT:
-    return [f'{FILE} has format {body["format"]}, not {_FORMAT}']
   wanted, digest = body['files'], body['digest']
   if paths_lib.is_bucket(folder) and digest == _CRC:
-    listed = _readable(folder, paths_lib.objects)
-    found = {path: _listed(listed.get(path), wanted[path]) for path in wanted}
+    listed = _read(folder, paths_lib.objects)
+    found = {path: _compare(listed.get(path), wanted[path]) for path in wanted}
   else:
     found = _map(
       lambda path: _problem(folder / path, wanted[path], digest), wanted
@@ -91,41 +92,47 @@ def problems(folder: paths_lib.Path) -> list[str]:
   return [f'{path} {found[path]}' for path in sorted(wanted) if found[path]]
 
 
-def _problem(
-  path: paths_lib.Path, wanted: dict[str, int | str], digest: str
-) -> str | None:
-  """What is wrong with one file, or None."""
-  try:
-    if wrong := _size_problem(_readable(path, paths_lib.size), wanted):
-      return wrong
-    entry = _readable(path, lambda p: _entry(p, digest, sync=False))
-  except IsADirectoryError:
-    return 'is a folder'
-  except _ABSENT:
-    return 'is missing'
-  return _listed(entry, wanted)
-
-
 def require_readable(folder: paths_lib.Path) -> None:
-  """Reads every file of a folder, sealed or not; in a bucket their list.
+  """Reads every file of a folder; in a bucket their listing.
 
   Raises:
     UserError: a file cannot be read.
   """
-  names = _readable(folder, paths_lib.tree)
+  names = _read(folder, paths_lib.tree)
   if not paths_lib.is_bucket(folder):
     read = lambda path: _entry(path, _BLAKE, sync=False)  # noqa: E731
-    _map(lambda name: _readable(folder / name, read), names)
+    _map(lambda name: _read(folder / name, read), names)
 
 
-def _readable(
-  path: paths_lib.Path, read: Callable[[paths_lib.Path], Any]
-) -> Any:
-  """What `read(path)` gives.
+def _problem(path: paths_lib.Path, wanted: _Entry, digest: str) -> str | None:
+  """Compares one file with its entry; sizes first, since they are cheap."""
+  try:
+    size = _read(path, paths_lib.size)
+    if size != wanted['bytes']:
+      return _compare({'bytes': size}, wanted)
+    entry = _read(path, lambda p: _entry(p, digest, sync=False))
+  except IsADirectoryError:
+    return 'is a folder'
+  except _ABSENT:
+    return 'is missing'
+  return _compare(entry, wanted)
+
+
+def _compare(found: _Entry | None, wanted: _Entry) -> str | None:
+  """Says how an entry differs from the manifest's; None if it does not."""
+  if found is None:
+    return 'is missing'
+  if found['bytes'] != wanted['bytes']:
+    return f'has {found["bytes"]} bytes instead of {wanted["bytes"]}'
+  return None if found == wanted else 'has other contents than were written'
+
+
+def _read(path: paths_lib.Path, read: Callable[[paths_lib.Path], Any]) -> Any:
+  """Returns `read(path)`.
 
   Raises:
-    UserError: the path is there and cannot be read.
-    OSError: of `_ABSENT`: it is not there.
+    UserError: the path exists and cannot be read.
+    OSError: one of `_ABSENT`: it does not exist.
   """
   try:
     return read(path)
@@ -133,55 +140,29 @@ def _readable(
     raise
   except OSError as error:
     raise errors.UserError(
-      f'{path} cannot be read ({error.strerror or error}): whether it is'
-      ' damaged is not known, and nothing was changed. See to its disk, mount'
-      ' or rights and give the same command again; or move what it belongs to'
+      f'{path} cannot be read ({error.strerror or error}), so whether it is'
+      ' damaged is unknown; nothing was changed. Check its disk, mount and'
+      ' permissions and give the same command again, or move the checkpoint'
       ' out of its folder.'
     ) from error
 
 
-def _listed(
-  found: dict[str, int | str] | None, wanted: dict[str, int | str]
-) -> str | None:
-  """What is wrong with a file of which size and checksum are known."""
-  if found is None:
-    return 'is missing'
-  if wrong := _size_problem(found['bytes'], wanted):
-    return wrong
-  return None if found == wanted else 'has other contents than were written'
-
-
-def _size_problem(size: int, wanted: dict[str, int | str]) -> str | None:
-  if size != wanted['bytes']:
-    return f'has {size} bytes instead of {wanted["bytes"]}'
-  return None
-
-
-def _sealed(paths: Iterable[str]) -> list[str]:
-  """What a seal speaks of: all but itself, and drafts that a kill left."""
+def _to_list(paths: Iterable[str]) -> list[str]:
+  """Leaves out the manifest and drafts of it that a kill left."""
   return [path for path in paths if not path.startswith(FILE)]
 
 
-def _folders(paths: list[str]) -> set[pathlib.PurePosixPath]:
-  return {
-    parent for path in paths for parent in pathlib.PurePosixPath(path).parents
-  }
-
-
-def _map(function: Callable, paths) -> _Entries:
+def _map(function: Callable, paths: Iterable[str]) -> dict[str, Any]:
+  paths = list(paths)
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     return dict(zip(paths, pool.map(function, paths), strict=True))
 
 
-def _entry(
-  path: paths_lib.Path, digest: str, *, sync: bool
-) -> dict[str, int | str]:
+def _entry(path: paths_lib.Path, digest: str, *, sync: bool) -> _Entry:
   """Reads a file for its size and checksum."""
   if digest == _CRC:
-    return {
-      'bytes': paths_lib.size(path),
-      'digest': paths_lib.file_crc32c(path),
-    }
+    size = paths_lib.size(path)
+    return {'bytes': size, 'digest': paths_lib.file_crc32c(path)}
   with path.open('rb') as file:
     found = hashlib.file_digest(
       file, lambda: hashlib.blake2b(digest_size=32)

@@ -1,30 +1,30 @@
-"""Checkpoints: Orbax writes the bytes, a seal of ours says they are true.
+"""Saves, verifies, keeps and restores checkpoints.
 
-The only module that imports Orbax, but for `streamed` and `orbax_folder`. A
-folder of checkpoints holds one folder per step, named by the number, with the
-items `state` (the pytree), `data` (the position in the data) and `meta`
-(config, versions, fingerprint), and `seal.json` (checkpoints/checksums.py).
+With `streamed` and `orbax_folder` the only importer of Orbax. A folder of
+checkpoints holds one folder per step, named by the number, with the items
+`state` (the pytree), `data` (the position in the data) and `meta` (config,
+versions, fingerprint), and a checksum manifest (`checksums`), because Orbax
+restores flipped bytes without complaint.
 
 A save copies the state to host memory and returns; a background thread waits
-for Orbax to commit, syncs and seals the step, and only then deletes what
-retention no longer keeps. What can be found at the next start:
+for Orbax to commit, syncs, writes the manifest, and only then deletes what
+retention no longer keeps. The next start may find:
 - `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
-  `commit_success.txt`: left by a kill; removed.
-- a committed step without a seal (killed between the two): Orbax commits by
-  a rename, or in a bucket by that object, once all is written, so it is read
-  in full, array by array, and sealed if that succeeds, else set aside.
-- a sealed step whose files differ from the seal: set aside under the name
-  `damaged-<step>`, with a warning, and the one before it is used. Orbax would
-  restore flipped bytes without complaint, and would then silently refuse to
-  save that step again. Where none is left, people decide (`check_not_lost`).
-- a step that the disk does not let be read: an error, and it stays.
+  `commit_success.txt`: leftovers of a kill; removed.
+- a committed step without a manifest (killed between the two): Orbax commits,
+  by a rename or in a bucket by that object, once all is written. It is read
+  in full, array by array, and gets a manifest, or is moved aside.
+- a step whose files differ from its manifest: moved aside as
+  `damaged-<step>` with a warning, and the step before it is used. Orbax would
+  otherwise silently refuse to save that step again. If no undamaged step is
+  left, the user decides (`check_not_lost`).
+- a step that cannot be read: an error, and it stays.
 
-With several processes, process 0 seals, renames and deletes, and tells the
-others what it found; every process calls every public method. The folder is
-on a mounted file system or in a bucket.
+With several processes, process 0 writes manifests, renames and deletes, and
+broadcasts what it found; every process calls every public method. The folder
+is on a mounted file system or in a bucket.
 """
 
-import collections
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 import dataclasses
@@ -37,6 +37,7 @@ import orbax.checkpoint as ocp
 
 from encdec_adapt.checkpoints import (
   checksums,
+  orbax_folder,
   retention,
   state_leaves,
   step_folders,
@@ -62,8 +63,8 @@ class Checkpoint:
   """One step in a folder of checkpoints, for reading.
 
   Attributes:
-    folder: the folder of checkpoints.
-    step: the step.
+    folder: folder of checkpoints.
+    step: number of the step.
   """
 
   folder: paths.Path
@@ -75,11 +76,11 @@ class Checkpoint:
     return self.folder / str(self.step)
 
   def read_meta(self) -> dict[str, Any]:
-    """The `meta` given to `save`."""
+    """Returns the `meta` given to `save`."""
     return self._read_json(_META)
 
   def read_data(self) -> dict[str, Any]:
-    """The `data` given to `save`."""
+    """Returns the `data` given to `save`."""
     return self._read_json(_DATA)
 
   def _read_json(self, item: str) -> dict[str, Any]:
@@ -91,18 +92,14 @@ class Checkpoint:
 
     Reads no array. Random keys appear as the integers they are stored as.
     """
-    metadata = ocp.PyTreeCheckpointHandler().metadata(self.path / _STATE)
-    return {
-      state_leaves.path_string(path): (tuple(leaf.shape), np.dtype(leaf.dtype))
-      for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree)
-    }
+    return orbax_folder.OrbaxFolder(self.path / _STATE).arrays
 
   def require_same(self, abstract: Any, *, partial: bool = False) -> None:
-    """Refuses a state that is not the one asked for; reads no array.
+    """Checks that the stored state is the one asked for; reads no array.
 
     Args:
-      abstract: as of `restore`, like `partial`.
-      partial: see there.
+      abstract: see `restore`.
+      partial: see `restore`.
 
     Raises:
       UserError: a leaf is missing or has another shape or dtype.
@@ -124,10 +121,11 @@ class Checkpoint:
     """Reads the state onto the shardings asked for.
 
     Args:
-      abstract: the state's tree with `jax.ShapeDtypeStruct` leaves. A leaf
-        without a sharding goes to the first local device.
-      partial: `abstract` may lack leaves of the checkpoint, and its floating
-        dtypes may differ from the checkpoint's: values are cast.
+      abstract: tree of the state with `jax.ShapeDtypeStruct` leaves; the mesh
+        may differ from the one it was saved from. A leaf without a sharding
+        goes to the first local device.
+      partial: `abstract` may lack leaves of the checkpoint, and floating
+        dtypes may differ: values are cast.
 
     Returns:
       The tree of `abstract` with arrays as leaves.
@@ -144,13 +142,7 @@ class Checkpoint:
       partial_restore=partial,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      restored = checkpointer.restore(self.path / _STATE, args=arguments)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(restored):
-      if not isinstance(leaf, jax.Array):
-        raise TypeError(
-          f'{state_leaves.path_string(path)} was restored as {type(leaf)}.'
-        )
-    return restored
+      return checkpointer.restore(self.path / _STATE, args=arguments)
 
   def restore_params(self, abstract_params: Any, *, key: str = 'params') -> Any:
     """Reads the parameters, or some of them, and nothing else of the state.
@@ -158,7 +150,7 @@ class Checkpoint:
     Args:
       abstract_params: a nested dict of `jax.ShapeDtypeStruct`; may lack
         branches of the checkpoint's parameters. Floating dtypes are cast.
-      key: where in the state the parameters are.
+      key: the entry of the state that holds the parameters.
 
     Returns:
       The tree of `abstract_params` with arrays as leaves.
@@ -168,59 +160,37 @@ class Checkpoint:
     """
     return self.restore({key: abstract_params}, partial=True)[key]
 
-  def problems(self) -> list[str]:
-    """What is wrong with a sealed step; empty if it is as it was written.
-
-    Raises:
-      UserError: it cannot be read, so that it is not known.
-    """
-    return checksums.problems(self.path)
-
   def read_through(self) -> None:
     """Reads every item, one array at a time, and keeps nothing.
 
     Raises:
-      Exception: of whatever kind the item that cannot be read leads to.
+      Exception: an item cannot be read; Orbax has no type for it.
     """
     self.read_data()
     self.read_meta()
-    metadata = ocp.PyTreeCheckpointHandler().metadata(self.path / _STATE)
-    leaves, structure = jax.tree_util.tree_flatten(metadata.tree)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      for index in range(len(leaves)):
-        item = [ocp.PLACEHOLDER] * len(leaves)
-        item[index] = 0
-        checkpointer.restore(
-          self.path / _STATE,
-          args=ocp.args.PyTreeRestore(
-            item=structure.unflatten(item),
-            restore_args=structure.unflatten(
-              [ocp.RestoreArgs(restore_type=np.ndarray)] * len(leaves)
-            ),
-          ),
-        )
+    state = orbax_folder.OrbaxFolder(self.path / _STATE)
+    for name in state.arrays:
+      state.read([name])
 
 
 class Checkpoints:
-  """The checkpoints of a running job: saves, seals, keeps, verifies.
+  """The checkpoints of a running job.
 
-  Opening it removes what killed saves and deletions left behind, so the
-  caller holds the work directory's lock. Use as a context manager, or call
-  `close`.
+  Opening it removes the leftovers of killed saves and deletions, so the
+  caller holds the lock of the work directory. Use as a context manager, or
+  call `close`.
   """
 
-  def __init__(
-    self, folder: _Path, *, keep: int = 2, keep_every: int | None = None
-  ):
+  def __init__(self, folder: _Path, *, keep: int = 2, keep_every: int = 0):
     """Opens the folder, making it if need be.
 
     Args:
-      folder: of the checkpoints.
-      keep: the newest so many sealed steps are kept; at least 1.
-      keep_every: multiples of this step are kept for ever.
+      folder: folder of the checkpoints.
+      keep: number of newest verified steps that are kept, at least 1.
+      keep_every: multiples of this step are kept for ever; 0 for none.
 
     Raises:
-      UserError: a number is out of range, or the folder cannot be written.
+      UserError: the folder cannot be written.
     """
     self._retention = retention.Retention(keep, keep_every)
     self.folder = paths.absolute(folder)
@@ -229,12 +199,12 @@ class Checkpoints:
       step_folders.clean(self.folder)
     distributed.barrier('checkpoints-open')
     self._manager: ocp.CheckpointManager | None = self._open_manager()
-    self._threads = futures.ThreadPoolExecutor(1, 'seal')
+    self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
     self._pending: futures.Future | None = None
     self._pending_step: int | None = None
-    self._sound: set[int] = set()
-    # The first thing that is wrong with what was set aside at this start.
-    self._aside = collections.defaultdict[str, list[str]](list)
+    self._verified: set[int] = set()
+    # First problem of each step that was moved aside at this start.
+    self._aside: dict[str, str] = {}
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -255,11 +225,11 @@ class Checkpoints:
         step_folders.warn(f'the last save failed too: {failed}')
 
   def at(self, step: int) -> Checkpoint:
-    """The step, for reading. Says nothing about whether it is sound."""
+    """Returns the step, for reading, verified or not."""
     return Checkpoint(self.folder, step)
 
   def all_steps(self) -> list[int]:
-    """Committed steps, ascending, verified or not."""
+    """Returns the committed steps, ascending, verified or not."""
     return step_folders.steps(self.folder)
 
   def save(
@@ -268,13 +238,13 @@ class Checkpoints:
     """Starts saving a step; returns once the state is in host memory.
 
     The state's buffers may be donated afterwards. Waits for the save before
-    this one, sealing included, and raises what went wrong with it.
+    this one, manifest included, and raises its error.
 
     Args:
       step: higher than every step in the folder.
       state: a pytree of jax arrays.
-      data: what JSON can hold: the position in the data.
-      meta: what JSON can hold: config, versions, fingerprint.
+      data: position in the data; JSON types.
+      meta: config, versions, fingerprint; JSON types.
 
     Raises:
       CheckpointError: this save, or the one before it, did not happen.
@@ -298,24 +268,24 @@ class Checkpoints:
       raise self._not_saved(
         step, f'the folder holds step {self._orbax.latest_step()} already'
       )
-    self._sound.discard(step)
+    self._verified.discard(step)
     self._pending_step = step
     self._pending = self._threads.submit(self._finalise, step)
 
   def wait(self) -> None:
-    """Waits until the last save is sealed, on every process.
+    """Waits until the last save is complete on every process.
 
     Raises:
-      CheckpointError: it did not happen.
+      CheckpointError: it failed.
     """
     self._join()
     distributed.barrier('checkpoints-wait')
 
   def close(self) -> None:
-    """Waits for this process's part in the last save, releases threads.
+    """Waits for this process's part of the last save, releases threads.
 
     Raises:
-      CheckpointError: the last save did not happen.
+      CheckpointError: the last save failed.
     """
     try:
       self._join()
@@ -325,84 +295,57 @@ class Checkpoints:
         self._manager.close()
 
   def latest(self) -> int | None:
-    """The newest step that is as it was written; None if there is none.
+    """Returns the newest undamaged step; None if there is none.
 
-    Damaged steps above it are set aside, with a warning on standard error,
+    Damaged steps above it are moved aside, with a warning on standard error,
     and can be saved again.
 
     Raises:
-      UserError: a step cannot be read, so that it is not known.
+      UserError: a step cannot be read.
     """
     self.wait()
-    found = distributed.from_lead(self._newest_sound, 'checkpoints-latest')
-    # Orbax remembers steps; those set aside would be refused to a new save.
+    found = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
+    # Orbax remembers steps, and would refuse to save those moved aside.
     self._orbax.reload()
     return found
 
   def check_not_lost(self) -> None:
-    """Refuses to start anew where there were steps, and none is sound.
+    """Refuses to begin at step 0 beside checkpoints that are all damaged.
 
     Raises:
-      UserError: names what was set aside, now or at an earlier start.
+      UserError: names what was moved aside, now or at an earlier start.
     """
     damaged = distributed.from_lead(
       lambda: [
-        name + ''.join(f' ({problems})' for problems in self._aside[name])
+        f'{name} ({self._aside[name]})' if name in self._aside else name
         for name in step_folders.damaged(self.folder)
       ],
       'checkpoints-lost',
     )
     if damaged:
-      raise step_folders.lost(self.folder, damaged)
-
-  def restore(self, step: int, abstract_state: Any) -> Any:
-    """Reads a verified step onto the shardings of `abstract_state`.
-
-    Args:
-      step: as returned by `latest`, or any other in the folder.
-      abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves,
-        each with its sharding; the mesh may differ from the one saved from.
-
-    Raises:
-      UserError: the step is absent or damaged (it is then set aside), or it
-        is of another model.
-    """
-    self.wait()
-    sound = distributed.from_lead(
-      lambda: step if self._is_sound(step) else None, 'checkpoints-restore'
-    )
-    if sound is None:
-      self._orbax.reload()
       raise errors.UserError(
-        f'There is no sound checkpoint of step {step} in {self.folder}; it'
-        f' has steps {self.all_steps()}.'
+        f'all checkpoints in {self.folder} are damaged and were moved aside as'
+        f' {", ".join(damaged)}. Restore an undamaged copy of one, named by its'
+        " step's number; or remove these folders, and the job begins again at"
+        ' step 0, without its metrics.'
       )
-    return self.at(step).restore(abstract_state)
-
-  def read_meta(self, step: int) -> dict[str, Any]:
-    """The `meta` given to `save`."""
-    return self.at(step).read_meta()
-
-  def read_data(self, step: int) -> dict[str, Any]:
-    """The `data` given to `save`."""
-    return self.at(step).read_data()
 
   def require_space(self, abstract_state: Any, saves: Iterable[int]) -> None:
-    """Refuses a disk that cannot hold the checkpoints this job will keep.
+    """Checks that the disk can hold the checkpoints that the job will keep.
 
-    Counts the most that there are at a time by the rules of retention, the
-    one being written too, less those that are there already, uncompressed.
+    Counts the most that exist at a time, the one being written too, less
+    those that exist already, uncompressed.
 
     Args:
-      abstract_state: what is saved at most.
-      saves: the steps at which the job saves, ascending; those that it has
-        behind it may be among them.
+      abstract_state: the largest state that is saved.
+      saves: steps at which the job saves, ascending; steps behind it may be
+        among them.
 
     Raises:
       UserError: there is too little free space.
     """
-    there = self.all_steps()
-    missing = self._retention.most(there, saves) - len(there)
+    existing = self.all_steps()
+    missing = self._retention.most(existing, saves) - len(existing)
     disk.require_space(
       self.folder,
       missing * state_leaves.total_bytes(abstract_state),
@@ -424,13 +367,13 @@ class Checkpoints:
 
   @property
   def _orbax(self) -> ocp.CheckpointManager:
-    """The manager; opened anew where a save had failed."""
+    """The manager; opened again after a failed save."""
     if self._manager is None:
       self._manager = self._open_manager()
     return self._manager
 
   def _drop_manager(self, failure: Exception) -> None:
-    """A manager whose save failed raises that error for ever after."""
+    """Discards a manager whose save failed: it raises that error again."""
     manager, self._manager = self._manager, None
     if manager is None:
       return
@@ -446,7 +389,7 @@ class Checkpoints:
     )
 
   def _join(self) -> None:
-    """Waits for the finalising thread and raises what it met."""
+    """Waits for the background thread and raises its error."""
     pending, self._pending = self._pending, None
     if pending is None:
       return
@@ -457,94 +400,88 @@ class Checkpoints:
       raise self._not_saved(self._pending_step, error) from error
 
   def _finalise(self, step: int) -> None:
-    """In the background: commit, seal, then drop what is not kept."""
+    """In the background: waits for the commit, then completes the save."""
     self._orbax.wait_until_finished()
     if not distributed.is_lead():
       return
     if not self.at(step).path.is_dir():
       raise FileNotFoundError(f'{self.at(step).path} is not there')
     checksums.write(self.at(step).path)
-    self._retire()
-
-  def _retire(self) -> None:
-    steps = [
-      s for s in self.all_steps() if checksums.is_sealed(self.at(s).path)
+    complete = [
+      step
+      for step in self.all_steps()
+      if checksums.has_manifest(self.at(step).path)
     ]
-    for step in self._retention.retired(steps):
+    for step in self._retention.retired(complete):
       step_folders.delete(self.folder, step)
 
-  def _newest_sound(self) -> int | None:
-    for step in reversed(self.all_steps()):
-      if self._is_sound(step):
-        return step
-    return None
+  def _newest_verified(self) -> int | None:
+    steps = reversed(self.all_steps())
+    return next((step for step in steps if self._verify(step)), None)
 
-  def _is_sound(self, step: int) -> bool:
-    """Verifies a step, sealing or setting it aside as need be."""
-    if step in self._sound:
+  def _verify(self, step: int) -> bool:
+    """Verifies a step; moves it aside if it is damaged."""
+    if step in self._verified:
       return True
     checkpoint = self.at(step)
-    if not checkpoint.path.is_dir():
-      return False
-    if checksums.is_sealed(checkpoint.path):
-      found = checkpoint.problems()
+    if checksums.has_manifest(checkpoint.path):
+      found = checksums.problems(checkpoint.path)
     else:
-      found = _seal_if_readable(checkpoint)
+      found = _complete_if_readable(checkpoint)
     if found:
-      name = step_folders.set_aside(self.folder, step, found)
-      self._aside[name].append(found[0])
+      name = step_folders.move_aside(self.folder, step, found)
+      self._aside[name] = found[0]
       return False
-    self._sound.add(step)
+    self._verified.add(step)
     return True
 
 
 def open_latest(path: _Path) -> Checkpoint:
-  """Finds the newest sound checkpoint of a run, which may be running.
+  """Finds the newest undamaged checkpoint of a run, which may be running.
 
-  Changes nothing there: a damaged step is passed over with a warning, and so
-  is a step that is not sealed yet.
+  Changes nothing there: damaged steps, and steps whose manifest is not
+  written yet, are skipped with a warning.
 
   Args:
     path: a work directory, its folder of checkpoints, or one step in it.
 
   Raises:
-    UserError: there is no sealed checkpoint, or the step named is damaged.
+    UserError: there is no complete checkpoint, or the step named is damaged.
   """
   folder, steps = step_folders.locate(path)
   step = distributed.from_lead(
-    lambda: _newest_sealed(folder, steps), 'checkpoints-open-latest'
+    lambda: _newest_undamaged(folder, steps), 'checkpoints-open-latest'
   )
   if step is None:
     raise errors.UserError(
-      f'There is no sound checkpoint in {path}. Give a work directory with a'
-      f' folder {FOLDER!r}, that folder, or one step in it.'
+      f'There is no undamaged checkpoint in {path}. Give a work directory with'
+      f' a folder {FOLDER!r}, that folder, or one step in it.'
     )
   return Checkpoint(folder, step)
 
 
-def _newest_sealed(folder: paths.Path, steps: Sequence[int]) -> int | None:
+def _newest_undamaged(folder: paths.Path, steps: Sequence[int]) -> int | None:
   for step in reversed(steps):
-    checkpoint = Checkpoint(folder, step)
-    if not checksums.is_sealed(checkpoint.path):
-      found = ['it is not sealed (yet)']
-    else:
-      found = checkpoint.problems()
+    path = folder / str(step)
+    found = ['it has no checksum manifest (yet)']
+    if checksums.has_manifest(path):
+      found = checksums.problems(path)
     if not found:
       return step
-    step_folders.warn(f'passing over {checkpoint.path}: {"; ".join(found)}')
+    step_folders.warn(f'skipping {path}: {"; ".join(found)}')
   return None
 
 
-def _seal_if_readable(checkpoint: Checkpoint) -> list[str]:
+def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
+  """Writes the missing manifest of a step, or says why it cannot be used."""
   try:
     checkpoint.read_through()
-  except Exception as error:  # Damage has no one type: any failure counts,
-    checksums.require_readable(
-      checkpoint.path
-    )  # unless the disk gives no answer.
-    return [f'it has no seal and cannot be read ({error})']
+  except Exception as error:  # Damage has no type of its own,
+    # but a disk that gives no answer is an error, not damage.
+    checksums.require_readable(checkpoint.path)
+    return [f'it has no checksum manifest and cannot be read ({error})']
   checksums.write(checkpoint.path)
-  step_folders.warn(f'{checkpoint.path} was not sealed yet; it is now.')
+  step_folders.warn(f'{checkpoint.path} had no checksum manifest; it has now.')
   return []
 
 

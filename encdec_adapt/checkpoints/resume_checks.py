@@ -1,4 +1,4 @@
-"""What a job may be continued as, and what is said of the differences."""
+"""What must not change between the starts of a job, and what is reported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,21 +6,35 @@ from typing import Any
 from encdec_adapt.cli import errors
 from encdec_adapt.telemetry import environment
 
+Say = Callable[[str], None]
 
-def check_is_training(saved: Mapping[str, Any]) -> None:
-  """Refuses to continue what no training job wrote.
+
+def check_config(
+  saved: Mapping[str, Any], config: Mapping[str, Any], say: Say
+) -> None:
+  """Checks that a training job wrote a checkpoint; prints keys that changed.
 
   Args:
-    saved: what the checkpoint says of its job.
+    saved: `meta` of the checkpoint.
+    config: the configuration of this start.
+    say: prints a paragraph.
 
   Raises:
-    UserError: says what to do with it.
+    UserError: `convert` wrote the checkpoint, so that it has no data order.
   """
   if 'order' not in saved:
     raise errors.UserError(
       'this --workdir was made by encdec_adapt.convert, not by a training job:'
       ' give it as config.init.encoder, and another --workdir.'
     )
+  changed = environment.difference(
+    *(
+      dict(environment.flat({'config': values}))
+      for values in (saved['config'], config)
+    )
+  )
+  if changed:
+    say('the configuration has changed:\n  ' + '\n  '.join(changed))
 
 
 def check_same_rows(
@@ -29,17 +43,16 @@ def check_same_rows(
   position: int,
   starts: Sequence[int],
 ) -> None:
-  """Refuses to continue at a position in other rows than it was saved in.
+  """Checks that the saved position is a position in the same rows.
 
   Args:
-    saved: what the checkpoint says of its records and their order.
-    now: digests of this job's records and the seed of their order.
+    saved: digests of the records and seed of their order in the checkpoint.
+    now: the same of this start.
     position: rows consumed.
-    starts: first row of each of this job's passes, and the number of rows.
+    starts: first row of each pass of this start, and the number of rows.
 
   Raises:
-    UserError: the rows differ, or passes were added behind which the job
-      already is: they would stand before rows that it has read.
+    UserError: the rows differ, or passes were added before the position.
   """
   before, after = len(saved['records']), len(now['records'])
   same = {**now, 'records': now['records'][:before]}
@@ -52,66 +65,46 @@ def check_same_rows(
       )
   if after > before and position > starts[before]:
     raise errors.UserError(
-      f'{after} passes of records are given, and the checkpoint was written in'
-      f' a repetition of {before}: {position:,} rows were read of'
-      f' {starts[before]:,}, so that the place of the passes that were added is'
-      f' behind it. Set config.data.passes={before} again, or start'
-      ' in another --workdir.'
+      f'config.data.passes is {after}, but the checkpoint is in a repetition of'
+      f' {before} passes ({position:,} rows of {starts[before]:,} were read),'
+      f' so the added passes are behind it. Set it to {before}, or start in'
+      ' another --workdir.'
     )
 
 
-def report_changes(
-  before: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]
+def report_environment(
+  saved: Mapping[str, Any], now: Mapping[str, Any], say: Say
 ) -> None:
-  """Says which keys of the configuration have changed.
+  """Prints why the job may differ from the uninterrupted one.
 
   Args:
-    before: the configuration in the checkpoint.
-    now: that of this job.
-    say: takes a paragraph.
+    saved: `meta` of the checkpoint.
+    now: `meta` of this start.
+    say: prints a paragraph.
   """
-  changed = environment.difference(
-    *(dict(environment.flat({'config': config})) for config in (before, now))
-  )
-  if changed:
-    say('the configuration has changed:\n  ' + '\n  '.join(changed))
-
-
-def report_place(
-  before: Mapping[str, Any], now: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
-  """Says why the continuation may differ from the uninterrupted job.
-
-  Args:
-    before: what the checkpoint says of its job.
-    now: the same of this one.
-    say: takes a paragraph.
-  """
-  different = environment.difference(before['fingerprint'], now['fingerprint'])
+  different = environment.difference(saved['fingerprint'], now['fingerprint'])
   if different:
     say(
-      'this is not where the checkpoint was written, so that it continues to'
-      ' rounding, not bit for bit:\n  ' + '\n  '.join(different)
+      'the environment has changed since the checkpoint was written, so the'
+      ' job resumes to rounding, not bit for bit:\n  ' + '\n  '.join(different)
     )
 
 
-def report_end(
-  left: int | None, step: int, steps: int, say: Callable[[str], None]
-) -> None:
-  """Says where a job will end whose records do not last for its steps.
+def report_end(left: int | None, step: int, steps: int, say: Say) -> None:
+  """Prints where a job will end whose records do not last for its steps.
 
   Args:
-    left: batches that there are to come; None for any number.
-    step: the job is at.
-    steps: it is to take altogether.
-    say: takes a paragraph.
+    left: remaining batches; None if the records repeat.
+    step: step that the job is at.
+    steps: step at which it is to end.
+    say: prints a paragraph.
   """
   if left is not None and left < steps - step:
     end = step + left
     say(
-      f'the records last for {left:,} of the {steps - step:,} steps to come:'
-      f' the job is going to end at step {end:,} of {steps:,}. For all of them'
-      ' make more passes (config.data.passes) or repeat those that there are'
+      f'the records last for {left:,} of the {steps - step:,} remaining steps,'
+      f' so the job will end at step {end:,} of {steps:,}. For all steps make'
+      ' more passes (config.data.passes) or repeat them'
       f' (config.data.repeat=True); or set config.train.steps={end}, which'
-      ' learning rates are then scheduled for.'
+      ' also ends the learning rate schedule there.'
     )

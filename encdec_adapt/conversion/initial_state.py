@@ -120,7 +120,7 @@ def open_sources(
 
   Raises:
     UserError: a source is neither a Hugging Face folder nor a run with a
-      sound checkpoint, or the model cannot start from it.
+      undamaged checkpoint, or the model cannot start from it.
   """
   target = where.model.config
   folders = [folder for folder in (init.encoder, init.decoder) if folder]

@@ -35,7 +35,7 @@ class StoredModel:
     vocabularies: paths of its vocabularies; None if it has none.
     arrays: returns every parameter, unread, in the order of the parameter
       table.
-    checkpoint: the newest sound checkpoint of a run; None for a folder.
+    checkpoint: the newest undamaged checkpoint of a run; None for a folder.
     unused: tensors that are no part of the model -> reason.
   """
 

@@ -15,7 +15,7 @@ def test_passes_are_added_behind_the_position(position):
 
 
 def test_passes_before_the_position_of_a_repetition_are_refused():
-  said = r'2 passes .* 97 rows were read of 96, .* Set config.data.passes=1 '
+  said = 'passes is 2, .*97 rows of 96 were read.*Set it to 1'
   with pytest.raises(errors.UserError, match=said):
     resume_checks.check_same_rows(ONE, TWO, 97, [0, 96, 190])
   resume_checks.check_same_rows(ONE, ONE, 97, [0, 96])

@@ -92,7 +92,7 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert any(name.startswith('profile/') for name in names)
   capsys.readouterr()
   assert tiny.call(train, *flags) == 0
-  assert 'continuing at step 4' in capsys.readouterr().out
+  assert 'resuming at step 4' in capsys.readouterr().out
   flags = [f'--checkpoint={workdir}', f'--records={bucket}/records/eval']
   assert tiny.call(evaluate, *flags) == 0
   assert (

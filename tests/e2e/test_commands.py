@@ -90,7 +90,7 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
 def test_finished_run_is_not_run_again(adapted, adapting, capsys):
   before = (adapted / 'metrics.jsonl').read_bytes()
   assert _train(*adapting, f'--workdir={adapted}') == 0
-  assert 'continuing at step 4' in capsys.readouterr().out
+  assert 'resuming at step 4' in capsys.readouterr().out
   assert (adapted / 'metrics.jsonl').read_bytes() == before
 
 
@@ -109,7 +109,7 @@ def test_continues_where_parameters_thaw_and_shows_the_first_batch(
 ):
   assert _train(*adapting, f'--workdir={at_thaw}') == 0
   shown = capsys.readouterr().out
-  assert 'continuing at step 3' in shown
+  assert 'resuming at step 3' in shown
   assert manager.open_latest(at_thaw).step == 4
   tiny.assert_same_params(at_thaw, adapted)
 
@@ -163,7 +163,7 @@ def test_a_first_batch_of_wrong_framing_ends_the_job(
   with pytest.raises(InterruptedError):
     _train(*adapting, f'--workdir={at_thaw}')
   shown = capsys.readouterr().out
-  assert 'continuing at step 3' in shown and 'the first example' not in shown
+  assert 'resuming at step 3' in shown and 'the first example' not in shown
   steps = [r['step'] for r in metrics.read_metrics(at_thaw)]
   assert max(steps) == manager.open_latest(at_thaw).step == 3
 
@@ -330,7 +330,10 @@ def test_without_a_sound_checkpoint_it_does_not_start_anew(
     'damaged-00000003 .data/metadata has .* bytes instead of .*, '
     'damaged-00000004 .* remove these folders'
   )
-  for words in (said, 'damaged-00000003, damaged-00000004. Put a sound copy'):
+  for words in (
+    said,
+    'damaged-00000003, damaged-00000004. Restore an undamaged',
+  ):
     with pytest.raises(errors.UserError, match=words):
       _continue(folder, copied)
     assert (copied / 'metrics.jsonl').read_bytes() == written
@@ -390,7 +393,7 @@ def test_records_that_end_between_evaluations_or_saves(
   shown = capsys.readouterr().out
   early, _, late = shown.partition('the first example read')
   assert (
-    'the records last for 2 of the 6 steps to come: the job is going to end at'
+    'the records last for 2 of the 6 remaining steps, so the job will end at'
     ' step 6 of 10.'
   ) in early
   assert 'the records end after 96 rows, at step 6 of 10' in late

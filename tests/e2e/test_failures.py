@@ -49,10 +49,10 @@ def test_devices_out_of_memory_lose_nothing_and_name_what_to_ask(
   assert manager.open_latest(tmp_path / 'run').step == 2
 
 
-def test_what_is_being_saved_when_a_job_fails_is_sealed(
+def test_what_is_being_saved_when_a_job_fails_is_completed(
   pairs, tmp_path, monkeypatch
 ):
-  make, seal, ended = step_lib.make_train_step, checksums.write, []
+  make, write, ended = step_lib.make_train_step, checksums.write, []
 
   def make_failing(*arguments):
     step, calls = make(*arguments), []
@@ -65,13 +65,13 @@ def test_what_is_being_saved_when_a_job_fails_is_sealed(
 
     return run
 
-  def seal_slowly(path):
+  def write_slowly(path):
     time.sleep(2)
     assert not ended
-    seal(path)
+    write(path)
 
   monkeypatch.setattr(step_lib, 'make_train_step', make_failing)
-  monkeypatch.setattr(checksums, 'write', seal_slowly)
+  monkeypatch.setattr(checksums, 'write', write_slowly)
   with pytest.raises(ValueError, match='the third step fails'):
     _train(*pairs, '--config.checkpoint.every=2', f'--workdir={tmp_path}/run')
   ended.append(True)

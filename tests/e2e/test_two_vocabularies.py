@@ -163,7 +163,7 @@ def test_it_trains_evaluates_and_continues(folder, trained, capsys):
   # Continued for two more steps, without the teacher.
   flags = _flags(folder, **{'train.steps': 6})
   assert _main(train, *flags, f'--workdir={workdir}') == 0
-  assert 'continuing at step 4' in capsys.readouterr().out
+  assert 'resuming at step 4' in capsys.readouterr().out
   summary = json.loads((workdir / 'summary.json').read_text())
   assert summary['steps'] == 6
   found = manager.open_latest(workdir)

@@ -147,7 +147,7 @@ def test_a_run_without_a_checkpoint_is_named(run_folder, tmp_path):
     (run_folder / config_lib.RUN_CONFIG).read_bytes()
   )
   output = tmp_path / 'out.json'
-  with pytest.raises(errors.UserError, match='no sound checkpoint'):
+  with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
     _run(f'--checkpoint={tmp_path}', '--prompt=x', f'--output={output}')
   assert not output.exists()
 

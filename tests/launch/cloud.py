@@ -105,5 +105,5 @@ def starts(cloud) -> int:
     )
     if 'continuing at' in text
   ]
-  assert 'continuing at step 0' in log and 'step 6' in log
+  assert 'resuming at step 0' in log and 'step 6' in log
   return log.count('continuing at')

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
   assert argv[0] == '--coordinator=auto'
   assert pathlib.Path('launch/install.sh').is_file(), 'not in the source'
   if LEAD:
-    print(f'continuing at step {step}; {" ".join(argv)}')
+    print(f'resuming at step {step}; {" ".join(argv)}')
   if event == 'refuse':
     print('Error: config.data')
     return 2

@@ -263,7 +263,7 @@ def test_a_real_job_is_put_back_in_line_and_continues(cluster, tmp_path):
   job.wait(lambda: 'launch: ended with status 75' in job.text(), 90)
   stopped = job.step()
   job.hurry()
-  job.wait(lambda: f'0: continuing at step {stopped}' in job.text(), 240)
+  job.wait(lambda: f'0: resuming at step {stopped}' in job.text(), 240)
   job.wait(lambda: job.step() >= stopped + 20, 60)
 
   # A process that is killed takes the other with it.
@@ -286,4 +286,4 @@ def test_a_real_job_is_put_back_in_line_and_continues(cluster, tmp_path):
   assert summary['steps'] == 300
   starts = re.findall(r'launch: job \d+, start (\d), 2 processes', job.text())
   assert starts == ['0', '1', '2']
-  assert job.text().count('0: continuing at step') == 2
+  assert job.text().count('0: resuming at step') == 2

@@ -120,7 +120,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   clouds.assert_ended(done, 0)
   lines = done.stdout.splitlines()
   assert (
-    '[0.0] continuing at step 0; --coordinator=auto --config=configs/base.py'
+    '[0.0] resuming at step 0; --coordinator=auto --config=configs/base.py'
     " --workdir=gs://b/it's --x=a b --config.data.folder=records" in lines
   )
   for worker in ('0.0', '0.1', '1.0', '1.1'):
@@ -137,7 +137,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   installed = cloud.installed('0-0')
   done = cloud.train(['finish'], '--delete_when_done')
   clouds.assert_ended(done, 0)
-  assert '[0.0] continuing at step 6' in done.stdout
+  assert '[0.0] resuming at step 6' in done.stdout
   assert len(installed) == 3
   assert '.venv is as launch/locks/tpu.txt has it' in done.stdout
   assert [call[3] for call in cloud.calls('create', 'delete')] == [
@@ -151,7 +151,7 @@ def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
   done = cloud.train([event, 'finish'])
   clouds.assert_ended(done, 0)
   assert 'preempted: created again and resumed' in done.stdout
-  assert '[0.0] continuing at step 2' in done.stdout
+  assert '[0.0] resuming at step 2' in done.stdout
   # Of machines that vanish, the last lines may not arrive.
   for step in (3, 4, 5, 6):
     assert done.stdout.count(f'[0.0] step {step}\n') == 1

@@ -34,7 +34,7 @@ def test_requests_that_fail_after_a_preemption_are_made_again(cloud):
   done = cloud.train(['preempt', 'finish'], blips=blips)
   clouds.assert_ended(done, 0)
   assert '# request failed with status 2 (2 of 30 tolerated)' in done.stdout
-  assert '[0.0] continuing at step 2' in done.stdout
+  assert '[0.0] resuming at step 2' in done.stdout
   assert [call[3] for call in cloud.calls('create', 'delete')] == (
     ['create'] + ['delete'] * 3 + ['create'] * 3
   )

@@ -87,4 +87,4 @@ def test_a_process_that_has_the_number_of_the_job_is_another(cloud, request):
   done = cloud.train(['finish', 'finish'])
   clouds.assert_ended(done, 0)
   assert '4 of 4 workers with status 137' in done.stdout
-  assert '[0.0] continuing at step 6' in done.stdout
+  assert '[0.0] resuming at step 6' in done.stdout

@@ -254,7 +254,7 @@ def _continue_by_two(flags, workdir, step, reference) -> None:
   processes = _start_two(flags, workdir)
   assert tiny.wait_all(processes) == [0, 0], _said(workdir)
   said = _said(workdir)
-  assert f'continuing at step {step}' in said
+  assert f'resuming at step {step}' in said
   assert 'not bit for bit' not in said
   assert _records(workdir) == _records(reference)
   tiny.assert_same_params(workdir, reference)
@@ -271,7 +271,7 @@ def _continue_by_one(flags, workdir, step, reference) -> None:
     devices=2 * DEVICES,
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  assert f'continuing at step {step}' in done.stdout
+  assert f'resuming at step {step}' in done.stdout
   assert 'to rounding, not bit for bit' in done.stdout
   assert 'processes: 2 before, 1 now' in done.stdout
   assert "'tensor': 1} before" in done.stdout

@@ -162,7 +162,7 @@ def test_killed_in_a_bucket(folder, flags, uninterrupted, store, bucket):
   )
   done = tiny.run('train', *flags, f'--workdir={workdir}')
   assert done.returncode == 0, done.stdout + done.stderr
-  assert f'continuing at step {half_made}' in done.stdout
+  assert f'resuming at step {half_made}' in done.stdout
   _assert_same(workdir, uninterrupted)
   assert store.key(workdir / lock.FILE) not in store.objects
 
@@ -180,7 +180,7 @@ def test_sigterm_saves_and_exits_with_its_own_status(
   saved = manager.open_latest(workdir).step
   assert saved == _last_step(workdir) < STEPS
   done = tiny.run('train', *flags, f'--workdir={workdir}')
-  assert f'continuing at step {saved}' in done.stdout
+  assert f'resuming at step {saved}' in done.stdout
   _assert_same(workdir, uninterrupted)
 
 

@@ -71,7 +71,7 @@ def test_resume_is_exact_and_stays_on_the_host(kind, changes, tmp_path):
     checkpoints.save(1, state, data={}, meta={})
     checkpoints.wait()
     expected = _steps(trainer, state, (1,))
-    restored = checkpoints.restore(1, abstract)
+    restored = checkpoints.at(1).restore(abstract)
   for leaf, wanted in zip(
     jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True
   ):

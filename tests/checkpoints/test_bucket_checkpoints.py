@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket of a fake store: commits, seals, damage, kills."""
+"""Checkpoints in a bucket of a fake store: commit, manifest, damage, kill."""
 
 import jax
 import numpy as np
@@ -23,10 +23,10 @@ def _save(checkpoints, step, seed=None):
 
 
 def _assert_is(checkpoints, step, seed):
-  restored = checkpoints.restore(step, jax.eval_shape(lambda: _make(0)))
+  restored = checkpoints.at(step).restore(jax.eval_shape(lambda: _make(0)))
   for name, value in _make(seed).items():
     np.testing.assert_array_equal(restored[name], value)
-  assert checkpoints.read_meta(step) == {'seed': seed}
+  assert checkpoints.at(step).read_meta() == {'seed': seed}
 
 
 def _largest(store, prefix):
@@ -41,7 +41,7 @@ def test_saved_kept_and_read_by_others(bucket, store):
       _save(checkpoints, step)
     assert checkpoints.all_steps() == [2, 3, 4]
   assert store.names(f'{store.key(folder)}/1/') == []
-  # The seal comes after all that it speaks of.
+  # The manifest comes after all that it lists.
   here = {n: o.generation for n, o in store.objects.items() if '/4/' in n}
   assert max(here, key=here.get).endswith(f'/4/{checksums.FILE}')
   with manager.Checkpoints(folder) as checkpoints:
@@ -55,7 +55,7 @@ def test_saved_kept_and_read_by_others(bucket, store):
   np.testing.assert_array_equal(params['x'], _make(2)['x'])
 
 
-def test_damage_is_set_aside_and_the_step_saved_again(bucket, store, capsys):
+def test_damage_is_moved_aside_and_the_step_saved_again(bucket, store, capsys):
   with manager.Checkpoints(bucket) as checkpoints:
     _save(checkpoints, 3)
     _save(checkpoints, 6)
@@ -76,8 +76,8 @@ def test_damage_is_set_aside_and_the_step_saved_again(bucket, store, capsys):
     _assert_is(checkpoints, 6, 60)
 
 
-@pytest.mark.parametrize('object_missing', ['seal', 'data'])
-def test_a_committed_step_without_a_seal(bucket, store, object_missing):
+@pytest.mark.parametrize('object_missing', ['manifest', 'data'])
+def test_a_committed_step_without_a_manifest(bucket, store, object_missing):
   with manager.Checkpoints(bucket) as checkpoints:
     _save(checkpoints, 3)
     _save(checkpoints, 6)
@@ -86,8 +86,8 @@ def test_a_committed_step_without_a_seal(bucket, store, object_missing):
   if object_missing == 'data':
     paths.at(f'{bucket}/6/data/metadata').unlink()
   with manager.Checkpoints(bucket) as checkpoints:
-    assert checkpoints.latest() == (6 if object_missing == 'seal' else 3)
-    assert checksums.is_sealed(folder) == (object_missing == 'seal')
+    assert checkpoints.latest() == (6 if object_missing == 'manifest' else 3)
+    assert checksums.has_manifest(folder) == (object_missing == 'manifest')
 
 
 def test_half_a_step_is_no_step_and_removed(bucket, store):
@@ -115,5 +115,7 @@ def test_a_bucket_that_refuses_a_save_is_an_error(bucket, store):
 
 
 def test_there_is_no_checkpoint(bucket):
-  with pytest.raises(errors.UserError, match='no sound checkpoint in gs://'):
+  with pytest.raises(
+    errors.UserError, match='no undamaged checkpoint in gs://'
+  ):
     manager.open_latest(bucket)
