@@ -244,7 +244,7 @@ def encode_prompts(
 
   Args:
     stored: the model.
-    opened: its vocabularies.
+    opened: vocabularies of the model.
     prompts: see `read_prompts`.
     file: the file that they come from, or None.
     options: how they are continued.
@@ -283,7 +283,7 @@ def continue_prompts(
 
   Args:
     stored: the model.
-    opened: its vocabularies.
+    opened: vocabularies of the model.
     prompts: the prompts.
     encoded: their token ids, see `encode_prompts`.
     options: how they are continued.

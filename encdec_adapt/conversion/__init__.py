@@ -1,4 +1,4 @@
-"""Models on disk, whoever wrote them: open, compare, adapt, import, export.
+"""Models on disk, ours or others: open, compare, adapt, import, export.
 
 Above `huggingface` (files of others), `checkpoints` and `training`; below
 `evaluation`, `planning` and the commands.

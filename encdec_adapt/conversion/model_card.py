@@ -38,7 +38,7 @@ def write(
     stored: the exported checkpoint or folder.
     own: whether it is written in our own layout.
     dtype: dtypes of the exported tensors.
-    notes: what a user must know beyond the files, as the command printed it.
+    notes: notes that the command printed.
 
   Raises:
     UserError: a file of the run is damaged.

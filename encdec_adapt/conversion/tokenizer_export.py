@@ -34,7 +34,7 @@ def write(
   Args:
     folder: an empty local folder.
     stored: the model.
-    opened: its vocabularies; None if there are none.
+    opened: vocabularies of the model; None if there are none.
 
   Returns:
     Notes for the user.

@@ -69,9 +69,9 @@ def write(
 
   Args:
     output: folder that does not exist or is empty; may be in a bucket.
-    contents: what goes into it.
+    contents: contents beside the parameters.
     arrays: every parameter of the model.
-    verb: what the progress line says is done with the bytes.
+    verb: verb of the progress line, such as "read".
 
   Raises:
     UserError: the folder is taken or cannot be written, a kept file is

@@ -63,7 +63,7 @@ def generate_tokens(
 
   Args:
     model: an encoder-decoder, or a decoder-only model.
-    params: its parameters.
+    params: parameters of the model.
     tokens: prompts, BOS first, padded on either side.
     segments: 1 at tokens, 0 at padding; nothing is generated for a row of
       padding, which fills up a batch.

@@ -1,4 +1,4 @@
-"""Models on disk that the tests of the exchange commands share."""
+"""Models on disk that the tests of conversions share."""
 
 import pytest
 

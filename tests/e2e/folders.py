@@ -1,4 +1,4 @@
-"""Tiny folders for the exchange commands, without torch.
+"""Tiny model folders for conversions, without torch.
 
 Made by our own exporter; that transformers reads and writes the same is the
 business of tests/parity.

@@ -46,12 +46,12 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
     nested = traverse_util.unflatten_dict(_arrays(path), sep='/')
     sources.append((model, nested))
   target = stored_model.open_model(output).model
-  account = {}
+  found = {}
 
   @jax.jit
   def adapt(params, rng):
     pairs = zip((model for model, _ in sources), params, strict=True)
-    made, account['report'] = initialise.initialise(target, *pairs, rng=rng)
+    made, found['coverage'] = initialise.initialise(target, *pairs, rng=rng)
     return made
 
   want = adapt([params for _, params in sources], jax.random.key(3))
@@ -61,7 +61,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
   for path, array in got.items():
     np.testing.assert_array_equal(array, want[path], path)
   saved = json.loads((output / 'coverage.json').read_text())
-  assert saved == json.loads(json.dumps(account['report'].to_json()))
+  assert saved == json.loads(json.dumps(found['coverage'].to_json()))
 
 
 def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
@@ -92,9 +92,9 @@ def test_training_adapts_with_options(folder, pairs, gemma):
     f'--workdir={workdir}',
   ]
   assert _train(*pairs, *flags) == 0
-  account = json.loads((workdir / 'coverage.json').read_text())
-  assert account['parameters']['fresh'] == 0
-  table = account['target']['decoder/embedder/table']
+  coverage = json.loads((workdir / 'coverage.json').read_text())
+  assert coverage['parameters']['fresh'] == 0
+  table = coverage['target']['decoder/embedder/table']
   assert table['transforms'] == ['10 new tokens, the mean of the 400']
   exported = folder / 'merged_out'
   convert_('export', f'--checkpoint={workdir}', f'--output={exported}')

@@ -1,4 +1,4 @@
-"""Folders and arguments that the exchange commands refuse."""
+"""Folders and arguments that `convert` refuses."""
 
 import json
 import os

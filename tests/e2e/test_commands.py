@@ -319,7 +319,7 @@ def _continue(folder, workdir, *flags) -> int:
   )
 
 
-def test_without_a_sound_checkpoint_it_does_not_start_anew(
+def test_without_a_sound_checkpoint_it_does_not_start_over(
   folder, copied, capsys
 ):
   for step in (3, 4):

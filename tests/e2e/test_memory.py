@@ -47,7 +47,7 @@ def resident(field):
 
 for arguments in json.loads(sys.argv[1]):
   gc.collect()
-  open('/proc/self/clear_refs', 'w').write('5')  # The peak starts anew.
+  open('/proc/self/clear_refs', 'w').write('5')  # Resets the peak.
   before = resident('VmRSS:')
   assert command.run_subcommand('', convert.COMMANDS, arguments) == 0
   print('peak', resident('VmHWM:') - before)
