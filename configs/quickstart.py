@@ -9,7 +9,7 @@ runs the study below; each of its stages is a command of its own, for example
 
 `size=default` starts from the decoders of configs/decoders, as a user starts
 from a Hugging Face folder, and takes about 6 minutes on two idle cores. Expect
-adapted far below scratch after 80 steps, and an encoder that is used.
+adapted far below scratch after 140 steps, and an encoder that is used.
 
 `size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about 2
 hours. It sweeps three learning rates of `adapted` and `scratch`, repeats the
@@ -69,7 +69,7 @@ class Size:
 
 SIZES = {
   'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 16),
-  'default': Size('runs/quickstart', 3_000_000, 80, 4, 64),
+  'default': Size('runs/quickstart', 3_000_000, 140, 4, 64),
   'full': Size('runs/quickstart_full', 0, 130, 8, 192, pretrains=True),
 }
 
