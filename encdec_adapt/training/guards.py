@@ -1,7 +1,7 @@
-"""What stops a job whose updates are not finite.
+"""Stops a job whose updates are not finite.
 
-The step itself skips such an update (`training.step`); here the job gives up
-after too many in a row and leaves behind which rows they were.
+The step itself skips such an update (`training.step`); after too many in a row
+the guard ends the job and writes down the record rows of their batches.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ class NonFiniteGuard:
   """Counts skipped updates and stops the job.
 
   Attributes:
-    limit: skipped updates in a row that end the job.
+    limit: number of skipped updates in a row that ends the job.
   """
 
   def __init__(self, workdir: str, limit: int):
@@ -29,7 +29,12 @@ class NonFiniteGuard:
     self._rows: deque[dict] = deque(maxlen=limit)
 
   def check(self, step: int, skipped_in_row: int, rows: np.ndarray) -> None:
-    """Call with every step's count and the record rows of its batch.
+    """Checks a step; call it for every step.
+
+    Args:
+      step: number of the step.
+      skipped_in_row: skipped updates in a row up to this step.
+      rows: record rows of its batch.
 
     Raises:
       UserError: `limit` updates in a row were not finite.

@@ -1,9 +1,9 @@
-"""What the loss of a batch is.
+"""The loss of a batch, for every architecture and with a teacher.
 
-Losses are sums over weights; whoever calls divides by the weight of the
-whole global step. The hidden states that predict a batch's targets come
-from `predict`, which is the only place that knows how each architecture
-reads a batch; evaluation uses it too.
+Losses are sums over weights; the caller divides by the weight of the whole
+global step. `predict` returns the hidden states that predict the targets of a
+batch and is the only place that knows how each architecture reads a batch;
+evaluation uses it too.
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ def predict(
   *,
   routing: decoder_only.Routing = None,
 ) -> Float[Array, 'B T D']:
-  """Hidden states that predict `batch['targets']`.
+  """Computes the hidden states that predict `batch['targets']`.
 
   An encoder-decoder reads the pair. A decoder-only model reads the decoder
   fields of a causal batch, and the teacher's row of a batch of pairs, from
@@ -122,7 +122,7 @@ def predict(
 
   Args:
     model: the model.
-    params: its parameters.
+    params: parameters of the model.
     batch: fields of `data.batch`.
     routing: see `decoder_only.Decoder.run_stack`.
   """
@@ -170,7 +170,7 @@ def loss_sums(
   config: LossConfig,
   teacher: tuple[build.Model, decoder_only.Params] | None = None,
 ) -> StepSums:
-  """Loss of a batch as sums over its weights.
+  """Computes the loss of a batch as sums over its weights.
 
   Args:
     model: the model that is trained.
@@ -215,15 +215,15 @@ def vocabulary_sums(
   config: LossConfig,
   teacher: tuple[model_config.StackConfig, Array, Array] | None = None,
 ) -> StepSums:
-  """The part of `loss_sums` that is computed from logits.
+  """Computes the part of `loss_sums` that needs logits.
 
   Args:
-    stack: the decoder's.
+    stack: shape of the decoder.
     hidden: states that predict the targets.
     table: the output table.
     batch: `targets` and `weights`.
     config: weights of the parts.
-    teacher: the same three of the teacher.
+    teacher: stack, hidden states and output table of the teacher.
   """
   options = dict(
     vocab_size=stack.vocab_size,

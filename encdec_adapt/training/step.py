@@ -22,11 +22,11 @@ StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-  """What a step does besides the loss.
+  """Accumulation and clipping of gradients.
 
   Attributes:
-    microbatches: parts in which the batch's gradient is accumulated.
-    clip_norm: largest global norm of the moving parameters' gradients, 0
+    microbatches: parts in which the gradient of a batch is accumulated.
+    clip_norm: largest global norm of the gradients of moving parameters; 0
       for no clipping.
   """
 
@@ -69,7 +69,7 @@ def make_train_step(
   """
 
   def step(state, batch, teacher_params):
-    """One update; traced once for the groups that move."""
+    """Updates the groups that move; traced once."""
     with partition.use(where.mesh, where.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in moving.values() for p in paths}
@@ -79,7 +79,7 @@ def make_train_step(
       divisor = jnp.where(weight > 0, weight, 1.0)
 
       def objective(trained, part):
-        """What a microbatch adds to the loss, and all of its sums."""
+        """Returns a microbatch's share of the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
         source = (teacher, teacher_params) if teacher else None
         sums = losses.loss_sums(where.model, params, part, loss, source)
@@ -101,8 +101,8 @@ def make_train_step(
     }
     return new_state, {**_averages(sums, divisor), **progress, **rates}
 
-  # Shardings of the state are stated, not left to the compiler: what comes
-  # out goes in again, and must not compile anew or move.
+  # Stated, not left to the compiler: the state that comes out goes in again,
+  # and must neither move nor cause a second compilation.
   abstract = state_lib.abstract(optimizer, moving, where)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
@@ -115,7 +115,7 @@ def make_train_step(
 
 
 def _averages(sums: losses.StepSums, divisor: jax.Array) -> Metrics:
-  """What was summed over the batch's targets, per target."""
+  """Divides sums over the batch's targets by their weight."""
   routers = {}
   if sums.routing is not None:
     routers = {
@@ -134,41 +134,41 @@ def _averages(sums: losses.StepSums, divisor: jax.Array) -> Metrics:
 
 
 def _clip(gradients, largest):
-  """Gradients of a global norm of at most `largest`, and the norm before."""
+  """Clips gradients to a global norm; returns them and the norm before."""
   norm = optax.global_norm(gradients)
   if largest:
-    # Gradients of zero stay so.
+    # The floor keeps gradients of zero at zero.
     scale = jnp.minimum(1.0, largest / jnp.maximum(norm, 1e-12))
     gradients = jax.tree.map(lambda g: g * scale, gradients)
   return gradients, norm
 
 
 def _tokens(batch):
-  """Positions of encoder and decoder that hold a token."""
+  """Counts the positions of encoder and decoder that hold a token."""
   sides = ('encoder_segments', 'decoder_segments')
   return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
 
 
 def _accumulate(objective, trained, batch, microbatches, places):
-  """Gradients and sums over microbatches; fp32, memory of one microbatch.
+  """Sums gradients and losses over microbatches, in fp32.
 
-  Beside what one microbatch needs there is one sum of gradients, placed as
-  the parameters are: each microbatch's gradients are reduced to that place
-  before they are added, and the sum is born there.
+  Memory is that of one microbatch and of one sum of gradients, sharded as the
+  parameters are: the gradients of each microbatch are reduced to those shards
+  before they are added.
   """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
     return grad(trained, batch)
 
   def split(x):
-    """Rows by microbatch."""
+    """Splits rows into microbatches."""
     # Row i goes to microbatch i % microbatches, so that every device splits
     # the rows it holds and nothing moves between devices.
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
   def place(gradients):
-    """Gradients where their parameters are."""
+    """Shards gradients as their parameters."""
     return jax.lax.with_sharding_constraint(gradients, places)
 
   def body(carry, part):
@@ -197,7 +197,7 @@ def _apply(state, flat, gradients, norm, moving, optimizer, where):
   rates, groups, params = {}, {}, dict(flat)
 
   def update(given, held, old):
-    """New parameters and state, or the old ones."""
+    """Returns new parameters and state, or the old ones if not finite."""
     new = optimizer.update(given, held, old, state.step)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, held))
 
@@ -229,7 +229,7 @@ def place_batch(
   """Makes global arrays of a process's rows, sharded over the mesh.
 
   Args:
-    batch: of every field the rows that this process's devices hold, in the
+    batch: for every field the rows that this process's devices hold, in the
       order of `placement.RowShards.rows`.
     where: mesh and rules.
 
@@ -247,11 +247,11 @@ def place_batch(
   shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
 
   def place(name):
-    """The global array of a field."""
+    """Makes the global array of a field."""
     value, size = batch[name], sizes[name]
 
     def shard(index):
-      """The part of a global index, found among this process's rows."""
+      """Finds the rows of a global index among this process's rows."""
       rows, *rest = index
       own = shards.held.index((rows.start or 0) // size) * size
       return value[(slice(own, own + size), *rest)]

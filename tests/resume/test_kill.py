@@ -167,6 +167,7 @@ def test_killed_in_a_bucket(folder, flags, uninterrupted, store, bucket):
   assert store.key(workdir / lock.FILE) not in store.objects
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_exits_with_its_own_status(
   folder, flags, uninterrupted
 ):
@@ -184,6 +185,7 @@ def test_sigterm_saves_and_exits_with_its_own_status(
   _assert_same(workdir, uninterrupted)
 
 
+@pytest.mark.long
 def test_a_second_job_on_the_directory_is_refused(folder, flags):
   workdir = folder / 'shared'
   first = tiny.start(
@@ -206,27 +208,14 @@ def test_a_second_job_on_the_directory_is_refused(folder, flags):
 
 def _processes() -> dict[int, tuple[str, int]]:
   """State letter and parent of every process."""
-  proc = pathlib.Path('/proc')
-  found = {}
-  if (proc / 'self' / 'stat').exists():
-    for path in proc.glob('[0-9]*/stat'):
-      try:
-        # What stands in brackets is a name, which may hold spaces.
-        state, parent, *_ = path.read_text().rpartition(')')[2].split()
-      except (FileNotFoundError, ProcessLookupError):  # It has ended.
-        continue
-      found[int(path.parent.name)] = state, int(parent)
-    return found
-  done = subprocess.run(
+  lines = subprocess.run(
     ['ps', '-A', '-o', 'pid=,stat=,ppid='],
     capture_output=True,
     text=True,
     check=True,
-  )
-  for line in done.stdout.splitlines():
-    process, state, parent = line.split()
-    found[int(process)] = state[0], int(parent)
-  return found
+  ).stdout.splitlines()
+  fields = (line.split() for line in lines)
+  return {int(pid): (stat[0], int(parent)) for pid, stat, parent in fields}
 
 
 def _children(process: int) -> list[int]:
