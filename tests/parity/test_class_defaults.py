@@ -1,4 +1,4 @@
-"""What a config.json leaves out is read as the class of transformers does."""
+"""Fields left out of config.json get the defaults of transformers' class."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ CLASSES = {
 
 
 def read(raw):
-  """The stacks of a config.json; a window that no layer has does not count."""
+  """Returns the stacks of a config.json, without windows that no layer uses."""
   model, _ = config_json.model_from_raw(raw)
   return {
     name: stack
@@ -42,7 +42,7 @@ def read(raw):
 
 
 def without(raw, path):
-  """The object without the field at a path."""
+  """Returns the object without the field at a path."""
   name, *rest = path
   if rest:
     return {**raw, name: without(raw[name], rest)}
@@ -50,7 +50,7 @@ def without(raw, path):
 
 
 def paths_of(raw, parts=('encoder', 'decoder', 'text_config')):
-  """Every field that a family has a default for, where it is in an object."""
+  """Yields the path of every field that a family has a default for."""
   known = {'rope_parameters', 'rope_scaling', 'layer_types'}.union(
     *class_defaults.DEFAULTS.values()
   )

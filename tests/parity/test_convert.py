@@ -1,6 +1,6 @@
-"""From a Gemma 2 folder of transformers to a T5Gemma folder, and back there.
+"""From Gemma folders of transformers to T5Gemma folders that it loads.
 
-The way of a user: import, adapt, export, load with transformers.
+As a user does it: import, adapt, export, load with transformers.
 """
 
 import json
@@ -23,7 +23,7 @@ WIDTHS = {'balanced': (32, 32), 'unbalanced': (48, 32)}
 
 @pytest.fixture(params=WIDTHS)
 def exported(request, tmp_path):
-  """A T5Gemma folder made of two Gemma 2 folders by the commands."""
+  """A T5Gemma folder that the commands made from two Gemma 2 folders."""
   case = tiny_models.CASES['gemma2']
   sources = []
   for seed, width in enumerate(WIDTHS[request.param]):
@@ -45,7 +45,7 @@ def exported(request, tmp_path):
 
 
 def _assert_same(ours, theirs):
-  """Logits and greedy text of a T5Gemma, ours and that of transformers."""
+  """Compares logits and greedy text of a T5Gemma with transformers."""
   rows = tiny_models.batch(tiny_models.CASES['t5gemma'])
   np.testing.assert_allclose(
     tiny_models.our_logits(ours, rows),
@@ -70,7 +70,7 @@ def test_gemma2_to_t5gemma(exported):
 
 
 def test_a_trained_pair_is_loaded_by_transformers(tmp_path, monkeypatch):
-  """The whole way: a folder, adapted and distilled from it, exported."""
+  """Adapts a folder, distils from it, and exports the result."""
   monkeypatch.chdir(tiny.ROOT)
   made = tiny.make_records(tmp_path)
   case, source = tiny_models.CASES['gemma2'], tmp_path / 'source'
@@ -104,9 +104,9 @@ def test_a_trained_pair_is_loaded_by_transformers(tmp_path, monkeypatch):
 
 @pytest.fixture(params=['balanced', 'unbalanced'])
 def t5gemma2(request, tmp_path):
-  """A T5Gemma 2 folder made of one or two Gemma 3 folders by the commands.
+  """A T5Gemma 2 folder that the commands made from two Gemma 3 folders.
 
-  Its vision part is that of a third, which reads images.
+  Its vision part comes from a third, which reads images.
   """
   case = tiny_models.CASES['gemma3']
   changes = {}

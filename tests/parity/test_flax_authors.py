@@ -1,10 +1,10 @@
-"""Models that the authors' own code makes and saves, against our import.
+"""Compares our import with models that the authors' own code saves.
 
-Needs the package `gemma`; it wants an environment of its own (README). Where
-their arithmetic is another than ours: rows are padded on the right only, for
-their positions count tokens and not places; only logits after tokens are
-compared, for a query of theirs that is padding gives zeros; the encoder's
-window is the exclusive one, theirs.
+Needs the package `gemma`, in an environment of its own (see
+`encdec_adapt/huggingface/README.md`). Differences of their arithmetic: rows are
+padded on the right only, because their positions count tokens; only logits at
+tokens are compared, because they give zeros at padding; the encoder's window is
+the exclusive one.
 """
 
 import functools
@@ -82,7 +82,7 @@ def their_config(modules, stack, **fields):
 
 
 def t5gemma():
-  """Their model of an unbalanced pair."""
+  """Returns their model of an unbalanced pair."""
   reason = _REASON
   modules = pytest.importorskip('gemma.research.t5gemma.modules', reason=reason)
   theirs = pytest.importorskip('gemma.research.t5gemma.t5gemma', reason=reason)
@@ -109,7 +109,7 @@ def t5gemma():
 
 
 def redrawn(params):
-  """Weights at which windows, caps and gains matter."""
+  """Draws weights at which windows, caps and gains matter."""
   leaves, structure = jax.tree.flatten(params)
   draws = np.random.default_rng(0)
   return structure.unflatten(
@@ -118,7 +118,7 @@ def redrawn(params):
 
 
 def imported(params, config, folder, form):
-  """Saved as their `gm.ckpts.save_params` does, imported by the command."""
+  """Saves as their `gm.ckpts.save_params` does, and imports by the command."""
   if form == 'flat':  # As their first releases were.
     params = flat(params)
   with ocp.StandardCheckpointer() as checkpointer:
@@ -132,9 +132,9 @@ def imported(params, config, folder, form):
 
 
 def flat(params):
-  """The tree of their first releases: one level of joined names, then leaves.
+  """Returns the tree of their first releases, one level of joined names.
 
-  As `gm.ckpts._compat.flatten_and_remap_params` makes it.
+  Source: `gm.ckpts._compat.flatten_and_remap_params`.
   """
   found = {}
   for *path, leaf in traverse_util.flatten_dict(params):
@@ -146,7 +146,7 @@ def flat(params):
 
 
 def rows(length, seed):
-  """Tokens and mask; the second row is padded on the right."""
+  """Returns tokens and mask; the second row is padded on the right."""
   tokens = np.random.default_rng(seed).integers(3, 67, (2, length), np.int32)
   tokens[1, length - 4 :] = 0
   return tokens, tokens != 0

@@ -1,4 +1,4 @@
-"""Folders that transformers saves, in every form, and the way back."""
+"""Folders that transformers saves, in every form, and their round trip."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parity
 
 
 def assert_comes_back(source, folder, may_miss=None):
-  """Exported, every tensor is bit-equal, and the class loads all of them."""
+  """Exports a folder: tensors are bit-equal, and the class loads them all."""
   opened = folder_lib.ModelFolder.open(source)
   arrays = {array.path: np.asarray(array) for array in opened.arrays()}
   export.write(folder, opened.config, arrays)
@@ -45,9 +45,8 @@ def test_export_loads_and_predicts_the_same(name, tmp_path):
   )
 
 
-# What transformers 4 wrote instead: the field of 5 -> the fields of 4.
 def _fours(raw):
-  """A config.json, or a part of one, in the spelling of transformers 4."""
+  """Returns a config.json, or a part of one, as transformers 4 spells it."""
   old = {
     key: _fours(value)
     if key in ('encoder', 'decoder', 'text_config')
@@ -71,7 +70,7 @@ def _fours(raw):
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_configs_of_transformers_4(name, tmp_path):
-  """Read alike by us, and by transformers itself: so they are what it read."""
+  """We read them alike, and so does transformers, so they are valid."""
   theirs = tiny_models.make(tiny_models.CASES[name])
   theirs.save_pretrained(tmp_path)
   expected = folder_lib.ModelFolder.open(tmp_path).config

@@ -14,14 +14,14 @@ from tests.parity import tiny_models
 pytestmark = pytest.mark.parity
 
 
-# Cases with the parameters and the layers of another one of the family.
+# Cases with the parameters and layers of another case of the family.
 _AS = ('gemma3_images', 'llama_tied', 'qwen2_window', 't5gemma')
 
 
 def gradients_folder(model, folder):
-  """A folder whose tensors are the gradients of the model's weights.
+  """Writes a folder whose tensors are the gradients of the weights.
 
-  Read like any other, it gives them by our names.
+  Loading it gives the gradients by our names.
   """
   gradients = copy.deepcopy(model)
   with tiny_models.torch.no_grad():

@@ -16,7 +16,7 @@ CHANCE = {'dense': (8, 0.05), 'experts': (40, 0.05)}
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """A function name -> (their model, folder, their logits), made once."""
+  """A function: case name -> (their model, folder, their logits), cached."""
   made = {}
 
   def get(name):
@@ -54,7 +54,7 @@ def test_logits(name, saved):
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
-  """Our bf16 logits are as near to the fp32 ones as theirs, but for chance."""
+  """Our bf16 logits are as close to fp32 as theirs, up to chance."""
   seeds, margin = CHANCE['experts' if name in WITH_EXPERTS else 'dense']
   case = tiny_models.CASES[name]
   ratio, _ = tiny_models.rounding_ratios(

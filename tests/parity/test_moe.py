@@ -1,4 +1,4 @@
-"""What families with experts have beside what every family has."""
+"""Families with experts: balance loss, fused tensors, number of experts."""
 
 import json
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parity
 
 
 def make(name, path, **changes):
-  """The model of transformers, saved in the folder."""
+  """Saves a model of transformers in a folder and returns it."""
   case = tiny_models.CASES[name]
   settings = case.settings()
   settings.update(changes)

@@ -1,11 +1,10 @@
-"""Tiny models of every family in transformers, and what they predict.
+"""Tiny models of every family in transformers, and their predictions.
 
-Stated once for all parity tests and for `tests.benchmarks.parity`. A test
-module that imports this one is skipped where torch or transformers is not
-installed. Weights are redrawn with a scale at which soft-caps, norm gains and
-windows matter, so that a wrong variant differs by far more than the
-tolerance; every field that may differ from a default or between two stacks
-does.
+Shared by all parity tests and `tests.benchmarks.parity`. A test module that
+imports this one is skipped if torch or transformers is not installed. Weights
+are redrawn at a scale at which soft-caps, norm gains and windows matter, so
+that a wrong variant differs by far more than the tolerance; every field that
+may differ from a default or between two stacks does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,13 +103,13 @@ class Case:
   """A model of transformers.
 
   Attributes:
-    architecture: its class.
-    settings: gives its config.
-    covers: what it is there for, in the words of the parity table.
-    is_pair: an encoder-decoder.
-    encoder_window: the rule of this version of transformers, with eager
-      attention, where it is not that of our default.
-    eoi: id of the end of an image, None where there is none.
+    architecture: name of its class.
+    settings: returns its config.
+    covers: features it covers, as in the parity table.
+    is_pair: whether it is an encoder-decoder.
+    encoder_window: window rule of this version of transformers with eager
+      attention, if it differs from our default.
+    eoi: token id of the end of an image, or None.
   """
 
   architecture: str
@@ -145,10 +144,10 @@ def _t5gemma(covers: str, encoder: Mapping, **top) -> Case:
 
 
 def t5gemma2_settings(**vision: Any):
-  """Config of a T5Gemma 2 whose stacks differ, and of its vision part.
+  """Returns the config of a T5Gemma 2 with different stacks.
 
   Args:
-    **vision: fields of the vision part that are not as in `VISION`.
+    **vision: fields of the vision part, replacing those of `VISION`.
   """
   text = {**SHAPE, **GEMMA3}
   shorter = dict(
@@ -168,7 +167,7 @@ def t5gemma2_settings(**vision: Any):
 
 
 def gemma3_settings():
-  """Config of a Gemma 3 that reads images."""
+  """Returns the config of a Gemma 3 that reads images."""
   return transformers.Gemma3Config(
     text_config={**SHAPE, **GEMMA3},
     vision_config=VISION,
@@ -251,14 +250,14 @@ CASES: Mapping[str, Case] = {
 
 
 def make(case: Case, seed: int = 0, settings: Any = None):
-  """A model with every weight drawn anew, N(0, 0.3^2), for evaluation.
+  """Returns a model in eval mode with every weight drawn from N(0, 0.3^2).
 
-  Gains that start from one stay around it.
+  Gains that are initialised to one are drawn around one.
 
   Args:
-    case: whose model.
-    seed: of the draws.
-    settings: a config, where it is not the case's own.
+    case: case of the model.
+    seed: seed of the draws.
+    settings: config; None for that of the case.
   """
   settings = settings or case.settings()
   with_eager_attention(settings)
@@ -272,7 +271,7 @@ def make(case: Case, seed: int = 0, settings: Any = None):
 
 
 def with_eager_attention(settings: Any) -> None:
-  """Sets it in a config and in all the configs inside."""
+  """Sets eager attention in a config and all inner configs."""
   settings._attn_implementation = 'eager'
   for part in vars(settings).values():
     if isinstance(part, transformers.PreTrainedConfig):
@@ -280,12 +279,12 @@ def with_eager_attention(settings: Any) -> None:
 
 
 def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
-  """The class that a folder names, with every weight accounted for.
+  """Loads a folder by its class; no weight may be missing or unexpected.
 
   Args:
-    folder: of the model.
-    may_miss: part of the names of weights that may be missing.
-    **arguments: of `from_pretrained`.
+    folder: folder of the model.
+    may_miss: weights with this in their name may be missing.
+    **arguments: passed to `from_pretrained`.
   """
   raw = json.loads((folder / 'config.json').read_text())
   (name,) = raw['architectures']
@@ -308,13 +307,13 @@ def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """Rows without padding, padded on the right, and on the left.
+  """Three rows: without padding, padded on the right, and on the left.
 
   Attributes:
-    decoder: tokens, [B, T].
-    decoder_mask: True at tokens.
-    encoder: tokens, [B, S], None for a decoder-only model.
-    encoder_mask: True at tokens.
+    decoder: tokens [B, T].
+    decoder_mask: True at tokens, [B, T].
+    encoder: tokens [B, S], None for a decoder-only model.
+    encoder_mask: True at tokens, [B, S].
   """
 
   decoder: np.ndarray
@@ -324,11 +323,11 @@ class Batch:
 
 
 def batch(case: Case, length: int = _LENGTH) -> Batch:
-  """A batch for a case's model, longer than twice any window.
+  """Returns a batch with rows longer than twice any window.
 
   Args:
-    case: the model.
-    length: T; the encoder's rows are one token shorter.
+    case: case of the model.
+    length: decoder length T; the encoder's rows are one token shorter.
   """
   sides = _rows(length, 0)
   if case.is_pair:
@@ -340,7 +339,7 @@ def batch(case: Case, length: int = _LENGTH) -> Batch:
 
 
 def _rows(length: int, seed: int) -> list[np.ndarray]:
-  """Tokens and mask of three rows."""
+  """Returns tokens and mask of three rows."""
   tokens = np.random.default_rng(seed).integers(*_DRAWN, (3, length), np.int32)
   mask = np.ones(tokens.shape, bool)
   mask[1, SHORT:] = False
@@ -349,7 +348,7 @@ def _rows(length: int, seed: int) -> list[np.ndarray]:
 
 
 def their_output(model, rows: Batch):
-  """What the model gives for a batch, a tensor with gradients."""
+  """Returns the model's logits for a batch, a tensor with gradients."""
   inputs = {
     'attention_mask': rows.decoder_mask,
     'input_ids': rows.decoder,
@@ -365,14 +364,14 @@ def their_output(model, rows: Batch):
 
 
 def their_logits(model, rows: Batch) -> np.ndarray:
-  """Logits after every token that is none of the padding, [N, V], fp32."""
+  """Returns logits at every token (not at padding), [N, V], fp32."""
   with torch.no_grad():
     logits = their_output(model, rows)
   return logits.float().numpy()[rows.decoder_mask]
 
 
 def our_logits(model, rows: Batch) -> np.ndarray:
-  """The same of a model as `encdec_adapt.load` gives it."""
+  """Returns the same for a model that `encdec_adapt.load` returned."""
   logits = model.logits(
     rows.decoder, rows.encoder, rows.encoder_mask, rows.decoder_mask
   )
@@ -380,19 +379,19 @@ def our_logits(model, rows: Batch) -> np.ndarray:
 
 
 def rms(difference: np.ndarray) -> float:
-  """Root of the mean square."""
+  """Returns the root of the mean square."""
   return float(np.sqrt(np.mean(np.square(difference))))
 
 
 def in_bfloat16(
   case: Case, seed: int, folder: pathlib.Path
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Logits of a model, [N, V] each: theirs in fp32, in bf16, ours in bf16.
+  """Returns logits [N, V]: theirs in fp32, theirs in bf16, ours in bf16.
 
   Args:
-    case: whose model.
-    seed: of its weights.
-    folder: where it is saved.
+    case: case of the model.
+    seed: seed of its weights.
+    folder: folder to save it in.
   """
   model, rows = make(case, seed), batch(case)
   model.save_pretrained(folder)
@@ -409,16 +408,17 @@ def in_bfloat16(
 def rounding_ratios(
   logits: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
 ) -> tuple[float, float]:
-  """How far bf16 takes our logits, over how far it takes theirs.
+  """Returns the rounding error of our bf16 logits, relative to theirs.
 
   Root mean squares over all models together: the largest difference of so few
   logits is chance.
 
   Args:
-    logits: as `in_bfloat16` gives them, of each model.
+    logits: results of `in_bfloat16`, one per model.
 
   Returns:
-    Of our distance to their fp32 logits, and to their bf16 ones.
+    Our distance to their fp32 logits and to their bf16 logits, each divided by
+    the distance between those two.
   """
   exact, theirs, ours = (
     np.concatenate(some) for some in zip(*logits, strict=True)
@@ -428,7 +428,7 @@ def rounding_ratios(
 
 
 def prompts(rows: Batch) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens and mask [B, S] of what is continued."""
+  """Returns tokens and mask [B, S] of the prompts of a batch."""
   if rows.encoder is not None:
     return rows.encoder, rows.encoder_mask
   # Prompts of decoder-only models end where generation starts.
@@ -436,7 +436,7 @@ def prompts(rows: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def their_text(model, rows: Batch) -> np.ndarray:
-  """What the model continues greedily, without prompt and BOS, [B, n]."""
+  """Returns the greedy continuation without prompt and BOS, [B, n]."""
   tokens, mask = prompts(rows)
   text = model.generate(
     input_ids=torch.tensor(tokens).long(),
@@ -449,12 +449,12 @@ def their_text(model, rows: Batch) -> np.ndarray:
 
 
 def assert_same_text(ours, theirs, rows: Batch) -> None:
-  """Greedy generation from padded prompts, token for token.
+  """Compares greedy generation from padded prompts token for token.
 
   Args:
-    ours: a model as `encdec_adapt.load` gives it.
-    theirs: the same in torch.
-    rows: the prompts.
+    ours: model that `encdec_adapt.load` returned.
+    theirs: the same model in torch.
+    rows: batch with the prompts.
   """
   expected = their_text(theirs, rows)
   generated = ours.generate(*prompts(rows), max_tokens=_GENERATED)
