@@ -2,7 +2,7 @@
 
 Measured in a process of its own, as the most that it had resident beyond what
 it has once every command has run on a tiny model. Pages of mapped files count.
-That of export is bounded in tests/huggingface/test_tensor_writer.py: what it
+That of export is bounded in tests/huggingface/test_tensors.py: what it
 reads and writes together is more than this model.
 """
 
