@@ -5,7 +5,6 @@ import json
 import pytest
 
 from encdec_adapt import evaluate, train
-from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import run_artifacts
 from encdec_adapt.data import records
@@ -41,7 +40,6 @@ def test_import_then_export_gives_the_same_bytes(
   monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', 10_000)
   run, output = f'{bucket}/run', f'{bucket}/exported'
   assert convert('import', f'--source={put}', f'--output={run}') == 0
-  assert not manager.open_latest(run).problems()
   flags = [f'--checkpoint={run}', f'--output={output}']
   assert convert('export', *flags) == 0
   assert len(list(paths.at(output).glob('*.safetensors'))) > 1
