@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os
+import pathlib
 
 from tests import xla_flags
 
@@ -11,6 +12,14 @@ os.environ['XLA_FLAGS'] = (
   os.environ.get('XLA_FLAGS', '') + ' ' + xla_flags.cpu(8)
 )
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+# Most of the tests' time is compiling: processes share what they compile, and
+# so does the next run (`pytest --cache-clear` removes it).
+_CACHE = pathlib.Path(__file__).resolve().parent.parent / '.pytest_cache'
+os.environ |= {
+  'JAX_COMPILATION_CACHE_DIR': str(_CACHE / 'd' / 'compiled'),
+  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
+  'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
+}
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
