@@ -242,7 +242,7 @@ def _fitting(planner, changes, doubt) -> Iterator[Candidate]:
           {'compute.remat': remat, **batch, 'train.microbatches': n}
           for n in _divisors(rows)
         ]
-        for remat in execution.REMAT_POLICIES
+        for remat in sorted(execution.REMAT_POLICIES, key='full'.__ne__)
       ]
     else:
       largest = max(1, settings.train.eval_batch_size // shards)
@@ -255,6 +255,8 @@ def _fitting(planner, changes, doubt) -> Iterator[Candidate]:
     for way in ways:
       tried = (planner.plan({**mesh, **changes, **one}, doubt) for one in way)
       fits = next((one for one in tried if one.plan['fits']), None)
+      if not fits and way is ways[0]:
+        break  # 'full' comes first, and nothing needs less memory.
       if fits:
         yield fits
 
