@@ -8,7 +8,7 @@ runs the study below; each of its stages is a command of its own, for example
       --workdir=runs/quickstart/adapted
 
 `size=default` starts from the decoders of configs/decoders, as a user starts
-from a Hugging Face folder, and takes about 6 minutes on two idle cores. Expect
+from a Hugging Face folder, and takes 5 to 10 minutes on two cores. Expect
 adapted far below scratch after 140 steps, and an encoder that is used.
 
 `size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about 2
