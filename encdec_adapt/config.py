@@ -1,7 +1,7 @@
 """The whole configuration: sections' dataclasses, ConfigDict in, settings out.
 
 Every key is stated once, as a field of the frozen dataclass of its section,
-which lives beside its user. This module assembles the sections: `defaults`
+which lives next to its user. This module assembles the sections: `defaults`
 makes the ConfigDict that experiments start from, `load` turns a ConfigDict
 into validated `Settings`, and `page` prints every key with its documentation.
 """
@@ -228,7 +228,7 @@ def load_run(workdir: str) -> Settings:
   Its vocabularies are the copies in the folder, which move with it.
 
   Raises:
-    UserError: the folder holds no run; says so of a Hugging Face folder.
+    UserError: the folder holds no run; names a Hugging Face folder as such.
   """
   path = paths.at(workdir) / RUN_CONFIG
   if not path.exists():

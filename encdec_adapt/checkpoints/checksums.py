@@ -35,7 +35,7 @@ _Entry = dict[str, int | str]
 
 
 def has_manifest(folder: paths_lib.Path) -> bool:
-  """Whether the folder has a manifest, damaged or not."""
+  """Returns whether the folder has a manifest, damaged or not."""
   return (folder / FILE).exists()
 
 
@@ -119,7 +119,7 @@ def _problem(path: paths_lib.Path, wanted: _Entry, digest: str) -> str | None:
 
 
 def _compare(found: _Entry | None, wanted: _Entry) -> str | None:
-  """Says how an entry differs from the manifest's; None if it does not."""
+  """Returns how an entry differs from the manifest's; None if equal."""
   if found is None:
     return 'is missing'
   if found['bytes'] != wanted['bytes']:
@@ -148,7 +148,7 @@ def _read(path: paths_lib.Path, read: Callable[[paths_lib.Path], Any]) -> Any:
 
 
 def _to_list(paths: Iterable[str]) -> list[str]:
-  """Leaves out the manifest and drafts of it that a kill left."""
+  """Filters out the manifest and temporary files of interrupted writes."""
   return [path for path in paths if not path.startswith(FILE)]
 
 

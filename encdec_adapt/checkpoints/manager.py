@@ -1,6 +1,6 @@
 """Saves, verifies, keeps and restores checkpoints.
 
-With `streamed` and `orbax_folder` the only importer of Orbax. A folder of
+Only this module, `streamed` and `orbax_folder` import Orbax. A folder of
 checkpoints holds one folder per step, named by the number, with the items
 `state` (the pytree), `data` (the position in the data) and `meta` (config,
 versions, fingerprint), and a checksum manifest (`checksums`), because Orbax
@@ -55,7 +55,7 @@ _Path = str | os.PathLike[str]
 
 
 class CheckpointError(RuntimeError):
-  """A save that did not happen."""
+  """A checkpoint was not saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Checkpoint:
     return orbax_folder.OrbaxFolder(self.path / _STATE).arrays
 
   def require_same(self, abstract: Any, *, partial: bool = False) -> None:
-    """Checks that the stored state is the one asked for; reads no array.
+    """Checks that the stored state matches `abstract`; reads no array.
 
     Args:
       abstract: see `restore`.
@@ -118,7 +118,7 @@ class Checkpoint:
       )
 
   def restore(self, abstract: Any, *, partial: bool = False) -> Any:
-    """Reads the state onto the shardings asked for.
+    """Restores the state with the shardings of `abstract`.
 
     Args:
       abstract: tree of the state with `jax.ShapeDtypeStruct` leaves; the mesh
@@ -161,10 +161,10 @@ class Checkpoint:
     return self.restore({key: abstract_params}, partial=True)[key]
 
   def read_through(self) -> None:
-    """Reads every item, one array at a time, and keeps nothing.
+    """Reads every item, one array at a time, and discards the values.
 
     Raises:
-      Exception: an item cannot be read; Orbax has no type for it.
+      Exception: an item cannot be read; Orbax has no exception type for that.
     """
     self.read_data()
     self.read_meta()
@@ -182,12 +182,12 @@ class Checkpoints:
   """
 
   def __init__(self, folder: _Path, *, keep: int = 2, keep_every: int = 0):
-    """Opens the folder, making it if need be.
+    """Opens the folder; creates it if it does not exist.
 
     Args:
       folder: folder of the checkpoints.
       keep: number of newest verified steps that are kept, at least 1.
-      keep_every: multiples of this step are kept for ever; 0 for none.
+      keep_every: steps divisible by this are never deleted; 0 for none.
 
     Raises:
       UserError: the folder cannot be written.
@@ -210,9 +210,10 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind, error, traceback) -> None:
-    """Completes the last save, after a failure too; then says if that failed.
+    """Completes the last save, even if the body raised an exception.
 
-    A missing peer does not finish its part, so nothing is completed then.
+    After an exception, a failing save only prints a warning. If another process
+    is missing, the save cannot be completed and is not waited for.
     """
     if error is None:
       self.close()
@@ -225,7 +226,7 @@ class Checkpoints:
         step_folders.warn(f'the last save failed too: {failed}')
 
   def at(self, step: int) -> Checkpoint:
-    """Returns the step, for reading, verified or not."""
+    """Returns a step for reading; does not verify it."""
     return Checkpoint(self.folder, step)
 
   def all_steps(self) -> list[int]:
@@ -247,7 +248,7 @@ class Checkpoints:
       meta: config, versions, fingerprint; JSON types.
 
     Raises:
-      CheckpointError: this save, or the one before it, did not happen.
+      CheckpointError: this save or the one before it failed.
     """
     self.wait()
     try:
@@ -282,7 +283,7 @@ class Checkpoints:
     distributed.barrier('checkpoints-wait')
 
   def close(self) -> None:
-    """Waits for this process's part of the last save, releases threads.
+    """Waits for this process's part of the last save, then frees threads.
 
     Raises:
       CheckpointError: the last save failed.
@@ -310,7 +311,7 @@ class Checkpoints:
     return found
 
   def check_not_lost(self) -> None:
-    """Refuses to begin at step 0 beside checkpoints that are all damaged.
+    """Refuses to start at step 0 if there are checkpoints, all damaged.
 
     Raises:
       UserError: names what was moved aside, now or at an earlier start.
@@ -333,13 +334,13 @@ class Checkpoints:
   def require_space(self, abstract_state: Any, saves: Iterable[int]) -> None:
     """Checks that the disk can hold the checkpoints that the job will keep.
 
-    Counts the most that exist at a time, the one being written too, less
-    those that exist already, uncompressed.
+    The estimate is uncompressed: the largest number of checkpoints at any time,
+    including the one being written, minus those already on disk.
 
     Args:
       abstract_state: the largest state that is saved.
-      saves: steps at which the job saves, ascending; steps behind it may be
-        among them.
+      saves: steps at which the job saves, ascending; may include steps that
+        were saved already.
 
     Raises:
       UserError: there is too little free space.
@@ -357,7 +358,7 @@ class Checkpoints:
     return ocp.CheckpointManager(
       self.folder,
       item_handlers={
-        # Weights do not shrink, and compressing takes as long as the rest.
+        # Weights barely compress, and compression doubles the time of a save.
         _STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
         _DATA: ocp.JsonCheckpointHandler(),
         _META: ocp.JsonCheckpointHandler(),
@@ -373,7 +374,7 @@ class Checkpoints:
     return self._manager
 
   def _drop_manager(self, failure: Exception) -> None:
-    """Discards a manager whose save failed: it raises that error again."""
+    """Discards a manager whose save failed; it would raise the error again."""
     manager, self._manager = self._manager, None
     if manager is None:
       return
@@ -473,7 +474,7 @@ def _newest_undamaged(folder: paths.Path, steps: Sequence[int]) -> int | None:
 
 
 def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
-  """Writes the missing manifest of a step, or says why it cannot be used."""
+  """Writes the missing manifest of a step, or returns why it is unusable."""
   try:
     checkpoint.read_through()
   except Exception as error:  # Damage has no type of its own,

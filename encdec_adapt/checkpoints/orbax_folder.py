@@ -1,6 +1,6 @@
-"""A folder of arrays that Orbax wrote, whoever had it write: names and values.
+"""Reads arrays by name from a folder written by Orbax, ours or another's.
 
-Beside `checkpoint` and `streamed`, the only module that imports Orbax.
+With `manager` and `streamed` the only importer of Orbax.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,29 +14,29 @@ from encdec_adapt.checkpoints import state_leaves
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 
-# Files that Orbax leaves in a folder of arrays: of now, and of before 2024.
+# Files that mark a folder written by Orbax; the last one until 2024.
 _MARKS = ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint')
-_ITEM = 'default'  # Where a manager puts the only item.
+_ITEM = 'default'  # Subfolder in which CheckpointManager puts a single item.
 
 
 def is_orbax_folder(path: str | os.PathLike[str]) -> bool:
-  """Whether Orbax wrote this folder."""
+  """Returns whether Orbax wrote this folder."""
   return any((paths.at(path) / name).exists() for name in _MARKS)
 
 
 class OrbaxFolder:
-  """Arrays by name; none is read before it is asked for.
+  """Arrays of an Orbax folder by name; reads only the requested ones.
 
   Attributes:
-    path: of the folder.
+    path: path of the folder.
     arrays: name ('layer_0/mlp/linear') -> shape and dtype.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Reads what is in the folder.
+    """Reads names, shapes and dtypes of the arrays.
 
     Args:
-      path: of the folder.
+      path: path of the folder.
 
     Raises:
       UserError: it cannot be read as arrays.
@@ -56,17 +56,17 @@ class OrbaxFolder:
         )
         for keys, leaf in found
       }
-    except Exception as error:  # Orbax has no type for it.
+    except Exception as error:  # Orbax has no exception type for this.
       raise errors.UserError(
         f'{path} cannot be read as a folder of Orbax ({error}). It is'
         ' incomplete or damaged: fetch it again.'
       ) from error
 
   def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays, in the dtype that they are stored in.
+    """Reads some arrays in their stored dtypes.
 
     Args:
-      names: of `arrays`.
+      names: array names, keys of `arrays`.
 
     Raises:
       UserError: they cannot be read.

@@ -1,4 +1,4 @@
-"""What must not change between the starts of a job, and what is reported."""
+"""Checks on resume: what must not have changed, and what is only reported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def check_same_rows(
 
   Args:
     saved: digests of the records and seed of their order in the checkpoint.
-    now: the same of this start.
+    now: digests and seed of this start.
     position: rows consumed.
     starts: first row of each pass of this start, and the number of rows.
 
@@ -91,7 +91,7 @@ def report_environment(
 
 
 def report_end(left: int | None, step: int, steps: int, say: Say) -> None:
-  """Prints where a job will end whose records do not last for its steps.
+  """Prints the last step if the records run out before the job's last step.
 
   Args:
     left: remaining batches; None if the records repeat.

@@ -11,7 +11,7 @@ class Retention:
 
   Attributes:
     keep: number of newest checkpoints that are kept, at least 1.
-    keep_every: multiples of this step are kept for ever; 0 for none.
+    keep_every: steps divisible by this are never deleted; 0 for none.
   """
 
   keep: int

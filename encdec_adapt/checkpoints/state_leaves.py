@@ -1,6 +1,6 @@
-"""Leaves of a state by path, and whether a stored state fits a wanted one.
+"""Leaves of a state by path, and comparison of a stored with a wanted state.
 
-Knows nothing of how states are stored.
+Independent of the storage format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Stored = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def path_string(path: Sequence[Any]) -> str:
-  """`a/0/b` for a path of any kinds of keys."""
+  """Formats a JAX key path as `a/0/b`, whatever the kinds of its keys."""
   parts = []
   for key in path:
     for attribute in ('key', 'name', 'idx'):
@@ -26,7 +26,7 @@ def path_string(path: Sequence[Any]) -> str:
 
 
 def total_bytes(abstract_state: Any) -> int:
-  """Bytes of all arrays of a state, uncompressed."""
+  """Returns the bytes of all arrays of a state, uncompressed."""
   leaves = jax.tree.leaves(jax.tree.map(stored_form, abstract_state))
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -42,8 +42,8 @@ def differences(
   Args:
     stored: shapes and dtypes of the stored arrays.
     abstract: the wanted tree; leaves have a shape and a dtype.
-    partial: leaves that are only stored, and floating dtypes that differ,
-      are no difference.
+    partial: whether to ignore leaves that only the stored state has, and
+      differences between floating dtypes.
 
   Returns:
     One line per leaf that does not fit, sorted by path.
@@ -76,7 +76,7 @@ def differences(
 
 
 def stored_form(leaf: Any) -> Any:
-  """The array that is stored for a leaf: random keys as integers."""
+  """Returns the leaf as it is stored: random keys as integers."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, leaf)
   return leaf

@@ -1,4 +1,4 @@
-"""How checkpoints are stored: names, order and moves of step folders.
+"""Layout of a checkpoint folder: naming, listing and renaming of steps.
 
 There is one folder per step, named by the number. Any other name is not a
 step, and in a bucket neither is a folder without the object by which Orbax
@@ -16,7 +16,7 @@ FOLDER = 'checkpoints'  # Inside a work directory.
 
 _DELETING = 'deleting'
 _DAMAGED = 'damaged'
-# Leftovers of kills: half written steps, half deleted steps.
+# Leftovers of killed processes: partly written or partly deleted steps.
 _LEFTOVERS = ('*.orbax-checkpoint-tmp*', f'{_DELETING}-*')
 # Orbax writes it last, in a bucket; source: its path/atomicity.py.
 COMMITTED = 'commit_success.txt'
@@ -37,7 +37,7 @@ def _numbered(folder: paths.Path) -> Iterator[paths.Path]:
 
 
 def _is_committed(path: paths.Path) -> bool:
-  """Whether a step is committed; on a file system its name says so."""
+  """Returns whether a step is committed; on file systems, by its name."""
   return not paths.is_bucket(path) or (path / COMMITTED).exists()
 
 

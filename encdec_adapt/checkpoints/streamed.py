@@ -1,8 +1,8 @@
-"""Leaves of a checkpoint that are made while it is written.
+"""Streaming leaves into a checkpoint: arrays are computed as they are written.
 
-So that host memory stays near the largest two leaves when a model passes from
-files into a checkpoint: one is written and the next is made. Beside
-`checkpoint` and `orbax_folder`, the only module that imports Orbax.
+Converting a model to a checkpoint then needs host memory for about two leaves:
+the one being written, and the next one, which is computed meanwhile. With
+`manager` and `orbax_folder` the only importer of Orbax.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ import orbax.checkpoint as ocp
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """An array that is made when it is written.
+  """An array that is computed when it is written.
 
   Attributes:
-    shape: of the array.
-    dtype: of the array.
-    make: gives it; called once, in another thread.
+    shape: shape of the array.
+    dtype: dtype of the array.
+    make: returns the array; called once, in another thread.
   """
 
   shape: tuple[int, ...]
@@ -42,10 +42,10 @@ class Leaf:
 
 
 def register() -> None:
-  """Lets Orbax save such leaves, as the arrays they stand for."""
+  """Registers a type handler with which Orbax saves a `Leaf` as an array."""
   handler = _Handler(deepcopy_host_arrays=False)
   verbosity = logging.get_verbosity()
-  # It warns that what is stored is not told from NumPy arrays, as is meant.
+  # Orbax warns that the type is stored as NumPy arrays are; that is intended.
   logging.set_verbosity(logging.ERROR)
   try:
     ocp.type_handlers.register_type_handler(Leaf, handler, override=True)
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes leaves as NumPy arrays, each while the next is made."""
+  """Writes leaves as NumPy arrays, each while the next is computed."""
 
   async def serialize(self, values, infos, args=None):
     args = args or [ocp.SaveArgs()] * len(values)
@@ -62,14 +62,14 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 
 
 class _Writes:
-  """The future of all writes: they happen when it is first waited for."""
+  """A future of all writes, which start at the first call of `result`."""
 
   def __init__(self, serialize: Callable, leaves: Sequence[Leaf], infos, args):
     self._serialize = serialize
     self._rest = list(zip(leaves, infos, args, strict=True))
 
   def result(self, timeout: float | None = None) -> None:
-    """Makes and writes what is left."""
+    """Computes and writes the leaves that are not written yet."""
     rest, self._rest = self._rest, []
     with futures.ThreadPoolExecutor(1) as maker:
       coming = map(maker.submit, [leaf.make for leaf, _, _ in rest])
@@ -77,7 +77,7 @@ class _Writes:
       for _, info, arg in rest:
         array, making = making.result(), next(coming, None)
         self._write(array, info, arg, timeout)
-        del array  # Before the next is waited for.
+        del array  # Freed before waiting for the next one.
 
   def _write(self, array: np.ndarray, info, arg, timeout) -> None:
     for future in asyncio.run(self._serialize([array], [info], [arg])):

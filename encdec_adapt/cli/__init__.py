@@ -1,1 +1,1 @@
-"""The frame of every command: flags, user errors, exit statuses."""
+"""Shared entry point of the commands: flags, user errors, exit statuses."""

@@ -1,4 +1,4 @@
-"""Frame of every main: exit statuses, and user errors without a traceback."""
+"""Entry point of every main: exit statuses, user errors without traceback."""
 
 from collections.abc import Callable, Sequence
 import sys
@@ -15,8 +15,8 @@ USER_ERROR = 2
 RESTART = 75
 # Ended by the watchdog, or another process of the job did not answer.
 HANG = 76
-# SIGABRT: jax ends a process so when another one of the job is missing or
-# dead.
+# SIGABRT: jax aborts a process when another one of the job is missing or has
+# died.
 ABORT = 134
 
 

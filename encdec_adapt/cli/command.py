@@ -98,7 +98,7 @@ def parse_operands(
     with _argv(arguments):
       rest = values(arguments)
       if 'config' in values and values.config is not None:
-        values.config.to_dict()  # A file that failed to load says so here.
+        values.config.to_dict()  # Raises if the file failed to load.
   except errors.UserError:
     raise
   except (
@@ -185,7 +185,7 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
 
   def parse_flags(argv: Sequence[str]) -> Sequence[str]:
     """Parses no flags, and marks absl's global flags as parsed."""
-    # absl, and Grain's workers, require that; our flags are not among them.
+    # absl and Grain's workers require it; our flags are separate.
     flags.FLAGS(argv[:1])
     return argv
 
@@ -243,5 +243,5 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _last_line(error: Exception) -> str:
-  """Returns the cause, which config_flags says last."""
+  """Returns the cause, the last line of a config_flags error."""
   return str(error).strip().splitlines()[-1].strip()

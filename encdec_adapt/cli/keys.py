@@ -1,7 +1,7 @@
 """Configuration keys: each is stated once, as a field of a frozen dataclass.
 
 A section of the configuration is a frozen dataclass whose fields are made by
-`key`, with default, documentation and bounds. The section lives beside its
+`key`, with default, documentation and bounds. The section lives next to its
 user; `encdec_adapt.config` assembles all of them. This module imports nothing
 of ours but user errors.
 """

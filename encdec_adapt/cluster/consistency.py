@@ -1,9 +1,9 @@
 """Facts that all processes of a job must share, and how they differ.
 
-Other versions, flags or data on one host compile other programs there:
-devices then wait for each other for ever, or compute with each other's
-numbers. `cluster.distributed.require_same` collects the facts of every
-process and refuses to run where this module finds a difference.
+If versions, flags or data differ on one host, it compiles other programs:
+devices then deadlock in a collective, or silently compute wrong numbers.
+`cluster.distributed.require_same` collects the facts of every process and
+refuses to run where this module finds a difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _PROCESSES_SHOWN = 3
 def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
   """Collects versions, source, compiler options and flags of this process.
 
-  Asks no device, so that it works before jax connects the processes.
+  Queries no device, so that it works before jax connects the processes.
 
   Args:
     flags: nested mapping of the job's flags; must be JSON serialisable.

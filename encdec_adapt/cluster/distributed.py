@@ -41,7 +41,7 @@ from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import consistency
 from encdec_adapt.telemetry import environment
 
-# Value of --coordinator for TPU slices, whose machines know each other.
+# Value of --coordinator for TPU slices, whose metadata lists all hosts.
 AUTO = 'auto'
 # Seconds for all processes to come up: machines differ in how fast they start
 # and import packages from a shared disk.
@@ -58,13 +58,13 @@ _HEARTBEAT_TIMEOUT = 30  # Seconds.
 # with jax's abort, on which launchers restart, and not with status 1.
 _END_TIMEOUT = 45
 _RETRY = 0.5  # Seconds between two attempts to reach process 0.
-_POLL = 1.0  # Seconds between two looks for the failure of another process.
+_POLL = 1.0  # Seconds between two polls for a failure of another process.
 _FAILURE = 'encdec_adapt/failure'
 _MESSAGE_LENGTH = 4000
 
 _count = 0  # Synchronisation points so far, the same in all processes.
 _last_barrier = 'none'
-_ending = threading.Event()  # This process ends by itself.
+_ending = threading.Event()  # Set when this process is ending.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def initialize(
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      with 'auto' the machines do not know each other; the port is taken; or
+      'auto' is used on machines that are no TPU slice; the port is taken; or
       the processes differ in versions, flags or devices.
     AbsentError: process 0 cannot be reached.
   """
@@ -153,7 +153,7 @@ def _find_address(
 
 
 def _detect(timeout: float) -> tuple[str, int, int, Any]:
-  """Asks the machines of a TPU slice for the addresses of its processes.
+  """Detects the processes of a TPU slice from its metadata.
 
   Returns:
     Coordinator, number of processes, index of this process, and the numbers
@@ -257,7 +257,7 @@ def _wait_for_coordinator(address: _Address, timeout: float) -> None:
 
 
 def is_lead() -> bool:
-  """Returns whether this process writes what is written once, as logs."""
+  """Returns whether this is process 0, which writes logs and shared files."""
   return jax_distributed.global_state.process_id == 0
 
 
@@ -354,10 +354,10 @@ def require_same(
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-  """Ends all other processes with the error that leaves this context.
+  """Ends all other processes if this context is left by an exception.
 
-  They print its message and exit with the status of this process, wherever
-  they are.
+  They print its message and exit with the status of this process, even if
+  they are blocked in a collective.
   """
   try:
     yield

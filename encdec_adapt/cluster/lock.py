@@ -244,9 +244,9 @@ def _in_use(folder: paths.Path, owner: Mapping[str, Any]) -> errors.UserError:
 def _describe_self() -> dict[str, Any]:
   """Returns the content of a lock.
 
-  `machine` and `born` tell this process from others with its number, on other
-  machines, in other containers and at other times; None without Linux's
-  /proc.
+  `machine` and `born` (start time) distinguish this process from others with
+  the same process id: on other machines, in other containers, or earlier. None
+  without Linux's /proc.
   """
   return {
     'pid': os.getpid(),

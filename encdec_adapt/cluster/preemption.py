@@ -1,7 +1,7 @@
 """Stops a job when its machine is about to be taken away.
 
 Launchers and clouds announce that with SIGTERM and kill the process some
-30 seconds later. The training loop asks between steps, saves, and exits with
+30 seconds later. The training loop checks between steps, saves, and exits with
 `app.RESTART`.
 
 Often only one of several processes gets the signal, and all must save the
@@ -45,7 +45,7 @@ class StopSignal:
     """Returns whether to stop after this step.
 
     Args:
-      step: the step just taken. Every process asks once after every step.
+      step: the step just taken. Every process calls this after every step.
 
     Returns:
       With one process, whether the signal has come; with several, whether

@@ -27,7 +27,7 @@ _FACTOR = 20  # A step hangs after this many times the median step.
 # Compiling, evaluating, saving, writing a profile and the first steps may take
 # this many times as long as the shortest limit of a step.
 _OTHER = 12
-_FIRST_STEPS = 5  # Too few for a median that says what is usual.
+_FIRST_STEPS = 5  # Too few for a meaningful median.
 _REPORT_SECONDS = 30.0  # A file system may be what hangs.
 
 

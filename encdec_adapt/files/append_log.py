@@ -86,11 +86,11 @@ def read(path: paths.Path) -> bytes:
 
 
 def replace(path: paths.Path, data: bytes) -> None:
-  """Replaces the content; if killed, records may be there twice, never lost.
+  """Replaces the content; a kill may duplicate records but loses none.
 
   Args:
     path: file to replace.
-    data: its new content.
+    data: new content of the file.
   """
   parts = _parts(path)
   paths.write(path, data)

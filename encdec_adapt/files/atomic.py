@@ -41,7 +41,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
 
   Args:
     text: UTF-8 text.
-    file: its name, for errors.
+    file: file name, for errors.
 
   Raises:
     UserError: it is not UTF-8, not JSON, not an object, or has a key twice.
@@ -52,7 +52,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
     found = {}
     for key, value in pairs:
       if key in found:
-        raise damaged(file, f'the key {key!r} is there twice')
+        raise damaged(file, f'the key {key!r} occurs twice')
       # JSON can escape lone surrogates, which UTF-8 cannot encode.
       key.encode()
       if isinstance(value, str):

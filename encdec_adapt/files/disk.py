@@ -1,4 +1,4 @@
-"""Checks before a job starts: is a folder writable, has its disk room."""
+"""Checks before a job starts: writable folders and free disk space."""
 
 import errno
 import os

@@ -1,13 +1,13 @@
 """Local and bucket paths, and what counts as written on either.
 
 Every path that may be gs://BUCKET/NAME goes through here. A bucket has no
-renames, no appending and no folders, but an object is seen whole or not at
-all. So there is one rule, and callers need not ask where they write:
+renames, no appending and no folders, but writing an object is atomic. One rule
+covers both, so that callers need not distinguish them:
 
 - A file is written to a temporary name, synced and renamed; in a bucket it is
   one upload. `write` does either.
-- A folder is made beside its place and renamed, by `new_folder` or Orbax; in
-  a bucket it counts once its marker file is there, which is written last:
+- A folder is made under a temporary name and renamed, by `new_folder` or
+  Orbax; in a bucket it is complete once it has its marker, written last:
   config.json of a model, manifest.json of records, commit_success.txt and
   then the checksum manifest of a checkpoint. `remove` and `move` delete the
   markers first.
@@ -78,7 +78,7 @@ def join(folder: AnyPath, *names: str) -> str:
 def absolute(path: AnyPath) -> Path:
   """Returns the absolute path without links, one spelling of each place."""
   found = at(path)
-  # etils would put an address below the current folder.
+  # etils would prepend the current folder to an address.
   return found if is_bucket(found) else found.resolve()
 
 
@@ -117,7 +117,7 @@ def write(path: AnyPath, data: bytes) -> None:
 
   Args:
     path: file to create or replace.
-    data: its content.
+    data: content of the file.
 
   Raises:
     OSError: it cannot be written.
@@ -191,7 +191,7 @@ def move(folder: Path, target: Path, markers: Sequence[str] = ()) -> None:
   Args:
     folder: source.
     target: must not exist; on the same file system or bucket.
-    markers: as for `remove`.
+    markers: see `remove`.
 
   Raises:
     OSError: it cannot be read or written.
@@ -220,7 +220,7 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   there = objects(target)
 
   def put(name: str) -> None:
-    """Copies one file unless it is there."""
+    """Copies one file unless the target has it."""
     found, path = there.get(name), folder / name
     same = found and found['bytes'] == size(path)
     if not same or found['digest'] != file_crc32c(path):
