@@ -3,10 +3,10 @@ r"""Trains a model: a whole job, from configuration to last checkpoint.
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/adapted [--config.train.steps=500]
 
-A job that ended early continues when the same command is given again.
+A job that ended early resumes when the same command is given again.
 
-`train` reads from top to bottom: models, where to start, data, state, the
-objects beside the loop, steps, end. What other commands build too (mesh,
+`train` reads from top to bottom: models, checkpoint to start from, data, state,
+loop objects, steps, end. What other commands build too (mesh,
 models, data) is in `training/setup.py`; models on disk that a job starts from
 are opened by `conversion/initial_state.py`; the loss and the update are in
 `training/losses.py` and `training/step.py`.
@@ -98,12 +98,12 @@ def train(
   settings: config_lib.Settings,
   workdir: str,
 ) -> int:
-  """Trains to the last step, or until the job is asked to stop.
+  """Trains to the last step, or until the job is preempted.
 
   Args:
-    config: the configuration, saved beside every checkpoint.
-    settings: the same, validated.
-    workdir: work directory; a job that was started there is continued.
+    config: the configuration, saved with every checkpoint.
+    settings: the validated configuration.
+    workdir: work directory; a job that was started there is resumed.
 
   Returns:
     Exit status: 0, or `app.RESTART` after a preemption was saved.
@@ -134,7 +134,7 @@ def train(
     teacher.where.model if teacher else None,
   )
 
-  # -- Where to start ----------------------------------------------------------
+  # -- Checkpoint to start from ------------------------------------------------
 
   every = settings.checkpoint.every
   checkpoints = manager.Checkpoints(
@@ -166,15 +166,15 @@ def train(
 
   # -- State -------------------------------------------------------------------
 
-  meta = {  # Saved beside every state.
+  meta = {  # Saved with every state.
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
     'vocabularies': data.vocabularies.describe(),
     'order': {'records': data.train.digests, 'seed': settings.seed},
   }
-  # The first step takes over the buffers of the state ("donates" them): no
-  # other name may keep the parameters, or they are in memory twice.
+  # The first step donates the buffers of the state: another reference to the
+  # parameters would keep them in memory twice.
   if start is None:
     cost = accounting.Cost()
     meta['sources'] = accounting.read_sources(
@@ -201,7 +201,7 @@ def train(
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'])
 
-  # -- Beside the loop ---------------------------------------------------------
+  # -- Loop objects ------------------------------------------------------------
 
   teacher_row = setup.reads_teacher_row(
     model, lengths, settings.loss.distillation
@@ -259,8 +259,9 @@ def train(
 
   stopping = False
   with contextlib.ExitStack() as stack:
-    # Leaving closes these in reverse: the checkpoints first, which completes
-    # the last save even after a failure, unless a peer is gone.
+    # On exit these close in reverse order: the checkpoints first, which
+    # completes the last save even after an exception, unless another process
+    # is missing.
     stop = stack.enter_context(preemption.StopSignal())
     for resource in (watchdog, profiler, telemetry, checkpoints):
       stack.enter_context(resource)
@@ -272,7 +273,7 @@ def train(
     while step < steps and batches.left != 0 and not stopping:
       began = time.perf_counter()
 
-      # Phase: which groups train. A new phase compiles a step of its own.
+      # Phase: the groups that train. Each phase compiles its own step.
       compiling = step == first or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
@@ -286,7 +287,7 @@ def train(
         batch_lib.check_framing(rows, data.train.framing)
         say(setup.describe_batch(rows, data.vocabularies))
         if distributed.is_lead():
-          run_artifacts.remove_results(workdir)  # It trains further.
+          run_artifacts.remove_results(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
 
       # Post-training that samples (policy optimisation, on-policy
@@ -294,7 +295,7 @@ def train(
       # sampled from `state.params`, and both are framed into the batch that
       # the loss reads. Everything below stays as it is.
 
-      # Update. It runs on the devices while the host does what follows.
+      # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.before(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, where)
@@ -303,10 +304,10 @@ def train(
         telemetry.pause()
       profiler.after(step, metrics)
       step += 1
-      # Reads the metrics of the step before, and keeps these for later.
+      # Reads the metrics of the previous step; these are read one step later.
       telemetry.dispatched(step, metrics, row_numbers, batches.position)
 
-      # Evaluation and checkpoint. All processes decide the same.
+      # Evaluation and checkpoint. All processes take the same decisions.
       stopping = stop.reached(step)
       last = step == steps or batches.left == 0
       thawing = phases.begins(step)
@@ -326,7 +327,7 @@ def train(
       if evaluating or saving:
         telemetry.pause()
       if thawing:
-        # Thawing may fail for want of memory; nothing is lost then.
+        # Thawing may run out of memory: complete the save first.
         checkpoints.wait()
 
     if not stopping and telemetry.evaluated != step:
@@ -357,7 +358,7 @@ def train(
       cost,
       meta['sources'],
     )
-  # Nobody exits before process 0 has committed the last checkpoint.
+  # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')
   return 0
 

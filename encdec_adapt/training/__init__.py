@@ -1,3 +1,4 @@
-"""One training loop's parts: state, step, objectives, optimizers, phases,
-checkpoints. Post-training is other objectives of the same loop.
+"""Parts of the training loop: setup, state, step, losses, optimizers, phases.
+
+Framing and objectives are in `data`, checkpoints in `checkpoints`.
 """

@@ -1,7 +1,7 @@
-"""Stops a job whose updates are not finite.
+"""Stops a job after too many consecutive non-finite gradients.
 
 The step itself skips such an update (`training.step`); after too many in a row
-the guard ends the job and writes down the record rows of their batches.
+the guard ends the job and writes a file with the record rows of their batches.
 """
 
 from collections import deque

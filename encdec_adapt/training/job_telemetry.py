@@ -97,19 +97,19 @@ class JobTelemetry:
     rows: np.ndarray,
     position: int,
   ) -> None:
-    """Reads the metrics of the step before and holds those of this one.
+    """Reads the metrics of the previous step and keeps those of this one.
 
     Args:
       step: number of the dispatched step, from 1.
-      values: its metrics, on the devices.
+      values: metrics of the step, on the devices.
       rows: record rows of its batch.
-      position: rows of the data consumed with it.
+      position: rows of the data consumed, this step's included.
     """
     self.read()
     self._unread = step, values, rows, position
 
   def read(self) -> None:
-    """Reads, counts and writes the metrics that are held, if there are any.
+    """Reads, counts and writes the metrics of the last step, if unread.
 
     A checkpoint's cost and metrics include its last step, so this is called
     before each save and evaluation.
@@ -152,7 +152,7 @@ class JobTelemetry:
       self._writer.flush()
 
   def pause(self) -> None:
-    """Leaves the time since the last step out of the rates."""
+    """Excludes the time since the last step from the rates."""
     self._meter.pause()
 
   def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:

@@ -88,14 +88,14 @@ class StepSums:
   """Sums over the weights of a batch, fp32 scalars (or their shapes).
 
   Attributes:
-    total: what is differentiated.
+    total: objective that is differentiated.
     cross_entropy: -log p(target).
-    distillation: Kullback-Leibler divergence from the teacher; 0 without.
+    distillation: Kullback-Leibler divergence from the teacher; 0 without one.
     z_loss: the z-loss part of `total`.
     correct: targets that are the most likely token.
-    weight: weights.
-    routing: `ops.experts.RouterLosses` times the weights of the batch, whose
-      tokens they are of; None of a model without experts.
+    weight: sum of the weights.
+    routing: `ops.experts.RouterLosses` times `weight`; None for a model without
+      experts.
   """
 
   total: Any
@@ -174,7 +174,7 @@ def loss_sums(
 
   Args:
     model: the model that is trained.
-    params: its parameters.
+    params: parameters of `model`.
     batch: fields of `data.batch`.
     config: weights of the parts.
     teacher: decoder-only model and parameters; needed where
@@ -198,7 +198,7 @@ def loss_sums(
   )
   if not routing:
     return sums
-  # By the batch's weight, as what is summed over it.
+  # Router losses are means; scaled by the weight they add up like the sums.
   routed = jax.tree.map(
     lambda mean: sums.weight * mean, expert_layer.mean_losses(routing)
   )

@@ -1,9 +1,9 @@
-"""Updates of optimizer state that lies in the hosts' memory.
+"""Updates with optimizer state that is offloaded to host memory.
 
-A device that copied all of it at once would need the memory for it after all:
-XLA begins such copies early, beside the activations. So Adam's is copied layer
-by layer, in a loop over the layers that are stacked for the scan, which starts
-when the gradients are there. What is in no stack is copied whole, and so is
+Copying the whole state at once would need device memory for all of it, because
+XLA starts such copies while activations are live. Adam's state is therefore
+copied layer by layer, in a scan over the stacked layers that starts after the
+backward pass. Parameters outside of stacks are copied whole, and so is
 Adafactor's state, which is small.
 """
 
@@ -34,18 +34,19 @@ def update(
   kind: str,
   where: state_lib.Placement,
 ) -> tuple[optimizers.Parameters, optimizers.GroupState]:
-  """Updates a group whose state is on the host; to be traced.
+  """Updates a group whose state is in host memory; call it under `jax.jit`.
 
   Args:
     run: updates any of the group's parameters, or one layer of them.
     gradients: path to gradient.
-    group: its arrays in the hosts' memory, its counts on the devices.
+    group: optimizer state: arrays in host memory, counts on the devices.
     parameters: path to array.
-    kind: of the optimizer.
+    kind: kind of the optimizer, `config.optimizer.kind`.
     where: mesh and rules.
 
   Returns:
-    New parameters; and new state, its arrays for `jax.jit` to place.
+    The new parameters and the new state, which `jax.jit` places by its
+    `out_shardings`.
   """
   stacks: dict[int, list[str]] = {}
   whole = []
@@ -76,7 +77,7 @@ def update(
 
 
 def _by_layer(run: Update, gradients, group, parameters, where):
-  """Updates stacks of equally many layers, one layer after the other."""
+  """Updates stacks with equal numbers of layers, one layer at a time."""
   count = next(iter(parameters.values())).shape[0]
   arrays, structure = jax.tree.flatten(group)
   stacked = [i for i, array in enumerate(arrays) if array.ndim]
@@ -84,7 +85,7 @@ def _by_layer(run: Update, gradients, group, parameters, where):
   places = [_of_layer(whole[i]) for i in stacked]
 
   def layer(new, given):
-    """Updates one layer of the parameters; its state comes and goes."""
+    """Updates one layer; copies its state to the device and back."""
     index, gradient, held = given
     leaves = list(arrays)
     for i, array, place in zip(stacked, held, places, strict=True):
@@ -119,7 +120,7 @@ def _by_layer(run: Update, gradients, group, parameters, where):
 
 
 def _of_layer(sharding: NamedSharding) -> NamedSharding:
-  """Of one layer of a stack, whose first axis is not sharded."""
+  """Returns the sharding of one layer of a stack (axis 0 is not sharded)."""
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
@@ -132,7 +133,7 @@ def _is_flat(node: Any) -> bool:
 
 
 def _only(group: optimizers.GroupState, paths: list[str]):
-  """The state of some of a group's parameters, with its counts."""
+  """Returns the state of some of a group's parameters, with its counts."""
   return jax.tree.map(
     lambda node: _pick(node, paths) if _is_flat(node) else node,
     group,
@@ -141,10 +142,10 @@ def _only(group: optimizers.GroupState, paths: list[str]):
 
 
 def _merged(parts: list[optimizers.GroupState]) -> optimizers.GroupState:
-  """The state of all, of those of parts of the parameters."""
+  """Merges the states of disjoint sets of parameters into one."""
 
   def merge(*nodes):
-    """One node of all; of what is by path, the paths of each."""
+    """Joins dictionaries by path; of other nodes takes the first."""
     if not _is_flat(nodes[0]):
       return nodes[0]
     return {path: x for node in nodes for path, x in node.items()}

@@ -100,7 +100,7 @@ class GroupState:
 
 
 def is_kernel(axes: Sequence[str]) -> bool:
-  """Whether a parameter with these logical axes multiplies activations.
+  """Returns whether a parameter with these logical axes is a kernel.
 
   Every kernel and token table leads from or to the model width, so it has
   that axis and another one. Norm gains, biases and single token vectors have
@@ -215,11 +215,11 @@ def _adafactor_scale(
   The direction's root mean square is clipped to 1 and, for kernels,
   multiplied by the parameter's own, at least 1e-3 (Shazeer and Stern 2018,
   algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
-  their root mean square says nothing about the step they need.
+  their root mean square is no scale for their step.
 
   Args:
     direction: step direction.
-    parameter: its parameter, of the same shape.
+    parameter: the parameter, of the same shape.
     stacked: whether the first axis goes over the layers of a scan, which are
       parameters of their own.
     kernel: whether the parameter multiplies activations (`is_kernel`).

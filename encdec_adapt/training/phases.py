@@ -73,7 +73,7 @@ class Phases:
 
   Attributes:
     where: the trained model and its mesh.
-    optimizer: of every group.
+    optimizer: the optimizer of every group.
     groups: all groups, in the order in which they start.
   """
 
@@ -91,7 +91,7 @@ class Phases:
 
     Args:
       where: the trained model and its mesh.
-      loss: what is minimised.
+      loss: weights of the parts of the loss.
       optimizer: the optimizer, its schedule and the clip norm.
       warmup_steps: see `warmup_groups`.
       microbatches: parts in which the gradient of a batch is accumulated.

@@ -37,7 +37,7 @@ from encdec_adapt.training import state as state_lib
 
 
 def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
-  """Makes the mesh over all devices; every job begins with it.
+  """Enables the compile cache and makes the mesh over all devices.
 
   Args:
     config: sizes of the axes.
@@ -117,15 +117,15 @@ def with_attention_for(
 ) -> execution.ComputeConfig:
   """Replaces an attention backend that the devices cannot run.
 
-  A model trained on TPUs is read elsewhere with the chunked backend, which
-  honours every mask; a line on standard error says so.
+  The chunked backend, which supports every mask, takes its place; a line on
+  standard error reports that.
 
   Args:
     compute: section `compute` of the configuration.
     mesh: the device mesh.
 
   Returns:
-    The section, maybe with another `attention`.
+    The section, with another `attention` where needed.
   """
   platform = mesh.devices.flat[0].platform
   if compute.attention in attention.on_platform(platform):
@@ -144,7 +144,7 @@ def place_model(
   mesh: Mesh,
   rules: rules_lib.Rules,
 ) -> state_lib.Placement:
-  """Builds a model and decides where its parameters are on the mesh.
+  """Builds a model and the shardings of its parameters on the mesh.
 
   Args:
     model: the model's shape.
@@ -263,17 +263,17 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
 
 
 def open_data(data: data_section.DataConfig) -> Data:
-  """Opens vocabularies and records, making them first where they are missing.
+  """Opens vocabularies and records; makes them first if they are missing.
 
-  They are made in a process of its own, so that TensorFlow never enters this
-  one.
+  They are made in a separate process, so that this one never imports
+  TensorFlow.
 
   Args:
     data: section `data` of the configuration.
 
   Raises:
-    UserError: the records or the vocabularies are not the configuration's, or
-      differ between processes.
+    UserError: the records or the vocabularies do not match the configuration,
+      or differ between processes.
   """
   if distributed.is_lead() and materialization.is_missing(data):
     print('records are missing; encdec_adapt.materialize makes them')
@@ -297,9 +297,9 @@ def reads_teacher_row(
   lengths: batch_lib.Lengths,
   distillation: float,
 ) -> bool:
-  """Whether batches need the teacher's fields.
+  """Returns whether batches need the teacher's fields.
 
-  A teacher reads them, and so does a decoder-only model on pairs.
+  A teacher reads them, and so does a decoder-only model trained on pairs.
 
   Args:
     model: the trained model.

@@ -32,7 +32,7 @@ class TrainState:
     params: nested dictionary of parameters, fp32.
     groups: optimizer state of every group that has thawed.
     skipped: updates skipped so far because they were not finite, int32.
-    skipped_in_row: how many of the last ones in a row, int32.
+    skipped_in_row: consecutive updates skipped up to now, int32.
   """
 
   step: Any
@@ -43,18 +43,20 @@ class TrainState:
 
 
 def flatten(params: Any) -> Flat:
-  """Nested dictionary to path -> leaf."""
+  """Flattens a nested dictionary to path -> leaf."""
   return traverse_util.flatten_dict(params, sep='/')
 
 
 def unflatten(flat: Mapping[str, Any]) -> Any:
-  """Path -> leaf to nested dictionary."""
+  """Nests a dictionary of path -> leaf."""
   return traverse_util.unflatten_dict(dict(flat), sep='/')
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """A model and where its state lives.
+  """A model with the mesh and sharding rules of its parameters and state.
+
+  Usually named `where`.
 
   Attributes:
     model: the model.
@@ -101,7 +103,7 @@ class Placement:
     return placement.shardings(tree, self.axes(tree), self.mesh, self.rules)
 
   def place(self, make: Callable[..., Any], *args) -> Any:
-    """Runs `make(*args)` so that its result is born sharded.
+    """Runs `make(*args)` under `jax.jit` with sharded outputs.
 
     `make` returns parameters, or a tree made from them. No replicated copy of
     a parameter is ever made.
@@ -170,8 +172,8 @@ def abstract(
     where: the model and its mesh.
 
   Raises:
-    UserError: the optimizer's state is to be on hosts whose memory the
-      devices cannot read.
+    UserError: the optimizer's state is offloaded, but the devices cannot read
+      host memory.
   """
   params = where.abstract_params()
   flat = flatten(params)
@@ -203,7 +205,7 @@ def _group_shardings(
   optimizer: optimizers.Optimizer,
   where: Placement,
 ) -> optimizers.GroupState:
-  """Where a group's optimizer state is between updates."""
+  """Returns the shardings of a group's optimizer state between updates."""
   shardings = where.shardings(shape)
   if not optimizer.config.offload:
     return shardings

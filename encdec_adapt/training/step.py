@@ -50,7 +50,7 @@ def make_train_step(
 
   Args:
     where: model, mesh and rules of the trained model.
-    loss: what is minimised.
+    loss: weights of the parts of the loss.
     optimizer: the optimizer of every group.
     moving: paths of the groups that train.
     config: accumulation and clipping.
@@ -58,14 +58,13 @@ def make_train_step(
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
-    int32: `loss` (minimised, per
-    target token), `cross_entropy`, `distillation`, `z_loss`, `accuracy`,
-    `weight` (target tokens), `tokens` (encoder's and decoder's that are not
-    padding), `gradient_norm` (before clipping),
-    `learning_rate/<group>`, `skipped` and `skipped_in_row`; of a model with
-    experts also `load_balance` (1 where every expert has as many tokens) and
-    `router_z_loss`, before their weights, means over layers and tokens of a
-    microbatch.
+    int32: `loss` (the objective per target token), `cross_entropy`,
+    `distillation`, `z_loss`, `accuracy`, `weight` (target tokens), `tokens`
+    (of encoder and decoder, without padding), `gradient_norm` (before
+    clipping), `learning_rate/<group>`, `skipped` and `skipped_in_row`; for a
+    model with experts also `load_balance` (1 if all experts get equally many
+    tokens) and `router_z_loss`, both unweighted means over layers and tokens
+    of a microbatch.
   """
 
   def step(state, batch, teacher_params):
@@ -74,7 +73,7 @@ def make_train_step(
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in moving.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
-      # A batch of weight zero moves nothing and divides by one.
+      # A batch of weight zero has zero gradients; avoid 0 / 0.
       weight = jnp.sum(batch['weights'])
       divisor = jnp.where(weight > 0, weight, 1.0)
 
@@ -101,8 +100,8 @@ def make_train_step(
     }
     return new_state, {**_averages(sums, divisor), **progress, **rates}
 
-  # Stated, not left to the compiler: the state that comes out goes in again,
-  # and must neither move nor cause a second compilation.
+  # Explicit shardings: the output state is the next input, and must be neither
+  # resharded nor cause a recompilation.
   abstract = state_lib.abstract(optimizer, moving, where)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
@@ -152,8 +151,8 @@ def _tokens(batch):
 def _accumulate(objective, trained, batch, microbatches, places):
   """Sums gradients and losses over microbatches, in fp32.
 
-  Memory is that of one microbatch and of one sum of gradients, sharded as the
-  parameters are: the gradients of each microbatch are reduced to those shards
+  Needs memory for one microbatch and one sum of gradients. The sum is sharded
+  like the parameters: gradients of a microbatch are reduced to those shards
   before they are added.
   """
   grad = jax.grad(objective, has_aux=True)
@@ -163,12 +162,12 @@ def _accumulate(objective, trained, batch, microbatches, places):
   def split(x):
     """Splits rows into microbatches."""
     # Row i goes to microbatch i % microbatches, so that every device splits
-    # the rows it holds and nothing moves between devices.
+    # the rows it holds and no data is exchanged.
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
   def place(gradients):
-    """Shards gradients as their parameters."""
+    """Shards gradients like their parameters."""
     return jax.lax.with_sharding_constraint(gradients, places)
 
   def body(carry, part):
