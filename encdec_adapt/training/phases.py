@@ -110,7 +110,7 @@ class Phases:
     """Whether groups that were frozen start to train at this step."""
     return any(0 < group.start == step for group in self.groups)
 
-  def moving(self, step: int | None = None) -> state_lib.Groups:
+  def trainable(self, step: int | None = None) -> state_lib.Groups:
     """Paths of the groups that train at a step; by default of all groups."""
     return {
       group.name: group.paths
@@ -120,13 +120,17 @@ class Phases:
 
   def create(self, params: Any) -> state_lib.TrainState:
     """Makes the state before the first step."""
-    return state_lib.create(params, self.optimizer, self.moving(0), self.where)
+    return state_lib.create(
+      params, self.optimizer, self.trainable(0), self.where
+    )
 
   def thaw(
     self, state: state_lib.TrainState, step: int
   ) -> state_lib.TrainState:
     """Adds a fresh optimizer state for every group that starts at `step`."""
-    return state_lib.thaw(state, self.optimizer, self.moving(step), self.where)
+    return state_lib.thaw(
+      state, self.optimizer, self.trainable(step), self.where
+    )
 
   def abstract(self, step: int | None = None) -> state_lib.TrainState:
     """Shapes and shardings of the state while these groups train.
@@ -134,7 +138,7 @@ class Phases:
     Args:
       step: the step whose groups have optimizer state; by default all have.
     """
-    return state_lib.abstract(self.optimizer, self.moving(step), self.where)
+    return state_lib.abstract(self.optimizer, self.trainable(step), self.where)
 
   def abstract_saved(self, step: int) -> state_lib.TrainState:
     """Shapes and shardings of the state in the checkpoint of a step.
@@ -152,7 +156,7 @@ class Phases:
       self.where,
       self._loss,
       self.optimizer,
-      self.moving(step),
+      self.trainable(step),
       self._config,
       self._teacher,
     )

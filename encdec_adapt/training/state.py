@@ -115,7 +115,7 @@ class Placement:
 def create(
   params: Any,
   optimizer: optimizers.Optimizer,
-  moving: Groups,
+  trainable: Groups,
   where: Placement,
 ) -> TrainState:
   """Makes the state before the first step.
@@ -123,7 +123,7 @@ def create(
   Args:
     params: nested parameters; the state takes them over.
     optimizer: the optimizer of every group.
-    moving: the groups that train first; only they have optimizer state.
+    trainable: the groups that train first; only they have optimizer state.
     where: the model and its mesh.
   """
   # Three arrays, not one: the step donates each of them.
@@ -138,19 +138,19 @@ def create(
     skipped=skipped,
     skipped_in_row=in_row,
   )
-  return thaw(state, optimizer, moving, where)
+  return thaw(state, optimizer, trainable, where)
 
 
 def thaw(
   state: TrainState,
   optimizer: optimizers.Optimizer,
-  moving: Groups,
+  trainable: Groups,
   where: Placement,
 ) -> TrainState:
-  """Adds a fresh optimizer state for every moving group that has none."""
+  """Adds a fresh optimizer state for every trainable group that has none."""
   groups = dict(state.groups)
   flat = flatten(state.params)
-  for name, paths in moving.items():
+  for name, paths in trainable.items():
     if name not in groups:
       part = {path: flat[path] for path in paths}
       shape = jax.eval_shape(optimizer.init, part)
@@ -161,14 +161,14 @@ def thaw(
 
 def abstract(
   optimizer: optimizers.Optimizer,
-  moving: Groups,
+  trainable: Groups,
   where: Placement,
 ) -> TrainState:
   """Describes the state as shapes with shardings, to restore a checkpoint to.
 
   Args:
     optimizer: the optimizer of every group.
-    moving: the groups that have optimizer state.
+    trainable: the groups that have optimizer state.
     where: the model and its mesh.
 
   Raises:
@@ -181,7 +181,7 @@ def abstract(
     (), jnp.int32, sharding=placement.replicated(where.mesh)
   )
   groups = {}
-  for name, paths in moving.items():
+  for name, paths in trainable.items():
     part = {path: flat[path] for path in paths}
     shape = jax.eval_shape(optimizer.init, part)
     groups[name] = jax.tree.map(

@@ -26,7 +26,7 @@ class StepConfig:
 
   Attributes:
     microbatches: parts in which the gradient of a batch is accumulated.
-    clip_norm: largest global norm of the gradients of moving parameters; 0
+    clip_norm: largest global norm of the gradients of trainable parameters; 0
       for no clipping.
   """
 
@@ -38,13 +38,13 @@ def make_train_step(
   where: state_lib.Placement,
   loss: losses.LossConfig,
   optimizer: optimizers.Optimizer,
-  moving: state_lib.Groups,
+  trainable: state_lib.Groups,
   config: StepConfig,
   teacher: build.Model | None = None,
 ) -> StepFunction:
   """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
 
-  The step is jitted for the groups that move: gradients are computed for
+  The step is jitted for the groups that train: gradients are computed for
   their parameters only. The state is donated. The divisor of the loss is
   the weight of the whole global batch, over microbatches and hosts.
 
@@ -52,7 +52,7 @@ def make_train_step(
     where: model, mesh and rules of the trained model.
     loss: weights of the parts of the loss.
     optimizer: the optimizer of every group.
-    moving: paths of the groups that train.
+    trainable: paths of the groups that train.
     config: accumulation and clipping.
     teacher: decoder-only model to distill from.
 
@@ -68,10 +68,10 @@ def make_train_step(
   """
 
   def step(state, batch, teacher_params):
-    """Updates the groups that move; traced once."""
+    """Updates the groups that train; traced once."""
     with partition.use(where.mesh, where.rules.as_dict()):
       flat = state_lib.flatten(state.params)
-      trained = {p: flat[p] for paths in moving.values() for p in paths}
+      trained = {p: flat[p] for paths in trainable.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
       # A batch of weight zero has zero gradients; avoid 0 / 0.
       weight = jnp.sum(batch['weights'])
@@ -90,7 +90,7 @@ def make_train_step(
       )
       gradients, norm = _clip(gradients, config.clip_norm)
       new_state, rates = _apply(
-        state, flat, gradients, norm, moving, optimizer, where
+        state, flat, gradients, norm, trainable, optimizer, where
       )
     progress = {
       'tokens': _tokens(batch),
@@ -102,7 +102,7 @@ def make_train_step(
 
   # Explicit shardings: the output state is the next input, and must be neither
   # resharded nor cause a recompilation.
-  abstract = state_lib.abstract(optimizer, moving, where)
+  abstract = state_lib.abstract(optimizer, trainable, where)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,
@@ -190,8 +190,8 @@ def _accumulate(objective, trained, batch, microbatches, places):
   return total
 
 
-def _apply(state, flat, gradients, norm, moving, optimizer, where):
-  """Updates every moving group, or nothing if the gradient is not finite."""
+def _apply(state, flat, gradients, norm, trainable, optimizer, where):
+  """Updates every trainable group, or nothing if the gradient is not finite."""
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
 
@@ -200,7 +200,7 @@ def _apply(state, flat, gradients, norm, moving, optimizer, where):
     new = optimizer.update(given, held, old, state.step)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, held))
 
-  for name, paths in moving.items():
+  for name, paths in trainable.items():
     old = {path: flat[path] for path in paths}
     group = state.groups[name]
     rates[f'learning_rate/{name}'] = optimizer.learning_rate(group, state.step)
