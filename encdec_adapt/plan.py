@@ -42,7 +42,7 @@ from encdec_adapt.planning import (
   plan_report,
   programs,
   search,
-  stored,
+  stored_plans,
 )
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -92,7 +92,7 @@ def main(values: flags.FlagValues) -> int:
   if values.calibrate:
     return _calibrate(values.calibrate)
   if values.table:
-    print(stored.markdown(stored.read(values.table)))
+    print(stored_plans.markdown(stored_plans.read(values.table)))
     print(f'\n{calibration.text(calibration.table())}')
     return 0
   command.require(values, 'config', 'topology')
@@ -121,15 +121,15 @@ def main(values: flags.FlagValues) -> int:
     print(f'[{name}] {where.name} x {where.count}: {where.devices} devices')
     print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
-  job = {'job': stored.setup(settings)}
-  _write(values, where, job | stored.content(plans))
+  job = {'job': stored_plans.setup(settings)}
+  _write(values, where, job | stored_plans.content(plans))
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
 def _write(values, where: chips.Slice, found: dict) -> None:
   """Writes a report with its question and the calibration, to --output."""
   if values.output:
-    asked = stored.question(values['config'], where)
+    asked = stored_plans.question(values['config'], where)
     worth = {'calibration': calibration.table()}
     atomic.write_json(values.output, {**asked, **found, **worth})
 

@@ -79,7 +79,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   contents = work_directory.Contents(
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    kept_files.of_pair(encoder.path, decoder.path),
+    kept_files.folders_of_pair(encoder.path, decoder.path),
     choice,
     coverage,
     can_extend=True,

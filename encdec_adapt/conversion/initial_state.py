@@ -56,7 +56,7 @@ class Sources:
     if self.init.mode == 'checkpoint':
       return kept_files.folders(self.init.encoder)
     decoder = self.init.decoder or self.init.encoder
-    return kept_files.of_pair(self.init.encoder, decoder)
+    return kept_files.folders_of_pair(self.init.encoder, decoder)
 
   def check_files(self, choice: vocabularies.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.

@@ -57,7 +57,7 @@ def folders(path: str | os.PathLike[str]) -> Folders:
   return {name: folder for name, folder in kept.items() if folder.is_dir()}
 
 
-def of_pair(
+def folders_of_pair(
   encoder: str | os.PathLike[str], decoder: str | os.PathLike[str]
 ) -> Folders:
   """Finds the folders with the files of an adapted pair.

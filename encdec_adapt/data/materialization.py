@@ -256,7 +256,7 @@ def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
     )
     if paths.is_bucket(folder):
       return record_copy.fetch(folder, records.shards(manifest))
-  return record_copy.place(folder)
+  return record_copy.local_folder(folder)
 
 
 def _finish(
@@ -266,7 +266,7 @@ def _finish(
   described: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Writes the manifest, uploads the set if need be and prints a summary."""
-  place = record_copy.place(folder)
+  place = record_copy.local_folder(folder)
   own = {key[1:]: value for key, value in entries.items() if key[0] == place}
   if not any(entry['rows'] for entry in own.values()):
     raise errors.UserError(

@@ -23,7 +23,7 @@ from encdec_adapt.files import disk, paths
 _THREADS = 8
 
 
-def place(folder: paths.Path) -> pathlib.Path:
+def local_folder(folder: paths.Path) -> pathlib.Path:
   """Returns the local folder of a record set: its own, or a cache folder."""
   if not paths.is_bucket(folder):
     return folder
@@ -43,13 +43,13 @@ def fetch(
     shards: manifest entries by name below the folder, of all shards.
 
   Returns:
-    `place(folder)`.
+    `local_folder(folder)`.
 
   Raises:
     UserError: the disk has no room, or a shard in the bucket is missing or
       does not match the manifest.
   """
-  target = place(folder)
+  target = local_folder(folder)
   disk.require_writable(target)
   with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
     damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)

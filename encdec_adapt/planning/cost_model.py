@@ -118,7 +118,7 @@ class Workload:
     rows: rows of the batch, on all devices.
     parts: number of microbatches.
     trains: whether parameters are updated.
-    taught: whether training has a teacher.
+    has_teacher: whether training has a teacher.
     item: bytes of a number in the compute dtype.
     by_rows: number of devices that share a batch by its rows.
     by_length: number of devices that share a row.
@@ -127,12 +127,16 @@ class Workload:
   """
 
   def __init__(
-    self, name: str, settings: config_lib.Settings, mesh: Mesh, taught: bool
+    self,
+    name: str,
+    settings: config_lib.Settings,
+    mesh: Mesh,
+    has_teacher: bool,
   ):
     train, place = settings.train, settings.rules.on(mesh)
     self.name, self.settings, self.place = name, settings, place
     self.trains = name == 'train'
-    self.taught = taught and self.trains
+    self.has_teacher = has_teacher and self.trains
     self.rows = train.batch_size if self.trains else train.eval_batch_size
     self.parts = train.microbatches if self.trains else 1
     self.item = jnp.dtype(settings.compute.dtype).itemsize
@@ -155,8 +159,8 @@ class Workload:
     elif lengths.encoder:
       length = lengths.teacher
     yield Read(decoder, length, length, source, trained)
-    if self.taught:
-      alone = programs.alone(decoder).decoder
+    if self.has_teacher:
+      alone = programs.without_cross_attention(decoder).decoder
       yield Read(alone, lengths.teacher, lengths.teacher, 0, False)
 
   @property
@@ -348,7 +352,7 @@ def _loss(work: Workload) -> float:
   stack, own = read.stack, work.tokens(read)
   rows = min(work.settings.loss.chunk, own) * work.place.devices(work.exchange)
   columns = stack.table_rows / work.place.size('vocab')
-  copies = 1 + work.trains + work.taught
+  copies = 1 + work.trains + work.has_teacher
   found = rows * columns * _FP32 * copies + rows * stack.width * work.item
   if work.trains:
     found += (rows + columns) * stack.width * _FP32
@@ -418,8 +422,8 @@ def _gathered_weights(work: Workload) -> float:
     stacks = {'decoder': stacks['decoder']}
   total = sum(c.other + c.cross for c in stacks.values())
   total *= 2 if work.trains else 1  # Once more for the backward pass.
-  if work.taught:
-    alone = programs.alone(work.settings.model.decoder)
+  if work.has_teacher:
+    alone = programs.without_cross_attention(work.settings.model.decoder)
     total += parameters.count_by_stack(alone)['decoder'].other
   return total / work.by_tensor * work.item
 

@@ -8,7 +8,7 @@ import shlex
 import jax
 
 from encdec_adapt.cli import errors
-from encdec_adapt.planning import chips, stored
+from encdec_adapt.planning import chips, stored_plans
 
 # RESOURCE_EXHAUSTED alone may also be a network error.
 _EXHAUSTED = re.compile(
@@ -64,7 +64,9 @@ def _advice(message: str, config_flag) -> str:
   if where is None:
     where, limit = chips.parse(_EXAMPLE), None
     note = f' (with your chips in the place of {_EXAMPLE})'
-  flags = stored.flags(stored.question(config_flag, where), ['train', 'eval'])
+  flags = stored_plans.flags(
+    stored_plans.question(config_flag, where), ['train', 'eval']
+  )
   if limit:
     flags.append(f'--hbm_gib={limit / 2**30:.1f}')
   command = ['python', '-m', 'encdec_adapt.plan', *flags]

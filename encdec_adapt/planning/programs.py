@@ -65,18 +65,18 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
     ValueError: an array does not divide over the mesh.
   """
   where = _place(settings, settings.model, mesh)
-  taught = teacher(settings, mesh)
+  placed_teacher = teacher(settings, mesh)
   phases = setup.make_phases(
     where,
     settings.loss,
     settings.optimizer,
     settings.train,
-    taught.model if taught else None,
+    placed_teacher.model if placed_teacher else None,
   )
   state = phases.abstract()
   arguments = {
     'parameters': state.params,
-    **_kept(state, taught),
+    **_kept(state, placed_teacher),
     'batch': batch(settings, where, settings.train.batch_size),
   }
   return Program(
@@ -91,18 +91,20 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
     axes={
       'parameters': where.axes(arguments['parameters']),
       'optimizer': where.axes(arguments['optimizer']),
-      'teacher': taught.axes(arguments['teacher']) if taught else {},
+      'teacher': placed_teacher.axes(arguments['teacher'])
+      if placed_teacher
+      else {},
       'batch': _batch_axes(arguments['batch']),
     },
     made={'gradients': [state.params] * gradients(settings)},
   )
 
 
-def _kept(state, taught) -> dict[str, Any]:
+def _kept(state, placed_teacher) -> dict[str, Any]:
   """Returns trees that a job holds besides its parameters."""
   return {
     'optimizer': state.groups,
-    'teacher': taught.abstract_params() if taught else {},
+    'teacher': placed_teacher.abstract_params() if placed_teacher else {},
   }
 
 
@@ -206,12 +208,12 @@ PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
 def model_flops(name: str, settings: config_lib.Settings, mesh: Mesh) -> float:
   """Returns FLOPs of a program on all devices by `models.model_flops`."""
   if name == 'train':
-    taught = teacher(settings, mesh)
+    placed_teacher = teacher(settings, mesh)
     return setup.step_flops(
       settings.model,
       settings.data.train.lengths,
       settings.train.batch_size,
-      taught.model.config if taught else None,
+      placed_teacher.model.config if placed_teacher else None,
     )
   lengths, rows = settings.data.train.lengths, settings.train.eval_batch_size
   sizes = lengths.encoder, lengths.decoder
@@ -275,7 +277,7 @@ def teacher(
     return None
   if settings.teacher.checkpoint:
     return initial_state.open_teacher(settings, mesh).where
-  decoder = alone(settings.model.decoder)
+  decoder = without_cross_attention(settings.model.decoder)
   return initial_state.place_teacher(decoder, settings, mesh)
 
 
@@ -285,7 +287,7 @@ def _place(
   return setup.place_model(model, settings.compute, mesh, settings.rules)
 
 
-def alone(
+def without_cross_attention(
   decoder: model_config.StackConfig,
 ) -> model_config.DecoderOnlyConfig:
   """Returns the decoder-only model of a decoder without cross-attention."""

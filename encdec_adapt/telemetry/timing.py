@@ -1,6 +1,6 @@
 """Where the time of a job goes: inside a step, and over all its starts.
 
-`Split` divides the seconds between two records of metrics. `Starts` keeps a
+`TimeSplit` divides the seconds between two records of metrics. `Starts` keeps a
 line for every start of a job in `starts.jsonl`: its time, its step, and the
 steps lost before it. From them follows the goodput, the share of the time
 since the first start that went into steps that were kept.
@@ -22,7 +22,7 @@ _PREFIX = 'seconds/'
 PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
 
 
-class Split:
+class TimeSplit:
   """Adds up seconds by what they were spent on."""
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):

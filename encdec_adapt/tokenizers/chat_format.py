@@ -184,7 +184,7 @@ def encode(
   ids: list[np.ndarray] = []
   masks: list[np.ndarray] = []
   # Pending text, and how many of its last characters the assistant wrote.
-  text, said = '', 0
+  text, by_assistant = '', 0
 
   def put_text() -> None:
     if not text:
@@ -194,17 +194,22 @@ def encode(
     # A token belongs to the assistant if one of its characters does.
     ends = _ends(boundaries)
     masks.append(
-      ends > len(text) - said if said else np.zeros(len(tokens), bool)
+      ends > len(text) - by_assistant
+      if by_assistant
+      else np.zeros(len(tokens), bool)
     )
 
   for part in _parts(_turns(messages, template), template, open_turn):
     if isinstance(part, _Special):
       put_text()
       ids.append(np.array([vocabulary.specials[part.name]], np.int32))
-      masks.append(np.array([part.said]))
-      text, said = '', 0
+      masks.append(np.array([part.by_assistant]))
+      text, by_assistant = '', 0
     else:
-      text, said = text + part.text, len(part.text) if part.said else 0
+      text, by_assistant = (
+        text + part.text,
+        len(part.text) if part.by_assistant else 0,
+      )
   put_text()
   return Turns(np.concatenate(ids), np.concatenate(masks))
 
@@ -213,14 +218,14 @@ class _Special(NamedTuple):
   """A special token, and whether the assistant wrote it."""
 
   name: str
-  said: bool = False
+  by_assistant: bool = False
 
 
 class _Text(NamedTuple):
   """A text, and whether the assistant wrote it."""
 
   text: str
-  said: bool = False
+  by_assistant: bool = False
 
 
 def _parts(
@@ -228,10 +233,10 @@ def _parts(
 ) -> Iterator[_Special | _Text]:
   """Yields the special tokens and texts of a conversation."""
   for role, content in messages:
-    said = role == 'assistant'
+    by_assistant = role == 'assistant'
     yield from _header(role, template)
-    yield _Text(content, said)
-    yield _Special(template.end, said)
+    yield _Text(content, by_assistant)
+    yield _Special(template.end, by_assistant)
     yield _Text(template.after_turn)
   if open_turn:
     yield from _header('assistant', template)

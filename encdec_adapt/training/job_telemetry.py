@@ -55,7 +55,7 @@ class JobTelemetry:
     self._steps, self._log_every, self._say = train.steps, train.log_every, say
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
-    self._split = timing.Split()
+    self._split = timing.TimeSplit()
     self._meter = progress.Progress(
       train.steps,
       first_step=start or 0,

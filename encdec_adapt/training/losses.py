@@ -185,16 +185,21 @@ def loss_sums(
   """
   routing = []
   hidden = predict(model, params, batch, routing=routing)
-  taught = None
+  teacher_outputs = None
   if config.distillation:
     other, other_params = teacher
-    taught = (
+    teacher_outputs = (
       other.config.decoder,
       predict(other, other_params, batch),
       other.head(other_params),
     )
   sums = vocabulary_sums(
-    model.config.decoder, hidden, model.head(params), batch, config, taught
+    model.config.decoder,
+    hidden,
+    model.head(params),
+    batch,
+    config,
+    teacher_outputs,
   )
   if not routing:
     return sums

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import chips, out_of_memory, stored
+from encdec_adapt.planning import chips, out_of_memory, stored_plans
 from tests import tiny
 
 LAYERS, ROWS, LENGTH = 2, 8, 1024
@@ -40,7 +40,7 @@ def make(folder, *flags):
   """Plans with these flags; returns the plans by program."""
   output = folder / 'plan.json'
   assert tiny.call(plan, *FLAGS, *flags, f'--output={output}') == 0
-  return stored.programs(json.loads(output.read_text()))
+  return stored_plans.programs(json.loads(output.read_text()))
 
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,7 @@ from encdec_adapt.planning import (
   chips,
   cost_model,
   search,
-  stored,
+  stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
@@ -37,7 +37,9 @@ def load(path):
   """A stored plan, its chips, and today's settings of its configuration."""
   written = json.loads(path.read_text())
   where = chips.parse(written['topology'], written['num_slices'])
-  values = command.parse(plan.define_flags, stored.flags(written, ['train']))
+  values = command.parse(
+    plan.define_flags, stored_plans.flags(written, ['train'])
+  )
   return written, where, config_lib.load(values.config, sources=False)
 
 
@@ -63,7 +65,7 @@ def test_every_planned_configuration_has_its_plan():
 def test_a_shipped_plan_fits(path):
   written, where, settings = load(path)
   assert written['program'] == 'train' and written['source'] == 'compiled'
-  assert all(plan['fits'] for plan in stored.programs(written).values())
+  assert all(plan['fits'] for plan in stored_plans.programs(written).values())
   memory = written['memory']
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
   assert not written['replicated']
@@ -73,12 +75,12 @@ def test_a_shipped_plan_fits(path):
   assert whole < 0.7 * scattered
   # The configuration still has the values that were compiled.
   assert settings.mesh.sizes(where.devices)
-  assert stored.setup(settings) == written['job']
+  assert stored_plans.setup(settings) == written['job']
 
 
 def test_the_readme_has_the_tables():
   readme = (tiny.ROOT / 'encdec_adapt/planning/README.md').read_text()
-  assert stored.markdown(stored.read(str(FOLDER))) in readme
+  assert stored_plans.markdown(stored_plans.read(str(FOLDER))) in readme
   assert calibration.text(calibration.table()) in readme
 
 
@@ -119,7 +121,7 @@ def make(output, flags):
 @EACH
 def test_a_shipped_plan_is_reproduced(path, tmp_path):
   before = json.loads(path.read_text())
-  flags = stored.flags(before, stored.programs(before))
+  flags = stored_plans.flags(before, stored_plans.programs(before))
   now = make(tmp_path / 'plan.json', flags)
   assert now['memory']['peak'] == pytest.approx(
     before['memory']['peak'], rel=0.02

@@ -110,7 +110,7 @@ def test_made_here_and_put_there(bucket, tmp_path, store, capsys):
     materialization.open_sets(data, opened)[0] for data in (there, local)
   )
   assert found.digests == wanted.digests
-  record_copy.place(paths.at(f'{bucket}/run/records/train')).rename(
+  record_copy.local_folder(paths.at(f'{bucket}/run/records/train')).rename(
     tmp_path / 'gone'
   )
   more = settings(f'{bucket}/run', 2)

@@ -18,7 +18,7 @@ from encdec_adapt.planning import (
   plan_report,
   programs,
   search,
-  stored,
+  stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -215,8 +215,8 @@ def test_a_program_out_of_memory_fits_no_budget():
   assert 'DOES NOT FIT' in plan_report.text(found)
   assert search.Candidate(toy.settings(), (), found, 1).rate == 0
   question = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
-  written = {**question, **stored.content({'decode': found})}
-  (row,) = stored.markdown([written]).splitlines()[2:]
+  written = {**question, **stored_plans.content({'decode': found})}
+  (row,) = stored_plans.markdown([written]).splitlines()[2:]
   assert row.startswith('| `a.py`, decode | v5e:4x4 | 15.6 of 15.8 | - | - | ')
   (name, run), *_ = calibration.RUNS.items()
   text = calibration.text([calibration.row(name, found)])
@@ -228,8 +228,8 @@ def test_a_program_out_of_memory_fits_no_budget():
 def test_plans_are_read_from_a_bucket(bucket):
   folder = f'{bucket}/plans'
   with pytest.raises(errors.UserError, match='plans has no plans'):
-    stored.read(folder)
-  plan = {'config': 'a.py', **stored.content({'train': {'fits': True}})}
+    stored_plans.read(folder)
+  plan = {'config': 'a.py', **stored_plans.content({'train': {'fits': True}})}
   atomic.write_json(f'{folder}/plan.json', plan)
   atomic.write_json(f'{folder}/search.json', {'candidates': []})
-  assert stored.read(folder) == [plan]
+  assert stored_plans.read(folder) == [plan]

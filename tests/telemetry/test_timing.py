@@ -20,7 +20,7 @@ def clock():
 
 
 def test_time_is_split(clock):
-  split = timing.Split(clock)
+  split = timing.TimeSplit(clock)
   for name, seconds in (('data', 2), ('dispatch', 1), ('data', 3)):
     with split.spent(name):
       clock.now += seconds
@@ -31,7 +31,7 @@ def test_time_is_split(clock):
 
 
 def test_time_counts_where_it_ended_in_an_error(clock):
-  split = timing.Split(clock)
+  split = timing.TimeSplit(clock)
   with pytest.raises(KeyError), split.spent('save'):
     clock.now += 7
     raise KeyError
