@@ -103,7 +103,7 @@ def starts(cloud) -> int:
       path.read_text()
       for path in cloud.folder.glob('home-*/encdec_adapt.job/log')
     )
-    if 'continuing at' in text
+    if 'resuming at' in text
   ]
   assert 'resuming at step 0' in log and 'step 6' in log
-  return log.count('continuing at')
+  return log.count('resuming at')
