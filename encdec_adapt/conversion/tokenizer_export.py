@@ -1,14 +1,17 @@
 """Tokenizer files of an exported folder, compared with our vocabularies.
 
-A folder always gets a tokenizer.json and a tokenizer_config.json, so that
+A folder gets a tokenizer.json and a tokenizer_config.json, so that
 `transformers` encodes text as the model was trained on it; the encoder's own
-go to the subfolder encoder/ where they are not the decoder's.
+go to the subfolder encoder/ where they are not the decoder's. A model without
+a vocabulary that this package can open keeps its own files, and a note says
+that nothing was compared.
 """
 
 from collections.abc import Iterator
 import pathlib
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
 from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
@@ -43,7 +46,8 @@ def write(
     UserError: a file is damaged, or encodes a text to other ids than our
       vocabulary.
   """
-  kept = kept_files.tokenizer_files(kept_files.folders(stored.path))
+  found = kept_files.folders(stored.path)
+  kept = kept_files.tokenizer_files(found)
   notes = []
   for side in ('decoder', 'encoder'):
     files = kept.get(side, {})
@@ -59,7 +63,30 @@ def write(
       one = opened.sides[side]
       notes.append(export_files.write(target, one))
       export_files.check(target, one, _sample_texts(stored, opened, side))
+  if opened is None:
+    notes.append(_not_compared(found.get('decoder')))
   return [note for note in notes if note]
+
+
+def _not_compared(folder: paths.Path | None) -> str:
+  """Says why no tokenizer files were compared with a vocabulary of ours.
+
+  Args:
+    folder: folder with the kept files of the decoder, if there is one.
+  """
+  if not folder or not any(
+    (folder / n).is_file() for n in kept_files.TOKENIZER
+  ):
+    return 'the model has no tokenizer, so none is written.'
+  why = 'the checkpoint names no vocabulary.'
+  try:
+    vocabularies.open_vocabulary(folder)
+  except errors.UserError as error:
+    why = str(error)
+  return (
+    'the tokenizer files of the source are written as they are, and their ids'
+    f' were not compared with those of the model: {why}'
+  )
 
 
 def _is_own(
@@ -85,7 +112,8 @@ def _sample_texts(
   if not (folder / records.MANIFEST).exists():
     return
   found = records.RecordSet.open(folder)
-  if found.spec.vocabulary != opened.decoder.fingerprint:
+  made = {name: getattr(found.spec, name) for name in opened.fingerprints}
+  if made != opened.fingerprints:
     return  # The records were made again, for another run.
   for row in found.read(range(min(_RECORDS, len(found)))):
     for pair in row:

@@ -217,6 +217,18 @@ def test_a_tokenizer_with_other_ids_is_not_exported(folder, gemma, tmp_path):
   assert not (tmp_path / 'out').exists()
 
 
+def test_a_tokenizer_that_is_not_ours_is_carried_with_a_note(gemma, tmp_path):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  (source / 'tokenizer.model').unlink()
+  words = tokenizers.models.WordLevel({'<unk>': 0, 'a': 1}, unk_token='<unk>')
+  tokenizers.Tokenizer(words).save(f'{source}/tokenizer.json')
+  run = tmp_path / 'run'
+  assert convert_('import', f'--source={source}', f'--output={run}') == 0
+  output = _export(run, tmp_path / 'out')
+  _assert_same_files(output, source, 'tokenizer.json')
+  assert 'ids were not compared' in (output / 'README.md').read_text()
+
+
 def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   """With fields of both stacks, and the encoder's window as asked for."""
   one = _export(adapted, folder / 'pair_out')
