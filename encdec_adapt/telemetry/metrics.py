@@ -1,15 +1,17 @@
 """Metrics of a run: a JSONL file to compute with, event files to look at.
 
 `metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
-"loss": ...}`; numbers that are not finite are written as Python writes them
-(NaN, Infinity). Every line goes to the kernel in one write, so that SIGKILL
-loses at most the line being written; for buckets see `files.append_log`, and
-`flush` before a checkpoint. TensorBoard's record format and messages are used
-without its file layer, which would import TensorFlow where it is installed.
+"loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
+since JSON has no such numbers. Every line goes to the kernel in one write, so
+that SIGKILL loses at most the line being written; for buckets see
+`files.append_log`, and `flush` before a checkpoint. TensorBoard's record format
+and messages are used without its file layer, which would import TensorFlow
+where it is installed.
 """
 
 from collections.abc import Iterator, Mapping
 import json
+import math
 import os
 import socket
 import sys
@@ -23,6 +25,8 @@ from encdec_adapt.files import append_log, disk, paths
 
 FILE = 'metrics.jsonl'
 EVENTS = 'tensorboard'  # Folder of event files.
+
+_NON_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
 class MetricWriter:
@@ -83,7 +87,9 @@ class MetricWriter:
         f' of step {step} would be out of order.'
       )
     plain = {name: _plain(value) for name, value in values.items()}
-    line = json.dumps({'kind': kind, 'step': step, **plain}).encode() + b'\n'
+    record = {name: _encode(value) for name, value in plain.items()}
+    record = {'kind': kind, 'step': step, **record}
+    line = json.dumps(record, allow_nan=False).encode() + b'\n'
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
@@ -129,7 +135,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """
   path = paths.at(path)
   path = path / FILE if path.is_dir() else path
-  return [record for record, _ in _records(path)]
+  return [
+    {name: _decode(value) for name, value in record.items()}
+    for record, _ in _records(path)
+  ]
 
 
 class _EventFile:
@@ -217,3 +226,15 @@ def _records(path: paths.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 def _plain(value: Any) -> Any:
   """Converts numbers of numpy and jax to Python's."""
   return value.item() if hasattr(value, 'item') else value
+
+
+def _encode(value: Any) -> Any:
+  """Writes a number that is not finite as its name."""
+  if isinstance(value, float) and not math.isfinite(value):
+    return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
+  return value
+
+
+def _decode(value: Any) -> Any:
+  """Undoes `_encode`."""
+  return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,5 +1,6 @@
 """Metrics on disk: whole, in order, and once for every step."""
 
+import json
 import math
 import os
 import signal
@@ -49,10 +50,14 @@ def test_values_come_back_exactly(tmp_path):
   assert np.float32(metrics.read_metrics(tmp_path)[0]['loss']) == third
 
 
-def test_what_is_not_finite_stays_visible(tmp_path):
+def test_what_is_not_finite_stays_visible_and_is_json(tmp_path):
   with metrics.MetricWriter(tmp_path, 0) as writer:
     writer.write('train', 1, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
 
+  def refuse(name):
+    raise AssertionError(f'{name} is not JSON')
+
+  json.loads((tmp_path / metrics.FILE).read_text(), parse_constant=refuse)
   record = metrics.read_metrics(tmp_path / metrics.FILE)[0]
   assert math.isnan(record['a'])
   assert (record['b'], record['c']) == (math.inf, -math.inf)
