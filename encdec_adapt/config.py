@@ -8,7 +8,6 @@ into validated `Settings`, and `page` prints every key with its documentation.
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -228,7 +227,8 @@ def load_run(workdir: str) -> Settings:
   Its vocabularies are the copies in the folder, which move with it.
 
   Raises:
-    UserError: the folder holds no run; names a Hugging Face folder as such.
+    UserError: the folder holds no run, or its configuration is damaged; names
+      a Hugging Face folder as such.
   """
   path = paths.at(workdir) / RUN_CONFIG
   if not path.exists():
@@ -236,7 +236,7 @@ def load_run(workdir: str) -> Settings:
       f'{workdir} is not the work directory of a training job: it has no'
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
-  content = json.loads(path.read_text())
+  content = atomic.read_json(path)
   if 'model_type' in content:
     raise errors.UserError(
       f'{workdir} is a Hugging Face folder, and a work directory of a training'

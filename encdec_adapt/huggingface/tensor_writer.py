@@ -75,7 +75,8 @@ def write_tensors(
   shards = _shards(plan)
   sizes = [sum(item.nbytes for item in shard) for shard in shards.values()]
   needed = max(sizes) if bucket is not None else sum(sizes)
-  disk.require_space(folder, needed, what='the weights')
+  remedy = ' ($TMPDIR)' if bucket is not None else ''
+  disk.require_space(folder, needed, what='the weights', remedy=remedy)
   done, total = 0, sum(sizes)
   on_progress(done, total)
   for name, shard in shards.items():
