@@ -22,8 +22,8 @@ document ends there. The fields of a batch are, in the pair's segment,
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
 has BOS and padding of its own vocabulary; EOS and the teacher's tokens are the
 decoder's. If the encoder has another vocabulary, the teacher's prefix has
-another length; the pair then counts as many encoder positions as the longer of
-both needs, so that the teacher's row has room.
+another length; the pair then takes as many encoder positions as the longer of
+the two prefixes, so that it also fits the teacher's row.
 
 A causal language model has pairs with empty inputs, and only the decoder's and
 target fields. A decoder-only model reads PrefixLM rows through the teacher's
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
   @property
   def teacher_inputs(self) -> np.ndarray:
-    """Inputs in the vocabulary of a teacher."""
+    """Inputs in the vocabulary of the teacher, which is the decoder's."""
     return self.inputs if self.prefix is None else self.prefix
 
   @property
@@ -183,7 +183,7 @@ def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
 def check_framing(
   batch: Mapping[str, np.ndarray], framing: special_ids.Framing
 ) -> None:
-  """Checks the module's table on a batch, such as the first one of a job.
+  """Checks that a batch obeys the table in the module's docstring.
 
   Args:
     batch: fields of the batch.

@@ -72,7 +72,7 @@ class DataConfig:
   )
   passes: int = keys.key(
     1,
-    'Passes over the text; masks, splits and packing are drawn anew in each.',
+    'Passes over the text; each draws its own masks, splits and packing.',
     at_least=1,
   )
   repeat: bool = keys.key(False, 'Start over after the last pass, or stop.')
@@ -129,14 +129,14 @@ class DataConfig:
 
   @functools.cached_property
   def train(self) -> records.RecordSpec:
-    """What the training records must be."""
+    """Spec of the training records."""
     return self._spec(
       split='train', passes=self.passes, pack=self.pack, max_rows=0
     )
 
   @functools.cached_property
   def evaluation(self) -> records.RecordSpec:
-    """What the held-out records must be: one example in a row."""
+    """Spec of the held-out records: one example in a row."""
     return self._spec(
       split='eval', passes=1, pack=False, max_rows=self.eval_rows
     )

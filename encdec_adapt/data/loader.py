@@ -1,12 +1,12 @@
 """Batches of a record set as a pure function of the position.
 
-The position is the number of rows consumed; nothing else is saved. The rows of
-a pass are permuted by a key of (seed, pass). So a stream continues exactly
+The position, the number of rows consumed, is the only saved state. The rows of
+a pass are permuted by a key of (seed, pass), so a stream resumes exactly even
 with another batch size or another number of hosts. Every process makes only
 the rows of each global batch that its devices hold; where several processes
 hold the same rows, each makes them.
 
-Grain reads ahead in a thread. This module imports neither TensorFlow nor SeqIO.
+Grain prefetches in a thread. This module imports neither TensorFlow nor SeqIO.
 """
 
 import bisect
@@ -42,10 +42,10 @@ class Order:
     """Defines the order.
 
     Args:
-      starts: first row of each pass, and the number of rows at the end.
+      starts: first row of each pass, then the number of rows.
       seed: seed of the permutations.
-      repeat: whether the stream starts over after the last pass, in another
-        order.
+      repeat: whether the stream starts over after the last pass, permuted
+        differently.
     """
     self._starts = list(starts)
     self._seed = seed
@@ -173,7 +173,7 @@ def evaluation_batches(
   local: Sequence[int] | None = None,
   prefetch: int = 2,
 ) -> Iterator[batch.Batch]:
-  """Returns batches of every row once, in order, completed as by `Loader`.
+  """Returns batches of every row once, in order; see `Loader` for the fields.
 
   Args:
     record_set: rows to read.
@@ -183,7 +183,7 @@ def evaluation_batches(
     prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
       modulo the number of rows, so that targets follow the prefix of another
       example. Needs rows of one pair.
-    local: as for `Loader`.
+    local: see `Loader`.
     prefetch: batches made ahead; 0 makes none.
 
   Raises:
@@ -207,7 +207,7 @@ def evaluation_batches(
 def _read(
   record_set: records.RecordSet, indices: Sequence[int], offset: int
 ) -> list[list[batch.Pair]]:
-  """Reads rows; with an offset, with inputs of the row so much further on."""
+  """Reads rows; with an offset, row i gets the inputs of row i + offset."""
   own = record_set.read(indices)
   if not offset:
     return own

@@ -1,10 +1,9 @@
 """Turns text sources into record sets, and opens the sets that a job reads.
 
 A record set (`data/records.py`) is made shard by shard. Shard i of n holds the
-documents whose index is i modulo n, and every random draw in it is keyed by
-what is drawn (`data/randomness.py`). So its bytes depend neither on the number
-of workers nor on restarts: finished shards are kept, the others are made
-again.
+documents whose index is i modulo n, and the key of every random draw names what
+is drawn (`data/randomness.py`), so the bytes of a shard depend neither on the
+number of workers nor on restarts. Finished shards are kept, others made again.
 
 `read_examples` imports tokenisation, objectives and SeqIO (so TensorFlow)
 when a shard is made; a process that only opens records never does.
@@ -93,7 +92,7 @@ class ShardJob:
 
 def read_examples(job: ShardJob) -> Iterable[Example]:
   """Yields the examples of a shard from SeqIO; imports TensorFlow."""
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Only real warnings.
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Hide INFO, WARNING.
   from encdec_adapt.data import objectives, tasks, text_split
 
   spec, opened = job.spec, job.choice.open()
@@ -168,7 +167,7 @@ def materialize_sets(
   """Makes the missing shards and the manifests of record sets.
 
   Args:
-    sets: specs, whose fingerprints are filled in, and folders.
+    sets: (spec, folder) pairs; fingerprints of the specs are filled in.
     choice: vocabularies of the model.
     workers: number of processes; 1 makes the shards in this one.
     read: function that yields a shard's examples; importable by name.
@@ -192,7 +191,7 @@ def materialize_sets(
     jobs = []
     for spec, folder in sets:
       place = _shard_folder(folder, spec)
-      for leftover in place.glob('pass-*/*.tmp'):  # Of killed workers.
+      for leftover in place.glob('pass-*/*.tmp'):  # From killed workers.
         leftover.unlink()
       for pass_index in range(spec.passes):
         for shard in range(spec.shards):
@@ -249,7 +248,7 @@ def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
   """
   manifest = records.read_manifest(folder)
   if manifest is not None:
-    # Another number of passes leaves every shard as it is.
+    # Shards do not depend on the number of passes.
     passes = manifest['spec'].get('passes')
     records.check_spec(
       folder, manifest, dataclasses.replace(spec, passes=passes)
@@ -265,7 +264,7 @@ def _finish(
   entries: Mapping[tuple[pathlib.Path, int, int], Mapping[str, Any]],
   described: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Writes the manifest, uploads the set if need be and prints a summary."""
+  """Writes the manifest, uploads the set to its bucket, prints a summary."""
   place = record_copy.local_folder(folder)
   own = {key[1:]: value for key, value in entries.items() if key[0] == place}
   if not any(entry['rows'] for entry in own.values()):
@@ -318,8 +317,8 @@ def set_folders(
 def is_missing(data: data_section.DataConfig) -> bool:
   """Returns whether records of a DataConfig have yet to be made.
 
-  Records of another spec are not missing: `open_sets` refuses them. Other
-  numbers of passes are, because passes can be added.
+  Records of another spec do not count as missing: `open_sets` refuses them.
+  Another number of passes does, because passes can be added.
   """
   for spec, folder in set_folders(data).values():
     manifest = records.read_manifest(folder)

@@ -101,7 +101,7 @@ def _next(
     free: free positions of the row, [2].
     goal: positions missing to the goal, [2]; negative beyond it.
     scale: positions of a row, [2].
-    rng: draws the pairs that are tried besides the best single one.
+    rng: draws the candidate pairs tried in addition to the best single one.
 
   Returns:
     The pair's index in the pool, None if none fits.

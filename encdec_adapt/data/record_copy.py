@@ -1,9 +1,9 @@
 """Local copies of record sets in buckets.
 
 ArrayRecord reads files only. Shards are copied below $XDG_CACHE_HOME (by
-default ~/.cache), once per machine whatever the number of its processes.
-Shards that are there and match the manifest are kept, so that an interrupted
-copy continues; a copied shard is verified before it gets its name.
+default ~/.cache), once per machine, however many processes it runs. Existing
+shards that match the manifest are kept, so that an interrupted copy resumes; a
+copied shard is verified before it is renamed to its final name.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -24,7 +24,7 @@ _THREADS = 8
 
 
 def local_folder(folder: paths.Path) -> pathlib.Path:
-  """Returns the local folder of a record set: its own, or a cache folder."""
+  """Returns the folder itself if local, or the cache folder for a bucket."""
   if not paths.is_bucket(folder):
     return folder
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
@@ -36,7 +36,7 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
 def fetch(
   folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
-  """Copies the shards to this machine that are not there yet.
+  """Copies the missing shards of a record set to this machine.
 
   Args:
     folder: folder of the record set in a bucket.
@@ -114,7 +114,7 @@ def _copy(
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path):
-  """Makes the other processes of this machine wait for the copy."""
+  """Locks the copy against other processes of this machine."""
   with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     yield

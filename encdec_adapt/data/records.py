@@ -127,7 +127,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     pass_index: int,
     shard: int,
   ):
-    """Opens a temporary file beside the shard's path.
+    """Opens a temporary file next to the shard's path.
 
     Args:
       folder: folder of the record set; made if missing.
@@ -316,7 +316,7 @@ class RecordSet:
   """
 
   def __init__(self, folder: pathlib.Path, manifest: dict[str, Any]):
-    """Opens verified shards; use `open`."""
+    """Use `RecordSet.open`, which verifies the shards."""
     self.folder = folder
     self.spec = RecordSpec(**manifest['spec'])
     self.framing = special_ids.Framing.from_description(
@@ -370,7 +370,7 @@ class RecordSet:
 
   @functools.cached_property
   def digests(self) -> list[str]:
-    """Hash of each pass, which identifies the rows of a saved position.
+    """Hash of each pass; identifies the rows that a saved position refers to.
 
     Adding passes does not change the hashes of the existing ones.
     """
@@ -401,7 +401,7 @@ class RecordSet:
 def check_spec(
   folder: str | os.PathLike, manifest: Mapping[str, Any], expect: RecordSpec
 ) -> None:
-  """Refuses a manifest of another spec.
+  """Raises an error if a manifest has another spec.
 
   Raises:
     UserError: names every field that differs.

@@ -19,7 +19,7 @@ _START = 12  # Bytes of w, p and k.
 
 
 def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
-  """Serialises a row as the module's docstring says.
+  """Serialises a row in the format of the module's docstring.
 
   Raises:
     ValueError: some pairs have a teacher's prefix and others do not.
@@ -37,7 +37,7 @@ def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
 
 
 def decode_row(record: bytes) -> list[batch.Pair]:
-  """Parses a row by `encode_row`; tokens are int32.
+  """Parses a row written by `encode_row`; tokens are int32.
 
   Raises:
     ValueError: the bytes are not a row.

@@ -4,11 +4,11 @@ A task reads the documents of a source in one split and pass, encodes them and
 makes pairs by an objective; a mixture takes the examples of several tasks in
 turn. Data sources have any number of virtual shards: shard i of n has the
 documents whose index is i modulo n. An example depends only on the seed, the
-pass, the source and its own id, so the examples of a shard are the same
-whoever reads it and whenever.
+pass, the source and its own id, so a shard always has the same examples, on
+every machine and in every run.
 
-This module imports SeqIO and TensorFlow (some ten seconds, 800 MB). Only the
-making of records imports it, never a process that trains from them.
+This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
+imported only where records are made, never in a process that trains from them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +29,9 @@ from encdec_adapt.data import (
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 
-# Tokens of an example; the last only if the text is split.
+# Token features of an example; the last one only with `text_split`.
 _PARTS = ('inputs', 'targets', 'prefix')
-# Its other features.
+# Other features of an example.
 _ABOUT = ('source', 'id', 'shared_spans')
 _ROWS_AT_ONCE = 64
 

@@ -27,8 +27,8 @@ def run_jobs(
   raised once the running ones have ended.
 
   Args:
-    function: must be importable by name.
-    jobs: arguments that can be pickled, in the order of their start.
+    function: function to call, importable by name.
+    jobs: arguments, picklable, in the order in which they start.
     workers: number of processes; 1 (or a single job) uses this one.
 
   Raises:
@@ -62,17 +62,17 @@ def run_jobs(
 def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
   """Calls `function(*args)` in a fresh process and waits for its end.
 
-  The process dies with this one, even if this one is killed.
+  The subprocess ends with this process, even if this process is killed.
 
   Args:
-    function: must be importable by name; its result is discarded.
+    function: function to call, importable by name; its result is discarded.
     *args: arguments that can be pickled.
 
   Raises:
     UserError: the process died.
     SystemExit: the function raised a UserError, which the process printed.
   """
-  # TensorFlow reads it when it is loaded, before any code of ours runs.
+  # TensorFlow reads it at import, before any of our code runs.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   context = multiprocessing.get_context('spawn')
   process = context.Process(target=_call_and_exit, args=(function, *args))

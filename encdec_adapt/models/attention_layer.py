@@ -194,7 +194,7 @@ class CrossAttention(_Attention):
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
   ) -> Float[Array, 'B T D']:
-    """Reads `cached` where given, `encoded` otherwise."""
+    """Attends to `cached` if given, otherwise to `encoded`."""
     source = cached
     if source is None:
       source = project_keys_values(self.config, self.weights, encoded)

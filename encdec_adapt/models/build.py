@@ -1,4 +1,4 @@
-"""A model from its config: what training and inference are written against."""
+"""Builds a model from its config, for training and inference."""
 
 import jax.numpy as jnp
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from encdec_adapt.models import layers_index, model_config
 from encdec_adapt.ops import partition
 
-# Logical axes: of keys and values, and of what is known of every entry.
+# Logical axes of keys and values, and of segments and positions.
 _ENTRIES = ('batch', 'kv_length', 'kv_heads', 'head_dim')
 _ROWS = ('batch', 'kv_length')
 
@@ -61,7 +61,7 @@ class CrossCache:
 def empty(
   config: model_config.StackConfig, batch: int, length: int, dtype: jnp.dtype
 ) -> Cache:
-  """A cache of `length` entries per row, none of them visible."""
+  """Makes a cache of `length` entries per row, none of them visible."""
   shape = (batch, length, config.kv_heads, config.head_dim)
 
   def zeros(prefix: str, repeats: int | None) -> KeyValues:
@@ -79,7 +79,7 @@ def empty(
 
 
 def axes(config: model_config.StackConfig) -> Cache:
-  """Logical axes of every leaf of the cache that `empty` makes."""
+  """Returns the logical axes of every leaf of a cache made by `empty`."""
   return Cache(
     layers=layers_index.map_blocks(config, _entry_axes),
     segments=_ROWS,
@@ -89,7 +89,7 @@ def axes(config: model_config.StackConfig) -> Cache:
 
 
 def cross_axes(config: model_config.StackConfig) -> CrossCache:
-  """Logical axes of a cache of cross-attention; None for layers without."""
+  """Returns the axes of a cross-attention cache; None for layers without."""
 
   def entry(prefix: str, repeats: int | None) -> KeyValues | None:
     kind = layers_index.block_kind(config, prefix)

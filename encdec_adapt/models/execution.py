@@ -23,7 +23,7 @@ def _narrow(prim, *avals, **params) -> bool:
   return kernel.size <= 2 * width * width
 
 
-# Values of each block that are saved for the backward pass, besides its input.
+# Values of each block that are saved for the backward pass, with its input.
 #   none: everything; no rematerialisation.
 #   full: nothing.
 #   dots: results of products with weights, and attention outputs.

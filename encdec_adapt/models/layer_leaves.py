@@ -1,8 +1,8 @@
 """Names of parameters that do not depend on how a stack is stored.
 
-A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether its array
-is a slice of a scanned block or stands alone in the tail. Two models with
-different patterns therefore name the same weight alike.
+A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether it is a
+slice of a scanned block or an array of its own in the tail. So models with
+different layer patterns have the same name for the same weight.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Leaf:
 
 
 def leaves_of(config: model_config.ModelConfig) -> dict[str, Leaf]:
-  """Every leaf of a model, by name.
+  """Returns every leaf of a model by name.
 
   Raises:
     ValueError: `layer_location` and the parameter table disagree.
@@ -64,7 +64,7 @@ def leaves_of(config: model_config.ModelConfig) -> dict[str, Leaf]:
 
 
 def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
-  """The leaves of each stored array, in the order of its `layers` axis.
+  """Returns the leaves of each stored array, ordered by its `layers` axis.
 
   Args:
     leaves: result of `leaves_of`.
@@ -79,13 +79,13 @@ def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
 
 
 def layer_of(leaf: str) -> int | None:
-  """Layer number in a leaf's name, None outside the layers."""
+  """Returns the layer number in a leaf's name; None outside the layers."""
   match = _LAYER.search(leaf)
   return int(match.group(1)) if match else None
 
 
 def with_layer(leaf: str, text: str) -> str:
-  """The leaf's name with `text` in place of the layer number."""
+  """Returns the leaf's name with `text` in place of the layer number."""
   return _LAYER.sub(f'/layers/{text}/', leaf)
 
 

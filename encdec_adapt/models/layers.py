@@ -47,7 +47,7 @@ def bias_init(*axes: str) -> nn.initializers.Initializer:
 def gain_init(
   config: model_config.StackConfig, axis: str
 ) -> nn.initializers.Initializer:
-  """Initialiser of a norm's scale that stands for a gain of one."""
+  """Initialiser of a norm's scale: the value for a gain of one."""
   one_plus = config.norm_gain == 'one_plus'
   values = nn.initializers.zeros if one_plus else nn.initializers.ones
   return nn.with_logical_partitioning(values, (axis,))

@@ -1,6 +1,6 @@
-"""Maps layer numbers to their leaves in the parameter tree.
+"""Maps layer numbers to paths in the parameter tree.
 
-No other code knows how layers are stored.
+The only module that depends on how layers are stored.
 
 A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
 leaf along a leading axis under 'blocks', and a tail of layers with leaves of
@@ -22,7 +22,7 @@ _LEAD, _BLOCKS, _TAIL = 'lead', 'blocks', 'tail'
 def layer_location(
   stack: model_config.StackConfig, i: int
 ) -> tuple[str, int | None]:
-  """Location of layer `i`'s leaves inside the stack's parameters.
+  """Returns the location of layer `i`'s leaves in the stack's parameters.
 
   Args:
     stack: the stack's shape.

@@ -158,12 +158,12 @@ class StackConfig:
   )
   shared_expert_width: int = keys.key(
     0,
-    'Width of a feed-forward beside the experts that all tokens take; 0 for'
-    " none (Qwen 2 MoE; DeepSeek's shared experts, in one).",
+    'Width of a shared expert, which every token takes in addition; 0 for none'
+    " (Qwen 2 MoE; DeepSeek's shared experts, concatenated).",
     at_least=0,
   )
   shared_expert_gate: bool = keys.key(
-    False, 'Multiply it by a sigmoid of the token (Qwen 2 MoE).'
+    False, 'Multiply the shared expert by a sigmoid of the token (Qwen 2 MoE).'
   )
   dense_layers: int = keys.key(
     0, 'First layers without experts (DeepSeek).', at_least=0
@@ -375,14 +375,14 @@ def encoder_decoder(
   shared_table: bool = False,
   **cross: Any,
 ) -> EncoderDecoderConfig:
-  """The encoder-decoder of two decoder-only stacks.
+  """Returns the encoder-decoder made of two decoder-only stacks.
 
   Args:
     encoder: becomes the encoder; it has no head.
     decoder: becomes the decoder.
     causal_encoder: let the encoder attend causally.
-    shared_table: of `EncoderDecoderConfig`. By default the encoder's table
-      stays its own (T5Gemma ties the decoder's head only).
+    shared_table: see `EncoderDecoderConfig`. By default the encoder keeps its
+      own table (T5Gemma ties the decoder's head only).
     **cross: `cross_merged` and `cross_layers` of the decoder.
   """
   return EncoderDecoderConfig(
@@ -405,7 +405,7 @@ def t5gemma2(
   eoi_token: int = EOI_TOKEN,
   **options: Any,
 ) -> EncoderDecoderConfig:
-  """The T5Gemma 2 of two Gemma 3 stacks (arXiv 2512.14856; transformers).
+  """Returns the T5Gemma 2 made of two Gemma 3 stacks (arXiv 2512.14856).
 
   Merged attention, one table for both stacks, a vector of its own for one
   token, and W keys around the query in the encoder's local layers.
@@ -414,7 +414,7 @@ def t5gemma2(
     encoder: becomes the encoder.
     decoder: becomes the decoder.
     eoi_token: the end of an image, `StackConfig.eoi_token` of both.
-    **options: others than these of `encoder_decoder`.
+    **options: further options of `encoder_decoder`.
   """
   return encoder_decoder(
     dataclasses.replace(encoder, eoi_token=eoi_token, window_rule='centered'),
@@ -426,7 +426,7 @@ def t5gemma2(
 
 
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
-  """The model with its tables padded to a multiple of so many rows."""
+  """Returns the model with its tables padded to a multiple of rows."""
   return dataclasses.replace(
     config,
     **{
@@ -437,7 +437,7 @@ def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
-  """Fields in which two models differ, but for the padding of their tables.
+  """Returns the fields in which two models differ, except table padding.
 
   Returns:
     Lines such as 'decoder.width is 16 and 32'; empty for equal models.

@@ -120,7 +120,7 @@ def visible_pairs(
   window: int | None = None,
   window_rule: str = 'exclusive',
 ) -> int:
-  """Returns the pairs (query, key) of one row that self-attention looks at.
+  """Returns the number of (query, key) pairs that self-attention computes.
 
   Args:
     length: positions L of the row.

@@ -14,7 +14,7 @@ _DECODER_ONLY_KEYS = {'tied_head'}
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
-  """Keys of `config.model` beside those of its two stacks."""
+  """Keys of `config.model` except those of its two stacks."""
 
   kind: str = keys.key(
     'decoder_only',

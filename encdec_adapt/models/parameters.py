@@ -34,7 +34,7 @@ class StackCount:
   """Parameters of one stack; padding rows of tables are not counted.
 
   Attributes:
-    embedding: parameters of the embedding table and vectors beside it.
+    embedding: parameters of the embedding table and of single-token vectors.
     head: parameters of the head, 0 where it is tied.
     cross: parameters of cross-attention and its norms.
     other: all other parameters.
@@ -52,9 +52,9 @@ class StackCount:
 
 
 def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
-  """Fresh parameters (see `layers` for the distributions).
+  """Initialises the parameters (see `layers` for the distributions).
 
-  Jit it with `out_shardings` to make them sharded where they live.
+  Jit it with `out_shardings` to create them sharded.
   """
   params = {}
   for name, key in _stack_keys(config, rng).items():
@@ -67,7 +67,7 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
 def init_one(
   config: model_config.ModelConfig, rng: jax.Array, path: str
 ) -> jax.Array:
-  """One array of `init`, the same values, and no other in memory.
+  """Initialises one array as `init` does, without the others in memory.
 
   Args:
     config: the model.
@@ -76,7 +76,7 @@ def init_one(
   """
   name, *keys = path.split('/')
 
-  @jax.jit  # What is not returned is not computed.
+  @jax.jit  # XLA removes the computation of the others.
   def draw(rng):
     value = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
     for key in keys:
@@ -90,7 +90,7 @@ def init_one(
 def parameter_table(
   config: model_config.ModelConfig,
 ) -> Mapping[str, ParamInfo]:
-  """Path ('decoder/blocks/layer_0/mlp/up') to ParamInfo, read-only."""
+  """Returns path ('decoder/blocks/layer_0/mlp/up') -> ParamInfo, read-only."""
   return types.MappingProxyType(
     {
       f'{name}/{path}': info
@@ -102,12 +102,12 @@ def parameter_table(
 
 
 def count(config: model_config.ModelConfig) -> int:
-  """Number of parameters, padding rows of the tables left out."""
+  """Counts the parameters, without padding rows of tables."""
   return sum(part.total for part in count_by_stack(config).values())
 
 
 def padding(config: model_config.ModelConfig) -> dict[str, int]:
-  """Path of each table with padding rows -> how many parameters they have."""
+  """Returns path of each padded table -> parameters in its padding rows."""
   sizes = {}
   for path, info in parameter_table(config).items():
     stack_config = config.stacks[path.split('/')[0]]
@@ -118,7 +118,7 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
 
 
 def count_active(config: model_config.ModelConfig) -> int:
-  """Returns the parameters used for a token: all but its unchosen experts."""
+  """Counts the parameters used per token: all but its unchosen experts."""
   idle = 0
   for path, info in parameter_table(config).items():
     if 'experts' in info.axes:
@@ -129,7 +129,7 @@ def count_active(config: model_config.ModelConfig) -> int:
 
 
 def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
-  """Number of parameters by stack and part."""
+  """Counts the parameters by stack and part."""
   counts = {
     name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
     for name in config.stacks

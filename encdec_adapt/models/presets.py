@@ -95,7 +95,7 @@ def _qwen3(*sizes, **fields):
   return _plain(*sizes, **{**qwen, **fields})
 
 
-# 9B scales queries by its head_dim, 256 (its first exports said 224); 27B by
+# 9B scales queries by its head_dim, 256 (224 in its first exports); 27B by
 # width / heads, 144.
 _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
@@ -168,7 +168,7 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
 
 
 def stack(size: str, **changes: Any) -> configs.StackConfig:
-  """The causal stack of that size, with these fields changed.
+  """Returns the causal stack of a size, with these fields changed.
 
   Raises:
     UserError: no such size.
@@ -181,12 +181,12 @@ def stack(size: str, **changes: Any) -> configs.StackConfig:
 
 
 def decoder_only(size: str, **changes: Any) -> configs.DecoderOnlyConfig:
-  """A decoder of that size; `changes` are made to its stack."""
+  """Returns a decoder of a size; `changes` are made to its stack."""
   return configs.DecoderOnlyConfig(stack(size, **changes))
 
 
 def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """An encoder-decoder of two Gemma 2 sizes, such as '9b_2b'.
+  """Returns the T5Gemma of two Gemma 2 sizes, such as '9b_2b'.
 
   Args:
     pair: names of two sizes joined by '_', the encoder's first.
@@ -199,7 +199,7 @@ def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
 
 
 def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
-  """The text part of a T5Gemma 2 of two Gemma 3 sizes, such as '1b_1b'.
+  """Returns the text part of the T5Gemma 2 of two Gemma 3 sizes ('1b_1b').
 
   Args:
     pair: names of two sizes joined by '_', the encoder's first.
@@ -215,7 +215,7 @@ def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
 def _pair(
   pair: str, sizes: Mapping[str, configs.StackConfig], changes: dict[str, Any]
 ) -> list[configs.StackConfig]:
-  """The two stacks that a pair names."""
+  """Returns the two stacks that a pair names."""
   for encoder in sizes:
     decoder = pair.removeprefix(f'{encoder}_')
     if decoder != pair and decoder in sizes:

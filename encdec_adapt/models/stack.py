@@ -16,7 +16,7 @@ Tokens = Int[Array, 'B L']
 
 
 class _Group(nn.Module):
-  """Consecutive layers of these kinds, each rematerialised by itself."""
+  """Consecutive layers of these kinds, each rematerialised separately."""
 
   config: model_config.StackConfig
   execution: executions.Execution
@@ -117,7 +117,7 @@ class Stack(nn.Module):
     return x, cached
 
   def _groups(self) -> dict[str, nn.Module]:
-    """Modules of leading layers, scanned pattern and tail, those there are."""
+    """Returns modules of leading layers, scanned pattern and tail, if any."""
     cfg, execution = self.config, self.execution
     sparse = cfg.experts > 0
     groups = {}
@@ -178,7 +178,7 @@ def _rotation(
   positions: jax.Array,
   dtype,
 ) -> tuple[jax.Array, jax.Array]:
-  """Cosines and sines of the positions in layers of this kind."""
+  """Returns cosines and sines of the positions for layers of this kind."""
   theta, scaling = config.rope_theta, config.rope_scaling_rule
   if kind == 'local' and config.local_rope_theta is not None:
     theta, scaling = config.local_rope_theta, rope.Scaling()
@@ -200,7 +200,7 @@ def _self_masks(
     )
 
   def make_kind(kind: model_config.LayerKind) -> masks.MaskSpec:
-    """Its mask; in merged attention the encoder's keys follow."""
+    """Makes a kind's mask; in merged attention the encoder's keys follow."""
     spec = make(
       segments,
       positions,
