@@ -5,7 +5,7 @@ r"""Loss per target token of trained models on one set of held-out records.
 
 Every model is measured on the same target tokens, and again with the prefixes
 of other examples: where that is not clearly worse, an encoder-decoder does not
-use its encoder, and to a decoder-only model the prefix is worth little. Writes
+use its encoder, and a decoder-only model hardly uses the prefix. Writes
 evaluation.json into each run's folder.
 """
 

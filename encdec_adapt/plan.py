@@ -1,4 +1,4 @@
-r"""Estimates what a configuration costs on hardware that is not here.
+r"""Estimates memory and time of a configuration on hardware not at hand.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]
@@ -127,11 +127,11 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _write(values, where: chips.Slice, found: dict) -> None:
-  """Writes a report with its question and the calibration, to --output."""
+  """Writes a report with its request and the calibration, to --output."""
   if values.output:
-    asked = stored_plans.question(values['config'], where)
+    request = stored_plans.request(values['config'], where)
     worth = {'calibration': calibration.table()}
-    atomic.write_json(values.output, {**asked, **found, **worth})
+    atomic.write_json(values.output, {**request, **found, **worth})
 
 
 def make(
@@ -198,7 +198,7 @@ def _first_line(error: Exception) -> str:
 def _compiled(name, settings, mesh, where, budget) -> dict:
   """Returns the plan of one program, compiled."""
   lengths = settings.data.train.lengths
-  question = plan_report.Question(
+  target = plan_report.Target(
     where,
     mesh,
     budget,
@@ -214,7 +214,7 @@ def _compiled(name, settings, mesh, where, budget) -> dict:
     ),
     model_flops=programs.model_flops(name, settings, mesh),
   )
-  return plan_report.describe(programs.PROGRAMS[name](settings, mesh), question)
+  return plan_report.describe(programs.PROGRAMS[name](settings, mesh), target)
 
 
 def _search(settings, where, budget, values) -> int:

@@ -211,7 +211,7 @@ def _sample(sample: Mapping[str, str]) -> str:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
-  """Commands with the time they took beside their budget."""
+  """Commands with their time and their budget."""
   rows = [
     [
       stage['name'],

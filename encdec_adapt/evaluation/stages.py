@@ -1,4 +1,4 @@
-"""A study as data: its stages, and the runs that its report compares.
+"""Definition of a study: its stages, and the runs that its report compares.
 
 A configuration file builds a `Study`; `encdec_adapt.study` runs it. This
 module imports nothing, so that a configuration file may.

@@ -107,7 +107,7 @@ def choose(
   Args:
     logits: [B, V].
     keys: PRNG keys [B], one per row, so that the draws of a row do not depend
-      on the rows beside it; unused by greedy decoding.
+      on other rows of the batch; unused by greedy decoding.
     config: sampling options.
 
   Returns:

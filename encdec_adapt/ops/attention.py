@@ -1,8 +1,8 @@
 """Attention: one function, several backends, no silent substitution.
 
-A backend declares as data what it does not honour (`Capabilities`).
-`attention` works out from its arguments what a call needs and refuses a
-backend that cannot honour all of it. To add a kernel, write
+A backend declares as data what it does not support (`Capabilities`).
+`attention` derives from its arguments what a call needs and refuses a backend
+that does not support all of it. To add a kernel, write
 `attend(q, k, v, spec, *, scale, softcap[, chunk])` in a module of its own and
 add a `Backend` to `BACKENDS`; the tests run over all backends.
 
@@ -56,7 +56,7 @@ ALL_MASKS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-  """What a backend honours; by default everything.
+  """What a backend supports; by default everything.
 
   Attributes:
     masks: supported masks, by the names of `mask_name`.
@@ -82,11 +82,11 @@ class Capabilities:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-  """An implementation and what it honours.
+  """An implementation and what it supports.
 
   Attributes:
     attend: the function, with the signature in the module docstring.
-    capabilities: what it honours.
+    capabilities: which masks, dtypes and platforms it supports.
     takes_chunk: whether `attend` has the argument `chunk`.
     kernels: whether it consists of custom kernels. Such a backend calls
       `attention_shards.run` itself on every mesh, names the results that

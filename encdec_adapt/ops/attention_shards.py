@@ -128,8 +128,8 @@ def _with_halo(
 ) -> jax.Array:
   """Returns a shard along dimension 1 between its neighbours' nearest tokens.
 
-  Zeros, which are padding by their segment, stand before the first shard and
-  after the last.
+  The first and the last shard get zeros there, which are padding by their
+  segment.
   """
   own, (left, right) = x.shape[1], reach
 

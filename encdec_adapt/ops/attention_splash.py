@@ -27,11 +27,11 @@ _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
 # Where every query may see every key, the backward pass is one kernel, which
 # computes the scores once and writes partial query gradients for every part
-# of the keys: at most so many parts, of at most so many bytes of keys, which is
+# of the keys. Limits on the number of parts and on the bytes of keys in one:
 # what fits into the vector memory that the compiler grants kernels on TPU v5e.
 _PARTS = 8
 _PART_BYTES = 2**19
-# Segments of padding; unlike, so that padding sees nothing.
+# Segments of padded queries and keys; they differ, so nothing is visible.
 _NO_QUERY, _NO_KEY = -1, -2
 
 
@@ -95,7 +95,7 @@ def joined(blocks: int, block_bytes: int) -> int:
   causal mask or a window leaves blocks out, which wide parts would compute.
 
   Args:
-    blocks: number of blocks of keys in all.
+    blocks: total number of blocks of keys.
     block_bytes: size of one block of one head.
   """
   for count in (4, 2):
@@ -128,8 +128,8 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
 
   Args:
     spec: the mask, padded to whole blocks.
-    q: queries, likewise.
-    k: keys, likewise.
+    q: queries, padded likewise.
+    k: keys, padded likewise.
     blocks: queries and keys of one block.
     softcap: cap of the scores.
     shards: number of shards of the heads and of the length.

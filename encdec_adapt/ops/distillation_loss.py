@@ -139,7 +139,7 @@ def _run(
   of_teacher: Mapping[str, float | None],
   of_data: Mapping[str, float | None],
 ) -> tuple[DistillationSums, jax.Array, jax.Array | None, jax.Array | None]:
-  """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
+  """Returns sums, objective [B, T] and gradients, for `stored_gradients`.
 
   `of_teacher` are options of `_terms`, `of_data` of `vocabulary_loss.terms`.
   """

@@ -1,7 +1,7 @@
 """Embedding lookup in a table that is sharded over the vocabulary.
 
-Batch and vocabulary usually share the `fsdp` axis: a device holds tokens of
-its own and rows that others want. There are two ways to bring them together:
+Batch and vocabulary usually share the `fsdp` axis: a device holds some tokens,
+and table rows that other devices need. There are two ways to exchange them:
 
 - rows travel: tokens (small) are gathered over the shared axes, every device
   looks all of them up in its piece, zeros elsewhere, and a reduction scatters
@@ -9,8 +9,8 @@ its own and rows that others want. There are two ways to bring them together:
 - the table travels, some columns at a time, and every device looks its own
   tokens up; in proportion to the table.
 
-The first holds the rows of all devices at once: it is taken where it sends
-less than a quarter of what the second does, by shapes alone.
+The first holds the rows of all devices at once. It is chosen, from shapes
+alone, where it sends less than a quarter of the bytes of the second.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ def lookup(
   tokens: Int[Array, 'B L'],
   dtype: jnp.dtype | type | str | None = None,
 ) -> Float[Array, 'B L D']:
-  """Rows of `table` at `tokens`.
+  """Looks up rows of `table` at `tokens`.
 
   Args:
-    table: embedding table; sharded as ('vocab', 'table_embed') says.
+    table: embedding table; sharded by ('vocab', 'table_embed').
     tokens: ids in [0, V); any other id gives a row of NaN, on one device and
       on meshes.
     dtype: dtype of the result, that of the table where None. The rows are

@@ -161,7 +161,7 @@ def _on_device(
   tokens: tuple[str, ...],
   owners: tuple[str, ...],
 ) -> jax.Array:
-  """`feed_forward` as seen by one device: its tokens, its experts.
+  """The part of `feed_forward` on one device: its tokens, its experts.
 
   `tokens` and `owners` are the mesh axes over which each of them differ.
   """

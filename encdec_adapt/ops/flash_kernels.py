@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _LOG2_E = math.log2(math.e)
-# Of a score that is not visible; and where the peak of a row starts: above
-# it, so that a row that sees nothing has weights 2^(_HIDDEN - _LOWEST) = 0.
+# Score of a key that is not visible, and the initial peak of a row. The peak is
+# larger, so a row without visible keys has weights 2^(_HIDDEN - _LOWEST) = 0.
 _HIDDEN, _LOWEST = -1e30, -1e29
 
 

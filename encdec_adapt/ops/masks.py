@@ -31,7 +31,7 @@ class MaskSpec:
       5.23 eager), or the W keys from q - ceil(W/2) + 1 to q + floor(W/2)
       ('centered', T5Gemma 2).
   For the last `memory` keys only segments count: they are visible from every
-  position (an encoder's keys beside the decoder's own).
+  position (an encoder's keys next to the decoder's own).
   Positions, not indices, are compared, so packed rows whose positions restart
   and caches in any order need nothing special.
 
@@ -166,7 +166,7 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   """The mask over a spec's keys followed by M keys that have no position.
 
   Raises:
-    ValueError: the spec has no segments, which alone decide of a memory.
+    ValueError: the spec has no segments; they alone decide on memory keys.
   """
   if not spec.has_segments:
     raise ValueError('a memory has segments; so must the mask of the own keys')
@@ -221,7 +221,7 @@ def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
 
 
 def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
-  """The definition of a spec as a dense array.
+  """Returns a spec as a dense array; defines its meaning.
 
   Args:
     spec: a mask with segments, whose arrays are [B, T] and [B, S].

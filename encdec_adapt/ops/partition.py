@@ -2,7 +2,7 @@
 
 Models and losses name the axes of their arrays logically ('batch', 'mlp');
 the caller who traces the program decides with `use` what these names mean on
-a mesh. This module knows no rule set (`encdec_adapt.sharding` owns them).
+a mesh. Rule sets are in `encdec_adapt.sharding`.
 Constraints are active on every platform, CPU included.
 """
 
@@ -92,7 +92,7 @@ class Partition:
 
     Args:
       what: name of the array in errors.
-      shape: its global shape.
+      shape: global shape of the array.
       names: logical axis of each dimension.
 
     Raises:

@@ -106,7 +106,7 @@ def _run(
   chunk: int,
   **options: float | None,
 ) -> tuple[LossSums, jax.Array, jax.Array | None, jax.Array | None]:
-  """Sums, objective [B, T] and gradients, as `stored_gradients` wants them.
+  """Returns sums, objective [B, T] and gradients, for `stored_gradients`.
 
   `options` are those of `terms`.
   """

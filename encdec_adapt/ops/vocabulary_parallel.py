@@ -270,7 +270,7 @@ def _sweep_device(
   chunk: int,
   with_gradients: bool,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
-  """`sweep` as seen by one device."""
+  """The part of `sweep` that runs on each device, inside `shard_map`."""
   batch, length = tokens[0].shape[:2]
   columns = _local_columns(tables[0].shape[0], vocab_size, layout)
 

@@ -1,1 +1,1 @@
-"""Memory and time of programs on hardware that is not here."""
+"""Estimates memory and time of programs on hardware not at hand."""

@@ -1,7 +1,7 @@
 """Errors of estimates against published training speeds.
 
 `RUNS` lists decoder-only training whose speed was published. The file
-calibration.json beside this module has the estimate for each, written by
+calibration.json in this folder has the estimate for each, written by
 
     python -m encdec_adapt.plan --calibrate=all
 """
@@ -99,7 +99,7 @@ def select(parts: list[str]) -> dict[str, Run]:
   """Returns the runs whose names contain one of some parts, or 'all'.
 
   Raises:
-    UserError: a part is in no name.
+    UserError: no name contains one of the parts.
   """
   for part in parts:
     if part != 'all' and not any(part in name for name in RUNS):
@@ -130,7 +130,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-  """Stores the rows beside this module."""
+  """Stores the rows in calibration.json."""
   atomic.write_json(str(_FILE), rows)
 
 

@@ -200,11 +200,11 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
 def devices_of(where: Slice) -> Sequence[jax.Device]:
   """Returns abstract devices of a TPU slice, or stand-ins for GPUs.
 
-  Stand-ins are CPU devices. The first call, before anything else asks JAX for
-  devices, must be the one for most of them.
+  Stand-ins are CPU devices. The first call must be the one for most devices,
+  and come before anything else initialises JAX's backends.
 
   Raises:
-    UserError: libtpu is not installed, or knows no such slice.
+    UserError: libtpu is not installed, or does not support the slice.
   """
   jax.config.update('jax_platforms', 'cpu')
   if where.chip.kind == 'gpu':

@@ -1,7 +1,7 @@
 """Analytic cost model: memory and time of a program from its shapes.
 
-Nothing is compiled. It plans GPU clusters, whose compiler may not be at hand,
-and ranks candidates before a TPU's compiler sees them. Bytes of parameters,
+Nothing is compiled. It plans GPU clusters, whose compiler may not be available,
+and ranks candidates before the best are compiled for TPUs. Bytes of parameters,
 optimizer, caches and batch are exact, since they follow from the shardings;
 memory inside the program, and all times, are estimates by the rules below.
 """
@@ -74,9 +74,10 @@ class Arguments:
 
   Attributes:
     bytes: bytes of the arguments by part; see `programs.Program`.
-    beside: bytes of what else is in memory meanwhile, by part.
+    beside: bytes that the job holds in memory and that are not arguments, by
+      part.
     host: bytes copied from the host's memory and back.
-    moved: least bytes of the arguments that device memory reads and writes.
+    moved: lower bound of the bytes of arguments that are read and written.
     rows: rows of the batch on a device; below 1 if devices share a row.
   """
 

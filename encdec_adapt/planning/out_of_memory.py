@@ -65,7 +65,7 @@ def _advice(message: str, config_flag) -> str:
     where, limit = chips.parse(_EXAMPLE), None
     note = f' (with your chips in the place of {_EXAMPLE})'
   flags = stored_plans.flags(
-    stored_plans.question(config_flag, where), ['train', 'eval']
+    stored_plans.request(config_flag, where), ['train', 'eval']
   )
   if limit:
     flags.append(f'--hbm_gib={limit / 2**30:.1f}')

@@ -21,8 +21,8 @@ from encdec_adapt.sharding import layout_report as sharding_report
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-  """What a plan needs to know besides the program.
+class Target:
+  """Devices and reference numbers that a program is planned with.
 
   Attributes:
     where: slices that are planned for.
@@ -40,7 +40,7 @@ class Question:
   model_flops: float
 
 
-def describe(program: programs.Program, question: Question) -> dict[str, Any]:
+def describe(program: programs.Program, target: Target) -> dict[str, Any]:
   """Compiles a program and returns what it costs on one device.
 
   Returns:
@@ -54,10 +54,10 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     UnknownProgramError: the compiled program is not understood.
   """
   began = time.perf_counter()
-  lowered = program.lower(question.mesh)
+  lowered = program.lower(target.mesh)
   traced = time.perf_counter()
   try:
-    compiled = _compile(lowered, question.mesh)
+    compiled = _compile(lowered, target.mesh)
   except jax.errors.JaxRuntimeError as error:
     needed = out_of_memory.needed(str(error))
     if needed is None:
@@ -68,23 +68,23 @@ def describe(program: programs.Program, question: Question) -> dict[str, Any]:
     'compile_s': time.perf_counter() - traced,
   }
   if compiled is None:
-    found = _refused(program, question, needed)
+    found = _refused(program, target, needed)
   else:
-    found = _measured(compiled, program, question)
+    found = _measured(compiled, program, target)
   return {
     'source': 'compiled',
-    'fits': compiled is not None and found['memory']['peak'] <= question.budget,
+    'fits': compiled is not None and found['memory']['peak'] <= target.budget,
     **found,
     **times,
     **programs.held_twice(program),
   }
 
 
-def _refused(program, question: Question, needed: float) -> dict[str, Any]:
+def _refused(program, target: Target, needed: float) -> dict[str, Any]:
   """Returns what is known of a program that the compiler refused."""
-  # It uses no more than a chip has, whatever the budget.
+  # The limit is the chip's memory, even if the budget is larger.
   memory = {
-    'budget': min(question.budget, question.where.chip.hbm_bytes),
+    'budget': min(target.budget, target.where.chip.hbm_bytes),
     'peak': needed,
     'arguments': programs.tree_bytes(program.arguments),
     'beside': programs.tree_bytes(program.beside),
@@ -93,23 +93,23 @@ def _refused(program, question: Question, needed: float) -> dict[str, Any]:
   return {'memory': memory, **dict.fromkeys((*unknown, 'instructions'))}
 
 
-def _measured(compiled, program, question: Question) -> dict[str, Any]:
+def _measured(compiled, program, target: Target) -> dict[str, Any]:
   """Returns what is read from a compiled program, and estimates from it."""
   totals = hlo.totals(compiled.as_text())
-  peak = question.where.chip.flops
-  of_kernels = _kernels(totals, question.known, peak)
+  peak = target.where.chip.flops
+  of_kernels = _kernels(totals, target.known, peak)
   kernel_flops = sum(row['flops'] for row in of_kernels)
   estimate = roofline.estimate(
     totals,
-    question.mesh,
-    question.where,
+    target.mesh,
+    target.where,
     kernel_flops,
     programs.moved_bytes(program),
     programs.host_bytes(program),
   )
-  share = question.model_flops / question.mesh.size
+  share = target.model_flops / target.mesh.size
   return {
-    'memory': _memory(compiled, program, question),
+    'memory': _memory(compiled, program, target),
     'flops': {
       'products': totals.flops,
       'kernels': kernel_flops,
@@ -136,7 +136,7 @@ def _compile(lowered, mesh: Mesh):
     return lowered.compile()
 
 
-def _memory(compiled, program, question) -> dict[str, Any]:
+def _memory(compiled, program, target) -> dict[str, Any]:
   """Returns bytes on one device; `parts` divide the temporary ones."""
   found = compiled.memory_analysis()
   results = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -147,7 +147,7 @@ def _memory(compiled, program, question) -> dict[str, Any]:
   beside = programs.tree_bytes(program.beside)
   inside = float(found.argument_size_in_bytes + results + code) + temporary
   return {
-    'budget': question.budget,
+    'budget': target.budget,
     'peak': inside + sum(beside.values()),
     'arguments': programs.tree_bytes(program.arguments),
     'beside': beside,

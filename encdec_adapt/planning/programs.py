@@ -38,7 +38,7 @@ class Program:
     axes: trees of the arguments' logical axes by part, a tuple for each leaf;
       empty if no report lists them.
     made: trees that live inside the program, by part: 'gradients'.
-    beside: trees that are in memory meanwhile without being arguments.
+    beside: trees that the job holds in memory and that are not arguments.
   """
 
   function: Any
@@ -101,7 +101,7 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
 
 
 def _kept(state, placed_teacher) -> dict[str, Any]:
-  """Returns trees that a job holds besides its parameters."""
+  """Returns trees that a job holds in addition to its parameters."""
   return {
     'optimizer': state.groups,
     'teacher': placed_teacher.abstract_params() if placed_teacher else {},
@@ -290,7 +290,7 @@ def _place(
 def without_cross_attention(
   decoder: model_config.StackConfig,
 ) -> model_config.DecoderOnlyConfig:
-  """Returns the decoder-only model of a decoder without cross-attention."""
+  """Returns a decoder as a decoder-only model, without cross-attention."""
   stack = dataclasses.replace(
     decoder, cross_width=None, cross_merged=False, cross_layers='all'
   )

@@ -1,4 +1,4 @@
-"""Roofline estimate of a step from what it computes, moves and sends.
+"""Roofline estimate of a step from its FLOPs, memory traffic and collectives.
 
 The compiler states cycles for everything but kernels and collectives, which
 are scaled by `chips.Chip.cycle_share`. Kernels are added by their FLOPs at

@@ -113,7 +113,7 @@ class _Planner:
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
     if key not in self._given:
-      # Any batch that divides will do.
+      # Any batch size that divides is valid.
       rows = place.size('batch')
       sizes = {'train.batch_size': rows, 'train.microbatches': 1}
       if self.name != 'train':

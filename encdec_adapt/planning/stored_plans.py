@@ -1,4 +1,4 @@
-"""Plans as files: the question, the versions and the answer."""
+"""Plans as files: the flags, the versions and the result."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -33,7 +33,7 @@ def programs(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
   return {stored['program']: stored, **stored['others']}
 
 
-def question(config_flag, where: chips.Slice) -> dict[str, Any]:
+def request(config_flag, where: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
   try:
     libtpu = importlib.metadata.version('libtpu')
@@ -49,7 +49,7 @@ def question(config_flag, where: chips.Slice) -> dict[str, Any]:
 
 
 def setup(settings: config_lib.Settings) -> dict[str, Any]:
-  """Returns settings of a job that its configuration file chose."""
+  """Returns the settings of a job that decide on memory and speed."""
   return {
     'mesh': dataclasses.asdict(settings.mesh),
     'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
@@ -64,18 +64,18 @@ def setup(settings: config_lib.Settings) -> dict[str, Any]:
   }
 
 
-def flags(asked: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-  """Returns the flags of `encdec_adapt.plan` that ask a question.
+def flags(requested: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+  """Returns the flags of `encdec_adapt.plan` that repeat a request.
 
   Args:
-    asked: a `question`, or a stored plan, which contains one.
+    requested: a `request`, or a stored plan, which contains one.
     names: names of the programs.
   """
   return [
-    f'--config={asked["config"]}',
-    *(f'--config.{k}={v}' for k, v in asked['overrides'].items()),
-    f'--topology={asked["topology"]}',
-    f'--num_slices={asked["num_slices"]}',
+    f'--config={requested["config"]}',
+    *(f'--config.{k}={v}' for k, v in requested['overrides'].items()),
+    f'--topology={requested["topology"]}',
+    f'--num_slices={requested["num_slices"]}',
     f'--programs={",".join(names)}',
   ]
 

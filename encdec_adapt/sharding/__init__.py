@@ -1,1 +1,1 @@
-"""Meshes, what logical axes mean on them, and where every array lives."""
+"""Meshes, sharding rules of logical axes, and shardings of all arrays."""

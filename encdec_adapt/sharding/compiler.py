@@ -1,4 +1,4 @@
-"""XLA options of jitted programs: plans compile with those that jobs run with.
+"""XLA compiler options, the same for jobs and for plans.
 
 TPU options were chosen by compiling ahead of time, GPU options follow the
 vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). No GPU has
@@ -23,7 +23,7 @@ _V6E = {
   'xla_tpu_enable_async_collective_fusion_multiple_steps': 'true',
   'xla_tpu_overlap_compute_collective_tc': 'true',
 }
-# All off by default. The scheduler moves collectives beside other work;
+# All off by default. The scheduler overlaps collectives with other work;
 # pipelining lets those of one layer overlap the next layer of a scan, and
 # double buffering saves the copies of its carried weights.
 GPU = {

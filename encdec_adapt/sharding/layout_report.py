@@ -109,7 +109,7 @@ def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def copies(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """Returns what devices along a mesh axis hold copies of, the largest first.
+  """Returns data replicated along a mesh axis, the largest first.
 
   Returns:
     `part` of the arguments, mesh `axes`, number of `arrays`, and their `bytes`

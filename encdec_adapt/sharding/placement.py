@@ -109,7 +109,7 @@ def path_string(path: Any) -> str:
 
 
 def batch_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
-  """Returns logical axes of a batch field: its rows and, if any, tokens."""
+  """Returns logical axes of a batch field: rows and, if present, tokens."""
   return ('batch', 'length')[: len(shape)]
 
 

@@ -1,4 +1,4 @@
-"""What a run depends on besides its config: versions, hardware, source."""
+"""Environment of a run: versions, hardware, options, source."""
 
 from collections.abc import Iterator, Mapping
 import functools
@@ -159,7 +159,7 @@ def git_revision() -> str | None:
     ).stdout.strip()
 
   try:
-    # An installed copy may lie inside somebody's checkout.
+    # An installed copy may be inside an unrelated checkout.
     git('ls-files', '--error-unmatch', here.name)
     return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
   except (OSError, subprocess.SubprocessError):

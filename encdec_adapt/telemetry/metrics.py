@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSONL file to compute with, event files to look at.
+"""Metrics of a run: a JSONL file, and TensorBoard event files.
 
 `metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
 "loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
@@ -115,7 +115,7 @@ class MetricWriter:
       raise disk.cannot_write(self.path, error) from error
 
   def last(self, kind: str) -> int | None:
-    """Returns the step of the last record of a kind, None without one."""
+    """Returns the step of the last record of a kind; None if there is none."""
     return self._last.get(kind)
 
   def close(self) -> None:
@@ -150,7 +150,7 @@ class _EventFile:
     self._file = append_log.append(folder / name)
     self._writer = record_writer.RecordWriter(self._file)
     self._add(event_pb2.Event(wall_time=now, file_version='brain.Event:2'))
-    # Makes TensorBoard forget what earlier files say of later steps.
+    # Makes TensorBoard discard later steps of earlier files.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._add(
       event_pb2.Event(wall_time=now, step=first_step + 1, session_log=start)

@@ -1,7 +1,7 @@
 """Profiler traces of some steps, for TensorBoard and Perfetto.
 
-The configuration gives the first step and the number of steps; SIGUSR1 asks a
-running job to trace the next `ON_SIGNAL` steps. If a trace cannot be written,
+The configuration gives the first step and the number of steps; SIGUSR1 makes a
+running job trace the next `ON_SIGNAL` steps. If a trace cannot be written,
 the job prints a warning and continues.
 """
 
@@ -24,7 +24,7 @@ _asked = threading.Event()  # A signal goes to the whole process.
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-  """Makes SIGUSR1 ask for a trace inside this context.
+  """Makes SIGUSR1 request a trace inside this context.
 
   Must be entered in the main thread (Python's rule for signal handlers).
   """

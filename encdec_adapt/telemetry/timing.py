@@ -1,4 +1,4 @@
-"""Where the time of a job goes: inside a step, and over all its starts.
+"""Time spent by a job: by part of a step, and goodput over all its starts.
 
 `TimeSplit` divides the seconds between two records of metrics. `Starts` keeps a
 line for every start of a job in `starts.jsonl`: its time, its step, and the
@@ -17,13 +17,13 @@ from encdec_adapt.files import paths
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
-# Waiting for the next rows; placing them and dispatching the step, or, the
-# first time, compiling it; waiting for its results; and what their names say.
+# data: waiting for rows; dispatch: placing them and dispatching the step, or
+# compile, the first time; device: waiting for results; evaluate; save.
 PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
 
 
 class TimeSplit:
-  """Adds up seconds by what they were spent on."""
+  """Adds up seconds by part of the training loop."""
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
     """Starts with no time spent.
@@ -47,7 +47,7 @@ class TimeSplit:
   def take(self) -> dict[str, float]:
     """Returns the seconds since the last call, in total and by part.
 
-    What no part explains is the loop itself.
+    The rest of the total is overhead of the loop.
     """
     now = self._clock()
     taken = {_PREFIX + name: value for name, value in self._spent.items()}

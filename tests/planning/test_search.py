@@ -197,10 +197,10 @@ def refused(message, budget=15.75 * GIB):
 
   settings = toy.settings()
   mesh = mesh_lib.make_mesh(settings.mesh, devices())
-  question = plan_report.Question(chips.parse('v5e:2x4'), mesh, budget, [], 1.0)
+  target = plan_report.Target(chips.parse('v5e:2x4'), mesh, budget, [], 1.0)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(plan_report, '_compile', refuse)
-    return plan_report.describe(programs.evaluate(settings, mesh), question)
+    return plan_report.describe(programs.evaluate(settings, mesh), target)
 
 
 def test_a_program_out_of_memory_fits_no_budget():
@@ -214,8 +214,8 @@ def test_a_program_out_of_memory_fits_no_budget():
   assert unknown >= {'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
   assert 'DOES NOT FIT' in plan_report.text(found)
   assert search.Candidate(toy.settings(), (), found, 1).rate == 0
-  question = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
-  written = {**question, **stored_plans.content({'decode': found})}
+  request = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
+  written = {**request, **stored_plans.content({'decode': found})}
   (row,) = stored_plans.markdown([written]).splitlines()[2:]
   assert row.startswith('| `a.py`, decode | v5e:4x4 | 15.6 of 15.8 | - | - | ')
   (name, run), *_ = calibration.RUNS.items()
