@@ -41,7 +41,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.models import presets
 
-# By what stands after the colon: replica, fsdp, rules, remat, microbatches,
+# By the arguments after the colon: replica, fsdp, rules, remat, microbatches,
 # offload of the optimizer's state, and steps between checkpoints, about half
 # an hour. `python -m encdec_adapt.plan --search=6` finds the first five for
 # other chips.

@@ -1,4 +1,4 @@
-"""Decoder-only training whose speed was published: what plans are held against.
+"""Decoder-only training with published speed, for calibrating plans.
 
     python -m encdec_adapt.plan --calibrate=all
 

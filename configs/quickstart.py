@@ -32,7 +32,7 @@ RUNS = {
   'decoder_only_continued': 'control: decoder_only for as many tokens more',
   'adapted_embeddings': 'control: adapted, all fresh but the embeddings',
 }
-# Pretrained decoders, and digests of the documents that they have not seen.
+# Pretrained decoders, and digests of the documents held out from them.
 DECODERS = 'configs/decoders'
 FOLDERS = {'decoder_only': 'base', 'decoder_only_small': 'small'}
 VOCABULARY = 2048

@@ -219,7 +219,7 @@ def open_vocabularies(stored: stored_model.StoredModel) -> vocabularies.Opened:
   if opened is None:
     raise errors.UserError(
       f'{stored.path} has no tokenizer to read prompts with; put its'
-      ' tokenizer.model or tokenizer.json beside the weights.'
+      ' tokenizer.model or tokenizer.json into the folder of the weights.'
     )
   for side, stack in stored.model.stacks.items():
     vocabularies.check_size(opened.sides[side], stack.vocab_size, side)

@@ -40,8 +40,9 @@ def initialise(
 
   Args:
     target: the model to fill.
-    encoder_source: config and parameters to copy the encoder from.
-    decoder_source: the same for the decoder; None for the encoder's.
+    encoder_source: config and parameters of the encoder's source.
+    decoder_source: config and parameters of the decoder's source; None for the
+      encoder's.
     rng: key for the fresh parameters.
     cross_attention: 'copy' the decoder's self-attention with its norms, draw
       it 'fresh' (its pre-norm still copied), or 'auto': copy where the
@@ -82,9 +83,10 @@ def fill(
   Args:
     target: the model to fill.
     coverage: the plan, made by `weight_plan.make_plan` for these sources.
-    encoder_source: config and parameters that the encoder is copied from.
-    decoder_source: the same for the decoder; None for the encoder's.
-    rng: key of what is drawn fresh.
+    encoder_source: config and parameters of the encoder's source.
+    decoder_source: config and parameters of the decoder's source; None for the
+      encoder's.
+    rng: key of the fresh parameters.
   """
   sources = {
     'encoder_source': encoder_source,

@@ -1,8 +1,8 @@
 """Adapt: decoder-only models -> an encoder-decoder at step 0.
 
-The adaptation is planned from configs alone; then each array of the new model
-is made when it is written, so that host memory grows with the largest array
-only.
+The adaptation is planned from configs alone. Each array of the new model is
+then computed when it is written, so that host memory grows with the largest
+array only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,8 +40,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert adapt`: makes an encoder-decoder of one or two models.
 
   Raises:
-    UserError: the output exists, a source is not a sound decoder-only model,
-      or the flags ask for a model that the sources cannot fill.
+    UserError: the output exists, a source is damaged or not decoder-only, or
+      the flags describe a model that the sources cannot fill.
   """
   command.require(values, 'encoder', *(() if values.dry_run else ('output',)))
   if not values.dry_run:
@@ -94,7 +94,7 @@ def _target(
   decoder: model_config.StackConfig,
   values: flags.FlagValues,
 ) -> model_config.EncoderDecoderConfig:
-  """Returns the model that the flags ask for.
+  """Returns the config of the model that the flags describe.
 
   Raises:
     UserError: there is no such model, or it is not in --target's family.

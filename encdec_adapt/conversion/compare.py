@@ -132,7 +132,7 @@ class Agreement:
 def require_same_sizes(
   one: stored_model.StoredModel, other: stored_model.StoredModel
 ) -> None:
-  """Refuses two models with other stacks or vocabulary sizes.
+  """Raises an error if two models differ in stacks or vocabulary sizes.
 
   Raises:
     UserError: names the sizes.

@@ -30,8 +30,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert export`.
 
   Raises:
-    UserError: the output exists, there is no sound model, a kept file is
-      damaged, or a tokenizer encodes text to other ids than our vocabulary.
+    UserError: the output exists, the model is missing or damaged, a kept file
+      is damaged, or a tokenizer encodes text to other ids than our vocabulary.
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
@@ -90,7 +90,7 @@ def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
   """Returns whether our own layout is written; prints it, with the reason.
 
   Raises:
-    UserError: the layout of transformers is asked for, and it has no class.
+    UserError: --layout=transformers, but transformers has no class for it.
   """
   if layout == 'encdec_adapt':
     return True
@@ -147,7 +147,7 @@ def _vision_notes(
   *,
   own: bool,
 ) -> list[str]:
-  """Lists what a user of a T5Gemma 2's images must know."""
+  """Returns notes for users of the images of a T5Gemma 2."""
   if not _may_read_images(model, own=own):
     return []
   if part is None:
@@ -174,7 +174,7 @@ def _vision_notes(
 
 
 def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
-  """Notes where other software sees another window of the encoder, or ''."""
+  """Returns a note if other software uses another encoder window, or ''."""
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   if own or not is_pair or model.decoder.cross_merged:
     return ''

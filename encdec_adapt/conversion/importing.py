@@ -26,7 +26,7 @@ from encdec_adapt.models import model_config
 
 
 def open_model(path: str, values: flags.FlagValues) -> stored_model.StoredModel:
-  """Opens a model with those options of `stored_model` that are flags."""
+  """Opens a model with the options of `stored_model` given as flags."""
   names = [n for n in ('encoder_window', 'vocab_multiple') if n in values]
   options = {name: values[name].value for name in names}
   return stored_model.open_model(path, **options)
@@ -36,7 +36,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert import`.
 
   Raises:
-    UserError: the output exists, or the source is not a sound model folder.
+    UserError: the output exists, or the source is damaged or no model folder.
   """
   command.require(values, 'source', 'output')
   new_folder.require_free(values.output)
@@ -133,7 +133,7 @@ def _weights(text: str | None, models: int) -> list[float]:
 def _require_same_tokens(
   one: stored_model.StoredModel, other: stored_model.StoredModel
 ) -> None:
-  """Refuses to average models whose ids mean other text.
+  """Raises an error if the token ids of two models mean different text.
 
   A model without a tokenizer passes.
 

@@ -1,7 +1,7 @@
 """Models on disk that a training job starts from: its sources and its teacher.
 
-Opening reads configs and headers, refuses what does not fit before any long
-work, and plans how every weight is filled; `read` then reads the weights.
+Opening reads configs and headers, checks them before any long work, and plans
+how every weight is filled; `read` then reads the weights.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ class Sources:
     where: the trained model and its mesh.
     models: the opened sources, the encoder's first; one where both stacks
       come from the same, none for random parameters.
-    coverage: how every weight is filled; None where a checkpoint of the same
-      model is continued.
+    coverage: how every weight is filled; None if training continues from a
+      checkpoint of the same model.
   """
 
   init: init_section.InitConfig
@@ -82,7 +82,7 @@ class Sources:
     """Reads or draws the parameters; no device holds more than its shards.
 
     Args:
-      seed: seed of what is drawn.
+      seed: seed of the random parameters.
     """
     rng, target = jax.random.key(seed), self.where.model.config
     if self.init.mode == 'random':
@@ -108,10 +108,10 @@ def open_sources(
   compute: execution.ComputeConfig,
   where: state_lib.Placement,
 ) -> Sources:
-  """Opens the sources of a job and plans what is made of every weight.
+  """Opens the sources of a job and plans how every weight is filled.
 
-  Reads configs and headers only. Prints how a model differs from the one it
-  continues.
+  Reads configs and headers only. With init.mode 'checkpoint', prints how the
+  model's settings differ from its source's.
 
   Args:
     init: section `init` of the configuration.
@@ -119,7 +119,7 @@ def open_sources(
     where: the trained model and its mesh.
 
   Raises:
-    UserError: a source is neither a Hugging Face folder nor a run with a
+    UserError: a source is neither a Hugging Face folder nor a run with an
       undamaged checkpoint, or the model cannot start from it.
   """
   target = where.model.config
@@ -153,7 +153,7 @@ class Teacher:
   where: state_lib.Placement
 
   def read(self) -> decoder_only.Params:
-    """Reads its parameters."""
+    """Reads the teacher's parameters."""
     return self.source.read(self.where)
 
 
@@ -204,7 +204,7 @@ def _open(
 def _options(
   init: init_section.InitConfig, target: model_config.ModelConfig
 ) -> Mapping[str, Any]:
-  """Returns the options of an adaptation that a configuration asks for."""
+  """Returns the options of `weight_plan.make_plan` for a configuration."""
   if init.mode == 'embeddings':
     return {'fresh': weight_plan.all_but_embeddings(target)}
   return {
@@ -261,7 +261,7 @@ def _check_vocabulary(
         f' what they mean in {own}.'
       )
     return
-  # A decoder-only model has one side, whichever stack is made from it.
+  # A decoder-only model has only 'decoder', even as the encoder's source.
   theirs = source.vocabularies.path(
     side if side in source.model.stacks else 'decoder'
   )

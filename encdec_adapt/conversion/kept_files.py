@@ -1,9 +1,9 @@
-"""Hugging Face files that a run keeps of the models it was made from.
+"""Hugging Face files of a run's source models, kept for a later export.
 
-Their config.json, generation config and tokenizer files lie in a work
-directory under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder; so does the vision part of a T5Gemma 2 with
-its image processor. An export carries them along.
+A work directory stores their config.json, generation config and tokenizer
+files under hugging_face/decoder, and under hugging_face/encoder where the
+encoder came from another folder; also the vision part of a T5Gemma 2 with its
+image processor. An export writes them into its folder.
 """
 
 from collections.abc import Mapping
@@ -274,7 +274,7 @@ def tokenizer_files(found: Folders) -> dict[str, dict[str, paths.Path]]:
 
 
 def _check_ids(found: Folders) -> None:
-  """Refuses special ids that are not integers, in any kept file."""
+  """Raises an error if a kept file has special ids that are not integers."""
   stated = [
     (found.get(stack, found.get('decoder')), tensor_folder.CONFIG, fields)
     for stack, fields in config_fields(found).items()

@@ -93,7 +93,7 @@ class LoadedModel:
     if isinstance(self.config, model_config.EncoderDecoderConfig):
       if encoder_tokens is None:
         raise errors.UserError(
-          'an encoder-decoder needs encoder_tokens beside decoder_tokens.'
+          'an encoder-decoder needs encoder_tokens and decoder_tokens.'
         )
       encoder = self._framed(encoder_tokens, encoder_mask)
       rows = len(encoder[0]), len(decoder[0])
@@ -130,13 +130,13 @@ class LoadedModel:
       top_k: draw among the k likeliest tokens only.
       top_p: draw among the likeliest tokens that reach this probability.
       seed: seed of all draws.
-      bos: first token of an encoder-decoder's decoder; by default, as for the
-        next two, that of `special_ids`.
+      bos: first token of an encoder-decoder's decoder. Default of `bos`, `eos`
+        and `pad`: `special_ids`.
       eos: token, or several, that ends a row.
       pad: token after the end of a row.
 
     Raises:
-      UserError: one of the last three is neither given nor known, or see
+      UserError: `bos`, `eos` or `pad` is neither given nor known, or see
         `_framed`.
     """
     given = {'bos': bos, 'eos': eos, 'pad': pad}
@@ -145,8 +145,8 @@ class LoadedModel:
       ids = {**self.special_ids, **ids}
     if missing := given.keys() - ids:
       raise errors.UserError(
-        'generate: there is no tokenizer beside the model that says its'
-        f' special ids; give {" and ".join(sorted(missing))}.'
+        'generate: the model has no tokenizer that defines its special ids;'
+        f' give {" and ".join(sorted(missing))}.'
       )
     return generation.generate(
       self.model,

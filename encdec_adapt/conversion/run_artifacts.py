@@ -1,7 +1,7 @@
 """Run artifacts: resolved config, coverage report, kept files, summary.
 
-They describe the checkpoints in the same work directory, so what an earlier
-start left there is removed before it becomes untrue.
+They describe the checkpoints in the same work directory, so files of an earlier
+start are removed before they are out of date.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ def write_initial(
   sources: initial_state.Sources,
   opened: vocabularies.Opened,
 ) -> None:
-  """Writes what is known at step 0, replacing what an earlier start left.
+  """Writes the artifacts of step 0, replacing those of an earlier start.
 
   Args:
     workdir: work directory of the job.
-    sources: what its parameters come from.
-    opened: its vocabularies.
+    sources: source models of the job's parameters.
+    opened: vocabularies of the job.
   """
   remove_results(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE

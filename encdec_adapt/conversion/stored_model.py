@@ -1,4 +1,4 @@
-"""A model on disk, opened: the work directory of a run, or a model folder."""
+"""Opens models on disk: work directories of runs, Hugging Face folders."""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -36,7 +36,7 @@ class StoredModel:
     arrays: returns every parameter, unread, in the order of the parameter
       table.
     checkpoint: the newest undamaged checkpoint of a run; None for a folder.
-    unused: tensors that are no part of the model -> reason.
+    unused: name of a stored tensor that the model does not use -> reason.
   """
 
   path: paths_lib.Path
@@ -251,10 +251,10 @@ def with_outside(
 
 
 def require_decoder_only(source: StoredModel) -> None:
-  """Refuses to adapt an encoder-decoder.
+  """Raises an error if a source of an adaptation is not decoder-only.
 
   Raises:
-    UserError: the source is one.
+    UserError: the source is an encoder-decoder.
   """
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(

@@ -1,7 +1,7 @@
-"""Writes work directories for models that no training made.
+"""Writes work directories for imported, adapted and merged models.
 
-An imported, adapted or merged model gets the work directory that training
-leaves, with a checkpoint of step 0. It appears whole or not at all.
+They have the layout of a training job's, with a checkpoint of step 0, and are
+written atomically.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ _LENGTH = 256  # Default tokens of either side in the configuration.
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-  """Contents of a work directory beside its parameters.
+  """Contents of a work directory other than the parameters.
 
   Attributes:
     model: config of the model.
@@ -69,13 +69,13 @@ def write(
 
   Args:
     output: folder that does not exist or is empty; may be in a bucket.
-    contents: contents beside the parameters.
+    contents: contents other than the parameters.
     arrays: every parameter of the model.
     verb: verb of the progress line, such as "read".
 
   Raises:
     UserError: the folder is taken or cannot be written, a kept file is
-      damaged, or a vocabulary has more tokens than the table rows.
+      damaged, or a vocabulary has more tokens than the table has rows.
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
@@ -116,7 +116,7 @@ def write(
 
 
 def _streamed(arrays: list[folder_lib.LazyArray], verb: str) -> Any:
-  """Returns parameters, nested, that are each read when they are saved."""
+  """Returns nested parameters, each of which is read when it is saved."""
   report = progress.ByteProgress(verb)
   total, done = sum(array.nbytes for array in arrays), 0
 

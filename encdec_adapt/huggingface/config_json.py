@@ -85,8 +85,8 @@ def raw_from_model(
     The content in the spelling of transformers 5, and the tensor names.
 
   Raises:
-    UserError: no class of transformers can express the model; says why for
-      every family.
+    UserError: no class of transformers can express the model; gives the reason
+      for every family.
   """
   is_pair = isinstance(config, model_config.EncoderDecoderConfig)
   reasons = []
@@ -120,7 +120,7 @@ def pair_of(
       `model_config.t5gemma2` for that target.
 
   Raises:
-    UserError: unknown family, or the model cannot belong to it; says why.
+    UserError: unknown family, or the model cannot belong to it, and why.
   """
   if not target:
     return model_config.encoder_decoder(encoder, decoder, **options)
@@ -267,8 +267,8 @@ def with_fields(
   """Returns a config.json with carried fields added.
 
   Args:
-    raw: as `raw_from_model` or `own_config.raw_from_model` returns it.
-    fields: as `carried_fields` returns them.
+    raw: result of `raw_from_model` or `own_config.raw_from_model`.
+    fields: result of `carried_fields`.
   """
   kind = raw['model_type']
   if kind == own_config.MODEL_TYPE:

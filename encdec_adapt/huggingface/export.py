@@ -1,6 +1,6 @@
-"""Writes a model of ours as a Hugging Face folder.
+"""Writes a model as a Hugging Face folder.
 
-In the layout that transformers loads, or in our own (`weights.OWN`).
+The layout is that of transformers, or our own (`weights.OWN`).
 """
 
 from collections.abc import Callable, Mapping
@@ -94,7 +94,7 @@ def _plan(
   params: Mapping[str, Any],
   dtype: np.dtype | None,
 ) -> list[tensor_writer.PlannedTensor]:
-  """Returns every tensor, those of one stored parameter after another."""
+  """Returns all tensors to write, grouped by stored parameter."""
   leaves = layer_leaves.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:

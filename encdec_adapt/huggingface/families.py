@@ -50,11 +50,11 @@ class Family:
     bias: our `attention_bias` if its file sets `bias_field`, or always, if
       `bias_is_fixed`.
     bias_is_fixed: whether every model of the family has `bias`.
-    bias_field: field that says whether attention has biases.
+    bias_field: field that defines whether attention has biases.
     windows: which layers may have a window: 'layers' any, 'all' all or none,
       'none' none.
     aliases: other spelling of a field -> the one used here.
-    fields: field of the file -> our field, beside the common ones.
+    fields: field of the file -> our field, in addition to the common ones.
     fixed: our fields that are the same for every model of the family.
     layer_types: returns the kinds of the layers if a file does not list them;
       empty if it must.
@@ -85,7 +85,7 @@ class Family:
 
 
 def _alternating(period: int) -> Callable[[Raw], list[str]]:
-  """Every `period`-th layer is full, or as `sliding_window_pattern` says."""
+  """Every `period`-th layer is full; `sliding_window_pattern` overrides it."""
 
   def kinds(raw: Raw) -> list[str]:
     every = raw.get('sliding_window_pattern') or period

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as one of our models: config and lazy parameters."""
+"""Reads a Hugging Face folder as our model config and lazy parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
@@ -68,7 +68,7 @@ class _Piece:
   Attributes:
     tensor: name of the stored tensor.
     shape: shape of the piece.
-    place: expert and rows, where one tensor holds all experts; else None.
+    place: expert and its rows if one tensor holds all experts; else None.
   """
 
   tensor: str
@@ -76,8 +76,8 @@ class _Piece:
   place: tuple[int, slice] | None
 
 
-# Our leaf -> its weights, each with the pieces that hold it: mostly one;
-# further ones are copies, which have to be equal.
+# Our leaf -> its weights, each with the pieces that store it: usually one;
+# further ones are copies, which must be equal.
 _Found = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
 
 
@@ -136,7 +136,7 @@ class ModelFolder:
 
     Raises:
       UserError: the folder is damaged or its model not supported; a tensor is
-        missing, unexpected or of another shape than the config says.
+        missing, unexpected or of another shape than in the config.
     """
     folder = paths.at(folder)
     file = folder / tensor_folder.CONFIG
@@ -204,7 +204,7 @@ class ModelFolder:
       for piece in pieces
     )
     transposing.copy(part, out[: len(part)])
-    out[len(part) :] = 0  # Rows of a table that are no tokens.
+    out[len(part) :] = 0  # Padding rows of a table.
     first, *others = pieces
     tensor_folder.check_finite(first.tensor, out, self._file(first))
     for piece, copy in zip(others, copies, strict=True):
@@ -242,7 +242,7 @@ def _match(
     raise errors.UserError(
       f'{tensors.folder} has no tensor {missing[0]!r}'
       + (f' (and {len(missing) - 1} more)' if len(missing) > 1 else '')
-      + ', which its config.json asks for. The folder is incomplete, or the'
+      + ', which its config.json requires. The folder is incomplete, or the'
       ' config belongs to another model.'
     )
   unused = {}
@@ -271,7 +271,7 @@ def _require_fits(
     of_one = ' per expert' if piece.place else ''
     raise errors.UserError(
       f'{piece.tensor} in {info.file} has shape {list(piece.shape)}{of_one};'
-      f' the config.json beside it says {list(weight.their_shape)}.'
+      f' its config.json requires {list(weight.their_shape)}.'
     )
   if info.dtype.name not in _FLOATS:
     raise errors.UserError(
@@ -286,7 +286,7 @@ def _pieces(
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
 ) -> dict[str, list[_Piece]]:
-  """Returns what a folder holds by its name in the layout, copies last."""
+  """Returns the stored pieces by canonical tensor name, copies last."""
   pieces: dict[str, list[_Piece]] = {}
   for name, info in tensors.tensors.items():
     held = layout.pieces(layout.canonical(name), info.shape)

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Atomic creation of folders: complete or absent."""
 
 from collections.abc import Iterator
 import contextlib
@@ -27,7 +27,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   """Makes a folder under a temporary name and moves it to `path` at the end.
 
   If the body raises, the draft is removed and `path` is as before. Only a
-  killed process leaves its draft, `.NAME.XXXXXXXX.partial`, beside `path`.
+  killed process leaves its draft, `.NAME.XXXXXXXX.partial`, next to `path`.
 
   The draft for a bucket is a local folder under $TMPDIR, uploaded with
   checksums at the end, `MARKER` last. The body may upload large files to

@@ -2,7 +2,7 @@
 
 `model_type` is 'encdec_adapt'; `kind` is 'decoder_only' or 'encoder_decoder';
 every stack is an object with all fields of `models.model_config.StackConfig`.
-The tensors beside it have the layout `weights.OWN`.
+The tensors of the folder have the layout `weights.OWN`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Types and ranges of the fields of a config.json.
+"""Validates types and ranges of the fields of a config.json.
 
-Files come from anywhere: a width that is a string, or a million layers, is
-refused by name before a model is built from it.
+Files are untrusted: a width that is a string, or a million layers, is an error
+that names the field, raised before a model is built.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from encdec_adapt.cli import errors
 
-_LARGEST = 2**31 - 1  # Of any size: array libraries count with 32 bits.
+_LARGEST = 2**31 - 1  # Limit of every size: array libraries use 32-bit sizes.
 _MOST_LAYERS = 10_000
 _INTEGERS = frozenset(
   'vocab_size hidden_size intermediate_size num_hidden_layers'
@@ -45,7 +45,7 @@ _KINDS = ('full_attention', 'sliding_attention')
 
 
 def check(raw: Mapping[str, Any], file: str) -> None:
-  """Raises an error for a value that no model has; ignores unknown fields.
+  """Raises an error for an invalid value; ignores unknown fields.
 
   Args:
     raw: parsed config.json, or the part of one that describes a stack.
@@ -88,7 +88,7 @@ def _check_fields(raw: Mapping[str, Any], file: str) -> None:
 
 
 def _rule(field: str, value: Any) -> tuple[bool, str]:
-  """Returns whether a value fits its field, and what would."""
+  """Returns whether a value is valid, and a description of valid ones."""
   if field in _INTEGERS:
     low = 0 if field in _FROM_ZERO else 1
     most = _MOST_LAYERS if field == 'num_hidden_layers' else _LARGEST

@@ -255,7 +255,7 @@ def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
   """Reads the headers of all shards; the index must agree with them."""
   index = folder / INDEX
   places = atomic.read_json(index).get('weight_map')
-  # An index is not trusted with paths: only files of this folder.
+  # Paths in an index are untrusted: only files of this folder are allowed.
   if not isinstance(places, dict) or not all(
     isinstance(place, str) and pathlib.PurePath(place).name == place
     for place in places.values()

@@ -1,6 +1,6 @@
 """Writes tensors as safetensors, shard by shard.
 
-The `safetensors` package writes the files. It wants all arrays of a file at
+The `safetensors` package writes the files. It needs all arrays of a file at
 once, so host memory grows with a shard, not with the model.
 """
 
@@ -113,7 +113,7 @@ def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
 def _array(tensor: PlannedTensor) -> np.ndarray:
   """Makes an array and its memory row-major.
 
-  `save_file` writes the memory of an array as it lies, whatever its strides.
+  `save_file` writes the raw memory of an array and ignores its strides.
   """
   array = transposing.in_order(tensor.make())
   if (array.shape, array.dtype) != (tensor.shape, np.dtype(tensor.dtype)):

@@ -70,7 +70,7 @@ class Vision:
 
   @property
   def image_token(self) -> int:
-    """Token id that stands for a piece of an image."""
+    """Id of the placeholder token of an image patch."""
     return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
   def planned(self) -> list[tensor_writer.PlannedTensor]:
@@ -118,7 +118,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
 
   Raises:
     UserError: a file is damaged, or a tensor is missing, unexpected or of
-      another shape than the config.json says.
+      another shape than in config.json.
   """
   folder = paths.at(folder)
   weights = folder / FOLDER if (folder / FOLDER).is_dir() else folder
@@ -170,8 +170,8 @@ def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
   """Returns a T5Gemma 2 config.json with the fields of a vision part.
 
   Args:
-    raw: as `config_json.raw_from_model` returns it.
-    part: vision part that is written beside it.
+    raw: result of `config_json.raw_from_model`.
+    part: vision part that is written into the same folder.
   """
   encoder = {**raw['encoder'], **part.fields}
   top = {k: v for k, v in part.fields.items() if k == 'image_token_index'}
@@ -255,7 +255,7 @@ def _match(
 
 
 def _wanted(encoder: families.Raw, file: str) -> siglip.Shapes:
-  """Returns the tensors that a config.json says of its vision part."""
+  """Returns names and shapes of the vision part that config.json defines."""
   parts = {}
   for key in ('text_config', 'vision_config'):
     parts[key] = {} if encoder.get(key) is None else encoder[key]

@@ -31,7 +31,7 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
 }
-# Stands for the number of an expert in the names of its tensors.
+# Placeholder of the expert's number in tensor names.
 _EXPERT = '{}'
 # Our kernels whose first dimension a product contracts.
 _KERNELS = frozenset('query key value gate up down router shared_gate'.split())
@@ -121,7 +121,7 @@ class Layout:
       under which its class stores it.
     fused: suffix of a tensor that holds all experts, as transformers 5 has
       them in memory and can save them -> suffixes of the tensors of one expert
-      that lie side by side in it.
+      that are concatenated in it.
     own: whether this is our own layout, where names are those of our leaves
       with '.' for '/', and tensors have our shapes; the tables are then empty.
   """
@@ -137,7 +137,7 @@ class Layout:
   own: bool = False
 
   def canonical(self, name: str) -> str:
-    """Returns a name in the spelling used here."""
+    """Returns the canonical spelling of a stored tensor name."""
     for other, ours in self.inner_aliases.items():
       name = name.replace(other, ours)
     for start, ours in self.aliases.items():

@@ -4,7 +4,7 @@ A text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
 is encoded as its characters. Encoding adds no framing, and decoding returns
 the encoded text. A tokenizer that loses more than Unicode normalisation does
 (unknown characters, spaces) is refused when it is opened; one that normalises
-says so in `note`.
+has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -75,7 +75,7 @@ class SpecialIds:
     pad: fills rows; masked everywhere.
     eos: ends a document.
     bos: starts a segment.
-    unk: stands for unknown characters; None if there is none.
+    unk: id of unknown characters; None if there is none.
     mask: mask of masked language models; None if there is none.
   """
 
@@ -99,7 +99,7 @@ class Vocabulary(abc.ABC):
     specials: name -> id of every special token.
     sentinels: ids of the sentinels in order; may be empty.
     mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
-    note: what encoding changes in a text, '' for nothing.
+    note: description of what encoding changes in a text; '' for nothing.
     files: files that the vocabulary was read from.
   """
 

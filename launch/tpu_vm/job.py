@@ -319,7 +319,7 @@ class Job:
     return judge(statuses, status), statuses
 
   def was_preempted(self, *, wait: bool) -> bool:
-    """Returns whether machines are gone, waiting until their state tells."""
+    """Returns whether machines are gone; waits until their state shows it."""
     patience = self.grace_seconds if wait else 0
     deadline = time.monotonic() + patience
     while not (gone := self.gone()):
