@@ -11,8 +11,8 @@
 #
 #   bash launch/device.sh train --config=... --workdir=... [flags of train]
 #
-# `train` installs beside the source those packages that the machine lacks,
-# leaves its jax alone, and runs `python3 -m encdec_adapt.train` from there.
+# `train` installs the packages that the machine lacks next to the source,
+# keeps its jax, and runs `python3 -m encdec_adapt.train` from there.
 # PYTHON names another interpreter. Packing other folders than records (say
 # checkpoints): repeat --records; paths stay what they are below the root.
 

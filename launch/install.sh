@@ -5,9 +5,9 @@
 #   bash launch/install.sh --platform=cpu|tpu|gpu-cuda12 [--python=3.12]
 #     [--dry_run]
 #
-# Needs uv, or a python3 with pip, which brings it into a folder beside .venv.
-# A machine without the wanted Python is given one by uv. What is installed
-# already is left alone.
+# Needs uv, or a python3 with pip, which installs uv into a folder next to
+# .venv. uv installs the requested Python if the machine lacks it. Packages that
+# are installed already are kept.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,7 +36,7 @@ case "$version" in
   *) fail "--python=$version: the lock files hold for 3.11 and 3.12" ;;
 esac
 
-# Prints a command; runs it unless told not to.
+# Prints a command; runs it unless --dry_run is given.
 attempt() {
   show "$@"
   if [ "$dry_run" = 0 ]; then
@@ -44,9 +44,8 @@ attempt() {
   fi
 }
 
-# Brings uv where there is none. A folder that pip is told of is no environment
-# that the system keeps for itself (PEP 668), and needs no venv, which Debian
-# has in a package of its own.
+# Installs uv if it is missing. `pip --target` works in environments that the
+# system manages (PEP 668), and needs no venv, a separate package on Debian.
 bring_uv() {
   local folder=$VENV-uv-$UV_VERSION
   export PATH=$PATH:$PWD/$folder/bin

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-  """Prints the total time by marker, beside the slowest tests."""
+  """Prints the total time by marker, with the slowest tests."""
   if config.option.durations is None:
     return
   tiers = ('sharded', 'multiproc', 'aot', 'parity', 'resume', 'e2e')

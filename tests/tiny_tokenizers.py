@@ -149,10 +149,10 @@ def save(
   """Writes a tokenizer as a Hugging Face folder has it.
 
   Args:
-    folder: made if missing.
-    family: as for `make`.
-    texts: to train on.
-    size: as for `make`.
+    folder: folder to write to; made if missing.
+    family: see `make`.
+    texts: texts to train on.
+    size: see `make`.
     config: also write tokenizer_config.json.
   """
   folder.mkdir(parents=True, exist_ok=True)

@@ -251,7 +251,7 @@ def _check_vocabulary(
     side: the stack that is made from it, 'encoder' or 'decoder'.
 
   Raises:
-    UserError: its ids mean other text.
+    UserError: the token ids mean different text.
   """
   own = choice.path(side)
   if source.vocabularies is None:

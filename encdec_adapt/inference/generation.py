@@ -59,7 +59,7 @@ def generate_tokens(
   eos: Int[Array, 'k'],
   pad: int,
 ) -> Generated:
-  """Continues a batch of prompts; can be traced (`generate` is jitted).
+  """Generates continuations of prompts; traceable (`generate` is jitted).
 
   Args:
     model: an encoder-decoder, or a decoder-only model.

@@ -40,7 +40,7 @@ class Decoder:
     return parameters.parameter_table(self.config)
 
   def init(self, rng: jax.Array) -> dict[str, Any]:
-    """Fresh float32 parameters; jit with `out_shardings` to shard them."""
+    """Initialises float32 parameters; jit with `out_shardings` to shard."""
     return parameters.init(self.config, rng)
 
   def head(self, params: Params) -> Float[Array, 'V D']:
@@ -61,7 +61,7 @@ class Decoder:
     )
 
   def init_cache(self, batch: int, length: int) -> caches.Cache:
-    """An empty cache of `length` tokens per row for `decode_step`."""
+    """Makes an empty cache of `length` tokens per row for `decode_step`."""
     return caches.empty(
       self.config.decoder, batch, length, self.execution.dtype
     )
@@ -110,7 +110,7 @@ class DecoderOnly(Decoder):
     *,
     routing: Routing = None,
   ) -> Float[Array, 'B L D']:
-    """States after the final norm.
+    """Computes the states after the final norm.
 
     Args:
       params: the model's parameters.
@@ -133,7 +133,7 @@ class DecoderOnly(Decoder):
     positions: Tokens,
     cache: caches.Cache,
   ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
-    """Continues rows by the next tokens, one or many.
+    """Decodes the next tokens of each row, one or many.
 
     The caller must not write more tokens than the cache has entries; segments
     and positions decide which entries are visible.

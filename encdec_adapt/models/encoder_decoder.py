@@ -117,7 +117,7 @@ class EncoderDecoder(decoder_only.Decoder):
     cache: caches.Cache,
     cross: caches.CrossCache,
   ) -> tuple[Float[Array, 'B T D'], caches.Cache]:
-    """Continues rows by the next tokens, one or many.
+    """Decodes the next tokens of each row, one or many.
 
     The caller must not write more tokens than the cache has entries; segments
     and positions decide which entries are visible.

@@ -25,7 +25,7 @@ def kernel_init(
   out_axis: int | Sequence[int],
   batch_axis: int | Sequence[int] = (),
 ) -> nn.initializers.Initializer:
-  """Initialiser of a kernel with these logical axes.
+  """Returns the initialiser of a kernel with these logical axes.
 
   Args:
     axes: one logical name per dimension.
@@ -40,14 +40,14 @@ def kernel_init(
 
 
 def bias_init(*axes: str) -> nn.initializers.Initializer:
-  """Initialiser of a bias, zeros, with these logical axes."""
+  """Returns the initialiser of a bias, zeros, with these logical axes."""
   return nn.with_logical_partitioning(nn.initializers.zeros, axes)
 
 
 def gain_init(
   config: model_config.StackConfig, axis: str
 ) -> nn.initializers.Initializer:
-  """Initialiser of a norm's scale: the value for a gain of one."""
+  """Returns the initialiser of a norm's scale, for a gain of one."""
   one_plus = config.norm_gain == 'one_plus'
   values = nn.initializers.zeros if one_plus else nn.initializers.ones
   return nn.with_logical_partitioning(values, (axis,))
@@ -58,7 +58,7 @@ def norm(
   x: Float[Array, '*L D'],
   scale: Float[Array, 'D'],
 ) -> Float[Array, '*L D']:
-  """The stack's RMSNorm, over the last axis."""
+  """Makes the stack's RMSNorm over the last axis."""
   one_plus = config.norm_gain == 'one_plus'
   return norms.rms_norm(x, scale, config.norm_eps, one_plus=one_plus)
 
@@ -83,7 +83,7 @@ class Embedder(nn.Module):
 
   @nn.compact
   def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
-    """Rows of the table, times sqrt(D) where the stack scales them.
+    """Looks up rows of the table, times sqrt(D) if the stack scales them.
 
     sqrt(D) is rounded to the dtype first. The vector of `eoi_token` is not
     scaled.
@@ -127,7 +127,7 @@ def logits(
   vocab_size: int,
   softcap: float | None,
 ) -> Float[Array, 'B T vocab']:
-  """Soft-capped logits in float32 of the vocabulary's tokens."""
+  """Computes soft-capped float32 logits of the vocabulary's tokens."""
   x = jnp.einsum(
     'BTD,VD->BTV',
     hidden,

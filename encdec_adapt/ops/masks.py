@@ -20,7 +20,7 @@ Keys = tuple[Int[Array, 'B S'], Int[Array, 'B S']]
 
 @flax.struct.dataclass(kw_only=True)
 class MaskSpec:
-  """Which keys each query sees.
+  """Defines which keys are visible to each query.
 
   Key k is visible to query q iff all of these hold:
     - q_segments[q] == kv_segments[k] and neither is 0 (padding);
@@ -122,7 +122,7 @@ def causal(
   keys: Keys | None = None,
   aligned: bool = False,
 ) -> MaskSpec:
-  """Causal self-attention within segments; a window is `window` keys wide.
+  """Makes the mask of causal self-attention; a window is `window` keys wide.
 
   `keys` are segments and positions of the entries of a cache, None where the
   queries' own tokens are the keys; `aligned` as in `MaskSpec`.
@@ -148,7 +148,7 @@ def bidirectional(
   keys: Keys | None = None,
   aligned: bool = False,
 ) -> MaskSpec:
-  """Bidirectional self-attention within segments; the rest as for `causal`."""
+  """Makes the mask of bidirectional self-attention; arguments as `causal`."""
   causal_spec = causal(
     segments, positions, window=window, keys=keys, aligned=aligned
   )
@@ -158,12 +158,12 @@ def bidirectional(
 def cross(
   q_segments: Int[Array, 'B T'], kv_segments: Int[Array, 'B S']
 ) -> MaskSpec:
-  """Cross-attention: every key of the query's segment, no positions."""
+  """Makes the mask of cross-attention: all keys of the query's segment."""
   return MaskSpec(kind='full', q_segments=q_segments, kv_segments=kv_segments)
 
 
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
-  """The mask over a spec's keys followed by M keys that have no position.
+  """Extends a mask by M keys that have no position.
 
   Raises:
     ValueError: the spec has no segments; they alone decide on memory keys.
@@ -186,7 +186,7 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
 def with_segments(
   spec: MaskSpec, batch: int, queries: int, keys: int
 ) -> MaskSpec:
-  """The same mask with segments, whole rows of one where it had none."""
+  """Returns the mask with segments: one per row if it had none."""
   if spec.has_segments:
     return spec
   return spec.replace(

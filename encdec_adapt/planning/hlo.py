@@ -57,9 +57,9 @@ class Instruction:
   """One line of a computation.
 
   Attributes:
-    name: without the percent sign.
+    name: name without the percent sign.
     type: text of the result's type.
-    opcode: such as 'fusion'.
+    opcode: name of the operation, such as 'fusion'.
     operands: names of the operands.
     attributes: text after the operands.
     is_root: whether it is the result of the computation.

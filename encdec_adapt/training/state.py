@@ -73,7 +73,7 @@ class Placement:
 
   @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
-    """Path to sharding.
+    """Sharding of every parameter by its path.
 
     Raises:
       ValueError: a parameter does not divide over the mesh.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the lock files of this folder: the versions of an environment in
-# which the tests pass, and what each platform needs besides.
+# which the tests pass, plus the packages of each platform.
 #
 #   bash launch/locks/make.sh [--tested=.venv/bin/python]
 #
@@ -43,7 +43,7 @@ for found in metadata.distributions():
 PYTHON_CODE
 
 # Writes a lock.
-#   $1: its name; $2: what it needs besides setup.py, or nothing.
+#   $1: name of the lock; $2: requirements in addition to setup.py, if any.
 lock() {
   local name=$1 extra=${2:-} file=launch/locks/$1.txt
   {

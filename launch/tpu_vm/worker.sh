@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs on every worker of a TPU slice, started by launch/tpu_vm in the home
-# folder, with the source as encdec_adapt.tar.gz beside it:
+# folder, with the source as encdec_adapt.tar.gz in the same folder:
 #
 #   bash worker.sh [--dry_run] ...
 #   bash worker.sh setup SOURCE [gs://BUCKET/RECORDS | disk]
@@ -41,7 +41,7 @@ show() {
   printf '\n'
 }
 
-# Prints a command; runs it unless told not to.
+# Prints a command; runs it unless --dry_run is given.
 attempt() {
   show "$@"
   if [ "$dry_run" = 0 ]; then
@@ -248,11 +248,11 @@ follow() {
 }
 
 stop() {
-  tell TERM 'told to stop; it saves and ends with status 75'
+  tell TERM 'sent SIGTERM: the job saves and exits with status 75'
 }
 
 profile() {
-  tell USR1 'told to trace its next steps, into the work directory'
+  tell USR1 'sent SIGUSR1: the job traces its next steps into its work directory'
 }
 
 # Sends the job a signal and prints a message.

@@ -1,6 +1,6 @@
 """How the training step's program grows with layers and with devices.
 
-Compiles a small pair for TPUs that are not here (libtpu). Layers are scanned
+Compiles a small pair ahead of time for TPUs (libtpu). Layers are scanned
 over and every device runs the same program, so that neither the traced text
 nor the time to compile should grow with either; ratios are to the first row.
 """

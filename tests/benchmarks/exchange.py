@@ -71,8 +71,8 @@ def make_folder(folder: pathlib.Path, model: model_config.ModelConfig) -> int:
   """Writes a folder of random bf16 weights.
 
   Args:
-    folder: to make.
-    model: its shape; transformers has a class for it.
+    folder: folder to make.
+    model: config of the model; transformers must have a class for it.
 
   Returns:
     Bytes of the weights.
@@ -98,11 +98,11 @@ def measure(code: tuple[str, str], **names: Any) -> tuple[float, float]:
   """Runs code in a process of its own.
 
   Args:
-    code: what is prepared, and what is measured.
-    **names: what the code names.
+    code: setup code, and the code to measure.
+    **names: values of the placeholders in the code.
 
   Returns:
-    Seconds, and the most memory that the process had, in bytes.
+    Seconds, and the peak memory of the process in bytes.
   """
   prepare, work = (part.format(**names) for part in code)
   done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What every benchmark does with its numbers. Imports no array library."""
+"""Reports of benchmarks: flags, tables, JSON. Imports no array library."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def report(
   name: str, rows: Sequence[Row], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-  """Prints a table of the rows, and writes them where `--output` says.
+  """Prints a table of the rows, and writes them to `--output`.
 
   Args:
-    name: of the benchmark.
+    name: name of the benchmark.
     rows: the table's rows; the keys of the first are its header.
     arguments: parsed flags; they are written too.
 
   Returns:
-    What is written: 'benchmark', 'machine', 'settings' and 'rows'.
+    The written content: 'benchmark', 'machine', 'settings' and 'rows'.
   """
   header = list(rows[0])
   lines = [header] + [[_show(row[key]) for key in header] for row in rows]

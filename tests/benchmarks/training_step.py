@@ -324,8 +324,8 @@ class Worker:
   """One implementation in a process of its own.
 
   Attributes:
-    parameters: of its model.
-    peak_flops: FLOP/s of its devices; only ours knows.
+    parameters: number of parameters of the model.
+    peak_flops: peak FLOP/s of its devices; only for our implementation.
     answers: measurements of each run.
 
   Raises:

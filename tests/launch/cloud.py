@@ -1,4 +1,4 @@
-"""A fake cloud of TPU VMs to launch on; what it is: fake_gcloud.py."""
+"""A fake cloud of TPU VMs for launcher tests; see fake_gcloud.py."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ DISK = 'source=projects/p/zones/us-west4-a/disks/d,mode=read-only'
 
 
 class Cloud(checkout.Checkout):
-  """A checkout beside a fake cloud."""
+  """A checkout with a fake cloud."""
 
   def __init__(self, folder):
     """An empty cloud."""
@@ -96,7 +96,7 @@ def assert_ended(done, status):
 
 
 def starts(cloud) -> int:
-  """How often a job that went on from step 0 to its end was started."""
+  """Number of starts of a job that ran from step 0 to its end."""
   (log,) = [
     text
     for text in (

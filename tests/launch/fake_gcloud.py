@@ -146,7 +146,7 @@ def _queued_resources_scp(names, flags) -> int:
 
 @contextlib.contextmanager
 def _scenario():
-  """The scenario, to be changed by nobody else meanwhile."""
+  """Yields the scenario, locked while it is changed."""
   path, part = CLOUD / 'scenario.json', CLOUD / 'scenario.part'
   with open(CLOUD / 'scenario.lock', 'w') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -244,7 +244,7 @@ def _worker(slice_: int, worker: int, command: str) -> subprocess.Popen:
       self.wfile.write((value or '').encode())
 
     def log_message(self, *arguments):
-      """Says nothing."""
+      """Suppresses log lines."""
 
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
   threading.Thread(target=server.serve_forever, daemon=True).start()

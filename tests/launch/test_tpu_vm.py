@@ -192,8 +192,8 @@ def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
     output, _ = launcher.communicate(timeout=60)
   finally:
     launcher.kill()
-  assert traced.stdout.count('] launch: told to trace its next steps') == 4
-  assert done.stdout.count('] launch: told to stop') == 4
+  assert traced.stdout.count('] launch: sent SIGUSR1') == 4
+  assert done.stdout.count('] launch: sent SIGTERM') == 4
   assert 'the job was stopped after a save: 4 of 4 workers' in output
   assert launcher.returncode == 0
 

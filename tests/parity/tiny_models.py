@@ -453,7 +453,7 @@ def assert_same_text(ours, theirs, rows: Batch) -> None:
 
   Args:
     ours: model that `encdec_adapt.load` returned.
-    theirs: the same model in torch.
+    theirs: corresponding model in torch.
     rows: batch with the prompts.
   """
   expected = their_text(theirs, rows)
