@@ -171,6 +171,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
     clip_norm=CLIP_NORM,
     moment_dtype=arguments.moment_dtype,
+    second_moment_dtype=arguments.moment_dtype,
   )
   loss = losses.LossConfig(chunk=arguments.loss_chunk)
   only = phases.Phases(where, loss, optimizer)
