@@ -106,7 +106,7 @@ class Partition:
         raise ValueError(
           f'{what} of shape {tuple(shape)} with axes {tuple(names)}: {name!r}'
           f' of size {size} does not divide over mesh axes {axes} of'
-          f' {self.devices(axes)} devices; change the size or config.mesh'
+          f' {self.devices(axes)} devices.'
         )
       for axis in axes:
         if axis in owner:

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
@@ -141,7 +141,7 @@ def with_attention_for(
 def place_model(
   model: model_config.ModelConfig,
   compute: execution.ComputeConfig,
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh,
   rules: rules_lib.Rules,
 ) -> state_lib.Placement:
   """Builds a model and the shardings of its parameters on the mesh.

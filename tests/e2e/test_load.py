@@ -55,7 +55,9 @@ def test_a_mesh_changes_no_logits(odd):
 
 @pytest.mark.sharded
 def test_a_mesh_over_which_heads_do_not_divide_is_refused(odd):
-  with pytest.raises(errors.UserError, match="'kv_heads' of 2.*another mesh"):
+  with pytest.raises(
+    errors.UserError, match="'kv_heads' of size 2.*another mesh"
+  ):
     encdec_adapt.load(odd, mesh=_mesh(tensor=4))
 
 
