@@ -35,7 +35,11 @@ _OPTIMIZERS = (
   ({'optimizer.moment_dtype': 'bfloat16'},),
   (
     {'optimizer.offload': True},
-    {'optimizer.kind': 'adafactor', 'optimizer.moment_dtype': 'float32'},
+    {
+      'optimizer.kind': 'adafactor',
+      'optimizer.moment_dtype': 'float32',
+      'optimizer.second_moment_dtype': 'float32',
+    },
   ),
 )
 
@@ -139,16 +143,21 @@ class _Planner:
 def _changed(
   settings: config_lib.Settings, changes: Mapping[str, Any]
 ) -> config_lib.Settings:
-  """Returns the settings with other values of configuration keys."""
+  """Returns the settings with other values of configuration keys.
+
+  The keys of a section change at once: each alone may be refused, as another
+  batch is that does not divide into the old number of microbatches.
+  """
+  sections: dict[str, dict[str, Any]] = {}
   for key, value in changes.items():
     section, name = key.split('.')
-    if key == 'mesh.rules':
-      changed = {'rules': rules_lib.named(value)}
-    else:
-      old = getattr(settings, section)
-      changed = {section: dataclasses.replace(old, **{name: value})}
-    settings = dataclasses.replace(settings, **changed)
-  return settings
+    sections.setdefault(section, {})[name] = value
+  changed: dict[str, Any] = {}
+  for section, values in sections.items():
+    if 'rules' in values:
+      changed['rules'] = rules_lib.named(values.pop('rules'))
+    changed[section] = dataclasses.replace(getattr(settings, section), **values)
+  return dataclasses.replace(settings, **changed)
 
 
 def ranked(

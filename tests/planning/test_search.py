@@ -122,6 +122,16 @@ def test_then_the_optimizer_keeps_less():
   assert kinds[0] == {'optimizer.offload'} and 'optimizer.kind' in kinds[1]
   found, advice = make_plan(2**10)
   assert not found and advice.startswith('nothing fits into h100:8 x 1')
+  # Some of the changes are refused alone beside these settings.
+  moments = ('moment_dtype', 'second_moment_dtype')
+  asked = {f'optimizer__{name}': 'bfloat16' for name in moments}
+  _, advice = make_plan(10 * MIB, train__microbatches=32, **asked)
+  assert advice.startswith('nothing fits into h100:8 x 1')
+
+
+def test_candidates_of_a_job_with_microbatches():
+  job = toy.settings(train__batch_size=64, train__microbatches=32)
+  assert search.ranked(job, toy.WHERE, devices(), 96 * MIB)
 
 
 @pytest.mark.parametrize('name', ['eval', 'decode'])
