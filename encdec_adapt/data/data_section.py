@@ -26,7 +26,8 @@ class DataConfig:
 
   source: str = keys.key(
     'python',
-    "'python' (the text that every Python carries), 'text:GLOB',"
+    "'python' (the text that every Python carries; 'python:FILE' holds out"
+    " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
     " 'jsonl:GLOB' or 'tfds:NAME:SPLIT'; or several with how often a pass"
     " draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
   )
