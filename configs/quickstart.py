@@ -20,7 +20,7 @@ import dataclasses
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
-from encdec_adapt.evaluation import stages
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
 RUNS = {
@@ -203,7 +203,7 @@ def get_study(arg=None):
   adapted = f'{root}/adapted_seed1' if size.pretrains else f'{root}/adapted'
   samples, exported = f'{root}/samples.json', f'{root}/t5gemma'
   last = [
-    stages.Stage(
+    study_stages.Stage(
       'evaluate',
       'evaluate',
       (
@@ -212,7 +212,7 @@ def get_study(arg=None):
       ),
       budget_seconds=6 * len(runs),
     ),
-    stages.Stage(
+    study_stages.Stage(
       'generate',
       'generate',
       (
@@ -225,13 +225,13 @@ def get_study(arg=None):
       ),
       budget_seconds=20,
     ),
-    stages.Stage(
+    study_stages.Stage(
       'export',
       'convert',
       ('export', f'--checkpoint={adapted}', f'--output={exported}'),
       budget_seconds=10,
     ),
-    stages.Stage(
+    study_stages.Stage(
       'verify',
       'convert',
       ('verify', adapted, exported, '--tolerance=1e-4'),
@@ -239,7 +239,7 @@ def get_study(arg=None):
     ),
   ]
   swept = ('adapted', 'scratch') if size.pretrains else ()
-  return stages.Study(
+  return study_stages.Study(
     root=root,
     title='Adapting a decoder-only model on the text that Python carries',
     size=name,
@@ -256,7 +256,7 @@ def _flag(name, run):
 
 def _import(size, run):
   """Imports a shipped Hugging Face folder."""
-  return stages.Stage(
+  return study_stages.Stage(
     f'import_{run}',
     'convert',
     (
@@ -270,7 +270,7 @@ def _import(size, run):
 
 def _records(name, run):
   """Makes the records of a run, and its vocabulary where there is none."""
-  return stages.Stage(
+  return study_stages.Stage(
     f'records_{run}', 'materialize', (_flag(name, run),), budget_seconds=60
   )
 
@@ -284,7 +284,7 @@ def _train(name, run, *flags, folder=None, rate_of=()):
     'unbalanced': 50 + 1.2 * size.adapt_steps,
   }.get(run, 30 + 1.2 * size.adapt_steps)
   folder = folder or run
-  return stages.Stage(
+  return study_stages.Stage(
     folder,
     'train',
     (_flag(name, run), f'--workdir={size.root}/{folder}', *flags),

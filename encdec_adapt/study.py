@@ -3,9 +3,9 @@
     python -m encdec_adapt.study --study=configs/quickstart.py:size=default
 
 A study is what `get_study(arg)` of a configuration file returns
-(`evaluation/stages.py`). Every stage is a command that can be typed; it is
-printed before it runs. Stages share this process, which saves imports and
-compilations; only records are made in another one, which loads TensorFlow.
+(`evaluation/study_stages.py`). Every stage is a command, printed before it
+runs. Stages share this process, which saves imports and compilations; only
+records are made in another one, which loads TensorFlow.
 Finished stages are skipped and an interrupted one resumes when the command is
 given again.
 """
@@ -29,11 +29,9 @@ from absl import flags
 
 from encdec_adapt.cli import command, errors
 from encdec_adapt.data import workers
-from encdec_adapt.evaluation import stages as stages_lib
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.telemetry import accounting, metrics, progress
-
-Stage = stages_lib.Stage
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -60,7 +58,7 @@ def main(values: flags.FlagValues) -> int:
   return run(study, digest)
 
 
-def load(spec: str) -> tuple[stages_lib.Study, str]:
+def load(spec: str) -> tuple[study_stages.Study, str]:
   """Loads the study of FILE[:ARG].
 
   Returns:
@@ -81,7 +79,7 @@ def load(spec: str) -> tuple[stages_lib.Study, str]:
   return module.get_study(arg or None), hashlib.sha256(text).hexdigest()
 
 
-def run(study: stages_lib.Study, digest: str) -> int:
+def run(study: study_stages.Study, digest: str) -> int:
   """Runs the unfinished stages, then writes the report.
 
   Args:
@@ -113,13 +111,13 @@ def run(study: stages_lib.Study, digest: str) -> int:
   return 0
 
 
-def _parse(stage: Stage, extra: Sequence[str]) -> flags.FlagValues:
+def _parse(stage: study_stages.Stage, extra: Sequence[str]) -> flags.FlagValues:
   """Parses the arguments of a stage; the configuration file is loaded."""
   module = importlib.import_module(f'encdec_adapt.{stage.module}')
   return command.parse(module.define_flags, (*stage.arguments, *extra))
 
 
-def _call(stage: Stage, extra: Sequence[str]) -> int:
+def _call(stage: study_stages.Stage, extra: Sequence[str]) -> int:
   """Runs the command of a stage; returns its status."""
   module = importlib.import_module(f'encdec_adapt.{stage.module}')
   if stage.module == 'convert':
@@ -127,7 +125,7 @@ def _call(stage: Stage, extra: Sequence[str]) -> int:
   return module.main(_parse(stage, extra))
 
 
-def run_stages(root: str, stages: Sequence[Stage]) -> int:
+def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
   """Runs commands in this process; returns the first status that is not 0."""
   for stage in stages:
     extra = _best_rate(paths.at(root), stage.rate_of)
@@ -153,7 +151,7 @@ def run_stages(root: str, stages: Sequence[Stage]) -> int:
   return 0
 
 
-def _command_line(stage: Stage, extra: Sequence[str]) -> str:
+def _command_line(stage: study_stages.Stage, extra: Sequence[str]) -> str:
   """The command as it can be typed, with this interpreter."""
   python = os.path.relpath(sys.executable)
   python = sys.executable if python.startswith('..') else python
@@ -162,13 +160,13 @@ def _command_line(stage: Stage, extra: Sequence[str]) -> str:
   )
 
 
-def _marker(root: paths.Path, stage: Stage) -> paths.Path:
+def _marker(root: paths.Path, stage: study_stages.Stage) -> paths.Path:
   """The file that marks a finished stage."""
   return root / 'stages' / f'{stage.name}.json'
 
 
 @contextlib.contextmanager
-def _timed(root: paths.Path, stage: Stage):
+def _timed(root: paths.Path, stage: study_stages.Stage):
   """Yields a clock of a stage's seconds over all its starts but killed ones."""
   path = root / 'stages' / f'{stage.name}.seconds'
   before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
@@ -216,7 +214,7 @@ def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
   return (f'--config.optimizer.learning_rate={rate:g}',)
 
 
-def _report(study: stages_lib.Study) -> None:
+def _report(study: study_stages.Study) -> None:
   """Collects the results of the runs and writes the report."""
   from encdec_adapt.evaluation import html_report  # Imports matplotlib late.
   from encdec_adapt.telemetry import environment

@@ -9,7 +9,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.cli import command, errors
-from encdec_adapt.evaluation import stages
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import accounting
 from tests import tiny
@@ -31,14 +31,14 @@ def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
   losses = dict(a=math.nan, b=-math.inf, c=2.75, d=2.5)
   root, names = _summaries(tmp_path, **losses)
   flags = (f'--config={tiny.ROOT}/configs/base.py',)
-  stage = stages.Stage('seeds', 'train', flags, 1.0, rate_of=names)
+  stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names)
   given = []
   monkeypatch.setattr(
     train, 'main', lambda v: given.append(v.config.optimizer.learning_rate)
   )
   assert study.run_stages(str(root), [stage]) == 0
   assert given == [0.004]
-  stage = stages.Stage('seeds', 'train', flags, 1.0, rate_of=names[:2])
+  stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names[:2])
   with pytest.raises(errors.UserError, match='none of the runs'):
     study.run_stages(str(root), [stage])
 
@@ -46,8 +46,10 @@ def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
 def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = (f'--config={tiny.ROOT}/configs/base.py', '--config.sead=3')
-  stage = stages.Stage('a', 'train', flags, 1.0)
-  plan = stages.Study('runs/x', 'title', 'small', (stage,), ('a',), {}, 'x')
+  stage = study_stages.Stage('a', 'train', flags, 1.0)
+  plan = study_stages.Study(
+    'runs/x', 'title', 'small', (stage,), ('a',), {}, 'x'
+  )
   with pytest.raises(errors.UserError, match='sead'):
     study.run(plan, 'digest')
   assert not any(tmp_path.iterdir())

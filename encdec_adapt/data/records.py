@@ -3,7 +3,7 @@
 A record set is a folder:
 
   manifest.json                                  written last
-  pass-00000/shard-00003-of-00008.array_record   rows (`data/rows.py`)
+  pass-00000/shard-00003-of-00008.array_record   rows (`data/row_codec.py`)
   pass-00000/shard-00003-of-00008.json           counts and hash of the shard
 
 A pass is one draw of masks, splits and packing over the whole source. Rows are
@@ -34,7 +34,7 @@ from array_record.python import array_record_module
 from grain import sources
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, record_copy, rows
+from encdec_adapt.data import batch, record_copy, row_codec
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
@@ -153,7 +153,7 @@ class ShardWriter(contextlib.AbstractContextManager):
       UserError: the disk is full or fails.
     """
     with self._disk_errors():
-      self._writer.write(rows.encode_row(pairs))
+      self._writer.write(row_codec.encode_row(pairs))
     self._counts['rows'] += 1
     self._counts['pairs'] += len(pairs)
     for pair in pairs:
@@ -395,7 +395,7 @@ class RecordSet:
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
     records = self._source.__getitems__([int(i) for i in indices])
-    return [rows.decode_row(record) for record in records]
+    return [row_codec.decode_row(record) for record in records]
 
 
 def check_spec(

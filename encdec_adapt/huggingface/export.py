@@ -17,7 +17,7 @@ from encdec_adapt.huggingface import (
   own_config,
   tensor_folder,
   tensor_writer,
-  transposing,
+  transposed_copy,
   weights,
 )
 from encdec_adapt.huggingface import folder as folder_lib
@@ -107,7 +107,7 @@ def _plan(
       ours = np.asarray(stored[place] if place else stored)
       with np.errstate(over='ignore'):  # check_finite names the value.
         made = weight.to_theirs(ours).astype(kind, copy=False)
-      made = transposing.in_order(made)
+      made = transposed_copy.in_order(made)
       tensor_folder.check_finite(
         weight.leaf, made, f'the {kind} form of the parameters'
       )

@@ -14,7 +14,7 @@ from encdec_adapt.huggingface import (
   config_json,
   families,
   tensor_folder,
-  transposing,
+  transposed_copy,
   vision,
   weights,
 )
@@ -203,7 +203,7 @@ class ModelFolder:
       weight.to_ours(self.tensors.read(piece.tensor, piece.place))[index]
       for piece in pieces
     )
-    transposing.copy(part, out[: len(part)])
+    transposed_copy.copy(part, out[: len(part)])
     out[len(part) :] = 0  # Padding rows of a table.
     first, *others = pieces
     tensor_folder.check_finite(first.tensor, out, self._file(first))

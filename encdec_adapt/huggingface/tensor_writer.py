@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors_numpy
 
 from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.huggingface import tensor_folder, transposing
+from encdec_adapt.huggingface import tensor_folder, transposed_copy
 
 SHARD_BYTES = 2 << 30
 _PYTORCH = {'format': 'pt'}  # transformers refuses a file without it.
@@ -115,7 +115,7 @@ def _array(tensor: PlannedTensor) -> np.ndarray:
 
   `save_file` writes the raw memory of an array and ignores its strides.
   """
-  array = transposing.in_order(tensor.make())
+  array = transposed_copy.in_order(tensor.make())
   if (array.shape, array.dtype) != (tensor.shape, np.dtype(tensor.dtype)):
     raise ValueError(
       f'tensor {tensor.name!r} should be {list(tensor.shape)} in'

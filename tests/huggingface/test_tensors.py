@@ -17,7 +17,7 @@ from encdec_adapt.huggingface import (
   new_folder,
   tensor_folder,
   tensor_writer,
-  transposing,
+  transposed_copy,
 )
 
 DTYPES = tensor_folder._DTYPES.values()
@@ -88,7 +88,7 @@ def test_a_cache_blocked_copy_casts(shape, axes):
   view = np.arange(np.prod(shape)).astype(ml_dtypes.bfloat16).reshape(shape)
   view = view.transpose(axes)
   out = np.zeros(view.shape, np.float32)
-  transposing.copy(view, out)
+  transposed_copy.copy(view, out)
   np.testing.assert_array_equal(out, view.astype(np.float32))
 
 
