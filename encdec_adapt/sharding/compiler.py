@@ -5,6 +5,7 @@ vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). No GPU has
 been used to measure the latter.
 """
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 _TPU = {
@@ -23,16 +24,20 @@ _V6E = {
   'xla_tpu_enable_async_collective_fusion_multiple_steps': 'true',
   'xla_tpu_overlap_compute_collective_tc': 'true',
 }
-# All off by default. The scheduler overlaps collectives with other work;
-# pipelining lets those of one layer overlap the next layer of a scan, and
-# double buffering saves the copies of its carried weights.
+# All off by default. The scheduler overlaps collectives with other work, and
+# double buffering saves the copies of the carried weights of a scan.
 GPU = {
   'xla_gpu_enable_latency_hiding_scheduler': True,
-  'xla_gpu_enable_pipelined_all_gather': True,
-  'xla_gpu_enable_pipelined_all_reduce': True,
-  'xla_gpu_enable_pipelined_reduce_scatter': True,
   'xla_gpu_enable_while_loop_double_buffering': True,
 }
+# Lets collectives of one layer overlap the next layer of a scan. XLA has no
+# such options since jax 0.11 and refuses names that it does not know.
+if jax.__version_info__ < (0, 11):
+  GPU |= {
+    'xla_gpu_enable_pipelined_all_gather': True,
+    'xla_gpu_enable_pipelined_all_reduce': True,
+    'xla_gpu_enable_pipelined_reduce_scatter': True,
+  }
 
 
 def options(mesh: Mesh | AbstractMesh) -> dict[str, str | bool] | None:
