@@ -61,13 +61,13 @@ class Coverage:
   Attributes:
     target: shapes of the new model's leaves.
     filled: leaf of the new model -> how it is filled.
-    sources: shapes of each source's leaves, by name of the source.
-    unused: by name of the source, unused leaf -> reason.
+    sources: source name -> shapes of its leaves.
+    unused: source name -> unused leaf -> reason.
     changes: settings in which the new model differs from its sources though
       its weights are theirs, such as a bidirectional encoder.
     padding: leaf -> parameters in rows that no token has
       (`parameters.padding`); they are not counted.
-    outside: by name of the source, tensors on disk that are no part of the
+    outside: source name -> tensors on disk that are not part of the
       model, such as a vision tower -> reason.
   """
 

@@ -310,6 +310,6 @@ def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
       return 'vision part, kept for export'
     return 'vision part; only text is part of the model'
   raise errors.UserError(
-    f'{name} in {file} is no tensor of the model that config.json describes.'
+    f'{name} in {file} is not a tensor of the model that config.json describes.'
     ' Nothing is dropped silently: remove it, or correct the config.'
   )

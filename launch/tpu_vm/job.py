@@ -310,7 +310,7 @@ class Job:
     try:
       self._watch(process)
     finally:
-      # The job survives: it is no child of this connection.
+      # The job survives: it is not a child of this connection.
       process.terminate()
     status = process.wait()
     reader.join()

@@ -11,7 +11,7 @@
 # SOURCE is the archive's checksum: gcloud (528, `PrepareNodeForSSH`) may leave
 # out a worker with a mere warning, which would then run an older source.
 #
-# The job is no child of the connection: connection and launcher may end, and
+# The job is not a child of the connection: connection and launcher may end, and
 # `run` given again shows the job's further output. Every line is prefixed with
 # [slice.worker], and the last one has the status. With --dry_run, the launching
 # machine prints the commands.

@@ -1,4 +1,4 @@
-"""A hang is told from a slow step, and ends with a report."""
+"""A hang is distinguished from a slow step, and ends with a report."""
 
 import subprocess
 import sys

@@ -224,7 +224,7 @@ def _stop_two(flags, workdir) -> int:
     _wait_for_step(processes, workdir, 2)
     # Without process 0 no step ends: the notice arrives before the last one.
     processes[0].send_signal(signal.SIGSTOP)
-    # One alone is told, as by a cloud that takes one machine.
+    # Only one process gets the signal, as when a cloud takes one machine.
     processes[1].send_signal(signal.SIGTERM)
     time.sleep(NOTICE)
   finally:

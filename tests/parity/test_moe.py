@@ -79,7 +79,7 @@ def test_another_number_of_experts_is_refused(tmp_path):
     path = tmp_path / name / 'config.json'
     raw = json.loads(path.read_text())
     for experts_in_file, message in (
-      (4, f'{tensor}.* is no tensor of the model'),
+      (4, f'{tensor}.* is not a tensor of the model'),
       (6, r'has no tensor .*experts\.5\.'),
     ):
       raw['num_local_experts'] = experts_in_file
