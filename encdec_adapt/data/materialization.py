@@ -231,9 +231,7 @@ def _with_fingerprints(
 
 
 def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
-  return mixtures.open_parts(
-    spec.source, max_documents=spec.max_documents, max_bytes=spec.max_bytes
-  )
+  return mixtures.open_parts(spec.source, max_bytes=spec.max_bytes)
 
 
 def _draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:

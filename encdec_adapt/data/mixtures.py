@@ -131,21 +131,18 @@ def _name_and_weight(entry: str) -> tuple[str, float]:
     return entry, 1.0
 
 
-def open_parts(
-  text: str, *, max_documents: int = 0, max_bytes: int = 0
-) -> list[Part]:
+def open_parts(text: str, *, max_bytes: int = 0) -> list[Part]:
   """Opens the sources of a mixture.
 
   Args:
     text: sources and weights, see the module's docstring.
-    max_documents: number of documents used of each source; 0 for all.
     max_bytes: bytes of text used of each source; 0 for all.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
   """
   return [
-    Part(text_sources.open_source(name, max_documents, max_bytes), weight)
+    Part(text_sources.open_source(name, max_bytes), weight)
     for name, weight in parse(text)
   ]
 

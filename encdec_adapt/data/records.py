@@ -39,7 +39,7 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
 # Version of rows, file names, windows, packing and manifest.
-FORMAT = 3
+FORMAT = 4
 MANIFEST = 'manifest.json'
 # Fields of a spec that a configuration leaves empty.
 _FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
@@ -64,7 +64,6 @@ class RecordSpec:
     sentinels: policy for windows with more spans than sentinels, 'unique' or
       'recycle'.
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    max_documents: number of documents used of each source; 0 uses all.
     max_bytes: bytes of text used of each source; 0 uses all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
     source_fingerprint: digest of the text; '' in a configuration, which is
@@ -84,7 +83,6 @@ class RecordSpec:
   pack: bool = True
   sentinels: str = 'unique'
   eval_fraction: float = 0.0
-  max_documents: int = 0
   max_bytes: int = 0
   max_rows: int = 0
   source_fingerprint: str = ''

@@ -84,14 +84,12 @@ class Source(abc.ABC):
 
   Attributes:
     name: name that the source was opened by.
-    max_documents: number of documents used, the first ones; 0 for all.
     max_bytes: documents are used until their UTF-8 text exceeds this; the
       one that exceeds it is not used. 0 for all.
   """
 
-  def __init__(self, name: str, max_documents: int = 0, max_bytes: int = 0):
+  def __init__(self, name: str, max_bytes: int = 0):
     self.name = name
-    self.max_documents = max_documents
     self.max_bytes = max_bytes
 
   @abc.abstractmethod
@@ -122,8 +120,6 @@ class Source(abc.ABC):
     """
     size, empty = 0, True
     for index, (document_id, read) in enumerate(self._entries()):
-      if self.max_documents and index >= self.max_documents:
-        break
       wanted = keep is None or keep(index, document_id)
       if not wanted and not self.max_bytes:
         empty = False
@@ -138,24 +134,21 @@ class Source(abc.ABC):
         yield Document(document_id, text)
     if empty:
       raise errors.UserError(
-        f'source {self.name!r} has no text within max_documents='
-        f'{self.max_documents}, max_bytes={self.max_bytes}; check its files,'
-        ' the field and the caps'
+        f'source {self.name!r} has no text within max_bytes={self.max_bytes};'
+        ' check its files, the field and the cap'
       )
 
   def fingerprint(self) -> str:
-    """Returns a hex digest of the content and the caps.
+    """Returns a hex digest of the content and the cap.
 
     It is computed from names, sizes and three samples of each local file, and
     from the store's checksums of files in a bucket.
     """
-    parts = [self.max_documents, self.max_bytes, *self._content()]
+    parts = [self.max_bytes, *self._content()]
     return f'{randomness.digest(self.name, *parts):032x}'
 
 
-def open_source(
-  name: str, max_documents: int = 0, max_bytes: int = 0
-) -> Source:
+def open_source(name: str, max_bytes: int = 0) -> Source:
   """Opens a source by its name (table in the module's docstring).
 
   Raises:
@@ -166,7 +159,7 @@ def open_source(
     raise errors.UserError(
       f'source {name!r}: not a source; the forms are {_FORMS}'
     )
-  return _SOURCES[kind](name, max_documents, max_bytes)
+  return _SOURCES[kind](name, max_bytes)
 
 
 def content_digest(text: str) -> str:

@@ -143,7 +143,7 @@ def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
     encoder_length=arguments.encoder_length,
     decoder_length=arguments.decoder_length,
     shards=1,
-    max_documents=4,
+    max_bytes=20_000,
   )
   made = []
 

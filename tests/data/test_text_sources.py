@@ -11,7 +11,9 @@ from encdec_adapt.files import paths
 
 @pytest.fixture(scope='module')
 def python_documents():
-  return list(text_sources.open_source('python', max_documents=60).documents())
+  return list(
+    text_sources.open_source('python', max_bytes=1_500_000).documents()
+  )
 
 
 def _write(folder, **files):
@@ -36,7 +38,7 @@ def test_python_has_topics_docstrings_and_sources(python_documents):
 
 
 def test_python_is_the_same_again(python_documents):
-  again = text_sources.open_source('python', max_documents=60)
+  again = text_sources.open_source('python', max_bytes=1_500_000)
   assert list(again.documents()) == python_documents
   assert again.fingerprint() == again.fingerprint()
   assert again.fingerprint() != text_sources.open_source('python').fingerprint()
@@ -124,10 +126,9 @@ def test_only_what_is_wanted_is_read(tmp_path):
 @pytest.mark.parametrize(
   'caps, ids',
   [
-    (dict(max_documents=2), ['a', 'b']),
     (dict(max_bytes=7), ['a', 'b']),
     (dict(max_bytes=6), ['a']),
-    (dict(max_documents=1, max_bytes=100), ['a']),
+    (dict(max_bytes=100), ['a', 'b', 'c']),
   ],
 )
 def test_caps_take_the_first(tmp_path, caps, ids):

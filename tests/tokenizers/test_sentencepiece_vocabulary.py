@@ -1,5 +1,6 @@
 """Layout, losslessness, special tokens in text, and what is refused."""
 
+import itertools
 import pathlib
 
 import hypothesis
@@ -22,8 +23,8 @@ SPELLED_OUT = (
 
 @pytest.fixture(scope='module')
 def documents():
-  source = text_sources.open_source('python', max_documents=30)
-  return [document.text for document in source.documents()]
+  found = text_sources.open_source('python').documents()
+  return [document.text for document in itertools.islice(found, 30)]
 
 
 @pytest.fixture(scope='module', params=['unigram', 'bpe'])

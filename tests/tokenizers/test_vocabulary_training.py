@@ -13,8 +13,8 @@ SIZE = 512
 
 @pytest.fixture(scope='module')
 def documents():
-  source = text_sources.open_source('python', max_documents=30)
-  return [document.text for document in source.documents()]
+  found = text_sources.open_source('python').documents()
+  return [document.text for document in itertools.islice(found, 30)]
 
 
 def test_training_is_deterministic_and_atomic(documents, tmp_path):
