@@ -17,7 +17,7 @@ from encdec_adapt.models import layer_leaves, model_config, parameters
 
 FRESH = 'fresh'  # Name of the tree that fresh leaves are taken from.
 # Stored path -> array. Recipes use an array's shape, layer [i] and conversion
-# by NumPy; a `huggingface.folder.LazyArray` has them.
+# by NumPy; a `files.lazy_array.LazyArray` has them.
 Tree = Mapping[str, Any]
 
 

@@ -8,47 +8,24 @@ the one being written, and the next one, which is computed meanwhile. With
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent import futures
-import dataclasses
-import math
 
 from absl import logging
 import numpy as np
 import orbax.checkpoint as ocp
 
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """An array that is computed when it is written.
-
-  Attributes:
-    shape: shape of the array.
-    dtype: dtype of the array.
-    make: returns the array; called once, in another thread.
-  """
-
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  make: Callable[[], np.ndarray]
-
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
-  @property
-  def nbytes(self) -> int:
-    """Bytes of the array."""
-    return self.size * np.dtype(self.dtype).itemsize
+from encdec_adapt.files import lazy_array
 
 
 def register() -> None:
-  """Registers a type handler with which Orbax saves a `Leaf` as an array."""
+  """Registers a type handler with which Orbax saves a `LazyArray`."""
   handler = _Handler(deepcopy_host_arrays=False)
   verbosity = logging.get_verbosity()
   # Orbax warns that the type is stored as NumPy arrays are; that is intended.
   logging.set_verbosity(logging.ERROR)
   try:
-    ocp.type_handlers.register_type_handler(Leaf, handler, override=True)
+    ocp.type_handlers.register_type_handler(
+      lazy_array.LazyArray, handler, override=True
+    )
   finally:
     logging.set_verbosity(verbosity)
 
@@ -64,7 +41,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 class _Writes:
   """A future of all writes, which start at the first call of `result`."""
 
-  def __init__(self, serialize: Callable, leaves: Sequence[Leaf], infos, args):
+  def __init__(self, serialize: Callable, leaves: Sequence, infos, args):
     self._serialize = serialize
     self._rest = list(zip(leaves, infos, args, strict=True))
 
@@ -72,7 +49,7 @@ class _Writes:
     """Computes and writes the leaves that are not written yet."""
     rest, self._rest = self._rest, []
     with futures.ThreadPoolExecutor(1) as maker:
-      coming = map(maker.submit, [leaf.make for leaf, _, _ in rest])
+      coming = (maker.submit(np.asarray, leaf) for leaf, _, _ in rest)
       making = next(coming, None)
       for _, info, arg in rest:
         array, making = making.result(), next(coming, None)

@@ -5,7 +5,7 @@ then computed when it is written, so that host memory grows with the largest
 array only.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -23,7 +23,8 @@ from encdec_adapt.conversion import (
   stored_model,
   work_directory,
 )
-from encdec_adapt.huggingface import config_json, folder, new_folder
+from encdec_adapt.files import lazy_array
+from encdec_adapt.huggingface import config_json, new_folder
 from encdec_adapt.models import model_config, parameters
 
 # Flags that are options of the pair, and flags that are fields of a stack.
@@ -166,32 +167,33 @@ def _arrays(
   encoder: stored_model.StoredModel,
   decoder: stored_model.StoredModel,
   seed: int,
-) -> Iterator[folder.LazyArray]:
-  """Yields every array of the target, made when it is read."""
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns every array of the target, made when it is read."""
   # A single source has a single mapping, which caches what was read last.
-  trees: dict[str, Mapping[str, Any]] = {
-    'encoder_source': {array.path: array for array in encoder.arrays()}
-  }
-  trees['decoder_source'] = trees['encoder_source']
-  if decoder is not encoder:
-    trees['decoder_source'] = {a.path: a for a in decoder.arrays()}
+  arrays = encoder.arrays()
   rng = jax.random.key(seed)
-  trees[recipes.FRESH] = {
-    path: _lazy(
-      info, path, functools.partial(parameters.init_one, target, rng, path)
-    )
-    for path, info in parameters.parameter_table(target).items()
+  trees = {
+    'encoder_source': arrays,
+    'decoder_source': arrays if decoder is encoder else decoder.arrays(),
+    recipes.FRESH: {
+      path: _lazy(
+        info, functools.partial(parameters.init_one, target, rng, path)
+      )
+      for path, info in parameters.parameter_table(target).items()
+    },
   }
   models = {'encoder_source': encoder.model, 'decoder_source': decoder.model}
-  for path, recipe in recipes.make_recipes(target, coverage, models).items():
-    make = functools.partial(recipe.make, trees, np)
-    yield _lazy(recipe.info, path, make)
+  return {
+    path: _lazy(recipe.info, functools.partial(recipe.make, trees, np))
+    for path, recipe in recipes.make_recipes(target, coverage, models).items()
+  }
 
 
-def _lazy(info: parameters.ParamInfo, path: str, make) -> folder.LazyArray:
+def _lazy(
+  info: parameters.ParamInfo, make: Callable[[], Any]
+) -> lazy_array.LazyArray:
   """Returns an array that is made when it is read."""
-  return folder.LazyArray(
-    path,
+  return lazy_array.LazyArray(
     tuple(info.shape),
     np.dtype(info.dtype),
     lambda index: np.asarray(make())[index],

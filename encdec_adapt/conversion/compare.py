@@ -74,7 +74,7 @@ class _Leaves:
 
   def __init__(self, stored: stored_model.StoredModel):
     self.leaves = layer_leaves.leaves_of(stored.model)
-    self._arrays = {array.path: array for array in stored.arrays()}
+    self._arrays = stored.arrays()
     self._stacks = stored.model.stacks
 
   def read(self, name: str) -> np.ndarray | None:

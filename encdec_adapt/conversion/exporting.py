@@ -46,7 +46,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   generation, dropped = kept_files.generation_config(
     found, fields, is_pair=is_pair
   )
-  arrays = {array.path: array for array in stored.arrays()}
+  arrays = stored.arrays()
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
   name = ' and '.join(sorted(map(str, dtypes)))

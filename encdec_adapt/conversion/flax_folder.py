@@ -34,8 +34,10 @@ def open_flax(
   """
   path = paths.at(path)
   folder = orbax_folder.OrbaxFolder(path)
-  given = None if config is None else _config(config)
-  model = flax_layout.model_of(folder.arrays, given, str(path))
+  if config is None:
+    model = flax_layout.released_model(folder.arrays, str(path))
+  else:
+    model = _config(config)
   model = stored_model.with_window(model, encoder_window, str(path))
   if vocab_multiple is not None:
     model = model_config.with_vocab_multiple(model, vocab_multiple)

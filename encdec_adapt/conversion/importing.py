@@ -4,7 +4,7 @@ Bad input is refused before anything is written, and the work directory
 appears whole or not at all.
 """
 
-from collections.abc import Iterator
+import functools
 
 from absl import flags
 import numpy as np
@@ -19,8 +19,7 @@ from encdec_adapt.conversion import (
   stored_model,
   work_directory,
 )
-from encdec_adapt.files import paths
-from encdec_adapt.huggingface import folder as folder_lib
+from encdec_adapt.files import lazy_array, paths
 from encdec_adapt.huggingface import new_folder, tensor_folder
 from encdec_adapt.models import model_config
 
@@ -154,13 +153,19 @@ def _require_same_tokens(
 
 def _averages(
   models: list[stored_model.StoredModel], weights: list[float]
-) -> Iterator[folder_lib.LazyArray]:
-  """Yields every parameter of the average, computed when it is read."""
-  for arrays in zip(*(model.arrays() for model in models), strict=True):
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns every parameter of the average, computed when it is read."""
+  sources = [model.arrays() for model in models]
 
-    def read(index, arrays=arrays):
-      return merge.average([array.read(index) for array in arrays], weights)
-
-    yield folder_lib.LazyArray(
-      arrays[0].path, arrays[0].shape, np.dtype(np.float32), read
+  def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads part of a parameter of every source and averages it."""
+    return merge.average(
+      [arrays[path].read(index) for arrays in sources], weights
     )
+
+  return {
+    path: lazy_array.LazyArray(
+      array.shape, np.dtype(np.float32), functools.partial(read, path)
+    )
+    for path, array in sources[0].items()
+  }

@@ -56,7 +56,7 @@ def _sizes(stored: stored_model.StoredModel) -> Iterator[str]:
     )
     yield f'  {name}: {part.total:,} ({split})'
   sizes = Counter()
-  for array in stored.arrays():
+  for array in stored.arrays().values():
     sizes[str(array.dtype)] += array.nbytes
   for dtype, nbytes in sizes.items():
     yield f'stored in {dtype}: {disk.format_bytes(nbytes)}'

@@ -1,7 +1,8 @@
 """Opens models on disk: work directories of runs, Hugging Face folders."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -13,7 +14,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, orbax_folder
 from encdec_adapt.cli import errors
-from encdec_adapt.files import atomic
+from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
 from encdec_adapt.models import model_config, parameters
@@ -33,7 +34,7 @@ class StoredModel:
     path: the folder.
     model: config of the model.
     vocabularies: paths of its vocabularies; None if it has none.
-    arrays: returns every parameter, unread, in the order of the parameter
+    arrays: returns path -> parameter, unread, in the order of the parameter
       table.
     checkpoint: the newest undamaged checkpoint of a run; None for a folder.
     unused: name of a stored tensor that the model does not use -> reason.
@@ -42,7 +43,7 @@ class StoredModel:
   path: paths_lib.Path
   model: model_config.ModelConfig
   vocabularies: vocabularies.Choice | None
-  arrays: Callable[[], Iterator[folder.LazyArray]]
+  arrays: Callable[[], dict[str, lazy_array.LazyArray]]
   checkpoint: manager.Checkpoint | None = None
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -67,12 +68,12 @@ class StoredModel:
       return self.checkpoint.restore_params(where.abstract_params())
     return state_lib.unflatten(
       {
-        array.path: jax.make_array_from_callback(
+        path: jax.make_array_from_callback(
           array.shape,
-          where.parameters[array.path],
+          where.parameters[path],
           lambda index, array=array: np.asarray(array.read(index), dtype),
         )
-        for array in self.arrays()
+        for path, array in self.arrays().items()
       }
     )
 
@@ -293,8 +294,8 @@ def vocabularies_in(path: paths_lib.Path) -> vocabularies.Choice | None:
 
 def _checkpoint_arrays(
   checkpoint: manager.Checkpoint, model: model_config.ModelConfig
-) -> Iterator[folder.LazyArray]:
-  """Yields the arrays of a checkpoint; restores a group of them at a time.
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns the arrays of a checkpoint; restores a group of them at a time.
 
   Opening a checkpoint takes longer than restoring a small array.
   """
@@ -315,6 +316,7 @@ def _checkpoint_arrays(
   last: dict[str, np.ndarray] = {}
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads part of an array; keeps the group that was restored last."""
     if path not in last:
       last.clear()
       tree = {name: abstract[name] for name in group_of[path]}
@@ -322,10 +324,9 @@ def _checkpoint_arrays(
       last.update(state_lib.flatten(restored))
     return np.asarray(last[path])[index]
 
-  for path, leaf in abstract.items():
-    yield folder.LazyArray(
-      path,
-      tuple(leaf.shape),
-      np.dtype(leaf.dtype),
-      lambda index, path=path: read(path, index),
+  return {
+    path: lazy_array.LazyArray(
+      leaf.shape, leaf.dtype, functools.partial(read, path)
     )
+    for path, leaf in abstract.items()
+  }

@@ -4,7 +4,7 @@ They have the layout of a training job's, with a checkpoint of step 0, and are
 written atomically.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -21,8 +21,7 @@ from encdec_adapt.checkpoints import manager, streamed
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import kept_files
 from encdec_adapt.data import data_section
-from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.huggingface import folder as folder_lib
+from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import accounting, environment, progress
@@ -58,7 +57,7 @@ class Contents:
 def write(
   output: str | os.PathLike[str],
   contents: Contents,
-  arrays: Iterable[folder_lib.LazyArray],
+  arrays: Mapping[str, lazy_array.LazyArray],
   *,
   verb: str = 'written',
 ) -> None:
@@ -70,7 +69,7 @@ def write(
   Args:
     output: folder that does not exist or is empty; may be in a bucket.
     contents: contents other than the parameters.
-    arrays: every parameter of the model.
+    arrays: path -> parameter, all of the model's.
     verb: verb of the progress line, such as "read".
 
   Raises:
@@ -84,8 +83,7 @@ def write(
   config = _config(contents, opened)
   if config_lib.load(config, str(output)).model != contents.model:
     raise ValueError('the configuration describes another model')
-  arrays = list(arrays)
-  nbytes = sum(array.nbytes for array in arrays)
+  nbytes = sum(array.nbytes for array in arrays.values())
   count = parameters.count(contents.model)
   summary = accounting.summarise(
     output,
@@ -111,30 +109,29 @@ def write(
       'made_by': contents.made_by,
       'vocabularies': opened.describe() if opened else None,
     }
-    _save(draft / manager.FOLDER, _streamed(arrays, verb), meta)
+    params = state_lib.unflatten(_reporting(arrays, nbytes, verb))
+    _save(draft / manager.FOLDER, params, meta)
   print(f'{output}: {count:,} parameters, step 0')
 
 
-def _streamed(arrays: list[folder_lib.LazyArray], verb: str) -> Any:
-  """Returns nested parameters, each of which is read when it is saved."""
-  report = progress.ByteProgress(verb)
-  total, done = sum(array.nbytes for array in arrays), 0
+def _reporting(
+  arrays: Mapping[str, lazy_array.LazyArray], total: int, verb: str
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns the arrays; reading one prints how many bytes have been read."""
+  report, done = progress.ByteProgress(verb), 0
 
-  def make(array: folder_lib.LazyArray) -> np.ndarray:
+  def read(array: lazy_array.LazyArray, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads part of an array and prints the progress."""
     nonlocal done
-    made = np.asarray(array)
-    done += array.nbytes
+    part = array.read(index)
+    done += part.nbytes
     report(done, total)
-    return made
+    return part
 
-  return state_lib.unflatten(
-    {
-      array.path: streamed.Leaf(
-        array.shape, array.dtype, functools.partial(make, array)
-      )
-      for array in arrays
-    }
-  )
+  return {
+    path: dataclasses.replace(array, read=functools.partial(read, array))
+    for path, array in arrays.items()
+  }
 
 
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """Defaults of each class of transformers for fields left out of config.json.
 
-Published files leave out fields that equal the default; that of Gemma 3 4B has
-five fields. Source: transformers 5.23, `configuration_<family>.py`; a test in
-tests/parity compares every entry with the installed version. Fields that our
-models do not use are left out.
+Published files leave out fields that equal the default, and parts of composite
+files even sizes: the text of Gemma 3 4B has five fields. So Gemma's sizes have
+defaults; other families must state theirs. Source: transformers 5.23,
+`configuration_<family>.py`; a test in tests/parity compares every entry with
+the installed version. Fields that our models do not use are left out.
 """
 
 from collections.abc import Mapping
@@ -27,9 +28,6 @@ _GEMMA = {
   'attention_bias': False,
 }
 _PLAIN = {
-  'hidden_size': 4096,
-  'num_hidden_layers': 32,
-  'num_attention_heads': 32,
   'rms_norm_eps': 1e-6,
   'tie_word_embeddings': False,
   'hidden_act': 'silu',
@@ -37,26 +35,14 @@ _PLAIN = {
   'attention_bias': False,
   'mlp_bias': False,
 }
-_MISTRAL = {
-  **_PLAIN,
-  'vocab_size': 32000,
-  'intermediate_size': 14336,
-  'num_key_value_heads': 8,
-}
 _QWEN = {
   **_PLAIN,
-  'vocab_size': 151936,
-  'intermediate_size': 22016,
-  'num_key_value_heads': 32,
   'use_sliding_window': False,
   'max_window_layers': 28,
   'sliding_window': 4096,
 }
 _QWEN_MOE = {
   **_PLAIN,
-  'vocab_size': 151936,
-  'hidden_size': 2048,
-  'num_hidden_layers': 24,
   'use_sliding_window': False,
   'sliding_window': 4096,
   'norm_topk_prob': False,
@@ -78,35 +64,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
       'rope_local_base_freq': 10000.0,
       'final_logit_softcapping': None,
     },
-    'llama': {**_PLAIN, 'vocab_size': 32000, 'intermediate_size': 11008},
-    'mistral': {**_MISTRAL, 'sliding_window': 4096},
+    'llama': _PLAIN,
+    'mistral': {**_PLAIN, 'sliding_window': 4096},
     'qwen2': _QWEN,
     'qwen3': {**_QWEN, 'head_dim': 128},
-    'mixtral': {
-      **_MISTRAL,
-      'rms_norm_eps': 1e-5,
-      'rope_theta': 1e6,
-      'num_local_experts': 8,
-      'num_experts_per_tok': 2,
-    },
-    'qwen2_moe': {
-      **_QWEN_MOE,
-      'intermediate_size': 5632,
-      'num_attention_heads': 16,
-      'num_key_value_heads': 16,
-      'qkv_bias': True,
-      'num_experts': 60,
-      'num_experts_per_tok': 4,
-      'moe_intermediate_size': 1408,
-      'shared_expert_intermediate_size': 5632,
-    },
-    'qwen3_moe': {
-      **_QWEN_MOE,
-      'intermediate_size': 6144,
-      'num_key_value_heads': 4,
-      'num_experts': 128,
-      'num_experts_per_tok': 8,
-      'moe_intermediate_size': 768,
-    },
+    'mixtral': {**_PLAIN, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6},
+    'qwen2_moe': {**_QWEN_MOE, 'qkv_bias': True},
+    'qwen3_moe': _QWEN_MOE,
   }
 )

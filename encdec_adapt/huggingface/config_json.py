@@ -194,8 +194,8 @@ def _raw_from_pair(
   back, _ = model_from_raw(raw, 'the exported config')
   same = dataclasses.replace(
     back,
-    encoder=_comparable(back.encoder, config.encoder),
-    decoder=_comparable(back.decoder, config.decoder),
+    encoder=families.comparable(back.encoder, config.encoder),
+    decoder=families.comparable(back.decoder, config.decoder),
   )
   if same != config or (rule == 'centered') != pair.merged:
     raise errors.UserError(
@@ -208,19 +208,6 @@ def _sharing(shared_table: bool, merged: bool) -> str:
   """Describes what the stacks of a pair share, for an error message."""
   tables = 'one table' if shared_table else 'two tables'
   return f'{tables} and {"merged " if merged else "separate cross-"}attention'
-
-
-def _comparable(
-  stack: model_config.StackConfig, ours: model_config.StackConfig
-) -> model_config.StackConfig:
-  """Copies the fields that a config.json does not have from our stack."""
-  return dataclasses.replace(
-    stack,
-    vocab_multiple=ours.vocab_multiple,
-    pattern=ours.pattern,
-    window=stack.window if 'local' in stack.pattern else ours.window,
-    window_rule=ours.window_rule,
-  )
 
 
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:

@@ -33,6 +33,7 @@ _COMMON = {
   'rms_norm_eps': 'norm_eps',
   'tie_word_embeddings': 'tied_head',
 }
+_OPTIONAL = ('num_key_value_heads', 'head_dim')
 _KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
 _FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
@@ -262,6 +263,8 @@ def stack_from_raw(
   raw = {**family.defaults, **spelled, **raw}
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
+    if theirs not in raw and theirs not in _OPTIONAL:
+      raise errors.UserError(f'{file} has no {theirs}. Download it again.')
     if raw.get(theirs) is not None:
       fields[ours] = raw[theirs]
     elif theirs in family.fields:
@@ -343,22 +346,33 @@ def raw_from_stack(
     stack, local_theta=family.local_theta
   )
   back = stack_from_raw(raw, family, 'the exported config')
-  silent = {
-    'vocab_multiple': stack.vocab_multiple,
-    'window': stack.window if not local else back.window,
-    'window_rule': stack.window_rule,
-    'role': stack.role,
-    'pattern': stack.pattern,  # Compared layer by layer, in layer_types.
-  }
+  back = comparable(dataclasses.replace(back, role=stack.role), stack)
   for field in dataclasses.fields(stack):
-    ours = getattr(stack, field.name)
-    theirs = silent.get(field.name, getattr(back, field.name))
+    ours, theirs = getattr(stack, field.name), getattr(back, field.name)
     if ours != theirs:
       raise errors.UserError(
         f'{field.name} is {ours!r}, and a {family.model_type} model can only'
         f' have {theirs!r}.'
       )
   return raw
+
+
+def comparable(
+  stack: model_config.StackConfig, ours: model_config.StackConfig
+) -> model_config.StackConfig:
+  """Copies the fields that a config.json does not have from our stack.
+
+  Args:
+    stack: stack that was read from a config.json.
+    ours: stack that the config.json was written for.
+  """
+  return dataclasses.replace(
+    stack,
+    vocab_multiple=ours.vocab_multiple,
+    pattern=ours.pattern,  # The file lists the kind of every layer.
+    window=stack.window if 'local' in stack.pattern else ours.window,
+    window_rule=ours.window_rule,
+  )
 
 
 def _dense_layers(raw: Raw, file: str) -> int:

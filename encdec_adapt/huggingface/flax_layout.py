@@ -6,14 +6,15 @@ windows, caps and scales come from a given config, or from the released model
 with these shapes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import re
 
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.huggingface import folder, tensor_folder
+from encdec_adapt.files import lazy_array
+from encdec_adapt.huggingface import tensor_folder
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -53,14 +54,6 @@ _OUTSIDE = {
   'final_norm/scale': (('final_norm/scale', None),),
 }
 _HEADS_FIRST = ('query', 'key', 'value')
-_SHAPE_FIELDS = (
-  'layers',
-  'width',
-  'mlp_width',
-  'heads',
-  'kv_heads',
-  'head_dim',
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,22 +107,25 @@ class FlaxModel:
         ' silently: remove it, or give the right config with --model.'
       )
 
-  def arrays(self) -> Iterator[folder.LazyArray]:
-    """Yields every parameter, unread, in the order of the parameter table."""
+  def arrays(self) -> dict[str, lazy_array.LazyArray]:
+    """Returns every parameter, unread, in the order of the parameter table."""
+    arrays = {}
     stored = layer_leaves.stored_leaves(self._leaves)
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = self._leaves[names[0]].index is not None
       dtype = self._arrays[self._places[names[0]].name][1]
 
-      def read(index, names=tuple(names), stacked=stacked):
+      def read(index, names=names, stacked=stacked):
+        """Reads part of the parameter."""
         chosen = names[index[0]] if stacked else names
         rest = index[1:] if stacked else index
         found = self._read_arrays([self._places[n].name for n in chosen])
         made = [self._ours(name, found)[rest] for name in chosen]
         return np.stack(made) if stacked else made[0]
 
-      yield folder.LazyArray(path, tuple(info.shape), dtype, read)
+      arrays[path] = lazy_array.LazyArray(tuple(info.shape), dtype, read)
+    return arrays
 
   def _place(self, leaf: str, stored: Mapping[str, str]) -> _Place:
     """Finds the array of a leaf and checks its shape."""
@@ -188,74 +184,36 @@ def canonical(name: str) -> str:
   return name.removesuffix('/w') if '/mlp/' in name else name
 
 
-def model_of(
-  arrays: Arrays, given: model_config.ModelConfig | None, where: str
-) -> model_config.ModelConfig:
-  """Returns the model that the arrays belong to.
+def released_model(arrays: Arrays, where: str) -> model_config.ModelConfig:
+  """Returns the released model that the arrays belong to.
 
   Args:
     arrays: name -> shape and dtype.
-    given: the config that the user named; None finds the released model with
-      these shapes.
     where: name of the folder, for error messages.
 
   Raises:
-    UserError: no released model has these shapes, or `given` has other stacks.
+    UserError: no released model has as many layers of these widths.
   """
   shapes = {canonical(name): shape for name, (shape, _) in arrays.items()}
-  is_pair = any(name.startswith('encoder/') for name in shapes)
-  stacks = ('encoder', 'decoder') if is_pair else ('decoder',)
-  if given is None:
+  if any(name.startswith('encoder/') for name in shapes):
     sizes = [
-      _size_of(_shape_of(shapes, f'{name}/' if is_pair else '', where), where)
-      for name in stacks
+      _size(shapes, f'{side}/', where) for side in ('encoder', 'decoder')
     ]
-    if is_pair:
-      return presets.t5gemma('_'.join(sizes))
-    return presets.decoder_only(sizes[0])
-  if set(given.stacks) != set(stacks):
-    raise errors.UserError(
-      f'{where} has the arrays of {" and ".join(stacks)}, and --model names a'
-      f' model of {" and ".join(given.stacks)}.'
-    )
-  return given
+    return presets.t5gemma('_'.join(sizes))
+  return presets.decoder_only(_size(shapes, '', where))
 
 
-def _shape_of(
-  shapes: Mapping[str, tuple[int, ...]], start: str, where: str
-) -> dict[str, int]:
-  """Returns the sizes of a stack that its arrays show."""
-  numbers = {
-    int(match.group(1))
-    for match in (re.match(rf'{start}layer_(\d+)/', name) for name in shapes)
-    if match
-  }
-  layer = f'{start}layer_0/'
-  try:
-    heads, head_dim, width = shapes[f'{layer}attn/attn_vec_einsum/w']
-    mlp_width, _ = shapes[f'{layer}mlp/linear']
-    kv = shapes.get(f'{layer}attn/kv_einsum/w')
-    kv_heads = heads if kv is None else kv[1]
-  except (KeyError, ValueError, IndexError) as error:
-    raise errors.UserError(
-      f'{where} does not hold the arrays of Gemma 2 or T5Gemma as their authors'
-      f' store them ({error} of {start or "the model"}).'
-    ) from error
-  values = (len(numbers), width, mlp_width, heads, kv_heads, head_dim)
-  return dict(zip(_SHAPE_FIELDS, values, strict=True))
-
-
-def _size_of(fields: Mapping[str, int], where: str) -> str:
-  """Returns the released size with these shapes."""
+def _size(shapes: Mapping[str, tuple[int, ...]], start: str, where: str) -> str:
+  """Returns the released size of the stack whose names have this prefix."""
+  pattern = re.compile(rf'{start}layer_\d+/mlp/linear')
+  kernels = [shapes[name] for name in shapes if pattern.fullmatch(name)]
   for size, stack in presets.STACKS.items():
     is_gemma2 = stack.post_norms and not stack.qk_norm
-    if is_gemma2 and all(
-      getattr(stack, name) == value for name, value in fields.items()
-    ):
+    if is_gemma2 and kernels == [(stack.mlp_width, stack.width)] * stack.layers:
       return size
-  shown = ', '.join(f'{name} {value}' for name, value in fields.items())
   raise errors.UserError(
-    f'{where} has a stack of {shown}, which no released model has. Give its'
+    f'{where} has {len(kernels)} arrays {start}layer_*/mlp/linear of shapes'
+    f' {sorted(set(kernels))}, and no released Gemma 2 or T5Gemma has. Give its'
     ' config.json with --model=FILE: arrays do not show windows, caps and'
     ' scales.'
   )

@@ -1,15 +1,14 @@
 """Reads a Hugging Face folder as our model config and lazy parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
 import dataclasses
-import math
 import os
 
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,
   families,
@@ -24,41 +23,6 @@ from encdec_adapt.models import layer_leaves, model_config, parameters
 _BUFFERS = ('.rotary_emb.inv_freq',)
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 _THREADS = 4  # Layers read at a time: copying releases the interpreter's lock.
-
-
-@dataclasses.dataclass(frozen=True)
-class LazyArray:
-  """A parameter that is read on demand.
-
-  Attributes:
-    path: parameter path in our tree.
-    shape: shape of the whole array, `layers` axis included.
-    dtype: dtype of the stored tensors; if they differ, one that holds all.
-    read: index (a tuple of slices, one per dimension) -> that part.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  read: Callable[[tuple[slice, ...]], np.ndarray]
-
-  @property
-  def nbytes(self) -> int:
-    """Size of the whole array in bytes, as stored."""
-    return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-  def __getitem__(self, place: int | tuple[int, ...]) -> np.ndarray:
-    """Reads one layer, or one expert of a layer, by its index."""
-    place = place if isinstance(place, tuple) else (place,)
-    ones = tuple(slice(i, i + 1) for i in place)
-    rest = tuple(slice(None) for _ in self.shape[len(place) :])
-    return self.read((*ones, *rest))[(0,) * len(place)]
-
-  def __array__(self, dtype=None, copy=None) -> np.ndarray:
-    """Reads the whole array."""
-    del copy
-    whole = self.read(tuple(slice(None) for _ in self.shape))
-    return whole if dtype is None else whole.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +112,11 @@ class ModelFolder:
     found, unused = _match(config, layout, tensors)
     return cls(config, raw, tensors, found, unused)
 
-  def arrays(self) -> Iterator[LazyArray]:
-    """Yields every parameter, unread, in the order of the parameter table."""
+  def arrays(self) -> dict[str, lazy_array.LazyArray]:
+    """Returns every parameter, unread, in the order of the parameter table."""
     leaves = layer_leaves.leaves_of(self.config)
     stored = layer_leaves.stored_leaves(leaves)
+    arrays = {}
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       dtype = common_dtype(
@@ -159,22 +124,24 @@ class ModelFolder:
         for name in names
         for _, pieces in self._found[name]
       )
+      is_stacked = leaves[names[0]].index is not None
 
-      def read(index, names=tuple(names), info=info, dtype=dtype):
+      def read(
+        index, names=names, is_stacked=is_stacked, info=info, dtype=dtype
+      ):
+        """Reads part of the parameter, its layers in several threads."""
         whole = np.empty(_extents(index, info.shape), dtype)
-        if leaves[names[0]].index is None:
+        if not is_stacked:
           self._read(names[0], index, whole)
           return whole
-
-        def fill(row: np.ndarray, layer: str) -> None:
-          self._read(layer, index[1:], row)
-
         with futures.ThreadPoolExecutor(_THREADS) as pool:
-          for _ in pool.map(fill, whole, names[index[0]]):
+          rest = [index[1:]] * len(whole)
+          for _ in pool.map(self._read, names[index[0]], rest, whole):
             pass  # An error of a layer is raised here.
         return whole
 
-      yield LazyArray(path, tuple(info.shape), dtype, read)
+      arrays[path] = lazy_array.LazyArray(tuple(info.shape), dtype, read)
+    return arrays
 
   def _read(self, leaf: str, index: tuple[slice, ...], out: np.ndarray) -> None:
     """Reads part of a leaf.

@@ -17,12 +17,7 @@ import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.huggingface import (
-  families,
-  siglip,
-  tensor_folder,
-  tensor_writer,
-)
+from encdec_adapt.huggingface import families, tensor_folder, tensor_writer
 from encdec_adapt.models import model_config
 
 # How transformers turns images into pixels: the first file (version 4), both,
@@ -34,11 +29,8 @@ MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has a vision part.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
 # Tensors that transformers initialises if a T5Gemma 2 folder has text only.
-MISSING = (
-  f'{_START}vision_tower.*',
-  f'{_START}{siglip.PROJECTION}',
-  f'{_START}{siglip.NORM}',
-)
+MISSING = (f'{_START}vision_tower.*', f'{_START}multi_modal_projector.*')
+PROJECTION = 'multi_modal_projector.mm_input_projection_weight'
 _SHAPE_FIELDS = ('vision_config', 'mm_tokens_per_image')
 _IDS = ('boi_token_index', 'image_token_index')
 _IMAGE_TOKEN = 256001  # Default of the T5Gemma 2 class.
@@ -90,7 +82,7 @@ class Vision:
     Raises:
       UserError: names both widths.
     """
-    stored = self.names[_START + siglip.PROJECTION]
+    stored = self.names[_START + PROJECTION]
     width = self.tensors.tensors[stored].shape[1]
     if width != model.encoder.width:
       raise errors.UserError(
@@ -117,8 +109,8 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
     The vision part, or None if the folder has none.
 
   Raises:
-    UserError: a file is damaged, or a tensor is missing, unexpected or of
-      another shape than in config.json.
+    UserError: a file is damaged, the part has no projection, or a tensor is
+      stored twice.
   """
   folder = paths.at(folder)
   weights = folder / FOLDER if (folder / FOLDER).is_dir() else folder
@@ -134,9 +126,16 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   if not found:
     return None
   raw = atomic.read_json(folder / tensor_folder.CONFIG)
-  canonical = _match(found, tensors, raw, folder)
-  # A T5Gemma 2 is exported with the names that it had.
-  names = found if raw.get('model_type') == MODEL_TYPE else canonical
+  if raw.get('model_type') != MODEL_TYPE:
+    # A T5Gemma 2 is exported with the names that it had, others with those of
+    # transformers 5, which has no `vision_model.` as version 4 had.
+    found = {k: v.replace('.vision_model.', '.', 1) for k, v in found.items()}
+  names = {_START + name: stored for stored, name in found.items()}
+  if len(names) < len(found) or _START + PROJECTION not in names:
+    raise errors.UserError(
+      f'{folder} has a vision part without tensor {PROJECTION!r}, or with one'
+      ' under two names. Download the folder again.'
+    )
   encoder = _encoder(raw)
   fields = {key: encoder[key] for key in _SHAPE_FIELDS if key in encoder}
   processors = {
@@ -148,7 +147,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
     folder,
     fields | image_ids(raw),
     tensors,
-    {_START + name: stored for stored, name in names.items()},
+    names,
     processors,
   )
 
@@ -208,60 +207,3 @@ def _encoder(raw: families.Raw) -> families.Raw:
       ' must be an object. Correct the file, or download it again.'
     )
   return raw['encoder']
-
-
-def _match(
-  found: Mapping[str, str],
-  tensors: tensor_folder.TensorFolder,
-  raw: families.Raw,
-  folder: paths.Path,
-) -> dict[str, str]:
-  """Compares the tensors of a vision part with its config.json.
-
-  Args:
-    found: stored name -> the same from `vision_tower` or the projector on.
-    tensors: stored tensors.
-    raw: parsed config.json.
-    folder: folder of the config.json.
-
-  Returns:
-    Stored name -> name in `siglip.shapes`.
-
-  Raises:
-    UserError: a tensor is missing, stored twice, unexpected or of another
-      shape; names it, and its file.
-  """
-  file = str(folder / tensor_folder.CONFIG)
-  wanted = _wanted(_encoder(raw), file)
-  canonical: dict[str, str] = {}
-  for stored, name in found.items():
-    name, info = siglip.canonical(name), tensors.tensors[stored]
-    if wanted.get(name) != info.shape or name in canonical.values():
-      raise errors.UserError(
-        f'{stored} in {info.file} has shape {list(info.shape)}; by'
-        f' vision_config and text_config in {file} it must be'
-        f' {list(wanted[name]) if name in wanted else "absent"}, and stored'
-        ' once. Download the folder again, or correct the config.'
-      )
-    canonical[stored] = name
-  missing = [name for name in wanted if name not in canonical.values()]
-  if missing:
-    raise errors.UserError(
-      f'{folder} has a vision part without tensor {missing[0]!r}'
-      f' ({len(missing)} are missing), which vision_config in {file} asks for.'
-      ' Download the folder again, or correct the config.'
-    )
-  return canonical
-
-
-def _wanted(encoder: families.Raw, file: str) -> siglip.Shapes:
-  """Returns names and shapes of the vision part that config.json defines."""
-  parts = {}
-  for key in ('text_config', 'vision_config'):
-    parts[key] = {} if encoder.get(key) is None else encoder[key]
-    if not isinstance(parts[key], Mapping):
-      raise errors.UserError(
-        f'{file} has {key} = {parts[key]!r}; it must be an object.'
-      )
-  text = {**families.FAMILIES['gemma3_text'].defaults, **parts['text_config']}
-  return siglip.shapes(parts['vision_config'], text['hidden_size'], file)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.checkpoints import manager, streamed
+from encdec_adapt.files import lazy_array
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +29,13 @@ def test_leaves_are_read_back_and_never_in_memory_together(tmp_path):
   made, alive = [], []
 
   def leaf(value):
-    def make():
+    def make(_):
       alive.append(sum(reference() is not None for reference in made))
       array = np.full((64, 3), value, np.float32).view(_Array)
       made.append(weakref.ref(array))
       return array
 
-    return streamed.Leaf((64, 3), np.dtype(np.float32), make)
+    return lazy_array.LazyArray((64, 3), np.dtype(np.float32), make)
 
   _save(tmp_path, {'a': {str(i): leaf(i) for i in range(20)}})
   assert len(made) == 20
@@ -58,16 +59,19 @@ def test_a_leaf_is_made_while_the_one_before_is_written(tmp_path, monkeypatch):
 
   monkeypatch.setattr(streamed._Writes, '_write', waiting_write)
 
-  def first():
+  def first(_):
     return np.zeros(3, np.float32)
 
-  def second():
+  def second(_):
     making.set()
     return np.ones(3, np.float32)
 
   kind = np.dtype(np.float32)
   leaves = {'a': first, 'b': second}
-  _save(tmp_path, {k: streamed.Leaf((3,), kind, m) for k, m in leaves.items()})
+  _save(
+    tmp_path,
+    {k: lazy_array.LazyArray((3,), kind, m) for k, m in leaves.items()},
+  )
   shape = jax.ShapeDtypeStruct((3,), np.float32)
   found = manager.open_latest(tmp_path)
   params = found.restore_params({'a': shape, 'b': shape})
@@ -75,10 +79,10 @@ def test_a_leaf_is_made_while_the_one_before_is_written(tmp_path, monkeypatch):
 
 
 def test_a_leaf_that_cannot_be_made_leaves_no_checkpoint(tmp_path):
-  def make():
+  def make(_):
     raise ValueError('no such tensor')
 
-  leaf = streamed.Leaf((2,), np.dtype(np.float32), make)
+  leaf = lazy_array.LazyArray((2,), np.dtype(np.float32), make)
   with pytest.raises(manager.CheckpointError, match='no such tensor'):
     _save(tmp_path, {'a': leaf})
   assert not [path for path in tmp_path.iterdir() if path.name.isdecimal()]

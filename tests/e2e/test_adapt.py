@@ -32,7 +32,7 @@ _train = functools.partial(tiny.call, train)
 def _arrays(path):
   """Every parameter of a model, by its stored path."""
   opened = stored_model.open_model(path, vocab_multiple=128)
-  return {array.path: np.asarray(array) for array in opened.arrays()}
+  return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
 def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):

@@ -20,7 +20,7 @@ from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import kept_files, stored_model, work_directory
-from encdec_adapt.huggingface import siglip
+from encdec_adapt.huggingface import vision
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import tiny, tiny_tokenizers
@@ -257,19 +257,16 @@ def test_kept_files_replace_earlier_ones(gemma, tmp_path):
   """A job may start again before its first checkpoint."""
   sees, run = tmp_path / 'sees', tmp_path / 'run'
   sees.mkdir()
-  tower = {'num_hidden_layers': 1, 'vision_use_head': False, 'image_size': 16}
-  encoder = {'vision_config': tower, 'text_config': {'hidden_size': 16}}
-  (sees / 'config.json').write_text(
-    json.dumps({'model_type': 't5gemma2', 'encoder': encoder})
-  )
-  shapes = siglip.shapes(tower, 16, 'config.json')
-  tensors = {f'model.encoder.{n}': np.zeros(s, 'f4') for n, s in shapes.items()}
+  raw = {'model_type': 't5gemma2', 'encoder': {'vision_config': {}}}
+  (sees / 'config.json').write_text(json.dumps(raw))
+  names = ('vision_tower.bias', vision.PROJECTION)
+  tensors = {f'model.encoder.{n}': np.zeros((2, 16), 'f4') for n in names}
   safetensors.save_file(tensors, sees / 'model.safetensors', {'format': 'pt'})
   for _ in range(2):
     kept_files.keep(run, {'decoder': sees, 'encoder': gemma})
   kept = run / kept_files.FOLDER
   part = kept_files.vision_part({'decoder': kept / 'decoder'})
-  assert len(part.names) == len(shapes)
+  assert len(part.names) == len(names)
   kept_files.keep(run, {'decoder': gemma})
   assert os.listdir(kept) == ['decoder']
   assert not (kept / 'decoder' / 'vision').exists()
@@ -362,13 +359,16 @@ def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
   flags = ['--weights=0.25,0.75', f'--output={output}']
   assert convert_('merge', imported, other, *flags) == 0
   arrays = [
-    {a.path: np.asarray(a) for a in stored_model.open_model(path).arrays()}
+    {
+      path: np.asarray(array)
+      for path, array in stored_model.open_model(path).arrays().items()
+    }
     for path in (imported, output)
   ]
   theirs = stored_model.open_model(other, vocab_multiple=128)
-  for array in theirs.arrays():
-    mean = 0.25 * arrays[0][array.path] + 0.75 * np.asarray(array)
-    np.testing.assert_allclose(arrays[1][array.path], mean, atol=1e-6)
+  for path, array in theirs.arrays().items():
+    mean = 0.25 * arrays[0][path] + 0.75 * np.asarray(array)
+    np.testing.assert_allclose(arrays[1][path], mean, atol=1e-6)
   exported = _export(output, folder / 'merged_out')
   assert (exported / 'tokenizer.model').exists()
   card = (exported / 'README.md').read_text()

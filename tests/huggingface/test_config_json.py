@@ -17,6 +17,9 @@ SIZES = dict(
   num_attention_heads=4,
   num_key_value_heads=2,
   head_dim=8,
+  num_experts_per_tok=4,
+  moe_intermediate_size=16,
+  shared_expert_intermediate_size=16,
 )
 LLAMA3 = dict(
   factor=8.0,
@@ -27,6 +30,8 @@ LLAMA3 = dict(
 
 
 def stack_of(model_type, **fields):
+  if 'num_local_experts' not in fields:
+    fields = {'num_experts': 60} | fields
   raw = {'model_type': model_type, **SIZES, **fields}
   return config_json.model_from_raw(raw)[0].decoder
 
@@ -157,6 +162,11 @@ def test_a_window_is_exported_only_as_a_class_that_honours_it(
       config_json.raw_from_model(model)
     return
   assert config_json.raw_from_model(model)[0]['model_type'] == kind
+
+
+def test_sizes_have_no_defaults_but_gemmas():
+  with pytest.raises(errors.UserError, match='here has no vocab_size'):
+    config_json.model_from_raw({'model_type': 'llama'}, 'here')
 
 
 def test_gemma3_with_images_is_read_for_its_text():

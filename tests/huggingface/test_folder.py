@@ -79,7 +79,7 @@ def make(exported, tmp_path):
 
 def read(path):
   opened = folder.ModelFolder.open(path)
-  return {array.path: np.asarray(array) for array in opened.arrays()}
+  return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
 def twice(name):
@@ -185,7 +185,7 @@ def test_layers_of_two_dtypes_come_in_one_that_holds_both(
     expected.update(tensors)
 
   opened = folder.ModelFolder.open(make('gemma2', change))
-  arrays = {array.path: array for array in opened.arrays()}
+  arrays = opened.arrays()
   again = tmp_path / 'again'
   export.write(again, opened.config, arrays)
   for name, tensor in safetensors.load_file(

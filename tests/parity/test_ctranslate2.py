@@ -81,7 +81,7 @@ def _export(name, tokenizer, path):
   export.write(
     path / 'exported',
     opened.config,
-    {array.path: np.asarray(array) for array in opened.arrays()},
+    {path: np.asarray(array) for path, array in opened.arrays().items()},
     files={file.name: file for file in tokenizer.iterdir()},
   )
   return loaded, tiny_models.load(path / 'exported')

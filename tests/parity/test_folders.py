@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parity
 def assert_comes_back(source, folder, may_miss=None):
   """Exports a folder: tensors are bit-equal, and the class loads them all."""
   opened = folder_lib.ModelFolder.open(source)
-  arrays = {array.path: np.asarray(array) for array in opened.arrays()}
+  arrays = {path: np.asarray(array) for path, array in opened.arrays().items()}
   export.write(folder, opened.config, arrays)
   before, after = (tensor_folder.TensorFolder.open(x) for x in (source, folder))
   kept = set(before.tensors) - set(opened.unused)
