@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Trains on a GPU machine that has jax and no network. First, where there is a
-# network, packs what such a machine lacks: source, records, small wheels
-# (TensorFlow and SeqIO are not needed to train from records):
+# Trains on a GPU machine that has jax but no network. First pack source,
+# records and wheels on a machine with a network (training from records needs
+# neither TensorFlow nor SeqIO):
 #
 #   bash launch/device.sh pack --records=runs/quickstart/records \
 #     [--folder=device] [--python_version=3.12] [--machine=x86_64]
 #     [--glibc=2.28] [--dry_run]
 #
-# Then, in the folder's copy over there:
+# Then copy the folder to the GPU machine and run in it:
 #
 #   bash launch/device.sh train --config=... --workdir=... [flags of train]
 #
-# `train` installs the packages that the machine lacks next to the source,
-# keeps its jax, and runs `python3 -m encdec_adapt.train` from there.
-# PYTHON names another interpreter. Packing other folders than records (say
-# checkpoints): repeat --records; paths stay what they are below the root.
+# `train` installs missing packages next to the source, keeps the machine's jax,
+# and runs `python3 -m encdec_adapt.train`. PYTHON names another interpreter.
+# To pack other folders too, such as checkpoints, repeat --records; paths are
+# relative to the repository's root.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
-# What comes with jax: not carried, so that nothing replaces it there.
+# jax and its dependencies are not packed, so the machine keeps its own.
 WITH_JAX='jax jaxlib ml_dtypes numpy opt_einsum scipy'
 
 dry_run=0
@@ -43,19 +43,19 @@ pack() {
       --machine=*) machine=${flag#*=} ;;
       --glibc=2.*) glibc=${flag#*=2.} ;;
       --dry_run) dry_run=1 ;;
-      *) fail "pack: $flag is not known; see --help" ;;
+      *) fail "pack: unknown flag $flag; see --help" ;;
     esac
   done
-  [ ${#records[@]} -gt 0 ] || fail 'pack: --records=FOLDER is needed'
+  [ ${#records[@]} -gt 0 ] || fail 'pack: --records=FOLDER is missing'
   for path in "${records[@]}"; do
     case "$path" in
-      /* | *..*) fail "pack: --records=$path must be below the root" ;;
+      /* | *..*) fail "pack: --records=$path must be below the repository" ;;
     esac
     [ -d "$path" ] || [ "$dry_run" = 1 ] ||
       fail "pack: --records=$path is not a folder; run materialize first"
   done
   downloads+=(--platform "manylinux2014_$machine")
-  # A wheel is tagged with the oldest C library that it runs with.
+  # Wheels are tagged with the oldest glibc that they support.
   for minor in $(seq 17 "$glibc"); do
     downloads+=(--platform "manylinux_2_${minor}_$machine")
   done
@@ -74,11 +74,11 @@ pack() {
   for package in $WITH_JAX; do
     attempt rm -f "$folder/wheels/$package"-*.whl
   done
-  printf 'Copy %s to the machine; there, in it, run\n' "$folder"
+  printf 'Copy %s to the machine, and run in it\n' "$folder"
   printf '  bash launch/device.sh train --config=... --workdir=...\n'
 }
 
-# Prints what setup.py says that training from records needs.
+# Prints the requirements of training from records, CORE in setup.py.
 core_requirements() {
   "${PYTHON:-python3}" - <<'PYTHON_CODE'
 import ast
@@ -89,7 +89,7 @@ for node in ast.parse(open('setup.py').read()).body:
 PYTHON_CODE
 }
 
-# Prints the packages in wheels/ that an interpreter lacks.
+# Prints the packages in wheels/ that an interpreter does not have.
 missing_packages() {
   "$1" - <<'PYTHON_CODE'
 from importlib import metadata
@@ -107,7 +107,7 @@ PYTHON_CODE
 train() {
   local python=${PYTHON:-python3} name missing=()
   is_supported "$python" || fail "$python must be Python 3.11, 3.12 or 3.13"
-  "$python" -c 'import jax' || fail "$python has no jax; it is not carried"
+  "$python" -c 'import jax' || fail "$python has no jax, which is not packed"
   export PYTHONPATH=$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   for name in $(missing_packages "$python"); do
     missing+=("$name")
@@ -127,5 +127,5 @@ case "${1:-}" in
     "$mode" "$@"
     ;;
   -h | --help) sed -n '2,17s/^# \{0,1\}//p' launch/device.sh ;;
-  *) fail 'say pack or train; see --help' ;;
+  *) fail 'the first argument must be pack or train; see --help' ;;
 esac

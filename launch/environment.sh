@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Makes the virtual environment that the other scripts run in. Sourced, from
-# the repository's root; needs bash 3.2 or newer.
+# Creates the virtual environment of the other scripts, which source this file
+# in the repository's root. Needs bash 3.2 or newer.
 #
-#   PYTHON   interpreter to make .venv from (default: python3, or a
-#            python3.13, python3.12, python3.11 if that has another version)
+#   PYTHON   interpreter of .venv (default: python3, or python3.13, python3.12,
+#            python3.11 if python3 has an unsupported version)
 
 VENV=.venv
 
-# Ends the script with a message.
+# Prints an error and exits with status 1.
 fail() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
   exit 1
@@ -19,25 +19,25 @@ run() {
   "$@"
 }
 
-# Prints a command as one could type it.
+# Prints a command, quoted for a shell.
 show() {
   printf '$'
   printf ' %q' "$@"
   printf '\n'
 }
 
-# Whether an interpreter runs and is a version that we support.
+# Whether an interpreter works and has a supported version.
 is_supported() {
   "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
     2>/dev/null
 }
 
-# Prints the interpreter to make .venv from.
+# Prints the interpreter for .venv.
 choose_python() {
   local candidate
   for candidate in "${PYTHON:-python3}" \
     ${PYTHON:+--} python3.13 python3.12 python3.11; do
-    # An interpreter that was asked for is used or refused, never replaced.
+    # An interpreter named by PYTHON is used or refused, never replaced.
     if [ "$candidate" = -- ]; then
       break
     fi
@@ -56,7 +56,7 @@ version_of() {
   "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
 
-# Makes .venv where it is missing, broken, or of another version than PYTHON.
+# Creates .venv if it is missing, broken, or has another version than PYTHON.
 make_venv() {
   local python
   if is_supported "$VENV/bin/python" && "$VENV/bin/python" -m pip --version \
@@ -76,7 +76,7 @@ make_venv() {
       "of its own: apt install python$(version_of "$python")-venv"
 }
 
-# What an installation depends on, as a hash.
+# Prints a hash of all that an installation depends on.
 installation_key() {
   "$VENV/bin/python" - "$PWD" <<'PYTHON_CODE'
 import hashlib, pathlib, sys
@@ -87,7 +87,7 @@ print(key.hexdigest())
 PYTHON_CODE
 }
 
-# Prints a line per package of pip's output, which is silent for long otherwise.
+# Shortens pip's output to one line per package.
 progress_lines() {
   local line rest
   while IFS= read -r line; do
@@ -103,13 +103,13 @@ progress_lines() {
   done
 }
 
-# Whether an installation with at least these extras is there and up to date.
-#   $1: extras with commas between them; empty for none.
-#   $2: what it should have been made from, see installation_key.
+# Whether an up-to-date installation has at least these extras.
+#   $1: extras, separated by commas; empty for none.
+#   $2: expected installation_key.
 is_installed() {
   local stamp has extra missing
   for stamp in "$VENV"/installed "$VENV"/installed-*; do
-    # What install.sh made has the versions of a lock file, and its own key.
+    # install.sh uses the versions of a lock file, and another key.
     if [ "$stamp" = "$VENV/installed-from-lock" ] || [ ! -f "$stamp" ] ||
       [ "$(cat "$stamp")" != "$2" ]; then
       continue
@@ -130,7 +130,7 @@ is_installed() {
   return 1
 }
 
-# Makes the environment ready.
+# Creates or updates the environment.
 #   $1: extras to install, such as 'test,peer'; empty for none.
 prepare_environment() {
   local extras=$1 key target=.
@@ -142,11 +142,11 @@ prepare_environment() {
   if [ -n "$extras" ]; then
     target=".[$extras]"
   fi
-  # The line buffer of pip's output is Python's.
+  # Unbuffered, so that progress appears at once.
   show "$VENV/bin/python" -m pip install --editable "$target"
   PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install \
     --disable-pip-version-check --no-input --progress-bar off \
     --editable "$target" | progress_lines ||
-    fail "installing failed, see above; run the same command again"
+    fail "the installation failed, see above; run the same command again"
   printf '%s\n' "$key" >"$VENV/installed${extras:+-$extras}"
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv from a lock file: the tested versions for a platform, on Linux
-# and x86-64. TPU VMs, the container and GPU clusters are set up with it:
+# Creates .venv from a lock file with the tested versions for a platform, on
+# Linux x86-64. TPU VMs, the container and GPU clusters use it:
 #
 #   bash launch/install.sh --platform=cpu|tpu|gpu-cuda12 [--python=3.12]
 #     [--dry_run]
 #
 # Needs uv, or a python3 with pip, which installs uv into a folder next to
-# .venv. uv installs the requested Python if the machine lacks it. Packages that
-# are installed already are kept.
+# .venv. uv installs the requested Python if it is missing. Does nothing if
+# .venv is up to date.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,7 +25,7 @@ for flag in "$@"; do
     --platform=*) platform=${flag#*=} ;;
     --python=*) version=${flag#*=} ;;
     --dry_run) dry_run=1 ;;
-    *) fail "$flag is not known; see --help" ;;
+    *) fail "unknown flag $flag; see --help" ;;
   esac
 done
 lock=launch/locks/$platform.txt
@@ -33,7 +33,7 @@ lock=launch/locks/$platform.txt
   fail "--platform=$platform has no lock file; choose cpu, tpu or gpu-cuda12"
 case "$version" in
   3.11 | 3.12) ;;
-  *) fail "--python=$version: the lock files hold for 3.11 and 3.12" ;;
+  *) fail "--python=$version: the lock files are for 3.11 and 3.12" ;;
 esac
 
 # Prints a command; runs it unless --dry_run is given.
@@ -44,34 +44,34 @@ attempt() {
   fi
 }
 
-# Installs uv if it is missing. `pip --target` works in environments that the
-# system manages (PEP 668), and needs no venv, a separate package on Debian.
-bring_uv() {
+# Installs uv if it is missing. `pip --target` also works in an externally
+# managed environment (PEP 668), and needs no venv, a separate Debian package.
+install_uv() {
   local folder=$VENV-uv-$UV_VERSION
   export PATH=$PATH:$PWD/$folder/bin
   if [ "$dry_run" = 1 ]; then
-    echo '# where there is no uv'
+    echo '# unless uv is installed'
   elif command -v uv >/dev/null; then
     return
   fi
   attempt python3 -m pip install --quiet --target "$folder" "uv==$UV_VERSION" ||
-    fail "uv $UV_VERSION could not be installed. Where python3 has no pip:" \
-      "apt install python3-pip; or put a uv on PATH."
+    fail "uv $UV_VERSION could not be installed. If python3 has no pip, run" \
+      "apt install python3-pip; or put uv on PATH."
 }
 
 machine=$(uname -s)-$(uname -m)
 if [ "$dry_run" = 0 ] && [ "$machine" != Linux-x86_64 ]; then
-  fail "the lock files hold for Linux-x86_64, and this is $machine; here," \
-    "pip install -e '.[gcs]' takes the versions that there are"
+  fail "the lock files are for Linux-x86_64, and this is $machine; use" \
+    "pip install -e '.[gcs]', which chooses versions for this machine"
 fi
-# What the environment was made from.
+# Checksum of all that the environment depends on.
 key=$(cat "$lock" setup.py <(printf '%s %s\n' "$version" "$PWD") | cksum)
 stamp=$VENV/installed-from-lock
 if [ "$dry_run" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
-  printf '%s is as %s has it\n' "$VENV" "$lock"
+  printf '%s is up to date with %s\n' "$VENV" "$lock"
   exit
 fi
-bring_uv
+install_uv
 attempt uv venv --quiet --clear --python "$version" "$VENV"
 attempt uv pip install --quiet --python "$VENV/bin/python" \
   --requirement "$lock"

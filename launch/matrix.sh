@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the two commands of the README in fresh clones and fresh environments,
-# on every supported Python that is found (PATH or pyenv):
+# Runs the two commands of the README in fresh clones and environments, with
+# every supported Python on PATH or in pyenv:
 #
 #   bash launch/matrix.sh [--only=3.12] [--commands=test,quickstart]
 #
-# Committed files only. Logs stay in the folder that is printed; a clone whose
-# commands passed is removed. Exits with 1 if anything failed or is missing.
+# Tests committed files only. Logs stay in the printed folder; clones whose
+# commands passed are removed. Exits with 1 if a command failed or a Python is
+# missing.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,12 +17,12 @@ commands='test quickstart'
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,9s/^# \{0,1\}//p' launch/matrix.sh
+      sed -n '2,10s/^# \{0,1\}//p' launch/matrix.sh
       exit
       ;;
     --only=*) versions=${flag#*=} ;;
     --commands=*) commands=${flag#*=} ;;
-    *) fail "$flag is not known; see --help" ;;
+    *) fail "unknown flag $flag; see --help" ;;
   esac
 done
 versions=${versions//,/ }
@@ -29,7 +30,7 @@ commands=${commands//,/ }
 for name in $commands; do
   case "$name" in
     test | quickstart) ;;
-    *) fail "--commands: $name is neither test nor quickstart" ;;
+    *) fail "--commands=$name: choose test or quickstart" ;;
   esac
 done
 
@@ -38,7 +39,7 @@ find_python() {
   local candidate
   for candidate in "python$1" \
     "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-    # A pyenv shim is there for versions that are not active, and fails.
+    # pyenv has shims for inactive versions too, which fail.
     if [ "$(version_of "$candidate" 2>/dev/null)" = "$1" ]; then
       "$candidate" -c 'import sys; print(sys.executable)'
       return
@@ -48,7 +49,7 @@ find_python() {
 }
 
 if [ -n "$(git status --porcelain)" ]; then
-  printf 'Note: changes that are not committed are not part of this.\n'
+  printf 'Note: uncommitted changes are not tested.\n'
 fi
 folder=$(mktemp -d)
 printf 'Logs and clones: %s\n' "$folder"

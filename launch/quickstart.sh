@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs the main job on text that every Python carries, and writes a report:
+# Runs the main job on text of Python's standard library, and writes a report:
 #
 #   bash launch/quickstart.sh [--size=default|full] [flags of the study]
 #
-# The default takes up to 10 minutes on two cores after installing, full about
-# 2 hours. Run again, it continues where it was. PYTHON names an interpreter.
+# After installing, the default size takes up to 10 minutes on two cores, full
+# about 2 hours. The same command resumes an interrupted run. PYTHON names an
+# interpreter.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +16,7 @@ flags=()
 while [ $# -gt 0 ]; do
   case "$1" in
     -h | --help)
-      sed -n '2,8s/^# \{0,1\}//p' launch/quickstart.sh
+      sed -n '2,9s/^# \{0,1\}//p' launch/quickstart.sh
       exit
       ;;
     --size=*) size=${1#*=} ;;
@@ -30,7 +31,7 @@ while [ $# -gt 0 ]; do
 done
 case "$size" in
   default | full) ;;
-  *) fail "--size=$size is not known; choose default or full" ;;
+  *) fail "--size=$size: choose default or full" ;;
 esac
 
 prepare_environment ''

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs what the tests need, checks the style and runs the tests:
+# Installs the test dependencies, checks the style and runs the tests:
 #
 #   bash launch/test.sh [--all] [arguments of pytest]
 #
-# --all also installs torch, transformers and libtpu, without which the tests of
-# parity and of plans are skipped, runs the long tests, and prints the slowest 20
-# and a total by marker. PYTHON names an interpreter.
+# --all also installs torch, transformers and libtpu, without which tests of
+# parity and plans are skipped, runs the long tests, and prints the slowest 20
+# and the total time by marker. PYTHON names an interpreter.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,7 +26,7 @@ esac
 prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
-# One process per core; the tests of a file share fixtures, so stay together.
+# One process per core. The tests of a file share fixtures and stay together.
 tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
   --dist=loadfile --no-loadscope-reorder "$@")
 show "${tests[@]}"

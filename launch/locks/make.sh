@@ -4,9 +4,8 @@
 #
 #   bash launch/locks/make.sh [--tested=.venv/bin/python]
 #
-# Needs uv. A lock holds for Linux on x86-64 and for Python 3.11 and 3.12; it
-# is checked that it installs on both. No hashes and no hosts of an index, so
-# that mirrors may serve it.
+# Needs uv. A lock is for Linux x86-64 and Python 3.11 and 3.12, and is checked
+# to resolve on both. It has no hashes and no index URLs, so mirrors work.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -19,17 +18,17 @@ tested=$VENV/bin/python
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,9s/^# \{0,1\}//p' launch/locks/make.sh
+      sed -n '2,8s/^# \{0,1\}//p' launch/locks/make.sh
       exit
       ;;
     --tested=*) tested=${flag#*=} ;;
-    *) fail "$flag is not known; see --help" ;;
+    *) fail "unknown flag $flag; see --help" ;;
   esac
 done
 "$tested" -c 'import jax, encdec_adapt' ||
-  fail "--tested=$tested has no jax or not this package; give the Python of" \
-    "an environment that the tests passed in"
-command -v uv >/dev/null || fail 'uv is not there; pip install uv'
+  fail "--tested=$tested lacks jax or this package; give the Python of an" \
+    "environment in which the tests pass"
+command -v uv >/dev/null || fail 'uv is not installed; pip install uv'
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -37,7 +36,7 @@ trap 'rm -rf "$folder"' EXIT
 from importlib import metadata
 
 for found in metadata.distributions():
-  # Local versions (1.0+cpu) and our own package are on no index.
+  # Local versions (1.0+cpu) and this package are on no index.
   if '+' not in found.version and found.name != 'encdec_adapt':
     print(f'{found.name}=={found.version}')
 PYTHON_CODE

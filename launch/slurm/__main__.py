@@ -13,7 +13,7 @@
 
 Run it where sbatch is, in a checkout that all machines see. All processes
 write to runs/launch/NAME/JOB.log, each line after the process number. SLURM
-signals the job --notice_seconds before its time limit, and at a preemption: it
+signals the job --notice_seconds before its time limit and at a preemption; it
 saves, exits with status 75 and is requeued, as is a job that was killed.
 Failures are retried --retries times in a row.
 """

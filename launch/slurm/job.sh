@@ -14,13 +14,13 @@ python=$1 retries=$2 notice=$3 folder=$4
 shift 4
 failures=$folder/failures.$SLURM_JOB_ID
 
-# Share of a GPU's memory: plans assume 0.9, JAX's default is 0.75. A value set
-# by the user, under either name (JAX refuses both at once), is kept.
+# Share of a GPU's memory: plans assume 0.9, JAX's default is 0.75. A value that
+# the user has set under either name is kept (JAX refuses both at once).
 if [ -z "${XLA_CLIENT_MEM_FRACTION:-}" ]; then
   export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
 fi
 
-# The job handles SIGTERM itself; its status tells.
+# The job handles SIGTERM itself, and reports with its exit status.
 trap : TERM
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -28,7 +28,7 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 printf 'launch: job %s, start %s, %s processes, coordinator %s:%s\n' \
   "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$SLURM_NTASKS" "$host" "$port"
 
-# After one task has ended, the others have the notice's time to save.
+# After one task has ended, the others have $notice seconds to save.
 # shellcheck disable=SC2016 # Expanded by each task.
 srun --label --unbuffered --wait="$notice" --kill-on-bad-exit=0 bash -c '
   exec "$@" --processes="$SLURM_NTASKS" --process="$SLURM_PROCID"
@@ -60,8 +60,8 @@ case "$status" in
     fi
     ;;
 esac
-# A job that SLURM ends is cancelled, and must not be requeued, or preempted,
-# and SLURM requeues it itself.
+# If SLURM ended the job, it was cancelled and must not be requeued, or it was
+# preempted and SLURM requeues it.
 if ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
   printf 'launch: SLURM has ended the job\n'
   exit "$status"

@@ -1,7 +1,7 @@
 """A queued resource of Cloud TPU VMs and the gcloud commands on it.
 
 Flags are those of the Google Cloud CLI reference, `gcloud compute tpus
-queued-resources`; tests/launch/gcloud_flags.json lists them.
+queued-resources`; tests/launch/tool_flags.json lists them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs on every worker of a TPU slice, started by launch/tpu_vm in the home
-# folder, with the source as encdec_adapt.tar.gz in the same folder:
+# Sets up a worker of a TPU slice and runs the job on it. launch/tpu_vm starts
+# it on every worker, in the home folder, next to encdec_adapt.tar.gz:
 #
 #   bash worker.sh [--dry_run] ...
 #   bash worker.sh setup SOURCE [gs://BUCKET/RECORDS | disk]
@@ -8,13 +8,13 @@
 #   bash worker.sh stop
 #   bash worker.sh profile
 #
-# SOURCE is the archive's checksum: gcloud (528, `PrepareNodeForSSH`) may leave
-# out a worker with a mere warning, which would then run an older source.
+# SOURCE is the archive's checksum: gcloud (528, `PrepareNodeForSSH`) may skip a
+# worker with only a warning, and that worker would run an older source.
 #
-# The job is not a child of the connection: connection and launcher may end, and
-# `run` given again shows the job's further output. Every line is prefixed with
-# [slice.worker], and the last one has the status. With --dry_run, the launching
-# machine prints the commands.
+# The job is not a child of the SSH connection, so it survives a broken
+# connection and the end of the launcher; `run` with the same arguments shows
+# its further output. Every line is prefixed with [slice.worker], and the last
+# line has the exit status. With --dry_run, the commands are printed only.
 
 set -euo pipefail
 
@@ -34,7 +34,7 @@ JOB=encdec_adapt.job
 # Bytes of disk reserved for logs and compiled programs.
 SPARE=2000000000
 
-# Prints a command as one could type it.
+# Prints a command, quoted for a shell.
 show() {
   printf '$'
   printf ' %q' "$@"
@@ -49,14 +49,14 @@ attempt() {
   fi
 }
 
-# Prints an attribute that the machine was made with; nothing if it has none.
+# Prints a metadata attribute of this machine; nothing if it is not set.
 attribute() {
   curl --silent --fail --header 'Metadata-Flavor: Google' \
     "http://${GCE_METADATA_IP:-metadata.google.internal}/computeMetadata/v1/instance/attributes/$1" ||
     true
 }
 
-# Prints slice.worker.
+# Prints the position of this worker as slice.worker.
 position() {
   local slice worker
   if [ "$dry_run" = 1 ]; then
@@ -68,21 +68,20 @@ position() {
   printf '%s.%s\n' "${slice:-0}" "${worker:-0}"
 }
 
-# Whether the job's process is there. After the machine has started again,
-# another may have its number.
+# Whether the job is running. After a reboot, another process may have its id.
 running() {
   local pid words
   [ -f "$JOB/pid" ] && pid=$(cat "$JOB/pid") && kill -0 "$pid" 2>/dev/null ||
     return 1
   words=$(tr '\0' '\n' <"/proc/$pid/cmdline")
-  # Of a process that is just being started it is empty.
+  # The command line of a process is empty while it starts.
   [ -z "$words" ] || grep -qxF encdec_adapt.train <<<"$words"
 }
 
 setup() {
   local source=$1 records=${2:-}
   if running; then
-    echo 'launch: a job runs here; its source and records are left alone'
+    echo 'launch: a job runs here; its source and records are not changed'
     return
   fi
   require_source "$source"
@@ -104,7 +103,7 @@ setup() {
   fi
 }
 
-# Ends with status 1 where the archive is not the one with this checksum.
+# Fails if the archive has another checksum.
 require_source() {
   local found
   show cksum "$ARCHIVE"
@@ -113,7 +112,7 @@ require_source() {
   fi
   found=$(cksum "$ARCHIVE" | awk '{ print $1 "-" $2 }')
   if [ "$found" != "$1" ]; then
-    echo "launch: $ARCHIVE is $found, not $1: it was not copied to here"
+    echo "launch: $ARCHIVE is $found, not $1: the source was not copied here"
     return 1
   fi
 }
@@ -121,13 +120,13 @@ require_source() {
 # Copies the records from a bucket.
 copy_records() {
   require_space "$1"
-  # Checksums of what is there already are compared, not times and sizes; of
-  # what is copied, the tool compares them itself.
+  # Compares existing files by checksum, not by time and size; copied files are
+  # always verified.
   attempt gcloud storage rsync --recursive --checksums-only \
     --delete-unmatched-destination-objects "$1" "$SOURCE/records"
 }
 
-# Ends with status 2 where the disk has no room for the records of a bucket.
+# Returns 2 if the disk has no room for the records of a bucket.
 require_space() {
   local size there=0 room
   show gcloud storage du --summarize "$1"
@@ -140,10 +139,10 @@ require_space() {
   fi
   room=$(df --output=avail -B1 "$SOURCE" | tail -n 1)
   if [ $((size - there + SPARE)) -gt "$room" ]; then
-    printf 'launch: the records %s are %s, %s of it here; the disk has %s left.\n' \
+    printf 'launch: the records %s have %s, %s of them on this disk, which has %s left\n' \
       "$1" "$(gigabytes "$size")" "$(gigabytes "$there")" "$(gigabytes "$room")"
-    echo 'launch: put them on a disk of their own (--data_disk), or make fewer:' \
-      'of fewer passes, or of less text (config.data.max_bytes)'
+    echo 'launch: put them on a separate disk (--data_disk), or make fewer, from' \
+      'fewer passes or less text (config.data.max_bytes)'
     return 2
   fi
 }
@@ -153,7 +152,7 @@ gigabytes() {
   awk -v n="$1" 'BEGIN { printf "%.1f GB", n / 1e9 }'
 }
 
-# Mounts the data disk, by its label: the device's name differs by kind of disk.
+# Mounts the data disk by label, since device names depend on the type of disk.
 mount_records() {
   if [ "$dry_run" = 0 ] && mountpoint -q "$SOURCE/records"; then
     return
@@ -161,9 +160,8 @@ mount_records() {
   attempt mkdir -p "$SOURCE/records"
   if ! attempt sudo mount -t ext4 -o ro -o noload LABEL=records \
     "$SOURCE/records"; then
-    echo 'launch: the disk of --data_disk has to be attached since the machines' \
-      'were created, with an ext4 file system labeled records' \
-      '(mkfs.ext4 -L records)'
+    echo 'launch: --data_disk must be attached when the machines are created, and' \
+      'have an ext4 file system labeled records (mkfs.ext4 -L records)'
     return 2
   fi
 }
@@ -177,9 +175,9 @@ run() {
   fi
   key=$(printf '%q ' "$@")
   shift
-  # A job is known by its key once it has a process.
+  # The same job may be running or have ended already.
   if [ -f "$JOB/pid" ] && [ "$(cat "$JOB/key")" = "$key" ]; then
-    # The connection broke meanwhile; what it has shown is not shown again.
+    # The connection broke: continue after the last line that was printed.
     first=$(($(cat "$JOB/shown") + 1))
   elif running; then
     echo 'launch: another job runs here; stop it first'
@@ -197,13 +195,13 @@ run() {
     start "$@"
   fi
   follow "$first"
-  [ -f "$JOB/status" ] || sleep 2 # Between the last line and its status.
+  [ -f "$JOB/status" ] || sleep 2 # The status follows the last line.
   status=$(cat "$JOB/status" 2>/dev/null || echo 137)
   echo "launch: ended with status $status"
   return "$status"
 }
 
-# Starts the job in a session of its own, and leaves its process' number.
+# Starts the job in a new session and writes its process id.
 start() {
   local train=(.venv/bin/python -m encdec_adapt.train --coordinator=auto "$@")
   show cd "$SOURCE"
@@ -219,7 +217,7 @@ start() {
     shift
     "$@" &
     echo $! >"$job/pid"
-    # A signal is passed on; then one waits again, for the status.
+    # A forwarded signal interrupts `wait`, so wait again for the status.
     trap "kill -TERM $!" TERM
     wait $! && status=0 || status=$?
     while kill -0 $! 2>/dev/null; do
@@ -234,7 +232,7 @@ start() {
   done
 }
 
-# Prints the log from a line on, as long as the job runs.
+# Prints the log from a line on, until the job ends.
 follow() {
   local line shown=$(($1 - 1)) more=()
   if running; then
@@ -248,15 +246,15 @@ follow() {
 }
 
 stop() {
-  tell TERM 'sent SIGTERM: the job saves and exits with status 75'
+  send TERM 'sent SIGTERM: the job saves and exits with status 75'
 }
 
 profile() {
-  tell USR1 'sent SIGUSR1: the job traces its next steps into its work directory'
+  send USR1 'sent SIGUSR1: the job traces its next steps into its work directory'
 }
 
 # Sends the job a signal and prints a message.
-tell() {
+send() {
   if [ "$dry_run" = 1 ]; then
     show kill "-$1" PROCESS
   elif running; then
@@ -272,7 +270,7 @@ case "${1:-}" in
     "$@" 2>&1 | sed -u "s/^/[$(position)] /"
     ;;
   *)
-    echo 'worker.sh: say setup, run, stop or profile' >&2
+    echo 'worker.sh: the first argument must be setup, run, stop or profile' >&2
     exit 2
     ;;
 esac

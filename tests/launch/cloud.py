@@ -1,109 +1,141 @@
-"""A fake cloud of TPU VMs for launcher tests; see fake_gcloud.py."""
+"""A checkout to launch from, with stand-ins for every program it runs."""
 
 import json
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
-from tests.launch import checkout
+from tests import tiny
 
-WHERE = ('--name=pair', '--zone=us-west4-a')
-CREATION = ('--accelerator=v5litepod-16', '--slices=2')
-FAST = ('--poll_seconds=0.05', '--grace_seconds=1')
+HERE = pathlib.Path(__file__).resolve().parent
 JOB = ('--', '--config=configs/base.py', "--workdir=gs://b/it's", '--x=a b')
-FOLDER = '--config.data.folder=records'
+RECORDS = '--config.data.folder=records'
+PAIR = ('--name=pair', '--zone=us-west4-a')
+TPU_VM = (*PAIR, '--accelerator=v5litepod-16', '--slices=2')
+FAST = ('--poll_seconds=0.05', '--grace_seconds=1')
 DISK = 'source=projects/p/zones/us-west4-a/disks/d,mode=read-only'
 
+# The metadata server of a virtual machine.
+_CURL = """case "${!#}" in
+  */agent-worker-number) echo "${FAKE_POSITION#*-}" ;;
+  */tpu-env) echo "MEGASCALE_SLICE_ID: '${FAKE_POSITION%-*}'" ;;
+  *) exit 22 ;;
+esac"""
+# Makes environments of the Python that runs the tests.
+_UV = f"""echo "uv $*" >>"$HOME/uv.log"
+if [ "$1" = venv ]; then
+  mkdir -p .venv/bin
+  ln -sf {sys.executable} .venv/bin/python
+fi"""
 
-class Cloud(checkout.Checkout):
-  """A checkout with a fake cloud."""
 
-  def __init__(self, folder):
-    """An empty cloud."""
-    super().__init__(folder)
+class Cloud:
+  """A copy of the launchers with stand_in_train.py, and a fake cloud.
+
+  Attributes:
+    root: the checkout.
+    bin: folder on PATH with the stand-ins.
+    folder: the cloud, see fake_tools.py.
+    environment: environment of the launchers.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    """Makes all of it in the test's folder."""
+    self.root, self.bin = folder / 'checkout', folder / 'bin'
     self.folder = folder / 'cloud'
+    self.bin.mkdir()
     self.folder.mkdir()
+    self.environment = {
+      name: value
+      for name, value in os.environ.items()
+      if name not in ('PYTHON', 'PYTHONPATH', 'PYTHONUNBUFFERED', 'VIRTUAL_ENV')
+      and not name.endswith('_MEM_FRACTION')
+    }
+    self.environment['PATH'] = f'{self.bin}:{os.environ["PATH"]}'
     self.environment['FAKE_CLOUD'] = str(self.folder)
-    self.put(
-      'gcloud', f'exec {sys.executable} {checkout.HERE}/fake_gcloud.py "$@"'
-    )
-    # Makes environments of the Python that runs the tests.
-    self.put(
-      'uv',
-      'echo "uv $*" >>"$HOME/uv.log"\n'
-      f'[ "$1" != venv ] || {{ mkdir -p .venv/bin; ln -sf {sys.executable}'
-      ' .venv/bin/python; }',
-    )
+    for path in ('launch', 'configs'):
+      skip = shutil.ignore_patterns('__pycache__')
+      shutil.copytree(tiny.ROOT / path, self.root / path, ignore=skip)
+    for path in ('setup.py', 'pyproject.toml'):
+      shutil.copy(tiny.ROOT / path, self.root)
+    package = self.root / 'encdec_adapt'
+    package.mkdir()
+    (package / '__init__.py').touch()
+    shutil.copy(HERE / 'stand_in_train.py', package / 'train.py')
+    for name in 'gcloud sbatch squeue scancel xpk docker kubectl'.split():
+      program = f'{sys.executable} {HERE}/fake_tools.py'
+      self.put(name, f'exec {program} {name} "$@"')
+    self.put('curl', _CURL)
+    self.put('uv', _UV)
 
-  def train(self, runs, *flags, creations=(('ACTIVE',),) * 2, **blips):
-    """Runs `train` where the job meets `runs`, one after another."""
-    given = {flag.partition('=')[0] for flag in flags}
-    job = (*JOB, FOLDER) if given & {'--records', '--data_disk'} else JOB
-    (self.folder / 'scenario.json').write_text(
-      json.dumps({'runs': runs, 'creations': creations, **blips})
-    )
-    return self.launch(
-      'tpu_vm', 'train', *WHERE, *CREATION, *FAST, *flags, *job
-    )
+  def put(self, name: str, script: str) -> None:
+    """Puts a shell script on PATH."""
+    path = self.bin / name
+    path.write_text(f'#!/usr/bin/env bash\n{script}\n')
+    path.chmod(0o755)
 
-  def put_records(self):
-    """Puts records of 2 bytes into a bucket; returns their address."""
-    folder = self.folder / 'b' / 'records'
-    folder.mkdir(parents=True)
-    (folder / 'manifest.json').write_text('{}')
-    return 'gs://b/records'
-
-  def start_training(self, runs):
-    """Starts what `train` runs, and returns at once."""
-    (self.folder / 'scenario.json').write_text(
-      json.dumps({'runs': runs, 'creations': [['ACTIVE']]})
-    )
+  def start(self, module: str, *arguments: str) -> subprocess.Popen:
+    """Starts a launcher."""
     return subprocess.Popen(
-      [sys.executable, '-m', 'launch.tpu_vm', 'train', *WHERE, *CREATION]
-      + [*FAST, *JOB],
+      [sys.executable, '-m', f'launch.{module}', *arguments],
       cwd=self.root,
       env=self.environment,
       stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
       text=True,
     )
 
-  def installed(self, worker):
-    """The commands of uv that a worker, as 0-1, has run."""
-    return (self.folder / f'home-{worker}' / 'uv.log').read_text().splitlines()
+  def launch(
+    self, module: str, *arguments: str, status: int = 0
+  ) -> subprocess.CompletedProcess:
+    """Runs a launcher to its end and checks its exit status."""
+    process = self.start(module, *arguments)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == status, output + errors
+    return subprocess.CompletedProcess(module, status, output, errors)
 
-  def checksum(self, archive):
-    """What cksum says of the archive that a command prints."""
-    script = f'{archive} | cksum | awk \'{{ print $1 "-" $2 }}\''
+  def bash(self, *arguments: str, **environment: str):
+    """Runs bash in the checkout; returns its result."""
     return subprocess.run(
-      ['bash', '-c', script],
+      ['bash', *arguments],
       cwd=self.root,
+      env=self.environment | environment,
       capture_output=True,
       text=True,
-      check=True,
-    ).stdout.strip()
-
-  def calls(self, *verbs):
-    """Verbs of gcloud that were called; only those of `verbs` if given."""
-    path = self.folder / 'calls.jsonl'
-    if not path.exists():
-      return []
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [call for call in found if not verbs or call[3] in verbs]
-
-
-def assert_ended(done, status):
-  """Ended with this status; otherwise shows what was printed."""
-  assert done.returncode == status, done.stdout + done.stderr
-
-
-def starts(cloud) -> int:
-  """Number of starts of a job that ran from step 0 to its end."""
-  (log,) = [
-    text
-    for text in (
-      path.read_text()
-      for path in cloud.folder.glob('home-*/encdec_adapt.job/log')
     )
-    if 'resuming at' in text
-  ]
-  assert 'resuming at step 0' in log and 'step 6' in log
-  return log.count('resuming at')
+
+  def set_scenario(self, runs, creations=(('ACTIVE',),) * 2, **failures):
+    """Sets the events of the runs to come, and the states of resources."""
+    for count in self.folder.glob('count *'):
+      count.unlink()
+    content = {'runs': runs, 'creations': creations, 'failures': failures}
+    (self.folder / 'scenario.json').write_text(json.dumps(content))
+
+  def train(self, runs, *flags: str, status: int = 0, **scenario):
+    """Runs `launch.tpu_vm train` with these events, one per run."""
+    self.set_scenario(runs, **scenario)
+    with_records = any(f.startswith(('--rec', '--data_disk')) for f in flags)
+    job = (*JOB, RECORDS) if with_records else JOB
+    return self.launch(
+      *('tpu_vm', 'train', *TPU_VM, *FAST, *flags, *job), status=status
+    )
+
+  def put_records(self) -> str:
+    """Puts records of 2 bytes into a bucket; returns their flag."""
+    folder = self.folder / 'b' / 'records'
+    folder.mkdir(parents=True)
+    (folder / 'manifest.json').write_text('{}')
+    return '--records=gs://b/records'
+
+  def calls(self, *verbs: str) -> list[list[str]]:
+    """Returns the calls of programs; with verbs, those of gcloud's."""
+    path = self.folder / 'calls.jsonl'
+    lines = path.read_text().splitlines() if path.exists() else ()
+    found = [json.loads(line) for line in lines]
+    return [call for call in found if not verbs or call[4] in verbs]
+
+  def requests(self) -> str:
+    """Returns the requests for resources, such as 'create delete'."""
+    return ' '.join(call[4] for call in self.calls('create', 'delete'))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.launch import cloud as clouds
+from tests.launch import cloud as cloud_lib
 
 
 @pytest.fixture
 def cloud(tmp_path):
   """A fake cloud with a checkout to launch from."""
-  return clouds.Cloud(tmp_path)
+  return cloud_lib.Cloud(tmp_path)

@@ -1,11 +1,9 @@
 """A stand-in for encdec_adapt.train on the workers of a fake cloud.
 
-Counts to 6 in a file that all workers see, from where it was, and meets what
-$FAKE_CLOUD/event says. Worker 0.0 leads. Its lines leave it as those of the
-real one do (`encdec_adapt.cli.command`).
+Counts to 6 in a file that all workers see, from where it was, and acts on the
+event in $FAKE_CLOUD/event. Worker 0 of slice 0 leads.
 """
 
-import json
 import os
 import pathlib
 import signal
@@ -13,13 +11,13 @@ import sys
 import time
 
 CLOUD = pathlib.Path(os.environ['FAKE_CLOUD'])
-LEAD = os.environ['FAKE_POSITION'] == '0.0'
+LEAD = os.environ['FAKE_POSITION'] == '0-0'
 STEPS = 6
 
 
 def main(argv: list[str]) -> int:
   """Trains."""
-  sys.stdout.reconfigure(line_buffering=True)
+  sys.stdout.reconfigure(line_buffering=True)  # As cli.command does.
   event = (CLOUD / 'event').read_text()
   path, part = CLOUD / 'step', CLOUD / 'step.part'
   step = int(path.read_text()) if path.exists() else 0
@@ -35,14 +33,14 @@ def main(argv: list[str]) -> int:
       print('Traceback')
     return 1 if LEAD else 2
   if event == 'wait':
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     signal.signal(signal.SIGUSR1, lambda *_: print('tracing'))
     print('waiting')
-    while not told:
+    while not stop:
       time.sleep(0.02)
     return 75
-  last = STEPS if event in ('finish', 'drop', 'slow') else 2
+  last = STEPS if event in ('finish', 'drop') else 2
   while LEAD and step < last:
     step += 1
     part.write_text(str(step))
@@ -50,19 +48,11 @@ def main(argv: list[str]) -> int:
     print(f'step {step}')
     # The connection is cut at step 2; the rest comes after that.
     time.sleep(0.5 if event == 'drop' else 0.02)
-    while event == 'slow' and _blips():
-      time.sleep(0.02)
   if event == 'vanish':
     time.sleep(600)
   while not LEAD and not (path.exists() and int(path.read_text()) >= last):
     time.sleep(0.02)
   return 0 if last == STEPS else 75
-
-
-def _blips() -> int:
-  """How many looks are still to fail."""
-  scenario = json.loads((CLOUD / 'scenario.json').read_text())
-  return sum(scenario['blips'].values())
 
 
 if __name__ == '__main__':

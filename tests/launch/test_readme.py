@@ -1,4 +1,4 @@
-"""The commands of launch/README.md are accepted and fit together."""
+"""The commands of launch/README.md are valid and consistent."""
 
 import shlex
 import subprocess
@@ -9,12 +9,13 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize, train
 from encdec_adapt.cli import command
+from launch import commands
 from tests import tiny
 
 
 @pytest.fixture(scope='module')
 def lines():
-  """The commands of the page, as a shell splits them."""
+  """Returns the commands of the page, split as by a shell."""
   readme = (tiny.ROOT / 'launch' / 'README.md').read_text()
   blocks = readme.split('```\n')[1::2]
   text = '\n'.join(blocks).replace('\\\n', ' ')
@@ -22,7 +23,7 @@ def lines():
 
 
 def _after(lines, *start):
-  """What stands after these words, in the lines that have no gaps."""
+  """Returns the arguments of complete commands that start with these words."""
   return [
     line[len(start) :]
     for line in lines
@@ -31,23 +32,20 @@ def _after(lines, *start):
 
 
 @pytest.mark.parametrize('module', ['tpu_vm', 'gke', 'slurm'])
-def test_launchers_take_the_commands(lines, module):
+def test_launchers_accept_the_commands(lines, module):
   found = _after(lines, 'python3', '-m', f'launch.{module}')
   assert found
   for verb, *flags in found:
     rehearse = [] if verb == '--help' else ['--dry_run']
     if module == 'slurm':
       rehearse.append(f'--python={sys.executable}')
-    done = subprocess.run(
-      [sys.executable, '-m', f'launch.{module}', verb, *rehearse, *flags],
-      cwd=tiny.ROOT,
-      capture_output=True,
-      text=True,
+    command_line = [f'launch.{module}', verb, *rehearse, *flags]
+    subprocess.run(
+      [sys.executable, '-m', *command_line], cwd=tiny.ROOT, check=True
     )
-    assert done.returncode == 0, done.stderr
 
 
-def test_the_job_is_told_what_the_records_were_made_of(lines, monkeypatch):
+def test_training_reads_the_records_and_uploads_of_the_page(lines, monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   (making,) = _after(lines, 'python', '-m', 'encdec_adapt.materialize')
   launching = _after(lines, 'python3', '-m', 'launch.tpu_vm', 'train')[0]
@@ -59,23 +57,22 @@ def test_the_job_is_told_what_the_records_were_made_of(lines, monkeypatch):
   assert records.train == read.data.train
   assert records.evaluation == read.data.evaluation
 
-  # Whatever the job reads of the bucket is put there, and the records are
-  # where the launcher's copy is.
+  # Everything that the job reads from the bucket is uploaded, and the records
+  # are where the launcher copies them.
   put = {
     target + source
     for source, target in _after(lines, *'gcloud storage cp -r'.split())
   }
-  named = {value for line in (launching,) for value in line}
-  named = {flag.partition('=')[2] for flag in named if '=gs://' in flag}
+  named = {flag.partition('=')[2] for flag in launching if '=gs://' in flag}
   cache = values.config.compute.compile_cache
   assert named - {values.workdir, cache} == put
   assert records.folder == read.data.folder == 'records'
 
 
-def test_a_cluster_is_told_all_that_a_job_needs(lines, monkeypatch):
+def test_a_cluster_job_fits_its_machines(lines, monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   (launching,) = _after(lines, 'python3', '-m', 'launch.slurm', 'train')
-  flags = dict(f[2:].partition('=')[::2] for f in launching if '=' in f)
+  flags = commands.flag_values(launching)
   training = launching[launching.index('--') + 1 :]
   values = command.parse(train.define_flags, training)
   settings = config_lib.load(values.config, values.workdir)

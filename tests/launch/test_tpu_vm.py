@@ -1,123 +1,46 @@
-"""Cloud TPU VMs on a fake cloud; what it is: fake_gcloud.py."""
+"""Cloud TPU VMs on the fake cloud of fake_tools.py."""
 
 import shlex
+import subprocess
 import time
 
 import pytest
 
-from tests.launch import cloud as clouds
+from tests.launch import cloud as cloud_lib
 
 
-def test_dry_run_prints_every_command_and_runs_none(cloud):
-  done = cloud.launch(
-    *(
-      'tpu_vm',
-      'train',
-      '--dry_run',
-      *clouds.WHERE,
-      *clouds.CREATION,
-      '--project=p',
-    ),
-    *('--records=gs://b/records', *clouds.JOB, clouds.FOLDER),
-  )
-  clouds.assert_ended(done, 0)
-  gcloud = 'gcloud compute tpus queued-resources'
-  where = '--zone=us-west4-a --project=p'
-  everywhere = '--node=all --worker=all --batch-size=all'
-  alive = (
-    '--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4'
-  )
-  archive = 'tar --exclude=__pycache__ -czf {} setup.py pyproject.toml'
-  archive += ' encdec_adapt configs launch'
-  source = cloud.checksum(archive.format('-'))
-  run = shlex.quote(
-    f'--command=bash worker.sh run {source} attempt-1 --config=configs/base.py'
-    " '--workdir=gs://b/it'\"'\"'s' '--x=a b' --config.data.folder=records"
-  )
-  look = f"$ {gcloud} describe pair '--format=value(state.state)' {where}"
-  install = '[worker] $ uv pip install --quiet --python .venv/bin/python'
-  assert done.stdout.splitlines() == [
-    look,
-    '# if it does not exist',
-    f'$ {gcloud} create pair --accelerator-type=v5litepod-16'
-    ' --runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=pair'
-    f' --spot --async --quiet {where}',
-    '# until it prints ACTIVE',
-    look,
-    '$ mkdir -p runs/launch/pair',
-    f'$ {archive.format("runs/launch/pair/encdec_adapt.tar.gz")}',
-    f'$ {gcloud} scp runs/launch/pair/encdec_adapt.tar.gz'
-    f' launch/tpu_vm/worker.sh pair: {everywhere} --quiet {where}',
-    f"$ {gcloud} ssh pair '--command=bash worker.sh setup {source}"
-    f" gs://b/records' {everywhere} {alive} --quiet {where}",
-    '[worker] $ cksum encdec_adapt.tar.gz',
-    '[worker] $ rm -f encdec_adapt.source',
-    '[worker] $ mkdir -p encdec_adapt',
-    '[worker] $ rm -rf encdec_adapt/encdec_adapt encdec_adapt/configs'
-    ' encdec_adapt/launch',
-    '[worker] $ tar -xzf encdec_adapt.tar.gz -C encdec_adapt',
-    '[worker] $ bash encdec_adapt/launch/install.sh --platform=tpu',
-    '[worker] # where there is no uv',
-    '[worker] $ python3 -m pip install --quiet --target .venv-uv-0.13.8'
-    ' uv==0.13.8',
-    '[worker] $ uv venv --quiet --clear --python 3.12 .venv',
-    f'{install} --requirement launch/locks/tpu.txt',
-    f'{install} --no-deps --editable .',
-    '[worker] $ gcloud storage du --summarize gs://b/records',
-    '[worker] $ gcloud storage rsync --recursive --checksums-only'
-    ' --delete-unmatched-destination-objects gs://b/records'
-    ' encdec_adapt/records',
-    f'$ {gcloud} ssh pair {run} {everywhere} {alive} --quiet {where}',
-    '[worker] $ cd encdec_adapt',
-    '[worker] $ .venv/bin/python -m encdec_adapt.train --coordinator=auto'
-    " --config=configs/base.py --workdir=gs://b/it\\'s --x=a\\ b"
-    ' --config.data.folder=records',
-    '# every 60 s while it runs',
-    look,
-    *(
-      f'$ gcloud compute tpus tpu-vm describe pair-{slice_} {where}'
-      " '--format=value(state)'"
-      for slice_ in (0, 1)
-    ),
-    '# after a preemption, then from the beginning',
-    f'$ {gcloud} delete pair --force --quiet {where}',
-  ]
-  assert cloud.calls() == []
-  assert not (cloud.root / 'runs').exists()
+def _commands(output, prefix):
+  """Returns the commands that were printed after a prefix."""
+  lines = [line.partition(prefix) for line in output.splitlines()]
+  return {tuple(shlex.split(after)) for _, found, after in lines if found}
 
 
-def test_what_dry_run_prints_is_what_is_run(cloud):
-  records = f'--records={cloud.put_records()}'
-  flags = ('--dry_run', *clouds.WHERE, *clouds.CREATION, records)
-  printed = cloud.launch('tpu_vm', 'train', *flags, *clouds.JOB, clouds.FOLDER)
-  printed = printed.stdout
+def test_dry_run_prints_the_commands_of_a_run(cloud):
+  records = cloud.put_records()
+  flags = (*cloud_lib.TPU_VM, records, *cloud_lib.JOB, cloud_lib.RECORDS)
+  printed = cloud.launch('tpu_vm', 'train', '--dry_run', *flags).stdout
+  assert cloud.calls() == [] and not (cloud.root / 'runs').exists()
   done = cloud.train(['finish'], records)
-  clouds.assert_ended(done, 0)
-  clouds.assert_ended(cloud.launch('tpu_vm', 'delete', *clouds.WHERE), 0)
-  shown = {
-    tuple(shlex.split(line.partition('$ gcloud ')[2]))
-    for line in printed.splitlines()
-    if '$ gcloud ' in line
-  }
-  called = {tuple(call) for call in cloud.calls()}
-  assert called == shown
-  # So is what the workers run.
-  ran = {
-    line.partition('] ')[2]
-    for line in done.stdout.splitlines()
-    if line.startswith('[0.0] $ ')
-  }
-  shown = {
-    line.partition('] ')[2]
-    for line in printed.splitlines()
-    if line.startswith('[worker] $ ')
-  }
-  assert ran <= shown and len(ran) == len(shown) - 1  # uv is there.
+  cloud.launch('tpu_vm', 'delete', *cloud_lib.PAIR)
+  called = {tuple(call[1:]) for call in cloud.calls()}
+  assert called == _commands(printed, '$ gcloud ')
+  (create,) = cloud.calls('create')
+  assert shlex.join(create) == (
+    'gcloud compute tpus queued-resources create pair'
+    ' --accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite'
+    ' --node-count=2 --node-prefix=pair --spot --async --quiet'
+    ' --zone=us-west4-a'
+  )
+  # Only the dry run shows how uv is installed.
+  workers = _commands(printed, '[worker] $ ')
+  ran = _commands(done.stdout, '[0.0] $ ')
+  assert ran <= workers and len(ran) == len(workers) - 1
+  train = '.venv/bin/python -m encdec_adapt.train --coordinator=auto'
+  assert (*train.split(), *cloud_lib.JOB[1:], cloud_lib.RECORDS) in ran
 
 
 def test_a_job_runs_on_all_workers_of_all_slices(cloud):
-  done = cloud.train(['finish'], f'--records={cloud.put_records()}')
-  clouds.assert_ended(done, 0)
+  done = cloud.train(['finish'], cloud.put_records())
   lines = done.stdout.splitlines()
   assert (
     '[0.0] resuming at step 0; --coordinator=auto --config=configs/base.py'
@@ -127,105 +50,185 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
     assert f'[{worker}] launch: ended with status 0' in lines
     home = cloud.folder / f'home-{worker.replace(".", "-")}'
     assert (home / 'encdec_adapt' / 'records' / 'manifest.json').exists()
-    assert 'launch/locks/tpu.txt' in cloud.installed(home.name[5:])[1]
+    assert 'launch/locks/tpu.txt' in (home / 'uv.log').read_text()
   log = (cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt').read_text()
   assert '[0.0] step 6\n' in log
-  assert [call[3] for call in cloud.calls('create', 'delete')] == ['create']
+  assert cloud.requests() == 'create'
   assert 'still exist and cost' in done.stdout
 
-  # Given again, nothing is created, and nothing is installed again.
-  installed = cloud.installed('0-0')
+  # The same command again creates and installs nothing.
   done = cloud.train(['finish'], '--delete_when_done')
-  clouds.assert_ended(done, 0)
   assert '[0.0] resuming at step 6' in done.stdout
-  assert len(installed) == 3
-  assert '.venv is as launch/locks/tpu.txt has it' in done.stdout
-  assert [call[3] for call in cloud.calls('create', 'delete')] == [
-    'create',
-    'delete',
-  ]
+  assert '.venv is up to date with launch/locks/tpu.txt' in done.stdout
+  assert cloud.requests() == 'create delete'
 
 
 @pytest.mark.parametrize('event', ['preempt', 'vanish', 'lose_slice'])
-def test_a_preempted_resource_is_made_anew_and_the_job_continues(cloud, event):
-  done = cloud.train([event, 'finish'])
-  clouds.assert_ended(done, 0)
+def test_a_preempted_resource_is_created_again_and_the_job_resumes(
+  cloud, event
+):
+  failures = {'queued-resources delete': 2, 'queued-resources create': 2}
+  if event != 'preempt':
+    failures = {}
+  done = cloud.train([event, 'finish'], **failures)
   assert 'preempted: created again and resumed' in done.stdout
   assert '[0.0] resuming at step 2' in done.stdout
-  # Of machines that vanish, the last lines may not arrive.
+  # The last lines of machines that vanish may not arrive.
   for step in (3, 4, 5, 6):
     assert done.stdout.count(f'[0.0] step {step}\n') == 1
-  assert [call[3] for call in cloud.calls('create', 'delete')] == [
-    'create',
-    'delete',
-    'create',
-  ]
+  if failures:
+    assert '# request failed with status 2 (2 of 30 tolerated)' in done.stdout
+    assert cloud.requests() == 'create' + ' delete' * 3 + ' create' * 3
+  else:
+    assert cloud.requests() == 'create delete create'
 
 
 @pytest.mark.long
-def test_one_preempted_while_it_is_made_is_made_anew(cloud):
-  creations = [['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
-  done = cloud.train(['finish'], creations=creations)
-  clouds.assert_ended(done, 0)
+def test_a_resource_preempted_during_creation_is_created_again(cloud):
+  done = cloud.train(
+    ['finish'], creations=[['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
+  )
   assert '# pair: SUSPENDED' in done.stdout
   assert '[0.0] step 6' in done.stdout
-  assert [call[3] for call in cloud.calls('create', 'delete')] == [
-    'create',
-    'delete',
-    'create',
-  ]
+  assert cloud.requests() == 'create delete create'
 
 
-def test_the_job_on_every_worker_is_told_to_trace_and_to_stop(cloud):
+def test_stop_and_profile_reach_the_job_on_every_worker(cloud):
   log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
-  launcher = cloud.start_training(['wait', 'finish'])
+  deadline = time.monotonic() + 60
+
+  def wait_for(line):
+    """Waits until all workers have printed a line."""
+    while not log.exists() or log.read_text().count(line) < 4:
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+
+  cloud.set_scenario(['wait'])
+  flags = (*cloud_lib.TPU_VM, *cloud_lib.FAST, *cloud_lib.JOB)
+  launcher = cloud.start('tpu_vm', 'train', *flags, '--max_restarts=0')
   try:
-    deadline = time.monotonic() + 60
-    while not log.exists() or log.read_text().count('waiting') < 4:
-      assert time.monotonic() < deadline
-      time.sleep(0.1)
-    traced = cloud.launch('tpu_vm', 'profile', *clouds.WHERE, '--slices=2')
-    while log.read_text().count('] tracing') < 4:
-      assert time.monotonic() < deadline
-      time.sleep(0.1)
-    done = cloud.launch('tpu_vm', 'stop', *clouds.WHERE, '--slices=2')
+    wait_for('waiting')
+    where = (*cloud_lib.PAIR, '--slices=2')
+    traced = cloud.launch('tpu_vm', 'profile', *where)
+    wait_for('] tracing')
+    done = cloud.launch('tpu_vm', 'stop', *where)
     output, _ = launcher.communicate(timeout=60)
   finally:
     launcher.kill()
   assert traced.stdout.count('] launch: sent SIGUSR1') == 4
   assert done.stdout.count('] launch: sent SIGTERM') == 4
   assert 'the job was stopped after a save: 4 of 4 workers' in output
-  assert launcher.returncode == 0
 
 
-def test_a_connection_that_breaks_does_not_end_the_job(cloud):
-  done = cloud.train(['drop', 'finish'])
-  clouds.assert_ended(done, 0)
-  lines = done.stdout.splitlines()
+def test_a_broken_connection_and_failed_queries_do_not_end_the_job(cloud):
+  failures = {'queued-resources describe': 3, 'tpu-vm describe': 4}
+  done = cloud.train(['drop', 'finish'], **failures)
   assert 'the job lost its connection' in done.stdout
-  # Every line of it was shown; one that was on its way may come twice.
-  assert clouds.starts(cloud) == 1
+  assert done.stdout.count('# status query failed (') == 7
+  assert 'preempted' not in done.stdout and cloud.requests() == 'create'
+  # All lines were printed; a line that was under way may come twice.
+  lines = done.stdout.splitlines()
   assert {f'[0.0] step {step}' for step in range(3, 7)} <= set(lines)
+  logs = cloud.folder.glob('home-*/encdec_adapt.job/log')
+  (log,) = [t for p in logs if 'resuming at' in (t := p.read_text())]
+  assert log.count('resuming at') == 1 and 'resuming at step 0' in log
 
 
 @pytest.mark.long
-def test_failures_in_a_row_end_it(cloud):
-  done = cloud.train(['crash', 'crash'], '--retries=1')
-  clouds.assert_ended(done, 2)
+def test_consecutive_failures_end_the_launcher(cloud):
+  done = cloud.train(['crash', 'crash'], '--retries=1', status=2)
   assert 'failed 2 times in a row' in done.stderr
-  assert '--retries=1' in done.stderr
   assert 'Traceback' in done.stdout
-  assert not cloud.calls('delete')
+  assert cloud.requests() == 'create'
 
 
-def test_bad_input_is_not_tried_again(cloud):
-  done = cloud.train(['refuse'])
-  clouds.assert_ended(done, 2)
+def test_flags_reach_gcloud_and_refused_input_is_not_retried(cloud):
+  flags = ('--tier=reserved', '--route=iap', '--service_account=a@p')
+  done = cloud.train(['refuse'], *flags, '--create_flag=--network=n', status=2)
   assert done.stdout.count('[0.1] Error: config.data') == 1
   assert 'refused its input: 4 of 4 workers with status 2' in done.stdout
+  (create,) = cloud.calls('create')
+  wanted = {'--reserved', '--service-account=a@p', '--network=n'}
+  assert wanted | {'--internal-ips'} <= set(create) - {'--spot'}
+  connections = cloud.calls('scp', 'ssh')
+  assert len(connections) == 3
+  assert all('--tunnel-through-iap' in call for call in connections)
 
 
-def test_a_request_that_fails_says_why(cloud):
-  done = cloud.train([], creations=[['FAILED']])
-  clouds.assert_ended(done, 2)
+def test_the_reason_of_a_failed_request_is_shown(cloud):
+  done = cloud.train([], creations=[['FAILED']], status=2)
   assert 'could not fill the request pair' in done.stderr
+
+
+def test_records_are_copied_only_if_the_disk_has_room(cloud):
+  records = cloud.put_records()
+  cloud.put('df', 'echo Avail; echo 2000000001')
+  done = cloud.train(['finish'], records, status=2)
+  assert (
+    '[0.1] launch: the records gs://b/records have 0.0 GB, 0.0 GB of them on'
+    ' this disk, which has 2.0 GB left' in done.stdout
+  )
+  assert 'cannot be set up with these flags' in done.stdout
+  # One try; the machines are kept for the next command.
+  assert len(cloud.calls('scp')) == 1 and cloud.requests() == 'create'
+  assert not (cloud.folder / 'home-0-0' / 'encdec_adapt' / 'records').exists()
+
+  # Records that are on the disk already need no more room.
+  for free in (2000000002, 2000000000):
+    cloud.put('df', f'echo Avail; echo {free}')
+    cloud.train(['finish'], records)
+    (cloud.folder / 'step').unlink()
+
+
+def test_records_on_a_data_disk_are_mounted(cloud):
+  cloud.put(
+    'sudo',
+    '[ ! -e "$FAKE_CLOUD/no-disk" ] || exit 32\n'
+    'echo "$*" >>"$HOME/sudo.log"; touch "${!#}/manifest.json"',
+  )
+  flag = f'--data_disk={cloud_lib.DISK}'
+  cloud.train(['finish'], flag)
+  assert f'--data-disk={cloud_lib.DISK}' in cloud.calls('create')[0]
+  for worker in ('0-0', '1-1'):
+    assert (cloud.folder / f'home-{worker}' / 'sudo.log').read_text() == (
+      'mount -t ext4 -o ro -o noload LABEL=records encdec_adapt/records\n'
+    )
+  assert not [call for call in cloud.calls() if call[1] == 'storage']
+
+  (cloud.folder / 'no-disk').touch()
+  done = cloud.train(['finish'], flag, status=2)
+  assert '(mkfs.ext4 -L records)' in done.stdout
+
+
+def test_a_worker_without_the_new_source_does_not_run_the_old_one(cloud):
+  cloud.train(['finish'])
+  train = cloud.root / 'encdec_adapt' / 'train.py'
+  train.write_text(f"print('edited')\n{train.read_text()}")
+  (cloud.folder / 'step').unlink()
+  # Neither scp nor setup reports that worker 0.1 was skipped.
+  done = cloud.train(['finish', 'finish'], **{'queued-resources scp': 1})
+  lines = done.stdout.splitlines()
+  (line,) = [line for line in lines if line.endswith('was not copied here')]
+  assert line.startswith('[0.1] launch: encdec_adapt.tar.gz is ')
+  assert lines.count('[0.1] launch: ended with status 1') == 1
+  assert 'the job failed: 3 of 4 workers with status 0, 1 of 4' in done.stdout
+  # The second attempt copies it again.
+  assert [lines.count(f'[{w}] edited') for w in ('0.0', '0.1')] == [2, 1]
+  assert len(cloud.calls('scp')) == 3
+
+
+def test_another_process_with_the_pid_of_the_job_is_left_alone(cloud, request):
+  cloud.train(['finish'])
+  other = subprocess.Popen(['sleep', '600'])
+  request.addfinalizer(other.kill)
+  for job in cloud.folder.glob('home-*/encdec_adapt.job'):
+    (job / 'pid').write_text(str(other.pid))
+    (job / 'status').unlink()
+  done = cloud.launch('tpu_vm', 'stop', *cloud_lib.PAIR, '--slices=2')
+  assert done.stdout.count('] launch: no job runs here') == 4
+  assert other.poll() is None
+  # The launcher looks for its job, which ended with the machine.
+  (cloud.root / 'runs' / 'launch' / 'pair' / 'attempts').unlink()
+  done = cloud.train(['finish', 'finish'])
+  assert '4 of 4 workers with status 137' in done.stdout
+  assert '[0.0] resuming at step 6' in done.stdout
