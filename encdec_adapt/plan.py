@@ -24,11 +24,12 @@ prints a table of plans that were written with --output.
 
 import dataclasses
 import importlib.metadata
-import math
 import time
+from typing import Any
 
 from absl import flags
 import jax
+from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
@@ -38,7 +39,6 @@ from encdec_adapt.planning import (
   chips,
   cost_model,
   hlo,
-  kernels,
   plan_report,
   programs,
   search,
@@ -96,7 +96,7 @@ def main(values: flags.FlagValues) -> int:
     print(f'\n{calibration.text(calibration.table())}')
     return 0
   command.require(values, 'config', 'topology')
-  where = chips.parse(values.topology, values.num_slices)
+  where = chips.parse(values.topology, values.num_slices, values.hbm_gib)
   for name in values.programs or ['']:
     if name not in programs.PROGRAMS:
       known = ', '.join(programs.PROGRAMS)
@@ -107,16 +107,15 @@ def main(values: flags.FlagValues) -> int:
     disk.require_output(values.output)
   settings = config_lib.load(values.config, sources=False)
   setup.check_attention(settings.compute.attention, where.chip.kind)
-  budget = values.hbm_gib * 2**30 or where.chip.hbm_bytes
   if values.sharding:
-    mesh = _mesh(settings, chips.devices_of(where))
+    mesh = _mesh(settings, where)
     for name in values.programs:
-      program = programs.PROGRAMS[name](settings, mesh)
-      print(f'[{name}]\n{layout_report.text(programs.rows(program))}')
+      rows = programs.Job.of(name, settings, mesh).program().rows()
+      print(f'[{name}]\n{layout_report.text(rows)}')
     return 0
   if values.search:
-    return _search(settings, where, budget, values)
-  plans = make(settings, where, values.programs, budget)
+    return _search(settings, where, values)
+  plans = make(settings, where, values.programs)
   for name, plan in plans.items():
     print(f'[{name}] {where.name} x {where.count}: {where.devices} devices')
     print(plan_report.text(plan))
@@ -126,7 +125,9 @@ def main(values: flags.FlagValues) -> int:
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
-def _write(values, where: chips.Slice, found: dict) -> None:
+def _write(
+  values: flags.FlagValues, where: chips.Slice, found: dict[str, Any]
+) -> None:
   """Writes a report with its request and the calibration, to --output."""
   if values.output:
     request = stored_plans.request(values['config'], where)
@@ -135,29 +136,27 @@ def _write(values, where: chips.Slice, found: dict) -> None:
 
 
 def make(
-  settings: config_lib.Settings,
-  where: chips.Slice,
-  names: list[str],
-  budget: float,
-) -> dict[str, dict]:
+  settings: config_lib.Settings, where: chips.Slice, names: list[str]
+) -> dict[str, dict[str, Any]]:
   """Returns plans of the named programs; see `plan_report.describe`.
 
   Raises:
     UserError: the mesh or a batch does not divide, libtpu is missing, the
       topology does not exist, or the compiler fails.
   """
-  devices = chips.devices_of(where)
-  mesh = _mesh(settings, devices)
-  plans = {name: _plan(name, settings, mesh, where, budget) for name in names}
-  for name, plan in plans.items():
-    if not plan['fits']:
-      plan |= search.remedies(name, settings, plan, where, devices)
+  mesh, plans = _mesh(settings, where), {}
+  for name in names:
+    job = programs.Job.of(name, settings, mesh)
+    plans[name] = _plan(job, where)
+    if not plans[name]['fits']:
+      plans[name] |= search.remedies(job, plans[name], where)
   return plans
 
 
-def _mesh(settings: config_lib.Settings, devices):
+def _mesh(settings: config_lib.Settings, where: chips.Slice) -> Mesh:
+  """Returns the mesh of a job on chips that are not here."""
   try:
-    mesh = mesh_lib.make_mesh(settings.mesh, devices)
+    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
   except ValueError as error:
     raise errors.UserError(str(error)) from error
   lengths = settings.data.train.lengths
@@ -165,29 +164,32 @@ def _mesh(settings: config_lib.Settings, devices):
   return mesh
 
 
-def _plan(name, settings, mesh, where, budget) -> dict:
+def _plan(job: programs.Job, where: chips.Slice) -> dict[str, Any]:
   """Returns the plan of one program, compiled unless it is for GPUs.
 
   Raises:
     UserError: the compiler fails for another reason than memory, or the
       compiled program is not understood.
   """
+  program = job.program()
+  copies = layout_report.held_twice(program.rows())
   if where.chip.kind == 'gpu':
-    return cost_model.describe(name, settings, mesh, where, budget)
+    given = cost_model.Arguments.of(job, program)
+    return cost_model.describe(job, where, given) | copies
+  what = f'program {job.name!r}, compiled for {where.name} x {where.count}'
   libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
   try:
-    return _compiled(name, settings, mesh, where, budget)
+    return plan_report.describe(job, where, program) | copies
   except hlo.UnknownProgramError as error:
     raise errors.UserError(
-      f'program {name!r}, compiled for {where.name} x {where.count}, has parts'
-      f' that are not understood: {error}. Please report this, with'
-      f' {libtpu} and the command. --search first prints estimates that'
+      f'{what}, has parts that are not understood: {error}. Please report this,'
+      f' with {libtpu} and the command. --search first prints estimates that'
       ' compile nothing.'
     ) from error
   except jax.errors.JaxRuntimeError as error:
     raise errors.UserError(
-      f'{libtpu} fails on program {name!r} for {where.name} x {where.count}:'
-      f' {_first_line(error)}. Change config.mesh, the topology or its version.'
+      f'{libtpu} fails on {what}: {_first_line(error)}. Change config.mesh, the'
+      ' topology or its version.'
     ) from error
 
 
@@ -195,32 +197,15 @@ def _first_line(error: Exception) -> str:
   return str(error).strip().splitlines()[0]
 
 
-def _compiled(name, settings, mesh, where, budget) -> dict:
-  """Returns the plan of one program, compiled."""
-  lengths = settings.data.train.lengths
-  target = plan_report.Target(
-    where,
-    mesh,
-    budget,
-    known=kernels.attentions(
-      settings.model,
-      lengths.encoder,
-      lengths.decoder,
-      lengths.teacher
-      * setup.reads_teacher_row(
-        settings.model, lengths, settings.loss.distillation
-      ),
-      math.prod(mesh.shape[axis] for axis in settings.rules.length),
-    ),
-    model_flops=programs.model_flops(name, settings, mesh),
-  )
-  return plan_report.describe(programs.PROGRAMS[name](settings, mesh), target)
-
-
-def _search(settings, where, budget, values) -> int:
+def _search(
+  settings: config_lib.Settings, where: chips.Slice, values: flags.FlagValues
+) -> int:
   """Ranks candidates with the cost model, plans the first, ranks again."""
-  devices = chips.devices_of(where)
-  found = search.ranked(settings, where, devices, budget)
+  # Any mesh will do: candidates have their own.
+  mesh = mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(replica=where.count), chips.devices_of(where)
+  )
+  found = search.ranked(programs.Job.of('train', settings, mesh), where)
   print(
     f'{len(found)} candidates may fit into {where.name} x {where.count}. They'
     ' have their own rows per chip: a job keeps its batch of'
@@ -233,9 +218,8 @@ def _search(settings, where, budget, values) -> int:
   fit = []
   for i, one in enumerate(found):
     began = time.monotonic()
-    mesh = _mesh(one.settings, devices)
     try:
-      plan = _plan('train', one.settings, mesh, where, budget)
+      plan = _plan(one.job, where)
     except errors.UserError as error:
       result = f'no plan ({_first_line(error)})'
     else:
@@ -262,21 +246,22 @@ def _calibrate(parts: list[str]) -> int:
   Raises:
     UserError: a part is in no name of a run.
   """
-  rows = {row['name']: row for row in calibration.table()}
-  runs = calibration.select(parts)
-  topologies = [chips.parse(run.topology) for run in runs.values()]
+  rows = calibration.table()
+  chosen = calibration.select(rows, parts)
+  slices = [chips.parse(row['topology']) for row in chosen]
   # Stand-ins for the most GPUs come first.
-  gpus = [where for where in topologies if where.chip.kind == 'gpu']
+  gpus = [where for where in slices if where.chip.kind == 'gpu']
   if gpus:
     chips.devices_of(max(gpus, key=lambda where: where.devices))
-  for (name, run), where in zip(runs.items(), topologies, strict=True):
-    values = command.parse(define_flags, [f'--config={run.config}'])
+  for row, where in zip(chosen, slices, strict=True):
+    values = command.parse(define_flags, [f'--config={row["config"]}'])
     settings = config_lib.load(values.config, sources=False)
-    plan = make(settings, where, ['train'], where.chip.hbm_bytes)['train']
-    print(f'[{name}]\n{plan_report.text(plan)}', flush=True)
-    rows[name] = calibration.row(name, plan)
-    calibration.write([rows[n] for n in calibration.RUNS if n in rows])
-  print(calibration.text(list(rows.values())))
+    plan = make(settings, where, ['train'])['train']
+    print(f'[{row["name"]}]\n{plan_report.text(plan)}', flush=True)
+    row['estimated'], row['by'] = plan['mfu'], plan['source']
+    row['gib'] = plan['memory']['peak'] / 2**30
+    calibration.write(rows)
+  print(calibration.text(rows))
   return 0
 
 

@@ -125,7 +125,9 @@ def train(
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)
   where = setup.place_model(model, settings.compute, mesh, settings.rules)
-  teacher = initial_state.open_teacher(settings, mesh)
+  teacher = initial_state.open_teacher(
+    settings.teacher, where, settings.compute, settings.data.vocabularies
+  )
   phases = setup.make_phases(
     where,
     settings.loss,

@@ -9,9 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, initialise, weight_plan
 from encdec_adapt.cli import errors
@@ -24,7 +22,7 @@ from encdec_adapt.models import (
   parameters,
 )
 from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.training import setup
+from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 
 
@@ -157,40 +155,51 @@ class Teacher:
     return self.source.read(self.where)
 
 
-def open_teacher(settings: config_lib.Settings, mesh: Mesh) -> Teacher | None:
-  """Opens the teacher of a job; returns None where nothing is distilled.
+def open_teacher(
+  config: losses.TeacherConfig,
+  where: state_lib.Placement,
+  compute: execution.ComputeConfig,
+  choice: vocabularies.Choice,
+) -> Teacher | None:
+  """Opens the teacher of a job; returns None where none is given.
+
+  Args:
+    config: section `teacher` of the configuration.
+    where: the trained model and its mesh.
+    compute: section `compute`.
+    choice: the vocabularies of the job.
 
   Raises:
     UserError: it is no decoder-only model, or has another vocabulary.
   """
-  if not settings.loss.distillation:
+  if not config.checkpoint:
     return None
-  source = _open(settings.teacher.checkpoint, settings.model)
+  model = where.model.config
+  source = _open(config.checkpoint, model)
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'config.teacher.checkpoint {source.path} is an encoder-decoder;'
       ' a teacher is a decoder-only model.'
     )
-  sizes = source.model.decoder.vocab_size, settings.model.decoder.vocab_size
+  sizes = source.model.decoder.vocab_size, model.decoder.vocab_size
   if sizes[0] != sizes[1]:
     raise errors.UserError(
       f'the teacher {source.path} has {sizes[0]} tokens and the model'
       f' {sizes[1]}; distillation needs one vocabulary.'
     )
-  _check_vocabulary(source, settings.data.vocabularies, 'decoder')
-  where = place_teacher(source.model, settings, mesh)
-  return Teacher(source, where)
+  _check_vocabulary(source, choice, 'decoder')
+  return Teacher(source, place_teacher(source.model, config, where, compute))
 
 
 def place_teacher(
   model: model_config.DecoderOnlyConfig,
-  settings: config_lib.Settings,
-  mesh: Mesh,
+  config: losses.TeacherConfig,
+  where: state_lib.Placement,
+  compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
   """Places a teacher on the mesh of the job, in the dtype it is held in."""
-  where = setup.place_model(model, settings.compute, mesh, settings.rules)
-  dtype = settings.teacher.dtype or settings.compute.dtype
-  return dataclasses.replace(where, dtype=dtype)
+  placed = setup.place_model(model, compute, where.mesh, where.rules)
+  return dataclasses.replace(placed, dtype=config.dtype or compute.dtype)
 
 
 def _open(

@@ -149,8 +149,14 @@ class Slice:
     return math.prod(self.extents) * self.count * self.chip.chip_devices
 
 
-def parse(topology: str, slices: int = 1) -> Slice:
+def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
   """Returns the chips of a topology such as v5e:4x4, v5p:8x8x8 or h100:64.
+
+  Args:
+    topology: kind of the chips and their extents.
+    slices: number of slices.
+    hbm_gib: memory that a program may use, in GiB; 0 for all. A TPU's compiler
+      takes no more than its chip has.
 
   Raises:
     UserError: the chip is unknown, its torus has other dimensions, or the
@@ -174,6 +180,11 @@ def parse(topology: str, slices: int = 1) -> Slice:
       f'topology={topology}: the number of slices is {slices}; it is at'
       ' least 1.'
     )
+  if hbm_gib:
+    memory = hbm_gib * _GIB
+    if chip.kind == 'tpu':
+      memory = min(memory, chip.hbm_bytes)
+    chip = dataclasses.replace(chip, hbm_bytes=memory)
   return Slice(chip, tuple(int(n) for n in extents.split('x')), slices)
 
 

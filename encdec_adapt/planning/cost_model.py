@@ -11,9 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, model_flops, parameters
 from encdec_adapt.ops import attention, partition
 from encdec_adapt.planning import chips, programs, roofline
@@ -88,13 +86,7 @@ class Arguments:
   rows: float
 
   @classmethod
-  def of(
-    cls,
-    program: programs.Program,
-    name: str,
-    settings: config_lib.Settings,
-    mesh: Mesh,
-  ) -> 'Arguments':
+  def of(cls, job: programs.Job, program: programs.Program) -> 'Arguments':
     """Returns the arguments of a job's program.
 
     They do not depend on `compute.remat`, and on the batch only by its rows.
@@ -102,9 +94,9 @@ class Arguments:
     return cls(
       programs.tree_bytes(program.arguments),
       programs.tree_bytes(program.beside),
-      programs.host_bytes(program),
-      programs.moved_bytes(program),
-      Workload(name, settings, mesh, False).device_rows,
+      program.host_bytes(),
+      program.moved_bytes(),
+      Workload(job).device_rows,
     )
 
 
@@ -112,14 +104,11 @@ class Workload:
   """One run of a program: which stacks read how many tokens.
 
   Attributes:
-    name: name of the program in `programs.PROGRAMS`.
-    settings: settings of the job.
+    job: the program, its configuration and its mesh.
     place: partition of the job on its mesh.
     reads: every stack that reads, the teacher's last.
-    rows: rows of the batch, on all devices.
     parts: number of microbatches.
-    trains: whether parameters are updated.
-    has_teacher: whether training has a teacher.
+    has_teacher: whether the program has a teacher.
     item: bytes of a number in the compute dtype.
     by_rows: number of devices that share a batch by its rows.
     by_length: number of devices that share a row.
@@ -127,39 +116,31 @@ class Workload:
     exchange: mesh axes whose devices share the table and not the tokens.
   """
 
-  def __init__(
-    self,
-    name: str,
-    settings: config_lib.Settings,
-    mesh: Mesh,
-    has_teacher: bool,
-  ):
-    train, place = settings.train, settings.rules.on(mesh)
-    self.name, self.settings, self.place = name, settings, place
-    self.trains = name == 'train'
-    self.has_teacher = has_teacher and self.trains
-    self.rows = train.batch_size if self.trains else train.eval_batch_size
-    self.parts = train.microbatches if self.trains else 1
-    self.item = jnp.dtype(settings.compute.dtype).itemsize
-    self.by_rows, self.by_tensor = place.size('batch'), place.size('mlp')
+  def __init__(self, job: programs.Job):
+    self.job, self.place = job, job.rules.on(job.mesh)
+    self.has_teacher = job.trains and bool(job.loss.distillation)
+    self.parts = job.train.microbatches if job.trains else 1
+    self.item = jnp.dtype(job.compute.dtype).itemsize
+    self.by_rows = self.place.size('batch')
+    self.by_tensor = self.place.size('mlp')
     # Decoding computes one token of every row: there is no length to share.
-    self.by_length = 1 if name == 'decode' else place.size('length')
-    self.exchange = place.common(partition.TOKENS, ['vocab'])
+    self.by_length = 1 if job.name == 'decode' else self.place.size('length')
+    self.exchange = self.place.common(partition.TOKENS, ['vocab'])
     self.reads = tuple(self._reads())
 
   def _reads(self) -> Iterator[Read]:
-    lengths, model = self.settings.data.train.lengths, self.settings.model
-    trained, decoder = self.trains, model.decoder
-    source = lengths.encoder if 'encoder' in model.stacks else 0
-    if self.name == 'decode':
+    job, lengths = self.job, self.job.lengths
+    decoder, is_pair = job.model.decoder, 'encoder' in job.model.stacks
+    source = lengths.encoder if is_pair else 0
+    if job.name == 'decode':
       yield Read(decoder, 1, lengths.decoder, source, False)
       return
     length = lengths.decoder
-    if 'encoder' in model.stacks:
-      yield Read(model.encoder, source, source, 0, trained)
+    if is_pair:
+      yield Read(job.model.encoder, source, source, 0, job.trains)
     elif lengths.encoder:
       length = lengths.teacher
-    yield Read(decoder, length, length, source, trained)
+    yield Read(decoder, length, length, source, job.trains)
     if self.has_teacher:
       alone = programs.without_cross_attention(decoder).decoder
       yield Read(alone, lengths.teacher, lengths.teacher, 0, False)
@@ -177,7 +158,7 @@ class Workload:
   @property
   def device_rows(self) -> float:
     """Rows of the batch on one device."""
-    return self.rows / self.by_rows / self.by_length
+    return self.job.rows / self.by_rows / self.by_length
 
   def tokens(self, read: Read) -> float:
     """Returns the positions of one microbatch on one device."""
@@ -185,94 +166,61 @@ class Workload:
 
 
 def describe(
-  name: str,
-  settings: config_lib.Settings,
-  mesh: Mesh,
-  where: chips.Slice,
-  budget: float,
-  given: Arguments | None = None,
+  job: programs.Job, where: chips.Slice, given: Arguments
 ) -> dict[str, Any]:
   """Returns the plan of a program, as `plan_report.describe` does.
 
   Args:
-    name: name of the program in `programs.PROGRAMS`.
-    settings: settings of the job.
-    mesh: mesh of the devices, or of stand-ins.
+    job: the job, on a mesh of the devices, or of stand-ins.
     where: chips that are planned for.
-    budget: bytes of memory that a device may use.
     given: arguments of the job on this mesh, or on one that shards parameters
-      alike, with any batch; computed by default, which takes most of the time.
+      alike, with any batch; computing them takes most of the time.
 
   Returns:
-    JSON with `fits`, `memory`, `flops`, `collectives`, `kernels` (of GPUs, by
-    the pairs that see each other), `roofline`, `mfu`, and `source`, which is
-    'shapes'; `compile_s`, `trace_s` and `instructions` are None. Without
-    `given` also `replicated` and `copies`.
+    JSON in which `source` is 'shapes', `kernels` are counted by the pairs that
+    see each other, and `compile_s` and `trace_s` are None.
   """
-  teacher = programs.teacher(settings, mesh) if name == 'train' else None
-  held_twice = {}
-  if given is None:
-    program = programs.PROGRAMS[name](settings, mesh)
-    held_twice = programs.held_twice(program)
-    given = Arguments.of(program, name, settings, mesh)
-  work = Workload(name, settings, mesh, bool(teacher))
+  work = Workload(job)
   batch = given.bytes['batch'] * work.device_rows / given.rows
   arguments = {**given.bytes, 'batch': batch}
   parts = _parts(work, arguments)
   temporary = sum(parts.values())
   peak = temporary + sum((*arguments.values(), *given.beside.values()))
-  model = programs.model_flops(name, settings, mesh)
-  kernels = _kernels(work, where) if where.chip.kind == 'gpu' else None
-  products = model + _recomputed(work)
+  kernels = _kernels(work, where)
+  products = job.flops() + _recomputed(work)
   if kernels:
     products -= _scores(work)
   products /= work.busy
-  traffic, weights = _traffic(work, mesh, where)
-  moved = given.moved + 2 * work.parts * weights  # Written and read.
-  times = _times(where, products, kernels or [], traffic, moved, given.host)
+  compute = products / where.chip.flops / PRODUCT_EFFICIENCY
+  traffic, weights = _traffic(work, where)
+  collectives = sum(row['seconds'] for row in traffic)
+  other = compute + sum(row['seconds'] for row in kernels)
+  for row in traffic:
+    hidden = min(HIDDEN, other / collectives)
+    row['exposed'] = (1 - hidden) * row['seconds']
   return {
     'source': 'shapes',
-    'fits': peak <= budget,
+    'fits': peak <= where.chip.hbm_bytes,
     'memory': {
-      'budget': budget,
+      'budget': where.chip.hbm_bytes,
       'peak': peak,
       'arguments': arguments,
       'beside': given.beside,
       'temporary': temporary,
       'parts': parts,
     },
-    'flops': {
-      'products': products,
-      'kernels': sum(kernel['flops'] for kernel in kernels or ()),
-      'model': model / mesh.size,
-    },
-    'collectives': traffic,
-    'kernels': kernels,
-    'roofline': times,
-    'mfu': model / mesh.size / where.chip.flops / times['step_s'],
-    **dict.fromkeys(('trace_s', 'compile_s', 'instructions')),
-    **held_twice,
-  }
-
-
-def _times(where, products, kernels, traffic, moved, host) -> dict[str, float]:
-  """Returns seconds of a step by cause; adds exposed seconds to `traffic`."""
-  chip = where.chip
-  compute = products / chip.flops / PRODUCT_EFFICIENCY
-  of_kernels = sum(kernel['seconds'] for kernel in kernels)
-  collectives = sum(row['seconds'] for row in traffic)
-  exposed = collectives - min(HIDDEN * collectives, compute + of_kernels)
-  for row in traffic:
-    row['exposed'] = exposed / collectives * row['seconds']
-  memory, copied = moved / chip.hbm_bandwidth, host / chip.host_bandwidth
-  return {
-    'compute_s': compute,
-    'kernels_s': of_kernels,
-    'collectives_s': collectives,
-    'exposed_s': exposed,
-    'memory_s': memory,
-    'host_s': copied,
-    'step_s': max(compute + of_kernels + exposed, memory) + copied,
+    **roofline.describe(
+      job,
+      where,
+      products=products,
+      kernels=kernels,
+      traffic=traffic,
+      compute=compute,
+      moved=given.moved + 2 * work.parts * weights,  # Written and read.
+      host=given.host,
+    ),
+    'trace_s': None,
+    'compile_s': None,
   }
 
 
@@ -283,10 +231,10 @@ def _parts(work: Workload, arguments) -> dict[str, float]:
     for read in work.trained
   )
   working = max(_working(work, read) for read in work.reads)
-  name = 'logits' if work.name == 'decode' else 'loss'
+  name = 'logits' if work.job.name == 'decode' else 'loss'
   parts = {name: _loss(work), 'activations': kept + working}
-  if work.trains:
-    trees = programs.gradients(work.settings)
+  if work.job.trains:
+    trees = programs.gradients(work.job)
     parts['gradients'] = arguments['parameters'] * trees
     rest = sum(parts.values()) - kept
     parts['besides'] = _BESIDES_KEPT * kept + _BESIDES_REST * rest
@@ -304,7 +252,7 @@ def _saved(work: Workload, read: Read) -> float:
   Without rematerialisation these include keys and values of all shards of a
   row.
   """
-  stack, remat = read.stack, work.settings.compute.remat
+  stack, remat = read.stack, work.job.compute.remat
   heads = stack.heads * stack.head_dim / work.by_tensor
   both = _key_value_width(work, read)
   attentions = 1 + bool(read.source_length)
@@ -323,7 +271,7 @@ def _saved(work: Workload, read: Read) -> float:
 
 def _working(work: Workload, read: Read) -> float:
   """Returns bytes of one layer while it runs; doubled for its gradients."""
-  compute, stack = work.settings.compute, read.stack
+  compute, stack = work.job.compute, read.stack
   tokens = work.tokens(read)
   wide = stack.mlp_width + stack.heads * stack.head_dim
   inside = 2 * stack.width + 2 * wide / work.by_tensor
@@ -338,12 +286,12 @@ def _working(work: Workload, read: Read) -> float:
     keys = max(read.keys, read.source_length)
     pairs = tokens / read.length * queries * keys
     found += pairs * stack.heads / work.by_tensor * _FP32
-  return found * (2 if work.trains else 1)
+  return found * (2 if work.job.trains else 1)
 
 
 def _logits(work: Workload) -> Read:
   """Returns the stack whose states logits are computed from."""
-  decoder = work.settings.model.decoder
+  decoder = work.job.model.decoder
   return next(read for read in work.reads if read.stack is decoder)
 
 
@@ -351,11 +299,11 @@ def _loss(work: Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
   read = _logits(work)
   stack, own = read.stack, work.tokens(read)
-  rows = min(work.settings.loss.chunk, own) * work.place.devices(work.exchange)
+  rows = min(work.job.loss.chunk, own) * work.place.devices(work.exchange)
   columns = stack.table_rows / work.place.size('vocab')
-  copies = 1 + work.trains + work.has_teacher
+  copies = 1 + work.job.trains + work.has_teacher
   found = rows * columns * _FP32 * copies + rows * stack.width * work.item
-  if work.trains:
+  if work.job.trains:
     found += (rows + columns) * stack.width * _FP32
     found += own * stack.width * work.item
   return found
@@ -363,36 +311,33 @@ def _loss(work: Workload) -> float:
 
 def _scores(work: Workload) -> float:
   """Returns FLOPs of all attentions on all devices, by the formula."""
-  passes = model_flops.TRAINING + (work.settings.compute.remat == 'full')
-  return work.rows * sum(
+  passes = model_flops.TRAINING + (work.job.compute.remat == 'full')
+  return work.job.rows * sum(
     read.scores() * (passes if read.trained else 1) for read in work.reads
   )
 
 
-def _kernels(work: Workload, where: chips.Slice) -> list[dict[str, Any]]:
+def _kernels(work: Workload, where: chips.Slice) -> list[roofline.Row]:
   """Returns kernels by name on one device; none if the attention has none.
 
   FLOPs are of pairs that see each other, which is less than whole blocks.
   """
-  if work.settings.compute.attention != 'triton' or work.name == 'decode':
+  if work.job.compute.attention != 'triton' or work.job.name == 'decode':
     return []
-  again = work.trained if work.settings.compute.remat == 'full' else []
+  again = work.trained if work.job.compute.remat == 'full' else []
   runs = {_FORWARD: (1.0, [*work.reads, *again])}
   runs |= {name: (share, work.trained) for name, share in _BACKWARD.items()}
-  found = []
-  for name, (share, reads) in runs.items():
-    total = sum(read.scores() for read in reads)
-    total *= share * work.rows / work.busy
-    if reads:
-      found.append(
-        {
-          'name': name,
-          'calls': work.parts * sum(map(_calls, reads)),
-          'flops': total,
-          'seconds': total / where.chip.flops / roofline.KERNEL_EFFICIENCY,
-        }
-      )
-  return found
+  share_of_rows = work.job.rows / work.busy
+  return [
+    roofline.kernel_row(
+      name,
+      work.parts * sum(map(_calls, reads)),
+      sum(read.scores() for read in reads) * share * share_of_rows,
+      where,
+    )
+    for name, (share, reads) in runs.items()
+    if reads
+  ]
 
 
 def _calls(read: Read) -> int:
@@ -404,7 +349,7 @@ def _calls(read: Read) -> int:
 
 def _recomputed(work: Workload) -> float:
   """Returns FLOPs on all devices that the backward pass repeats."""
-  remat, total = work.settings.compute.remat, 0
+  remat, total = work.job.compute.remat, 0
   for read in work.trained:
     stack = read.stack
     if remat in ('full', 'attention'):
@@ -413,18 +358,18 @@ def _recomputed(work: Workload) -> float:
       total -= read.scores()
     if remat == 'narrow_dots':  # Both products that widen.
       total += 4 * stack.layers * read.length * stack.width * stack.mlp_width
-  return float(total * work.rows)
+  return float(total * work.job.rows)
 
 
 def _gathered_weights(work: Workload) -> float:
   """Returns bytes of the weights that a device gathers for a microbatch."""
-  stacks = parameters.count_by_stack(work.settings.model)
-  if work.name == 'decode':  # The encoder has run before.
+  stacks = parameters.count_by_stack(work.job.model)
+  if work.job.name == 'decode':  # The encoder has run before.
     stacks = {'decoder': stacks['decoder']}
   total = sum(c.other + c.cross for c in stacks.values())
-  total *= 2 if work.trains else 1  # Once more for the backward pass.
+  total *= 2 if work.job.trains else 1  # Once more for the backward pass.
   if work.has_teacher:
-    alone = programs.without_cross_attention(work.settings.model.decoder)
+    alone = programs.without_cross_attention(work.job.model.decoder)
     total += parameters.count_by_stack(alone)['decoder'].other
   return total / work.by_tensor * work.item
 
@@ -470,9 +415,9 @@ def _exchanges(work: Workload):
   yield 'hidden states', work.exchange, 'all-gather', states * item
   yield 'activations', place.mesh_axes('mlp'), 'all-reduce', sums * item
   yield 'keys', length, 'all-gather', keys * item
-  if not work.trains:
+  if not work.job.trains:
     return
-  counts = parameters.count_by_stack(work.settings.model).values()
+  counts = parameters.count_by_stack(work.job.model).values()
   tables = sum(c.embedding + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
   copies = place.only(partition.TOKENS, ['embed'])
@@ -486,9 +431,10 @@ def _exchanges(work: Workload):
 
 
 def _traffic(
-  work: Workload, mesh: Mesh, where: chips.Slice
-) -> tuple[list[dict[str, Any]], float]:
+  work: Workload, where: chips.Slice
+) -> tuple[list[roofline.Row], float]:
   """Returns collectives with their bytes, and bytes of gathered weights."""
+  mesh = work.job.mesh
   network, rows, weights = roofline.Network(mesh, where), [], 0.0
   for purpose, axes, kind, size in _exchanges(work):
     axes = [axis for axis in axes if mesh.shape[axis] > 1]

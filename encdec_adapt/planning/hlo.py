@@ -85,12 +85,6 @@ class Instruction:
     return value and value.strip().lstrip('%')
 
   @property
-  def op_name(self) -> str:
-    """Operation of the source program."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-    return found[1] if found else ''
-
-  @property
   def cycles(self) -> int:
     """Cycles that the compiler estimates, or 0."""
     found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
@@ -109,7 +103,6 @@ class Collective:
     times: number of runs.
     overlapped: whether the compiler overlaps it with other work.
     computation: name of the computation that has it.
-    op_name: operation of the source program.
   """
 
   kind: str
@@ -118,7 +111,6 @@ class Collective:
   times: int
   overlapped: bool
   computation: str
-  op_name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +119,6 @@ class Kernel:
 
   Attributes:
     name: name of the kernel.
-    op_name: operation of the source program.
     operands: shapes of the operands.
     results: number of arrays that it returns.
     times: number of runs.
@@ -135,7 +126,6 @@ class Kernel:
   """
 
   name: str
-  op_name: str
   operands: tuple[tuple[int, ...], ...]
   results: int
   times: int
@@ -153,14 +143,12 @@ class Totals:
       computation; loop bodies as often as they run.
     collectives: every collective once.
     kernels: every kernel call.
-    instructions: number of instructions in the text, as a measure of size.
   """
 
   flops: float = 0.0
   cycles: dict[str, float] = dataclasses.field(default_factory=dict)
   collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
   kernels: list[Kernel] = dataclasses.field(default_factory=list)
-  instructions: int = 0
 
 
 class UnknownProgramError(ValueError):
@@ -175,7 +163,7 @@ def totals(text: str) -> Totals:
       loop, call or condition, or there is no entry computation.
   """
   computations, entry = parse(text)
-  result = Totals(instructions=sum(map(len, computations.values())))
+  result = Totals()
   _Walk(computations, result).computation(entry, 1)
   return result
 
@@ -274,9 +262,7 @@ class _Walk:
       operands = tuple(arrays(types[o])[0][1] for o in it.operands)
       name = it.name.rstrip('0123456789').rstrip('.')
       made = len(arrays(it.type))
-      result.kernels.append(
-        Kernel(name, it.op_name, operands, made, times, where)
-      )
+      result.kernels.append(Kernel(name, operands, made, times, where))
     elif not self._collective(where, it, types, times, fused=False):
       cycles = result.cycles.get(where, 0.0) + it.cycles * times
       result.cycles[where] = cycles
@@ -322,7 +308,6 @@ class _Walk:
       max(times, known.times if known else 0),
       bool(across) or fused or it.opcode.endswith('-start'),
       where,
-      it.op_name,
     )
     return True
 

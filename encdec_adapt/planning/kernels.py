@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from encdec_adapt.data import batch
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
@@ -114,29 +115,28 @@ class Attention:
 
 def attentions(
   model: model_config.ModelConfig,
-  encoder: int,
-  decoder: int,
-  teacher: int,
+  lengths: batch.Lengths,
+  reads_teacher_row: bool,
   shards: int = 1,
 ) -> list[Attention]:
   """Returns all kinds of attention of a model and its teacher, on a device.
 
   Args:
     model: configuration of the model.
-    encoder: encoder length S.
-    decoder: decoder length T.
-    teacher: length of the teacher's row, or 0.
+    lengths: tokens of a row.
+    reads_teacher_row: whether a teacher, or the model, reads whole pairs.
     shards: number of shards of the lengths.
   """
+  read = [('decoder', lengths.decoder)]
+  if reads_teacher_row:
+    read.append(('decoder', lengths.teacher))
   found = []
-  for name, stack in model.stacks.items():
-    lengths = [encoder if name == 'encoder' else decoder]
-    if teacher and name == 'decoder':
-      lengths.append(teacher)
-    for length in lengths:
-      found += [_self(stack, kind, length) for kind in set(stack.pattern)]
   if 'encoder' in model.stacks:
-    found.append(Attention(decoder, encoder, None, None))
+    read.append(('encoder', lengths.encoder))
+    found.append(Attention(lengths.decoder, lengths.encoder, None, None))
+  for side, length in read:
+    stack = model.stacks[side]
+    found += [_self(stack, kind, length) for kind in set(stack.pattern)]
   return [one.on_shard(shards) for one in found]
 
 

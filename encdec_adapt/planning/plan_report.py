@@ -1,12 +1,10 @@
 """Plans of compiled programs, as JSON; plans as text."""
 
 from collections.abc import Mapping
-import dataclasses
 import time
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from encdec_adapt.files import disk
 from encdec_adapt.planning import (
@@ -17,126 +15,98 @@ from encdec_adapt.planning import (
   programs,
   roofline,
 )
-from encdec_adapt.sharding import layout_report as sharding_report
+from encdec_adapt.sharding import layout_report
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-  """Devices and reference numbers that a program is planned with.
-
-  Attributes:
-    where: slices that are planned for.
-    mesh: mesh of their devices.
-    budget: bytes of memory that a device may use.
-    known: attentions of the model and its teacher.
-    model_flops: FLOPs of one run on all devices by the formula of
-      `models.model_flops`.
-  """
-
-  where: chips.Slice
-  mesh: Mesh
-  budget: float
-  known: list[kernels.Attention]
-  model_flops: float
-
-
-def describe(program: programs.Program, target: Target) -> dict[str, Any]:
+def describe(
+  job: programs.Job, where: chips.Slice, program: programs.Program
+) -> dict[str, Any]:
   """Compiles a program and returns what it costs on one device.
 
+  Args:
+    job: the job, on a mesh of these chips.
+    where: chips that are planned for.
+    program: the program of the job.
+
   Returns:
-    JSON with `memory`, `flops`, `collectives`, `kernels`, `roofline`, `mfu`,
-    `compile_s`, `trace_s`, `instructions`, `replicated`, `copies` and `fits`.
-    If the compiler ran out of device memory, `fits` is false, the peak is what
-    the compiler stated, and numbers of a compiled program are None.
+    JSON with `source`, `fits`, `memory`, the parts that `roofline.describe`
+    returns, `trace_s` and `compile_s`. If the compiler ran out of device
+    memory, `fits` is false, the peak is what the compiler stated, and numbers
+    of a compiled program are None.
 
   Raises:
     JaxRuntimeError: the compiler fails for another reason.
     UnknownProgramError: the compiled program is not understood.
   """
   began = time.perf_counter()
-  lowered = program.lower(target.mesh)
+  lowered = program.lower(job.mesh)
   traced = time.perf_counter()
   try:
-    compiled = _compile(lowered, target.mesh)
+    compiled = _compile(lowered, job.mesh)
   except jax.errors.JaxRuntimeError as error:
     needed = out_of_memory.needed(str(error))
     if needed is None:
       raise
-    compiled = None
-  times = {
+    found = _refused(program, where, needed)
+  else:
+    found = _measured(compiled, job, where, program)
+  return {
+    'source': 'compiled',
+    **found,
     'trace_s': traced - began,
     'compile_s': time.perf_counter() - traced,
   }
-  if compiled is None:
-    found = _refused(program, target, needed)
-  else:
-    found = _measured(compiled, program, target)
-  return {
-    'source': 'compiled',
-    'fits': compiled is not None and found['memory']['peak'] <= target.budget,
-    **found,
-    **times,
-    **programs.held_twice(program),
-  }
 
 
-def _refused(program, target: Target, needed: float) -> dict[str, Any]:
+def _compile(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh):
+  with jax.set_mesh(mesh):
+    return lowered.compile()
+
+
+def _refused(
+  program: programs.Program, where: chips.Slice, needed: float
+) -> dict[str, Any]:
   """Returns what is known of a program that the compiler refused."""
-  # The limit is the chip's memory, even if the budget is larger.
   memory = {
-    'budget': min(target.budget, target.where.chip.hbm_bytes),
+    'budget': where.chip.hbm_bytes,
     'peak': needed,
     'arguments': programs.tree_bytes(program.arguments),
     'beside': programs.tree_bytes(program.beside),
   }
   unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
-  return {'memory': memory, **dict.fromkeys((*unknown, 'instructions'))}
+  return {'fits': False, 'memory': memory, **dict.fromkeys(unknown)}
 
 
-def _measured(compiled, program, target: Target) -> dict[str, Any]:
+def _measured(
+  compiled: jax.stages.Compiled,
+  job: programs.Job,
+  where: chips.Slice,
+  program: programs.Program,
+) -> dict[str, Any]:
   """Returns what is read from a compiled program, and estimates from it."""
   totals = hlo.totals(compiled.as_text())
-  peak = target.where.chip.flops
-  of_kernels = _kernels(totals, target.known, peak)
-  kernel_flops = sum(row['flops'] for row in of_kernels)
-  estimate = roofline.estimate(
-    totals,
-    target.mesh,
-    target.where,
-    kernel_flops,
-    programs.moved_bytes(program),
-    programs.host_bytes(program),
-  )
-  share = target.model_flops / target.mesh.size
+  memory = _memory(compiled, program, where.chip.hbm_bytes)
+  calls = _kernels(totals, job, where)
+  seconds = sum(row['seconds'] for row in calls)
   return {
-    'memory': _memory(compiled, program, target),
-    'flops': {
-      'products': totals.flops,
-      'kernels': kernel_flops,
-      'model': share,
-    },
-    'collectives': [dataclasses.asdict(t) for t in estimate.traffic],
-    'kernels': of_kernels,
-    'roofline': {
-      'compute_s': estimate.compute,
-      'kernels_s': estimate.kernels,
-      'collectives_s': estimate.collectives,
-      'exposed_s': estimate.exposed,
-      'memory_s': estimate.memory,
-      'host_s': estimate.host,
-      'step_s': estimate.step,
-    },
-    'mfu': share / peak / estimate.step,
-    'instructions': totals.instructions,
+    'fits': memory['peak'] <= memory['budget'],
+    'memory': memory,
+    **roofline.describe(
+      job,
+      where,
+      products=totals.flops,
+      kernels=calls,
+      traffic=roofline.collectives(totals, job.mesh, where, seconds),
+      compute=sum(roofline.compute_seconds(totals, where).values()),
+      moved=program.moved_bytes(),
+      host=program.host_bytes(),
+    ),
   }
 
 
-def _compile(lowered, mesh: Mesh):
-  with jax.set_mesh(mesh):
-    return lowered.compile()
-
-
-def _memory(compiled, program, target) -> dict[str, Any]:
+def _memory(
+  compiled: jax.stages.Compiled, program: programs.Program, budget: float
+) -> dict[str, Any]:
   """Returns bytes on one device; `parts` divide the temporary ones."""
   found = compiled.memory_analysis()
   results = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -147,7 +117,7 @@ def _memory(compiled, program, target) -> dict[str, Any]:
   beside = programs.tree_bytes(program.beside)
   inside = float(found.argument_size_in_bytes + results + code) + temporary
   return {
-    'budget': target.budget,
+    'budget': budget,
     'peak': inside + sum(beside.values()),
     'arguments': programs.tree_bytes(program.arguments),
     'beside': beside,
@@ -158,23 +128,28 @@ def _memory(compiled, program, target) -> dict[str, Any]:
   }
 
 
-def _kernels(totals, known, peak) -> list[dict[str, Any]]:
-  """Returns calls, FLOPs and seconds of kernels by name."""
+def _kernels(
+  totals: hlo.Totals, job: programs.Job, where: chips.Slice
+) -> list[roofline.Row]:
+  """Returns kernels by name; see `roofline.kernel_row`."""
+  known = kernels.attentions(
+    job.model,
+    job.lengths,
+    job.reads_teacher_row,
+    job.rules.on(job.mesh).size('length'),
+  )
   names: dict[str, list[hlo.Kernel]] = {}
   for kernel in totals.kernels:
     names.setdefault(kernel.name, []).append(kernel)
-  rows = []
-  for name, calls in sorted(names.items()):
-    work = kernels.flops(calls, known)
-    rows.append(
-      {
-        'name': name,
-        'calls': sum(call.times for call in calls),
-        'flops': work,
-        'seconds': work / peak / roofline.KERNEL_EFFICIENCY,
-      }
+  return [
+    roofline.kernel_row(
+      name,
+      sum(call.times for call in calls),
+      kernels.flops(calls, known),
+      where,
     )
-  return rows
+    for name, calls in sorted(names.items())
+  ]
 
 
 def text(plan: Mapping[str, Any]) -> str:
@@ -194,11 +169,7 @@ def text(plan: Mapping[str, Any]) -> str:
     **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }
   lines += [f'  {k:<18}{disk.format_bytes(v):>12}' for k, v in parts.items()]
-  for one in plan['replicated']:
-    lines.append(
-      f'  replicated: {one["name"]} {disk.format_bytes(one["bytes"])}'
-    )
-  lines += [f'  {line}' for line in sharding_report.copies_text(plan['copies'])]
+  lines += [f'  {line}' for line in layout_report.held_twice_text(plan)]
   lines += [
     f'  would fit by the cost model: {way}' for way in plan.get('remedies', ())
   ]

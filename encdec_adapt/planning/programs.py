@@ -6,22 +6,25 @@ assumed to be a decoder-only model of the decoder's shape.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.conversion import initial_state
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import data_section
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import model_config
+from encdec_adapt.models import execution, model_config
 from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import compiler, placement
-from encdec_adapt.sharding import layout_report as sharding_report
-from encdec_adapt.training import setup
+from encdec_adapt.sharding import compiler, layout_report, placement
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import losses, optimizers, setup, train_section
 from encdec_adapt.training import state as state_lib
 
 
@@ -34,9 +37,8 @@ class Program:
     arguments: trees of ShapeDtypeStruct by part: 'parameters', 'optimizer',
       'teacher', 'batch', 'caches'.
     call: returns the arguments in the function's order.
+    axes: trees of the arguments' logical axes by part, a tuple for each leaf.
     donated: parts whose memory the results reuse.
-    axes: trees of the arguments' logical axes by part, a tuple for each leaf;
-      empty if no report lists them.
     made: trees that live inside the program, by part: 'gradients'.
     beside: trees that the job holds in memory and that are not arguments.
   """
@@ -44,8 +46,8 @@ class Program:
   function: Any
   arguments: Mapping[str, Any]
   call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+  axes: Mapping[str, Any]
   donated: tuple[str, ...] = ()
-  axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -56,28 +58,152 @@ class Program:
       traced = self.function.trace(*self.call(self.arguments))
       return traced.lower(lowering_platforms=(platform,))
 
+  def rows(self) -> list[layout_report.Row]:
+    """Returns a row of the sharding report for every argument."""
+    return layout_report.describe(self.arguments, self.axes)
 
-def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
-  """Returns a training step that updates every parameter.
+  def host_bytes(self) -> float:
+    """Returns bytes that one device copies from and to its host's memory.
 
-  Raises:
-    UserError: the attention backend does not support the model.
-    ValueError: an array does not divide over the mesh.
+    Arguments in the host's memory are read; donated ones are written back.
+    """
+    return sum(
+      layout_report.device_bytes(tree, host=True) * (1 + (name in self.donated))
+      for name, tree in self.arguments.items()
+    )
+
+  def moved_bytes(self) -> float:
+    """Returns the least bytes of arguments that one device reads and writes.
+
+    All are read once, and donated ones written; of caches only one entry is.
+    """
+    return sum(
+      size * (1 + (name in self.donated and name != 'caches'))
+      for name, size in tree_bytes(self.arguments).items()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One program of a configuration, on a mesh.
+
+  Attributes:
+    name: 'train', 'eval' or 'decode'.
+    mesh: mesh of the devices or of stand-ins; an abstract one where nothing is
+      compiled.
+    rules: mesh axes of the logical axes.
+    model: shape of the trained model.
+    compute: section `compute` of the configuration; the others likewise.
+    data: section `data`.
+    teacher: section `teacher`.
+    loss: section `loss`.
+    optimizer: section `optimizer`.
+    train: section `train`.
   """
-  where = _place(settings, settings.model, mesh)
-  placed_teacher = teacher(settings, mesh)
+
+  name: str
+  mesh: Mesh | AbstractMesh
+  rules: rules_lib.Rules
+  model: model_config.ModelConfig
+  compute: execution.ComputeConfig
+  data: data_section.DataConfig
+  teacher: losses.TeacherConfig
+  loss: losses.LossConfig
+  optimizer: optimizers.OptimizerConfig
+  train: train_section.TrainConfig
+
+  @classmethod
+  def of(
+    cls, name: str, settings: config_lib.Settings, mesh: Mesh | AbstractMesh
+  ) -> 'Job':
+    """Returns a program of a configuration on a mesh."""
+    sections = [field.name for field in dataclasses.fields(cls)[2:]]
+    return cls(name, mesh, **{s: getattr(settings, s) for s in sections})
+
+  @property
+  def trains(self) -> bool:
+    """Whether the program updates parameters."""
+    return self.name == 'train'
+
+  @property
+  def rows(self) -> int:
+    """Rows of a batch on all devices."""
+    return self.train.batch_size if self.trains else self.train.eval_batch_size
+
+  @property
+  def lengths(self) -> batch_lib.Lengths:
+    """Tokens of a row."""
+    return self.data.train.lengths
+
+  @property
+  def reads_teacher_row(self) -> bool:
+    """Whether batches have the teacher's fields."""
+    return setup.reads_teacher_row(
+      self.model, self.lengths, self.loss.distillation
+    )
+
+  @functools.cached_property
+  def where(self) -> state_lib.Placement:
+    """The trained model and its mesh.
+
+    Raises:
+      UserError: a parameter does not divide over the mesh.
+    """
+    return setup.place_model(self.model, self.compute, self.mesh, self.rules)
+
+  @functools.cached_property
+  def placed_teacher(self) -> state_lib.Placement | None:
+    """The teacher's model, or None without distillation."""
+    if not self.loss.distillation:
+      return None
+    if self.teacher.checkpoint:
+      return initial_state.open_teacher(
+        self.teacher, self.where, self.compute, self.data.vocabularies
+      ).where
+    return initial_state.place_teacher(
+      without_cross_attention(self.model.decoder),
+      self.teacher,
+      self.where,
+      self.compute,
+    )
+
+  def flops(self) -> float:
+    """Returns FLOPs on all devices by `models.model_flops`."""
+    lengths = self.lengths
+    if self.trains:
+      teacher = self.placed_teacher
+      return setup.step_flops(
+        self.model, lengths, self.rows, teacher and teacher.model.config
+      )
+    sizes = lengths.encoder, lengths.decoder
+    if self.name == 'decode':
+      return float(self.rows * formula.decoding(self.model, *sizes))
+    return float(
+      self.rows * formula.forward(self.model, *sizes, lengths.teacher)
+    )
+
+  def program(self) -> Program:
+    """Returns the program.
+
+    Raises:
+      UserError: the attention backend does not support the model, or a
+        parameter does not divide over the mesh.
+      ValueError: another array does not divide over the mesh.
+    """
+    return PROGRAMS[self.name](self)
+
+
+def _train(job: Job) -> Program:
+  """Returns a training step that updates every parameter."""
+  where, teacher = job.where, job.placed_teacher
   phases = setup.make_phases(
-    where,
-    settings.loss,
-    settings.optimizer,
-    settings.train,
-    placed_teacher.model if placed_teacher else None,
+    where, job.loss, job.optimizer, job.train, teacher and teacher.model
   )
   state = phases.abstract()
   arguments = {
     'parameters': state.params,
-    **_kept(state, placed_teacher),
-    'batch': batch(settings, where, settings.train.batch_size),
+    **_kept(job, state),
+    'batch': _batch(job),
   }
   return Program(
     phases.make_step(),
@@ -87,204 +213,122 @@ def train(settings: config_lib.Settings, mesh: Mesh) -> Program:
       a['batch'],
       a['teacher'],
     ),
-    donated=('parameters', 'optimizer'),
-    axes={
+    {
       'parameters': where.axes(arguments['parameters']),
       'optimizer': where.axes(arguments['optimizer']),
-      'teacher': placed_teacher.axes(arguments['teacher'])
-      if placed_teacher
-      else {},
+      'teacher': teacher.axes(arguments['teacher']) if teacher else {},
       'batch': _batch_axes(arguments['batch']),
     },
-    made={'gradients': [state.params] * gradients(settings)},
+    donated=('parameters', 'optimizer'),
+    made={'gradients': [state.params] * gradients(job)},
   )
 
 
-def _kept(state, placed_teacher) -> dict[str, Any]:
+def _kept(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   """Returns trees that a job holds in addition to its parameters."""
+  teacher = job.placed_teacher
   return {
     'optimizer': state.groups,
-    'teacher': placed_teacher.abstract_params() if placed_teacher else {},
+    'teacher': teacher.abstract_params() if teacher else {},
   }
 
 
-def gradients(settings: config_lib.Settings) -> int:
+def gradients(job: Job) -> int:
   """Returns how many trees of gradients a step holds, with their sum."""
-  return 2 if settings.train.microbatches > 1 else 1
+  return 2 if job.train.microbatches > 1 else 1
 
 
-def evaluate(settings: config_lib.Settings, mesh: Mesh) -> Program:
+def _evaluate(job: Job) -> Program:
   """Returns the loss of one held-out batch, as computed inside a job."""
-  where = _place(settings, settings.model, mesh)
-  evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+  where, fields = job.where, _batch(job)
   params = where.abstract_params()
-  fields = batch(settings, where, settings.train.eval_batch_size)
-  state = setup.make_phases(
-    where, settings.loss, settings.optimizer, settings.train
-  ).abstract()
+  phases = setup.make_phases(where, job.loss, job.optimizer, job.train)
   return Program(
-    evaluator.sums,
+    perplexity.Evaluator(where, job.loss.chunk).sums,
     {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
-    axes={'parameters': where.axes(params), 'batch': _batch_axes(fields)},
-    beside=_kept(state, teacher(settings, mesh)),
+    {'parameters': where.axes(params), 'batch': _batch_axes(fields)},
+    beside=_kept(job, phases.abstract()),
   )
 
 
-def decode(settings: config_lib.Settings, mesh: Mesh) -> Program:
+def _decode(job: Job) -> Program:
   """Returns one step of generation at the end of a full cache.
 
   It has the rows of an evaluation batch, and parameters in the compute dtype.
   """
-  where = _place(settings, settings.model, mesh)
-  model, rows = where.model, settings.train.eval_batch_size
-  dtype = jnp.dtype(settings.compute.dtype)
-  params = jax.tree.map(
-    lambda p: jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding),
-    where.abstract_params(),
-  )
-  lengths = settings.data.train.lengths
+  where = dataclasses.replace(job.where, dtype=job.compute.dtype)
+  model, mesh, lengths = where.model, job.mesh, job.lengths
+  params = where.abstract_params()
+  is_pair = isinstance(job.model, model_config.EncoderDecoderConfig)
 
   def make_caches(params):
     """Caches of self-attention and, with an encoder, of cross-attention."""
-    cache = model.init_cache(rows, lengths.decoder)
-    if not isinstance(settings.model, model_config.EncoderDecoderConfig):
+    cache = model.init_cache(job.rows, lengths.decoder)
+    if not is_pair:
       return cache, None
-    width = settings.model.encoder.width
-    encoded = jnp.zeros((rows, lengths.encoder, width), dtype)
-    segments = jnp.zeros((rows, lengths.encoder), jnp.int32)
+    encoded = jnp.zeros(
+      (job.rows, lengths.encoder, job.model.encoder.width), where.dtype
+    )
+    segments = jnp.zeros(encoded.shape[:2], jnp.int32)
     return cache, model.prefill_cross(params, encoded, segments)
 
   def step(params, tokens, cache, cross):
     """One token of every row, which sees all earlier ones."""
-    with partition.use(mesh, settings.rules.as_dict()):
-      options = {} if cross is None else {'cross': cross}
+    with partition.use(mesh, job.rules.as_dict()):
       hidden, cache = model.decode_step(
         params,
         tokens,
         segments=jnp.ones_like(tokens),
         positions=jnp.full_like(tokens, lengths.decoder - 1),
         cache=cache,
-        **options,
+        **({} if cross is None else {'cross': cross}),
       )
       return model.logits(params, hidden), cache
 
   shapes = jax.eval_shape(make_caches, params)
-  axes = (caches.axes(settings.model.decoder), None)
-  if shapes[1] is not None:
-    axes = (axes[0], caches.cross_axes(settings.model.decoder))
-  cache, cross = jax.tree.map(
+  cross_axes = caches.cross_axes(job.model.decoder) if is_pair else None
+  axes = {
+    'parameters': where.axes(params),
+    'batch': ('batch', None),
+    'caches': (caches.axes(job.model.decoder), cross_axes),
+  }
+  tokens = jax.ShapeDtypeStruct((job.rows, 1), jnp.int32)
+  return Program(
+    jax.jit(step, donate_argnums=2, compiler_options=compiler.options(mesh)),
+    {
+      'parameters': params,
+      'batch': _sharded(job, tokens, axes['batch']),
+      'caches': _sharded(job, shapes, axes['caches']),
+    },
+    lambda a: (a['parameters'], a['batch'], *a['caches']),
+    axes,
+    donated=('caches',),
+  )
+
+
+PROGRAMS: Mapping[str, Callable[[Job], Program]] = {
+  'train': _train,
+  'eval': _evaluate,
+  'decode': _decode,
+}
+
+
+def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
+  """Returns shapes with the shardings of their logical axes."""
+  return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding
     ),
     shapes,
-    placement.shardings(shapes, axes, mesh, where.rules),
+    placement.shardings(shapes, axes, job.mesh, job.rules),
   )
-  tokens = jax.ShapeDtypeStruct(
-    (rows, 1),
-    jnp.int32,
-    sharding=jax.NamedSharding(mesh, where.rules.on(mesh).spec('batch')),
-  )
-  return Program(
-    jax.jit(step, donate_argnums=2, compiler_options=compiler.options(mesh)),
-    {'parameters': params, 'batch': tokens, 'caches': (cache, cross)},
-    lambda a: (a['parameters'], a['batch'], *a['caches']),
-    donated=('caches',),
-    axes={
-      'parameters': where.axes(params),
-      'batch': ('batch', None),
-      'caches': axes,
-    },
-  )
-
-
-PROGRAMS: Mapping[str, Callable[[config_lib.Settings, Mesh], Program]] = {
-  'train': train,
-  'eval': evaluate,
-  'decode': decode,
-}
-
-
-def model_flops(name: str, settings: config_lib.Settings, mesh: Mesh) -> float:
-  """Returns FLOPs of a program on all devices by `models.model_flops`."""
-  if name == 'train':
-    placed_teacher = teacher(settings, mesh)
-    return setup.step_flops(
-      settings.model,
-      settings.data.train.lengths,
-      settings.train.batch_size,
-      placed_teacher.model.config if placed_teacher else None,
-    )
-  lengths, rows = settings.data.train.lengths, settings.train.eval_batch_size
-  sizes = lengths.encoder, lengths.decoder
-  if name == 'decode':
-    return float(rows * formula.decoding(settings.model, *sizes))
-  return float(rows * formula.forward(settings.model, *sizes, lengths.teacher))
-
-
-def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
-  return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
 
 
 def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
   """Returns bytes in one device's memory of trees by part."""
-  found = {k: sharding_report.device_bytes(v) for k, v in trees.items()}
+  found = {k: layout_report.device_bytes(v) for k, v in trees.items()}
   return {name: size for name, size in found.items() if size}
-
-
-def host_bytes(program: Program) -> float:
-  """Returns bytes that one device copies from and to its host's memory.
-
-  Arguments in the host's memory are read; donated ones are written back.
-  """
-  return sum(
-    sharding_report.device_bytes(tree, host=True)
-    * (1 + (name in program.donated))
-    for name, tree in program.arguments.items()
-  )
-
-
-def moved_bytes(program: Program) -> float:
-  """Returns the least bytes of arguments that one device reads and writes.
-
-  All are read once, and donated ones written; of caches only one entry is.
-  """
-  return sum(
-    size * (1 + (name in program.donated and name != 'caches'))
-    for name, size in tree_bytes(program.arguments).items()
-  )
-
-
-def held_twice(program: Program) -> dict[str, list[dict[str, Any]]]:
-  """Returns `replicated` and `copies` of `sharding.layout_report`."""
-  described = rows(program)
-  return {
-    'replicated': sharding_report.replicated(described),
-    'copies': sharding_report.copies(described),
-  }
-
-
-def rows(program: Program) -> list[sharding_report.Row]:
-  """Returns a row of the sharding report for every argument."""
-  return sharding_report.describe(program.arguments, program.axes)
-
-
-def teacher(
-  settings: config_lib.Settings, mesh: Mesh
-) -> state_lib.Placement | None:
-  """Returns the teacher's model, or None without distillation."""
-  if not settings.loss.distillation:
-    return None
-  if settings.teacher.checkpoint:
-    return initial_state.open_teacher(settings, mesh).where
-  decoder = without_cross_attention(settings.model.decoder)
-  return initial_state.place_teacher(decoder, settings, mesh)
-
-
-def _place(
-  settings: config_lib.Settings, model: model_config.ModelConfig, mesh: Mesh
-) -> state_lib.Placement:
-  return setup.place_model(model, settings.compute, mesh, settings.rules)
 
 
 def without_cross_attention(
@@ -297,18 +341,14 @@ def without_cross_attention(
   return model_config.DecoderOnlyConfig(stack)
 
 
-def batch(
-  settings: config_lib.Settings, where: state_lib.Placement, rows: int
-) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the fields of a batch of some rows; see `data.batch`."""
-  lengths = settings.data.train.lengths
+def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the fields of a batch; see `data.batch`."""
+  lengths = job.lengths
   sides = {'decoder': lengths.decoder}
   if lengths.encoder:
     sides['encoder'] = lengths.encoder
   fields = {'targets': lengths.decoder, 'weights': lengths.decoder}
-  if setup.reads_teacher_row(
-    settings.model, lengths, settings.loss.distillation
-  ):
+  if job.reads_teacher_row:
     sides['teacher'] = lengths.teacher
     fields['teacher_index'] = lengths.decoder
   for side, length in sides.items():
@@ -316,14 +356,12 @@ def batch(
       fields[f'{side}_{field}'] = length
   shapes = {
     name: jax.ShapeDtypeStruct(
-      (rows, length), jnp.float32 if name == 'weights' else jnp.int32
+      (job.rows, length), jnp.float32 if name == 'weights' else jnp.int32
     )
     for name, length in fields.items()
   }
-  shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
-  return {
-    name: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=shardings[name]
-    )
-    for name, shape in shapes.items()
-  }
+  return _sharded(job, shapes, _batch_axes(shapes))
+
+
+def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
+  return {k: placement.batch_axes(v.shape) for k, v in fields.items()}

@@ -8,138 +8,131 @@ its computation; other collectives, and copies from and to the host's memory,
 cost all of their time. `calibration` has the errors of such estimates.
 """
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+import collections
+from collections.abc import Iterable, Sequence
 import itertools
 import math
 import re
+from typing import Any
 
 from jax.sharding import Mesh
 import numpy as np
 
-from encdec_adapt.planning import chips, hlo
+from encdec_adapt.planning import chips, hlo, programs
 
 # Share of the peak that splash attention reaches on long rows with head
 # dimensions of 128 and 256: an assumption, not a measurement.
 KERNEL_EFFICIENCY = 0.5
+Row = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-  """Sum of all collectives of one kind over the same mesh axes.
-
-  Attributes:
-    kind: kind, such as 'all-gather'.
-    axes: mesh axes, joined by '+'; for a permutation those along which data
-      moves; 'slices' for data that leaves a slice.
-    count: number of runs in a step.
-    bytes: bytes that one device sends in a step.
-    seconds: time at the bandwidth of the links.
-    exposed: seconds that no other work hides.
-  """
-
-  kind: str
-  axes: str
-  count: int
-  bytes: float
-  seconds: float
-  exposed: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-  """A step's time, in seconds.
-
-  Attributes:
-    compute: time of everything that the compiler has an estimate for.
-    kernels: time of Pallas kernels.
-    collectives: time of all collectives, hidden or not.
-    exposed: time of collectives that is not hidden.
-    memory: time to read and write the arguments; a lower limit.
-    host: time of copies from and to the host's memory; not hidden.
-    traffic: collectives by kind and axes.
-  """
-
-  compute: float
-  kernels: float
-  collectives: float
-  exposed: float
-  memory: float
-  host: float
-  traffic: tuple[Traffic, ...]
-
-  @property
-  def step(self) -> float:
-    """Seconds of a step, all included."""
-    inside = max(self.compute + self.kernels + self.exposed, self.memory)
-    return inside + self.host
-
-
-def estimate(
-  totals: hlo.Totals,
-  mesh: Mesh,
+def describe(
+  job: programs.Job,
   where: chips.Slice,
-  kernel_flops: float,
+  products: float,
+  kernels: Sequence[Row],
+  traffic: Sequence[Row],
+  compute: float,
   moved: float,
   host: float,
-) -> Estimate:
-  """Estimates the time of a step.
+) -> dict[str, Any]:
+  """Returns the parts of a plan that are about work and time.
 
   Args:
-    totals: totals of the compiled program.
+    job: the program and its mesh.
+    where: chips of the mesh.
+    products: FLOPs of products on one device, without kernels.
+    kernels: kernels with their `flops` and `seconds` on one device.
+    traffic: collectives with their `seconds`, and `exposed` ones, which no
+      other work hides.
+    compute: seconds of everything but kernels and collectives.
+    moved: bytes of the arguments that one device reads and writes.
+    host: bytes copied from the host's memory and back; not hidden.
+
+  Returns:
+    JSON with `flops`, `collectives`, `kernels`, `roofline` (seconds by cause,
+    of which `memory_s` is a lower limit) and `mfu`.
+  """
+  chip, model = where.chip, job.flops() / job.mesh.size
+  in_kernels = sum(row['seconds'] for row in kernels)
+  exposed = sum(row['exposed'] for row in traffic)
+  memory, copied = moved / chip.hbm_bandwidth, host / chip.host_bandwidth
+  step = max(compute + in_kernels + exposed, memory) + copied
+  return {
+    'flops': {
+      'products': products,
+      'kernels': sum(row['flops'] for row in kernels),
+      'model': model,
+    },
+    'collectives': traffic,
+    'kernels': kernels,
+    'roofline': {
+      'compute_s': compute,
+      'kernels_s': in_kernels,
+      'collectives_s': sum(row['seconds'] for row in traffic),
+      'exposed_s': exposed,
+      'memory_s': memory,
+      'host_s': copied,
+      'step_s': step,
+    },
+    'mfu': model / chip.flops / step,
+  }
+
+
+def kernel_row(name: str, calls: int, flops: float, where: chips.Slice) -> Row:
+  """Returns `name`, `calls`, `flops` and `seconds` of a kernel."""
+  seconds = flops / where.chip.flops / KERNEL_EFFICIENCY
+  return {'name': name, 'calls': calls, 'flops': flops, 'seconds': seconds}
+
+
+def compute_seconds(totals: hlo.Totals, where: chips.Slice) -> dict[str, float]:
+  """Returns seconds of each computation, without kernels and collectives."""
+  clock = where.chip.clock / where.chip.cycle_share
+  return {name: cycles / clock for name, cycles in totals.cycles.items()}
+
+
+def collectives(
+  totals: hlo.Totals, mesh: Mesh, where: chips.Slice, kernels: float
+) -> list[Row]:
+  """Returns a compiled program's collectives by kind and mesh axes.
+
+  Args:
+    totals: totals of the program.
     mesh: mesh that it was compiled for.
     where: chips of the mesh.
-    kernel_flops: FLOPs of all kernels on one device.
-    moved: bytes of the arguments that one device reads and writes.
-    host: bytes copied from the host's memory and back.
+    kernels: seconds of all kernels.
+
+  Returns:
+    The longest first: `kind`; `axes`, joined by '+' (for a permutation those
+    along which data moves, 'slices' for data that leaves a slice); number of
+    runs in a step; bytes that one device sends; `seconds` at the bandwidth of
+    the links; and `exposed` ones of these, which no other work hides.
   """
-  chip = where.chip
-  kernels = kernel_flops / (chip.flops * KERNEL_EFFICIENCY)
-  clock = chip.clock / chip.cycle_share
-  compute = sum(totals.cycles.values()) / clock
   network = Network(mesh, where)
-  busy = {name: cycles / clock for name, cycles in totals.cycles.items()}
-  calls = sum(k.times for k in totals.kernels)
+  busy = collections.Counter(compute_seconds(totals, where))
+  calls = sum(kernel.times for kernel in totals.kernels)
   for kernel in totals.kernels:
-    share = kernels * kernel.times / calls
-    busy[kernel.computation] = busy.get(kernel.computation, 0.0) + share
-  overlapped: dict[str, float] = {}
-  timed = []
-  for one in totals.collectives.values():
-    axes, sent, seconds = network.cost(one)
-    timed.append((one, axes, sent * one.times, seconds * one.times))
-    if one.overlapped:
-      name = one.computation
-      overlapped[name] = overlapped.get(name, 0.0) + seconds * one.times
-  exposed = {
-    name: max(0.0, seconds - busy.get(name, 0.0)) / seconds if seconds else 0.0
-    for name, seconds in overlapped.items()
-  }
-  traffic = _summed(timed, exposed)
-  return Estimate(
-    compute=compute,
-    kernels=kernels,
-    collectives=sum(t.seconds for t in traffic),
-    exposed=sum(t.exposed for t in traffic),
-    memory=moved / chip.hbm_bandwidth,
-    host=host / chip.host_bandwidth,
-    traffic=traffic,
-  )
-
-
-def _summed(
-  timed: Sequence[tuple[hlo.Collective, str, float, float]],
-  exposed: Mapping[str, float],
-) -> tuple[Traffic, ...]:
-  """Sums collectives by kind and axes, the longest first."""
-  rows: dict[tuple[str, str], list[float]] = {}
+    busy[kernel.computation] += kernels * kernel.times / calls
+  timed = [(one, *network.cost(one)) for one in totals.collectives.values()]
+  overlapped = collections.Counter()
+  for one, _, _, seconds in timed:
+    overlapped[one.computation] += one.overlapped * one.times * seconds
+  rows: dict[tuple[str, str], Row] = {}
   for one, axes, sent, seconds in timed:
-    row = rows.setdefault((one.kind, axes), [0, 0.0, 0.0, 0.0])
-    share = exposed[one.computation] if one.overlapped else 1.0
-    for i, value in enumerate((one.times, sent, seconds, share * seconds)):
-      row[i] += value
-  found = [Traffic(*key, *row) for key, row in rows.items()]
-  return tuple(sorted(found, key=lambda t: -t.seconds))
+    share = 1.0
+    if one.overlapped and seconds:
+      whole = overlapped[one.computation]
+      share = max(0.0, 1 - busy[one.computation] / whole)
+    row = rows.setdefault(
+      (one.kind, axes),
+      {'kind': one.kind, 'axes': axes}
+      | dict.fromkeys(('count', 'bytes', 'seconds', 'exposed'), 0),
+    )
+    row['count'] += one.times
+    row['bytes'] += sent * one.times
+    row['seconds'] += seconds * one.times
+    row['exposed'] += share * seconds * one.times
+  return sorted(rows.values(), key=lambda row: -row['seconds'])
 
 
 class Network:
@@ -148,16 +141,24 @@ class Network:
   def __init__(self, mesh: Mesh, where: chips.Slice):
     self.mesh, self.where = mesh, where
     self.devices = list(mesh.devices.flat)
-    by_slice: dict[int, list[int]] = {}
-    for index, device in enumerate(self.devices):
-      key = getattr(device, 'slice_index', 0)
-      by_slice.setdefault(key, []).append(index)
+    slices = [getattr(device, 'slice_index', 0) for device in self.devices]
     # A compiled program is that of one slice: its devices, and one per slice.
-    self.inside = next(iter(by_slice.values()))
-    self.across = [members[0] for members in by_slice.values()]
-    self.groups: dict[frozenset, str] = {}
-    for groups, axes in _mesh_groups(mesh, self.inside):
-      self.groups.setdefault(groups, axes)
+    self.inside = np.flatnonzero(np.equal(slices, slices[0]))
+    self.across = np.unique(slices, return_index=True)[1]
+    self.axes: dict[frozenset, str] = {}
+    names = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    numbers = {position: i for i, position in enumerate(self.inside)}
+    for count in range(1, len(names) + 1):
+      for axes in itertools.combinations(names, count):
+        groups = [
+          [numbers[position] for position in group if position in numbers]
+          for group in self._groups(axes)
+        ]
+        self.axes.setdefault(_as_sets(groups), '+'.join(axes))
+
+  def _groups(self, axes: Sequence[str]) -> np.ndarray:
+    """Returns positions of the devices along mesh axes: [groups, size]."""
+    return _grouped(self.mesh.devices.shape, self.mesh.axis_names, axes)
 
   def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
     """Returns axes, bytes that a device sends, and seconds of one run.
@@ -165,42 +166,36 @@ class Network:
     Raises:
       UnknownProgramError: the replica groups are written in an unknown form.
     """
-    if one.kind == 'collective-permute':
-      pairs = replica_groups(one.groups, len(self.inside))
-      return self._moved_along(pairs), one.bytes, self._moved(one.bytes, pairs)
     if one.groups == hlo.SLICES:
       parts = len(self.across) if one.kind == 'all-gather' else 1
-      size = one.bytes * parts
-      return hlo.SLICES, *self._exchange(one.kind, size, self.across)
+      return hlo.SLICES, *self._send(one.kind, one.bytes * parts, self.across)
     ids = replica_groups(one.groups, len(self.inside))
+    if one.kind == 'collective-permute':
+      return self._permute(one.bytes, self.inside[ids])
     size = ids.shape[1]
     if size == 1:
       return 'one device', 0.0, 0.0
-    key = frozenset(frozenset(map(int, group)) for group in ids)
-    axes = self.groups.get(key, f'{size} devices')
-    members = [self.inside[i] for i in ids[0]]
-    return axes, *self._exchange(one.kind, one.bytes, members)
+    axes = self.axes.get(_as_sets(ids), f'{size} devices')
+    return axes, *self._send(one.kind, one.bytes, self.inside[ids[0]])
 
-  def _moved_along(self, pairs: np.ndarray) -> str:
-    """Returns mesh axes in which the devices of pairs [pairs, 2] differ."""
-    places = np.unravel_index(
-      np.array(self.inside)[pairs], self.mesh.devices.shape
-    )
+  def _permute(
+    self, size: float, pairs: np.ndarray
+  ) -> tuple[str, float, float]:
+    """Returns the cost of sending from the first of each pair to the second.
+
+    Args:
+      size: bytes that a device sends.
+      pairs: positions of the devices: [pairs, 2].
+    """
+    places = np.unravel_index(pairs, self.mesh.devices.shape)
     moved = [
       name
       for name, place in zip(self.mesh.axis_names, places, strict=True)
       if (place[:, 0] != place[:, 1]).any()
     ]
-    return '+'.join(moved) or 'one device'
-
-  def _moved(self, size: float, pairs: np.ndarray) -> float:
-    """Returns the seconds that the slowest pair of devices takes to send."""
-    rates = [
-      self._bandwidth([self.devices[self.inside[i]] for i in pair])
-      for pair in pairs
-      if pair[0] != pair[1]
-    ]
-    return size / min(rates) if rates else 0.0
+    rates = [self._bandwidth(pair) for pair in pairs if pair[0] != pair[1]]
+    seconds = size / min(rates) if rates else 0.0
+    return '+'.join(moved) or 'one device', size, seconds
 
   def along(
     self, axes: Sequence[str], kind: str, size: float
@@ -212,24 +207,21 @@ class Network:
       kind: kind of collective, such as 'all-gather'.
       size: bytes of the unsharded array.
     """
-    names = self.mesh.axis_names
-    axes = [a for a in axes if self.mesh.shape[a] > 1]
-    if not axes:
-      return 0.0, 0.0
-    ids = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
-    first = tuple(slice(None) if name in axes else 0 for name in names)
-    return self._exchange(kind, size, ids[first].ravel())
+    return self._send(kind, size, self._groups(axes)[0])
 
-  def _exchange(
-    self, kind: str, size: float, ids: Sequence[int]
+  def _send(
+    self, kind: str, size: float, group: Sequence[int]
   ) -> tuple[float, float]:
-    count = len(ids)
+    """Returns bytes that each device of a group sends, and seconds."""
+    count = len(group)
+    if count == 1:
+      return 0.0, 0.0
     sent = size * (count - 1) / count * (2 if kind == 'all-reduce' else 1)
-    return sent, sent / self._bandwidth([self.devices[i] for i in ids])
+    return sent, sent / self._bandwidth(group)
 
-  def _bandwidth(self, members) -> float:
-    """Returns bytes/s that each of some devices can send to the others."""
-    chip = self.where.chip
+  def _bandwidth(self, group: Sequence[int]) -> float:
+    """Returns bytes/s that each device of a group can send to the others."""
+    chip, members = self.where.chip, [self.devices[i] for i in group]
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
     if chip.kind == 'gpu':
@@ -249,25 +241,25 @@ class Network:
     return total or 6 * chip.link_bandwidth
 
 
-def _mesh_groups(mesh: Mesh, inside: Sequence[int]):
-  """Yields groups of a slice's devices along each set of mesh axes, and names.
+def _as_sets(groups: Iterable[Sequence[int]]) -> frozenset[frozenset[int]]:
+  """Returns groups of devices without their order; empty ones are left out."""
+  return frozenset(frozenset(group) for group in groups if len(group))
 
-  A device's number is its index in `inside`, which has positions in the mesh.
+
+def _grouped(
+  shape: Sequence[int], names: Sequence[str], chosen: Sequence[str]
+) -> np.ndarray:
+  """Returns the numbers of the devices along some axes: [groups, size].
+
+  Args:
+    shape: size of each axis.
+    names: name of each axis.
+    chosen: axes along which the devices of a group lie, the outermost first.
   """
-  numbers = {position: number for number, position in enumerate(inside)}
-  names = [a for a in mesh.axis_names if mesh.shape[a] > 1]
-  ids = np.arange(mesh.size).reshape(mesh.devices.shape)
-  for count in range(1, len(names) + 1):
-    for chosen in itertools.combinations(names, count):
-      inner = [mesh.axis_names.index(name) for name in chosen]
-      outer = [i for i in range(ids.ndim) if i not in inner]
-      size = math.prod(mesh.shape[name] for name in chosen)
-      groups = ids.transpose(outer + inner).reshape(-1, size)
-      mine = {
-        frozenset(numbers[int(i)] for i in group if i in numbers)
-        for group in groups
-      }
-      yield frozenset(mine - {frozenset()}), '+'.join(chosen)
+  inner = [list(names).index(name) for name in chosen]
+  ids = np.arange(math.prod(shape)).reshape(shape)
+  size = math.prod(shape[axis] for axis in inner)
+  return np.moveaxis(ids, inner, range(-len(inner), 0)).reshape(-1, size)
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
@@ -289,12 +281,7 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
   if text.startswith('mesh['):
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
     chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
-    names = list(sizes)
-    inner = [names.index(name) for name in chosen]
-    outer = [i for i in range(len(names)) if i not in inner]
-    ids = np.arange(devices).reshape(list(sizes.values()))
-    size = math.prod(sizes[name] for name in chosen)
-    return ids.transpose(outer + inner).reshape(-1, size)
+    return _grouped(tuple(sizes.values()), tuple(sizes), chosen)
   found = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
   if not found:
     raise hlo.UnknownProgramError(f'replica groups {text!r} are not understood')
@@ -303,4 +290,4 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     for part in found.groups()
   )
   ids = np.arange(devices).reshape(dims)
-  return (ids.transpose(order) if order else ids).reshape(shape)
+  return ids.transpose(order or range(len(dims))).reshape(shape)

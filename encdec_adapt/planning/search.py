@@ -11,14 +11,15 @@ import dataclasses
 import itertools
 from typing import Any
 
-from encdec_adapt import config as config_lib
+from jax.sharding import AbstractMesh
+
 from encdec_adapt.cli import errors
 from encdec_adapt.files import disk
-from encdec_adapt.models import execution
+from encdec_adapt.models import execution, parameters
 from encdec_adapt.planning import chips, cost_model, programs
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import setup
 
 # Largest ratio of estimated memory to the budget that is worth compiling:
 # estimates for `configs/plans` are 0.88 to 1.18 of what was compiled.
@@ -49,22 +50,20 @@ class Candidate:
   """One way to run a program.
 
   Attributes:
-    settings: changed settings of the job.
-    flags: flags that change them.
+    job: the changed job, on its mesh.
+    flags: flags that change the configuration so.
     plan: analytic plan, or the compiled one that replaces it.
-    rows: rows of a batch of the program.
   """
 
-  settings: config_lib.Settings
+  job: programs.Job
   flags: tuple[str, ...]
   plan: dict[str, Any]
-  rows: int
 
   @property
   def rate(self) -> float:
     """Rows per second; 0 if the plan has no times."""
     times = self.plan['roofline']
-    return self.rows / times['step_s'] if times else 0.0
+    return self.job.rows / times['step_s'] if times else 0.0
 
 
 class _Planner:
@@ -74,59 +73,46 @@ class _Planner:
   all optimizers that keep the same state, since that takes most of the time.
   """
 
-  def __init__(
-    self,
-    name: str,
-    settings: config_lib.Settings,
-    where: chips.Slice,
-    devices,
-    budget: float,
-  ):
-    self.name, self.settings, self.where = name, settings, where
-    self.devices, self.budget = devices, budget
+  def __init__(self, job: programs.Job, where: chips.Slice, doubt: float = 1.0):
+    """Plans a job.
+
+    Args:
+      job: the job.
+      where: chips of the job.
+      doubt: factor by which estimates of memory are multiplied.
+    """
+    self.job, self.where, self.doubt = job, where, doubt
     self.least = float('inf')  # Bytes of the smallest plan so far.
     self._given: dict[Any, cost_model.Arguments] = {}
 
-  def plan(self, changes: Mapping[str, Any], doubt: float = 1.0) -> Candidate:
+  def plan(self, changes: Mapping[str, Any]) -> Candidate:
     """Returns the candidate with changed configuration keys.
 
     Args:
       changes: configuration key, as in 'train.batch_size', to value.
-      doubt: factor by which estimates of memory are multiplied.
     """
-    settings = _changed(self.settings, changes)
-    mesh = mesh_lib.make_mesh(settings.mesh, self.devices)
-    plan = cost_model.describe(
-      self.name,
-      settings,
-      mesh,
-      self.where,
-      self.budget / doubt,
-      self._arguments(settings, mesh),
-    )
-    self.least = min(self.least, doubt * plan['memory']['peak'])
+    job = _changed(self.job, changes)
+    plan = cost_model.describe(job, self.where, self._arguments(job))
+    peak = self.doubt * plan['memory']['peak']
+    plan['fits'] = peak <= self.where.chip.hbm_bytes
+    self.least = min(self.least, peak)
     flags = (f'--config.{key}={value}' for key, value in changes.items())
-    train = settings.train
-    rows = train.batch_size if self.name == 'train' else train.eval_batch_size
-    return Candidate(settings, tuple(flags), plan, rows)
+    return Candidate(job, tuple(flags), plan)
 
-  def _arguments(self, settings, mesh) -> cost_model.Arguments:
-    rules, place = settings.rules, settings.rules.on(mesh)
-    key = (settings.optimizer, self.name != 'train' and mesh) + tuple(
-      tuple(mesh.shape[axis] for axis in axes)
+  def _arguments(self, job: programs.Job) -> cost_model.Arguments:
+    rules, place = job.rules, job.rules.on(job.mesh)
+    key = (job.optimizer, not job.trains and job.mesh) + tuple(
+      tuple(job.mesh.shape[axis] for axis in axes)
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
     if key not in self._given:
       # Any batch size that divides is valid.
       rows = place.size('batch')
       sizes = {'train.batch_size': rows, 'train.microbatches': 1}
-      if self.name != 'train':
+      if not job.trains:
         sizes = {'train.eval_batch_size': rows}
-      smallest = _changed(settings, sizes)
-      program = programs.PROGRAMS[self.name](smallest, mesh)
-      self._given[key] = cost_model.Arguments.of(
-        program, self.name, smallest, mesh
-      )
+      smallest = _changed(job, sizes)
+      self._given[key] = cost_model.Arguments.of(smallest, smallest.program())
     return self._given[key]
 
   def nothing_fits(self) -> str:
@@ -134,16 +120,14 @@ class _Planner:
     return (
       f'nothing fits into {self.where.name} x {self.where.count}: the least'
       f' that any candidate needs is {disk.format_bytes(self.least)} of'
-      f' {disk.format_bytes(self.budget)} a device. Take more chips, chips'
-      ' with more memory, or shorter rows (config.data.encoder_length,'
-      ' config.data.decoder_length).'
+      f' {disk.format_bytes(self.where.chip.hbm_bytes)} a device. Take more'
+      ' chips, chips with more memory, or shorter rows'
+      ' (config.data.encoder_length, config.data.decoder_length).'
     )
 
 
-def _changed(
-  settings: config_lib.Settings, changes: Mapping[str, Any]
-) -> config_lib.Settings:
-  """Returns the settings with other values of configuration keys.
+def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
+  """Returns the job with other values of configuration keys.
 
   The keys of a section change at once: each alone may be refused, as another
   batch is that does not divide into the old number of microbatches.
@@ -153,35 +137,34 @@ def _changed(
     section, name = key.split('.')
     sections.setdefault(section, {})[name] = value
   changed: dict[str, Any] = {}
+  if mesh := sections.pop('mesh', None):
+    changed['rules'] = rules_lib.named(mesh.pop('rules'))
+    changed['mesh'] = mesh_lib.make_mesh(
+      mesh_lib.MeshConfig(**mesh), list(job.mesh.devices.flat)
+    )
   for section, values in sections.items():
-    if 'rules' in values:
-      changed['rules'] = rules_lib.named(values.pop('rules'))
-    changed[section] = dataclasses.replace(getattr(settings, section), **values)
-  return dataclasses.replace(settings, **changed)
+    changed[section] = dataclasses.replace(getattr(job, section), **values)
+  return dataclasses.replace(job, **changed)
 
 
-def ranked(
-  settings: config_lib.Settings, where: chips.Slice, devices, budget: float
-) -> list[Candidate]:
+def ranked(job: programs.Job, where: chips.Slice) -> list[Candidate]:
   """Returns training candidates that may fit, the fastest first.
 
   Args:
-    settings: settings of the job.
+    job: the training step, on any mesh of the devices or of stand-ins.
     where: chips of the job.
-    devices: devices of the chips, or stand-ins.
-    budget: bytes of memory that a device may use.
 
   Raises:
     UserError: no candidate fits.
   """
-  planner = _Planner('train', settings, where, devices, budget)
+  planner = _Planner(job, where)
   found = []
-  for mesh in meshes(settings, where):
+  for mesh in meshes(job, where):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
       batch = {'train.batch_size': rows * shards, 'train.microbatches': 1}
       one = planner.plan({**mesh, 'compute.remat': remat, **batch})
-      if one.plan['memory']['peak'] <= DOUBT * budget:
+      if one.plan['memory']['peak'] <= DOUBT * where.chip.hbm_bytes:
         found.append(one)
   if not found:
     raise errors.UserError(
@@ -193,11 +176,7 @@ def ranked(
 
 
 def remedies(
-  name: str,
-  settings: config_lib.Settings,
-  plan: Mapping[str, Any],
-  where: chips.Slice,
-  devices,
+  job: programs.Job, plan: Mapping[str, Any], where: chips.Slice
 ) -> dict[str, Any]:
   """Returns flags with which a program fits the same chips.
 
@@ -206,27 +185,23 @@ def remedies(
   mesh and the rows of a batch.
 
   Args:
-    name: name of the program in `programs.PROGRAMS`.
-    settings: settings of the job.
-    plan: plan of the program, which does not fit. If it was compiled, its
-      memory scales the estimates.
+    job: the program that does not fit.
+    plan: its plan. If it was compiled, its memory scales the estimates.
     where: chips of the job.
-    devices: devices of the chips, or stand-ins.
 
   Returns:
     `remedies`, flags of up to three ways, the fastest first; and `advice`,
     what to do if there is none, or None.
   """
-  peak, budget = plan['memory']['peak'], plan['memory']['budget']
-  planner = _Planner(name, settings, where, devices, budget)
-  doubt = max(1.0, peak / planner.plan({}).plan['memory']['peak'])
-  for tier in _OPTIMIZERS if name == 'train' else _OPTIMIZERS[:1]:
+  estimate = _Planner(job, where).plan({}).plan['memory']['peak']
+  planner = _Planner(job, where, max(1.0, plan['memory']['peak'] / estimate))
+  for tier in _OPTIMIZERS if job.trains else _OPTIMIZERS[:1]:
     found = []
     for changes in tier:
-      adafactor = settings.optimizer.kind == 'adafactor'
+      adafactor = job.optimizer.kind == 'adafactor'
       if adafactor and changes.keys() == {'optimizer.moment_dtype'}:
         continue  # It has no first moments.
-      fit = list(_fitting(planner, changes, doubt))
+      fit = list(_fitting(planner, changes))
       found.append(sorted(fit, key=lambda one: -one.rate)[:_REMEDIES])
     # The best of each change, then the second of each.
     mixed = itertools.chain(*itertools.zip_longest(*found))
@@ -236,14 +211,16 @@ def remedies(
   return {'remedies': [], 'advice': planner.nothing_fits()}
 
 
-def _fitting(planner, changes, doubt) -> Iterator[Candidate]:
+def _fitting(
+  planner: _Planner, changes: Mapping[str, Any]
+) -> Iterator[Candidate]:
   """Yields candidates that fit, with the fewest microbatches, or most rows."""
-  settings, train = planner.settings, planner.name == 'train'
-  for mesh in meshes(settings, planner.where):
+  train = planner.job.train
+  for mesh in meshes(planner.job, planner.where):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
-    if train:
-      rows, rest = divmod(settings.train.batch_size, shards)
-      batch = {'train.batch_size': settings.train.batch_size}
+    if planner.job.trains:
+      rows, rest = divmod(train.batch_size, shards)
+      batch = {'train.batch_size': train.batch_size}
       if rest:
         continue
       ways = [
@@ -254,7 +231,7 @@ def _fitting(planner, changes, doubt) -> Iterator[Candidate]:
         for remat in sorted(execution.REMAT_POLICIES, key='full'.__ne__)
       ]
     else:
-      largest = max(1, settings.train.eval_batch_size // shards)
+      largest = max(1, train.eval_batch_size // shards)
       ways = [
         [
           {'train.eval_batch_size': shards * largest // n}
@@ -262,12 +239,12 @@ def _fitting(planner, changes, doubt) -> Iterator[Candidate]:
         ]
       ]
     for way in ways:
-      tried = (planner.plan({**mesh, **changes, **one}, doubt) for one in way)
+      tried = (planner.plan({**mesh, **changes, **one}) for one in way)
       fits = next((one for one in tried if one.plan['fits']), None)
-      if not fits and way is ways[0]:
-        break  # 'full' comes first, and nothing needs less memory.
       if fits:
         yield fits
+      elif way is ways[0]:
+        break  # 'full' comes first, and nothing needs less memory.
 
 
 def _divisors(rows: int) -> list[int]:
@@ -276,62 +253,68 @@ def _divisors(rows: int) -> list[int]:
   return sorted({*powers, rows})
 
 
-def meshes(
-  settings: config_lib.Settings, where: chips.Slice
-) -> Iterator[dict[str, Any]]:
+def meshes(job: programs.Job, where: chips.Slice) -> Iterator[dict[str, Any]]:
   """Yields configuration keys of the meshes that a model divides over.
 
   Evaluation batches that do not divide are enlarged; training batches are not
   looked at.
   """
-  for sizes, name in _meshes(settings, where):
-    changes = dict(zip(mesh_lib.AXES, sizes, strict=True))
-    changes = {f'mesh.{axis}': size for axis, size in changes.items()}
-    changes['mesh.rules'] = name
-    rows, shards = settings.train.eval_batch_size, sizes[0] * sizes[1]
+  for sizes, rules in _meshes(job, where):
+    keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
+    changes = dict(zip(keys, sizes, strict=True)) | {'mesh.rules': rules}
+    rows, shards = job.train.eval_batch_size, sizes[0] * sizes[1]
     if rows % shards:
       changes['train.eval_batch_size'] = rows + -rows % shards
     yield changes
 
 
-def _meshes(settings, where) -> Iterator[tuple[tuple[int, ...], str]]:
+def _meshes(
+  job: programs.Job, where: chips.Slice
+) -> Iterator[tuple[tuple[int, ...], str]]:
   """Yields sizes of the mesh axes, and the name of the rules."""
-  stacks = settings.model.stacks.values()
-  sizes = [n for s in stacks for n in (s.heads, s.kv_heads, s.mlp_width)]
-  widths = {s.width for s in stacks}
+  stacks = job.model.stacks.values()
+  lengths = [job.lengths.encoder, job.lengths.decoder]
+  lengths.append(job.lengths.teacher * job.reads_teacher_row)
   tables = [2**n for n in range(rules_lib.VOCABULARY_GROUP.bit_length())]
   for tensor, sequence, fsdp in itertools.product(_SHARDS, _SHARDS, tables):
     replica, rest = divmod(where.devices, tensor * sequence * fsdp)
-    if rest or replica % where.count or any(n % tensor for n in sizes):
+    if rest or replica % where.count:
       continue
-    if any(s.width % fsdp or s.table_rows % (fsdp * tensor) for s in stacks):
-      continue
+    sizes = replica, fsdp, sequence, tensor
     if sequence > 1 and any(
-      n % sequence or n < sequence * _SHORTEST for n in _lengths(settings)
+      n % sequence or 0 < n < sequence * _SHORTEST for n in lengths
     ):
+      continue
+    if not _divides(job, sizes, 'fsdp'):
       continue
     if where.chip.kind == 'tpu' and replica == tensor == 1 and fsdp > 2:
       # Shards as with `fsdp`, but for sums over a whole slice, which a TPU's
       # compiler does not scatter (`ops.partition.sum_gradient_in_stages`).
       yield (2, fsdp // 2, sequence, tensor), 'whole_slice'
       continue
-    yield (replica, fsdp, sequence, tensor), 'fsdp'
+    yield sizes, 'fsdp'
     both = replica * fsdp
-    if where.count > 1 or replica == 1 or any(w % both for w in widths):
+    if (
+      where.count > 1
+      or replica == 1
+      or not _divides(job, sizes, 'fsdp_replica')
+    ):
       continue
+    # Else the tables' shards, and so all of them, are those of a larger fsdp.
     rows = [s.table_rows for s in stacks]
     if both not in tables or any(n % (both * tensor) for n in rows):
-      yield (replica, fsdp, sequence, tensor), 'fsdp_replica'
+      yield sizes, 'fsdp_replica'
 
 
-def _lengths(settings: config_lib.Settings) -> list[int]:
-  """Returns lengths of all rows that a step reads."""
-  read = settings.data.train.lengths
-  found = [n for n in (read.encoder, read.decoder) if n]
-  teacher = setup.reads_teacher_row(
-    settings.model, read, settings.loss.distillation
-  )
-  return found + [read.teacher] * teacher
+def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
+  """Returns whether the model's parameters divide over a mesh."""
+  table = parameters.parameter_table(job.model)
+  mesh = AbstractMesh(sizes, mesh_lib.AXES)
+  try:
+    placement.parameter_shardings(table, mesh, rules_lib.named(rules))
+  except ValueError:
+    return False
+  return True
 
 
 def text(candidates: list[Candidate]) -> str:

@@ -99,41 +99,46 @@ def describe(
   return rows
 
 
-def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """Returns `name` and `bytes` of large arrays that every device holds."""
-  return [
-    {'name': row.name, 'bytes': row.bytes}
-    for row in rows
-    if row.replicated and row.bytes >= LARGE
-  ]
-
-
-def copies(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """Returns data replicated along a mesh axis, the largest first.
+def held_twice(rows: Iterable[Row]) -> dict[str, list[dict[str, Any]]]:
+  """Returns data of at least `LARGE` bytes that several devices hold.
 
   Returns:
-    `part` of the arguments, mesh `axes`, number of `arrays`, and their `bytes`
-    on one device, at least `LARGE`.
+    `replicated`, arrays that every device holds, as `name` and `bytes`; and
+    `copies`, data replicated along a mesh axis, the largest first: `part` of
+    the arguments, mesh `axes`, number of `arrays`, and their `bytes` on one
+    device.
   """
+  rows = list(rows)
   found: dict[tuple[str, str], list[int]] = {}
   for row in rows:
     if row.copied and not row.host:
       key = row.part, '+'.join(row.copied)
       found.setdefault(key, []).append(row.bytes)
-  listed = [
+  copies = [
     {'part': part, 'axes': axes, 'arrays': len(sizes), 'bytes': sum(sizes)}
     for (part, axes), sizes in found.items()
     if sum(sizes) >= LARGE
   ]
-  return sorted(listed, key=lambda one: -one['bytes'])
+  return {
+    'replicated': [
+      {'name': row.name, 'bytes': row.bytes}
+      for row in rows
+      if row.replicated and row.bytes >= LARGE
+    ],
+    'copies': sorted(copies, key=lambda one: -one['bytes']),
+  }
 
 
-def copies_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Returns a line for each of `copies`."""
+def held_twice_text(found: Mapping[str, Any]) -> list[str]:
+  """Returns a line for each entry of `held_twice`."""
   return [
     f'{one["part"]}: {one["bytes"] / 2**20:,.1f} MiB per device'
     f' ({one["arrays"]} arrays) are the same along {one["axes"]}'
-    for one in found
+    for one in found['copies']
+  ] + [
+    f'REPLICATED: {one["name"]}, {one["bytes"] / 2**20:,.1f} MiB on every'
+    ' device'
+    for one in found['replicated']
   ]
 
 
@@ -152,10 +157,5 @@ def text(rows: Iterable[Row]) -> str:
   lines += [
     f'{part}: {size / 2**20:,.1f} MiB per device' for part, size in sums.items()
   ]
-  lines += copies_text(copies(rows))
-  lines += [
-    f'REPLICATED: {one["name"]}, {one["bytes"] / 2**20:,.1f} MiB on every'
-    ' device'
-    for one in replicated(rows)
-  ]
+  lines += held_twice_text(held_twice(rows))
   return '\n'.join(lines)

@@ -66,7 +66,7 @@ def _rows(layers: list[int], topologies: list[str]) -> Iterator[dict[str, Any]]:
     settings = config_lib.load(values.config, sources=False)
     mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
     began = time.perf_counter()
-    lowered = programs.train(settings, mesh).lower(mesh)
+    lowered = programs.Job.of('train', settings, mesh).program().lower(mesh)
     traced = time.perf_counter()
     with jax.set_mesh(mesh):
       lowered.compile()

@@ -51,7 +51,7 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
     (
       ['--config=configs/gemma2.py:size=2b_2b,objective=prefixlm'],
       [
-        r'teacher +config.teacher.checkpoint is not given: not counted',
+        r"teacher.checkpoint is not given: a teacher of the decoder's shape is",
         r'sources: config.init.encoder is not given',
       ],
     ),
@@ -62,7 +62,7 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
         '--config.init.encoder=runs/nobody',
       ],
       [
-        r'teacher +runs/nobody does not exist: not counted',
+        r"runs/nobody does not exist: a teacher of the decoder's shape is",
         r'sources: runs/nobody does not exist',
       ],
     ),

@@ -101,7 +101,7 @@ def test_axes_of_a_program_of_two_slices():
   network = roofline.Network(Mesh, where)
 
   def one(groups, kind='all-reduce'):
-    return network.cost(hlo.Collective(kind, 100.0, groups, 1, False, '', ''))
+    return network.cost(hlo.Collective(kind, 100.0, groups, 1, False, ''))
 
   assert one('{{0,1},{2,3}}')[:2] == ('tensor', 100.0)
   assert one('{{0,2},{1,3}}')[0] == 'fsdp'

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.data import batch
 from encdec_adapt.models import presets
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo, kernels
@@ -83,7 +84,7 @@ def test_blocks_of_sharded_lengths_equal_the_kernels(
 def call(name, queries, keys, grid, rows=2, times=3, results=4):
   operands = (grid, grid, (rows, 4, queries, 64), (rows, 2, keys, 64))
   name = f'splash_mha_{name}_segmented'
-  return hlo.Kernel(name, '', operands, results, times, 'e')
+  return hlo.Kernel(name, operands, results, times, 'e')
 
 
 def test_flops_of_calls():
@@ -126,7 +127,7 @@ def test_a_kernel_that_the_model_does_not_have_is_refused(kernel, message):
 
 def test_attentions_of_a_pair_and_its_teacher():
   pair = presets.t5gemma('2b_2b')
-  found = kernels.attentions(pair, 512, 1024, 1536)
+  found = kernels.attentions(pair, batch.Lengths(512, 1024), True)
   assert set(found) == {
     kernels.Attention(512, 512, None, None),
     kernels.Attention(512, 512, 4095, 4095),

@@ -37,7 +37,7 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   for one in stored_plans.programs(written).values():
     assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
     assert toy.KEYS < set(one)
-    assert one['kernels'] == [] and one['compile_s'] is None
+    assert one['kernels'] == [] and 'copies' in one
   assert written['calibration'] == calibration.table()
   assert tiny.call(plan, f'--table={tmp_path}') == 0
   rows = [r for r in capsys.readouterr().out.splitlines() if 'h100:8' in r]
@@ -59,12 +59,6 @@ def test_a_search_ranks_what_fits(tmp_path):
   assert len(rows) == 2
   assert all(row['plan']['fits'] and row['flags'] for row in rows)
   assert all(toy.KEYS < set(row['plan']) for row in rows)
-
-
-def test_a_missing_calibration_is_named(monkeypatch, tmp_path):
-  monkeypatch.setattr(calibration, '_FILE', tmp_path / 'calibration.json')
-  with pytest.raises(errors.UserError, match='calibration.json is missing'):
-    calibration.table()
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,13 @@ import jax
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic
 from encdec_adapt.planning import (
   calibration,
   chips,
-  cost_model,
   hlo,
   plan_report,
-  programs,
   search,
   stored_plans,
 )
@@ -32,23 +30,19 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def devices():
-  return jax.devices()[:8]
-
-
 def test_candidates_are_ranked_and_divide():
-  found = search.ranked(toy.settings(), toy.WHERE, devices(), toy.BUDGET)
+  # More microbatches than the candidates' own batches divide into.
+  job = toy.job(train__batch_size=64, train__microbatches=32)
+  found = search.ranked(job, toy.where())
   rates = [one.rate for one in found]
   assert rates == sorted(rates, reverse=True)
   assert len({one.flags for one in found}) == len(found)
   for one in found:
-    mesh = one.settings.mesh
-    assert mesh.replica * mesh.fsdp * mesh.sequence * mesh.tensor == 8
-    assert one.settings.train.batch_size % (mesh.replica * mesh.fsdp) == 0
-    assert f'--config.compute.remat={one.settings.compute.remat}' in one.flags
-  assert {one.settings.mesh.tensor for one in found} == {1, 2}
-  with pytest.raises(errors.UserError, match='nothing fits .* of 1.0 KiB'):
-    search.ranked(toy.settings(), toy.WHERE, devices(), 2**10)
+    mesh = one.job.mesh.shape
+    assert math.prod(mesh.values()) == 8
+    assert one.job.rows % (mesh['replica'] * mesh['fsdp']) == 0
+    assert f'--config.compute.remat={one.job.compute.remat}' in one.flags
+  assert {one.job.mesh.shape['tensor'] for one in found} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +59,7 @@ def test_candidates_are_ranked_and_divide():
 def test_meshes_that_shard_alike_are_tried_once(topology, slices, halves):
   """Shapes cannot tell them apart; a TPU's compiler likes two halves best."""
   where = chips.parse(topology, slices)
-  job = toy.settings(data__encoder_length=1024, data__decoder_length=1024)
+  job = toy.job(data__encoder_length=1024, data__decoder_length=1024)
   shards, whole = [], []
   for mesh in search.meshes(job, where):
     rules = rules_lib.named(mesh['mesh.rules'])
@@ -82,80 +76,65 @@ def test_meshes_that_shard_alike_are_tried_once(topology, slices, halves):
   assert whole == halves
 
 
-def options(flags):
-  words = (flag.removeprefix('--config.') for flag in flags.split())
-  return dict(word.split('=') for word in words)
-
-
-def make_plan(budget, name='train', **changes):
-  asked = toy.settings(train__batch_size=64, **changes)
-  mesh = mesh_lib.make_mesh(asked.mesh, devices())
-  plan = cost_model.describe(name, asked, mesh, toy.WHERE, budget)
+def _remedies(budget, name='train', **changes):
+  """Keys and values of the remedies of a job that does not fit."""
+  job = toy.job(name, **{'train__batch_size': 64, **changes})
+  where = toy.where(budget)
+  plan = toy.plan(job, where)
   assert not plan['fits']
-  found = search.remedies(name, asked, plan, toy.WHERE, devices())
-  return [options(flags) for flags in found['remedies']], found['advice']
+  found = search.remedies(job, plan, where)
+  chosen = [
+    dict(flag.removeprefix('--config.').split('=') for flag in flags.split())
+    for flags in found['remedies']
+  ]
+  return chosen, found['advice']
 
 
 def test_a_training_step_keeps_its_batch():
-  found, advice = make_plan(24 * MIB, compute__remat='none')
+  found, advice = _remedies(24 * MIB, compute__remat='none')
   assert advice is None and 0 < len(found) <= 3
   for chosen in found:
-    assert chosen.pop('train.batch_size') == '64'
+    assert chosen['train.batch_size'] == '64'
     assert not any(key.startswith('optimizer.') for key in chosen)
     text = {'mesh.rules', 'compute.remat'}
     changes = {
       key.replace('.', '__'): value if key in text else int(value)
       for key, value in chosen.items()
     }
-    asked = toy.settings(train__batch_size=64, **changes)
-    mesh = mesh_lib.make_mesh(asked.mesh, devices())
-    program = 'train', asked, mesh, toy.WHERE, 24 * MIB
-    assert cost_model.describe(*program)['fits']
+    assert toy.plan(toy.job(**changes), toy.where(24 * MIB))['fits']
 
 
 def test_then_the_optimizer_keeps_less():
-  found, _ = make_plan(12 * MIB)
+  found, _ = _remedies(12 * MIB)
   kinds = [
     {k for k in chosen if k.startswith('optimizer.')} for chosen in found
   ]
   # Neither is better: one costs time, the other is another recipe.
   assert kinds[0] == {'optimizer.offload'} and 'optimizer.kind' in kinds[1]
-  found, advice = make_plan(2**10)
-  assert not found and advice.startswith('nothing fits into h100:8 x 1')
   # Some of the changes are refused alone beside these settings.
   moments = ('moment_dtype', 'second_moment_dtype')
   asked = {f'optimizer__{name}': 'bfloat16' for name in moments}
-  _, advice = make_plan(10 * MIB, train__microbatches=32, **asked)
-  assert advice.startswith('nothing fits into h100:8 x 1')
-
-
-def test_candidates_of_a_job_with_microbatches():
-  job = toy.settings(train__batch_size=64, train__microbatches=32)
-  assert search.ranked(job, toy.WHERE, devices(), 96 * MIB)
+  found, advice = _remedies(10 * MIB, train__microbatches=32, **asked)
+  assert not found and advice.startswith('nothing fits into h100:8 x 1')
 
 
 @pytest.mark.parametrize('name', ['eval', 'decode'])
 def test_evaluation_and_decoding_change_mesh_and_rows(name):
   keys = {f'mesh.{axis}' for axis in mesh_lib.AXES}
   keys |= {'mesh.rules', 'train.eval_batch_size'}
-  found, _ = make_plan(6 * MIB, name, train__eval_batch_size=4096)
+  found, _ = _remedies(6 * MIB, name, train__eval_batch_size=4096)
   assert found and all(set(chosen) <= keys for chosen in found)
-  found, advice = make_plan(2**10, name)
-  assert not found and 'Take more chips' in advice
 
 
 @pytest.fixture
 def answers(monkeypatch):
   """Three candidates, and what the compiler answers for each."""
   monkeypatch.chdir(tiny.ROOT)
-  asked = toy.settings()
-  mesh = mesh_lib.make_mesh(asked.mesh, devices())
-  shape = cost_model.describe('train', asked, mesh, chips.parse('h100:8'), GIB)
-  found = [
-    search.Candidate(asked, (f'--flag={n}',), shape, 16) for n in range(3)
-  ]
+  job = toy.job()
+  shape = toy.plan(job)
+  found = [search.Candidate(job, (f'--flag={n}',), shape) for n in range(3)]
   monkeypatch.setattr(search, 'ranked', lambda *_: found)
-  monkeypatch.setattr(chips, 'devices_of', lambda _: devices())
+  monkeypatch.setattr(chips, 'devices_of', lambda _: jax.devices()[:8])
   answers = []
 
   def compiled(*_):
@@ -164,11 +143,11 @@ def answers(monkeypatch):
       raise answer
     return shape | answer
 
-  monkeypatch.setattr(plan, '_compiled', compiled)
+  monkeypatch.setattr(plan_report, 'describe', compiled)
   return answers
 
 
-V5E = ['--config=configs/base.py', '--topology=v5e:2x4']
+V5E = [f'--config={tiny.ROOT}/configs/base.py', '--topology=v5e:2x4']
 
 
 @needs_libtpu
@@ -178,8 +157,7 @@ def test_a_candidate_that_does_not_compile_is_left_out(
   refused = jax.errors.JaxRuntimeError('vector memory\nand much more')
   answers += [{'fits': False}, refused, {'fits': True}]
   output = tmp_path / 'search.json'
-  flags = [*V5E, '--search=3', f'--output={output}']
-  assert plan.main(command.parse(plan.define_flags, flags)) == 0
+  assert tiny.call(plan, *V5E, '--search=3', f'--output={output}') == 0
   assert 'vector memory' in capsys.readouterr().out
   (row,) = json.loads(output.read_text())['candidates']
   assert row['flags'] == ['--flag=2']
@@ -196,43 +174,44 @@ def test_a_candidate_that_does_not_compile_is_left_out(
 def test_a_compiler_that_fails_is_named(answers, error, words):
   answers.append(error)
   with pytest.raises(errors.UserError, match=words):
-    plan.main(command.parse(plan.define_flags, V5E))
+    tiny.call(plan, *V5E)
 
 
-def refused(message, budget=15.75 * GIB):
+def _refused(monkeypatch, message):
   """The plan of a program that the compiler refuses with a message."""
 
-  def refuse(*args):
+  def refuse(*_):
     raise jax.errors.JaxRuntimeError(message)
 
-  settings = toy.settings()
-  mesh = mesh_lib.make_mesh(settings.mesh, devices())
-  target = plan_report.Target(chips.parse('v5e:2x4'), mesh, budget, [], 1.0)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(plan_report, '_compile', refuse)
-    return plan_report.describe(programs.evaluate(settings, mesh), target)
+  monkeypatch.setattr(plan_report, '_compile', refuse)
+  job = toy.job('eval')
+  return plan_report.describe(
+    job, chips.parse('v5e:2x4', hbm_gib=32), job.program()
+  )
 
 
-def test_a_program_out_of_memory_fits_no_budget():
+def test_a_program_out_of_memory_fits_no_budget(monkeypatch):
   # Less than a chip has, but nothing was compiled.
   words = 'Ran out of memory in memory space hbm. Used 15.60G of 15.48G hbm.'
-  found = refused(words, budget=32 * GIB)
-  assert toy.KEYS < set(found)
+  found = _refused(monkeypatch, words)
+  assert toy.KEYS == set(found)
   assert not found['fits'] and found['memory']['peak'] == 15.6 * GIB
   assert found['memory']['budget'] == chips.CHIPS['v5e'].hbm_bytes
-  unknown = {k for k, v in found.items() if v is None}
-  assert unknown >= {'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
-  assert 'DOES NOT FIT' in plan_report.text(found)
-  assert search.Candidate(toy.settings(), (), found, 1).rate == 0
+  assert 'DOES NOT FIT' in plan_report.text(
+    found | {'replicated': [], 'copies': []}
+  )
+  assert search.Candidate(toy.job(), (), found).rate == 0
   request = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
   written = {**request, **stored_plans.content({'decode': found})}
   (row,) = stored_plans.markdown([written]).splitlines()[2:]
   assert row.startswith('| `a.py`, decode | v5e:4x4 | 15.6 of 15.8 | - | - | ')
-  (name, run), *_ = calibration.RUNS.items()
-  text = calibration.text([calibration.row(name, found)])
-  assert name in text and 'does not fit' in text
+  run = calibration.table()[0] | {'estimated': found['mfu']}
+  assert 'does not fit' in calibration.text([run])
   with pytest.raises(jax.errors.JaxRuntimeError, match='1.10M'):
-    refused('Ran out of memory in memory space smem. Used 1.10M of 1.00M smem.')
+    _refused(
+      monkeypatch,
+      'Ran out of memory in memory space smem. Used 1.10M of 1.00M smem.',
+    )
 
 
 def test_plans_are_read_from_a_bucket(bucket):

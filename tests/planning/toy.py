@@ -1,18 +1,28 @@
 """A toy pair, what it is planned for, and what its plans have."""
 
+import dataclasses
+
+import jax
+
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
-from encdec_adapt.planning import chips
+from encdec_adapt.planning import chips, cost_model, programs
+from encdec_adapt.sharding import mesh as mesh_lib
 
-WHERE = chips.parse('h100:8')
-BUDGET = 64 * 2**20
 ROWS, LENGTH = 16, 64
 KEYS = {'memory', 'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
-KEYS |= {'compile_s', 'fits', 'replicated', 'copies'}
+KEYS |= {'source', 'fits', 'trace_s', 'compile_s'}
 
 
-def settings(**changes):
-  """Those of a job on the pair; `section__field` changes one."""
+def where(budget=64 * 2**20, **changes):
+  """Eight H100 of which a program may use a few bytes."""
+  asked = chips.parse('h100:8')
+  chip = dataclasses.replace(asked.chip, hbm_bytes=budget, **changes)
+  return dataclasses.replace(asked, chip=chip)
+
+
+def job(name='train', **changes):
+  """A program of the pair; `section__field` changes a key."""
   config = config_lib.defaults()
   pair = model_config.EncoderDecoderConfig(
     *(presets.t5gemma('toy_toy').stacks[s] for s in ('encoder', 'decoder'))
@@ -24,6 +34,14 @@ def settings(**changes):
   config.compute.dtype = 'bfloat16'
   config.compute.remat = 'full'
   for key, value in changes.items():
-    section, _, name = key.partition('__')
-    config[section][name] = value
-  return config_lib.load(config, sources=False)
+    section, _, field = key.partition('__')
+    config[section][field] = value
+  settings = config_lib.load(config, sources=False)
+  mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
+  return programs.Job.of(name, settings, mesh)
+
+
+def plan(job, where=where()):
+  """The analytic plan of a program."""
+  given = cost_model.Arguments.of(job, job.program())
+  return cost_model.describe(job, where, given)

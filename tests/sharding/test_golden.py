@@ -84,9 +84,13 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   mesh = AbstractMesh(
     sizes, mesh_lib.AXES, axis_types=(AxisType.Auto,) * len(sizes)
   )
+
+  def program(name):
+    return programs.Job.of(name, settings, mesh).program()
+
   trees = {
-    **programs.train(settings, mesh).arguments,
-    'caches': programs.decode(settings, mesh).arguments['caches'],
+    **program('train').arguments,
+    'caches': program('decode').arguments['caches'],
   }
   arrays = {
     part: {
