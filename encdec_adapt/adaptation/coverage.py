@@ -97,26 +97,6 @@ class Coverage:
       counts[fill.how] += size
     return counts
 
-  def check(self) -> None:
-    """Checks that every leaf on both sides is covered exactly once.
-
-    Raises:
-      ValueError: a target leaf without a fill, a fill without a target or a
-        source leaf, or a source leaf that is not exactly one of used and
-        named unused.
-    """
-    _refuse('target leaves not filled', set(self.target) - set(self.filled))
-    _refuse('fills of no target leaf', set(self.filled) - set(self.target))
-    named = {fill.source for fill in self.filled.values() if fill.source}
-    _refuse('copies from unknown sources', named - set(self.sources))
-    for source, shapes in self.sources.items():
-      used = set(self.used(source))
-      unused = set(self.unused.get(source, {}))
-      _refuse(f'leaves not in {source}', (used | unused) - set(shapes))
-      _refuse(f'leaves of {source} both used and unused', used & unused)
-      lost = set(shapes) - used - unused
-      _refuse(f'leaves of {source} neither used nor named unused', lost)
-
   def table(self) -> str:
     """Formats the report, joining layers that are treated alike."""
     counts = self.parameters()
@@ -184,11 +164,6 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
     some[0] + f' and {len(some) - 1} more' * (len(some) > 1) + f' ({reason})'
     for reason, some in names.items()
   ]
-
-
-def _refuse(what: str, leaves: Iterable[str]) -> None:
-  if leaves := sorted(leaves):
-    raise ValueError(f'{what}: {", ".join(leaves)}')
 
 
 def _columns(

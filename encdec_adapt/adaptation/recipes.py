@@ -11,6 +11,10 @@ import dataclasses
 import types
 from typing import Any
 
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import transforms as transforms_lib
 from encdec_adapt.models import layer_leaves, model_config, parameters
@@ -19,6 +23,8 @@ FRESH = 'fresh'  # Name of the tree that fresh leaves are taken from.
 # Stored path -> array. Recipes use an array's shape, layer [i] and conversion
 # by NumPy; a `files.lazy_array.LazyArray` has them.
 Tree = Mapping[str, Any]
+# Config and nested parameters of a decoder-only model.
+Source = tuple[model_config.DecoderOnlyConfig, Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,3 +142,41 @@ def make_recipes(
     )
     for path, info in parameters.parameter_table(target).items()
   }
+
+
+def fill(
+  target: model_config.EncoderDecoderConfig,
+  coverage: coverage_lib.Coverage,
+  encoder_source: Source,
+  decoder_source: Source | None = None,
+  *,
+  rng: jax.Array,
+) -> dict[str, Any]:
+  """Makes the parameters of `target` from one or two decoder-only models.
+
+  Can be traced: under `jax.jit` with `out_shardings` no replicated copy is
+  made.
+
+  Args:
+    target: the model to fill.
+    coverage: from `weight_plan.make_plan`, for these sources.
+    encoder_source: config and parameters of the encoder's source.
+    decoder_source: config and parameters of the decoder's source; None for the
+      encoder's.
+    rng: key of the fresh parameters.
+  """
+  sources = {
+    'encoder_source': encoder_source,
+    'decoder_source': decoder_source or encoder_source,
+  }
+  nested = {name: params for name, (_, params) in sources.items()}
+  if any(fill.how == 'fresh' for fill in coverage.filled.values()):
+    nested[FRESH] = parameters.init(target, rng)
+  trees = {
+    name: traverse_util.flatten_dict(params, sep='/')
+    for name, params in nested.items()
+  }
+  configs = {name: config for name, (config, _) in sources.items()}
+  recipes = make_recipes(target, coverage, configs)
+  made = {path: recipe.make(trees, jnp) for path, recipe in recipes.items()}
+  return traverse_util.unflatten_dict(made, sep='/')

@@ -1,4 +1,10 @@
-"""The copy rules: how each weight is filled, decided from configs alone."""
+"""The copy rules: how each weight is filled, decided from configs alone.
+
+The copy maps of Encoder-Decoder Gemma (arXiv 2504.06225, section 3): the
+encoder and the decoder are the decoder-only stacks; cross-attention is
+copied from the decoder's self-attention where the encoder is as wide as the
+decoder ("balanced"), and drawn fresh otherwise.
+"""
 
 from collections.abc import Collection, Mapping
 import dataclasses
@@ -75,12 +81,17 @@ def make_plan(
     target: the model to fill.
     encoder_source: config of the encoder's source.
     decoder_source: config of the decoder's source; None for the encoder's.
-    cross_attention: see `initialise.initialise`.
-    post_norm_gain: see `initialise.initialise`.
-    fresh: see `initialise.initialise`.
+    cross_attention: 'copy' the decoder's self-attention with its norms, draw
+      it 'fresh' (its pre-norm still copied), or 'auto': copy where the
+      shapes allow.
+    post_norm_gain: gain of the post-norm of fresh cross-attention. 'zero'
+      leaves the decoder's function unchanged until training moves it.
+    fresh: leaves, named by layer, to draw fresh although they could be
+      copied, such as 'decoder/layers/3/mlp/up'.
 
   Returns:
-    The checked coverage report.
+    The coverage report: every leaf of `target` is filled, and every leaf of a
+    source is used or named as unused.
 
   Raises:
     UserError: the sources do not fit the target; names a remedy.
@@ -128,7 +139,7 @@ def make_plan(
   changes = [line for side in sides.values() for line in side.changed_fields]
   if target.shared_table:
     changes.append("the encoder reads the decoder's embedding table")
-  coverage = coverage_lib.Coverage(
+  return coverage_lib.Coverage(
     target=_shapes(targets),
     filled=filled,
     sources={side.source: _shapes(side.leaves) for side in sides.values()},
@@ -136,8 +147,20 @@ def make_plan(
     changes=tuple(changes),
     padding=parameters.padding(target),
   )
-  coverage.check()
-  return coverage
+
+
+def plan_from_scratch(
+  target: model_config.ModelConfig,
+) -> coverage_lib.Coverage:
+  """Returns the coverage of a model whose every weight is drawn fresh."""
+  shapes = _shapes(layer_leaves.leaves_of(target))
+  return coverage_lib.Coverage(
+    target=shapes,
+    filled=dict.fromkeys(shapes, coverage_lib.Fill('fresh')),
+    sources={},
+    unused={},
+    padding=parameters.padding(target),
+  )
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
@@ -177,15 +200,16 @@ def _copies_cross(
       f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
       " cross-attention, and this one has none; leave it at 'one'."
     )
-  differing = _differing_kernels(target)
-  if cross_attention == 'copy' and differing:
+  # Then the kernels of self- and cross-attention have the same shapes.
+  fits = target.encoder.width == decoder.width
+  if cross_attention == 'copy' and not fits:
     raise errors.UserError(
       "cross_attention='copy' needs an encoder as wide as the decoder, and"
-      f' the widths are {target.encoder.width} and {target.decoder.width}:'
-      f" {', '.join(differing)}. Use cross_attention='fresh' (or 'auto') with"
-      ' a warm-up in which only cross-attention moves.'
+      f' the widths are {target.encoder.width} and {decoder.width}. Use'
+      " cross_attention='fresh' (or 'auto') with a warm-up in which only"
+      ' cross-attention moves.'
     )
-  copies = cross_attention != 'fresh' and not differing
+  copies = cross_attention != 'fresh' and fits
   if copies and post_norm_gain != 'one':
     raise errors.UserError(
       f'post_norm_gain={post_norm_gain!r} is for fresh cross-attention, and'
@@ -193,20 +217,6 @@ def _copies_cross(
       " Set cross_attention='fresh', or leave post_norm_gain at 'one'."
     )
   return copies
-
-
-def _differing_kernels(target: model_config.EncoderDecoderConfig) -> list[str]:
-  """Lists kernels whose shapes differ in self- and cross-attention."""
-  names = layer_leaves.leaves_of(target)
-  query = next(name for name in names if name.endswith('cross_attention/query'))
-  cross = query.removesuffix('query')
-  own = cross.replace('cross_attention', 'attention')
-  return [
-    f'{part} is {list(names[own + part].shape)} in self-attention and'
-    f' {list(names[cross + part].shape)} in cross-attention'
-    for part in ('query', 'key', 'value', 'output')
-    if names[own + part].shape != names[cross + part].shape
-  ]
 
 
 def _fill_of(

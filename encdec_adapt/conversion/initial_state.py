@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import init_section, initialise, weight_plan
+from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import kept_files, stored_model
@@ -96,7 +96,7 @@ class Sources:
     def fill(rng, *params):
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
-      return initialise.fill(target, self.coverage, *pairs, rng=rng)
+      return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
     return self.where.place(fill, rng, *read)
 
@@ -124,7 +124,7 @@ def open_sources(
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
   models = tuple(_open(folder, target) for folder in folders)
   if init.mode == 'random':
-    report = initialise.coverage_from_scratch(target)
+    report = weight_plan.plan_from_scratch(target)
   elif init.mode == 'checkpoint':
     _check_same_model(models[0], where)
     report = None

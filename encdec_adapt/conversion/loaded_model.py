@@ -16,7 +16,7 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.inference import generation, sampling
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
@@ -242,7 +242,8 @@ def read(
     mesh = mesh_lib.make_mesh(
       mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
     )
-  model = build.build(stored.model, dtype=dtype)
+  compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
+  model = build.build(stored.model, compute)
   where = state_lib.Placement(model, mesh, rules_lib.named(_RULES))
   try:
     where.parameters  # noqa: B018  Checks divisibility.

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import execution as executions
-from encdec_adapt.models import layers, model_config
+from encdec_adapt.models import execution, layers, model_config
 from encdec_adapt.ops import attention, masks, partition, rope
 
 # Dimensions of the kernels.
@@ -64,12 +63,12 @@ class _Attention(nn.Module):
 
   Attributes:
     config: the stack's shape.
-    execution: choices of speed and memory.
+    compute: how the model is computed.
     source_width: width of the states that keys and values are projected from.
   """
 
   config: model_config.StackConfig
-  execution: executions.Execution
+  compute: execution.ComputeConfig
   source_width: int
 
   def setup(self):
@@ -123,7 +122,7 @@ class _Attention(nn.Module):
       mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
     """
-    cfg, run = self.config, self.execution
+    cfg, compute = self.config, self.compute
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
       q,
@@ -132,8 +131,8 @@ class _Attention(nn.Module):
       mask,
       scale=cfg.query_scale**-0.5,
       softcap=cfg.attention_softcap,
-      backend=run.cached_attention_backend if cached else run.attention_backend,
-      chunk=run.attention_chunk,
+      backend=compute.cached_attention if cached else compute.attention,
+      chunk=compute.attention_chunk,
     )  # [B, T, N, H]
     out = partition.shard(out, 'batch', 'length', 'act_heads', None)
     return _project(self.weights, 'output', out)

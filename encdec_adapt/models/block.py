@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.models import (
   attention_layer,
+  execution,
   expert_layer,
   layers,
   model_config,
 )
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import execution as executions
 from encdec_adapt.ops import partition
 
 # Parts of a block that only a decoder with cross-attention has, and the
@@ -63,13 +63,13 @@ class Block(nn.Module):
 
   Attributes:
     config: the stack's shape.
-    execution: choices of speed and memory.
+    compute: how the model is computed.
     kind: kind of the layer.
     sparse: whether its feed-forward has experts.
   """
 
   config: model_config.StackConfig
-  execution: executions.Execution
+  compute: execution.ComputeConfig
   kind: model_config.LayerKind
   sparse: bool = False
 
@@ -81,7 +81,7 @@ class Block(nn.Module):
     cached: caches.KeyValues | None,
     cross_cached: caches.KeyValues | None,
   ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
-    cfg, execution = self.config, self.execution
+    cfg, compute = self.config, self.compute
 
     def norm(name: str, x):
       return layers.RMSNorm(cfg, name=name)(x)
@@ -96,7 +96,7 @@ class Block(nn.Module):
     if reads_encoder and cfg.cross_merged:
       memory = context.encoded if cross_cached is None else cross_cached
     y, cached = attention_layer.SelfAttention(
-      cfg, execution, cfg.width, name='attention'
+      cfg, compute, cfg.width, name='attention'
     )(
       norm('pre_attention_norm', x),
       context.rotations[self.kind],
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     if reads_encoder and not cfg.cross_merged:
       cross = attention_layer.CrossAttention(
-        cfg, execution, cfg.cross_width, name='cross_attention'
+        cfg, compute, cfg.cross_width, name='cross_attention'
       )
       y = cross(
         norm('pre_cross_norm', x),
@@ -121,8 +121,8 @@ class Block(nn.Module):
 
     y = norm('pre_mlp_norm', x)
     if self.sparse:
-      feed_forward = expert_layer.Experts(cfg, execution.dtype, name='experts')
+      feed_forward = expert_layer.Experts(cfg, compute.dtype, name='experts')
       y = feed_forward(y, context.real)
     else:
-      y = layers.MLP(cfg, execution.dtype, cfg.mlp_width, name='mlp')(y)
+      y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
     return add(x, y, 'post_mlp_norm'), cached

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from encdec_adapt.models import layers_index, model_config
 from encdec_adapt.ops import partition
 
-# Logical axes of keys and values, and of segments and positions.
 _ENTRIES = ('batch', 'kv_length', 'kv_heads', 'head_dim')
-_ROWS = ('batch', 'kv_length')
+# Logical axes of a cache's leaves by their number of dimensions: the index,
+# segments and positions, keys and values of a layer, those of scanned layers.
+_AXES = {
+  0: (),
+  2: ('batch', 'kv_length'),
+  4: _ENTRIES,
+  5: ('layers', *_ENTRIES),
+}
 
 
 @flax.struct.dataclass
@@ -59,13 +65,12 @@ class CrossCache:
 
 
 def empty(
-  config: model_config.StackConfig, batch: int, length: int, dtype: jnp.dtype
+  config: model_config.StackConfig, batch: int, length: int, dtype: str
 ) -> Cache:
   """Makes a cache of `length` entries per row, none of them visible."""
   shape = (batch, length, config.kv_heads, config.head_dim)
 
-  def zeros(prefix: str, repeats: int | None) -> KeyValues:
-    del prefix
+  def zeros(_: str, repeats: int | None) -> KeyValues:
     full = shape if repeats is None else (repeats, *shape)
     return KeyValues(key=jnp.zeros(full, dtype), value=jnp.zeros(full, dtype))
 
@@ -75,41 +80,17 @@ def empty(
     positions=jnp.zeros((batch, length), jnp.int32),
     index=jnp.zeros((), jnp.int32),
   )
-  return shard(cache, axes(config))
+  return shard(cache)
 
 
-def axes(config: model_config.StackConfig) -> Cache:
-  """Returns the logical axes of every leaf of a cache made by `empty`."""
-  return Cache(
-    layers=layers_index.map_blocks(config, _entry_axes),
-    segments=_ROWS,
-    positions=_ROWS,
-    index=(),
-  )
+def axes(cache: Any) -> Any:
+  """Returns the logical axes of every leaf of caches (arrays or shapes)."""
+  return jax.tree.map(lambda x: _AXES[x.ndim], cache)
 
 
-def cross_axes(config: model_config.StackConfig) -> CrossCache:
-  """Returns the axes of a cross-attention cache; None for layers without."""
-
-  def entry(prefix: str, repeats: int | None) -> KeyValues | None:
-    kind = layers_index.block_kind(config, prefix)
-    reads = config.reads_encoder(kind)
-    return _entry_axes(prefix, repeats) if reads else None
-
-  return CrossCache(
-    layers=layers_index.map_blocks(config, entry), segments=_ROWS
-  )
-
-
-def _entry_axes(prefix: str, repeats: int | None) -> KeyValues:
-  del prefix
-  names = _ENTRIES if repeats is None else ('layers', *_ENTRIES)
-  return KeyValues(key=names, value=names)
-
-
-def shard(cache: Any, names: Any) -> Any:
+def shard(cache: Any) -> Any:
   """Constrains every leaf of a cache by its logical axes."""
-  return jax.tree.map(lambda x, axes: partition.shard(x, *axes), cache, names)
+  return jax.tree.map(lambda x: partition.shard(x, *_AXES[x.ndim]), cache)
 
 
 def write(entries: Any, new: Any, index: jax.Array) -> Any:

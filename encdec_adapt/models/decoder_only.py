@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import execution as executions
 from encdec_adapt.models import (
+  execution,
   expert_layer,
   layers,
   model_config,
@@ -28,11 +28,11 @@ class Decoder:
 
   Attributes:
     config: shape of the model.
-    execution: choices of speed and memory.
+    compute: how the model is computed.
   """
 
   config: model_config.ModelConfig
-  execution: executions.Execution
+  compute: execution.ComputeConfig
 
   @property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
@@ -62,9 +62,7 @@ class Decoder:
 
   def init_cache(self, batch: int, length: int) -> caches.Cache:
     """Makes an empty cache of `length` tokens per row for `decode_step`."""
-    return caches.empty(
-      self.config.decoder, batch, length, self.execution.dtype
-    )
+    return caches.empty(self.config.decoder, batch, length, self.compute.dtype)
 
   def run_stack(
     self,
@@ -85,7 +83,7 @@ class Decoder:
       **kwargs: keyword arguments of the stack.
     """
     shape = self.config.stacks[name]
-    apply = stack.Stack(shape, self.execution).apply
+    apply = stack.Stack(shape, self.compute).apply
     variables = {'params': params[name]}
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)

@@ -105,7 +105,7 @@ class EncoderDecoder(decoder_only.Decoder):
       layers=layers_index.map_blocks(stack, project),
       segments=encoder_segments,
     )
-    return caches.shard(cross, caches.cross_axes(stack))
+    return caches.shard(cross)
 
   def decode_step(
     self,

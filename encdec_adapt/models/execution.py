@@ -5,9 +5,8 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.cli import keys
 from encdec_adapt.ops import attention, experts
 
 
@@ -49,7 +48,10 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """Keys of `config.compute`: how the model is computed."""
+  """Keys of `config.compute`: how the model is computed.
+
+  A part of every model, which is hashable; no choice changes its parameters.
+  """
 
   dtype: str = keys.key(
     'float32',
@@ -83,55 +85,12 @@ class ComputeConfig:
   def __post_init__(self):
     keys.check(self, 'config.compute.')
 
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-  """Choices of speed and memory.
-
-  Attributes:
-    dtype: dtype of activations and of the products; parameters are cast.
-    remat: a name in `REMAT_POLICIES`, applied to every block.
-    attention_backend: a backend of `ops.attention`, for whole sequences;
-      see `cached_attention_backend`.
-    attention_chunk: queries per chunk of the chunked backend.
-    scan_unroll: repeats of the layer pattern unrolled per scan iteration.
-  """
-
-  dtype: jnp.dtype = jnp.dtype('float32')
-  remat: str = 'none'
-  attention_backend: str = 'chunked'
-  attention_chunk: int = attention.DEFAULT_CHUNK
-  scan_unroll: int = 1
-
-  def __post_init__(self):
-    object.__setattr__(self, 'dtype', jnp.dtype(self.dtype))
-    if not jnp.issubdtype(self.dtype, jnp.floating):
-      raise errors.UserError(
-        f'dtype is {self.dtype}; compute in a floating type, such as'
-        ' bfloat16 or float32.'
-      )
-    if self.remat not in REMAT_POLICIES:
-      raise errors.UserError(
-        f'remat is {self.remat!r}; it must be one of'
-        f' {", ".join(REMAT_POLICIES)}.'
-      )
-    if self.attention_backend not in attention.BACKENDS:
-      raise errors.UserError(
-        f'attention_backend is {self.attention_backend!r}; it must be one of'
-        f' {", ".join(attention.BACKENDS)}.'
-      )
-    for name in ('attention_chunk', 'scan_unroll'):
-      if getattr(self, name) < 1:
-        raise errors.UserError(
-          f'{name} is {getattr(self, name)}; it must be at least 1.'
-        )
-
   @property
-  def cached_attention_backend(self) -> str:
-    """Backend for keys from a cache.
+  def cached_attention(self) -> str:
+    """Attention backend for keys from a cache.
 
     Kernels are not worth their overhead for its few queries, and some need
     positions that are indices.
     """
-    chosen = self.attention_backend
+    chosen = self.attention
     return 'chunked' if attention.BACKENDS[chosen].kernels else chosen

@@ -23,7 +23,7 @@ class Experts(nn.Module):
   """Mixture of gated feed-forwards, with an optional shared expert."""
 
   config: model_config.StackConfig
-  dtype: jnp.dtype
+  dtype: str
 
   @nn.compact
   def __call__(

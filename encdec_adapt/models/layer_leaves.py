@@ -8,11 +8,7 @@ different layer patterns have the same name for the same weight.
 from collections.abc import Mapping
 import dataclasses
 import re
-from typing import Any
 
-from flax import traverse_util
-
-from encdec_adapt.cli import errors
 from encdec_adapt.models import layers_index, model_config, parameters
 
 _LAYER = re.compile(r'/layers/(\d+)/')
@@ -34,19 +30,13 @@ class Leaf:
 
 
 def leaves_of(config: model_config.ModelConfig) -> dict[str, Leaf]:
-  """Returns every leaf of a model by name.
-
-  Raises:
-    ValueError: `layer_location` and the parameter table disagree.
-  """
+  """Returns every leaf of a model by name."""
   table = parameters.parameter_table(config)
   leaves = {}
-  stored = set()
   for name, stack in config.stacks.items():
     for path, info in table.items():
       if path.startswith(f'{name}/') and not layers_index.in_layer(path):
         leaves[path] = Leaf(tuple(info.shape), path, None)
-        stored.add(path)
     for layer in range(stack.layers):
       prefix, index = layers_index.layer_location(stack, layer)
       prefix = f'{name}/{prefix}/'
@@ -57,9 +47,6 @@ def leaves_of(config: model_config.ModelConfig) -> dict[str, Leaf]:
           leaves[leaf] = Leaf(
             shape if index is None else shape[1:], path, index
           )
-          stored.add(path)
-  if stored != set(table):
-    raise ValueError(f'parameters of no layer: {sorted(set(table) - stored)}')
   return leaves
 
 
@@ -87,38 +74,3 @@ def layer_of(leaf: str) -> int | None:
 def with_layer(leaf: str, text: str) -> str:
   """Returns the leaf's name with `text` in place of the layer number."""
   return _LAYER.sub(f'/layers/{text}/', leaf)
-
-
-def flatten_checked(
-  source: str, config: model_config.ModelConfig, params: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Flattens a source's parameters after comparing them with its config.
-
-  Args:
-    source: name of the source in errors.
-    config: the model that the parameters belong to.
-    params: nested dictionary of arrays or ShapeDtypeStructs.
-
-  Returns:
-    Stored path to leaf.
-
-  Raises:
-    UserError: a missing, unexpected or misshapen parameter, by name.
-  """
-  flat = traverse_util.flatten_dict(dict(params), sep='/')
-  table = parameters.parameter_table(config)
-  remedy = 'Give the config that this checkpoint was trained with.'
-  for problem, paths in (
-    ('has no', sorted(set(table) - set(flat))),
-    ('has an unexpected', sorted(set(flat) - set(table))),
-  ):
-    if paths:
-      more = f' (and {len(paths) - 1} more)' if len(paths) > 1 else ''
-      raise errors.UserError(f'{source} {problem} {paths[0]!r}{more}. {remedy}')
-  for path, info in table.items():
-    if tuple(flat[path].shape) != tuple(info.shape):
-      raise errors.UserError(
-        f'{path!r} of {source} has shape {list(flat[path].shape)}; its config'
-        f' says {list(info.shape)}. {remedy}'
-      )
-  return flat

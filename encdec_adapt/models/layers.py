@@ -79,7 +79,7 @@ class Embedder(nn.Module):
   """Token ids to the states that enter the first layer."""
 
   config: model_config.StackConfig
-  dtype: jnp.dtype
+  dtype: str
 
   @nn.compact
   def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
@@ -182,7 +182,7 @@ class MLP(nn.Module):
   """Gated feed-forward, F wide: down(activation(gate(x)) * up(x))."""
 
   config: model_config.StackConfig
-  dtype: jnp.dtype
+  dtype: str
   mlp_width: int
 
   @nn.compact

@@ -23,7 +23,6 @@ _OF_EXPERTS = (
   'shared_expert_gate',
   'dense_layers',
 )
-WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +170,6 @@ class StackConfig:
 
   def __post_init__(self):
     keys.check(self, '')
-    if self.vocab_multiple < 1:
-      raise errors.UserError(
-        f'vocab_multiple is {self.vocab_multiple}; it must be at least 1.'
-      )
     if self.heads % self.kv_heads:
       raise errors.UserError(
         f'heads ({self.heads}) is not a multiple of kv_heads'
@@ -184,16 +179,6 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    for name, choices in (
-      ('role', ('causal', 'bidirectional')),
-      ('window_rule', WINDOW_RULES),
-      ('cross_layers', ('all', 'global')),
-    ):
-      if getattr(self, name) not in choices:
-        raise errors.UserError(
-          f'{name} is {getattr(self, name)!r}; choose one of'
-          f' {", ".join(choices)}.'
-        )
     if self.rope_low_factor >= self.rope_high_factor:
       raise errors.UserError(
         f'rope_low_factor ({self.rope_low_factor}) must be below'
@@ -307,13 +292,6 @@ class DecoderOnlyConfig:
 
   decoder: StackConfig
 
-  def __post_init__(self):
-    if self.decoder.cross_width is not None:
-      raise errors.UserError(
-        'a decoder-only model has no cross-attention; cross_width is'
-        f' {self.decoder.cross_width}, it must be None.'
-      )
-
   @property
   def stacks(self) -> dict[str, StackConfig]:
     """Stacks by their name in the parameter tree."""
@@ -336,13 +314,6 @@ class EncoderDecoderConfig:
   shared_table: bool = False
 
   def __post_init__(self):
-    if self.encoder.cross_width is not None:
-      raise errors.UserError('an encoder has no cross-attention.')
-    if self.decoder.cross_width != self.encoder.width:
-      raise errors.UserError(
-        f'decoder.cross_width is {self.decoder.cross_width}; it must be the'
-        f" encoder's width, {self.encoder.width}."
-      )
     kinds = set(self.decoder.pattern[: self.decoder.layers])
     if not any(self.decoder.reads_encoder(kind) for kind in kinds):
       raise errors.UserError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from encdec_adapt.cli import errors, keys
 from encdec_adapt.models import model_config
+from encdec_adapt.ops import masks
 
 KINDS = ('decoder_only', 'encoder_decoder')
 # The encoder has no head.
@@ -42,7 +43,7 @@ class ModelSection:
     "Local window of the encoder: 'exclusive' |q-k| < W, as the authors' code;"
     " 'inclusive' |q-k| <= W, as transformers 5.23 with eager attention; or"
     " 'centered', W keys around the query (T5Gemma 2).",
-    one_of=model_config.WINDOW_RULES,
+    one_of=masks.WINDOW_RULES,
   )
   eoi_token: int | None = keys.key(
     None,

@@ -16,8 +16,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models import block, model_config, stack
-from encdec_adapt.models import execution as executions
+from encdec_adapt.models import block, execution, model_config, stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _init_stack(
   if config.cross_width is not None:
     encoded = jnp.zeros((1, 1, config.cross_width))
     encoder_segments = ids
-  module = stack.Stack(config, executions.Execution())
+  module = stack.Stack(config, execution.ComputeConfig())
   # In an empty context no partition is active (`ops.partition`): the one
   # token that shapes are inferred with cannot be sharded.
   return contextvars.Context().run(

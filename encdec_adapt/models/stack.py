@@ -7,9 +7,14 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import block, expert_layer, layers, model_config
+from encdec_adapt.models import (
+  block,
+  execution,
+  expert_layer,
+  layers,
+  model_config,
+)
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import execution as executions
 from encdec_adapt.ops import masks, rope
 
 Tokens = Int[Array, 'B L']
@@ -19,7 +24,7 @@ class _Group(nn.Module):
   """Consecutive layers of these kinds, each rematerialised separately."""
 
   config: model_config.StackConfig
-  execution: executions.Execution
+  compute: execution.ComputeConfig
   kinds: tuple[model_config.LayerKind, ...]
   sparse: bool
   prevent_cse: bool
@@ -27,8 +32,8 @@ class _Group(nn.Module):
   @nn.compact
   def __call__(self, x, context, cached, cross_cached):
     make_block = block.Block
-    if self.execution.remat != 'none':
-      policy = executions.REMAT_POLICIES[self.execution.remat]
+    if self.compute.remat != 'none':
+      policy = execution.REMAT_POLICIES[self.compute.remat]
       make_block = nn.remat(
         block.Block, policy=policy, prevent_cse=self.prevent_cse
       )
@@ -36,7 +41,7 @@ class _Group(nn.Module):
     for j, kind in enumerate(self.kinds):
       name = f'layer_{j}'
       layer = make_block(
-        self.config, self.execution, kind, self.sparse, name=name
+        self.config, self.compute, kind, self.sparse, name=name
       )
       x, entries = layer(
         x, context, _entry(cached, name), _entry(cross_cached, name)
@@ -50,7 +55,7 @@ class Stack(nn.Module):
   """Token ids to states after the final norm."""
 
   config: model_config.StackConfig
-  execution: executions.Execution
+  compute: execution.ComputeConfig
 
   @nn.compact
   def __call__(
@@ -85,7 +90,7 @@ class Stack(nn.Module):
       encoder_segments = cross_cached.segments
     context = block.Context(
       rotations={
-        kind: _rotation(cfg, kind, positions, self.execution.dtype)
+        kind: _rotation(cfg, kind, positions, self.compute.dtype)
         for kind in sorted(set(cfg.pattern))
       },
       masks=_self_masks(cfg, segments, positions, cached, encoder_segments),
@@ -97,7 +102,7 @@ class Stack(nn.Module):
       real=segments > 0 if cfg.experts else None,
     )
 
-    embedder = layers.Embedder(cfg, self.execution.dtype, name='embedder')
+    embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
     x = embedder(tokens)
     if not cfg.tied_head:
       layers.Head(cfg, name='head')()
@@ -113,20 +118,18 @@ class Stack(nn.Module):
     if cached is not None:
       index = cached.index + tokens.shape[1]
       cached = cached.replace(layers=updated, index=index)
-      cached = caches.shard(cached, caches.axes(cfg))
+      cached = caches.shard(cached)
     return x, cached
 
   def _groups(self) -> dict[str, nn.Module]:
     """Returns modules of leading layers, scanned pattern and tail, if any."""
-    cfg, execution = self.config, self.execution
+    cfg, compute = self.config, self.compute
     sparse = cfg.experts > 0
     groups = {}
     if cfg.lead:
-      groups['lead'] = _Group(
-        cfg, execution, cfg.lead, False, True, name='lead'
-      )
+      groups['lead'] = _Group(cfg, compute, cfg.lead, False, True, name='lead')
     if cfg.repeats:
-      unroll = min(execution.scan_unroll, cfg.repeats)
+      unroll = min(compute.scan_unroll, cfg.repeats)
       scanned = nn.scan(
         _Group,
         variable_axes={'params': 0, expert_layer.COLLECTION: 0},
@@ -141,16 +144,14 @@ class Stack(nn.Module):
       # unrolled: then XLA would merge what remat asks it to compute twice.
       groups['blocks'] = scanned(
         cfg,
-        execution,
+        compute,
         cfg.cycle,
         sparse,
         unroll == cfg.repeats,
         name='blocks',
       )
     if cfg.tail:
-      groups['tail'] = _Group(
-        cfg, execution, cfg.tail, sparse, True, name='tail'
-      )
+      groups['tail'] = _Group(cfg, compute, cfg.tail, sparse, True, name='tail')
     return groups
 
 

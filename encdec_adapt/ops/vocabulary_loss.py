@@ -1,18 +1,20 @@
 """Cross-entropy over a large vocabulary, in one pass and without its logits.
 
-All results are sums over weights: the caller divides by the weight of the
-whole global step, so that microbatches and hosts of unequal weight add up to
-one large batch.
+Alone, or with distillation from a teacher's whole distribution, computed from
+the same logits. All results are sums over weights: the caller divides by the
+weight of the whole global step, so that microbatches and hosts of unequal
+weight add up to one large batch.
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.ops import vocabulary_parallel
+from encdec_adapt.ops import distillation_loss, vocabulary_parallel
 
 
 @flax.struct.dataclass
@@ -21,19 +23,27 @@ class LossSums:
 
   Attributes:
     total: the objective: weights * (cross-entropy with label smoothing, plus
-      z_loss * log(normaliser)^2).
+      z_loss * log(normaliser)^2). With a teacher: weights * (share *
+      temperature^2 * cross-entropy to the teacher, plus (1 - share) *
+      cross-entropy with label smoothing, plus the z-loss).
     cross_entropy: weights * -log p(target), without smoothing.
+    kl: weights * KL(teacher || student), both at the temperature; not
+      multiplied by its square. 0 without a teacher.
     z_loss: the z-loss part of `total`.
     correct: weight of the tokens whose target has the largest logit (ties
       count as correct).
     weight: sum of the weights.
+    routing: `experts.RouterLosses` times `weight`, set by `training.losses` for
+      models with experts.
   """
 
   total: vocabulary_parallel.Sum
   cross_entropy: vocabulary_parallel.Sum
+  kl: vocabulary_parallel.Sum
   z_loss: vocabulary_parallel.Sum
   correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
+  routing: Any = None
 
 
 def cross_entropy(
@@ -47,6 +57,7 @@ def cross_entropy(
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+  teacher: distillation_loss.Teacher | None = None,
 ) -> LossSums:
   """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
@@ -68,6 +79,8 @@ def cross_entropy(
     label_smoothing: share of the target distribution that is uniform over the
       real vocabulary.
     chunk: most tokens of one device whose logits exist at a time.
+    teacher: a distribution to learn besides the targets, or None. No gradient
+      reaches it.
 
   Returns:
     The sums; `total` is differentiable in hidden, table and weights.
@@ -76,12 +89,15 @@ def cross_entropy(
     ValueError: an argument out of range, or a partition that does not divide
       the arrays.
   """
-  vocabulary_parallel.check_arguments(
-    hidden, table, vocab_size=vocab_size, softcap=softcap, chunk=chunk
+  check = functools.partial(
+    vocabulary_parallel.check_arguments, vocab_size=vocab_size, chunk=chunk
   )
+  check(hidden, table, softcap=softcap)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f'label_smoothing={label_smoothing} must be in [0, 1)')
-
+  if teacher is not None:
+    check(teacher.hidden, teacher.table, softcap=teacher.softcap)
+    teacher = jax.lax.stop_gradient(teacher)
   run = functools.partial(
     _run,
     vocab_size=vocab_size,
@@ -91,7 +107,7 @@ def cross_entropy(
     label_smoothing=label_smoothing,
   )
   return vocabulary_parallel.stored_gradients(
-    run, hidden, table, weights, targets
+    run, hidden, table, weights, targets, teacher
   )
 
 
@@ -100,26 +116,53 @@ def _run(
   table: jax.Array,
   weights: jax.Array,
   targets: jax.Array,
+  teacher: distillation_loss.Teacher | None,
   *,
   with_gradients: bool,
   vocab_size: int,
   chunk: int,
-  **options: float | None,
+  softcap: float | None,
+  z_loss: float,
+  label_smoothing: float,
 ) -> tuple[LossSums, jax.Array, jax.Array | None, jax.Array | None]:
-  """Returns sums, objective [B, T] and gradients, for `stored_gradients`.
-
-  `options` are those of `terms`.
-  """
+  """Returns sums, objective [B, T] and gradients, for `stored_gradients`."""
+  share = 1.0
+  tokens, tables = [hidden, targets, weights], [table.astype(hidden.dtype)]
+  if teacher is not None:
+    share = 1.0 - teacher.share
+    tokens.append(teacher.hidden)
+    tables.append(teacher.table_with_rows(table.shape[0]))
+  # With no weight on the data its terms are only reported.
+  data_counts = share > 0 or z_loss > 0
 
   def step(columns, tokens, tables):
-    x, y, w = tokens
+    """Computes the terms of one chunk from the logits of both models."""
+    x, y, w, *x_teacher = tokens
+    w = w if with_gradients else None
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
-    return terms(columns, logits, y, w if with_gradients else None, **options)
+    values, dlogits = terms(
+      columns,
+      logits,
+      y,
+      w if data_counts else None,
+      softcap=softcap,
+      share=share,
+      z_loss=z_loss,
+      label_smoothing=label_smoothing,
+    )
+    if teacher is None:
+      return values, dlogits
+    wanted = vocabulary_parallel.product(*x_teacher, tables[1])
+    more, dwanted = distillation_loss.terms(
+      columns, logits, wanted, w, teacher, softcap=softcap
+    )
+    values |= {'kl': more['kl'], 'total': values['total'] + more['total']}
+    return values, dwanted if dlogits is None else dwanted + dlogits
 
   values, dhidden, dtable = vocabulary_parallel.sweep(
     step,
-    (hidden, targets, weights),
-    (table.astype(hidden.dtype),),
+    tokens,
+    tables,
     vocab_size=vocab_size,
     chunk=chunk,
     with_gradients=with_gradients,
@@ -128,6 +171,7 @@ def _run(
     name: vocabulary_parallel.weighted_sum(weights, value)
     for name, value in values.items()
   }
+  sums.setdefault('kl', jnp.zeros((), jnp.float32))
   sums['weight'] = jnp.sum(weights)
   return LossSums(**sums), values['total'], dhidden, dtable
 

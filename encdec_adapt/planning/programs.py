@@ -287,11 +287,10 @@ def _decode(job: Job) -> Program:
       return model.logits(params, hidden), cache
 
   shapes = jax.eval_shape(make_caches, params)
-  cross_axes = caches.cross_axes(job.model.decoder) if is_pair else None
   axes = {
     'parameters': where.axes(params),
     'batch': ('batch', None),
-    'caches': (caches.axes(job.model.decoder), cross_axes),
+    'caches': caches.axes(shapes),
   }
   tokens = jax.ShapeDtypeStruct((job.rows, 1), jnp.int32)
   return Program(

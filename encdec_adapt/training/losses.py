@@ -8,9 +8,7 @@ evaluation uses it too.
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -83,30 +81,6 @@ class TeacherConfig:
     keys.check(self, 'config.teacher.')
 
 
-@flax.struct.dataclass
-class StepSums:
-  """Sums over the weights of a batch, fp32 scalars (or their shapes).
-
-  Attributes:
-    total: objective that is differentiated.
-    cross_entropy: -log p(target).
-    distillation: Kullback-Leibler divergence from the teacher; 0 without one.
-    z_loss: the z-loss part of `total`.
-    correct: targets that are the most likely token.
-    weight: sum of the weights.
-    routing: `ops.experts.RouterLosses` times `weight`; None for a model without
-      experts.
-  """
-
-  total: Any
-  cross_entropy: Any
-  distillation: Any
-  z_loss: Any
-  correct: Any
-  weight: Any
-  routing: Any = None
-
-
 def predict(
   model: build.Model,
   params: decoder_only.Params,
@@ -169,7 +143,7 @@ def loss_sums(
   batch: Batch,
   config: LossConfig,
   teacher: tuple[build.Model, decoder_only.Params] | None = None,
-) -> StepSums:
+) -> vocabulary_loss.LossSums:
   """Computes the loss of a batch as sums over its weights.
 
   Args:
@@ -183,23 +157,28 @@ def loss_sums(
   Returns:
     Sums; `total` carries the gradient.
   """
-  routing = []
-  hidden = predict(model, params, batch, routing=routing)
-  teacher_outputs = None
+  source = None
   if config.distillation:
     other, other_params = teacher
-    teacher_outputs = (
-      other.config.decoder,
+    source = distillation_loss.Teacher(
       predict(other, other_params, batch),
       other.head(other_params),
+      softcap=other.config.decoder.final_softcap,
+      share=config.distillation,
+      temperature=config.temperature,
     )
-  sums = vocabulary_sums(
-    model.config.decoder,
-    hidden,
+  stack, routing = model.config.decoder, []
+  sums = vocabulary_loss.cross_entropy(
+    predict(model, params, batch, routing=routing),
     model.head(params),
-    batch,
-    config,
-    teacher_outputs,
+    batch['targets'],
+    batch['weights'],
+    vocab_size=stack.vocab_size,
+    softcap=stack.final_softcap,
+    z_loss=config.z_loss,
+    label_smoothing=config.label_smoothing,
+    chunk=config.chunk,
+    teacher=source,
   )
   if not routing:
     return sums
@@ -210,58 +189,3 @@ def loss_sums(
   total = sums.total + config.load_balance * routed.balance
   total = total + config.router_z_loss * routed.z
   return sums.replace(total=total, routing=routed)
-
-
-def vocabulary_sums(
-  stack: model_config.StackConfig,
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  batch: Batch,
-  config: LossConfig,
-  teacher: tuple[model_config.StackConfig, Array, Array] | None = None,
-) -> StepSums:
-  """Computes the part of `loss_sums` that needs logits.
-
-  Args:
-    stack: shape of the decoder.
-    hidden: states that predict the targets.
-    table: the output table.
-    batch: `targets` and `weights`.
-    config: weights of the parts.
-    teacher: stack, hidden states and output table of the teacher.
-  """
-  options = dict(
-    vocab_size=stack.vocab_size,
-    softcap=stack.final_softcap,
-    z_loss=config.z_loss,
-    label_smoothing=config.label_smoothing,
-    chunk=config.chunk,
-  )
-  targets, weights = batch['targets'], batch['weights']
-  if config.distillation:
-    shape, *states = teacher
-    sums = distillation_loss.distillation(
-      hidden,
-      table,
-      *states,
-      targets,
-      weights,
-      share=config.distillation,
-      teacher_softcap=shape.final_softcap,
-      temperature=config.temperature,
-      **options,
-    )
-    divergence = sums.kl
-  else:
-    sums = vocabulary_loss.cross_entropy(
-      hidden, table, targets, weights, **options
-    )
-    divergence = jnp.zeros((), jnp.float32)
-  return StepSums(
-    total=sums.total,
-    cross_entropy=sums.cross_entropy,
-    distillation=divergence,
-    z_loss=sums.z_loss,
-    correct=sums.correct,
-    weight=sums.weight,
-  )

@@ -9,7 +9,6 @@ import dataclasses
 import sys
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt.cli import errors
@@ -155,18 +154,7 @@ def place_model(
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  where = state_lib.Placement(
-    build.build(
-      model,
-      dtype=jnp.dtype(compute.dtype),
-      remat=compute.remat,
-      attention_backend=compute.attention,
-      attention_chunk=compute.attention_chunk,
-      scan_unroll=compute.scan_unroll,
-    ),
-    mesh,
-    rules,
-  )
+  where = state_lib.Placement(build.build(model, compute), mesh, rules)
   try:
     where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 import optax
 
 from encdec_adapt.models import build
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses, offload, optimizers
 from encdec_adapt.training import state as state_lib
@@ -59,7 +59,8 @@ def make_train_step(
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
     int32: `loss` (the objective per target token), `cross_entropy`,
-    `distillation`, `z_loss`, `accuracy`, `weight` (target tokens), `tokens`
+    `distillation` (Kullback-Leibler divergence from the teacher, 0 without
+    one), `z_loss`, `accuracy`, `weight` (target tokens), `tokens`
     (of encoder and decoder, without padding), `gradient_norm` (before
     clipping), `learning_rate/<group>`, `skipped` and `skipped_in_row`; for a
     model with experts also `load_balance` (1 if all experts get equally many
@@ -113,7 +114,7 @@ def make_train_step(
   )
 
 
-def _averages(sums: losses.StepSums, divisor: jax.Array) -> Metrics:
+def _averages(sums: vocabulary_loss.LossSums, divisor: jax.Array) -> Metrics:
   """Divides sums over the batch's targets by their weight."""
   routers = {}
   if sums.routing is not None:
@@ -125,7 +126,7 @@ def _averages(sums: losses.StepSums, divisor: jax.Array) -> Metrics:
     **routers,
     'loss': sums.total / divisor,
     'cross_entropy': sums.cross_entropy / divisor,
-    'distillation': sums.distillation / divisor,
+    'distillation': sums.kl / divisor,
     'z_loss': sums.z_loss / divisor,
     'accuracy': sums.correct / divisor,
     'weight': sums.weight,

@@ -1,10 +1,11 @@
-"""Toy models that tests adapt."""
+"""Toy models that tests adapt, and their adaptation."""
 
 from flax import traverse_util
 import jax
 from jax import numpy as jnp
 import numpy as np
 
+from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
 STACK = model_config.StackConfig(
@@ -30,6 +31,29 @@ def make(stack, seed=0):
     for path, info in parameters.parameter_table(config).items()
   }
   return config, traverse_util.unflatten_dict(flat, sep='/')
+
+
+def adapt(target, *given, **options):
+  """Parameters of the target, and a report that covers each leaf once."""
+  configs = [config for config, _ in given]
+  coverage = weight_plan.make_plan(target, *configs, **options)
+  assert coverage.filled.keys() == coverage.target.keys()
+  for source, shapes in coverage.sources.items():
+    named = [*coverage.used(source), *coverage.unused[source]]
+    assert sorted(named) == sorted(shapes)
+
+  @jax.jit  # Many small programs are slow to compile.
+  def fill(trees, rng):
+    pairs = zip(configs, trees, strict=True)
+    return recipes.fill(target, coverage, *pairs, rng=rng)
+
+  made = fill([params for _, params in given], RNG)
+  flat = traverse_util.flatten_dict(made, sep='/')
+  table = parameters.parameter_table(target)
+  assert {path: (x.shape, x.dtype) for path, x in flat.items()} == {
+    path: (info.shape, info.dtype) for path, info in table.items()
+  }
+  return made, coverage
 
 
 def by_name(config, params):

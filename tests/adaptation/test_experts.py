@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import initialise
 from encdec_adapt.models import build, model_config
 from encdec_adapt.training import losses, optimizers, schedules
 from encdec_adapt.training import state as state_lib
@@ -30,9 +29,7 @@ TARGET = model_config.encoder_decoder(STACK, STACK)
 def adapted():
   """The source's parameters, the target's, and the coverage report."""
   params = jax.jit(build.build(SOURCE).init)(jax.random.key(0))
-  made, coverage = initialise.initialise(
-    TARGET, (SOURCE, params), rng=jax.random.key(1)
-  )
+  made, coverage = sources.adapt(TARGET, (SOURCE, params))
   return params, made, coverage
 
 

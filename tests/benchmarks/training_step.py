@@ -143,7 +143,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   """
   import jax
 
-  from encdec_adapt.models import build
+  from encdec_adapt.models import build, execution
   from encdec_adapt.ops import partition
   from encdec_adapt.sharding import mesh, placement, rules
   from encdec_adapt.training import (
@@ -157,11 +157,13 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
 
   model = build.build(
     make_pair(arguments),
-    dtype=arguments.dtypes[0],
-    remat=arguments.remat,
-    attention_backend=arguments.attention,
-    attention_chunk=arguments.attention_chunk,
-    scan_unroll=arguments.scan_unroll,
+    execution.ComputeConfig(
+      dtype=arguments.dtypes[0],
+      remat=arguments.remat,
+      attention=arguments.attention,
+      attention_chunk=arguments.attention_chunk,
+      scan_unroll=arguments.scan_unroll,
+    ),
   )
   where = state.Placement(
     model, mesh.make_mesh(mesh.MeshConfig()), rules.named('fsdp')

@@ -13,7 +13,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from encdec_adapt import train
-from encdec_adapt.adaptation import initialise
+from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.tokenizers import vocabulary_training
@@ -46,13 +46,13 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
     nested = traverse_util.unflatten_dict(_arrays(path), sep='/')
     sources.append((model, nested))
   target = stored_model.open_model(output).model
-  found = {}
+  models = [model for model, _ in sources]
+  coverage = weight_plan.make_plan(target, *models)
 
   @jax.jit
   def adapt(params, rng):
-    pairs = zip((model for model, _ in sources), params, strict=True)
-    made, found['coverage'] = initialise.initialise(target, *pairs, rng=rng)
-    return made
+    pairs = zip(models, params, strict=True)
+    return recipes.fill(target, coverage, *pairs, rng=rng)
 
   want = adapt([params for _, params in sources], jax.random.key(3))
   got = _arrays(output)
@@ -61,7 +61,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
   for path, array in got.items():
     np.testing.assert_array_equal(array, want[path], path)
   saved = json.loads((output / 'coverage.json').read_text())
-  assert saved == json.loads(json.dumps(found['coverage'].to_json()))
+  assert saved == json.loads(json.dumps(coverage.to_json()))
 
 
 def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.models import cache as caches
 
 
@@ -117,7 +117,8 @@ def test_rows_of_unequal_length_continue_at_their_own_positions(
 
 def test_the_cache_mirrors_the_parameters(small_stack):
   model = build.build(
-    model_config.DecoderOnlyConfig(small_stack(layers=5)), dtype=jnp.bfloat16
+    model_config.DecoderOnlyConfig(small_stack(layers=5)),
+    execution.ComputeConfig('bfloat16'),
   )
   layers = model.init_cache(2, 7).layers
   assert sorted(layers) == ['blocks', 'tail']
@@ -147,7 +148,7 @@ def test_every_leaf_of_a_cache_has_its_axes(small_stack):
   shapes = jax.eval_shape(make, params)
   sizes = dict(batch=(2,), kv_length=(5, 7), kv_heads=(2,), head_dim=(8,))
   sizes['layers'] = (2,)
-  axes = (caches.axes(pair.decoder), caches.cross_axes(pair.decoder))
+  axes = caches.axes(shapes)
 
   def check(leaf, names):
     assert len(names) == leaf.ndim

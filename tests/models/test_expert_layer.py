@@ -11,6 +11,7 @@ import pytest
 
 from encdec_adapt.models import (
   build,
+  execution,
   expert_layer,
   layer_leaves,
   model_config,
@@ -117,7 +118,10 @@ def test_remat_changes_nothing(remat, small_stack, redraw, pack):
   rows = pack([[9, 3], [7]], 12)
   results = []
   for policy in ('none', remat):
-    model = build.build(model_config.DecoderOnlyConfig(stack), remat=policy)
+    model = build.build(
+      model_config.DecoderOnlyConfig(stack),
+      execution.ComputeConfig(remat=policy),
+    )
 
     def loss(params, model=model):
       routing = []
@@ -158,7 +162,9 @@ def test_active_parameters(small_stack):
 @pytest.fixture(scope='module')
 def meshed(pair, redraw, pack):
   """A pair, its arguments, a loss, and what one device makes of them."""
-  model = build.build(pair, remat='dots', attention_chunk=4)
+  model = build.build(
+    pair, execution.ComputeConfig(remat='dots', attention_chunk=4)
+  )
   encoder = pack([[5, 7], [16], [3, 3, 9], [1]], 16)
   decoder = pack([[4, 4], [8], [2, 2, 3], [1]], 8, seed=1)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import build, execution, model_config
 
 
 def change(triple, where):
@@ -17,7 +17,8 @@ def change(triple, where):
 def pair(request, small_pair, redraw, run):
   """A function (encoder rows, decoder rows) -> logits."""
   model = build.build(
-    small_pair, attention_backend=request.param, attention_chunk=4
+    small_pair,
+    execution.ComputeConfig(attention=request.param, attention_chunk=4),
   )
   logits, params = run(model), redraw(model)
   return lambda *rows: np.asarray(logits(params, *rows))

@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules
 
@@ -25,7 +25,9 @@ def case(small_stack, redraw, pack):
     small_stack(layers=1, width=24, pattern=('local', 'global'), **table),
     small_stack(layers=2, pattern=('global',), **table),
   )
-  model = build.build(pair, remat='full', attention_chunk=4)
+  model = build.build(
+    pair, execution.ComputeConfig(remat='full', attention_chunk=4)
+  )
   encoder = pack([[5, 7], [16], [3, 3, 9], [1]], 16)
   decoder = pack([[4, 4], [8], [2, 2, 3], [1]], 8, seed=1)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.models import build
+from encdec_adapt.models import build, execution
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -53,7 +53,7 @@ def test_gradients_of_all_parameters(name, tmp_path):
     )
   )
   # Several chunks of attention, which is what training uses.
-  chunked = build.build(ours.config, attention_chunk=5)
+  chunked = build.build(ours.config, execution.ComputeConfig(attention_chunk=5))
 
   @jax.jit
   @jax.grad

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
@@ -97,7 +97,8 @@ def _run(model, params, batch):
 def case():
   """A model, its parameters, a batch, and what one device makes of them."""
   model = build.build(
-    model_config.encoder_decoder(STACK, STACK), attention_chunk=4
+    model_config.encoder_decoder(STACK, STACK),
+    execution.ComputeConfig(attention_chunk=4),
   )
   rng = np.random.default_rng(1)
   params = state_lib.unflatten(

@@ -301,7 +301,7 @@ def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
     losses_lib.loss_sums(model, params, batch, config, (teacher, source))
     for source in (held, rounded)
   ]
-  assert float(sums[0].distillation) > 0 and float(sums[0].cross_entropy) > 0
+  assert float(sums[0].kl) > 0 and float(sums[0].cross_entropy) > 0
   assert float(sums[0].total) == pytest.approx(float(sums[1].total), rel=1e-5)
 
 

@@ -1,0 +1,417 @@
+"""Copy maps between toy models: the weights, and the function they compute."""
+
+import dataclasses
+
+from flax import traverse_util
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.adaptation import recipes, weight_plan
+from encdec_adapt.cli import errors
+from encdec_adapt.models import build, model_config, parameters
+from tests.adaptation import sources
+
+STACK = sources.STACK
+WIDE = dataclasses.replace(STACK, width=12, layers=2, heads=2)
+PAIR = model_config.encoder_decoder(STACK, STACK)
+LLAMA = model_config.StackConfig(
+  layers=2,
+  width=8,
+  mlp_width=12,
+  heads=2,
+  kv_heads=2,
+  head_dim=4,
+  vocab_size=9,
+  pattern=('global',),
+  query_scale=4.0,
+  norm_gain='direct',
+  post_norms=False,
+  scale_embeddings=False,
+  attention_softcap=None,
+  final_softcap=None,
+  activation='silu',
+  tied_head=False,
+)
+QWEN = dataclasses.replace(
+  LLAMA,
+  layers=3,
+  width=12,
+  heads=4,
+  vocab_size=13,
+  attention_bias='qkv',
+  tied_head=True,
+  qk_norm=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick_init(monkeypatch):
+  monkeypatch.setattr(parameters, 'init', sources.quick_init)
+
+
+def _tokens(length=7, vocabulary=9, seed=3):
+  tokens = jax.random.randint(jax.random.key(seed), (2, length), 0, vocabulary)
+  positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+  return tokens, jnp.ones_like(tokens), positions
+
+
+TOKENS, TARGETS = _tokens(), _tokens(5, seed=4)
+
+
+@jax.jit(static_argnames='config')
+def _logits(config, params, encoder=TOKENS, decoder=TARGETS):
+  model = build.build(config)
+  encoded = ()
+  if isinstance(config, model_config.EncoderDecoderConfig):
+    encoded = model.encode(params, *encoder), encoder[1]
+  return model.logits(params, model.decode(params, *decoder, *encoded))
+
+
+def _assert_equal(filled, expected, prefix='decoder'):
+  """The leaves of a source are those of a stack of the target."""
+  for name, array in expected.items():
+    name = prefix + name.removeprefix('decoder')
+    np.testing.assert_array_equal(filled[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize('pattern', [('local', 'global'), ('local',) * 4])
+def test_balanced_copies_everything(pattern):
+  config, params = sources.make(STACK)
+  stack = dataclasses.replace(STACK, pattern=pattern)
+  target = model_config.encoder_decoder(stack, stack)
+  got, coverage = sources.adapt(target, (config, params))
+  # Each norm and kernel of self-attention serves the decoder twice.
+  cross = {
+    'pre_attention_norm': 'pre_cross_norm',
+    'attention': 'cross_attention',
+    'post_attention_norm': 'post_cross_norm',
+  }
+  filled, own = sources.by_name(target, got), sources.by_name(config, params)
+  _assert_equal(filled, own, 'encoder')
+  _assert_equal(filled, own)
+  twice = {
+    '/'.join(cross.get(part, part) for part in name.split('/')): array
+    for name, array in own.items()
+  }
+  _assert_equal(filled, twice)
+  assert len(filled) == len(own) + len(own | twice)
+  assert coverage.parameters()['fresh'] == 0
+  assert not any(coverage.unused.values())
+  role = "encoder.role is 'bidirectional', in encoder_source 'causal'"
+  assert role in coverage.changes
+
+
+@pytest.mark.parametrize(
+  'encoder, decoder', [(WIDE, STACK), (LLAMA, QWEN)], ids=['gemma', 'families']
+)
+def test_two_sources_with_fresh_cross_attention(encoder, decoder):
+  given = sources.make(encoder, 1), sources.make(decoder, 2)
+  target = model_config.encoder_decoder(encoder, decoder)
+  got, coverage = sources.adapt(target, *given)
+  filled, own = sources.by_name(target, got), sources.by_name(*given[1])
+  fresh = sources.by_name(target, parameters.init(target, sources.RNG))
+  _assert_equal(filled, own)
+  theirs = sources.by_name(*given[0])
+  head = {'decoder/head/table'} & set(theirs)
+  assert coverage.unused == {
+    'encoder_source': dict.fromkeys(head, 'an encoder has no head'),
+    'decoder_source': {},
+  }
+  kept = {name: array for name, array in theirs.items() if name not in head}
+  _assert_equal(filled, kept, 'encoder')
+  for name, array in filled.items():
+    if '/cross_attention/' in name:
+      np.testing.assert_allclose(array, fresh[name], rtol=1e-6)
+    elif '/pre_cross_norm/' in name:
+      same = own[name.replace('cross', 'attention')]
+      np.testing.assert_array_equal(array, same)
+    elif '/post_cross_norm/' in name:  # Gemma's, which store gain - 1.
+      assert not array.any()
+  counts = coverage.parameters()
+  if encoder is WIDE:
+    # 3 layers of query, output (8 x 4 x 4) and key, value (12 x 2 x 4).
+    assert counts['fresh'] == 3 * 2 * (128 + 96)
+  assert counts['constant'] == 3 * 8 * decoder.post_norms
+
+
+def test_zero_gain_leaves_the_decoders_function_unchanged():
+  given = sources.make(WIDE, 1), sources.make(STACK, 2)
+  target = model_config.encoder_decoder(WIDE, STACK)
+
+  def logits(gain):
+    return _logits(
+      target, sources.adapt(target, *given, post_norm_gain=gain)[0]
+    )
+
+  want = _logits(*given[1])
+  np.testing.assert_allclose(logits('zero'), want, rtol=1e-6, atol=1e-6)
+  assert np.abs(logits('one') - want).max() > 1e-2
+
+
+def test_a_gain_is_stored_as_the_norm_reads_it():
+  stack = dataclasses.replace(STACK, norm_gain='direct')
+  for gain, scale in (('one', 1.0), ('zero', 0.0)):
+    coverage = weight_plan.make_plan(
+      model_config.encoder_decoder(stack, stack),
+      model_config.DecoderOnlyConfig(stack),
+      cross_attention='fresh',
+      post_norm_gain=gain,
+    )
+    fill = coverage.filled['decoder/layers/0/post_cross_norm/scale']
+    assert fill.value == scale
+
+
+def test_cross_attention_of_global_layers_only():
+  stack = dataclasses.replace(STACK, pattern=('local', 'global'))
+  coverage = weight_plan.make_plan(
+    model_config.encoder_decoder(stack, stack, cross_layers='global'),
+    model_config.DecoderOnlyConfig(stack),
+  )
+  cross = {leaf.split('/')[2] for leaf in coverage.filled if 'cross' in leaf}
+  assert cross == {'1'}
+
+
+def test_controls():
+  """Fresh weights throughout, and all but the embedding tables."""
+  coverage = weight_plan.plan_from_scratch(PAIR)
+  assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
+  source, leaves = sources.make(STACK), weight_plan.all_but_embeddings(PAIR)
+  got, coverage = sources.adapt(PAIR, source, fresh=leaves)
+  fresh = parameters.init(PAIR, sources.RNG)
+  for side in ('encoder', 'decoder'):
+    fresh[side]['embedder'] = source[1]['decoder']['embedder']
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, fresh
+  )
+  copied = [n for n, f in coverage.filled.items() if f.how == 'copied']
+  assert copied == ['encoder/embedder/table', 'decoder/embedder/table']
+  reasons = set(coverage.unused['decoder_source'].values())
+  assert 'decoder/layers/1/mlp/up is drawn fresh' in reasons
+
+
+def test_padding_rows_are_added_and_dropped():
+  padded = dataclasses.replace(STACK, vocab_multiple=8)  # 16 rows
+  for stack, pair in ((padded, (STACK, padded)), (STACK, (padded, padded))):
+    given = sources.make(stack)
+    got, coverage = sources.adapt(model_config.encoder_decoder(*pair), given)
+    table = given[1]['decoder']['embedder']['table']
+    for side in ('encoder', 'decoder'):
+      found = got[side]['embedder']['table']
+      np.testing.assert_array_equal(found[:11], table[:11])
+    fill = coverage.filled['encoder/embedder/table'].describe()
+    assert '5 padding rows ' in fill
+
+
+def test_an_untied_head_is_the_sources_or_its_extended_table():
+  untied = dataclasses.replace(STACK, tied_head=False)
+  given, target = sources.make(untied), model_config.encoder_decoder
+  got, _ = sources.adapt(target(untied, untied), given)
+  np.testing.assert_array_equal(
+    got['decoder']['head']['table'], given[1]['decoder']['head']['table']
+  )
+  more = dataclasses.replace(untied, vocab_size=13)
+  got, _ = sources.adapt(target(STACK, more), sources.make(STACK))
+  tables = [got['decoder'][part]['table'] for part in ('head', 'embedder')]
+  assert tables[0].shape == (13, 8)
+  np.testing.assert_array_equal(*tables)
+
+
+def test_new_tokens_are_the_mean():
+  stack = dataclasses.replace(STACK, tied_head=False, vocab_multiple=8)
+  given = sources.make(stack)  # 16 rows, 5 of them padding.
+  more = dataclasses.replace(stack, vocab_size=18)
+  target = model_config.encoder_decoder(more, more)
+  params, coverage = sources.adapt(
+    target, given, cross_attention='fresh', post_norm_gain='zero'
+  )
+  theirs = np.asarray(given[1]['decoder']['embedder']['table'])
+  for side in ('encoder', 'decoder'):
+    table = params[side]['embedder']['table']
+    assert table.shape == (24, 8)
+    np.testing.assert_array_equal(table[:11], theirs[:11])
+    np.testing.assert_allclose(
+      table[11:18], np.tile(theirs[:11].mean(0), (7, 1)), atol=1e-6
+    )
+    assert not np.any(table[18:])
+  fill = coverage.filled['decoder/head/table'].describe()
+  assert fill.endswith('(7 new tokens, the mean of the 11)')
+  # The tokens that were there are predicted as before, the new ones with the
+  # mean of their logits (before the soft-cap, which is far away here).
+  got, want = _logits(target, params), np.asarray(_logits(*given))
+  np.testing.assert_allclose(got[..., :11], want, atol=1e-5)
+  uncapped = 30 * np.arctanh(want / 30)
+  mean = 30 * np.tanh(uncapped.mean(-1) / 30)
+  np.testing.assert_allclose(got[..., 12], mean, atol=1e-4)
+
+
+def test_repeated_key_value_heads_compute_the_same():
+  stack = dataclasses.replace(STACK, attention_bias='qkv')
+  given = sources.make(stack)
+  more = dataclasses.replace(stack, kv_heads=4)
+  target = model_config.encoder_decoder(more, more)
+  params, coverage = sources.adapt(target, given)
+  fill = coverage.filled['encoder/layers/2/attention/value']
+  assert fill.describe().endswith('(each key/value head 2 times)')
+  assert 'encoder.kv_heads is 4, in encoder_source 2' in coverage.changes
+  plain = model_config.encoder_decoder(stack, stack)
+  want, _ = sources.adapt(plain, given)
+  np.testing.assert_allclose(
+    _logits(target, params), _logits(plain, want), atol=1e-5
+  )
+
+
+def test_a_shared_table_is_taken_once():
+  given = sources.make(STACK)
+  target = model_config.encoder_decoder(STACK, STACK, shared_table=True)
+  params, coverage = sources.adapt(target, given)
+  assert 'embedder' not in params['encoder']
+  assert coverage.unused['encoder_source'] == {
+    'decoder/embedder/table': "the encoder reads the decoder's table"
+  }
+  assert "the encoder reads the decoder's embedding table" in coverage.changes
+  # Equal tables, shared or not, are the same function.
+  want, _ = sources.adapt(PAIR, given)
+  np.testing.assert_allclose(
+    _logits(target, params), _logits(PAIR, want), atol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  'stack, shared', [(STACK, True), (LLAMA, False)], ids=['gemma', 'llama']
+)
+def test_merged_attention_is_the_decoders_own(stack, shared):
+  given = sources.make(stack)
+  target = model_config.encoder_decoder(
+    stack, stack, cross_merged=True, shared_table=shared
+  )
+  params, coverage = sources.adapt(target, given)
+  assert {fill.how for fill in coverage.filled.values()} == {'copied'}
+  assert not any('cross' in leaf for leaf in coverage.filled)
+  _assert_equal(sources.by_name(target, params), sources.by_name(*given))
+  # Where there is nothing to read, it computes what its source did.
+  nothing = (TOKENS[0], jnp.zeros_like(TOKENS[1]), TOKENS[2])
+  want = _logits(*given)
+  np.testing.assert_allclose(_logits(target, params, nothing), want, atol=1e-5)
+  assert np.abs(_logits(target, params) - want).max() > 1e-2
+
+
+def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
+  stack = dataclasses.replace(STACK, qk_norm=True)
+  given = sources.make(stack)
+  target = model_config.t5gemma2(stack, stack, eoi_token=7)
+  params, coverage = sources.adapt(target, given)
+  table = given[1]['decoder']['embedder']['table']
+  np.testing.assert_allclose(
+    params['decoder']['embedder']['eoi'], table[7] * np.sqrt(8), rtol=1e-6
+  )
+  assert coverage.filled['decoder/embedder/eoi'].describe() == (
+    'copied from decoder_source decoder/embedder/table (the embedding of the'
+    ' token; row 7 times 2.82843)'
+  )
+  changed = "encoder.window_rule is 'centered', in encoder_source 'exclusive'"
+  assert changed in coverage.changes
+  without = dataclasses.replace(
+    target,
+    encoder=dataclasses.replace(target.encoder, eoi_token=None),
+    decoder=dataclasses.replace(target.decoder, eoi_token=None),
+  )
+  want, _ = sources.adapt(without, given)
+  tokens = (TOKENS[0].at[:, 2].set(7), *TOKENS[1:])
+  np.testing.assert_allclose(
+    _logits(target, params, tokens, tokens),
+    _logits(without, want, tokens, tokens),
+    atol=1e-4,  # A vector that is not scaled differs by far more.
+  )
+
+
+def test_a_causal_encoder_computes_what_its_source_did():
+  given = sources.make(STACK)
+  target = model_config.encoder_decoder(STACK, STACK, causal_encoder=True)
+  params, coverage = sources.adapt(target, given)
+  assert not any('role' in change for change in coverage.changes)
+  want = build.build(given[0]).decode(given[1], *TOKENS)
+  found, both = (
+    build.build(config).encode(params, *TOKENS) for config in (target, PAIR)
+  )
+  np.testing.assert_allclose(found, want, atol=1e-5)
+  assert np.abs(both - want).max() > 1e-2
+
+
+def test_recipes_are_the_same_in_numpy():
+  """As `conversion` carries them out, array by array."""
+  given = sources.make(LLAMA)
+  target = model_config.encoder_decoder(
+    dataclasses.replace(LLAMA, vocab_size=12),
+    dataclasses.replace(LLAMA, vocab_size=10, vocab_multiple=4),
+    cross_layers='global',
+  )
+  want, coverage = sources.adapt(target, given)
+  configs = dict.fromkeys(('encoder_source', 'decoder_source'), given[0])
+  arrays = jax.tree.map(np.asarray, given[1])
+  flat = traverse_util.flatten_dict(arrays, sep='/')
+  want = traverse_util.flatten_dict(want, sep='/')
+  made = recipes.make_recipes(target, coverage, configs)
+  for path, recipe in made.items():
+    array = recipe.make(dict.fromkeys(configs, flat), np)
+    assert isinstance(array, np.ndarray)
+    np.testing.assert_allclose(array, want[path], atol=1e-6, err_msg=path)
+
+
+# Changes of source, encoder and decoder; options of the pair and the plan.
+MISFITS = [
+  ({}, {'kv_heads': 1}, {}, {}, {}, 'kv_heads is 1, no multiple of the 2'),
+  ({}, {'vocab_size': 10}, {}, {}, {}, 'vocab_size is 10, .* not cut'),
+  ({}, {'qk_norm': True}, {}, {}, {}, 'no .*encoder.qk_norm is True'),
+  ({}, {'post_norms': False}, {}, {}, {}, 'encoder_source has no .*post_norms'),
+  ({}, {'layers': 4}, {}, {}, {}, 'has 4 layers and encoder_source'),
+  ({}, {}, {'mlp_width': 16}, {}, {}, r'layers/0/mlp/\w+ has shape \['),
+  ({}, {'width': 12}, {}, {}, {'cross_attention': 'copy'}, 'are 12 and 8'),
+  ({}, {}, {}, {}, {'post_norm_gain': 'zero'}, "cross_attention='fresh'"),
+  (
+    {},
+    {},
+    {'post_norms': False},
+    {},
+    {'cross_attention': 'fresh', 'post_norm_gain': 'zero'},
+    'needs a decoder with norms',
+  ),
+  *(
+    ({}, {}, {}, {'cross_merged': True}, option, 'weights of its own')
+    for option in ({'cross_attention': 'fresh'}, {'post_norm_gain': 'zero'})
+  ),
+  ({'tied_head': False}, {}, {}, {}, {}, 'tied_head to False'),
+  # Both tables have 16 rows: padding cannot hide another vocabulary.
+  (
+    {'vocab_multiple': 8, 'vocab_size': 13},
+    *[{'vocab_multiple': 8}] * 2,
+    {},
+    {},
+    'not cut',
+  ),
+  (
+    {'eoi_token': 3},
+    *[{'eoi_token': 4}] * 2,
+    {'cross_merged': True, 'shared_table': True},
+    {},
+    'to another token',
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  'source, encoder, decoder, pair, options, message', MISFITS
+)
+def test_targets_that_the_sources_cannot_fill(
+  source, encoder, decoder, pair, options, message
+):
+  source, *stacks = (
+    dataclasses.replace(STACK, **changes)
+    for changes in (source, encoder, decoder)
+  )
+  target = model_config.encoder_decoder(*stacks, **pair)
+  with pytest.raises(errors.UserError, match=message):
+    weight_plan.make_plan(
+      target, model_config.DecoderOnlyConfig(source), **options
+    )
