@@ -32,6 +32,7 @@ from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
 from encdec_adapt.telemetry import accounting, environment, profiling
 from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
 
 
@@ -128,7 +129,7 @@ def train(
   teacher = initial_state.open_teacher(
     settings.teacher, where, settings.compute, settings.data.vocabularies
   )
-  phases = setup.make_phases(
+  phases = phases_lib.Phases(
     where,
     settings.loss,
     settings.optimizer,

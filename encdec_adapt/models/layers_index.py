@@ -11,7 +11,6 @@ their own too, under 'lead'.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
 
 Tree = Mapping[str, Any]
@@ -32,14 +31,7 @@ def layer_location(
     The prefix of its leaves' paths ('lead/layer_j', 'blocks/layer_j' or
     'tail/layer_j'), and the index along their leading axis, None where they
     have none.
-
-  Raises:
-    UserError: the stack has no such layer.
   """
-  if not 0 <= i < stack.layers:
-    raise errors.UserError(
-      f'layer {i} does not exist; the stack has layers 0 to {stack.layers - 1}.'
-    )
   if i < len(stack.lead):
     return f'{_LEAD}/layer_{i}', None
   repeat, j = divmod(i - len(stack.lead), len(stack.pattern))

@@ -10,8 +10,8 @@ Pallas's Triton lowering, which the backend 'triton' uses, is deprecated since
 jax 0.11 and warns in 0.12; its announced successor is tokamax. A tokamax
 backend would declare `platforms={'gpu'}`, `unaligned=False` (it masks by index,
 which equals masking by position only where `MaskSpec.aligned` holds),
-`memory=False`, and its limits on dtypes and head dimension. It can keep
-`segments`: its per-query ranges of keys ([first, last) of each query) express
+`memory=False`, and its limits on dtypes and head dimension. It supports
+segments: its per-query ranges of keys ([first, last) of each query) express
 packed rows, causal masks and windows at once, because the segments of an
 aligned row are contiguous. It sets `kernels=True` and runs its kernels under
 `attention_shards.run`, with ranges computed from the shard's own `MaskSpec`.
@@ -42,27 +42,14 @@ DEFAULT_CHUNK = 256
 SAVED = attention_shards.SAVED
 
 
-ALL_MASKS = frozenset(
-  {
-    'causal',
-    'causal window',
-    'full',
-    'full exclusive window',
-    'full inclusive window',
-    'full centered window',
-  }
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
   """What a backend supports; by default everything.
 
+  Every backend supports segments, every kind of mask and window, and
+  soft-capped scores; one that did not would declare it here.
+
   Attributes:
-    masks: supported masks, by the names of `mask_name`.
-    segments: segment ids, so packed rows and padding; a backend without them
-      receives masks that have none.
-    softcap: soft-capped scores.
     memory: keys that have no position (`MaskSpec.memory`).
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
     dtypes: supported dtypes of q, k and v, by name.
@@ -70,9 +57,6 @@ class Capabilities:
     platforms: platforms that it runs on.
   """
 
-  masks: frozenset[str] = ALL_MASKS
-  segments: bool = True
-  softcap: bool = True
   memory: bool = True
   unaligned: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
@@ -132,24 +116,13 @@ def on_platform(platform: str) -> list[str]:
   )
 
 
-def mask_name(spec: masks.MaskSpec) -> str:
-  """Returns the mask's name in `Capabilities.masks`."""
-  if spec.window is None:
-    return spec.kind
-  if spec.kind == 'causal':
-    return 'causal window'
-  return f'full {spec.window_rule} window'
-
-
 def unsupported(
   capabilities: Capabilities,
   q: Float[Array, 'B T N H'],
-  k: Float[Array, 'B S K H'],
   spec: masks.MaskSpec,
-  softcap: float | None,
 ) -> list[str]:
   """Returns what a call needs that these capabilities do not include."""
-  name, dtype, head_dim = mask_name(spec), q.dtype.name, q.shape[3]
+  dtype, head_dim = q.dtype.name, q.shape[3]
   # Shapes are inferred before the distributed runtime starts, and asking for
   # the platform initialises the devices: ask only where it matters.
   anywhere = capabilities.platforms == PLATFORMS
@@ -157,11 +130,6 @@ def unsupported(
   if not anywhere and platform is None:
     platform = jax.default_backend()
   checks = {
-    f'a {name!r} mask': name in capabilities.masks,
-    'segment ids (packed rows, padding)': (
-      not spec.has_segments or capabilities.segments
-    ),
-    f'a soft-cap ({softcap})': softcap is None or capabilities.softcap,
     f'{spec.memory} keys without a position': (
       not spec.memory or capabilities.memory
     ),
@@ -217,19 +185,17 @@ def attention(
     )
   _check(q, k, v, spec, softcap, chunk)
   chosen = BACKENDS[backend]
-  refused = unsupported(chosen.capabilities, q, k, spec, softcap)
+  refused = unsupported(chosen.capabilities, q, spec)
   if refused:
     able = sorted(
       name
       for name, other in BACKENDS.items()
-      if not unsupported(other.capabilities, q, k, spec, softcap)
+      if not unsupported(other.capabilities, q, spec)
     )
     raise ValueError(
       f'attention backend {backend!r} cannot honour {"; ".join(refused)}.'
       f' Backends that can: {", ".join(able) or "none"}'
     )
-  if chosen.capabilities.segments:
-    spec = masks.with_segments(spec, q.shape[0], q.shape[1], k.shape[1])
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   attend = functools.partial(
     chosen.attend, scale=scale, softcap=softcap, **options

@@ -44,9 +44,8 @@ class MaskSpec:
       positions rise by one from token to token, so that indices may be
       compared instead of positions. The creator of the mask guarantees this;
       some kernels need it.
-    q_segments: [B, T] int32, 0 for padding; None, as `kv_segments`, where
-      nothing is padding and a row is one segment.
-    kv_segments: [B, S] int32, 0 for padding; None as `q_segments`.
+    q_segments: [B, T] int32, 0 for padding.
+    kv_segments: [B, S] int32, 0 for padding.
     q_positions: [B, T] int32; may be None where positions do not matter
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
@@ -61,8 +60,8 @@ class MaskSpec:
   memory: int = flax.struct.field(pytree_node=False, default=0)
   aligned: bool = flax.struct.field(pytree_node=False, default=False)
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
-  q_segments: Any = None
-  kv_segments: Any = None
+  q_segments: Any
+  kv_segments: Any
   q_positions: Any = None
   kv_positions: Any = None
 
@@ -77,11 +76,6 @@ class MaskSpec:
       raise ValueError(
         f'window is {self.window}; it is at least 1, or None for no window'
       )
-
-  @property
-  def has_segments(self) -> bool:
-    """Whether visibility depends on segments."""
-    return self.q_segments is not None or self.kv_segments is not None
 
   @property
   def needs_positions(self) -> bool:
@@ -163,17 +157,11 @@ def cross(
 
 
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
-  """Extends a mask by M keys that have no position.
-
-  Raises:
-    ValueError: the spec has no segments; they alone decide on memory keys.
-  """
-  if not spec.has_segments:
-    raise ValueError('a memory has segments; so must the mask of the own keys')
+  """Extends a mask by M keys that have no position."""
   fill = jnp.zeros_like(memory_segments)
 
   def extend(keys, memory):
-    return None if keys is None else jnp.concatenate([keys, memory], axis=1)
+    return jnp.concatenate([keys, memory], axis=1)
 
   return spec.replace(
     kv_segments=extend(spec.kv_segments, memory_segments),
@@ -183,40 +171,20 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   )
 
 
-def with_segments(
-  spec: MaskSpec, batch: int, queries: int, keys: int
-) -> MaskSpec:
-  """Returns the mask with segments: one per row if it had none."""
-  if spec.has_segments:
-    return spec
-  return spec.replace(
-    q_segments=jnp.ones((batch, queries), jnp.int32),
-    kv_segments=jnp.ones((batch, keys), jnp.int32),
-  )
-
-
 def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
   """Checks the arrays of a spec against the shapes of an attention.
 
   Raises:
     ValueError: an array is missing or has another shape.
   """
-  expected = {}
-  if spec.has_segments:
-    expected |= {'q_segments': (batch, queries), 'kv_segments': (batch, keys)}
+  expected = {'q_segments': (batch, queries), 'kv_segments': (batch, keys)}
   if spec.needs_positions:
     expected |= {'q_positions': (batch, queries), 'kv_positions': (batch, keys)}
   for name, shape in expected.items():
-    array = getattr(spec, name)
-    if array is None:
+    found = getattr(getattr(spec, name), 'shape', None)
+    if found != shape:
       raise ValueError(
-        f'a {spec.kind!r} mask with window {spec.window} needs {name}; it is'
-        ' None'
-      )
-    if tuple(array.shape) != shape:
-      raise ValueError(
-        f'{name} of the mask has shape {tuple(array.shape)}; the attention'
-        f' needs {shape}'
+        f'{name} of the mask has shape {found}; the attention needs {shape}'
       )
 
 
@@ -224,16 +192,11 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
   """Returns a spec as a dense array; defines its meaning.
 
   Args:
-    spec: a mask with segments, whose arrays are [B, T] and [B, S].
+    spec: a mask whose arrays are [B, T] and [B, S].
 
   Returns:
     [B, T, S] bool, True where the key is visible to the query.
-
-  Raises:
-    ValueError: positions are needed and missing, or shapes do not agree.
   """
-  batch, queries = spec.q_segments.shape
-  check(spec, batch, queries, spec.kv_segments.shape[1])
   q_segments = spec.q_segments[:, :, None]  # [B, T, 1]
   kv_segments = spec.kv_segments[:, None, :]  # [B, 1, S]
   visible = (q_segments == kv_segments) & (q_segments != 0)  # [B, T, S]

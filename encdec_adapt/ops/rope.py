@@ -74,12 +74,7 @@ def angles(
 
   Returns:
     (cos, sin), each [B, L, 1, H/2], to broadcast over heads.
-
-  Raises:
-    ValueError: `head_dim` is odd.
   """
-  if head_dim % 2:
-    raise ValueError(f'head_dim is {head_dim}; rotary embedding needs it even')
   frequency = frequencies(head_dim, theta, scaling)  # [J]
   angle = positions[..., None].astype(jnp.float32) * frequency  # [B, L, J]
   angle = angle[:, :, None, :]  # [B, L, 1, J]

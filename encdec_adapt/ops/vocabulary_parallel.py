@@ -185,7 +185,7 @@ def stored_gradients(
   hidden: Float[Array, 'B T D'],
   table: Float[Array, 'V D'],
   weights: Float[Array, 'B T'],
-  *others: jax.Array,
+  *others: Any,
 ) -> Any:
   """Sums whose gradients are computed in the forward pass.
 
@@ -196,7 +196,7 @@ def stored_gradients(
     hidden: [B, T, D], differentiable.
     table: [V, D], differentiable.
     weights: [B, T], differentiable: `sums.total` is linear in them.
-    *others: arrays without a gradient.
+    *others: trees of arrays without a gradient.
 
   Returns:
     `sums`, of which only `total` carries a gradient.

@@ -25,6 +25,7 @@ from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses, optimizers, setup, train_section
+from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
 
 
@@ -196,7 +197,7 @@ class Job:
 def _train(job: Job) -> Program:
   """Returns a training step that updates every parameter."""
   where, teacher = job.where, job.placed_teacher
-  phases = setup.make_phases(
+  phases = phases_lib.Phases(
     where, job.loss, job.optimizer, job.train, teacher and teacher.model
   )
   state = phases.abstract()
@@ -242,7 +243,7 @@ def _evaluate(job: Job) -> Program:
   """Returns the loss of one held-out batch, as computed inside a job."""
   where, fields = job.where, _batch(job)
   params = where.abstract_params()
-  phases = setup.make_phases(where, job.loss, job.optimizer, job.train)
+  phases = phases_lib.Phases(where, job.loss, job.optimizer, job.train)
   return Program(
     perplexity.Evaluator(where, job.loss.chunk).sums,
     {'parameters': params, 'batch': fields},
@@ -260,12 +261,11 @@ def _decode(job: Job) -> Program:
   where = dataclasses.replace(job.where, dtype=job.compute.dtype)
   model, mesh, lengths = where.model, job.mesh, job.lengths
   params = where.abstract_params()
-  is_pair = isinstance(job.model, model_config.EncoderDecoderConfig)
 
   def make_caches(params):
     """Caches of self-attention and, with an encoder, of cross-attention."""
     cache = model.init_cache(job.rows, lengths.decoder)
-    if not is_pair:
+    if not isinstance(job.model, model_config.EncoderDecoderConfig):
       return cache, None
     encoded = jnp.zeros(
       (job.rows, lengths.encoder, job.model.encoder.width), where.dtype

@@ -14,7 +14,7 @@ from typing import Any
 
 from encdec_adapt.cli import errors
 from encdec_adapt.models import block, build
-from encdec_adapt.training import losses, optimizers
+from encdec_adapt.training import losses, optimizers, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -48,18 +48,16 @@ def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
     One group, or two in the order in which they start.
 
   Raises:
-    UserError: `warmup_steps` is negative, or there is no cross-attention with
-      weights of its own to warm up.
+    UserError: there is no cross-attention with weights of its own to warm up.
   """
   paths = sorted(paths)
   if warmup_steps == 0:
     return (Group('all', 0, tuple(paths)),)
   cross = tuple(path for path in paths if _CROSS.fullmatch(path))
-  if warmup_steps < 0 or not cross:
+  if not cross:
     raise errors.UserError(
-      f'config.train.cross_attention_warmup is {warmup_steps}; it must be 0, or'
-      ' above 0 for an encoder-decoder whose cross-attention has weights of'
-      ' its own.'
+      f'config.train.cross_attention_warmup is {warmup_steps}; it must be 0'
+      ' without cross-attention that has weights of its own.'
     )
   rest = tuple(path for path in paths if path not in set(cross))
   return (
@@ -82,19 +80,16 @@ class Phases:
     where: state_lib.Placement,
     loss: losses.LossConfig,
     optimizer: optimizers.OptimizerConfig,
-    *,
-    warmup_steps: int = 0,
-    microbatches: int = 1,
+    train: train_section.TrainConfig,
     teacher: build.Model | None = None,
   ):
     """Assigns parameters to groups; nothing is compiled yet.
 
     Args:
       where: the trained model and its mesh.
-      loss: weights of the parts of the loss.
-      optimizer: the optimizer, its schedule and the clip norm.
-      warmup_steps: see `warmup_groups`.
-      microbatches: parts in which the gradient of a batch is accumulated.
+      loss: section `loss` of the configuration.
+      optimizer: section `optimizer`.
+      train: section `train`.
       teacher: decoder-only model to distill from.
 
     Raises:
@@ -102,9 +97,9 @@ class Phases:
     """
     self.where = where
     self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
-    self.groups = warmup_groups(where.model.table, warmup_steps)
+    self.groups = warmup_groups(where.model.table, train.cross_attention_warmup)
     self._loss, self._teacher = loss, teacher
-    self._config = step_lib.StepConfig(microbatches, optimizer.clip_norm)
+    self._microbatches = train.microbatches
 
   def begins(self, step: int) -> bool:
     """Whether groups that were frozen start to train at this step."""
@@ -157,6 +152,6 @@ class Phases:
       self._loss,
       self.optimizer,
       self.trainable(step),
-      self._config,
+      self._microbatches,
       self._teacher,
     )

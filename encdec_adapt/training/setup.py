@@ -29,8 +29,8 @@ from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.training import losses, optimizers, phases, train_section
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import train_section
 
 # -- Mesh ----------------------------------------------------------------------
 
@@ -163,32 +163,6 @@ def place_model(
       ' config.model.*.vocab_multiple if it is the vocabulary.'
     ) from error
   return where
-
-
-def make_phases(
-  where: state_lib.Placement,
-  loss: losses.LossConfig,
-  optimizer: optimizers.OptimizerConfig,
-  train: train_section.TrainConfig,
-  teacher: build.Model | None = None,
-) -> phases.Phases:
-  """Decides which parameters train when; see `phases.Phases`.
-
-  Args:
-    where: the trained model and its mesh.
-    loss: section `loss` of the configuration.
-    optimizer: section `optimizer`.
-    train: section `train`.
-    teacher: decoder-only model to distill from.
-  """
-  return phases.Phases(
-    where,
-    loss,
-    optimizer,
-    warmup_steps=train.cross_attention_warmup,
-    microbatches=train.microbatches,
-    teacher=teacher,
-  )
 
 
 def step_flops(

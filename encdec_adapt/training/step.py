@@ -1,7 +1,6 @@
 """The jitted training step: microbatches, clipping, guarded update."""
 
 from collections.abc import Callable, Mapping
-import dataclasses
 from typing import Any
 
 import jax
@@ -20,26 +19,12 @@ Metrics = dict[str, Array]
 StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-  """Accumulation and clipping of gradients.
-
-  Attributes:
-    microbatches: parts in which the gradient of a batch is accumulated.
-    clip_norm: largest global norm of the gradients of trainable parameters; 0
-      for no clipping.
-  """
-
-  microbatches: int = 1
-  clip_norm: float = 1.0
-
-
 def make_train_step(
   where: state_lib.Placement,
   loss: losses.LossConfig,
   optimizer: optimizers.Optimizer,
   trainable: state_lib.Groups,
-  config: StepConfig,
+  microbatches: int = 1,
   teacher: build.Model | None = None,
 ) -> StepFunction:
   """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
@@ -53,7 +38,7 @@ def make_train_step(
     loss: weights of the parts of the loss.
     optimizer: the optimizer of every group.
     trainable: paths of the groups that train.
-    config: accumulation and clipping.
+    microbatches: parts in which the gradient of a batch is accumulated.
     teacher: decoder-only model to distill from.
 
   Returns:
@@ -87,9 +72,9 @@ def make_train_step(
 
       places = {path: where.parameters[path] for path in trained}
       gradients, sums = _accumulate(
-        objective, trained, batch, config.microbatches, places
+        objective, trained, batch, microbatches, places
       )
-      gradients, norm = _clip(gradients, config.clip_norm)
+      gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
         state, flat, gradients, norm, trainable, optimizer, where
       )

@@ -153,6 +153,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     schedules,
     state,
     step,
+    train_section,
   )
 
   model = build.build(
@@ -176,7 +177,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     second_moment_dtype=arguments.moment_dtype,
   )
   loss = losses.LossConfig(chunk=arguments.loss_chunk)
-  only = phases.Phases(where, loss, optimizer)
+  only = phases.Phases(where, loss, optimizer, train_section.TrainConfig())
   params = where.place(model.init, jax.random.key(0))
   current = only.create(params)
   train = only.make_step()

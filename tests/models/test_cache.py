@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, execution, model_config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.models import cache as caches
 
 
@@ -81,50 +81,6 @@ def test_cached_equals_uncached(case, small_stack, redraw, pack):
   got = decode_cached(model, params, rows, 11, (5, 1, 1, 1, 1), **cross)
   real = np.asarray(rows[1]) > 0
   np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
-
-
-def test_rows_of_unequal_length_continue_at_their_own_positions(
-  small_stack, redraw, pack
-):
-  """A right-padded prompt, then tokens in slots after the padding."""
-  model = build.build(model_config.DecoderOnlyConfig(small_stack()))
-  params = redraw(model)
-  whole = pack([[10], [7]], 10)
-  prompt = np.asarray([6, 3])
-  expected = np.asarray(jax.jit(model.decode)(params, *whole))
-
-  def rows(columns, valid):
-    tokens = np.take_along_axis(np.asarray(whole[0]), columns, 1)
-    segments = np.where(valid, 1, 0)
-    return [
-      jnp.asarray(x, jnp.int32)
-      for x in (tokens, segments, np.where(valid, columns, 0))
-    ]
-
-  columns = np.tile(np.arange(6), (2, 1))
-  later = prompt[:, None] + np.arange(4)[None]
-  first, second = rows(columns, columns < prompt[:, None]), rows(later, True)
-  joined = tuple(
-    jnp.concatenate([a, jnp.broadcast_to(b, (2, 4))], axis=1)
-    for a, b in zip(first, second, strict=True)
-  )
-  got = np.asarray(decode_cached(model, params, joined, 10, (6, 1, 1, 1, 1)))
-  for row in range(2):
-    np.testing.assert_allclose(
-      got[row, 6:], expected[row, prompt[row] : prompt[row] + 4], atol=2e-5
-    )
-
-
-def test_the_cache_mirrors_the_parameters(small_stack):
-  model = build.build(
-    model_config.DecoderOnlyConfig(small_stack(layers=5)),
-    execution.ComputeConfig('bfloat16'),
-  )
-  layers = model.init_cache(2, 7).layers
-  assert sorted(layers) == ['blocks', 'tail']
-  assert layers['blocks']['layer_1'].key.shape == (2, 2, 7, 2, 8)
-  assert layers['tail']['layer_0'].value.shape == (2, 7, 2, 8)
-  assert layers['tail']['layer_0'].value.dtype == jnp.bfloat16
 
 
 def test_every_leaf_of_a_cache_has_its_axes(small_stack):

@@ -1,13 +1,13 @@
-"""layer_location is a bijection onto the leaves of the tree."""
+"""Layer numbers, stored arrays and leaf names."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
-from encdec_adapt.models import layers_index, model_config, parameters
-from tests import layer_trees
+from encdec_adapt.models import (
+  layer_leaves,
+  layers_index,
+  model_config,
+  parameters,
+)
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 STACKS = {
@@ -20,62 +20,50 @@ STACKS = {
 }
 
 
-@pytest.fixture(params=STACKS.values(), ids=STACKS.keys())
-def stack(request, small_stack):
-  return small_stack(**request.param)
-
-
-def test_location_is_a_bijection_onto_the_leaves(stack):
-  slots = {}  # (prefix, index) -> paths of leaves
-  table = parameters.parameter_table(model_config.DecoderOnlyConfig(stack))
-  for path, info in table.items():
-    parts = path.split('/')[1:]
-    if parts[0] not in ('blocks', 'tail'):
-      continue
-    assert (info.axes[0] == 'layers') == (parts[0] == 'blocks')
-    indices = range(info.shape[0]) if parts[0] == 'blocks' else [None]
-    for index in indices:
-      slots.setdefault(('/'.join(parts[:2]), index), set()).add(
-        '/'.join(parts[2:])
-      )
-  locations = [
-    layers_index.layer_location(stack, i) for i in range(stack.layers)
+@pytest.mark.parametrize('name', STACKS)
+def test_leaves_are_a_bijection_onto_the_stored_arrays(name, small_stack):
+  stack = small_stack(**STACKS[name])
+  model = model_config.DecoderOnlyConfig(stack)
+  table, parts = parameters.parameter_table(model), {}
+  stored = []
+  for leaf, where in layer_leaves.leaves_of(model).items():
+    info = table[where.path]
+    layer = layer_leaves.layer_of(leaf)
+    assert layers_index.in_layer(where.path) == (layer is not None)
+    assert layers_index.is_stacked(where.path) == ('layers' in info.axes)
+    assert (where.index is not None) == ('layers' in info.axes)
+    assert where.shape == info.shape[where.index is not None :]
+    stored.append((where.path, where.index))
+    parts.setdefault(layer, set()).add(leaf.partition(f'/{layer}/')[2])
+  expected = [
+    (path, index)
+    for path, info in table.items()
+    for index in (range(info.shape[0]) if 'layers' in info.axes else [None])
   ]
-  assert len(set(locations)) == stack.layers
-  assert set(locations) == set(slots)
-  assert len(set(map(frozenset, slots.values()))) == 1
+  assert sorted(stored, key=str) == sorted(expected, key=str)
+  del parts[None]
+  # 4 norms and 4 + 3 kernels.
+  assert sorted(parts) == list(range(stack.layers))
+  assert {len(names) for names in parts.values()} == {11}
 
 
-def test_paths_in_layers_and_stacked_paths(small_stack):
-  pair = model_config.encoder_decoder(
-    small_stack(layers=5), small_stack(layers=3, pattern=('global',))
+def test_dense_layers_lead(small_stack):
+  experts = dict(experts=4, experts_per_token=2, expert_mlp_width=12)
+  stack = small_stack(
+    **experts, layers=8, dense_layers=2, pattern=('local', 'local', 'global')
   )
-  found = {'outside': 0, 'tail': 0, 'stacked': 0}
-  for path, info in parameters.parameter_table(pair).items():
-    stacked = layers_index.is_stacked(path)
-    assert stacked == ('layers' in info.axes), path
-    assert layers_index.in_layer(path) == ('/layer_' in path), path
-    where = 'tail' if '/layer_' in path else 'outside'
-    found['stacked' if stacked else where] += 1
-  assert all(found.values()), found
-
-
-def test_join_layers_and_get_layer_are_inverse(stack):
-  blocks = [
-    {'a': jnp.full((2,), i), 'b': {'c': i}} for i in range(stack.layers)
-  ]
-  tree = layer_trees.join_layers(stack, blocks)
-  assert set(tree) == {
-    name
-    for name, there in (('blocks', stack.repeats), ('tail', stack.tail))
-    if there
-  }
-  for i, block in enumerate(blocks):
-    got = layer_trees.get_layer(stack, tree, i)
-    jax.tree.map(np.testing.assert_array_equal, got, block)
-
-
-@pytest.mark.parametrize('i', [-1, 3])
-def test_no_such_layer(small_stack, i):
-  with pytest.raises(errors.UserError, match='layers 0 to 2'):
-    layers_index.layer_location(small_stack(), i)
+  # What follows the dense layers goes on in the pattern.
+  assert stack.lead == ('local', 'local')
+  assert stack.cycle == ('global', 'local', 'local')
+  assert (stack.repeats, stack.tail) == (2, ())
+  found = layer_leaves.leaves_of(model_config.DecoderOnlyConfig(stack))
+  for layer in range(8):
+    parts = {name.split('/')[3] for name in found if f'/{layer}/' in name}
+    assert ('mlp' in parts) == (layer < 2)
+    assert ('experts' in parts) == (layer >= 2)
+  assert found['decoder/layers/1/mlp/up'] == layer_leaves.Leaf(
+    (16, 24), 'decoder/lead/layer_1/mlp/up', None
+  )
+  assert found['decoder/layers/5/experts/gate'] == layer_leaves.Leaf(
+    (4, 16, 12), 'decoder/blocks/layer_0/experts/gate', 1
+  )

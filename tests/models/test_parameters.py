@@ -28,19 +28,20 @@ def test_init_agrees_with_the_table(small_pair):
 
 def test_axes_and_shapes_of_a_decoder_block(small_pair):
   table = parameters.parameter_table(small_pair)
+  heads, kv_heads = 'heads head_dim', 'kv_heads head_dim'
   expected = {
-    'attention/query': ((1, 16, 4, 8), 'layers embed heads head_dim'),
-    'attention/key': ((1, 16, 2, 8), 'layers embed kv_heads head_dim'),
-    'attention/value': ((1, 16, 2, 8), 'layers embed kv_heads head_dim'),
-    'attention/output': ((1, 4, 8, 16), 'layers heads head_dim embed'),
-    'cross_attention/query': ((1, 16, 4, 8), 'layers embed heads head_dim'),
-    'cross_attention/key': ((1, 24, 2, 8), 'layers embed kv_heads head_dim'),
-    'cross_attention/value': ((1, 24, 2, 8), 'layers embed kv_heads head_dim'),
-    'cross_attention/output': ((1, 4, 8, 16), 'layers heads head_dim embed'),
     'mlp/gate': ((1, 16, 24), 'layers embed mlp'),
     'mlp/up': ((1, 16, 24), 'layers embed mlp'),
     'mlp/down': ((1, 24, 16), 'layers mlp embed'),
-  } | {
+  }
+  for part, width in (('attention', 16), ('cross_attention', 24)):
+    expected |= {
+      f'{part}/query': ((1, 16, 4, 8), f'layers embed {heads}'),
+      f'{part}/key': ((1, width, 2, 8), f'layers embed {kv_heads}'),
+      f'{part}/value': ((1, width, 2, 8), f'layers embed {kv_heads}'),
+      f'{part}/output': ((1, 4, 8, 16), f'layers {heads} embed'),
+    }
+  expected |= {
     f'{side}_{part}_norm/scale': ((1, 16), 'layers embed')
     for side in ('pre', 'post')
     for part in ('attention', 'cross', 'mlp')
@@ -74,6 +75,20 @@ def test_an_untied_head_is_a_table_of_its_own(small_stack, redraw, pack, run):
   before = run(model)(params, None, rows)
   params['decoder']['head']['table'] *= 2
   assert not np.allclose(run(model)(params, None, rows), before)
+
+
+def test_a_shared_table_is_counted_once(small_stack):
+  stack = small_stack(qk_norm=True, eoi_token=7)
+  pair = model_config.encoder_decoder(
+    stack, stack, cross_merged=True, shared_table=True
+  )
+  table = parameters.parameter_table(pair)
+  assert 'encoder/embedder/table' not in table
+  assert not [path for path in table if 'cross' in path]
+  counts = parameters.count_by_stack(pair)
+  assert counts['encoder'].embedding == 0
+  assert counts['decoder'].embedding == 53 * 16 + 16
+  assert counts['decoder'].cross == 0
 
 
 def test_distributions(small_stack):

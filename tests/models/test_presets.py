@@ -4,59 +4,20 @@ import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config, parameters, presets
+from encdec_adapt.models import parameters, presets
 
 
-@pytest.mark.parametrize(
-  'size, embedding, non_embedding, total',
-  [
-    ('2b', 589_824_000, 2_024_517_888, 2_614_341_888),
-    ('9b', 917_504_000, 8_324_201_984, 9_241_705_984),
-    ('27b', 1_179_648_000, 26_047_480_320, 27_227_128_320),
-  ],
-)
-def test_gemma2_counts(size, embedding, non_embedding, total):
-  config = presets.decoder_only(size)
-  part = parameters.count_by_stack(config)['decoder']
-  assert part.embedding == embedding
-  assert part.cross + part.other == non_embedding
-  assert parameters.count(config) == total
-
-
-@pytest.mark.parametrize(
-  'pair, encoder, decoder, cross, embedding, total',
-  [
-    ('s_s', 20988416, 29385216, 8396800, 262144000, 312517632),
-    ('ml_ml', 743889024, 866632320, 122743296, 589824000, 2200345344),
-    ('xl_xl', 1157826560, 1560578048, 402751488, 1048576000, 3766980608),
-    ('2b_2b', 2024517888, 2392687872, 368169984, 1179648000, 5596853760),
-    ('9b_2b', 8324201984, 2460845312, 436327424, 1507328000, 12292375296),
-    ('9b_9b', 8324201984, 10174191104, 1849989120, 1835008000, 20333401088),
-  ],
-)
-def test_t5gemma_counts(pair, encoder, decoder, cross, embedding, total):
-  config = presets.t5gemma(pair)
-  parts = parameters.count_by_stack(config)
-  assert parts['encoder'].other == encoder
-  assert parts['encoder'].cross == 0
-  assert parts['decoder'].cross + parts['decoder'].other == decoder
-  assert parts['decoder'].cross == cross
-  assert parts['encoder'].embedding + parts['decoder'].embedding == embedding
-  assert parameters.count(config) == total
-  _assert_exported_as_t5gemma(config)
-
-
-def _assert_exported_as_t5gemma(config):
-  """Its config.json is of the class of transformers, and says all of it."""
+def assert_exported_as(config, name):
   raw, _ = config_json.raw_from_model(config)
-  assert raw['architectures'] == ['T5GemmaForConditionalGeneration']
-  back, _ = config_json.model_from_raw(raw)
-  assert not model_config.differences(config, back)
+  assert raw['architectures'] == [name]
 
 
 @pytest.mark.parametrize(
   'name, non_embedding, total, class_name',
   [
+    ('2b', 2_024_517_888, 2_614_341_888, 'Gemma2ForCausalLM'),
+    ('9b', 8_324_201_984, 9_241_705_984, 'Gemma2ForCausalLM'),
+    ('27b', 26_047_480_320, 27_227_128_320, 'Gemma2ForCausalLM'),
     ('gemma3_270m', 100_326_016, 268_098_176, 'Gemma3ForCausalLM'),
     ('gemma3_1b', 697_896_064, 999_885_952, 'Gemma3ForCausalLM'),
     ('gemma3_4b', 3_209_010_688, 3_880_263_168, 'Gemma3ForCausalLM'),
@@ -76,34 +37,44 @@ def _assert_exported_as_t5gemma(config):
     ('qwen3_8b', 6_946_075_648, 8_190_735_360, 'Qwen3ForCausalLM'),
   ],
 )
-def test_other_families(name, non_embedding, total, class_name):
+def test_decoders(name, non_embedding, total, class_name):
   config = presets.decoder_only(name)
   assert parameters.count_by_stack(config)['decoder'].other == non_embedding
   assert parameters.count(config) == total
-  raw, _ = config_json.raw_from_model(config)
-  assert raw['architectures'] == [class_name]
+  assert_exported_as(config, class_name)
 
 
 @pytest.mark.parametrize(
-  'pair, embedding, stack, total',
+  'make, pair, encoder, decoder, cross, total',
   [
-    ('270m_270m', 167_772_800, 100_326_016, 368_424_832),
-    ('1b_1b', 301_991_040, 697_896_064, 1_697_783_168),
-    ('4b_4b', 671_091_200, 3_209_010_688, 7_089_112_576),
+    (presets.t5gemma, *row)
+    for row in (
+      ('s_s', 20988416, 29385216, 8396800, 312517632),
+      ('ml_ml', 743889024, 866632320, 122743296, 2200345344),
+      ('xl_xl', 1157826560, 1560578048, 402751488, 3766980608),
+      ('2b_2b', 2024517888, 2392687872, 368169984, 5596853760),
+      ('9b_2b', 8324201984, 2460845312, 436327424, 12292375296),
+      ('9b_9b', 8324201984, 10174191104, 1849989120, 20333401088),
+    )
+  ]
+  + [
+    (presets.t5gemma2, pair, stack, stack, 0, total)
+    for pair, stack, total in (
+      ('270m_270m', 100_326_016, 368_424_832),
+      ('1b_1b', 697_896_064, 1_697_783_168),
+      ('4b_4b', 3_209_010_688, 7_089_112_576),
+    )
   ],
 )
-def test_t5gemma2_counts(pair, embedding, stack, total):
-  config = presets.t5gemma2(pair)
+def test_pairs(make, pair, encoder, decoder, cross, total):
+  config = make(pair)
   parts = parameters.count_by_stack(config)
-  assert (parts['encoder'].embedding, parts['encoder'].other) == (0, stack)
-  assert (parts['decoder'].embedding, parts['decoder'].other) == (
-    (embedding, stack)
-  )
-  assert parts['decoder'].cross == 0
+  assert (parts['encoder'].cross, parts['encoder'].other) == (0, encoder)
+  assert parts['decoder'].cross + parts['decoder'].other == decoder
+  assert parts['decoder'].cross == cross
   assert parameters.count(config) == total
-  raw, _ = config_json.raw_from_model(config)
-  assert raw['architectures'] == ['T5Gemma2ForConditionalGeneration']
-  assert raw['eoi_token_index'] == 256_000
+  family = 'T5Gemma' if make is presets.t5gemma else 'T5Gemma2'
+  assert_exported_as(config, f'{family}ForConditionalGeneration')
 
 
 def test_padding_rows_are_not_counted():
@@ -121,14 +92,14 @@ def test_pairs_of_sizes_with_underscores():
   assert config.encoder.vocab_size == config.decoder.vocab_size == 64
 
 
-@pytest.mark.parametrize('pair', ['2b', '2b_3b', '_2b', '2b_2b_2b'])
-def test_unknown_pairs(pair):
-  with pytest.raises(errors.UserError, match='not a pair'):
-    presets.t5gemma(pair)
-  with pytest.raises(errors.UserError, match='270m, 1b, 4b'):
-    presets.t5gemma2(pair)
-
-
-def test_unknown_size():
-  with pytest.raises(errors.UserError, match="no model size '3b'.*2b"):
-    presets.decoder_only('3b')
+@pytest.mark.parametrize(
+  'make, name, message',
+  [
+    *((presets.t5gemma, n, 'not a pair') for n in ('2b', '2b_3b', '2b_2b_2b')),
+    (presets.t5gemma2, '_2b', '270m, 1b, 4b'),
+    (presets.decoder_only, '3b', "no model size '3b'.*2b"),
+  ],
+)
+def test_unknown_sizes(make, name, message):
+  with pytest.raises(errors.UserError, match=message):
+    make(name)

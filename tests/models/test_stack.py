@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, execution, layers, model_config
+from encdec_adapt.models import (
+  build,
+  execution,
+  layers,
+  layers_index,
+  model_config,
+)
 from encdec_adapt.ops import attention
-from tests import layer_trees
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 
@@ -19,53 +24,37 @@ def unrolled(stack, params):
   kinds = tuple(stack.layer_kind(i) for i in range(stack.layers))
   flat = dataclasses.replace(stack, pattern=(*kinds, 'global'))
   assert flat.repeats == 0 and flat.tail == kinds
+  tail = {}
+  for i in range(stack.layers):
+    prefix, index = layers_index.layer_location(stack, i)
+    block = layers_index.get_block(params, prefix)
+    if index is not None:
+      block = jax.tree.map(lambda x, index=index: x[index], block)
+    tail[f'layer_{i}'] = block
   rest = {k: v for k, v in params.items() if k not in ('blocks', 'tail')}
-  blocks = [
-    layer_trees.get_layer(stack, params, i) for i in range(stack.layers)
-  ]
-  return flat, rest | layer_trees.join_layers(flat, blocks)
+  return flat, {**rest, 'tail': tail}
 
 
 @pytest.mark.parametrize(
   'changes',
-  [
-    {'layers': 5},
-    {'layers': 8, 'pattern': FIVE_TO_ONE},
-    {'layers': 1},
-  ],
-  ids=str,
+  [{'layers': 5}, {'layers': 8, 'pattern': FIVE_TO_ONE}, {'layers': 1}, None],
+  ids=['5', '8', '1', 'pair'],
 )
-def test_a_scanned_stack_equals_its_layers_unrolled(
-  changes, small_stack, redraw, pack, run
+def test_a_scanned_model_equals_its_layers_unrolled(
+  changes, small_stack, small_pair, redraw, pack, run
 ):
-  stack = small_stack(**changes)
-  model = build.build(model_config.DecoderOnlyConfig(stack))
-  params = redraw(model)
-  flat, flat_params = unrolled(stack, params['decoder'])
-  flat_model = build.build(model_config.DecoderOnlyConfig(flat))
-  rows = pack([[9, 3], [12]], 12)
+  config, encoder = small_pair, pack([[5, 4], [9]], 10)
+  if changes is not None:
+    config = model_config.DecoderOnlyConfig(small_stack(**changes))
+    encoder = None
+  decoder = pack([[2, 6], [7]], 8, seed=1)
+  params = redraw(build.build(config))
+  flat = {k: unrolled(s, params[k]) for k, s in config.stacks.items()}
+  flat_config = type(config)(**{k: stack for k, (stack, _) in flat.items()})
+  flat_params = {k: part for k, (_, part) in flat.items()}
   np.testing.assert_allclose(
-    run(model)(params, None, rows),
-    run(flat_model)({'decoder': flat_params}, None, rows),
-    atol=2e-5,
-  )
-
-
-def test_an_unequal_pair_equals_its_layers_unrolled(
-  small_pair, redraw, pack, run
-):
-  model = build.build(small_pair)
-  params = redraw(model)
-  flat = {k: unrolled(s, params[k]) for k, s in small_pair.stacks.items()}
-  flat_model = build.build(
-    model_config.EncoderDecoderConfig(
-      **{k: stack for k, (stack, _) in flat.items()}
-    )
-  )
-  encoder, decoder = pack([[5, 4], [9]], 10), pack([[2, 6], [7]], 8, seed=1)
-  np.testing.assert_allclose(
-    run(model)(params, encoder, decoder),
-    run(flat_model)({k: p for k, (_, p) in flat.items()}, encoder, decoder),
+    run(build.build(config))(params, encoder, decoder),
+    run(build.build(flat_config))(flat_params, encoder, decoder),
     atol=2e-5,
   )
 

@@ -9,6 +9,14 @@ import numpy as np
 
 from encdec_adapt.ops import attention_reference, masks
 
+MASKS = (
+  'causal',
+  'causal window',
+  'full',
+  'full centered window',
+  'full exclusive window',
+  'full inclusive window',
+)
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 
 
@@ -32,20 +40,25 @@ def packed(length, rows=2):
   return jnp.asarray(segments), jnp.asarray(positions)
 
 
-def spec_of(name, length, *, rows=2, window=17, aligned=True):
-  """The mask of a name of `attention.ALL_MASKS`, 'merged' or 'cross'."""
-  segments, positions = packed(length, rows)
+def make_spec(name, tokens, memory, window, aligned=True):
+  """The mask of a name of `MASKS`, 'merged' or 'cross', of given tokens."""
   if name == 'cross':
-    return masks.cross(segments, packed(length + 8, rows)[0])
+    return masks.cross(tokens[0], memory)
   if name == 'merged':
-    own = masks.causal(segments, positions, window=window)
-    return masks.with_memory(own, segments)
+    return masks.with_memory(masks.causal(*tokens, window=window), memory)
   make = masks.causal
   if name.startswith('full'):
     rule = name.split()[1] if 'window' in name else 'exclusive'
     make = functools.partial(masks.bidirectional, window_rule=rule)
   window = window if 'window' in name else None
-  return make(segments, positions, window=window, aligned=aligned)
+  return make(*tokens, window=window, aligned=aligned)
+
+
+def spec_of(name, length, *, rows=2, window=17, aligned=True):
+  """The mask of that name for packed rows."""
+  tokens = packed(length, rows)
+  memory = packed(length + 8, rows)[0] if name == 'cross' else tokens[0]
+  return make_spec(name, tokens, memory, window, aligned)
 
 
 def qkv(queries, keys, *, rows=2, heads=(4, 2), head_dim=32, dtype=jnp.float32):

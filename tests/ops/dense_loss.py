@@ -1,4 +1,4 @@
-"""The same losses with all logits at once and plain differentiation.
+"""The same loss with all logits at once and plain differentiation.
 
 The reference of the tests and of the benchmark: short, obvious, one device,
 and as large in memory as tokens x vocabulary.
@@ -37,6 +37,7 @@ def cross_entropy(
   softcap: float | None = None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  teacher: distillation_loss.Teacher | None = None,
 ) -> vocabulary_loss.LossSums:
   """`vocabulary_loss.cross_entropy`, densely."""
   scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
@@ -44,64 +45,27 @@ def cross_entropy(
   wanted = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
   nll = log_normaliser - wanted
   uniform = log_normaliser - jnp.mean(scores, axis=-1)
-  smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform
+  objective = (1 - label_smoothing) * nll + label_smoothing * uniform
+  kl = jnp.zeros_like(nll)
+  if teacher is not None:
+    theirs = logits(
+      teacher.hidden,
+      teacher.table,
+      vocab_size=vocab_size,
+      softcap=teacher.softcap,
+    )
+    heat, share = teacher.temperature, teacher.share
+    log_probs = jax.nn.log_softmax(scores / heat)
+    theirs = jax.nn.log_softmax(jax.lax.stop_gradient(theirs) / heat)
+    to_teacher = -jnp.sum(jnp.exp(theirs) * log_probs, axis=-1)
+    kl = to_teacher + jnp.sum(jnp.exp(theirs) * theirs, axis=-1)
+    objective = share * heat**2 * to_teacher + (1 - share) * objective
   z_term = z_loss * jnp.square(log_normaliser)
   return vocabulary_loss.LossSums(
-    total=jnp.sum(weights * (smoothed + z_term)),
+    total=jnp.sum(weights * (objective + z_term)),
     cross_entropy=jnp.sum(weights * nll),
+    kl=jnp.sum(weights * kl),
     z_loss=jnp.sum(weights * z_term),
     correct=jnp.sum(weights * (jnp.argmax(scores, axis=-1) == targets)),
     weight=jnp.sum(weights),
-  )
-
-
-def distillation(
-  hidden: jax.Array,
-  table: jax.Array,
-  teacher_hidden: jax.Array,
-  teacher_table: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  *,
-  vocab_size: int,
-  share: float = 1.0,
-  softcap: float | None = None,
-  teacher_softcap: float | None = None,
-  temperature: float = 1.0,
-  z_loss: float = 0.0,
-  label_smoothing: float = 0.0,
-) -> distillation_loss.DistillationSums:
-  """`distillation_loss.distillation`, densely."""
-  data = cross_entropy(
-    hidden,
-    table,
-    targets,
-    weights,
-    vocab_size=vocab_size,
-    softcap=softcap,
-    label_smoothing=label_smoothing,
-  )
-  student = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
-  teacher = jax.lax.stop_gradient(
-    logits(
-      teacher_hidden,
-      teacher_table,
-      vocab_size=vocab_size,
-      softcap=teacher_softcap,
-    )
-  )
-  z_term = z_loss * jnp.square(jax.nn.logsumexp(student, axis=-1))
-  student_log_probs = jax.nn.log_softmax(student / temperature)
-  teacher_log_probs = jax.nn.log_softmax(teacher / temperature)
-  teacher_probs = jnp.exp(teacher_log_probs)
-  to_teacher = -jnp.sum(teacher_probs * student_log_probs, axis=-1)
-  entropy = -jnp.sum(teacher_probs * teacher_log_probs, axis=-1)
-  soft = jnp.sum(weights * (share * temperature**2 * to_teacher + z_term))
-  return distillation_loss.DistillationSums(
-    total=soft + (1 - share) * data.total,
-    cross_entropy=data.cross_entropy,
-    kl=jnp.sum(weights * (to_teacher - entropy)),
-    z_loss=jnp.sum(weights * z_term),
-    correct=data.correct,
-    weight=data.weight,
   )

@@ -17,7 +17,7 @@ BACKENDS = attention.on_platform('cpu')
 B, N, K, H = 2, 4, 2, 8
 SCALE, CHUNK = 0.4, 4
 qkv = functools.partial(attention_cases.qkv, head_dim=H)
-MASKS = sorted(attention.ALL_MASKS) + ['nothing visible']
+MASKS = [*attention_cases.MASKS, 'nothing visible']
 every_backend = pytest.mark.parametrize('backend', BACKENDS)
 
 
@@ -80,21 +80,14 @@ def test_equals_the_definition(backend, name):
 
 
 @every_backend
-@pytest.mark.parametrize('kv_heads', [1, 2, 4])
-def test_query_heads_share_key_value_heads(backend, kv_heads):
-  call = *qkv(11, 11, heads=(N, kv_heads)), spec_of('causal')
-  out = attend(*call, backend)
-  np.testing.assert_allclose(out, by_loop(*call, None), atol=2e-6)
-
-
-@every_backend
-@pytest.mark.parametrize('queries, keys', [(9, 5), (1, 7)])
-def test_cross_lengths(backend, queries, keys):
+@pytest.mark.parametrize('queries, keys, kv_heads', [(9, 5, 1), (1, 7, 4)])
+def test_other_lengths_and_groups_of_heads(backend, queries, keys, kv_heads):
   q_segments = jnp.array([([1, 2] * queries)[:queries]] * B, jnp.int32)
   kv_segments = jnp.array([([2, 1, 0] * keys)[:keys]] * B, jnp.int32)
-  call = *qkv(queries, keys), masks.cross(q_segments, kv_segments)
-  out = attend(*call, backend, 2.0)
-  np.testing.assert_allclose(out, by_loop(*call, 2.0), atol=2e-6)
+  arrays = qkv(queries, keys, heads=(N, kv_heads))
+  call = *arrays, masks.cross(q_segments, kv_segments)
+  out = attend(*call, backend, None)
+  np.testing.assert_allclose(out, by_loop(*call, None), atol=2e-6)
 
 
 @pytest.mark.parametrize('chunk', [1, 4, 11])
@@ -188,9 +181,6 @@ def with_capabilities(monkeypatch, name, **lacks):
 @pytest.mark.parametrize(
   'lacks, what',
   [
-    ({'masks': frozenset({'full'})}, "a 'causal window' mask"),
-    ({'softcap': False}, r'a soft-cap \(2.0\)'),
-    ({'segments': False}, 'segment ids'),
     ({'memory': False}, '4 keys without a position'),
     ({'unaligned': False}, 'positions that are not indices'),
     ({'dtypes': frozenset({'bfloat16'})}, 'dtype float32'),
@@ -202,29 +192,9 @@ def test_what_a_backend_cannot_honour_is_refused(monkeypatch, lacks, what):
   with_capabilities(monkeypatch, 'kernel', **lacks)
   spec = spec_of('causal window')
   spec = masks.with_memory(spec, spec.kv_segments[:, :4])
-  run = functools.partial(
-    attention.attention, *qkv(11, 15), spec, scale=SCALE, softcap=2.0
-  )
   message = f"'kernel' cannot honour {what}.*that can: chunked, reference"
   with pytest.raises(ValueError, match=message):
-    run(backend='kernel')
-  # The same backend with all capabilities is used.
-  with_capabilities(monkeypatch, 'kernel')
-  run(backend='kernel')
-
-
-def test_rows_of_one_segment_need_no_segments():
-  positions = jnp.broadcast_to(jnp.arange(4), (B, 4))
-  whole = masks.MaskSpec(
-    kind='causal', q_positions=positions, kv_positions=positions
-  )
-  ones = jnp.ones((B, 4), jnp.int32)
-  run = functools.partial(attention.attention, *qkv(4, 4), scale=SCALE)
-  expected = run(whole.replace(q_segments=ones, kv_segments=ones))
-  for backend in BACKENDS:
-    np.testing.assert_allclose(
-      run(whole, backend=backend), expected, rtol=1e-5, atol=1e-6
-    )
+    attention.attention(*qkv(11, 15), spec, scale=SCALE, backend='kernel')
 
 
 def test_platform_is_that_of_the_active_mesh(monkeypatch):

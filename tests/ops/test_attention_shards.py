@@ -37,7 +37,7 @@ SHAPES = [
 def specs(length=T, source=S, window=3):
   """Every kind of mask, by name."""
   tokens, memory = packed(length, B), packed(source, B)[0]
-  names = sorted(attention.ALL_MASKS)
+  names = attention_cases.MASKS
   found = {n: spec_of(n, length, rows=B, window=window) for n in names}
   found['not by index'] = masks.causal(*tokens, window=window)
   found['cross'] = masks.cross(tokens[0], memory)

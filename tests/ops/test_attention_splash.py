@@ -19,7 +19,7 @@ interpreted = functools.partial(attention_splash.attend, interpret=True)
 qkv = functools.partial(attention_cases.qkv, head_dim=64)
 
 
-@pytest.mark.parametrize('name', sorted(attention.ALL_MASKS))
+@pytest.mark.parametrize('name', attention_cases.MASKS)
 def test_equals_the_reference(name):
   # 150 tokens are padded to two vectors of lanes.
   assert_like_reference(interpreted, *qkv(150, 150), spec_of(name, 150))
@@ -102,7 +102,7 @@ def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
   capabilities = attention.BACKENDS['splash'].capabilities
 
   def refused(q, spec):
-    return ' '.join(attention.unsupported(capabilities, q, k, spec, 1.0))
+    return ' '.join(attention.unsupported(capabilities, q, spec))
 
   assert refused(q, spec) == "platform 'cpu'"
   assert 'not indices' in refused(q, spec.replace(aligned=False))

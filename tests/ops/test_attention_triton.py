@@ -31,7 +31,7 @@ def small_blocks(monkeypatch):
   monkeypatch.setattr(attention_triton, 'choose_tiles', lambda *_: TILES)
 
 
-@pytest.mark.parametrize('name', sorted(attention.ALL_MASKS) + ['merged'])
+@pytest.mark.parametrize('name', [*attention_cases.MASKS, 'merged'])
 @pytest.mark.usefixtures('small_blocks')
 def test_equals_the_reference(name):
   spec = spec_of(name, 75)
@@ -105,7 +105,7 @@ def test_only_blocks_that_may_see_are_visited():
   )
 
 
-@pytest.mark.parametrize('name', sorted(attention.ALL_MASKS) + ['merged'])
+@pytest.mark.parametrize('name', [*attention_cases.MASKS, 'merged'])
 def test_every_block_that_sees_is_visited(name):
   spec = spec_of(name, 80)
   tile = flash_kernels.Tile(16, 8, 4, 2)
@@ -177,6 +177,6 @@ def test_blocks_fit_in_the_shared_memory_of_hopper(head_dim, itemsize):
 def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
   q, k, _ = qkv(32, 32, head_dim=512)
   refused = attention.unsupported(
-    attention.BACKENDS['triton'].capabilities, q, k, spec_of('causal', 32), 1.0
+    attention.BACKENDS['triton'].capabilities, q, spec_of('causal', 32)
   )
   assert refused == ['a head dimension of 512', "platform 'cpu'"]

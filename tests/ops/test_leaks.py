@@ -15,6 +15,7 @@ from encdec_adapt.ops import (
   attention_triton,
   masks,
 )
+from tests.ops import attention_cases
 
 # One shape for every example, so that little is compiled.
 L, S, N, K, H = 10, 7, 2, 1, 16
@@ -22,7 +23,7 @@ INTERPRETED = {
   'splash': functools.partial(attention_splash.attend, interpret=True),
   'triton': functools.partial(attention_triton.attend, interpret=True),
 }
-KINDS = sorted(attention.ALL_MASKS) + ['cross', 'merged']
+KINDS = [*attention_cases.MASKS, 'cross', 'merged']
 CASES = [
   (backend, kind)
   for backend in sorted(attention.BACKENDS)
@@ -41,20 +42,6 @@ def rows(draw, length):
   return tuple(
     jnp.array([(x + padding)[:length]], jnp.int32)
     for x in (segments, positions)
-  )
-
-
-def make_spec(kind, decoder, encoder):
-  if kind == 'cross':
-    return masks.cross(decoder[0], encoder[0])
-  if kind == 'merged':
-    return masks.with_memory(masks.causal(*decoder, window=3), encoder[0])
-  window = 3 if 'window' in kind else None
-  if kind.startswith('causal'):
-    return masks.causal(*decoder, window=window, aligned=True)
-  rule = kind.split()[1] if window else 'exclusive'
-  return masks.bidirectional(
-    *decoder, window=window, window_rule=rule, aligned=True
   )
 
 
@@ -80,7 +67,7 @@ def test_only_visible_keys_reach_a_query(backend, kind):
   @settings(max_examples=12, deadline=None)
   @given(rows(L), rows(S), st.integers(0, 2**31))
   def check(decoder, encoder, seed):
-    spec = make_spec(kind, decoder, encoder)
+    spec = attention_cases.make_spec(kind, decoder, encoder[0], window=3)
     sees = np.asarray(masks.dense_mask(spec))[0]  # [queries, keys]
     rng = np.random.default_rng(seed)
     q, *before = (

@@ -1,5 +1,7 @@
 """Literal masks: rows are queries, columns are keys, 1 is visible."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,190 +9,78 @@ import pytest
 
 from encdec_adapt.ops import masks
 
-ONE_SEGMENT = jnp.ones((1, 5), jnp.int32)
-POSITIONS = jnp.arange(5, dtype=jnp.int32)[None]
+ONE = jnp.ones((1, 5), jnp.int32), jnp.arange(5, dtype=jnp.int32)[None]
 # Two pairs and a padded slot; positions restart.
-PACKED = jnp.array([[1, 1, 2, 2, 0]], jnp.int32)
-PACKED_POSITIONS = jnp.array([[0, 1, 0, 1, 0]], jnp.int32)
+PACKED = jnp.array([[1, 1, 2, 2, 0]]), jnp.array([[0, 1, 0, 1, 0]])
+# One segment split by another: indices 0 and 3 are neighbours by position.
+SPLIT = jnp.array([[1, 2, 2, 1]]), jnp.array([[0, 0, 1, 1]])
+bidirectional = masks.bidirectional
+inclusive = functools.partial(bidirectional, window_rule='inclusive')
+centered = functools.partial(bidirectional, window_rule='centered')
 
 
-def assert_mask(spec, *rows):
-  expected = [[int(c) for c in row.replace(' ', '')] for row in rows]
+def rule_of_no_effect(*tokens, window):
+  """A causal mask whose window rule, which it ignores, is another."""
+  return masks.causal(*tokens, window=window).replace(window_rule='inclusive')
+
+
+def assert_mask(spec, rows):
+  expected = [[int(c) for c in row] for row in rows.split()]
   np.testing.assert_array_equal(
     np.asarray(masks.dense_mask(spec)[0]).astype(int), expected
   )
 
 
-def test_causal():
-  assert_mask(
-    masks.causal(ONE_SEGMENT, POSITIONS),
-    '1 0 0 0 0',
-    '1 1 0 0 0',
-    '1 1 1 0 0',
-    '1 1 1 1 0',
-    '1 1 1 1 1',
-  )
-
-
-def test_causal_window_is_as_many_keys_as_its_width():
-  assert_mask(
-    masks.causal(ONE_SEGMENT, POSITIONS, window=2),
-    '1 0 0 0 0',
-    '1 1 0 0 0',
-    '0 1 1 0 0',
-    '0 0 1 1 0',
-    '0 0 0 1 1',
-  )
-
-
-def test_causal_window_of_one_sees_itself():
-  assert_mask(
-    masks.causal(ONE_SEGMENT, POSITIONS, window=1),
-    '1 0 0 0 0',
-    '0 1 0 0 0',
-    '0 0 1 0 0',
-    '0 0 0 1 0',
-    '0 0 0 0 1',
-  )
-
-
-def test_causal_ignores_the_window_rule():
-  exclusive, *others = (
-    masks.MaskSpec(
-      kind='causal',
-      window=2,
-      window_rule=rule,
-      q_segments=ONE_SEGMENT,
-      kv_segments=ONE_SEGMENT,
-      q_positions=POSITIONS,
-      kv_positions=POSITIONS,
-    )
-    for rule in masks.WINDOW_RULES
-  )
-  for other in others:
-    np.testing.assert_array_equal(
-      masks.dense_mask(exclusive), masks.dense_mask(other)
-    )
-
-
-def test_bidirectional():
-  assert_mask(masks.bidirectional(ONE_SEGMENT, POSITIONS), *['1 1 1 1 1'] * 5)
-
-
-def test_bidirectional_exclusive_window():
-  assert_mask(
-    masks.bidirectional(ONE_SEGMENT, POSITIONS, window=2),
-    '1 1 0 0 0',
-    '1 1 1 0 0',
-    '0 1 1 1 0',
-    '0 0 1 1 1',
-    '0 0 0 1 1',
-  )
-
-
-def test_bidirectional_inclusive_window():
-  assert_mask(
-    masks.bidirectional(
-      ONE_SEGMENT, POSITIONS, window=2, window_rule='inclusive'
-    ),
-    '1 1 1 0 0',
-    '1 1 1 1 0',
-    '1 1 1 1 1',
-    '0 1 1 1 1',
-    '0 0 1 1 1',
-  )
-
-
 @pytest.mark.parametrize(
-  'window, rows',
+  'make, tokens, window, rows',
   [
+    (masks.causal, ONE, None, '10000 11000 11100 11110 11111'),
+    # As many keys as it is wide, the query's own included.
+    (masks.causal, ONE, 2, '10000 11000 01100 00110 00011'),
+    (masks.causal, ONE, 1, '10000 01000 00100 00010 00001'),
+    (rule_of_no_effect, ONE, 2, '10000 11000 01100 00110 00011'),
+    (bidirectional, ONE, None, '11111 11111 11111 11111 11111'),
+    (bidirectional, ONE, 2, '11000 11100 01110 00111 00011'),
+    (inclusive, ONE, 2, '11100 11110 11111 01111 00111'),
     # Even: one key more after the query than before it.
-    (2, ['1 1 0 0 0', '0 1 1 0 0', '0 0 1 1 0', '0 0 0 1 1', '0 0 0 0 1']),
-    (3, ['1 1 0 0 0', '1 1 1 0 0', '0 1 1 1 0', '0 0 1 1 1', '0 0 0 1 1']),
+    (centered, ONE, 2, '11000 01100 00110 00011 00001'),
+    (centered, ONE, 3, '11000 11100 01110 00111 00011'),
+    (masks.causal, PACKED, None, '10000 11000 00100 00110 00000'),
+    (bidirectional, PACKED, None, '11000 11000 00110 00110 00000'),
+    (bidirectional, SPLIT, 2, '1001 0110 0110 1001'),
   ],
 )
-def test_bidirectional_centered_window_is_as_many_keys_as_its_width(
-  window, rows
-):
-  spec = masks.bidirectional(
-    ONE_SEGMENT, POSITIONS, window=window, window_rule='centered'
-  )
-  assert_mask(spec, *rows)
+def test_self_attention(make, tokens, window, rows):
+  assert_mask(make(*tokens, window=window), rows)
 
 
 def test_memory_is_seen_from_every_position_of_its_segment():
-  own = masks.causal(PACKED, PACKED_POSITIONS, window=1)
-  memory = jnp.array([[1, 2, 2, 0]], jnp.int32)
+  own = masks.causal(*PACKED, window=1)
   assert_mask(
-    masks.with_memory(own, memory),
-    '1 0 0 0 0  1 0 0 0',
-    '0 1 0 0 0  1 0 0 0',
-    '0 0 1 0 0  0 1 1 0',
-    '0 0 0 1 0  0 1 1 0',
-    '0 0 0 0 0  0 0 0 0',
-  )
-
-
-def test_packed_causal():
-  assert_mask(
-    masks.causal(PACKED, PACKED_POSITIONS),
-    '1 0 0 0 0',
-    '1 1 0 0 0',
-    '0 0 1 0 0',
-    '0 0 1 1 0',
-    '0 0 0 0 0',
-  )
-
-
-def test_packed_bidirectional():
-  assert_mask(
-    masks.bidirectional(PACKED, PACKED_POSITIONS),
-    '1 1 0 0 0',
-    '1 1 0 0 0',
-    '0 0 1 1 0',
-    '0 0 1 1 0',
-    '0 0 0 0 0',
-  )
-
-
-def test_packed_window_counts_positions_not_indices():
-  # One segment split by another: indices 0 and 3 are neighbours by position.
-  segments = jnp.array([[1, 2, 2, 1]], jnp.int32)
-  positions = jnp.array([[0, 0, 1, 1]], jnp.int32)
-  assert_mask(
-    masks.bidirectional(segments, positions, window=2),
-    '1 0 0 1',
-    '0 1 1 0',
-    '0 1 1 0',
-    '1 0 0 1',
+    masks.with_memory(own, jnp.array([[1, 2, 2, 0]])),
+    '100001000 010001000 001000110 000100110 000000000',
   )
 
 
 def test_cross_has_no_positions():
   assert_mask(
-    masks.cross(PACKED, jnp.array([[1, 2, 2, 2, 3, 0]], jnp.int32)),
-    '1 0 0 0 0 0',
-    '1 0 0 0 0 0',
-    '0 1 1 1 0 0',
-    '0 1 1 1 0 0',
-    '0 0 0 0 0 0',
+    masks.cross(PACKED[0], jnp.array([[1, 2, 2, 2, 3, 0]])),
+    '100000 100000 011100 011100 000000',
   )
 
 
 def test_one_query_on_a_cache_in_any_order():
-  spec = masks.MaskSpec(
-    kind='causal',
+  spec = masks.causal(
+    jnp.array([[1]]),
+    jnp.array([[5]]),
     window=3,
-    q_segments=jnp.array([[1]]),
-    kv_segments=jnp.array([[1, 1, 1, 1, 0]]),
-    q_positions=jnp.array([[5]]),
-    kv_positions=jnp.array([[4, 5, 2, 3, 4]]),
+    keys=(jnp.array([[1, 1, 1, 1, 0]]), jnp.array([[4, 5, 2, 3, 4]])),
   )
-  assert_mask(spec, '1 1 0 1 0')
+  assert_mask(spec, '11010')
 
 
 def test_spec_is_a_pytree_with_static_rules():
-  spec = masks.causal(PACKED, PACKED_POSITIONS, window=2)
+  spec = masks.causal(*PACKED, window=2)
   mapped = jax.tree.map(lambda x: x.shape, spec)
   assert mapped.window == 2 and mapped.q_segments == (1, 5)
   jitted = jax.jit(masks.dense_mask)(spec)
@@ -203,21 +93,10 @@ def test_spec_is_a_pytree_with_static_rules():
     ({'kind': 'prefix'}, "'prefix'"),
     ({'window_rule': 'both'}, "'both'"),
     ({'window': 0}, 'window is 0'),
+    ({'q_positions': None}, 'q_positions .* has shape None'),
+    ({'kv_positions': jnp.zeros((1, 4))}, r'kv_positions .*\(1, 4\).*\(1, 5\)'),
   ],
 )
 def test_impossible_specs_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    masks.causal(PACKED, PACKED_POSITIONS).replace(**change)
-
-
-def test_missing_positions_are_refused():
-  spec = masks.cross(PACKED, PACKED).replace(kind='causal')
-  with pytest.raises(ValueError, match='needs q_positions'):
-    masks.dense_mask(spec)
-
-
-def test_shapes_that_do_not_agree_are_refused():
-  spec = masks.causal(PACKED, PACKED_POSITIONS)
-  spec = spec.replace(kv_positions=jnp.zeros((1, 4), jnp.int32))
-  with pytest.raises(ValueError, match=r'kv_positions .*\(1, 4\).*\(1, 5\)'):
-    masks.dense_mask(spec)
+    masks.check(masks.causal(*PACKED).replace(**change), 1, 5, 5)

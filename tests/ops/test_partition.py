@@ -42,28 +42,20 @@ def test_names_become_mesh_axes():
     sizes = [active.size(name) for name in ('batch', 'mlp', 'embed', None)]
     assert sizes == [4, 2, 1, 1]
     assert active.size('batch', 'mlp') == 8
-
-
-@pytest.mark.sharded
-def test_axes_of_two_arrays():
   rules = {'batch': ('replica', 'fsdp'), 'vocab': ('tensor', 'fsdp')}
-  with partition.use(make_mesh(), rules) as active:
-    assert active.common(['vocab'], ['batch']) == ('fsdp',)
-    assert active.only(['vocab'], ['batch']) == ('tensor',)
-    assert active.only(['batch'], ['vocab']) == ('replica',)
+  active = partition.Partition(make_mesh(), rules)
+  assert active.common(['vocab'], ['batch']) == ('fsdp',)
+  assert active.only(['vocab'], ['batch']) == ('tensor',)
+  assert active.only(['batch'], ['vocab']) == ('replica',)
 
 
 @pytest.mark.sharded
 def test_active_inside_only_and_nested():
   mesh = make_mesh()
-  assert partition.active() is partition.ONE_DEVICE
   with partition.use(mesh, RULES) as outer:
-    with partition.use(mesh, {}) as inner:
+    with pytest.raises(KeyError), partition.use(mesh, {}) as inner:
       assert partition.active() is inner
-    assert partition.active() is outer
-    with pytest.raises(KeyError):
-      with partition.use(mesh, {}):
-        raise KeyError
+      raise KeyError
     assert partition.active() is outer
   assert partition.active() is partition.ONE_DEVICE
 

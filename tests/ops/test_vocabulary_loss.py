@@ -1,4 +1,9 @@
-"""The one-pass cross-entropy against the dense one, alone and on meshes."""
+"""The one-pass loss against the dense one, alone and on meshes.
+
+With and without a teacher, whose width differs from the student's.
+"""
+
+import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,50 +12,92 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.ops import vocabulary_loss
-from tests.ops import dense_loss
-from tests.ops.loss_cases import MESHES, assert_same, on_mesh
+from encdec_adapt.ops import distillation_loss, partition, vocabulary_loss
+from tests.ops import attention_cases, dense_loss
+
+# Every mesh of eight devices; some in the default run.
+DEFAULT = [(1, 8, 1, 1), (2, 2, 1, 2), (1, 2, 2, 2)]
+MESHES = [
+  pytest.param(shape, marks=[] if shape in DEFAULT else pytest.mark.slow)
+  for shape in itertools.product((1, 2, 4, 8), repeat=4)
+  if np.prod(shape) == 8
+]
+RULES = {'batch': ('replica', 'fsdp'), 'length': 'sequence'}
+with_teacher = pytest.mark.parametrize(
+  'teacher', [None, {'softcap': 4.0}], ids=['alone', 'teacher']
+)
 
 
-def make_case(B=2, T=7, D=8, V=24, vocab_size=21, dtype=jnp.float32, seed=0):
-  """Hidden states, table, targets and unequal weights with zeros."""
+def make_case(
+  B=2, T=7, D=8, E=5, V=24, W=22, vocab_size=21, dtype=jnp.float32, seed=0
+):
+  """Student, targets, unequal weights with zeros, and a teacher's arrays."""
   # Drawn by numpy: jax would compile a program per shape.
   rng = np.random.default_rng(seed)
-  hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
-  table = jnp.asarray(2 * rng.normal(size=(V, D)), jnp.float32)
+  hidden, table, teacher_hidden, teacher_table = (
+    scale * rng.normal(size=shape)
+    for scale, shape in (
+      (1, (B, T, D)),
+      (2, (V, D)),
+      (1, (B, T, E)),
+      (2, (W, E)),
+    )
+  )
   targets = jnp.asarray(rng.integers(vocab_size, size=(B, T)), jnp.int32)
   weights = np.maximum(rng.normal(size=(B, T)) + 0.5, 0.0)
-  weights = jnp.asarray(weights, jnp.float32)
-  return hidden, table, targets, weights
+  return (
+    jnp.asarray(hidden, dtype),
+    jnp.asarray(table, jnp.float32),
+    targets,
+    jnp.asarray(weights, jnp.float32),
+    (jnp.asarray(teacher_hidden, dtype), jnp.asarray(teacher_table, dtype)),
+  )
 
 
-def with_gradients(loss, jit=True, **options):
-  """(sums, gradients of total in hidden, table and weights)."""
+def with_gradients(
+  loss=vocabulary_loss.cross_entropy, jit=True, teacher=None, **options
+):
+  """(sums, gradients of total in hidden, table, weights and teacher)."""
 
-  def total(hidden, table, weights, targets):
-    sums = loss(hidden, table, targets, weights, **options)
+  def total(hidden, table, weights, arrays, targets):
+    source = None
+    if teacher is not None:
+      source = distillation_loss.Teacher(*arrays, **teacher)
+    sums = loss(hidden, table, targets, weights, teacher=source, **options)
     return 3.0 * sums.total, sums
 
-  def run(hidden, table, targets, weights):
-    gradients, sums = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(
-      hidden, table, weights, targets
+  def run(hidden, table, targets, weights, arrays):
+    gradients, sums = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)(
+      hidden, table, weights, arrays, targets
     )
     return sums, gradients
 
-  return run if not jit else jax.jit(run)
+  return jax.jit(run) if jit else run
+
+
+def assert_same(actual, expected, *, rtol=2e-5, atol=3e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.asarray(a, np.float32), np.asarray(b, np.float32), rtol, atol
+    ),
+    actual,
+    expected,
+  )
+
+
+def assert_dense(case, chunk=64, rtol=2e-5, atol=3e-5, **options):
+  actual = with_gradients(chunk=chunk, **options)(*case)
+  expected = with_gradients(dense_loss.cross_entropy, **options)(*case)
+  assert_same(actual, expected, rtol=rtol, atol=atol)
 
 
 def test_literal_value():
   # Two tokens of logits (ln 1, ln 3): p = (1/4, 3/4).
   hidden = jnp.array([[[1.0], [1.0]]])
   table = jnp.log(jnp.array([[1.0], [3.0]]))
+  weights = jnp.array([[1.0, 2.0]])
   sums = vocabulary_loss.cross_entropy(
-    hidden,
-    table,
-    jnp.array([[0, 1]]),
-    jnp.array([[1.0, 2.0]]),
-    vocab_size=2,
-    z_loss=0.5,
+    hidden, table, jnp.array([[0, 1]]), weights, vocab_size=2, z_loss=0.5
   )
   z = 3 * 0.5 * np.log(4) ** 2
   np.testing.assert_allclose(sums.z_loss, z, rtol=1e-6)
@@ -58,58 +105,70 @@ def test_literal_value():
     sums.cross_entropy, np.log(4) + 2 * np.log(4 / 3), rtol=1e-6
   )
   np.testing.assert_allclose(sums.total, sums.cross_entropy + z, rtol=1e-6)
-  assert float(sums.correct) == 2.0
-  assert float(sums.weight) == 3.0
+  assert (float(sums.correct), float(sums.weight)) == (2.0, 3.0)
+  # As a teacher of a student that says (1/2, 1/2).
+  sums = vocabulary_loss.cross_entropy(
+    hidden,
+    0 * table,
+    jnp.array([[0, 1]]),
+    weights,
+    vocab_size=2,
+    teacher=distillation_loss.Teacher(hidden, table),
+  )
+  np.testing.assert_allclose(sums.total, 3 * np.log(2), rtol=1e-6)
+  kl = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
+  np.testing.assert_allclose(sums.kl, 3 * kl, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-  'chunk, softcap, z_loss, label_smoothing',
-  [(5, None, 0.0, 0.0), (64, 3.0, 1e-2, 0.0), (5, 3.0, 1e-2, 0.2)],
+  'chunk, softcap, z_loss, label_smoothing, teacher',
+  [
+    (5, None, 0.0, 0.0, None),
+    (64, 3.0, 1e-2, 0.0, None),
+    (5, 3.0, 1e-2, 0.2, None),
+    (5, None, 0.0, 0.0, dict(softcap=4.0)),
+    (64, 3.0, 1e-2, 0.1, dict(temperature=2.5)),
+    (5, 3.0, 1e-2, 0.1, dict(softcap=4.0, temperature=2.5, share=0.3)),
+  ],
 )
-def test_equals_dense(chunk, softcap, z_loss, label_smoothing):
-  case = make_case()
-  options = dict(
+def test_equals_dense(chunk, softcap, z_loss, label_smoothing, teacher):
+  assert_dense(
+    make_case(),
+    chunk,
     vocab_size=21,
     softcap=softcap,
     z_loss=z_loss,
     label_smoothing=label_smoothing,
+    teacher=teacher,
   )
-  actual = with_gradients(
-    vocabulary_loss.cross_entropy, chunk=chunk, **options
-  )(*case)
-  expected = with_gradients(dense_loss.cross_entropy, **options)(*case)
-  assert_same(actual, expected)
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-  B=st.integers(1, 3),
-  T=st.integers(1, 6),
-  D=st.integers(1, 5),
-  vocab_size=st.integers(1, 9),
-  padding=st.integers(0, 4),
-  chunk=st.integers(1, 20),
-  seed=st.integers(0, 2**30),
-)
-def test_equals_dense_for_any_shape(B, T, D, vocab_size, padding, chunk, seed):
-  case = make_case(B, T, D, vocab_size + padding, vocab_size, seed=seed)
-  options = dict(vocab_size=vocab_size, softcap=5.0, z_loss=1e-3)
-  actual = with_gradients(
-    vocabulary_loss.cross_entropy, chunk=chunk, **options
-  )(*case)
-  expected = with_gradients(dense_loss.cross_entropy, **options)(*case)
-  assert_same(actual, expected, rtol=1e-4, atol=1e-4)
+@with_teacher
+def test_equals_dense_for_any_shape(teacher):
+  @settings(max_examples=8, deadline=None)
+  @given(
+    sizes=st.tuples(*map(st.integers, (1, 1, 1, 1), (3, 6, 5, 5))),
+    vocab_size=st.integers(1, 9),
+    padding=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    chunk=st.integers(1, 20),
+    seed=st.integers(0, 2**30),
+  )
+  def check(sizes, vocab_size, padding, chunk, seed):
+    rows = (vocab_size + some for some in padding)
+    case = make_case(*sizes, *rows, vocab_size, seed=seed)
+    options = dict(vocab_size=vocab_size, softcap=5.0, z_loss=1e-3)
+    assert_dense(case, chunk, 1e-4, 1e-4, teacher=teacher, **options)
+
+  check()
 
 
-def test_bfloat16_products_keep_float32_sums_and_table_gradient():
+@with_teacher
+def test_bfloat16_products_keep_float32_sums_and_table_gradient(teacher):
   case = make_case(dtype=jnp.bfloat16)
-  options = dict(vocab_size=21, softcap=30.0)
-  sums, gradients = with_gradients(
-    vocabulary_loss.cross_entropy, chunk=4, **options
-  )(*case)
-  expected_sums, expected = with_gradients(dense_loss.cross_entropy, **options)(
-    *case
-  )
+  options = dict(vocab_size=21, softcap=30.0, teacher=teacher)
+  sums, gradients = with_gradients(chunk=4, **options)(*case)
+  dense = with_gradients(dense_loss.cross_entropy, **options)
+  expected_sums, expected = dense(*case)
   assert gradients[0].dtype == jnp.bfloat16
   assert gradients[1].dtype == jnp.float32
   # The logits are the same products; only the gradients are rounded.
@@ -119,73 +178,95 @@ def test_bfloat16_products_keep_float32_sums_and_table_gradient():
 
 @pytest.mark.parametrize('softcap', [None, 30.0])
 def test_large_logits_stay_finite(softcap):
-  hidden, table, targets, weights = make_case()
-  case = (300 * hidden, table, targets, weights)
-  options = dict(vocab_size=21, softcap=softcap)
-  actual, gradients = with_gradients(vocabulary_loss.cross_entropy, **options)(
-    *case
-  )
+  hidden, *rest = make_case()
+  case, options = (300 * hidden, *rest), dict(vocab_size=21, softcap=softcap)
+  actual, gradients = with_gradients(**options)(*case)
   sums, expected = with_gradients(dense_loss.cross_entropy, **options)(*case)
   # Saturated scores tie, and the dense argmax takes the first of them.
   actual = actual.replace(correct=sums.correct)
   assert_same((actual, gradients), (sums, expected), rtol=1e-4, atol=1e-3)
 
 
-def test_padding_rows_change_nothing():
-  hidden, table, targets, weights = make_case()
-  run = with_gradients(
-    vocabulary_loss.cross_entropy, vocab_size=21, label_smoothing=0.1
+@with_teacher
+def test_padding_rows_change_nothing(teacher):
+  hidden, table, targets, weights, (states, rows) = make_case()
+  run = with_gradients(vocab_size=21, label_smoothing=0.1, teacher=teacher)
+  expected = run(hidden, table, targets, weights, (states, rows))
+  actual = run(
+    hidden,
+    table.at[21:].set(1e4),
+    targets,
+    weights,
+    (states, rows.at[21:].set(1e4)),
   )
-  sums, gradients = run(hidden, table, targets, weights)
-  other_table = table.at[21:].set(1e4)
-  other_sums, other_gradients = run(hidden, other_table, targets, weights)
-  assert_same((sums, gradients), (other_sums, other_gradients), rtol=0, atol=0)
-  assert not np.any(gradients[1][21:])
-  assert np.all(np.any(gradients[1][:21], axis=-1))
+  assert_same(actual, expected, rtol=0, atol=0)
+  dtable = expected[1][1]
+  assert not np.any(dtable[21:])
+  assert np.all(np.any(dtable[:21], axis=-1))
 
 
 def test_microbatches_add_up_to_the_batch():
   case = make_case(B=4)
-  run = with_gradients(vocabulary_loss.cross_entropy, vocab_size=21, chunk=3)
-  hidden, table, targets, weights = case
-  whole, (_, dtable, _) = run(*case)
-  parts = [
-    run(hidden[i : i + 1], table, targets[i : i + 1], weights[i : i + 1])
-    for i in range(4)
-  ]
+  run = with_gradients(vocab_size=21, chunk=3)
+  hidden, table, targets, weights, (states, rows) = case
+  whole, (_, dtable, _, _) = run(*case)
+  parts = []
+  for i in range(4):
+    one = slice(i, i + 1)
+    arrays = states[one], rows
+    parts.append(run(hidden[one], table, targets[one], weights[one], arrays))
   sums = jax.tree.map(lambda *leaves: sum(leaves), *(p[0] for p in parts))
   assert_same(sums, whole)
   assert_same(sum(p[1][1] for p in parts), dtable)
 
 
+@with_teacher
+def test_microbatch_of_weight_zero_is_exactly_zero(teacher):
+  *arrays, weights, others = make_case()
+  run = with_gradients(vocab_size=21, z_loss=1e-2, teacher=teacher)
+  sums, gradients = run(*arrays, jnp.zeros_like(weights), others)
+  for leaf in jax.tree.leaves((sums, gradients[:2])):
+    assert not np.any(leaf)
+
+
 def test_target_outside_the_vocabulary_gives_nan_only_where_it_weighs():
-  hidden, table, targets, weights = make_case()
+  hidden, table, targets, weights, _ = make_case()
   for wrong in (-1, 21, 24):
     targets = targets.at[0, 0].set(wrong)
     for weight, expected in ((0.0, False), (1.0, True)):
       sums = vocabulary_loss.cross_entropy(
-        hidden,
-        table,
-        targets,
-        weights.at[0, 0].set(weight),
-        vocab_size=21,
+        hidden, table, targets, weights.at[0, 0].set(weight), vocab_size=21
       )
       assert bool(jnp.isnan(sums.total)) == expected
 
 
+def test_a_student_equal_to_its_teacher_has_no_gradient():
+  hidden, table, targets, weights, _ = make_case()
+  run = with_gradients(
+    vocab_size=21, softcap=5.0, teacher=dict(softcap=5.0, temperature=2.0)
+  )
+  sums, gradients = run(hidden, table, targets, weights, (hidden, table))
+  for value in (sums.kl, *gradients[:2]):
+    np.testing.assert_allclose(value, 0.0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-  'options,message',
+  'options, message',
   [
     (dict(vocab_size=25), 'vocab_size=25'),
     (dict(vocab_size=0), 'vocab_size=0'),
-    (dict(vocab_size=21, softcap=0.0), 'softcap=0.0'),
-    (dict(vocab_size=21, label_smoothing=1.0), 'label_smoothing=1.0'),
-    (dict(vocab_size=21, chunk=0), 'chunk=0'),
+    (dict(softcap=0.0), 'softcap=0.0'),
+    (dict(label_smoothing=1.0), 'label_smoothing=1.0'),
+    (dict(chunk=0), 'chunk=0'),
+    (dict(vocab_size=23, teacher={}), 'vocab_size=23'),
+    (dict(teacher=dict(temperature=0.0)), 'temperature=0.0'),
+    (dict(teacher=dict(share=1.5)), 'share=1.5'),
+    (dict(teacher=dict(softcap=-1.0)), 'softcap=-1.0'),
   ],
 )
 def test_bad_arguments(options, message):
   with pytest.raises(ValueError, match=message):
-    vocabulary_loss.cross_entropy(*make_case(), **options)
+    with_gradients(jit=False, **{'vocab_size': 21, **options})(*make_case())
 
 
 def compiled(loss, *, grad, N=256, V=4096, D=16, **options):
@@ -229,16 +310,35 @@ def test_no_gradient_work_unless_asked():
 # On meshes.
 
 
+def on_mesh(shape, function, **rules):
+  """Jits `function` with a partition of this mesh active."""
+  mesh = attention_cases.make_mesh(shape)
+
+  @jax.jit
+  def run(*arguments):
+    with partition.use(mesh, {**RULES, **rules}):
+      return function(*arguments)
+
+  return run
+
+
 def mesh_case():
-  return make_case(B=8, T=8, D=4, V=16, vocab_size=13)
+  return make_case(B=8, T=8, D=4, E=3, V=16, W=14, vocab_size=13)
 
 
 @pytest.fixture(scope='module')
 def one_device():
+  """Losses without and with a teacher, and what one device makes of them."""
   options = dict(vocab_size=13, softcap=5.0, z_loss=1e-2, label_smoothing=0.1)
-  run = with_gradients(
-    vocabulary_loss.cross_entropy, jit=False, chunk=3, **options
-  )
+  teachers = None, dict(temperature=2.0, share=0.4)
+  runs = [
+    with_gradients(jit=False, chunk=3, teacher=teacher, **options)
+    for teacher in teachers
+  ]
+
+  def run(*case):
+    return [one(*case) for one in runs]
+
   return run, jax.jit(run)(*mesh_case())
 
 
@@ -270,21 +370,15 @@ def test_rules_of_the_vocabulary(rules, one_device):
 
 @pytest.mark.sharded
 def test_mesh_that_does_not_divide_is_refused():
-  case = make_case(B=8, T=8, V=18, vocab_size=13)
-  run = with_gradients(vocabulary_loss.cross_entropy, jit=False, vocab_size=13)
+  run = with_gradients(jit=False, vocab_size=13)
   with pytest.raises(ValueError, match="'vocab' of size 18"):
-    on_mesh((1, 4, 1, 2), run, vocab='fsdp')(*case)
+    on_mesh((1, 4, 1, 2), run, vocab='fsdp')(*make_case(B=8, T=8, V=18))
 
 
 @pytest.mark.sharded
 def test_mesh_memory_is_split():
-  shapes = (
-    jax.ShapeDtypeStruct((8, 64, 16), jnp.float32),
-    jax.ShapeDtypeStruct((4096, 16), jnp.float32),
-    jax.ShapeDtypeStruct((8, 64), jnp.int32),
-    jax.ShapeDtypeStruct((8, 64), jnp.float32),
-  )
-  run = with_gradients(vocabulary_loss.cross_entropy, vocab_size=4096, chunk=8)
+  shapes = jax.eval_shape(lambda: make_case(8, 64, 16, 1, 4096, 4096, 4096))
+  run = with_gradients(vocab_size=4096, chunk=8)
   program = on_mesh((1, 8, 1, 1), run, vocab='fsdp')
   memory = program.lower(*shapes).compile().memory_analysis()
   # Per device: 8 gathered chunks of 8 tokens times an eighth of the columns.

@@ -8,7 +8,13 @@ from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses, optimizers, phases, schedules
+from encdec_adapt.training import (
+  losses,
+  optimizers,
+  phases,
+  schedules,
+  train_section,
+)
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from tests import framing
@@ -89,9 +95,10 @@ class Trainer:
         eps=1e-3,
         weight_decay=0.1,
       ),
-      warmup_steps=warmup,
-      microbatches=microbatches,
-      teacher=teacher,
+      train_section.TrainConfig(
+        microbatches=microbatches, cross_attention_warmup=warmup
+      ),
+      teacher,
     )
     self.functions = {}
 

@@ -13,7 +13,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses as losses_lib
-from encdec_adapt.training import optimizers, phases, schedules
+from encdec_adapt.training import optimizers, phases, schedules, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from tests.training.conftest import (
@@ -97,7 +97,9 @@ def test_microbatches_add_one_sum_of_gradients_to_memory():
     'adamw', schedules.ScheduleConfig('constant', 1e-2, 2, 100)
   )
   loss = losses_lib.LossConfig(chunk=16)
-  state = phases.Phases(where, loss, config).abstract()
+  state = phases.Phases(
+    where, loss, config, train_section.TrainConfig()
+  ).abstract()
   shapes = {
     name: jax.ShapeDtypeStruct((32, 8), 'int32')
     for name in ('decoder_tokens', 'decoder_segments', 'decoder_positions')
@@ -111,7 +113,8 @@ def test_microbatches_add_one_sum_of_gradients_to_memory():
   }
 
   def temporary(parts):
-    step = phases.Phases(where, loss, config, microbatches=parts).make_step()
+    train = train_section.TrainConfig(batch_size=32, microbatches=parts)
+    step = phases.Phases(where, loss, config, train).make_step()
     compiled = step.lower(state, batch, {}).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

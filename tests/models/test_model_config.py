@@ -1,0 +1,27 @@
+"""Fields of stacks that cannot be."""
+
+import pytest
+
+from encdec_adapt.cli import errors
+
+EXPERTS = dict(experts=4, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'rope_factor': 0.0}, 'rope_factor is 0.0'),
+    ({'rope_low_factor': 4.0}, 'must be below rope_high_factor'),
+    ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
+    ({'cross_merged': True, 'cross_width': 8}, 'must be the'),
+    ({'norm_topk': True}, 'norm_topk is True'),
+    ({'experts': 4}, 'experts_per_token is 0'),
+    ({**EXPERTS, 'experts_per_token': 5}, 'experts_per_token is 5'),
+    ({**EXPERTS, 'dense_layers': 3}, 'dense_layers is 3'),
+    ({**EXPERTS, 'shared_expert_gate': True}, 'shared_expert_width'),
+    ({**EXPERTS, 'mlp_bias': True}, 'mlp_bias'),
+  ],
+)
+def test_fields_that_cannot_be(changes, message, small_stack):
+  with pytest.raises(errors.UserError, match=message):
+    small_stack(**changes)
