@@ -14,11 +14,9 @@ SRC, A, B and PATH are Hugging Face folders or work directories of runs. CKPT
 is a work directory as training leaves it, with a checkpoint of step 0.
 """
 
-import functools
-
 from absl import flags
 
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   adapting,
   compare,
@@ -29,46 +27,24 @@ from encdec_adapt.conversion import (
 )
 from encdec_adapt.models import model_config
 
-
-def _flag(kind: str, name: str, *arguments, default=None):
-  """Returns a function that defines one flag of an absl kind."""
-  define = getattr(flags, f'DEFINE_{kind}')
-  return lambda values: define(name, default, *arguments, flag_values=values)
-
-
-_string = functools.partial(_flag, 'string')
-_bool = functools.partial(_flag, 'bool')
-_integer = functools.partial(_flag, 'integer')
-_float = functools.partial(_flag, 'float')
-_enum = functools.partial(_flag, 'enum')
-
-
-def _flags(*definitions: command.DefineFlags) -> command.DefineFlags:
-  """Returns a function that defines several flags."""
-
-  def define(values: flags.FlagValues) -> None:
-    for definition in definitions:
-      definition(values)
-
-  return define
-
-
-_OUTPUT = _string('output', 'Folder to write; must not exist, or be empty.')
-_WINDOW = _enum(
+_OUTPUT = command.string(
+  'output', 'Folder to write; must not exist, or be empty.'
+)
+_WINDOW = command.choice(
   'encoder_window',
   list(stored_model.WINDOWS),
   'Window of the local layers of a bidirectional encoder: |q-k| < W (exclusive,'
   ' the authors of T5Gemma) or <= W (inclusive, transformers 5.23). Default:'
   " the run's own; for a folder, that of its config.json, or exclusive.",
 )
-_MULTIPLE = _integer(
+_MULTIPLE = command.integer(
   'vocab_multiple',
   'Pad tables to a multiple of this many rows, to divide over a mesh.',
   default=128,
 )
 # Flags that change the target architecture; None leaves that of the sources.
 _ARCHITECTURE = (
-  _enum(
+  command.choice(
     'target',
     ['t5gemma', 't5gemma2'],
     'Family that transformers must be able to load: t5gemma from Gemma 2, or'
@@ -76,35 +52,37 @@ _ARCHITECTURE = (
     ' --eoi_token). Default: cross-attention and a table for each stack as in'
     ' t5gemma, for any family.',
   ),
-  _bool('causal_encoder', 'Keep the encoder causal.', default=False),
-  _bool('shared_table', "Let the encoder read the decoder's embedding table."),
-  _bool(
+  command.boolean('causal_encoder', 'Keep the encoder causal.', default=False),
+  command.boolean(
+    'shared_table', "Let the encoder read the decoder's embedding table."
+  ),
+  command.boolean(
     'cross_merged',
     "Let the decoder's self-attention read the encoder too; needs equal"
     ' widths.',
   ),
-  _enum(
+  command.choice(
     'cross_layers',
     ['all', 'global'],
     'Layers of the decoder that read the encoder.',
   ),
-  _integer(
+  command.integer(
     'encoder_kv_heads',
     "Key/value heads of the encoder, a multiple of its source's; each is"
     ' repeated.',
   ),
-  _integer(
+  command.integer(
     'encoder_vocab_size',
     "Vocabulary size of the encoder, at least its source's; a new token gets"
     ' the mean embedding.',
   ),
-  _integer('decoder_vocab_size', 'The same for the decoder.'),
-  _bool(
+  command.integer('decoder_vocab_size', 'The same for the decoder.'),
+  command.boolean(
     'tied_head',
     "Compute logits from the decoder's embedding table; --notied_head copies"
     ' it into a head.',
   ),
-  _integer(
+  command.integer(
     'eoi_token',
     'Id of the token after an image, for t5gemma2. Default:'
     f' {model_config.EOI_TOKEN}.',
@@ -138,11 +116,6 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
   """Compares the logits of two models; returns 1 if above the tolerance."""
   one, other = (importing.open_model(path, values) for path in operands)
   compare.require_same_sizes(one, other)
-  for name in ('rows', 'length'):
-    if values[name].value < 1:
-      raise errors.UserError(
-        f'--{name} is {values[name].value}; it must be at least 1.'
-      )
   tokens = compare.random_tokens(
     one.model, rows=values.rows, length=values.length, seed=values.seed
   )
@@ -163,10 +136,12 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
 COMMANDS = {
   'import': command.Subcommand(
     'Hugging Face folder -> checkpoint of ours',
-    _flags(
-      _string('source', 'Hugging Face folder, or Flax folder of the authors.'),
+    command.define(
+      command.string(
+        'source', 'Hugging Face folder, or Flax folder of the authors.'
+      ),
       _OUTPUT,
-      _string(
+      command.string(
         'model',
         'For a Flax folder: a size (2b), a pair (9b_2b) or the path of a'
         ' config.json. Default: the released model of its shapes.',
@@ -178,23 +153,23 @@ COMMANDS = {
   ),
   'export': command.Subcommand(
     'checkpoint of ours -> Hugging Face folder',
-    _flags(
-      _string(
+    command.define(
+      command.string(
         'checkpoint', 'Work directory, or a Hugging Face folder to rewrite.'
       ),
       _OUTPUT,
-      _enum(
+      command.choice(
         'dtype',
         ['float32', 'bfloat16', 'float16'],
         'Dtype of the tensors. Default: as stored, which is that of the import'
         ' and float32 after training, adapt and merge.',
       ),
-      _string(
+      command.string(
         'vision',
         'Folder to take the vision part of a T5Gemma 2 from. Default: the'
         ' folder that the model was imported from.',
       ),
-      _enum(
+      command.choice(
         'layout',
         ['auto', 'transformers', 'encdec_adapt'],
         'Layout of the folder: that of transformers, that of this project, or'
@@ -206,27 +181,29 @@ COMMANDS = {
   ),
   'adapt': command.Subcommand(
     'decoder-only models -> encoder-decoder at step 0',
-    _flags(
-      _string('encoder', 'Source of the encoder.'),
-      _string('decoder', "Source of the decoder. Default: the encoder's."),
+    command.define(
+      command.string('encoder', 'Source of the encoder.'),
+      command.string(
+        'decoder', "Source of the decoder. Default: the encoder's."
+      ),
       _OUTPUT,
-      _enum(
+      command.choice(
         'cross_attention',
         ['auto', 'copy', 'fresh'],
         'Copy cross-attention from self-attention, draw it fresh, or copy'
         ' where shapes allow (auto).',
         default='auto',
       ),
-      _enum(
+      command.choice(
         'post_norm_gain',
         ['one', 'zero'],
         'Gain of the post-norm of fresh cross-attention.',
         default='one',
       ),
-      _integer('seed', 'Seed of fresh weights.', default=0),
+      command.integer('seed', 'Seed of fresh weights.', default=0),
       _MULTIPLE,
       *_ARCHITECTURE,
-      _bool(
+      command.boolean(
         'dry_run',
         'Print the coverage report and stop; reads no weights.',
         default=False,
@@ -235,18 +212,20 @@ COMMANDS = {
     adapting.adapt_models,
   ),
   'inspect': command.Subcommand(
-    'describe a model', _flags(), inspect, ('PATH',)
+    'describe a model', command.define(), inspect, ('PATH',)
   ),
   'diff': command.Subcommand(
     'compare the parameters of two models',
-    _flags(_bool('all', 'Print equal ones too.', default=False), _WINDOW),
+    command.define(
+      command.boolean('all', 'Print equal ones too.', default=False), _WINDOW
+    ),
     diff,
     ('A', 'B'),
   ),
   'merge': command.Subcommand(
     'average models of one shape',
-    _flags(
-      _string(
+    command.define(
+      command.string(
         'weights',
         'One weight per model, separated by commas. Default: equal weights.',
       ),
@@ -258,11 +237,11 @@ COMMANDS = {
   ),
   'verify': command.Subcommand(
     'compare the logits of two models on random tokens',
-    _flags(
-      _integer('rows', 'Number of rows.', default=4),
-      _integer('length', 'Tokens of a row.', default=64),
-      _integer('seed', 'Seed of the tokens.', default=0),
-      _float(
+    command.define(
+      command.integer('rows', 'Number of rows.', default=4, lower_bound=1),
+      command.integer('length', 'Tokens of a row.', default=64, lower_bound=1),
+      command.integer('seed', 'Seed of the tokens.', default=0),
+      command.number(
         'tolerance', 'Largest difference of a logit to end with status 0.'
       ),
       _WINDOW,

@@ -29,17 +29,16 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 
-
-def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of this command."""
-  define = dict(flag_values=values)
-  flags.DEFINE_multi_string(
-    'checkpoint', [], 'Work directory of a run; may be repeated.', **define
-  )
-  flags.DEFINE_string(
-    'records', None, 'Folder of a held-out record set.', **define
-  )
-  flags.DEFINE_integer('batch_size', 16, 'Rows at a time.', **define)
+define_flags = command.define(
+  command.flag(
+    'multi_string',
+    'checkpoint',
+    'Work directory of a run; may be repeated.',
+    default=[],
+  ),
+  command.string('records', 'Folder of a held-out record set.'),
+  command.integer('batch_size', 'Rows at a time.', default=16),
+)
 
 
 def main(values: flags.FlagValues) -> int:

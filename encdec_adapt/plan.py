@@ -51,40 +51,34 @@ from encdec_adapt.training import setup
 DOES_NOT_FIT = 3  # Exit status.
 
 
-def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of this command."""
-  command.define_config(values)
-  define = dict(flag_values=values)
-  flags.DEFINE_string(
-    'topology', None, 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.', **define
-  )
-  flags.DEFINE_integer('num_slices', 1, 'Number of slices.', **define)
-  flags.DEFINE_list('programs', ['train'], 'Of train, eval, decode.', **define)
-  flags.DEFINE_float(
-    'hbm_gib', 0.0, 'Memory budget of a device in GiB; 0: all of it.', **define
-  )
-  flags.DEFINE_bool(
-    'sharding',
-    False,
-    'Print the sharding of every array, and compile nothing.',
-    **define,
-  )
-  flags.DEFINE_integer(
+define_flags = command.define(
+  command.define_config,
+  command.string('topology', 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.'),
+  command.integer('num_slices', 'Number of slices.', default=1),
+  command.flag(
+    'list', 'programs', 'Of train, eval, decode.', default=['train']
+  ),
+  command.number(
+    'hbm_gib', 'Memory budget of a device in GiB; 0: all of it.', default=0.0
+  ),
+  command.boolean(
+    'sharding', 'Print the sharding of every array, and compile nothing.'
+  ),
+  command.integer(
     'search',
-    0,
     'Number of best-ranked candidates to compile. Candidates have their own'
     ' rows per chip; the batch is not kept.',
+    default=0,
     lower_bound=0,
-    **define,
-  )
-  flags.DEFINE_list(
+  ),
+  command.flag(
+    'list',
     'calibrate',
-    None,
     "Published runs to plan again, by parts of their names, or 'all'.",
-    **define,
-  )
-  flags.DEFINE_string('table', '', 'Folder of stored plans.', **define)
-  flags.DEFINE_string('output', '', 'JSON file of the report.', **define)
+  ),
+  command.string('table', 'Folder of stored plans.'),
+  command.string('output', 'JSON file of the report.'),
+)
 
 
 def main(values: flags.FlagValues) -> int:

@@ -33,18 +33,10 @@ from encdec_adapt.evaluation import study_stages
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.telemetry import accounting, metrics, progress
 
-
-def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of this command."""
-  flags.DEFINE_string(
-    'study',
-    None,
-    'FILE[:ARG] with a function get_study(arg).',
-    flag_values=values,
-  )
-  flags.DEFINE_bool(
-    'list', False, 'Print the commands and stop.', flag_values=values
-  )
+define_flags = command.define(
+  command.string('study', 'FILE[:ARG] with a function get_study(arg).'),
+  command.boolean('list', 'Print the commands and stop.'),
+)
 
 
 def main(values: flags.FlagValues) -> int:

@@ -35,31 +35,20 @@ from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
 
-
-def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of this command."""
-  command.define_config(values)
-  define = dict(flag_values=values)
-  flags.DEFINE_string('workdir', None, 'Work directory of the job.', **define)
-  flags.DEFINE_bool(
-    'print_config', False, 'Print the configuration and exit.', **define
-  )
-  flags.DEFINE_bool(
-    'dry_run', False, 'Print shapes, memory and adaptation; exit.', **define
-  )
-  flags.DEFINE_string(
-    'coordinator', None, 'host:port of process 0, or auto.', **define
-  )
-  flags.DEFINE_integer('processes', None, 'Number of processes.', **define)
-  flags.DEFINE_integer(
-    'process', None, '0-based index of this process.', **define
-  )
-  flags.DEFINE_integer(
+define_flags = command.define(
+  command.define_config,
+  command.string('workdir', 'Work directory of the job.'),
+  command.boolean('print_config', 'Print the configuration and exit.'),
+  command.boolean('dry_run', 'Print shapes, memory and adaptation; exit.'),
+  command.string('coordinator', 'host:port of process 0, or auto.'),
+  command.integer('processes', 'Number of processes.'),
+  command.integer('process', '0-based index of this process.'),
+  command.integer(
     'start_seconds',
-    distributed.START_TIMEOUT,
     'Seconds to wait for all processes at the start.',
-    **define,
-  )
+    default=distributed.START_TIMEOUT,
+  ),
+)
 
 
 def main(values: flags.FlagValues) -> int:

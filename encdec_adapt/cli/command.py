@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import re
 import sys
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -50,6 +52,45 @@ class Subcommand:
   def usage(self) -> str:
     """Returns the operands as they are written, for --help."""
     return ' '.join(self.operands) + (' ...' if self.more else '')
+
+
+def flag(
+  kind: str, name: str, *arguments: Any, default: Any = None, **options: Any
+) -> DefineFlags:
+  """Returns a function that defines one flag.
+
+  Args:
+    kind: kind of the flag, such as 'string' for `flags.DEFINE_string`.
+    name: name of the flag.
+    *arguments: its help, after the allowed values of an enum.
+    default: value of a flag that is not given.
+    **options: options of the kind, such as `lower_bound`.
+  """
+  define = getattr(flags, f'DEFINE_{kind}')
+
+  def define_flag(values: flags.FlagValues) -> None:
+    """Defines the flag."""
+    define(name, default, *arguments, flag_values=values, **options)
+
+  return define_flag
+
+
+string = functools.partial(flag, 'string')
+boolean = functools.partial(flag, 'bool')
+integer = functools.partial(flag, 'integer')
+number = functools.partial(flag, 'float')
+choice = functools.partial(flag, 'enum')
+
+
+def define(*definitions: DefineFlags) -> DefineFlags:
+  """Returns a function that defines several flags."""
+
+  def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags of a command."""
+    for definition in definitions:
+      definition(values)
+
+  return define_flags
 
 
 def define_config(values: flags.FlagValues) -> None:

@@ -116,6 +116,7 @@ class LoadedModel:
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    rows: Int[Array, 'B'] | None = None,
     bos: int | None = None,
     eos: int | Sequence[int] | None = None,
     pad: int | None = None,
@@ -130,6 +131,8 @@ class LoadedModel:
       top_k: draw among the k likeliest tokens only.
       top_p: draw among the likeliest tokens that reach this probability.
       seed: seed of all draws.
+      rows: index of each prompt, which with `seed` decides its draws; None for
+        0 .. B-1.
       bos: first token of an encoder-decoder's decoder. Default of `bos`, `eos`
         and `pad`: `special_ids`.
       eos: token, or several, that ends a row.
@@ -153,6 +156,7 @@ class LoadedModel:
       self.params,
       *self._framed(tokens, mask, next(iter(self.config.stacks))),
       rng=jax.random.key(seed),
+      rows=rows,
       max_tokens=max_tokens,
       sampling=sampling.SamplingConfig(temperature, top_k, top_p),
       bos=ids['bos'],

@@ -153,7 +153,7 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
     (['merge', '{gemma}', '{gemma}', '--weights=a,b', '--output={tmp}/x'],
      'must be numbers'),
     (['verify', '{gemma}', '{llama}'], 'no tokens in common'),
-    (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows is 0'),
+    (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows=0'),
   ],
 )  # fmt: skip
 def test_bad_arguments(
