@@ -8,7 +8,6 @@ into validated `Settings`, and `page` prints every key with its documentation.
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Any
 
 import ml_collections
@@ -48,7 +47,11 @@ class Settings:
   train: train_section.TrainConfig
   checkpoint: checkpoint_section.CheckpointConfig
   mesh: mesh_lib.MeshConfig
-  rules: rules_lib.Rules
+
+  @property
+  def rules(self) -> rules_lib.Rules:
+    """Sharding rules that `config.mesh.rules` names."""
+    return rules_lib.named(self.mesh.rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ _SECTIONS = {
   'optimizer': (optimizers.OptimizerConfig, schedules.ScheduleConfig),
   'train': (train_section.TrainConfig,),
   'checkpoint': (checkpoint_section.CheckpointConfig,),
-  'mesh': (mesh_lib.MeshConfig, rules_lib.RulesConfig),
+  'mesh': (mesh_lib.MeshConfig,),
 }
 
 
@@ -132,32 +135,23 @@ def load(
       'the configuration was saved by another version:'
       f' {", ".join(sorted(values.keys() ^ found))} on one side only.'
     )
-  _require_finite('config', values)
   model = model_section.model_from_section(values['model'])
-  train = _section('train', values)
+  sections = {
+    name: keys.make(part, values[name])
+    for name, (part, *others) in _SECTIONS.items()
+    if name != 'data' and not others
+  }
+  data = keys.make(
+    data_section.DataConfig,
+    values['data'],
+    table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
+  )
   settings = Settings(
     seed=values['seed'],
     model=model,
-    compute=_section('compute', values),
-    init=_section('init', values),
-    data=_section(
-      'data',
-      values,
-      table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
-    ).in_workdir(workdir),
-    teacher=_section('teacher', values),
-    loss=_section('loss', values),
-    optimizer=_optimizer(values['optimizer'], train.steps),
-    train=train,
-    checkpoint=_section('checkpoint', values),
-    mesh=keys.make(
-      mesh_lib.MeshConfig, _keys_of(mesh_lib.MeshConfig, values['mesh'])
-    ),
-    rules=rules_lib.RULES[
-      keys.make(
-        rules_lib.RulesConfig, _keys_of(rules_lib.RulesConfig, values['mesh'])
-      ).rules
-    ],
+    data=data.in_workdir(workdir),
+    optimizer=_optimizer(values['optimizer'], sections['train'].steps),
+    **sections,
   )
   _check_model(settings, values['data']['vocabulary'])
   _check_sources(settings, sources)
@@ -250,35 +244,17 @@ def load_run(workdir: str) -> Settings:
   return load(saved, str(workdir))
 
 
-def _keys_of(part: type, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values whose keys belong to one dataclass of a section."""
-  names = {name for name, _, _, _ in keys.keys_of(part)}
-  return {k: v for k, v in values.items() if k in names}
-
-
-def _section(name: str, values: Mapping[str, Any], **others: Any) -> Any:
-  (part,) = _SECTIONS[name]
-  return keys.make(part, values[name], **others)
-
-
 def _optimizer(
   values: Mapping[str, Any], steps: int
 ) -> optimizers.OptimizerConfig:
-  rate = _keys_of(schedules.ScheduleConfig, values)
+  """Builds the section `optimizer`, which has the keys of the schedule too."""
+  names = keys.defaults(schedules.ScheduleConfig)
+  rate = {name: values[name] for name in names if name in values}
   return keys.make(
     optimizers.OptimizerConfig,
-    {k: v for k, v in values.items() if k not in rate},
+    {k: v for k, v in values.items() if k not in names},
     schedule=keys.make(schedules.ScheduleConfig, rate, total_steps=steps),
   )
-
-
-def _require_finite(prefix: str, value: Any) -> None:
-  """Refuses NaN and infinity, which pass every comparison with a range."""
-  if isinstance(value, Mapping):
-    for name, inner in value.items():
-      _require_finite(f'{prefix}.{name}', inner)
-  elif isinstance(value, float) and not math.isfinite(value):
-    raise errors.UserError(f'{prefix} is {value}; it must be a finite number.')
 
 
 def _check_model(settings: Settings, vocabulary: str) -> None:

@@ -10,6 +10,7 @@ evaluation.json into each run's folder.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from absl import flags
@@ -19,12 +20,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import run_artifacts, stored_model
-from encdec_adapt.data import loader, records
+from encdec_adapt.data import records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
@@ -53,10 +53,9 @@ def main(values: flags.FlagValues) -> int:
   record_set = records.RecordSet.open(values.records)
   # Opens every run, so that bad input is refused before the first hours.
   runs = [open_run(path, record_set) for path in values.checkpoint]
-  evaluators: dict[Any, perplexity.Evaluator] = {}
   print(f'{len(record_set):,} rows of {values.records}')
   for run in runs:
-    result = evaluate(run, record_set, values.batch_size, evaluators)
+    result = evaluate(run, record_set, values.batch_size)
     shuffled = result['eval_loss_shuffled_prefix']
     print(
       f'{run.path}: {result["eval_loss"]:.4f} nats per target token'
@@ -150,7 +149,6 @@ def evaluate(
   run: Run,
   record_set: records.RecordSet,
   batch_size: int,
-  evaluators: dict[Any, perplexity.Evaluator],
 ) -> dict[str, Any]:
   """Evaluates a run.
 
@@ -158,37 +156,29 @@ def evaluate(
     run: result of `open_run`.
     record_set: the rows that the run was opened for.
     batch_size: rows of a batch.
-    evaluators: cache of evaluators, so that equal models compile once.
 
   Returns:
     The content of evaluation.json: among others `kind`, and `eval_loss` and
     `eval_loss_shuffled_prefix` in nats per target token (the latter None for
     rows without inputs or with several pairs, and for a single row).
   """
-  lengths, where = record_set.spec.lengths, run.where
-  key = (where, run.loss.chunk)
-  if key not in evaluators:
-    evaluators[key] = perplexity.Evaluator(*key)
-  evaluator = evaluators[key]
-  params = run.found.restore_params(where.abstract_params())
-  shards = placement.row_shards(where.mesh, where.rules)
+  spec = record_set.spec
+  params = run.found.restore_params(run.where.abstract_params())
 
-  def measure(**options) -> perplexity.Result:
-    return evaluator(
-      params,
-      loader.evaluation_batches(
-        record_set,
-        lengths,
-        batch_size,
-        teacher=lengths.encoder > 0 and not run.is_pair,
-        local=shards.rows(batch_size),
-        **options,
-      ),
+  def measure(**options: int) -> perplexity.Result:
+    """Evaluates the parameters on the rows."""
+    batches = setup.evaluation_batches(
+      record_set,
+      batch_size,
+      run.where,
+      teacher=spec.lengths.encoder > 0 and not run.is_pair,
+      **options,
     )
+    return _evaluator(run.where, run.loss.chunk)(params, batches)
 
   own = measure()
   shuffled = None
-  if _one_pair_a_row(record_set) and len(record_set) > 1:
+  if spec.lengths.encoder and not spec.pack and len(record_set) > 1:
     # Half of the set away: the prefix of another document.
     shuffled = measure(prefix_offset=len(record_set) // 2).loss
   return {
@@ -203,10 +193,10 @@ def evaluate(
   }
 
 
-def _one_pair_a_row(record_set: records.RecordSet) -> bool:
-  """Returns whether the prefixes of rows can be exchanged."""
-  spec = record_set.spec
-  return spec.lengths.encoder > 0 and not spec.pack
+@functools.cache
+def _evaluator(where: state_lib.Placement, chunk: int) -> perplexity.Evaluator:
+  """Returns an evaluator; equal models share one, which compiles once."""
+  return perplexity.Evaluator(where, chunk)
 
 
 if __name__ == '__main__':

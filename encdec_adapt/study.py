@@ -11,7 +11,6 @@ given again.
 """
 
 from collections.abc import Sequence
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -124,9 +123,9 @@ def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
     line = _command_line(stage, extra)
     budget = progress.format_seconds(stage.budget_seconds)
     print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
-    with _timed(paths.at(root), stage) as clock:
-      status = _call(stage, extra)
-    seconds = clock()
+    began = time.perf_counter()
+    status = _call(stage, extra)
+    seconds = time.perf_counter() - began
     if status:
       return status
     took = progress.format_seconds(seconds)
@@ -155,22 +154,6 @@ def _command_line(stage: study_stages.Stage, extra: Sequence[str]) -> str:
 def _marker(root: paths.Path, stage: study_stages.Stage) -> paths.Path:
   """The file that marks a finished stage."""
   return root / 'stages' / f'{stage.name}.json'
-
-
-@contextlib.contextmanager
-def _timed(root: paths.Path, stage: study_stages.Stage):
-  """Yields a clock of a stage's seconds over all its starts but killed ones."""
-  path = root / 'stages' / f'{stage.name}.seconds'
-  before = json.loads(path.read_text())['seconds'] if path.exists() else 0.0
-  began = time.perf_counter()
-
-  def clock() -> float:
-    return before + time.perf_counter() - began
-
-  try:
-    yield clock
-  finally:
-    atomic.write_json(path, {'seconds': clock()})
 
 
 def _check_same_study(root: paths.Path, digest: str) -> None:

@@ -134,9 +134,9 @@ def train(
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every,
   )
-  checkpoints.require_space(
-    phases.abstract(), [*range(every, steps, every), steps]
-  )
+  saves = {*range(every, steps, every), steps}
+  saves |= {group.start for group in phases.groups if group.start}
+  checkpoints.require_space(phases.abstract(), sorted(saves))
   start = checkpoints.latest()  # A step, or None for a new job.
   if start is None:
     checkpoints.check_not_lost()

@@ -138,7 +138,7 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
     sections.setdefault(section, {})[name] = value
   changed: dict[str, Any] = {}
   if mesh := sections.pop('mesh', None):
-    changed['rules'] = rules_lib.named(mesh.pop('rules'))
+    changed['rules'] = rules_lib.named(mesh['rules'])
     changed['mesh'] = mesh_lib.make_mesh(
       mesh_lib.MeshConfig(**mesh), list(job.mesh.devices.flat)
     )

@@ -1,7 +1,6 @@
 """Plans as files: the flags, the versions and the result."""
 
 from collections.abc import Iterable, Mapping
-import dataclasses
 import importlib.metadata
 from typing import Any
 
@@ -13,6 +12,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.planning import chips
+from encdec_adapt.sharding import mesh
 
 _GIB = 2**30
 
@@ -51,7 +51,7 @@ def request(config_flag, where: chips.Slice) -> dict[str, Any]:
 def setup(settings: config_lib.Settings) -> dict[str, Any]:
   """Returns the settings of a job that decide on memory and speed."""
   return {
-    'mesh': dataclasses.asdict(settings.mesh),
+    'mesh': {axis: getattr(settings.mesh, axis) for axis in mesh.AXES},
     'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
     'remat': settings.compute.remat,
     'attention': settings.compute.attention,

@@ -10,13 +10,14 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from encdec_adapt.cli import keys
+from encdec_adapt.sharding import rules as rules_lib
 
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Keys of `config.mesh` that are sizes of the mesh axes."""
+  """Keys of `config.mesh`: sizes of the mesh axes, and the sharding rules."""
 
   replica: int = keys.key(
     1, 'Copies of the parameters; their gradients are all-reduced.'
@@ -28,6 +29,13 @@ class MeshConfig:
   )
   sequence: int = keys.key(1, 'Shards of the length of activations.')
   tensor: int = keys.key(1, 'Shards of heads, mlp and vocabulary.')
+  rules: str = keys.key(
+    'fsdp',
+    "'fsdp'; 'fsdp_replica', which shards all but the tables over replica"
+    " too; 'whole_slice', which shards the tables too; or 'data_parallel'."
+    ' Tables are sharded over at most 64 devices.',
+    one_of=tuple(rules_lib.RULES),
+  )
 
   def __post_init__(self):
     keys.check(self, 'config.mesh.')

@@ -11,7 +11,6 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
-from encdec_adapt.cli import keys
 from encdec_adapt.ops import partition
 
 # Most devices with different tokens that may share a vocabulary table: each
@@ -109,22 +108,6 @@ RULES = {
   ),
   'data_parallel': Rules(embed=(), vocab=()),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RulesConfig:
-  """Key of `config.mesh` that names the sharding rules."""
-
-  rules: str = keys.key(
-    'fsdp',
-    "'fsdp'; 'fsdp_replica', which shards all but the tables over replica"
-    " too; 'whole_slice', which shards the tables too; or 'data_parallel'."
-    ' Tables are sharded over at most 64 devices.',
-    one_of=tuple(RULES),
-  )
-
-  def __post_init__(self):
-    keys.check(self, 'config.mesh.')
 
 
 def named(name: str) -> Rules:
