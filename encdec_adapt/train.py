@@ -172,7 +172,7 @@ def train(
     meta['sources'] = accounting.read_sources(
       [str(source.path) for source in sources.models]
       + [settings.teacher.checkpoint] * bool(teacher)
-    ).as_dict()
+    )
     for path in meta['sources']['not_counted']:
       say(f'the cost of {path} is unknown: the summary leaves it out')
     state = phases.create(sources.read(settings.seed))

@@ -1,10 +1,10 @@
-"""Entry point of every main: exit statuses, user errors without traceback."""
+"""Exit statuses, and user errors without a traceback."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from encdec_adapt.cli import errors
 
@@ -20,31 +20,13 @@ HANG = 76
 ABORT = 134
 
 
-def run(
-  main: Callable[[Sequence[str]], int | None],
-  *,
-  parse_flags: Callable[[Sequence[str]], Any] = flags.FLAGS,
-) -> NoReturn:
-  """Parses flags, runs `main` and exits with its status.
+def guard(function: Callable[..., Any], *arguments: Any) -> Any:
+  """Calls a function; prints a user error as one paragraph and exits.
 
-  A `UserError` from either, or a bad flag, is printed to standard error as
-  one paragraph without a traceback, and the status is `USER_ERROR`.
-
-  Args:
-    main: takes the arguments left over by the flags, program name first;
-      returns a status or None for 0.
-    parse_flags: takes `sys.argv`, returns the arguments left over.
+  There is no traceback, and the exit status is that of the error.
   """
-  app.run(
-    lambda arguments: guard(main, arguments),
-    flags_parser=lambda argv: guard(parse_flags, argv),
-  )
-
-
-def guard(function: Callable[[Any], Any], argument: Any) -> Any:
-  """Calls `function(argument)`; prints a user error and exits."""
   try:
-    return function(argument)
+    return function(*arguments)
   except (errors.UserError, flags.Error) as error:
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)

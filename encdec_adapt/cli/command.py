@@ -7,18 +7,20 @@ a study can run several mains in one process, parsed as from a shell.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import re
 import sys
 from typing import Any
 
+from absl import app as absl_app
 from absl import flags, logging
 from ml_collections import config_flags
 
 from encdec_adapt.cli import app, errors
 
+# What absl and ml_collections raise for bad flags and configuration keys.
+_BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 DefineFlags = Callable[[flags.FlagValues], None]
 
 
@@ -39,19 +41,6 @@ class Subcommand:
   run: Callable[[flags.FlagValues, list[str]], int]
   operands: tuple[str, ...] = ()
   more: bool = False
-
-  def check(self, name: str, operands: Sequence[str]) -> None:
-    """Raises UserError for too few or too many operands."""
-    count, wanted = len(operands), len(self.operands)
-    if count < wanted or (count > wanted and not self.more):
-      raise errors.UserError(
-        f'{name} takes {self.usage() or "flags only"}, not'
-        f' {" ".join(operands) or "nothing"}; see {name} --help.'
-      )
-
-  def usage(self) -> str:
-    """Returns the operands as they are written, for --help."""
-    return ' '.join(self.operands) + (' ...' if self.more else '')
 
 
 def flag(
@@ -140,15 +129,7 @@ def parse_operands(
       rest = values(arguments)
       if 'config' in values and values.config is not None:
         values.config.to_dict()  # Raises if the file failed to load.
-  except errors.UserError:
-    raise
-  except (
-    flags.Error,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ValueError,
-  ) as error:
+  except _BAD_FLAGS as error:
     raise errors.UserError(_explain(error, arguments)) from error
   except (OSError, ImportError) as error:
     raise errors.UserError(
@@ -205,40 +186,39 @@ def run_subcommand(
     print(f'{description}\n\ncommands:\n' + '\n'.join(lines))
     return 0
   if name not in commands:
-    near = difflib.get_close_matches(name, commands, 1)
-    hint = f' Did you mean {near[0]}?' if near else ''
-    what = f'{name!r} is not a command' if name else 'a command is missing'
     raise errors.UserError(
-      f'{what}; the first argument is one of {", ".join(commands)}.{hint}'
+      f'{name!r} is not a command; the first argument is one of'
+      f' {", ".join(commands)}.'
     )
   command = commands[name]
+  usage = ' '.join(command.operands) + (' ...' if command.more else '')
   values, operands = parse_operands(command.define, argv[1:])
   if values.help:
-    print(f'{name} {command.usage()}: {command.summary}')
-    print(f'flags:\n{values.get_help()}')
+    print(f'{name} {usage}: {command.summary}\nflags:\n{values.get_help()}')
     return 0
-  command.check(name, operands)
+  extra = len(operands) - len(command.operands)
+  if extra < 0 or (extra and not command.more):
+    raise errors.UserError(
+      f'{name} takes {usage or "flags only"}, not'
+      f' {" ".join(operands) or "nothing"}; see {name} --help.'
+    )
   return command.run(values, operands)
 
 
 def _run(start: Callable[[Sequence[str]], int]) -> None:
   """Runs a main on the arguments and exits with its status."""
 
-  def parse_flags(argv: Sequence[str]) -> Sequence[str]:
-    """Parses no flags, and marks absl's global flags as parsed."""
-    # absl and Grain's workers require it; our flags are separate.
-    flags.FLAGS(argv[:1])
-    return argv
-
   def run(argv: Sequence[str]) -> int:
     """Sets up logging and runs."""
-    logging.set_verbosity(logging.WARNING)  # Orbax reports at length.
+    logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
       sys.stdout.reconfigure(line_buffering=True)
-    return start(argv[1:])
+    return app.guard(start, argv[1:])
 
-  app.run(run, parse_flags=parse_flags)
+  # absl and Grain's workers require that absl's global flags are parsed; ours
+  # are separate.
+  absl_app.run(run, flags_parser=lambda argv: flags.FLAGS(argv[:1]) + argv[1:])
 
 
 def require(values: flags.FlagValues, *names: str) -> None:

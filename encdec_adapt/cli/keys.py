@@ -9,6 +9,7 @@ of ours but user errors.
 from collections.abc import Iterator, Mapping
 import dataclasses
 import math
+import operator
 import textwrap
 from typing import Any
 
@@ -48,14 +49,14 @@ class Key:
       return 'it must be a finite number'
     if self.one_of is not None and value not in self.one_of:
       return f'it must be one of {", ".join(map(str, self.one_of))}'
-    if self.at_least is not None and value < self.at_least:
-      return f'it must be at least {self.at_least}'
-    if self.above is not None and value <= self.above:
-      return f'it must be above {self.above}'
-    if self.at_most is not None and value > self.at_most:
-      return f'it must be at most {self.at_most}'
-    if self.below is not None and value >= self.below:
-      return f'it must be below {self.below}'
+    for words, bound, holds in (
+      ('at least', self.at_least, operator.ge),
+      ('above', self.above, operator.gt),
+      ('at most', self.at_most, operator.le),
+      ('below', self.below, operator.lt),
+    ):
+      if bound is not None and not holds(value, bound):
+        return f'it must be {words} {bound}'
     return ''
 
 

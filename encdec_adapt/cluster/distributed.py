@@ -20,7 +20,6 @@ which this module alone holds (jax has no public names for them):
 import atexit
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -67,17 +66,6 @@ _last_barrier = 'none'
 _ending = threading.Event()  # Set when this process is ending.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Address:
-  """Which process this is, and where process 0 listens; one by default."""
-
-  host: str = ''
-  port: int = 0
-  processes: int = 1
-  process: int = 0
-  devices: Any = None  # Numbers of the local devices to use; None for all.
-
-
 def initialize(
   coordinator: str | None,
   processes: int | None,
@@ -105,42 +93,18 @@ def initialize(
       the processes differ in versions, flags or devices.
     AbsentError: process 0 cannot be reached.
   """
-  address = _find_address(coordinator, processes, process, timeout)
-  if address.processes == 1:
+  if (coordinator, processes, process) == (AUTO, None, None):
+    coordinator, processes, process = _detect(timeout)
+  given = [value is not None for value in (coordinator, processes, process)]
+  if not any(given):
     return
-  _connect(address, timeout)
-  watcher = threading.Thread(target=_end_with_failed_peer, daemon=True)
-  watcher.start()
-  # A thread that is inside the client when Python ends would abort it.
-  atexit.register(watcher.join)
-  atexit.register(_ending.set)
-  facts = consistency.process_facts(flags or {})
-  require_same('start', {'processes': address.processes, **facts})
-  # Creating the backend waits for the devices of all processes.
-  jax.devices()
-  require_same('devices', environment.devices())
-
-
-def _find_address(
-  coordinator: str | None,
-  processes: int | None,
-  process: int | None,
-  timeout: float,
-) -> _Address:
-  """Checks or detects the addresses; arguments as for `initialize`."""
-  given = (coordinator, processes, process)
-  if all(value is None for value in given):
-    return _Address()
-  devices = None
-  if given == (AUTO, None, None):
-    coordinator, processes, process, devices = _detect(timeout)
-  elif any(value is None for value in given):
+  if not all(given):
     raise errors.UserError(
       f'coordinator is {coordinator}, processes {processes} and process'
       f' {process}: give all three for a job of several processes,'
       ' --coordinator=auto alone on TPU slices, or none.'
     )
-  if processes < 1 or not 0 <= process < processes:
+  if not 0 <= process < processes:
     raise errors.UserError(
       f'process is {process} of {processes}; processes count from 0.'
     )
@@ -149,15 +113,26 @@ def _find_address(
     raise errors.UserError(
       f'coordinator is {coordinator!r}; give host:port of process 0.'
     )
-  return _Address(host, int(port), processes, process, devices)
+  if processes == 1:
+    return
+  _connect(host, int(port), processes, process, timeout)
+  watcher = threading.Thread(target=_end_with_failed_peer, daemon=True)
+  watcher.start()
+  # A thread that is inside the client when Python ends would abort it.
+  atexit.register(watcher.join)
+  atexit.register(_ending.set)
+  facts = consistency.process_facts(flags or {})
+  require_same('start', {'processes': processes, **facts})
+  # Creating the backend waits for the devices of all processes.
+  jax.devices()
+  require_same('devices', environment.devices())
 
 
-def _detect(timeout: float) -> tuple[str, int, int, Any]:
+def _detect(timeout: float) -> tuple[str, int, int]:
   """Detects the processes of a TPU slice from its metadata.
 
   Returns:
-    Coordinator, number of processes, index of this process, and the numbers
-    of the local devices that it is to use (None for all).
+    Coordinator, number of processes, and index of this process.
 
   Raises:
     AbsentError: the slice does not answer, or its first machine has no
@@ -167,7 +142,7 @@ def _detect(timeout: float) -> tuple[str, int, int, Any]:
   try:
     found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
       None, None, None, None, None, int(timeout)
-    )
+    )[:3]
   except (RuntimeError, OSError) as error:
     raise errors.AbsentError(
       f'the processes of this job cannot be found ({error}): the machines of'
@@ -175,7 +150,7 @@ def _detect(timeout: float) -> tuple[str, int, int, Any]:
     ) from error
   except ValueError:
     found = (None,)
-  if None in found[:3]:
+  if None in found:
     raise errors.UserError(
       'the processes of this job cannot be found; coordinator=auto needs the'
       ' machines of a TPU slice; elsewhere give host:port, processes and'
@@ -184,7 +159,9 @@ def _detect(timeout: float) -> tuple[str, int, int, Any]:
   return found
 
 
-def _connect(address: _Address, timeout: float) -> None:
+def _connect(
+  host: str, port: int, processes: int, process: int, timeout: float
+) -> None:
   """Starts the service on process 0 and registers this process with it.
 
   `jax.distributed.initialize` does the same, but gives the service an hour
@@ -192,37 +169,33 @@ def _connect(address: _Address, timeout: float) -> None:
   say which process is missing.
   """
   state, seconds = jax_distributed.global_state, max(1, int(timeout))
-  if address.process == 0:
-    _require_free(address.port)
+  if process == 0:
+    _require_free(port)
     state.service = _jax.get_distributed_runtime_service(
-      f'[::]:{address.port}',
-      address.processes,
+      f'[::]:{port}',
+      processes,
       heartbeat_timeout=_HEARTBEAT_TIMEOUT,
       cluster_register_timeout=seconds,
       shutdown_timeout=_END_TIMEOUT,
     )
   else:
-    _wait_for_coordinator(address, timeout)
+    _wait_for_coordinator(host, port, timeout)
   # Only the CPU backend reads the first; cluster/preemption.py uses the
   # second.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', True)
-  if address.devices is not None:
-    devices = ','.join(map(str, address.devices))
-    jax.config.update('jax_cuda_visible_devices', devices)
-    jax.config.update('jax_rocm_visible_devices', devices)
+  address = f'{host}:{port}'
   client = _jax.get_distributed_runtime_client(
-    f'{address.host}:{address.port}',
-    address.process,
+    address,
+    process,
     init_timeout=seconds + _END_TIMEOUT,
     heartbeat_timeout=_HEARTBEAT_TIMEOUT,
     shutdown_timeout=_END_TIMEOUT,
     use_compression=True,
   )
   client.connect()
-  state.client, state.process_id = client, address.process
-  state.num_processes = address.processes
-  state.coordinator_address = f'{address.host}:{address.port}'
+  state.client, state.process_id = client, process
+  state.num_processes, state.coordinator_address = processes, address
   state.initialize_preemption_sync_manager()
 
 
@@ -238,20 +211,19 @@ def _require_free(port: int) -> None:
     ) from error
 
 
-def _wait_for_coordinator(address: _Address, timeout: float) -> None:
+def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
   """Waits until process 0 listens; jax would abort without naming it."""
   deadline = time.monotonic() + timeout
   while True:
     try:
-      host = address.host.strip('[]')
-      socket.create_connection((host, address.port), timeout).close()
+      socket.create_connection((host.strip('[]'), port), timeout).close()
       return
     except OSError as error:
       if time.monotonic() > deadline:
         raise errors.AbsentError(
-          f'process 0 at {address.host}:{address.port} has not answered in'
-          f' {timeout:g} s ({error}); see what it says, whether its machine is'
-          ' up, and whether its port can be reached from here.'
+          f'process 0 at {host}:{port} has not answered in {timeout:g} s'
+          f' ({error}); read its log, and check that its machine is up and its'
+          ' port can be reached from here.'
         ) from error
       time.sleep(_RETRY)
 
@@ -285,17 +257,12 @@ def last_barrier() -> str:
   return _last_barrier
 
 
-def from_lead(
-  compute: Callable[[], Any],
-  name: str = 'from_lead',
-  timeout: float = READ_TIMEOUT,
-) -> Any:
+def from_lead(compute: Callable[[], Any], name: str = 'from_lead') -> Any:
   """Computes a value on process 0 and returns it on every process.
 
   Args:
     compute: called on process 0 only; its result must be JSON serialisable.
     name: shown in errors.
-    timeout: seconds that the other processes wait.
 
   Raises:
     AbsentError: process 0 did not answer in time.
@@ -308,20 +275,17 @@ def from_lead(
     value = json.dumps(compute())
     client.key_value_set(key, value)
   else:
-    with _waiting(name, timeout):
-      value = client.blocking_key_value_get(key, int(timeout * 1000))
+    with _waiting(name, READ_TIMEOUT):
+      value = client.blocking_key_value_get(key, READ_TIMEOUT * 1000)
   return json.loads(value)
 
 
-def require_same(
-  name: str, facts: Mapping[str, Any], timeout: float = READ_TIMEOUT
-) -> None:
+def require_same(name: str, facts: Mapping[str, Any]) -> None:
   """Refuses to continue where processes differ.
 
   Args:
     name: shown in errors.
     facts: must be the same in all processes, and JSON serialisable.
-    timeout: seconds to wait for the others.
 
   Raises:
     UserError: they differ; all processes raise it, with fields, values and
@@ -331,24 +295,21 @@ def require_same(
   if state.client is None:
     return
   folder = _next_key(name)
-  own = json.dumps([f'({environment.host()})', dict(facts)])
+  own = json.dumps([environment.host(), dict(facts)])
   state.client.key_value_set(f'{folder}/{state.process_id}', own)
-  barrier(name, timeout)
+  barrier(name)
 
   def compare() -> str:
     """Describes how the processes differ, on process 0."""
-    found = {
-      int(key.rpartition('/')[2]): json.loads(value)
-      for key, value in state.client.key_value_dir_get(folder)
-    }
+    found = {}
+    for key, value in state.client.key_value_dir_get(folder):
+      host, facts = json.loads(value)
+      found[int(key.rpartition('/')[2]), host] = facts
     return consistency.describe_differences(
-      {
-        f'process {p} {host}': facts
-        for p, (host, facts) in sorted(found.items())
-      }
+      {f'process {p} ({host})': found[p, host] for p, host in sorted(found)}
     )
 
-  if difference := from_lead(compare, name, timeout):
+  if difference := from_lead(compare, name):
     raise errors.UserError(difference)
 
 
@@ -362,32 +323,28 @@ def fail_together() -> Iterator[None]:
   try:
     yield
   except BaseException as error:
-    if status := app.status(error):
-      text = str(error)
-      if isinstance(error, SystemExit):
-        text = f'it exited with status {status} after saying why.'
-      elif not isinstance(error, errors.UserError):
-        text = f'{type(error).__name__}: {error}'
-      _publish_failure(text, status)
+    if app.status(error) and jax_distributed.global_state.client is not None:
+      _publish_failure(error)
     raise
 
 
-def _publish_failure(message: str, status: int) -> None:
-  """Tells the other processes that this one fails, and waits for them."""
-  state = jax_distributed.global_state
-  if state.client is None:
-    return
+def _publish_failure(error: BaseException) -> None:
+  """Publishes the error of this process, and waits for the others to end."""
+  state, status = jax_distributed.global_state, app.status(error)
+  text = str(error)
+  if isinstance(error, SystemExit):
+    text = f'it exited with status {status} after an error message.'
+  elif not isinstance(error, errors.UserError):
+    text = f'{type(error).__name__}: {error}'
   _ending.set()
-  failure = {
-    'message': (
-      f'process {state.process_id} of {state.num_processes} failed, and this'
-      f' one ends with it: {message[:_MESSAGE_LENGTH]}'
-    ),
-    'status': status,
-  }
-  # Refused where another process has failed before this one.
+  message = (
+    f'process {state.process_id} of {state.num_processes} failed, and this'
+    f' one ends with it: {text[:_MESSAGE_LENGTH]}'
+  )
+  # Refused if another process has failed before this one.
   with contextlib.suppress(jax.errors.JaxRuntimeError):
-    state.client.key_value_set(_FAILURE, json.dumps(failure))
+    failure = json.dumps({'message': message, 'status': status})
+    state.client.key_value_set(_FAILURE, failure)
   _leave_together(state.client)
   # Runs before jax's own handler, which would wait for the other processes
   # and abort without them.

@@ -2,32 +2,29 @@
 
 On a file system it is an flock on a file. The kernel drops it when the last
 copy of the descriptor is closed, so that a restart after SIGKILL does not
-wait. Started programs do not inherit the descriptor (O_CLOEXEC) and forked
-children close it, so that an orphaned worker cannot keep the directory locked.
+wait. Started programs do not inherit the descriptor (Python's default) and
+forked children close it, so that an orphaned worker cannot keep the directory
+locked.
 
 In a bucket it is an object, created and renewed every `BEAT` seconds by
 conditional writes of TensorStore. A lock that has not changed for `STALE`
 seconds, by the clock of the process that waits, belongs to a dead job and is
-taken over; if its owner was a process of this very machine, that process is
-looked up instead, so that a restart after SIGKILL does not wait. An owner that
-could not renew its lock for so long that another job may have taken it ends
-itself.
+taken over. An owner that could not renew its lock for so long that another job
+may have taken it ends itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 import contextlib
 import datetime
 import fcntl
 import json
-import math
 import os
-import pathlib
 import socket
 import sys
 import threading
 import time
 from typing import Any
-import weakref
+import uuid
 
 from encdec_adapt.cli import app, errors
 from encdec_adapt.files import disk, paths
@@ -36,76 +33,53 @@ FILE = 'job.lock'
 BEAT = 10.0  # Seconds between two renewals.
 STALE = 6 * BEAT
 _POLL = 1.0  # Seconds between two reads of another job's lock.
-_UNKNOWN = {'pid': '?', 'host': '?', 'started': '?', 'machine': None}
+_UNKNOWN = {'pid': '?', 'host': '?', 'started': '?'}
 
-_held: 'weakref.WeakSet[FileLock]' = weakref.WeakSet()
+_held = set()  # Lock files that this process has locked.
 
 
-def hold(folder: str | os.PathLike[str]) -> 'FileLock | BucketLock':
+def hold(
+  folder: str | os.PathLike[str],
+) -> contextlib.AbstractContextManager[Any]:
   """Returns the lock of a work directory, a context manager.
 
   Args:
     folder: local folder or bucket address; made when the lock is taken.
+
+  Raises:
+    UserError: on entering, another job holds it (its process, host and start
+      are named), or the folder cannot be written.
   """
-  return (BucketLock if paths.is_bucket(folder) else FileLock)(folder)
+  return (BucketLock if paths.is_bucket(folder) else _hold_folder)(folder)
 
 
-class FileLock:
-  """Context manager that holds a local work directory for this process.
+@contextlib.contextmanager
+def _hold_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+  """Locks a local folder without waiting; see `hold`.
 
   The lock file stays when the lock is released: removing it would let two
   jobs lock two files of the same name.
   """
-
-  def __init__(self, folder: str | os.PathLike[str]):
-    """Stores the folder; nothing is locked yet.
-
-    Args:
-      folder: made if it does not exist, when the lock is taken.
-    """
-    self.folder = pathlib.Path(folder)
-    self._descriptor: int | None = None
-
-  def __enter__(self) -> 'FileLock':
-    """Takes the lock without waiting.
-
-    Raises:
-      UserError: another job holds it (its process, host and start are
-        named), or the directory cannot be written.
-    """
-    disk.require_writable(self.folder)
-    path = self.folder / FILE
+  path = disk.require_writable(folder) / FILE
+  with contextlib.ExitStack() as stack:
     try:
-      descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+      file = stack.enter_context(open(path, 'ab', buffering=0))
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      file.truncate(0)
+      file.write(json.dumps(_describe_self()).encode() + b'\n')
+    except BlockingIOError:
+      raise _in_use(path.parent, path.read_bytes()) from None
     except OSError as error:
       raise disk.cannot_write(path, error) from error
-    try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      os.ftruncate(descriptor, 0)
-      os.pwrite(descriptor, json.dumps(_describe_self()).encode() + b'\n', 0)
-    except OSError as error:
-      os.close(descriptor)
-      if isinstance(error, BlockingIOError):
-        raise _in_use(self.folder, _parse(path.read_bytes())) from None
-      raise disk.cannot_write(path, error) from error
-    self._descriptor = descriptor
-    _held.add(self)
-    return self
-
-  def __exit__(self, *exception) -> None:
-    self.release()
-
-  def release(self) -> None:
-    """Releases the lock; does nothing if it is not held."""
-    if self._descriptor is not None:
-      os.close(self._descriptor)
-      self._descriptor = None
-      _held.discard(self)
+    _held.add(file)
+    stack.callback(_held.discard, file)
+    yield
 
 
 def _release_in_child() -> None:
-  for lock in list(_held):
-    lock.release()
+  """Closes the parent's lock files in a forked child."""
+  for file in _held:
+    file.close()
 
 
 os.register_at_fork(after_in_child=_release_in_child)
@@ -132,20 +106,14 @@ class BucketLock:
     """
     self.folder = paths.at(folder)
     self._beat, self._stale, self._end = beat, stale, end
-    self._owner: dict[str, Any] = {}
+    self._owner = _describe_self()
     self._generation: bytes | None = None
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._keep, daemon=True)
 
-  def __enter__(self) -> 'BucketLock':
-    """Takes the lock; waits only to see whether another job is alive.
-
-    Raises:
-      UserError: another job holds it (its process, host and start are
-        named), or the folder cannot be written.
-    """
+  def __enter__(self) -> None:
+    """Takes the lock; waits only to see whether another job is alive."""
     disk.require_writable(self.folder)
-    self._owner = _describe_self()
     try:
       self._store = paths.key_value_store(self.folder)
       while not self._write(self._wait_until_free()):
@@ -155,12 +123,12 @@ class BucketLock:
         self.folder / FILE, OSError(str(error))
       ) from error
     self._thread.start()
-    return self
 
   def __exit__(self, *exception) -> None:
+    """Releases the lock."""
     self._stop.set()
     self._thread.join()
-    # Where this fails, the next job finds that this process is gone.
+    # If this fails, the next job finds a lock that is not renewed.
     with contextlib.suppress(ValueError, TimeoutError):
       self._store.write(FILE, None, if_equal=self._generation).result(
         self._beat
@@ -168,30 +136,29 @@ class BucketLock:
 
   def _wait_until_free(self) -> bytes:
     """Returns the generation to replace: that of no lock or a dead job's."""
-    seen, since = None, math.inf
+    seen, since = None, 0.0
     while True:
       found = self._store.read(FILE).result()
+      generation = found.stamp.generation
       if found.state == 'missing':
-        return found.stamp.generation
-      owner = _parse(found.value)
-      if seen not in (None, found.stamp.generation):
-        raise _in_use(self.folder, owner)
-      if time.monotonic() - since > self._stale or _is_gone(owner):
-        print(f'took over the lock of {_name(owner)}', file=sys.stderr)
-        return found.stamp.generation
+        return generation
       if seen is None:
-        seen, since = found.stamp.generation, time.monotonic()
+        seen, since = generation, time.monotonic()
         print(
-          f'{self.folder} was locked by {_name(owner)}; watching for up to'
+          f'{self.folder} was locked by {_name(found.value)}; watching for'
           f' {self._stale:.0f} s whether it is alive',
           file=sys.stderr,
           flush=True,
         )
+      elif seen != generation:
+        raise _in_use(self.folder, found.value)
+      elif time.monotonic() - since > self._stale:
+        print(f'took over the lock of {_name(found.value)}', file=sys.stderr)
+        return generation
       time.sleep(min(_POLL, self._beat))
 
   def _write(self, generation: bytes) -> bool:
-    """Writes the lock; returns False where another job was faster."""
-    # The time is for people only.
+    """Writes the lock; returns False if another job was faster."""
     body = json.dumps({**self._owner, 'heartbeat': time.time()}).encode()
     made = self._store.write(FILE, body, if_equal=generation).result(self._beat)
     if made.generation:
@@ -217,47 +184,40 @@ class BucketLock:
   def _find_own(self) -> bool:
     """Returns whether a write succeeded whose answer was lost."""
     found = self._store.read(FILE).result(self._beat)
-    if found.state == 'missing':
+    if _parse(found.value).get('id') != self._owner['id']:
       return False
-    if self._owner.items() <= _parse(found.value).items():
-      self._generation = found.stamp.generation
-      return True
-    return False
+    self._generation = found.stamp.generation
+    return True
 
   def _lose(self, why: str, status: int) -> None:
     print(
       f'Error: the lock of {self.folder} is lost: {why}. This job ends at'
-      ' once; what it has saved is whole.',
+      ' once; its checkpoints are complete.',
       file=sys.stderr,
       flush=True,
     )
     self._end(status)
 
 
-def _in_use(folder: paths.Path, owner: Mapping[str, Any]) -> errors.UserError:
+def _in_use(folder: paths.Path, content: bytes) -> errors.UserError:
   return errors.UserError(
-    f'The work directory {folder} is in use by another job: {_name(owner)}.'
+    f'The work directory {folder} is in use by another job: {_name(content)}.'
     ' Wait for it, stop it, or give another --workdir.'
   )
 
 
 def _describe_self() -> dict[str, Any]:
-  """Returns the content of a lock.
-
-  `machine` and `born` (start time) distinguish this process from others with
-  the same process id: on other machines, in other containers, or earlier. None
-  without Linux's /proc.
-  """
+  """Returns the content of a lock."""
   return {
     'pid': os.getpid(),
     'host': socket.gethostname(),
     'started': datetime.datetime.now().astimezone().isoformat(' ', 'seconds'),
-    'machine': _machine(),
-    'born': _born(os.getpid()),
+    'id': uuid.uuid4().hex,
   }
 
 
-def _name(owner: Mapping[str, Any]) -> str:
+def _name(content: bytes) -> str:
+  owner = _parse(content)
   return (
     f'process {owner["pid"]} on {owner["host"]}, started {owner["started"]}'
   )
@@ -268,31 +228,3 @@ def _parse(content: bytes) -> dict[str, Any]:
   with contextlib.suppress(ValueError, TypeError):
     return _UNKNOWN | json.loads(content)
   return _UNKNOWN
-
-
-def _is_gone(owner: Mapping[str, Any]) -> bool:
-  """Returns whether the owner was on this machine and has ended."""
-  machine = _machine()
-  if machine is None or owner['machine'] != machine:
-    return False
-  return _born(owner['pid']) != owner['born']
-
-
-def _machine() -> str | None:
-  """Identifies this boot of this machine, and the container."""
-  try:
-    boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-    return f'{socket.gethostname()} {boot} {os.readlink("/proc/self/ns/pid")}'
-  except OSError:
-    return None
-
-
-def _born(pid: int) -> str | None:
-  """Returns a process's start, in clock ticks since boot; None if it ended."""
-  try:
-    text = pathlib.Path(f'/proc/{pid}/stat').read_text()
-  except OSError:
-    return None
-  # After the name in parentheses, which may hold anything: fields 3 to 52.
-  fields = text.rpartition(')')[2].split()
-  return None if fields[0] == 'Z' else fields[19]

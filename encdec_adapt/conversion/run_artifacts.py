@@ -74,7 +74,7 @@ def write_summary(
     hyperparameters: further entries, by name.
     step: the last step.
     cost: totals of the job.
-    sources: cumulative cost of its sources, see `accounting.Sources`.
+    sources: result of `accounting.read_sources` when the job started.
   """
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
   own = {
@@ -84,8 +84,7 @@ def write_summary(
     'eval_loss_at_step_0': losses[0]['loss'],
     'eval_loss': losses[-1]['loss'],
   }
-  found = accounting.Sources(**sources)
-  summary = accounting.summarise(workdir, own, cost, found)
+  summary = accounting.summarise(workdir, own, cost, sources)
   atomic.write_json(paths.join(workdir, accounting.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'

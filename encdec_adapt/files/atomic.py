@@ -37,37 +37,17 @@ def cannot_read(
 
 
 def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
-  """Parses a JSON object and rejects duplicate keys.
+  """Parses a JSON object.
 
   Args:
     text: UTF-8 text.
     file: file name, for errors.
 
   Raises:
-    UserError: it is not UTF-8, not JSON, not an object, or has a key twice.
+    UserError: it is not a JSON object.
   """
-
-  def unique(pairs):
-    """Makes an object of pairs with different keys."""
-    found = {}
-    for key, value in pairs:
-      if key in found:
-        raise damaged(file, f'the key {key!r} occurs twice')
-      # JSON can escape lone surrogates, which UTF-8 cannot encode.
-      key.encode()
-      if isinstance(value, str):
-        value.encode()
-      found[key] = value
-    return found
-
-  def refuse(name):
-    """Rejects NaN and infinities."""
-    raise ValueError(f'{name} is not JSON')
-
   try:
-    content = json.loads(
-      text.decode(), object_pairs_hook=unique, parse_constant=refuse
-    )
+    content = json.loads(text)
   except (ValueError, RecursionError) as error:
     raise damaged(file, f'it is not valid JSON ({error})') from error
   if not isinstance(content, dict):

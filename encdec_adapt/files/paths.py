@@ -37,7 +37,6 @@ Path = pathlib.Path | epath.Path
 AnyPath = str | os.PathLike[str]
 
 SCHEME = 'gs://'
-INSTALL = "pip install 'encdec_adapt[gcs]' (in a checkout: -e '.[gcs]')"
 _THREADS = 16  # Objects copied in parallel.
 _BLOCK = 1 << 20  # Bytes read from an open object at a time.
 
@@ -149,19 +148,16 @@ def copy(source: AnyPath, target: AnyPath) -> None:
   if not is_bucket(source) and not is_bucket(target):
     shutil.copyfile(source, target)
     return
-  with _as_os_errors(target if is_bucket(target) else source):
-    if not is_bucket(target):
-      _gcs().get_file(str(source), str(target))
-      local, remote = target, source
-    elif not is_bucket(source):
-      _gcs().put_file(str(source), str(target))
-      local, remote = source, target
-    else:
+  local, remote = (target, source) if is_bucket(source) else (source, target)
+  with _as_os_errors(remote):
+    if is_bucket(local):
       _gcs().cp_file(str(source), str(target))
       return
+    transfer = _gcs().get_file if remote is source else _gcs().put_file
+    transfer(str(source), str(target))
     # gcsfs would need crcmod for this.
-    expected = base64.b64decode(_gcs().info(str(remote))['crc32c'])
-  if file_crc32c(local) != expected.hex():
+    digest = _described(_gcs().info(str(remote)))['digest']
+  if file_crc32c(local) != digest:
     raise OSError(f'{target} differs from {source}: the copy was damaged')
 
 
@@ -324,11 +320,7 @@ def file_crc32c(path: Path) -> str:
   Raises:
     UserError: the module that computes it is not installed.
   """
-  if importlib.util.find_spec('google_crc32c') is None:
-    raise errors.UserError(
-      f'{path} has a CRC32C checksum from a bucket; verifying it needs'
-      f' {INSTALL}.'
-    )
+  _require('google_crc32c')
   import google_crc32c
 
   checksum = google_crc32c.Checksum()
@@ -358,13 +350,19 @@ def _each(names, function) -> None:
     list(pool.map(function, names))
 
 
+def _require(module: str) -> None:
+  """Raises UserError if a module for buckets is not installed."""
+  if importlib.util.find_spec(module) is None:
+    raise errors.UserError(
+      f'{SCHEME} paths and their checksums need {module}:'
+      " pip install 'encdec_adapt[gcs]' (in a checkout: -e '.[gcs]')."
+    )
+
+
 @functools.cache
 def _connect() -> None:
   """Makes etils reach buckets through gcsfs, without cached listings."""
-  if importlib.util.find_spec('gcsfs') is None:
-    raise errors.UserError(
-      f'{SCHEME} paths need gcsfs, which is not installed: {INSTALL}.'
-    )
+  _require('gcsfs')
   # etils prefers TensorFlow where it is installed, and caches whether it is.
   os.environ['EPATH_USE_TF'] = 'false'
   epath.gpath._is_tf_installed.cache_clear()

@@ -1,6 +1,6 @@
 """Compute that a run has used, and its summary with that of its sources."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import os
@@ -35,45 +35,32 @@ class Cost:
     return dataclasses.asdict(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sources:
-  """Cumulative compute of a run's ancestors when it started.
-
-  Attributes:
-    ledger: totals by resolved path of each run, so that each counts once.
-    not_counted: sources with unknown totals: folders of other software, and
-      runs that have not ended.
-  """
-
-  ledger: dict[str, dict[str, int | float]]
-  not_counted: list[str]
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns both by name, JSON serialisable."""
-    return dataclasses.asdict(self)
-
-
-def read_sources(paths: Iterable[str]) -> Sources:
+def read_sources(paths: Iterable[str]) -> dict[str, Any]:
   """Reads the totals of sources and their ancestors from their summaries.
 
   Args:
     paths: folders that a run starts from or distils from.
+
+  Returns:
+    `ledger`, totals by resolved path of each run, so that each counts once;
+    `not_counted`, sources with unknown totals: folders of other software, and
+    runs that have not ended. JSON serialisable.
   """
-  found = Sources({}, [])
+  ledger, not_counted = {}, []
   for path in dict.fromkeys(paths):
     file = paths_lib.at(path) / SUMMARY
     if file.exists():
-      found.ledger.update(json.loads(file.read_text())['ledger'])
+      ledger.update(json.loads(file.read_text())['ledger'])
     else:
-      found.not_counted.append(path)
-  return found
+      not_counted.append(path)
+  return {'ledger': ledger, 'not_counted': not_counted}
 
 
 def summarise(
   workdir: str | os.PathLike[str],
   own: dict[str, Any],
   cost: Cost,
-  sources: Sources,
+  sources: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Makes the summary of a finished run.
 
@@ -81,17 +68,18 @@ def summarise(
     workdir: work directory of the run.
     own: entries to keep as they are: parameters, steps, losses.
     cost: totals of the run itself.
-    sources: totals of the runs that it started from or distilled from.
+    sources: result of `read_sources` when the run started.
 
   Returns:
     The summary; `inclusive` holds the totals with all sources.
   """
-  ledger = sources.ledger | {str(paths_lib.absolute(workdir)): cost.as_dict()}
+  place = str(paths_lib.absolute(workdir))
+  ledger = sources['ledger'] | {place: cost.as_dict()}
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
   return {
     **own,
     **cost.as_dict(),
-    'not_counted': sources.not_counted,
+    'not_counted': sources['not_counted'],
     'inclusive': {
       name: sum(entry[name] for entry in ledger.values()) for name in totals
     },

@@ -15,15 +15,10 @@ import jax
 
 from encdec_adapt.files import disk, paths
 
-# Grain's index shuffle is the order of the rows.
 _PACKAGES = (
-  'jax',
-  'jaxlib',
-  'flax',
-  'optax',
-  'grain',
-  'orbax-checkpoint',
-  'numpy',
+  *('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'numpy'),
+  'grain',  # Its index shuffle is the order of the rows.
+  'encdec_adapt',
 )
 # Change compiled programs or random numbers.
 _JAX_OPTIONS = (
@@ -33,13 +28,11 @@ _JAX_OPTIONS = (
   'jax_numpy_dtype_promotion',
   'jax_threefry_partitionable',
 )
-# This package, where it is installed; and the compiler of TPUs.
-_ALSO = ('encdec_adapt', 'libtpu')
-# Entries of `report` on which a bit-equal resume does not depend; that on
-# libtpu is part of `platform_version`.
+# Entries of `report` on which a bit-equal resume does not depend;
+# `platform_version` has the version of libtpu.
 _NOT_IN_FINGERPRINT = (
-  *('python', 'orbax-checkpoint', 'numpy', 'git', 'host'),
-  *_ALSO,
+  *('python', 'libtpu', 'orbax-checkpoint', 'numpy', 'encdec_adapt'),
+  *('git', 'host'),
 )
 
 
@@ -62,7 +55,7 @@ def versions() -> dict[str, str | None]:
   """Returns versions of Python and packages; None where not installed."""
   return {
     'python': platform.python_version(),
-    **{package: _version(package) for package in (*_PACKAGES, *_ALSO)},
+    **{package: _version(package) for package in _PACKAGES},
   }
 
 
@@ -128,17 +121,16 @@ def fingerprint() -> dict[str, Any]:
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """Describes how two fingerprints differ, one line per key."""
-  missing = object()
-  lines = []
-  for key in sorted(before.keys() | now.keys()):
-    old, new = before.get(key, missing), now.get(key, missing)
-    if old != new:
-      old_text, new_text = (
-        'not recorded' if value is missing else repr(value)
-        for value in (old, new)
-      )
-      lines.append(f'{key}: {old_text} before, {new_text} now')
-  return lines
+  absent = 'not recorded'
+  pairs = (
+    (key, before.get(key, absent), now.get(key, absent))
+    for key in sorted(before.keys() | now.keys())
+  )
+  return [
+    f'{key}: {old!r} before, {new!r} now'
+    for key, old, new in pairs
+    if old != new
+  ]
 
 
 def git_revision() -> str | None:

@@ -26,7 +26,7 @@ from encdec_adapt.files import append_log, disk, paths
 FILE = 'metrics.jsonl'
 EVENTS = 'tensorboard'  # Folder of event files.
 
-_NON_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
+_NON_FINITE = ('NaN', 'Infinity', '-Infinity')  # Python's names in JSON.
 
 
 class MetricWriter:
@@ -231,10 +231,10 @@ def _plain(value: Any) -> Any:
 def _encode(value: Any) -> Any:
   """Writes a number that is not finite as its name."""
   if isinstance(value, float) and not math.isfinite(value):
-    return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
+    return json.dumps(value)
   return value
 
 
 def _decode(value: Any) -> Any:
   """Undoes `_encode`."""
-  return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+  return float(value) if value in _NON_FINITE else value

@@ -99,7 +99,6 @@ class ByteProgress:
     *,
     every: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
-    say: Callable[[str], None] = print,
   ):
     """Starts the clock.
 
@@ -107,10 +106,8 @@ class ByteProgress:
       what: the activity, such as 'reading'.
       every: seconds between two lines.
       clock: returns seconds.
-      say: prints a line.
     """
-    self._what, self._every = what, every
-    self._clock, self._say = clock, say
+    self._what, self._every, self._clock = what, every, clock
     self._start = self._last = clock()
 
   def __call__(self, done: int, total: int) -> None:
@@ -128,7 +125,7 @@ class ByteProgress:
     else:
       return
     self._last = now
-    self._say('  '.join(part for part in parts if part))
+    print('  '.join(part for part in parts if part))
 
 
 def format_seconds(seconds: float) -> str:

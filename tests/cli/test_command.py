@@ -33,16 +33,14 @@ run = functools.partial(command.run_subcommand, 'A command.', COMMANDS)
     (['many', 'a', '--count=7', 'b', 'c'], 3),
   ],
 )
-def test_flags_stand_on_either_side_of_operands(argv, status):
+def test_flags_before_and_after_operands(argv, status):
   assert run(argv) == status
 
 
 @pytest.mark.parametrize(
   'argv, words',
   [
-    ([], 'a command is missing.*one, many'),
-    (['on'], "'on' is not a command.*Did you mean one"),
-    (['--count=3'], 'is not a command'),
+    (['on'], "'on' is not a command; .* one of one, many"),
     (['one'], 'one takes X, not nothing'),
     (['one', 'a', 'b'], 'one takes X, not a b'),
     (['many', 'a'], 'many takes X Y ..., not a'),

@@ -201,7 +201,7 @@ def test_refusals_write_nothing(text, tmp_path):
   before = contents(tmp_path)
   with pytest.raises(errors.UserError, match='seed is 1 in the records and 2'):
     make(text, tmp_path, seed=2)
-  with lock.FileLock(tmp_path):
+  with lock.hold(tmp_path):
     with pytest.raises(errors.UserError, match='another job'):
       make(text, tmp_path)
   assert contents(tmp_path) == before

@@ -38,8 +38,8 @@ def test_difference_names_keys_and_values():
     {'jax': '1', 'cores': 2, 'old': None}, {'jax': '2', 'cores': 2, 'new': 3}
   ) == [
     "jax: '1' before, '2' now",
-    'new: not recorded before, 3 now',
-    'old: None before, not recorded now',
+    "new: 'not recorded' before, 3 now",
+    "old: None before, 'not recorded' now",
   ]
 
 

@@ -51,20 +51,19 @@ def test_format_seconds(seconds, text):
   assert progress.format_seconds(seconds) == text
 
 
-def test_bytes_are_reported_every_few_seconds_and_at_the_end():
-  clock, lines = _Clock(), []
-  report = progress.ByteProgress('read', every=5, clock=clock, say=lines.append)
+def test_bytes_are_reported_every_few_seconds_and_at_the_end(capsys):
+  clock = _Clock()
+  report = progress.ByteProgress('read', every=5, clock=clock)
   report(0, 4096)
   clock.now += 4
   report(1024, 4096)
-  assert not lines
   clock.now += 4
   report(2048, 4096)
   clock.now += 1
   report(3072, 4096)
   clock.now += 7
   report(4096, 4096)
-  assert lines == [
+  assert capsys.readouterr().out.splitlines() == [
     'read: 2.0 KiB of 4.0 KiB  256 bytes/s  8s left',
     'read: 4.0 KiB in 16s  256 bytes/s',
   ]
