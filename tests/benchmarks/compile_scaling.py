@@ -30,12 +30,11 @@ _SHAPE = {
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--layers', nargs='+', type=int, default=[4, 8, 16, 32])
-  parser.add_argument(
-    '--topologies', nargs='+', default=['v5e:2x2', 'v5e:4x4', 'v5e:8x8']
-  )
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__,
+    layers=[4, 8, 16, 32],
+    topologies=['v5e:2x2', 'v5e:4x4', 'v5e:8x8'],
+  ).parse_args(argv)
   rows = list(_rows(arguments.layers, arguments.topologies))
   for row in rows:
     row['text ratio'] = row['traced KiB'] / rows[0]['traced KiB']

@@ -3,8 +3,9 @@
 A folder of random bf16 weights is copied (and synced, as ours is), imported,
 exported again, and loaded and saved by transformers. Each runs in a process of
 its own, whose peak memory is read at its end: pages of mapped files are in it.
-Every one starts with the folder's pages in the page cache, if they fit. Size
-2b has 5.2 GB, and needs four times that on the disk.
+Every one starts with the folder's pages in the page cache, if they fit.
+`--size` is that of a decoder (2b) or a pair (2b_2b): 2b has 5.2 GB, and needs
+four times that on the disk, in `--folder`. `--peer` measures transformers too.
 """
 
 from collections.abc import Sequence
@@ -118,16 +119,13 @@ def measure(code: tuple[str, str], **names: Any) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--size', default='s', help='of a model: 2b, or 2b_2b')
-  parser.add_argument('--vocab_size', type=int, default=256_000)
-  parser.add_argument('--folder', help='where to work; needs the room')
-  parser.add_argument('--peer', action='store_true', help='transformers too')
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__, size='s', vocab_size=256_000, folder='', peer=False
+  ).parse_args(argv)
   is_one = arguments.size in presets.STACKS
   make = presets.decoder_only if is_one else presets.t5gemma
   model = make(arguments.size, vocab_size=arguments.vocab_size)
-  with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+  with tempfile.TemporaryDirectory(dir=arguments.folder or None) as folder:
     rows = _measure_all(pathlib.Path(folder), model, peer=arguments.peer)
   return results.report('exchange', rows, arguments)
 

@@ -20,7 +20,6 @@ choose the faster ones for `ops.attention_triton`.
 from collections.abc import Callable, Sequence
 import functools
 import statistics
-import time
 from typing import Any
 from unittest import mock
 
@@ -55,24 +54,22 @@ TILES = {
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  for name, size in {
-    'batch': 4,
-    'length': 4096,
-    'window': 4096,
-    'heads': 8,
-    'kv_heads': 4,
-    'head_dim': 256,
-    'width': 2304,
-    'vocab_size': 256_000,
-    'loss_chunk': 1024,
-    'steps': 10,
-  }.items():
-    parser.add_argument(f'--{name}', type=int, default=size)
-  parser.add_argument('--backends', nargs='+', default=['triton', 'chunked'])
-  parser.add_argument('--examples', type=int, nargs='+', default=[1, 8])
-  parser.add_argument('--dtype', default='bfloat16')
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__,
+    batch=4,
+    length=4096,
+    window=4096,
+    heads=8,
+    kv_heads=4,
+    head_dim=256,
+    width=2304,
+    vocab_size=256_000,
+    loss_chunk=1024,
+    steps=10,
+    backends=['triton', 'chunked'],
+    examples=[1, 8],
+    dtype='bfloat16',
+  ).parse_args(argv)
   rows = []
   for examples in arguments.examples:
     for backend in arguments.backends:
@@ -189,13 +186,11 @@ def _timed(
   run: Callable[..., Any], operands, work: float, size: float, arguments
 ) -> dict[str, float]:
   """Returns the median time and its share of the roofline."""
-  jax.block_until_ready(run(*operands))
-  seconds = []
-  for _ in range(arguments.steps):
-    start = time.perf_counter()
-    jax.block_until_ready(run(*operands))
-    seconds.append(time.perf_counter() - start)
-  middle, (peak, bandwidth) = statistics.median(seconds), _ceilings()
+  call = functools.partial(
+    results.seconds, lambda: jax.block_until_ready(run(*operands))
+  )
+  seconds = results.take_turns({'': call}, arguments.steps)['']
+  middle, (peak, bandwidth) = statistics.median(seconds[1:]), _ceilings()
   limit = float(np.nanmax([work / peak, size / bandwidth]))
   return {
     'ms': 1e3 * middle,
@@ -207,7 +202,7 @@ def _timed(
 
 @functools.cache
 def _ceilings() -> tuple[float, float]:
-  """FLOP/s and bytes/s of the device; nan of a CPU's memory."""
+  """Returns FLOP/s and bytes/s of the device; nan for a CPU's memory."""
   device = jax.devices()[0]
   kind = device.device_kind.lower()
   bandwidth = next(

@@ -8,19 +8,16 @@ gradients and AdamW's fp32 moments would take 83 GiB, more than an H100 has;
 `--optimizer=adamw` measures them on a larger GPU, and with
 `--moment_dtype=bfloat16` takes 62 GiB. For every attention backend of ours,
 with one example a row and with several, and for the peer (which cannot pack)
-with every attention that it has: every batch that fits, tokens/s and MFU by the
-formula of
-`models.model_flops`. The parts of ours are programs of their own: the
-loss, and the loss with its gradient; the rest is the optimizer. Every row
-says which attention it ran. `speed ratio` is over the peer's best row;
-without torch and transformers there is none. `gpu_kernels` has attention and
-loss alone.
+with every attention that it has: every batch that fits, tokens/s and MFU by
+the formula of `models.model_flops`. `--batches` are rows of a step, tried in
+order until one does not fit; `--examples` are examples of a row; `--platform`
+is torch's device. `speed ratio` is over the peer's best row, if torch and
+transformers are installed. `gpu_kernels` measures attention and loss alone.
 """
 
 import argparse
 from collections.abc import Sequence
 import importlib.util
-import statistics
 from typing import Any
 
 from tests.benchmarks import results, training_step
@@ -34,35 +31,23 @@ _ENVIRONMENT = {
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--platform', default='cuda', help="of torch; or 'cpu'")
-  parser.add_argument('--dtype', default='bfloat16')
-  parser.add_argument('--remat', default='attention')
-  parser.add_argument('--optimizer', default='adafactor')
-  parser.add_argument('--moment_dtype', default='float32')
-  parser.add_argument('--steps', type=int, default=5)
-  parser.add_argument(
-    '--batches',
-    type=int,
-    nargs='+',
-    default=[1, 2, 4, 8, 16],
-    help='rows a step, tried in this order until one does not fit',
+  parser = results.parser(
+    __doc__,
+    platform='cuda',
+    dtype='bfloat16',
+    remat='attention',
+    optimizer='adafactor',
+    moment_dtype='float32',
+    steps=5,
+    batches=[1, 2, 4, 8, 16],
+    encoder_length=4096,
+    decoder_length=4096,
+    examples=[1, 8],
+    backends=['triton', 'chunked'],
+    # sdpa has no soft-cap.
+    peer_attentions=['flex_attention', 'eager'],
+    peer_eager_mode=False,
   )
-  parser.add_argument('--encoder_length', type=int, default=4096)
-  parser.add_argument('--decoder_length', type=int, default=4096)
-  parser.add_argument(
-    '--examples', type=int, nargs='+', default=[1, 8], help='in each row'
-  )
-  parser.add_argument(
-    '--backends', nargs='+', default=['triton', 'chunked'], help='ours'
-  )
-  parser.add_argument(
-    '--peer_attentions',
-    nargs='*',
-    default=['flex_attention', 'eager'],
-    help='of transformers; sdpa has no soft-cap',
-  )
-  parser.add_argument('--peer_eager_mode', action='store_true')
   arguments, model = parser.parse_known_args(argv)
   model = model or ['--pair=2b_2b']  # Or the sizes of `training_step`.
 
@@ -78,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       peer = [f'--peer_attention={attention}', *flags, *model]
       rows += _every_batch('transformers', attention, 1, peer, arguments)
   if not rows:
-    raise SystemExit('no step could be run; the errors stand above')
+    raise SystemExit('no step could be run; see the errors above')
   peers = [r['tokens/s'] for r in rows if r['implementation'] != 'ours']
   # Only our process knows what its device can do.
   peaks = [row['peak FLOP/s'] for row in rows if row['peak FLOP/s']]
@@ -96,7 +81,7 @@ def _every_batch(
   flags: Sequence[str],
   arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-  """A row of every batch size that fits."""
+  """Returns a row for every batch size that fits."""
   found = []
   for batch in arguments.batches:
     try:
@@ -119,66 +104,46 @@ def _measure(
   flags: Sequence[str],
   arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-  """Numbers of one batch size.
+  """Returns the numbers of one batch size.
 
   Raises:
     WorkerError: it does not fit, or cannot be run.
   """
-  flags = [
-    *flags,
-    f'--batch_size={batch}',
-    f'--remat={arguments.remat}',
-    f'--optimizer={arguments.optimizer}',
-    f'--moment_dtype={arguments.moment_dtype}',
-    f'--encoder_length={arguments.encoder_length}',
-    f'--decoder_length={arguments.decoder_length}',
-  ]
+  flags = [*flags, f'--batch_size={batch}']
+  for name in (
+    *('remat', 'optimizer', 'moment_dtype'),
+    *('encoder_length', 'decoder_length'),
+  ):
+    flags.append(f'--{name}={getattr(arguments, name)}')
   worker = training_step.Worker(
     implementation, arguments.dtype, flags, _ENVIRONMENT
   )
   try:
-    first = worker.step()
-    seconds = _median(worker, 'step', arguments.steps)
-    peak = worker.answers[-1]['peak_mib']
-    parts = {'forward s': float('nan'), 'backward s': float('nan')}
-    if implementation == 'ours':
-      parts['forward s'] = _median(worker, 'forward', arguments.steps)
-      gradient = _median(worker, 'gradient', arguments.steps)
-      parts['backward s'] = gradient - parts['forward s']
+    first, *steps = (worker.step() for _ in range(1 + arguments.steps))
   finally:
     worker.close()
+  model = training_step.make_parser().parse_args(flags)
+  seconds = results.median(steps, 'seconds')
   return {
     'batch': batch,
-    'tokens/s': batch
-    * (arguments.encoder_length + arguments.decoder_length)
-    / seconds,
-    'FLOP/s': _step_flops(batch, flags, arguments) / seconds,
-    'peak FLOP/s': worker.peak_flops,
+    'tokens/s': training_step.tokens_of(model) / seconds,
+    'FLOP/s': _step_flops(model) / seconds,
+    'peak FLOP/s': first['peak_flops'],
     'step s': seconds,
-    **parts,
-    'update s': seconds - parts['forward s'] - parts['backward s'],
-    'peak GiB': peak / 2**10,
+    'peak GiB': steps[-1]['peak_mib'] / 2**10,
     'compile s': first['seconds'] - seconds,
     'loss': first['loss'],
   }
 
 
-def _median(worker: training_step.Worker, part: str, steps: int) -> float:
-  """Seconds of a part, after one run that may compile."""
-  worker.step(part)
-  return statistics.median(worker.step(part)['seconds'] for _ in range(steps))
-
-
-def _step_flops(
-  batch: int, flags: Sequence[str], arguments: argparse.Namespace
-) -> int:
-  """Model FLOPs of a step."""
+def _step_flops(model: argparse.Namespace) -> int:
+  """Returns the model FLOPs of a step."""
   from encdec_adapt.models import model_flops
 
-  pair = training_step.make_pair(training_step.make_parser().parse_args(flags))
-  lengths = arguments.encoder_length, arguments.decoder_length
+  lengths = model.encoder_length, model.decoder_length
+  pair = training_step.make_pair(model)
   row = model_flops.forward(pair, *lengths, teacher=0)
-  return batch * model_flops.TRAINING * row
+  return model.batch_size * model_flops.TRAINING * row
 
 
 if __name__ == '__main__':

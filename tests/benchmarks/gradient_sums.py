@@ -29,14 +29,13 @@ _AXES = ('embed', 'mlp')
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Compiles and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument(
-    '--topologies', nargs='+', default=['v5e:2x4', 'v5e:4x4', 'v5p:4x4x4']
-  )
-  parser.add_argument('--width', type=int, default=2304)
-  parser.add_argument('--mlp_width', type=int, default=9216)
-  parser.add_argument('--tokens', type=int, default=4096, help='of a chip')
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__,
+    topologies=['v5e:2x4', 'v5e:4x4', 'v5p:4x4x4'],
+    width=2304,
+    mlp_width=9216,
+    tokens=4096,  # Of a chip.
+  ).parse_args(argv)
   rows = [
     _measure(chips.parse(topology), replica, rules, arguments)
     for topology in arguments.topologies

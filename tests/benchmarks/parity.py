@@ -21,15 +21,9 @@ from tests.parity import tiny_models
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--seeds', type=int, default=2, help='models of a family')
-  parser.add_argument(
-    '--families',
-    nargs='*',
-    default=list(tiny_models.CASES),
-    help='which; all by default',
-  )
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__, seeds=2, families=list(tiny_models.CASES)
+  ).parse_args(argv)
   rows = [
     _measure(name, tiny_models.CASES[name], arguments.seeds)
     for name in arguments.families

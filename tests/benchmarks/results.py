@@ -1,20 +1,68 @@
-"""Reports of benchmarks: flags, tables, JSON. Imports no array library."""
+"""Flags, turns, and reports of benchmarks. Imports no array library."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import pathlib
 import platform
+import statistics
+import time
 from typing import Any
 
 Row = Mapping[str, Any]
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-  """An argument parser with the flags that every benchmark has."""
-  result = argparse.ArgumentParser(description=description)
+def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+  """Makes a parser of --output and of further flags.
+
+  Args:
+    description: text of --help.
+    **defaults: default of each flag, whose type it has. A sequence takes any
+      number of values, and False makes a switch.
+  """
+  result = argparse.ArgumentParser(
+    description=description,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
   result.add_argument('--output', help='also write the numbers here, as JSON')
+  for name, default in defaults.items():
+    if default is False:
+      options = {'action': 'store_true'}
+    elif isinstance(default, Sequence) and not isinstance(default, str):
+      options = {'type': type(default[0]), 'nargs': '*'}
+    else:
+      options = {'type': type(default)}
+    help_ = f'default: {default}'
+    result.add_argument(f'--{name}', default=default, help=help_, **options)
   return result
+
+
+def take_turns(
+  runs: Mapping[Any, Callable[[], Any]], steps: int
+) -> dict[Any, list[Any]]:
+  """Calls functions in turn, so that noise of the machine affects all alike.
+
+  Returns:
+    For each function the result of a first call, which may compile, and of
+    `steps` more.
+  """
+  found: dict[Any, list[Any]] = {name: [] for name in runs}
+  for _ in range(1 + steps):
+    for name, run in runs.items():
+      found[name].append(run())
+  return found
+
+
+def seconds(run: Callable[[], Any]) -> float:
+  """Returns how long a call takes."""
+  start = time.perf_counter()
+  run()
+  return time.perf_counter() - start
+
+
+def median(answers: Sequence[Mapping[str, float]], key: str) -> float:
+  """Returns the median of an entry."""
+  return statistics.median(answer[key] for answer in answers)
 
 
 def report(

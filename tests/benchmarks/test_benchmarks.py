@@ -1,4 +1,4 @@
-"""The benchmarks run at small sizes, and what they claim of fill holds."""
+"""The benchmarks run at small sizes, and their claims hold."""
 
 import importlib.util
 import json
@@ -19,12 +19,16 @@ from tests.benchmarks import (
 )
 
 pytestmark = pytest.mark.slow  # Nightly.
-TINY_STEP = (
-  ['--layers=2', '--width=16', '--mlp_width=32', '--heads=2', '--kv_heads=1']
-  + ['--head_dim=8', '--vocab_size=64', '--attention_chunk=8']
-  + ['--encoder_length=32', '--decoder_length=16', '--dtype=float32']
-  + ['--platform=cpu', '--steps=1', '--remat=full', '--backends=chunked']
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
 )
+TINY = (
+  ['--layers=1', '--width=16', '--mlp_width=32', '--heads=2', '--kv_heads=1']
+  + ['--head_dim=8', '--vocab_size=64', '--attention_chunk=8', '--steps=1']
+  + ['--encoder_length=32', '--decoder_length=16', '--dtype=float32']
+)
+TINY_STEP = [*TINY, '--platform=cpu', '--remat=full', '--backends=chunked']
 
 
 def test_packing(tmp_path, capsys):
@@ -61,12 +65,7 @@ def test_records():
 
 @pytest.mark.multiproc
 def test_processes():
-  content = processes.main(
-    ['--layers=1', '--width=16', '--mlp_width=16', '--heads=2', '--head_dim=8']
-    + ['--vocab_size=64', '--batch_size=2', '--encoder_length=8']
-    + ['--decoder_length=8', '--steps=1']
-  )
-  one, two = content['rows']
+  one, two = processes.main([*TINY, '--batch_size=2'])['rows']
   assert (one['devices each'], two['devices each']) == (2, 1)
   assert one['time ratio'] == 1 and two['time ratio'] > 0
   assert two['loss, last'] == pytest.approx(one['loss, last'], rel=1e-5)
@@ -91,8 +90,7 @@ def test_gpu_step(monkeypatch):
   (row,) = gpu_step.main([*flags, '--peer_attentions'])['rows']
   assert (row['attention'], row['examples'], row['batch']) == ('chunked', 3, 2)
   assert row['tokens/s'] > 0 and row['MFU'] > 0
-  # Milliseconds, so parts are not compared with the whole.
-  assert row['forward s'] > 0 and row['loss'] > 3
+  assert row['loss'] > 3
 
 
 @pytest.mark.parity
@@ -118,12 +116,8 @@ def test_gpu_kernels():
   assert all(row['of roofline'] > 0 for row in content['rows'])
 
 
-@pytest.mark.sharded
 @pytest.mark.aot
-@pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
+@needs_libtpu
 def test_compile_scaling():
   found = compile_scaling.main(['--layers', '2', '4', '--topologies=v5e:2x2'])
   few, more = found['rows']
@@ -133,10 +127,7 @@ def test_compile_scaling():
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
+@needs_libtpu
 def test_gradient_sums():
   sizes = ['--width=512', '--mlp_width=1024', '--tokens=512']
   found = gradient_sums.main(['--topologies=v5e:4x4', *sizes])

@@ -1,13 +1,15 @@
 """Our training step against the same T5Gemma in transformers on torch.
 
 A step is forward pass, backward pass, clipping by the global norm and update,
-on the same batch without padding, for the same shapes of model (the numbers
-of parameters are compared). The two run in processes of their own, so that
-peak memory is each one's, and take turns step by step, so that whatever else
-the machine does disturbs both; it should do nothing else all the same. Ratios
-are ours over the peer's. Needs `pip install -e .[peer]`.
+on the same batch without padding, for models of the same shape (the numbers of
+parameters are compared). The two run in processes of their own, so that each
+has its own peak memory, and take turns step by step, so that noise of the
+machine affects both. Ratios are ours over the peer's. Needs
+`pip install -e .[peer]`.
 
-The sizes are those of a CPU; `gpu_step` runs the same workers on a GPU.
+`--pair=2b_2b` names a shipped pair instead of sizes, and `--examples` is the
+number of examples in a row. The default sizes are for a CPU; `gpu_step` runs
+the same workers on a GPU.
 """
 
 import argparse
@@ -15,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -26,64 +27,54 @@ from tests.benchmarks import results
 IMPLEMENTATIONS = ('ours', 'transformers')
 LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0
-Run = Callable[[], float]  # Runs something and gives the loss.
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-  """Adds flags of the model, the batch, and how ours is computed."""
-  sizes = {
-    'layers': 6,
-    'width': 256,
-    'mlp_width': 1024,
-    'heads': 4,
-    'kv_heads': 2,
-    'head_dim': 64,
-    'vocab_size': 8192,
-    'batch_size': 8,
-    'encoder_length': 256,
-    'decoder_length': 256,
-    'steps': 7,
-  }
-  for name, default in sizes.items():
-    parser.add_argument(f'--{name}', type=int, default=default)
-  parser.add_argument(
-    '--pair', default='', help='such as 2b_2b, in the place of the sizes'
-  )
-  parser.add_argument(
-    '--examples', type=int, default=1, help='packed in each row'
-  )
-  parser.add_argument(
-    '--optimizer', choices=['adamw', 'adafactor'], default='adamw'
-  )
-  ours = parser.add_argument_group('how ours is computed')
-  ours.add_argument('--moment_dtype', default='float32')
-  ours.add_argument('--scan_unroll', type=int, default=1)
-  ours.add_argument('--remat', default='none')
-  ours.add_argument('--attention', default='chunked')
-  ours.add_argument('--attention_chunk', type=int, default=256)
-  ours.add_argument('--loss_chunk', type=int, default=1024)
+Run = Callable[[], float]  # Runs something and returns the loss.
+# Flags of the model and the batch, then of how ours is computed.
+MODEL = {
+  'layers': 6,
+  'width': 256,
+  'mlp_width': 1024,
+  'heads': 4,
+  'kv_heads': 2,
+  'head_dim': 64,
+  'vocab_size': 8192,
+  'pair': '',
+  'batch_size': 8,
+  'encoder_length': 256,
+  'decoder_length': 256,
+  'examples': 1,
+  'optimizer': 'adamw',
+  'steps': 7,
+  'moment_dtype': 'float32',
+  'scan_unroll': 1,
+  'remat': 'none',
+  'attention': 'chunked',
+  'attention_chunk': 256,
+  'loss_chunk': 1024,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The flags of this benchmark and of its workers."""
-  parser = results.parser(__doc__)
-  add_model(parser)
-  parser.add_argument('--dtypes', nargs='+', default=['float32', 'bfloat16'])
-  peer = parser.add_argument_group('how the peer is computed')
-  # transformers builds its attention without the soft-cap otherwise, and
-  # sdpa cannot do it.
-  peer.add_argument('--peer_attention', default='eager')
-  peer.add_argument('--peer_device', default='cpu')
-  peer.add_argument('--peer_compile', action='store_true')
-  peer.add_argument('--peer_checkpointing', action='store_true')
-  parser.add_argument(
-    '--worker', choices=IMPLEMENTATIONS, help=argparse.SUPPRESS
+  """Makes the parser of this benchmark and of its workers."""
+  return results.parser(
+    __doc__,
+    **MODEL,
+    dtypes=['float32', 'bfloat16'],
+    # transformers builds its attention without the soft-cap otherwise, and
+    # sdpa cannot do it.
+    peer_attention='eager',
+    peer_device='cpu',
+    peer_compile=False,
+    peer_checkpointing=False,
+    # Of a worker: its implementation, and its place in a job of several.
+    worker='',
+    coordinator='',
+    processes=0,
+    process=0,
   )
-  return parser
 
 
 def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
-  """A batch of full rows of so many examples each, in our framing."""
+  """Makes a batch of full rows with equally many examples, in our framing."""
   import numpy as np
 
   from encdec_adapt.data import batch
@@ -93,58 +84,50 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
   rng = np.random.default_rng(0)
 
   def cut(length: int) -> np.ndarray:
-    """Lengths of the row's examples, each at least two."""
+    """Returns the lengths of the row's examples, each at least two."""
     places = rng.permutation(length // 2 - 1)[: arguments.examples - 1] + 1
     return np.diff([0, *sorted(2 * places), length])
 
+  vocabulary = make_pair(arguments).decoder.vocab_size
+
+  def draw(size: int) -> np.ndarray:
+    """Returns random tokens."""
+    return rng.integers(5, vocabulary, size, np.int32)
+
   rows = []
   for _ in range(arguments.batch_size):
+    inputs, targets = cut(lengths.encoder), cut(lengths.decoder)
     pairs = [
-      batch.Pair(
-        *(
-          rng.integers(
-            5, make_pair(arguments).decoder.vocab_size, size, np.int32
-          )
-          for size in (inputs - 1, targets)
-        )
-      )
-      for inputs, targets in zip(
-        cut(lengths.encoder), cut(lengths.decoder), strict=True
-      )
+      batch.Pair(draw(i - 1), draw(t))
+      for i, t in zip(inputs, targets, strict=True)
     ]
     rows.append(batch.frame_row(pairs, lengths, framing.FRAMING))
   return batch.stack_rows(rows)
 
 
 def make_pair(arguments: argparse.Namespace) -> Any:
-  """The shape of the model, a `models.model_config.EncoderDecoderConfig`."""
+  """Returns the model's `models.model_config.EncoderDecoderConfig`."""
   from encdec_adapt.models import model_config as configs
   from encdec_adapt.models import presets
 
   if arguments.pair:
     return presets.t5gemma(arguments.pair)
-  stack = configs.StackConfig(
-    layers=arguments.layers,
-    width=arguments.width,
-    mlp_width=arguments.mlp_width,
-    heads=arguments.heads,
-    kv_heads=arguments.kv_heads,
-    head_dim=arguments.head_dim,
-    vocab_size=arguments.vocab_size,
-    query_scale=float(arguments.head_dim),
-  )
+  sizes = {name: getattr(arguments, name) for name in list(MODEL)[:7]}
+  stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   return configs.encoder_decoder(stack, stack)
 
 
-def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
-  """Our step, as `train.py` runs it, its parts, and how many parameters.
+def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
+  """Makes our step, as `train.py` runs it.
 
   In a job of several processes, each takes its share of the batch.
+
+  Returns:
+    Function that runs a step, and the number of parameters.
   """
   import jax
 
   from encdec_adapt.models import build, execution
-  from encdec_adapt.ops import partition
   from encdec_adapt.sharding import mesh, placement, rules
   from encdec_adapt.training import (
     losses,
@@ -182,9 +165,9 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
   current = only.create(params)
   train = only.make_step()
   shards = placement.row_shards(where.mesh, where.rules)
-  mine = shards.rows(arguments.batch_size)
+  local = shards.rows(arguments.batch_size)
   batch = step.place_batch(
-    {name: rows[mine] for name, rows in make_batch(arguments).items()}, where
+    {name: rows[local] for name, rows in make_batch(arguments).items()}, where
   )
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -195,30 +178,13 @@ def make_ours(arguments: argparse.Namespace) -> tuple[dict[str, Run], int]:
     current, metrics = train(current, batch, None)
     return float(metrics['loss'])
 
-  @jax.jit
-  def forward(params, batch):
-    with partition.use(where.mesh, where.rules.as_dict()):
-      sums = losses.loss_sums(model, params, batch, loss, None)
-      return sums.total / sums.weight
-
-  @jax.jit
-  def backward(params, batch):
-    return jax.value_and_grad(forward)(params, batch)
-
-  runs = {
-    'step': run,
-    'forward': lambda: float(forward(current.params, batch)),
-    'gradient': lambda: float(
-      jax.block_until_ready(backward(current.params, batch))[0]
-    ),
-  }
-  return runs, count
+  return run, count
 
 
 def make_transformers(
   arguments: argparse.Namespace,
-) -> tuple[dict[str, Run], int]:
-  """The peer's step, and the number of parameters."""
+) -> tuple[Run, int]:
+  """Makes the peer's step; returns it and the number of parameters."""
   import torch
   import transformers
 
@@ -280,37 +246,39 @@ def make_transformers(
     optimizer.zero_grad(set_to_none=True)
     return float(loss)
 
-  return {'step': run}, sum(p.numel() for p in model.parameters())
+  return run, sum(p.numel() for p in model.parameters())
 
 
 def _work(arguments: argparse.Namespace) -> None:
-  """Runs what each line of standard input names; answers in JSON lines."""
+  """Runs a step for each line of standard input; answers in JSON lines."""
   if arguments.worker == 'ours':
-    runs, parameters = make_ours(arguments)
-    import jax
-
+    from encdec_adapt.cluster import distributed
     from encdec_adapt.telemetry import peak_flops
 
-    peak_flops = peak_flops.peak(jax.devices())
+    if arguments.coordinator:
+      distributed.initialize(
+        arguments.coordinator, arguments.processes, arguments.process
+      )
+    run, parameters = make_ours(arguments)
+    peak = peak_flops.peak(sys.modules['jax'].devices())
   else:
-    runs, parameters = make_transformers(arguments)
-    peak_flops = None
-  about = {'parameters': parameters, 'peak_flops': peak_flops}
-  print(json.dumps(about), flush=True)
-  for line in sys.stdin:
-    start, processor = time.perf_counter(), time.process_time()
-    loss = runs[line.strip()]()
+    run, parameters = make_transformers(arguments)
+    peak = None
+  for _ in sys.stdin:
+    start = time.perf_counter()
+    loss = run()
     answer = {
       'seconds': time.perf_counter() - start,
-      'processor_seconds': time.process_time() - processor,
       'loss': loss,
       'peak_mib': _peak_mib(),
+      'parameters': parameters,
+      'peak_flops': peak,
     }
     print(json.dumps(answer), flush=True)
 
 
 def _peak_mib() -> float:
-  """Largest memory of this process so far: of its GPU where it has one."""
+  """Returns the peak memory of this process: of its GPU if it has one."""
   torch, jax = sys.modules.get('torch'), sys.modules.get('jax')
   if torch is not None and torch.cuda.is_available():
     return torch.cuda.max_memory_allocated() / 2**20
@@ -327,13 +295,8 @@ class WorkerError(SystemExit):
 class Worker:
   """One implementation in a process of its own.
 
-  Attributes:
-    parameters: number of parameters of the model.
-    peak_flops: peak FLOP/s of its devices; only for our implementation.
-    answers: measurements of each run.
-
   Raises:
-    WorkerError: the process ended, here or in a method.
+    WorkerError: in a method, the process has ended.
   """
 
   def __init__(
@@ -343,6 +306,7 @@ class Worker:
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
   ):
+    """Starts the process."""
     command = [sys.executable, '-m', 'tests.benchmarks.training_step', *flags]
     command += [f'--worker={implementation}', '--dtypes', dtype]
     self._process = subprocess.Popen(
@@ -352,66 +316,65 @@ class Worker:
       text=True,
       env={**os.environ, **(environment or {})},
     )
-    about = self._answer()
-    self.parameters = about['parameters']
-    self.peak_flops = about['peak_flops']
-    self.answers: list[dict[str, float]] = []
 
-  def step(self, part: str = 'step') -> dict[str, float]:
-    """Runs one step, or a part of it."""
-    self._process.stdin.write(part + '\n')
+  def start(self) -> None:
+    """Starts a step."""
+    self._process.stdin.write('step\n')
     self._process.stdin.flush()
-    self.answers.append(self._answer())
-    return self.answers[-1]
+
+  def finish(self) -> dict[str, float]:
+    """Waits for the end of the step; returns its measurements."""
+    for line in self._process.stdout:
+      if line.startswith('{'):  # gloo prints lines of its own.
+        return json.loads(line)
+    raise WorkerError('a worker of the benchmark failed; see its error above')
+
+  def step(self) -> dict[str, float]:
+    """Runs a step; returns its measurements."""
+    self.start()
+    return self.finish()
 
   def close(self) -> None:
     """Ends the process."""
     self._process.stdin.close()
     self._process.wait()
 
-  def _answer(self) -> dict[str, float]:
-    line = self._process.stdout.readline()
-    if not line:
-      raise WorkerError('a worker of the benchmark failed; see its error above')
-    return json.loads(line)
+
+def tokens_of(arguments: argparse.Namespace) -> int:
+  """Returns the tokens of a batch."""
+  return arguments.batch_size * (
+    arguments.encoder_length + arguments.decoder_length
+  )
 
 
 def _compare(dtype: str, arguments, flags) -> list[dict[str, Any]]:
-  """Rows of both implementations with products in `dtype`."""
+  """Returns the rows of both implementations with products in `dtype`."""
   workers = {name: Worker(name, dtype, flags) for name in IMPLEMENTATIONS}
-  counts = {name: worker.parameters for name, worker in workers.items()}
+  found = results.take_turns(
+    {name: worker.step for name, worker in workers.items()}, arguments.steps
+  )
+  counts = {name: one[0]['parameters'] for name, one in found.items()}
   if len(set(counts.values())) > 1:
     raise SystemExit(f'the two models differ in parameters: {counts}')
-  for _ in range(1 + arguments.steps):
-    for worker in workers.values():
-      worker.step()
-  tokens = arguments.batch_size * (
-    arguments.encoder_length + arguments.decoder_length
-  )
   rows = []
-  for name, worker in workers.items():
-    worker.close()
-    first, *rest = worker.answers
-    seconds = statistics.median(answer['seconds'] for answer in rest)
+  for name, (first, *rest) in found.items():
+    workers[name].close()
+    seconds = results.median(rest, 'seconds')
     rows.append(
       {
         'dtype': dtype,
         'implementation': name,
-        'tokens/s': tokens / seconds,
+        'tokens/s': tokens_of(arguments) / seconds,
         'peak MiB': rest[-1]['peak_mib'],
         'first step s': first['seconds'],
         'step s': seconds,
-        'step processor s': statistics.median(
-          answer['processor_seconds'] for answer in rest
-        ),
         'loss, first': first['loss'],
         'loss, last': rest[-1]['loss'],
       }
     )
-  peer = rows[1]
   for row in rows:
-    row['speed ratio'] = row['tokens/s'] / peer['tokens/s']
-    row['memory ratio'] = row['peak MiB'] / peer['peak MiB']
+    row['speed ratio'] = row['tokens/s'] / rows[1]['tokens/s']
+    row['memory ratio'] = row['peak MiB'] / rows[1]['peak MiB']
   return rows
 
 

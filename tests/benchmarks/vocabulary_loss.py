@@ -20,29 +20,17 @@ from tests.ops import dense_loss
 SOFTCAP = 30.0
 
 
-def _compile(loss, hidden, table, targets, weights):
-  """The compiled gradient of a loss, and how long compiling took."""
-
-  def objective(hidden, table):
-    return loss(hidden, table, targets, weights).total / jnp.sum(weights)
-
-  start = time.perf_counter()
-  gradient = jax.jit(jax.value_and_grad(objective, argnums=(0, 1)))
-  compiled = gradient.lower(hidden, table).compile()
-  return compiled, time.perf_counter() - start
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints; ratios are ours over the dense loss."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--tokens', type=int, default=512)
-  parser.add_argument('--width', type=int, default=256)
-  parser.add_argument('--vocab_size', type=int, default=256_000)
-  parser.add_argument('--chunk', type=int, default=128)
-  parser.add_argument('--dtypes', nargs='+', default=['float32', 'bfloat16'])
-  parser.add_argument('--steps', type=int, default=3)
-  arguments = parser.parse_args(argv)
-
+  arguments = results.parser(
+    __doc__,
+    tokens=512,
+    width=256,
+    vocab_size=256_000,
+    chunk=128,
+    dtypes=['float32', 'bfloat16'],
+    steps=3,
+  ).parse_args(argv)
   rows = []
   for dtype in arguments.dtypes:
     rows += _compare(dtype, arguments)
@@ -65,18 +53,27 @@ def _compare(dtype: str, arguments) -> list[dict[str, Any]]:
     'dense': functools.partial(dense_loss.cross_entropy, **options),
   }
   weights = jnp.ones(shape)
-  compiled, seconds, rows = {}, {}, []
+  compiled, compiling = {}, {}
   for name, loss in losses.items():
-    compiled[name] = _compile(loss, hidden, table, targets, weights)
-    seconds[name] = []
-  for _ in range(1 + arguments.steps):
-    for name, (gradient, _) in compiled.items():
-      start = time.perf_counter()
-      value, gradients = gradient(hidden, table)
-      jax.block_until_ready(gradients)
-      seconds[name].append(time.perf_counter() - start)
-      del gradients
-  for name, (gradient, compile_seconds) in compiled.items():
+
+    def objective(hidden, table, loss=loss):
+      return loss(hidden, table, targets, weights).total / jnp.sum(weights)
+
+    start = time.perf_counter()
+    gradient = jax.jit(jax.value_and_grad(objective, argnums=(0, 1)))
+    compiled[name] = gradient.lower(hidden, table).compile()
+    compiling[name] = time.perf_counter() - start
+
+  def call(gradient):
+    """Runs a program to its end."""
+    return results.seconds(
+      lambda: jax.block_until_ready(gradient(hidden, table))
+    )
+
+  runs = {name: functools.partial(call, one) for name, one in compiled.items()}
+  seconds = results.take_turns(runs, arguments.steps)
+  rows = []
+  for name, gradient in compiled.items():
     memory = gradient.memory_analysis()
     rows.append(
       {
@@ -86,7 +83,7 @@ def _compare(dtype: str, arguments) -> list[dict[str, Any]]:
         / 2**20,
         'of it gradients MiB': memory.output_size_in_bytes / 2**20,
         'seconds': statistics.median(seconds[name][1:]),
-        'compile s': compile_seconds,
+        'compile s': compiling[name],
         'value': float(gradient(hidden, table)[0]),
       }
     )

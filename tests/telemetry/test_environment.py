@@ -1,4 +1,4 @@
-"""What a run says of the machine and the code it ran on."""
+"""The environment report, and the compilation cache."""
 
 import json
 import shutil
@@ -13,24 +13,19 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import environment
 
 
-def test_report_is_json_and_names_what_matters(monkeypatch):
+def test_report_and_fingerprint(monkeypatch):
   jax.devices()  # XLA ends the process for flags that it does not know.
   monkeypatch.setenv('XLA_FLAGS', ' --b=1  --a=2')
   report = json.loads(json.dumps(environment.report()))
-  assert report['jax'] == jax.__version__
-  assert report['devices'] == 8
+  assert (report['jax'], report['devices']) == (jax.__version__, 8)
   assert report['cores'] >= 1
   assert report['xla_flags'] == '--a=2 --b=1'
   assert report['jax_enable_x64'] is False
-
-
-def test_fingerprint_is_stable_and_without_what_does_not_matter():
   fingerprint = environment.fingerprint()
-  assert fingerprint == environment.fingerprint()
   assert not {'git', 'host', 'python'} & fingerprint.keys()
   assert {'jaxlib', 'cpu', 'cores', 'devices'} <= fingerprint.keys()
-  again = json.loads(json.dumps(fingerprint))
-  assert environment.difference(again, fingerprint) == []
+  read = json.loads(json.dumps(fingerprint))
+  assert environment.difference(read, environment.fingerprint()) == []
 
 
 def test_difference_names_keys_and_values():
@@ -48,14 +43,13 @@ def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
   module = tmp_path / 'environment.py'
   module.write_text('')
   monkeypatch.setattr(environment, '__file__', str(module))
-  assert environment.git_revision() is None
 
   def git(*arguments):
     user = '-c', 'user.name=n', '-c', 'user.email=e@example.org'
     subprocess.check_call(['git', '-C', str(tmp_path), *user, *arguments])
 
   git('init', '--quiet')
-  assert environment.git_revision() is None  # Here, but not tracked.
+  assert environment.git_revision() is None  # Not tracked.
   git('add', '.')
   git('commit', '--quiet', '-m', 'first')
   found = environment.git_revision()
@@ -66,8 +60,8 @@ def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
   assert environment.git_revision() is None
 
 
-def test_the_high_water_is_that_of_the_fullest_device(monkeypatch):
-  assert environment.memory_high_water() == {}  # The CPU does not tell.
+def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
+  assert environment.memory_high_water() == {}  # CPUs report none.
   full = [{'peak_bytes_in_use': 5, 'bytes_in_use': 9}, {'peak_bytes_in_use': 7}]
   devices = [types.SimpleNamespace(memory_stats=lambda s=s: s) for s in full]
   monkeypatch.setattr(jax, 'local_devices', lambda: devices)
@@ -81,7 +75,7 @@ import jax.numpy as jnp
 from encdec_adapt.telemetry import environment
 
 environment.enable_compile_cache(sys.argv[1])
-# Keeps a tiny program too.
+# Caches a tiny program too.
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
@@ -93,16 +87,14 @@ print(hits > 0, float(total).hex())
 
 
 @pytest.mark.parametrize('place', ['folder', 'bucket'])
-def test_a_second_process_takes_compiled_programs(tmp_path, place, request):
+def test_a_second_process_reads_compiled_programs(tmp_path, place, request):
   folder = tmp_path / 'cache'
   if place == 'bucket':
     folder = paths.at(request.getfixturevalue('bucket'))
-  hits, totals = [], []
-  for _ in range(2):
-    command = [sys.executable, '-c', _COMPILE, str(folder)]
-    hit, total = subprocess.check_output(command, text=True).split()
-    hits.append(hit)
-    totals.append(total)
-  assert hits == ['False', 'True'] and totals[0] == totals[1]
+  command = [sys.executable, '-c', _COMPILE, str(folder)]
+  first, second = (
+    subprocess.check_output(command, text=True).split() for _ in range(2)
+  )
+  assert (first[0], second[0]) == ('False', 'True') and first[1] == second[1]
   (machine,) = folder.iterdir()
   assert len(machine.name) == 16

@@ -1,6 +1,5 @@
-"""Traces of the steps that were asked for, and no others."""
+"""Traces of the requested steps, and no others."""
 
-import functools
 import os
 import signal
 
@@ -11,8 +10,8 @@ from encdec_adapt.telemetry import profiling
 
 
 @pytest.fixture
-def traced(monkeypatch):
-  """Steps at which a trace was started (+) and stopped (-)."""
+def events(monkeypatch):
+  """Starts (+) and ends (-) of traces, and steps."""
   found = []
   monkeypatch.setattr(
     jax.profiler, 'start_trace', lambda folder: found.append('+')
@@ -21,71 +20,54 @@ def traced(monkeypatch):
   return found
 
 
-def run(profiler, steps, at=None, then=lambda: None):
-  seen = []
+def run(profiler, steps, events=None, asks_at=None):
+  """Runs a loop of steps; a signal comes during step `asks_at`."""
   with profiler:
     for step in range(steps):
       profiler.before(step)
-      seen.append(step)
-      if step == at:
-        then()
+      if events is not None:
+        events.append(str(step))
+      if step == asks_at:
+        os.kill(os.getpid(), signal.SIGUSR1)
       profiler.after(step, None)
-  return seen
 
 
 @pytest.mark.parametrize(
-  'first, steps, expected', [(2, 2, '..+..-..'), (0, 0, '......')]
+  'first, steps, expected', [(1, 2, '0+12w-3'), (0, 0, '0123')]
 )
-def test_the_steps_of_the_configuration(
-  tmp_path, traced, first, steps, expected
-):
-  profiler = profiling.Profiler(tmp_path, None, first, steps)
-  with profiler:
-    for step in range(6):
-      profiler.before(step)
-      traced.append('.')
-      profiler.after(step, None)
-  assert ''.join(traced) == expected
+def test_configured_steps_are_traced(tmp_path, events, first, steps, expected):
+  writing = lambda step: events.append('w')  # noqa: E731
+  profiler = profiling.Profiler(tmp_path, None, first, steps, writing=writing)
+  run(profiler, 4, events)
+  assert ''.join(events) == expected
 
 
-def test_it_is_said_before_a_trace_is_written(tmp_path, traced):
-  run(profiling.Profiler(tmp_path, None, 1, 2, writing=traced.append), 4)
-  assert traced == ['+', 2, '-']
-
-
-def test_a_signal_traces_the_next_steps(tmp_path, traced):
-  ask = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
+def test_a_signal_traces_the_next_steps(tmp_path, events):
   profiler = profiling.Profiler(tmp_path, None, 0, 0)
   with profiling.listening():
-    run(profiler, 3)
-    assert not traced
-    run(profiler, 6, at=1, then=ask)
-    assert traced == ['+', '-']
-    # One that comes before the loop is of its first steps.
-    ask()
-    run(profiler, 6)
-    assert traced == ['+', '-'] * 2
+    run(profiler, 6, events, asks_at=1)
+    assert ''.join(events) == '01+234-5'
+    os.kill(os.getpid(), signal.SIGUSR1)  # Before the loop.
+    run(profiler, 4, events)
+  assert ''.join(events)[8:] == '+012-3'
 
 
-def test_a_trace_that_cannot_be_written_ends_nothing(
-  tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize('ending', ['start_trace', 'stop_trace'])
+def test_a_failed_trace_is_a_warning(
+  tmp_path, events, monkeypatch, capsys, ending
 ):
   def refuse(*args):
     raise OSError('the disk is full')
 
-  for ending in ('start_trace', 'stop_trace'):
-    monkeypatch.setattr(jax.profiler, 'start_trace', lambda folder: None)
-    monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: None)
-    monkeypatch.setattr(jax.profiler, ending, refuse)
-    run(profiling.Profiler(tmp_path, None, 0, 2), 6)
-    # Also where the loop ends before.
-    run(profiling.Profiler(tmp_path, None, 0, 9), 6)
-  said = capsys.readouterr()
-  assert said.err.count('OSError: the disk is full') == 4 and not said.out
+  monkeypatch.setattr(jax.profiler, ending, refuse)
+  for steps in (2, 9):  # The trace ends in the loop, or with it.
+    run(profiling.Profiler(tmp_path, None, 0, steps), 6)
+  output = capsys.readouterr()
+  assert output.err.count('OSError: the disk is full') == 2 and not output.out
 
 
-@pytest.mark.parametrize('process, folder', [(None, ''), (3, 'process_3')])
-def test_a_real_trace_is_written(tmp_path, process, folder):
-  run(profiling.Profiler(tmp_path, process, 0, 1), 1)
-  assert list((tmp_path / profiling.FOLDER / folder).glob('**/*.xplane.pb'))
-  assert process is None or os.listdir(tmp_path / profiling.FOLDER) == [folder]
+def test_a_real_trace_is_written(tmp_path):
+  run(profiling.Profiler(tmp_path, 3, 0, 1), 1)
+  folder = tmp_path / profiling.FOLDER
+  assert os.listdir(folder) == ['process_3']
+  assert list(folder.glob('**/*.xplane.pb'))
