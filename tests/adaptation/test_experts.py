@@ -53,10 +53,10 @@ def test_every_expert_is_copied_into_both_stacks(adapted):
 
 
 @pytest.mark.long
-def test_training_lowers_the_loss_and_reports_the_load(adapted, monkeypatch):
+def test_training_lowers_the_loss_and_reports_the_load(adapted):
   _, made, _ = adapted
-  monkeypatch.setattr(training, 'MODEL', build.build(TARGET))
   trainer = training.Trainer(
+    model=build.build(TARGET),
     microbatches=2,
     loss=losses.LossConfig(load_balance=0.02, router_z_loss=1e-3, chunk=16),
     optimizer=optimizers.OptimizerConfig(

@@ -1,6 +1,5 @@
 """Backends against a loop in float64, each other, and their promises."""
 
-import dataclasses
 import functools
 import types
 
@@ -171,39 +170,34 @@ def test_chunked_memory_is_linear_in_the_length():
   assert temporary_bytes('reference', 1024) > 10 * long
 
 
-def with_capabilities(monkeypatch, name, **lacks):
-  chosen = attention.BACKENDS['reference']
-  changed = dataclasses.replace(chosen.capabilities, **lacks)
-  chosen = dataclasses.replace(chosen, capabilities=changed)
-  monkeypatch.setitem(attention.BACKENDS, name, chosen)
-
-
 @pytest.mark.parametrize(
-  'lacks, what',
+  'backend, name, aligned, head_dim, dtype, what',
   [
-    ({'memory': False}, '4 keys without a position'),
-    ({'unaligned': False}, 'positions that are not indices'),
-    ({'dtypes': frozenset({'bfloat16'})}, 'dtype float32'),
-    ({'max_head_dim': 4}, 'a head dimension of 8'),
-    ({'platforms': frozenset({'tpu'})}, "platform 'cpu'"),
+    ('splash', 'causal', False, H, 'float32', 'positions that are not indices'),
+    ('splash', 'merged', True, H, 'float32', '11 keys without a position'),
+    ('splash', 'causal', True, H, 'float16', 'dtype float16'),
+    ('triton', 'causal', True, 512, 'float32', 'a head dimension of 512'),
+    ('triton', 'merged', False, H, 'float32', "platform 'cpu'"),
   ],
 )
-def test_what_a_backend_cannot_honour_is_refused(monkeypatch, lacks, what):
-  with_capabilities(monkeypatch, 'kernel', **lacks)
-  spec = spec_of('causal window')
-  spec = masks.with_memory(spec, spec.kv_segments[:, :4])
-  message = f"'kernel' cannot honour {what}.*that can: chunked, reference"
+def test_what_a_backend_cannot_honour_is_refused(
+  backend, name, aligned, head_dim, dtype, what
+):
+  spec = attention_cases.spec_of(name, 11, aligned=aligned)
+  arrays = qkv(11, spec.kv_segments.shape[1], head_dim=head_dim, dtype=dtype)
+  message = f"'{backend}' cannot honour .*{what}.*that can: chunked, reference"
   with pytest.raises(ValueError, match=message):
-    attention.attention(*qkv(11, 15), spec, scale=SCALE, backend='kernel')
+    attention.attention(*arrays, spec, scale=SCALE, backend=backend)
 
 
 def test_platform_is_that_of_the_active_mesh(monkeypatch):
   # Compiling for a TPU topology happens on a machine without one.
+  capabilities = attention.BACKENDS['splash'].capabilities
+  call = capabilities, qkv(4, 4)[0], attention_cases.spec_of('causal', 4)
+  assert attention.unsupported(*call) == ["platform 'cpu'"]
   active = types.SimpleNamespace(platform='tpu')
   monkeypatch.setattr(attention.partition, 'active', lambda: active)
-  with_capabilities(monkeypatch, 'chunked', platforms=frozenset({'cpu'}))
-  with pytest.raises(ValueError, match="platform 'tpu'"):
-    attention.attention(*qkv(4, 4), spec_of('full', 4), scale=SCALE)
+  assert not attention.unsupported(*call)
 
 
 @pytest.mark.parametrize(

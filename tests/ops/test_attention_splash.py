@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from encdec_adapt.ops import attention, attention_splash, masks, partition
+from encdec_adapt.ops import attention_splash, masks, partition
 from tests.ops import attention_cases
 from tests.ops.attention_cases import assert_like_reference, spec_of
 
@@ -94,18 +94,3 @@ def test_on_a_mesh(sizes, name):
       return interpreted(q, k, v, spec, scale=scale, softcap=softcap)
 
   assert_like_reference(attend, *qkv(256, 256), spec_of(name, 256))
-
-
-def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
-  q, k, _ = qkv(32, 32)
-  spec = spec_of('causal', 32)
-  capabilities = attention.BACKENDS['splash'].capabilities
-
-  def refused(q, spec):
-    return ' '.join(attention.unsupported(capabilities, q, spec))
-
-  assert refused(q, spec) == "platform 'cpu'"
-  assert 'not indices' in refused(q, spec.replace(aligned=False))
-  merged = masks.with_memory(spec, spec.kv_segments)
-  assert '32 keys without a position' in refused(q, merged)
-  assert 'float16' in refused(q.astype(jnp.float16), spec)

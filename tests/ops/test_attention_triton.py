@@ -11,7 +11,6 @@ import pytest
 
 from encdec_adapt.models import execution
 from encdec_adapt.ops import (
-  attention,
   attention_shards,
   attention_triton,
   flash_kernels,
@@ -172,11 +171,3 @@ def test_blocks_fit_in_the_shared_memory_of_hopper(head_dim, itemsize):
   ):
     assert (kept + loaded * tile.stages) * row <= 192 * 1024
     assert min(tile.queries, tile.keys) >= 16
-
-
-def test_the_dispatcher_refuses_what_the_kernels_cannot_honour():
-  q, k, _ = qkv(32, 32, head_dim=512)
-  refused = attention.unsupported(
-    attention.BACKENDS['triton'].capabilities, q, spec_of('causal', 32)
-  )
-  assert refused == ['a head dimension of 512', "platform 'cpu'"]

@@ -2,55 +2,44 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import pytest
 
 from encdec_adapt.ops import embedding, partition
+from tests.ops import attention_cases
 
 V, D, B, L = 16, 8, 4, 6
-SHAPE = {'replica': 2, 'fsdp': 2, 'sequence': 1, 'tensor': 2}
+SHAPE = (2, 2, 1, 2)
 RULES = {'vocab': None, 'table_embed': None, 'batch': None, 'length': None}
-# Every way in which the axes of the table and of the tokens can meet.
+BATCH = ('replica', 'fsdp')
+# Every way in which the axes of the table and of the tokens can meet: the mesh
+# and its rules.
 SHARDINGS = {
   'vocabulary over two axes, one of them shared': (
     SHAPE,
-    {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')},
+    dict(vocab=('fsdp', 'tensor'), batch=BATCH),
   ),
   'both axes shared, in another order': (
     SHAPE,
-    {'vocab': ('fsdp', 'replica'), 'batch': ('replica', 'fsdp')},
+    dict(vocab=('fsdp', 'replica'), batch=BATCH),
   ),
-  'vocabulary over axes of its own': (
-    SHAPE,
-    {'vocab': 'tensor', 'batch': ('replica', 'fsdp')},
-  ),
+  'vocabulary over axes of its own': (SHAPE, dict(vocab='tensor', batch=BATCH)),
   'length shares an axis too': (
     SHAPE,
-    {
-      'vocab': ('tensor', 'fsdp'),
-      'batch': ('replica', 'fsdp'),
-      'length': 'tensor',
-    },
+    dict(vocab=('tensor', 'fsdp'), batch=BATCH, length='tensor'),
   ),
   'length over an axis of its own': (
-    {'replica': 1, 'fsdp': 4, 'sequence': 2, 'tensor': 1},
-    {'vocab': 'fsdp', 'batch': ('replica', 'fsdp'), 'length': 'sequence'},
+    (1, 4, 2, 1),
+    dict(vocab='fsdp', batch=BATCH, length='sequence'),
   ),
   'width sharded': (
     SHAPE,
-    {'vocab': 'fsdp', 'table_embed': 'tensor', 'batch': ('replica', 'fsdp')},
+    dict(vocab='fsdp', table_embed='tensor', batch=BATCH),
   ),
-  'batch not sharded': (SHAPE, {'vocab': ('fsdp', 'tensor')}),
+  'batch not sharded': (SHAPE, dict(vocab=('fsdp', 'tensor'))),
 }
-
-
-def make_mesh(shape):
-  return jax.make_mesh(
-    tuple(shape.values()),
-    tuple(shape),
-    axis_types=(AxisType.Auto,) * len(shape),
-  )
+SHARED = SHARDINGS['vocabulary over two axes, one of them shared']
+make_mesh = attention_cases.make_mesh
 
 
 def table(rows=V, width=D):
@@ -120,8 +109,7 @@ def test_sharded_equals_one_device(name, rows, dtype):
 @pytest.mark.sharded
 def test_few_tokens_never_gather_the_table():
   rows, width = 1024, 56  # sizes that nothing else has
-  mesh = make_mesh(SHAPE)
-  rules = {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')}
+  mesh, rules = make_mesh(SHARED[0]), SHARED[1]
   with partition.use(mesh, RULES | rules) as active:
     sharding = jax.sharding.NamedSharding(
       mesh, active.spec('vocab', 'table_embed')
@@ -138,8 +126,7 @@ def test_few_tokens_never_gather_the_table():
 @pytest.mark.sharded
 def test_many_tokens_gather_columns_of_the_table():
   rows, width = 2**16, 2**12  # 1 GiB, in 8 parts
-  mesh = make_mesh(SHAPE)
-  rules = {'vocab': ('fsdp', 'tensor'), 'batch': ('replica', 'fsdp')}
+  mesh, rules = make_mesh(SHARED[0]), SHARED[1]
   with partition.use(mesh, RULES | rules) as active:
     specs = [active.spec('vocab', None), active.spec('batch', 'length')]
   values, ids = (
@@ -168,7 +155,7 @@ def test_ids_outside_the_table_give_nan(on_mesh, V):
   ids = tokens(V).at[2, 3].set(V).at[3, 1].set(-1)
   outside = np.zeros((B, L), bool)
   outside[2, 3] = outside[3, 1] = True
-  shape, rules = SHARDINGS['vocabulary over two axes, one of them shared']
+  shape, rules = SHARED
   mesh = make_mesh(shape) if on_mesh else None
   _, out = value_and_gradient(ids, None, mesh, rules)(table(V))
   np.testing.assert_array_equal(np.isnan(out).all(-1), outside)
@@ -177,23 +164,19 @@ def test_ids_outside_the_table_give_nan(on_mesh, V):
 
 @pytest.mark.sharded
 @pytest.mark.parametrize(
-  'rules, message',
+  'shape, rules, message',
   [
-    ({'vocab': ('replica', 'fsdp', 'tensor')}, "'vocab' of size 12"),
-    ({'table_embed': 'tensor'}, "'table_embed' of size 7"),
-    ({'vocab': 'fsdp', 'batch': ('replica', 'fsdp')}, "'batch' of size 3"),
-    ({'vocab': 'fsdp', 'length': 'tensor'}, "'length' of size 5"),
+    ((12, 7), {'vocab': ('replica', 'fsdp', 'tensor')}, "'vocab' of size 12"),
+    ((12, 7), {'table_embed': 'tensor'}, "'table_embed' of size 7"),
+    ((V, D), {'vocab': 'fsdp', 'length': 'tensor'}, "'length' of size 5"),
+    (
+      (V, D),
+      {'table_embed': 'fsdp', 'batch': ('replica', 'fsdp')},
+      "'batch' and 'table_embed'.*'fsdp'",
+    ),
   ],
 )
-def test_sizes_that_do_not_divide_are_refused(rules, message):
+def test_what_cannot_be_sharded_is_refused(shape, rules, message):
   with partition.use(make_mesh(SHAPE), RULES | rules):
     with pytest.raises(ValueError, match=message):
-      embedding.lookup(table(12, 7), jnp.zeros((3, 5), jnp.int32))
-
-
-@pytest.mark.sharded
-def test_width_and_batch_on_one_axis_are_refused():
-  rules = RULES | {'table_embed': 'fsdp', 'batch': ('replica', 'fsdp')}
-  with partition.use(make_mesh(SHAPE), rules):
-    with pytest.raises(ValueError, match="'batch' and 'table_embed'.*'fsdp'"):
-      embedding.lookup(table(), tokens())
+      embedding.lookup(table(*shape), jnp.zeros((4, 5), jnp.int32))

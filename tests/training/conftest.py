@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
@@ -76,12 +75,12 @@ class Trainer:
     rate=1e-2,
     optimizer=None,
     teacher=None,
-    rules='fsdp',
+    model=MODEL,
   ):
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
-    self.where = state_lib.Placement(MODEL, self.mesh, rules_lib.named(rules))
+    self.where = state_lib.Placement(model, self.mesh, rules_lib.named('fsdp'))
     self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
@@ -118,12 +117,6 @@ class Trainer:
     return self.functions[names](
       state, step_lib.place_batch(batch, self.where), teacher_params or {}
     )
-
-
-@pytest.fixture
-def trainer():
-  """The class, so that a test chooses the mesh."""
-  return Trainer
 
 
 def host(tree):
