@@ -113,32 +113,15 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   }
 )
 # In transformers the larger ones have 64 rows more than tokens in use.
+_LARGE_GEMMA3 = dict(
+  vocab_size=262208, window=1024, rope_scaling='linear', rope_factor=8.0
+)
 _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     '270m': _gemma3(18, 640, 2048, 4, 1),
     '1b': _gemma3(26, 1152, 6912, 4, 1),
-    '4b': _gemma3(
-      34,
-      2560,
-      10240,
-      8,
-      4,
-      vocab_size=262208,
-      window=1024,
-      rope_scaling='linear',
-      rope_factor=8.0,
-    ),
-    '12b': _gemma3(
-      48,
-      3840,
-      15360,
-      16,
-      8,
-      vocab_size=262208,
-      window=1024,
-      rope_scaling='linear',
-      rope_factor=8.0,
-    ),
+    '4b': _gemma3(34, 2560, 10240, 8, 4, **_LARGE_GEMMA3),
+    '12b': _gemma3(48, 3840, 15360, 16, 8, **_LARGE_GEMMA3),
   }
 )
 # Layers, width, mlp width, heads, key/value heads, head dim.

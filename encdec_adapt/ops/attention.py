@@ -1,6 +1,6 @@
 """Attention: one function, several backends, no silent substitution.
 
-A backend declares as data what it does not support (`Capabilities`).
+A backend declares as data what it does not support (`Backend`).
 `attention` derives from its arguments what a call needs and refuses a backend
 that does not support all of it. To add a kernel, write
 `attend(q, k, v, spec, *, scale, softcap[, chunk])` in a module of its own and
@@ -43,13 +43,19 @@ SAVED = attention_shards.SAVED
 
 
 @dataclasses.dataclass(frozen=True)
-class Capabilities:
-  """What a backend supports; by default everything.
+class Backend:
+  """An implementation and what it supports; by default everything.
 
   Every backend supports segments, every kind of mask and window, and
   soft-capped scores; one that did not would declare it here.
 
   Attributes:
+    attend: the function, with the signature in the module docstring.
+    takes_chunk: whether `attend` has the argument `chunk`.
+    kernels: whether it consists of custom kernels. Such a backend calls
+      `attention_shards.run` itself on every mesh, names the results that
+      rematerialisation keeps (`SAVED`), and is not used for the few queries
+      of a decoding step.
     memory: keys that have no position (`MaskSpec.memory`).
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
     dtypes: supported dtypes of q, k and v, by name.
@@ -57,6 +63,9 @@ class Capabilities:
     platforms: platforms that it runs on.
   """
 
+  attend: Callable[..., jax.Array]
+  takes_chunk: bool = False
+  kernels: bool = False
   memory: bool = True
   unaligned: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
@@ -64,45 +73,22 @@ class Capabilities:
   platforms: frozenset[str] = PLATFORMS
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-  """An implementation and what it supports.
-
-  Attributes:
-    attend: the function, with the signature in the module docstring.
-    capabilities: which masks, dtypes and platforms it supports.
-    takes_chunk: whether `attend` has the argument `chunk`.
-    kernels: whether it consists of custom kernels. Such a backend calls
-      `attention_shards.run` itself on every mesh, names the results that
-      rematerialisation keeps (`SAVED`), and is not used for the few queries
-      of a decoding step.
-  """
-
-  attend: Callable[..., jax.Array]
-  capabilities: Capabilities = Capabilities()
-  takes_chunk: bool = False
-  kernels: bool = False
-
-
 BACKENDS: dict[str, Backend] = {
   'reference': Backend(attention_reference.attend),
   'chunked': Backend(attention_chunked.attend, takes_chunk=True),
   'splash': Backend(
     attention_splash.attend,
-    Capabilities(
-      memory=False,
-      unaligned=False,
-      dtypes=frozenset({'float32', 'bfloat16'}),
-      platforms=frozenset({'tpu'}),
-    ),
     kernels=True,
+    memory=False,
+    unaligned=False,
+    dtypes=frozenset({'float32', 'bfloat16'}),
+    platforms=frozenset({'tpu'}),
   ),
   'triton': Backend(
     attention_triton.attend,
-    Capabilities(
-      max_head_dim=attention_triton.MAX_HEAD_DIM, platforms=frozenset({'gpu'})
-    ),
     kernels=True,
+    max_head_dim=attention_triton.MAX_HEAD_DIM,
+    platforms=frozenset({'gpu'}),
   ),
 }
 
@@ -110,37 +96,35 @@ BACKENDS: dict[str, Backend] = {
 def on_platform(platform: str) -> list[str]:
   """Returns the backends that run on a platform ('cpu', 'gpu', 'tpu')."""
   return sorted(
-    name
-    for name, backend in BACKENDS.items()
-    if platform in backend.capabilities.platforms
+    name for name, backend in BACKENDS.items() if platform in backend.platforms
   )
 
 
 def unsupported(
-  capabilities: Capabilities,
+  backend: Backend,
   q: Float[Array, 'B T N H'],
   spec: masks.MaskSpec,
 ) -> list[str]:
-  """Returns what a call needs that these capabilities do not include."""
+  """Returns what a call needs that a backend does not support."""
   dtype, head_dim = q.dtype.name, q.shape[3]
   # Shapes are inferred before the distributed runtime starts, and asking for
   # the platform initialises the devices: ask only where it matters.
-  anywhere = capabilities.platforms == PLATFORMS
+  anywhere = backend.platforms == PLATFORMS
   platform = None if anywhere else partition.active().platform
   if not anywhere and platform is None:
     platform = jax.default_backend()
   checks = {
     f'{spec.memory} keys without a position': (
-      not spec.memory or capabilities.memory
+      not spec.memory or backend.memory
     ),
     'positions that are not indices': (
-      not spec.needs_positions or spec.aligned or capabilities.unaligned
+      not spec.needs_positions or spec.aligned or backend.unaligned
     ),
-    f'dtype {dtype}': dtype in capabilities.dtypes,
+    f'dtype {dtype}': dtype in backend.dtypes,
     f'a head dimension of {head_dim}': (
-      head_dim <= (capabilities.max_head_dim or head_dim)
+      head_dim <= (backend.max_head_dim or head_dim)
     ),
-    f'platform {platform!r}': anywhere or platform in capabilities.platforms,
+    f'platform {platform!r}': anywhere or platform in backend.platforms,
   }
   return [what for what, honoured in checks.items() if not honoured]
 
@@ -185,12 +169,12 @@ def attention(
     )
   _check(q, k, v, spec, softcap, chunk)
   chosen = BACKENDS[backend]
-  refused = unsupported(chosen.capabilities, q, spec)
+  refused = unsupported(chosen, q, spec)
   if refused:
     able = sorted(
       name
       for name, other in BACKENDS.items()
-      if not unsupported(other.capabilities, q, spec)
+      if not unsupported(other, q, spec)
     )
     raise ValueError(
       f'attention backend {backend!r} cannot honour {"; ".join(refused)}.'

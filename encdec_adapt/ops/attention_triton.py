@@ -192,28 +192,27 @@ def _flash(q, k, v, q_tokens, kv_tokens, tiles: Tiles, call):
 
 
 def _forward(q, k, v, q_tokens, kv_tokens, tiles, call):
-  tile = tiles.forward
+  operands, tile = (q, k, v, q_tokens, kv_tokens), tiles.forward
   visits = _span(visited(q_tokens, kv_tokens, tile, call))
-  out, sums = flash_kernels.run_forward(
-    q, k, v, q_tokens, kv_tokens, visits, tile, call
-  )
-  out = checkpoint_name(out, attention_shards.SAVED)
-  sums = checkpoint_name(sums, attention_shards.SAVED)
-  return out, (q, k, v, q_tokens, kv_tokens, out, sums)
+  results = flash_kernels.run('flash_forward', (visits, *operands), tile, call)
+  out, sums = (checkpoint_name(x, attention_shards.SAVED) for x in results)
+  return out, (*operands, out, sums)
 
 
 def _backward(tiles, call, saved, d_out):
   *operands, out, sums = saved
-  q_tokens, kv_tokens = operands[3:]
+  tokens = operands[3:]
   inner = jnp.einsum(
     'BTNH,BTNH->BNT', out, d_out, preferred_element_type=jnp.float32
   )
   operands += [d_out, sums, inner]
-  by_queries = _span(visited(q_tokens, kv_tokens, tiles.queries, call))
-  d_q = flash_kernels.run_queries(*operands, by_queries, tiles.queries, call)
-  by_keys = visited(q_tokens, kv_tokens, tiles.keys, call)
-  d_k, d_v = flash_kernels.run_keys(
-    *operands, _span(by_keys.swapaxes(1, 2)), tiles.keys, call
+  visits = _span(visited(*tokens, tiles.queries, call))
+  (d_q,) = flash_kernels.run(
+    'flash_backward_queries', (visits, *operands), tiles.queries, call
+  )
+  visits = _span(visited(*tokens, tiles.keys, call).swapaxes(1, 2))
+  d_k, d_v = flash_kernels.run(
+    'flash_backward_keys', (visits, *operands), tiles.keys, call
   )
   return d_q, d_k, d_v, None, None
 

@@ -13,7 +13,6 @@ The first holds the rows of all devices at once. It is chosen, from shapes
 alone, where it sends less than a quarter of the bytes of the second.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -86,7 +85,6 @@ def _take(
   return taken + jnp.where(exists, 0.0, jnp.nan).astype(table.dtype)[..., None]
 
 
-@dataclasses.dataclass(frozen=True)
 class _Lookup:
   """What one device does inside `shard_map`.
 
@@ -94,11 +92,21 @@ class _Lookup:
     active: the active partition.
     rows: V.
     dtype: dtype of the result.
+    vocab: mesh axes that shard the table's rows.
+    shared: mesh axes along which devices hold other tokens and other rows,
+      each with the dimension of `tokens` that it shards.
+    alone: mesh axes along which devices hold other rows but the same tokens.
   """
 
-  active: partition.Partition
-  rows: int
-  dtype: jnp.dtype
+  def __init__(self, active: partition.Partition, rows: int, dtype: jnp.dtype):
+    self.active, self.rows, self.dtype = active, rows, dtype
+    self.vocab = active.mesh_axes('vocab')
+    self.shared = {
+      axis: dimension
+      for dimension, name in enumerate(partition.TOKENS)
+      for axis in active.common([name], ['vocab'])
+    }
+    self.alone = active.only(['vocab'], partition.TOKENS)
 
   def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Looks this device's tokens up.
@@ -110,7 +118,7 @@ class _Lookup:
     Returns:
       [B / batch shards, L / length shards, D / table_embed shards].
     """
-    shards = self.active.devices(self._shared)
+    shards = self.active.devices(self.shared)
     if shards == 1:
       out = self._in_piece(table, tokens)
     else:
@@ -120,35 +128,16 @@ class _Lookup:
         out = self._move_table(table, tokens)
       else:
         return self._move_rows(table, tokens)
-    alone = self._alone
-    return jax.lax.psum(out, alone) if alone else out
+    return self._sum(out)
 
-  @property
-  def _vocab(self) -> tuple[str, ...]:
-    return self.active.mesh_axes('vocab')
-
-  @property
-  def _shared(self) -> dict[str, int]:
-    """Mesh axes along which devices hold other tokens and other rows.
-
-    Each with the dimension of `tokens` that it shards.
-    """
-    return {
-      axis: dimension
-      for dimension, name in enumerate(partition.TOKENS)
-      for axis in self.active.common([name], ['vocab'])
-    }
-
-  @property
-  def _alone(self) -> tuple[str, ...]:
-    """Mesh axes along which devices hold other rows but the same tokens."""
-    return self.active.only(['vocab'], partition.TOKENS)
+  def _sum(self, x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, self.alone) if self.alone else x
 
   def _in_piece(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows that this device's piece has of any tokens."""
     first = 0
-    if self._vocab:
-      first = jax.lax.axis_index(self._vocab) * table.shape[0]
+    if self.vocab:
+      first = jax.lax.axis_index(self.vocab) * table.shape[0]
     index = tokens - first
     here = (index >= 0) & (index < table.shape[0])
     return _take(table, index, here, self._exists(tokens)).astype(self.dtype)
@@ -157,7 +146,7 @@ class _Lookup:
     return (tokens >= 0) & (tokens < self.rows)
 
   def _move_rows(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    shared = self._shared
+    shared = self.shared
     for axis, dimension in reversed(shared.items()):  # innermost first
       tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
     shards = self.active.devices(shared)
@@ -169,7 +158,7 @@ class _Lookup:
       out = out.reshape(*tokens.shape, table.shape[1])
     else:
       out = self._in_piece(table, tokens)
-    out = jax.lax.psum(out, self._alone) if self._alone else out
+    out = self._sum(out)
     for axis, dimension in shared.items():
       out = jax.lax.psum_scatter(
         out, axis, scatter_dimension=dimension, tiled=True
@@ -177,16 +166,16 @@ class _Lookup:
     return out
 
   def _move_table(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    gathered = tuple(a for a in self._vocab if a in self._shared)
+    gathered = tuple(a for a in self.vocab if a in self.shared)
     # Where a token's row lies: the device's place on every axis, from the
     # innermost, then the row in its piece.
     owner, places = tokens // table.shape[0], {}
-    for axis in reversed(self._vocab):
+    for axis in reversed(self.vocab):
       size = self.active.mesh.shape[axis]
       places[axis], owner = owner % size, owner // size
     exists = self._exists(tokens)
     here = exists
-    for axis in self._alone:
+    for axis in self.alone:
       here &= places[axis] == jax.lax.axis_index(axis)
     index = 0
     for axis in gathered:

@@ -7,6 +7,7 @@ values. A kernel instance has one block of its side and loops over the blocks
 of the other side in its range of visits.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -15,7 +16,6 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 _LOG2_E = math.log2(math.e)
 # Score of a key that is not visible, and the initial peak of a row. The peak is
@@ -61,165 +61,89 @@ class Call:
   interpret: bool
 
 
-def run_forward(
-  q: Float[Array, 'B T N H'],
-  k: Float[Array, 'B S K H'],
-  v: Float[Array, 'B S K H'],
-  q_tokens: Int[Array, 'B 2 T'],
-  kv_tokens: Int[Array, 'B 2 S'],
-  visits: Int[Array, 'B blocks 2'],
-  tile: Tile,
-  call: Call,
-) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B N T']]:
-  """Computes attention, and log2 of the sum of 2^score of each query.
+def run(
+  name: str, operands: Sequence[jax.Array], tile: Tile, call: Call
+) -> Sequence[jax.Array]:
+  """Runs a kernel.
 
   Args:
-    q: queries; T is whole blocks, H a power of two.
-    k: keys; S is whole blocks.
-    v: values.
-    q_tokens: segments and positions of the queries.
-    kv_tokens: segments and positions of the keys.
-    visits: for each block of queries, the first block of keys to visit and
-      one past the last.
+    name: 'flash_forward', 'flash_backward_queries' or 'flash_backward_keys'.
+    operands: visits [B, blocks, 2]: for each block of queries (of keys in
+      'flash_backward_keys'), the first block of the other side to visit and
+      one past the last; queries [B, T, N, H], keys and values [B, S, K, H],
+      where T and S are whole blocks and H is a power of two; segments and
+      positions of the queries [B, 2, T] and of the keys [B, 2, S]. In the
+      backward pass also the cotangent of the output, the sums of the forward
+      pass and the inner products [B, N, T] of output and cotangent.
     tile: block sizes.
     call: parameters of the call.
+
+  Returns:
+    Forward: the output, and log2 of the sum of 2^score of each query
+    [B, N, T]. Backward: the gradient with respect to the queries, or those
+    with respect to keys and values.
   """
-  blocks = _OfQueries(q, k, tile)
-  return blocks.call(
-    functools.partial(_forward_kernel, tile=tile, call=call),
-    'flash_forward',
-    tile,
-    call,
-    in_specs=blocks.forward_inputs,
-    out_specs=[blocks.query, blocks.sums],
-    out_shape=[q, _sums_of(q)],
-  )(visits, q, k, v, q_tokens, kv_tokens)
+  kernel, outputs = _KERNELS[name]
+  q, k = operands[1:3]
+  grid, specs = _blocks(q, k, tile, by_keys=name == 'flash_backward_keys')
+  sums = (q.shape[0], q.shape[2], q.shape[1])
+  shapes = {
+    'queries': jax.ShapeDtypeStruct(q.shape, q.dtype),
+    'keys': jax.ShapeDtypeStruct(k.shape, k.dtype),
+    'sums': jax.ShapeDtypeStruct(sums, jnp.float32),
+  }
+  return pl.pallas_call(
+    functools.partial(kernel, tile=tile, call=call),
+    name=name,
+    grid=grid,
+    in_specs=[specs[kind] for kind in _OPERANDS[: len(operands)]],
+    out_specs=[specs[kind] for kind in outputs],
+    out_shape=[shapes[kind] for kind in outputs],
+    compiler_params=triton.CompilerParams(
+      num_warps=tile.warps, num_stages=tile.stages
+    ),
+    interpret=call.interpret,
+  )(*operands)
 
 
-def run_queries(
-  q, k, v, q_tokens, kv_tokens, d_out, sums, inner, visits, tile, call
-) -> Float[Array, 'B T N H']:
-  """Computes the gradient with respect to the queries.
+def _blocks(
+  q: jax.Array, k: jax.Array, tile: Tile, *, by_keys: bool
+) -> tuple[tuple[int, int, int], dict[str, pl.BlockSpec]]:
+  """Returns the grid of (blocks, heads, rows), and block specs by kind.
 
-  Args:
-    q, k, v, q_tokens, kv_tokens, visits, tile, call: as in `run_forward`.
-    d_out: cotangent of the output.
-    sums: log2 sums of the forward pass [B, N, T].
-    inner: inner products [B, N, T] of output and cotangent.
+  An instance has a block of one head's queries and all keys that the head
+  reads or, by keys, a block of one head's keys and all queries of the heads
+  that read it.
   """
-  blocks = _OfQueries(q, k, tile)
-  (d_q,) = blocks.call(
-    functools.partial(_queries_kernel, tile=tile, call=call),
-    'flash_backward_queries',
-    tile,
-    call,
-    in_specs=blocks.forward_inputs + blocks.backward_inputs,
-    out_specs=[blocks.query],
-    out_shape=[q],
-  )(visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner)
-  return d_q
-
-
-def run_keys(
-  q, k, v, q_tokens, kv_tokens, d_out, sums, inner, visits, tile, call
-) -> tuple[Float[Array, 'B S K H'], Float[Array, 'B S K H']]:
-  """Computes the gradients with respect to keys and values.
-
-  Arguments as in `run_queries`, but `visits` are the blocks of queries of each
-  block of keys.
-  """
-  blocks = _OfKeys(q, k, tile)
-  return blocks.call(
-    functools.partial(_keys_kernel, tile=tile, call=call),
-    'flash_backward_keys',
-    tile,
-    call,
-    in_specs=blocks.forward_inputs + blocks.backward_inputs,
-    out_specs=[blocks.key, blocks.key],
-    out_shape=[k, v],
-  )(visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner)
-
-
-def _sums_of(q: jax.Array) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-
-
-class _Blocks:
-  """Block specs of a kernel over a grid of (blocks, heads, rows)."""
-
-  grid: tuple[int, int, int]
-  span = pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0))
-
-  @property
-  def forward_inputs(self) -> list[pl.BlockSpec]:
-    """Specs of visits, q, k, v, q_tokens, kv_tokens."""
-    tokens = [self.query_tokens, self.key_tokens]
-    return [self.span, self.query, self.key, self.key, *tokens]
-
-  @property
-  def backward_inputs(self) -> list[pl.BlockSpec]:
-    """Specs of d_out, sums, inner."""
-    return [self.query, self.sums, self.sums]
-
-  def call(self, kernel, name, tile, call, **specs):
-    """Makes the Pallas call of a kernel."""
-    specs['out_shape'] = [
-      jax.ShapeDtypeStruct(x.shape, x.dtype) for x in specs['out_shape']
-    ]
-    return pl.pallas_call(
-      kernel,
-      name=name,
-      grid=self.grid,
-      compiler_params=triton.CompilerParams(
-        num_warps=tile.warps, num_stages=tile.stages
+  batch, queries, heads, head_dim = q.shape
+  keys, kv_heads = k.shape[1:3]
+  groups, spec = heads // kv_heads, pl.BlockSpec
+  visits = spec((None, None, 2), lambda i, n, b: (b, i, 0))
+  if by_keys:
+    return (keys // tile.keys, kv_heads, batch), {
+      'visits': visits,
+      'queries': spec(
+        (None, queries, groups, head_dim), lambda i, n, b: (b, 0, n, 0)
       ),
-      interpret=call.interpret,
-      **specs,
-    )
-
-
-class _OfQueries(_Blocks):
-  """A block of one head's queries, and all keys that the head reads."""
-
-  def __init__(self, q: jax.Array, k: jax.Array, tile: Tile):
-    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
-    groups = heads // k.shape[2]
-    self.grid = (queries // tile.queries, heads, batch)
-    self.query = pl.BlockSpec(
+      'keys': spec(
+        (None, tile.keys, None, head_dim), lambda i, n, b: (b, i, n, 0)
+      ),
+      'query_tokens': spec((None, 2, queries), lambda i, n, b: (b, 0, 0)),
+      'key_tokens': spec((None, 2, tile.keys), lambda i, n, b: (b, 0, i)),
+      'sums': spec((None, groups, queries), lambda i, n, b: (b, n, 0)),
+    }
+  return (queries // tile.queries, heads, batch), {
+    'visits': visits,
+    'queries': spec(
       (None, tile.queries, None, head_dim), lambda i, n, b: (b, i, n, 0)
-    )
-    self.key = pl.BlockSpec(
+    ),
+    'keys': spec(
       (None, keys, None, head_dim), lambda i, n, b: (b, 0, n // groups, 0)
-    )
-    self.query_tokens = pl.BlockSpec(
-      (None, 2, tile.queries), lambda i, n, b: (b, 0, i)
-    )
-    self.key_tokens = pl.BlockSpec((None, 2, keys), lambda i, n, b: (b, 0, 0))
-    self.sums = pl.BlockSpec(
-      (None, None, tile.queries), lambda i, n, b: (b, n, i)
-    )
-
-
-class _OfKeys(_Blocks):
-  """A block of one head's keys, and all queries of the heads that read it."""
-
-  def __init__(self, q: jax.Array, k: jax.Array, tile: Tile):
-    (batch, keys, heads, head_dim), queries = k.shape, q.shape[1]
-    groups = q.shape[2] // heads
-    self.grid = (keys // tile.keys, heads, batch)
-    self.query = pl.BlockSpec(
-      (None, queries, groups, head_dim), lambda i, n, b: (b, 0, n, 0)
-    )
-    self.key = pl.BlockSpec(
-      (None, tile.keys, None, head_dim), lambda i, n, b: (b, i, n, 0)
-    )
-    self.query_tokens = pl.BlockSpec(
-      (None, 2, queries), lambda i, n, b: (b, 0, 0)
-    )
-    self.key_tokens = pl.BlockSpec(
-      (None, 2, tile.keys), lambda i, n, b: (b, 0, i)
-    )
-    self.sums = pl.BlockSpec((None, groups, queries), lambda i, n, b: (b, n, 0))
+    ),
+    'query_tokens': spec((None, 2, tile.queries), lambda i, n, b: (b, 0, i)),
+    'key_tokens': spec((None, 2, keys), lambda i, n, b: (b, 0, 0)),
+    'sums': spec((None, None, tile.queries), lambda i, n, b: (b, n, i)),
+  }
 
 
 def _dot(a, b, contracted_a: int, contracted_b: int):
@@ -384,3 +308,15 @@ def _keys_kernel(
   )
   d_k[...] = (by_keys * call.scale).astype(d_k.dtype)
   d_v[...] = by_values.astype(d_v.dtype)
+
+
+# Kinds of the operands, in order, and kernels with the kinds of their outputs.
+_OPERANDS = (
+  *('visits', 'queries', 'keys', 'keys', 'query_tokens', 'key_tokens'),
+  *('queries', 'sums', 'sums'),
+)
+_KERNELS = {
+  'flash_forward': (_forward_kernel, ('queries', 'sums')),
+  'flash_backward_queries': (_queries_kernel, ('queries',)),
+  'flash_backward_keys': (_keys_kernel, ('keys', 'keys')),
+}

@@ -106,9 +106,26 @@ def cross_entropy(
     z_loss=z_loss,
     label_smoothing=label_smoothing,
   )
-  return vocabulary_parallel.stored_gradients(
-    run, hidden, table, weights, targets, teacher
-  )
+
+  @jax.custom_vjp
+  def loss(*arrays):
+    return run(*arrays, with_gradients=False)[0]
+
+  def forward(*arrays):
+    return run(*arrays, with_gradients=True)
+
+  def backward(gradients, cotangents):
+    """The stored gradients, scaled by the cotangent of `total`."""
+    scaled = (
+      (cotangents.total * gradient).astype(array.dtype)
+      for gradient, array in zip(
+        gradients, (hidden, table, weights), strict=True
+      )
+    )
+    return *scaled, None, None
+
+  loss.defvjp(forward, backward)
+  return loss(hidden, table, weights, targets, teacher)
 
 
 def _run(
@@ -124,8 +141,13 @@ def _run(
   softcap: float | None,
   z_loss: float,
   label_smoothing: float,
-) -> tuple[LossSums, jax.Array, jax.Array | None, jax.Array | None]:
-  """Returns sums, objective [B, T] and gradients, for `stored_gradients`."""
+) -> tuple[LossSums, tuple[jax.Array | None, jax.Array | None, jax.Array]]:
+  """Computes the sums, and the gradients of `total`.
+
+  Returns:
+    The sums; gradients in `hidden` and `table`, None without gradients, and in
+    `weights`, in which `total` is linear.
+  """
   share = 1.0
   tokens, tables = [hidden, targets, weights], [table.astype(hidden.dtype)]
   if teacher is not None:
@@ -167,13 +189,14 @@ def _run(
     chunk=chunk,
     with_gradients=with_gradients,
   )
+  # A weight of zero hides any value.
   sums = {
-    name: vocabulary_parallel.weighted_sum(weights, value)
+    name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
     for name, value in values.items()
   }
   sums.setdefault('kl', jnp.zeros((), jnp.float32))
   sums['weight'] = jnp.sum(weights)
-  return LossSums(**sums), values['total'], dhidden, dtable
+  return LossSums(**sums), (dhidden, dtable, values['total'])
 
 
 def terms(

@@ -7,7 +7,7 @@ forms the logits of its own columns once, and from them both the terms of the
 loss and the gradients: `dhidden` goes back to the tokens' owners, `dtable`
 stays where the rows are. No device ever holds the logits of all its tokens,
 and no automatic differentiation passes through a collective, because the
-custom derivative (`stored_gradients`) is around `shard_map`.
+custom derivative (`vocabulary_loss`) is around `shard_map`.
 
 Which mesh axes split tokens ('batch', 'length') and table rows ('vocab') is
 read from the active partition; without one, the same code runs on one device.
@@ -178,60 +178,6 @@ def sweep(
     in_specs=(token_spec, table_spec),
     out_specs=(token_spec, *gradient_specs),
   )(tokens, tables)
-
-
-def stored_gradients(
-  run: Callable[..., tuple[Any, jax.Array, Any, Any]],
-  hidden: Float[Array, 'B T D'],
-  table: Float[Array, 'V D'],
-  weights: Float[Array, 'B T'],
-  *others: Any,
-) -> Any:
-  """Sums whose gradients are computed in the forward pass.
-
-  Args:
-    run: `run(hidden, table, weights, *others, with_gradients=...)` ->
-      (sums, objective per token [B, T], gradient of `sums.total` with respect
-      to hidden, and to table; both None without gradients).
-    hidden: [B, T, D], differentiable.
-    table: [V, D], differentiable.
-    weights: [B, T], differentiable: `sums.total` is linear in them.
-    *others: trees of arrays without a gradient.
-
-  Returns:
-    `sums`, of which only `total` carries a gradient.
-  """
-
-  @jax.custom_vjp
-  def differentiable(hidden, table, weights, *others):
-    return run(hidden, table, weights, *others, with_gradients=False)[0]
-
-  def forward(hidden, table, weights, *others):
-    sums, objective, dhidden, dtable = run(
-      hidden, table, weights, *others, with_gradients=True
-    )
-    return sums, (objective, dhidden, dtable)
-
-  def backward(residuals, cotangents):
-    """The stored gradients, scaled by the cotangent of `total`."""
-    objective, dhidden, dtable = residuals
-    scale = cotangents.total
-    return (
-      (scale * dhidden).astype(hidden.dtype),
-      (scale * dtable).astype(table.dtype),
-      (scale * objective).astype(weights.dtype),
-      *(None for _ in others),
-    )
-
-  differentiable.defvjp(forward, backward)
-  return differentiable(hidden, table, weights, *others)
-
-
-def weighted_sum(
-  weights: Float[Array, '*L'], values: Float[Array, '*L']
-) -> Float[Array, '']:
-  """Sum of weights * values where a weight of zero hides any value."""
-  return jnp.sum(jnp.where(weights == 0, 0.0, weights * values))
 
 
 def check_arguments(

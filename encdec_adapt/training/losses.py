@@ -100,38 +100,19 @@ def predict(
     batch: fields of `data.batch`.
     routing: see `decoder_only.Decoder.run_stack`.
   """
+
+  def side(name: str) -> list[Array]:
+    return [batch[f'{name}_{x}'] for x in ('tokens', 'segments', 'positions')]
+
   if isinstance(model.config, model_config.EncoderDecoderConfig):
-    encoded = model.encode(
-      params,
-      batch['encoder_tokens'],
-      batch['encoder_segments'],
-      batch['encoder_positions'],
-      routing=routing,
-    )
+    encoder = side('encoder')
+    encoded = model.encode(params, *encoder, routing=routing)
     return model.decode(
-      params,
-      batch['decoder_tokens'],
-      batch['decoder_segments'],
-      batch['decoder_positions'],
-      encoded,
-      batch['encoder_segments'],
-      routing=routing,
+      params, *side('decoder'), encoded, encoder[1], routing=routing
     )
   if 'encoder_tokens' not in batch:
-    return model.decode(
-      params,
-      batch['decoder_tokens'],
-      batch['decoder_segments'],
-      batch['decoder_positions'],
-      routing=routing,
-    )
-  hidden = model.decode(
-    params,
-    batch['teacher_tokens'],
-    batch['teacher_segments'],
-    batch['teacher_positions'],
-    routing=routing,
-  )
+    return model.decode(params, *side('decoder'), routing=routing)
+  hidden = model.decode(params, *side('teacher'), routing=routing)
   return jnp.take_along_axis(
     hidden, batch['teacher_index'][..., None], axis=1
   )  # [B, T, D]

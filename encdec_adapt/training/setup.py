@@ -103,7 +103,7 @@ def check_attention(chosen: str, platform: str) -> None:
   """
   able = attention.on_platform(platform)
   if chosen not in able:
-    needed = sorted(attention.BACKENDS[chosen].capabilities.platforms)
+    needed = sorted(attention.BACKENDS[chosen].platforms)
     raise errors.UserError(
       f'config.compute.attention is {chosen!r}, which needs'
       f' {" or ".join(needed)}; the devices are {platform}, which can run'

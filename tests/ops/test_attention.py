@@ -192,8 +192,11 @@ def test_what_a_backend_cannot_honour_is_refused(
 
 def test_platform_is_that_of_the_active_mesh(monkeypatch):
   # Compiling for a TPU topology happens on a machine without one.
-  capabilities = attention.BACKENDS['splash'].capabilities
-  call = capabilities, qkv(4, 4)[0], attention_cases.spec_of('causal', 4)
+  call = (
+    attention.BACKENDS['splash'],
+    qkv(4, 4)[0],
+    attention_cases.spec_of('causal', 4),
+  )
   assert attention.unsupported(*call) == ["platform 'cpu'"]
   active = types.SimpleNamespace(platform='tpu')
   monkeypatch.setattr(attention.partition, 'active', lambda: active)

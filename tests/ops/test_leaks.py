@@ -28,7 +28,7 @@ CASES = [
   (backend, kind)
   for backend in sorted(attention.BACKENDS)
   for kind in KINDS
-  if kind != 'merged' or attention.BACKENDS[backend].capabilities.memory
+  if kind != 'merged' or attention.BACKENDS[backend].memory
 ]
 
 

@@ -7,7 +7,7 @@ tokens are compared, because they give zeros at padding; the encoder's window is
 the exclusive one.
 """
 
-import functools
+import dataclasses
 import json
 
 from flax import traverse_util
@@ -41,19 +41,16 @@ DECODER = presets.stack(
   attention_softcap=5.0,
   final_softcap=8.0,
 )
-ENCODER = presets.stack(
-  'toy_small',
+ENCODER = dataclasses.replace(
+  DECODER,
   layers=2,
   width=24,
   mlp_width=48,
-  heads=2,
-  kv_heads=2,  # Query, key and value in one array.
+  heads=2,  # As many of keys: query, key and value in one array.
   head_dim=16,
-  vocab_size=67,
   window=3,
   query_scale=16.0,
   attention_softcap=4.0,
-  final_softcap=8.0,
 )
 
 
@@ -108,37 +105,13 @@ def t5gemma():
   )
 
 
-def redrawn(params):
-  """Draws weights at which windows, caps and gains matter."""
-  leaves, structure = jax.tree.flatten(params)
-  draws = np.random.default_rng(0)
-  return structure.unflatten(
-    [draws.normal(0, 0.3, x.shape).astype(np.float32) for x in leaves]
-  )
-
-
-def imported(params, config, folder, form):
-  """Saves as their `gm.ckpts.save_params` does, and imports by the command."""
-  if form == 'flat':  # As their first releases were.
-    params = flat(params)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / 'flax', params)
-  raw, _ = config_json.raw_from_model(config)
-  (folder / 'config.json').write_text(json.dumps(raw))
-  flags = ['import', f'--source={folder}/flax', f'--output={folder}/run']
-  flags.append(f'--model={folder}/config.json')
-  assert command.run_subcommand('', convert.COMMANDS, flags) == 0
-  return encdec_adapt.load(folder / 'run')
-
-
 def flat(params):
   """Returns the tree of their first releases, one level of joined names.
 
   Source: `gm.ckpts._compat.flatten_and_remap_params`.
   """
   found = {}
-  for *path, leaf in traverse_util.flatten_dict(params):
-    value = functools.reduce(lambda tree, key: tree[key], [*path, leaf], params)
+  for (*path, leaf), value in traverse_util.flatten_dict(params).items():
     if path[-1] == 'mlp':
       path, leaf = [*path, leaf], 'w'
     found.setdefault('/'.join(['transformer', *path]), {})[leaf] = value
@@ -152,17 +125,37 @@ def rows(length, seed):
   return tokens, tokens != 0
 
 
-def test_t5gemma(tmp_path, capsys):
-  theirs = t5gemma()
-  encoder, encoder_mask = rows(13, 0)
-  decoder, mask = rows(12, 1)
-  inputs = dict(target_tokens=decoder, input_tokens=encoder)
-  params = redrawn(theirs.init(jax.random.key(0), **inputs)['params'])
+def assert_imported(theirs, inputs, config, folder, ours, form='nested'):
+  """Compares logits with those of an imported checkpoint.
+
+  Saved as their `gm.ckpts.save_params` does, and imported by the command.
+
+  Args:
+    theirs: their model, whose weights are redrawn so that windows, caps and
+      gains matter.
+    inputs: its keyword arguments.
+    config: the same model for us.
+    folder: folder to work in.
+    ours: arguments of our `logits`; the first is the decoder's tokens.
+    form: 'nested', or 'flat' as their first releases were.
+  """
+  params = theirs.init(jax.random.key(0), **inputs)['params']
+  leaves, structure = jax.tree.flatten(params)
+  draws = np.random.default_rng(0)
+  params = structure.unflatten(
+    [draws.normal(0, 0.3, x.shape).astype(np.float32) for x in leaves]
+  )
   expected = theirs.apply({'params': params}, **inputs).logits
-  config = model_config.encoder_decoder(ENCODER, DECODER)
-  ours = imported(params, config, tmp_path, 'nested')
-  assert 'rows 67 to 69' in capsys.readouterr().out
-  got = ours.logits(decoder, encoder, encoder_mask, mask)
+  with ocp.StandardCheckpointer() as checkpointer:
+    saved = flat(params) if form == 'flat' else params
+    checkpointer.save(folder / 'flax', saved)
+  raw, _ = config_json.raw_from_model(config)
+  (folder / 'config.json').write_text(json.dumps(raw))
+  flags = ['import', f'--source={folder}/flax', f'--output={folder}/run']
+  flags.append(f'--model={folder}/config.json')
+  assert command.run_subcommand('', convert.COMMANDS, flags) == 0
+  got = encdec_adapt.load(folder / 'run').logits(*ours)
+  mask = ours[0] != 0
   np.testing.assert_allclose(
     np.asarray(got)[mask],
     np.asarray(expected)[mask][:, :67],
@@ -171,21 +164,30 @@ def test_t5gemma(tmp_path, capsys):
   )
 
 
+def test_t5gemma(tmp_path, capsys):
+  encoder, encoder_mask = rows(13, 0)
+  decoder, mask = rows(12, 1)
+  assert_imported(
+    t5gemma(),
+    dict(target_tokens=decoder, input_tokens=encoder),
+    model_config.encoder_decoder(ENCODER, DECODER),
+    tmp_path,
+    (decoder, encoder, encoder_mask, mask),
+  )
+  assert 'rows 67 to 69' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('form', ['nested', 'flat'])
 def test_gemma2(form, tmp_path):
   nn = pytest.importorskip('gemma.gm.nn', reason=_REASON)
   config = pytest.importorskip('gemma.gm.nn.config', reason=_REASON)
   stack = their_config(config, DECODER, transpose_gating_einsum=False)
-  theirs = nn.Transformer(config=stack, dtype=jnp.float32, tokens='t')
   tokens, mask = rows(12, 1)
-  params = redrawn(theirs.init(jax.random.key(0), tokens)['params'])
-  expected = theirs.apply({'params': params}, tokens).logits
-  only = model_config.DecoderOnlyConfig(DECODER)
-  ours = imported(params, only, tmp_path, form)
-  got = ours.logits(tokens, decoder_mask=mask)
-  np.testing.assert_allclose(
-    np.asarray(got)[mask],
-    np.asarray(expected)[mask][:, :67],
-    rtol=0,
-    atol=TOLERANCE,
+  assert_imported(
+    nn.Transformer(config=stack, dtype=jnp.float32, tokens='t'),
+    dict(tokens=tokens),
+    model_config.DecoderOnlyConfig(DECODER),
+    tmp_path,
+    (tokens, None, None, mask),
+    form,
   )
