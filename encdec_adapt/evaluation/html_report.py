@@ -23,7 +23,7 @@ imported model has no learning rate, no seed and an empty curve.
 """
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import html
 import json
 import math
@@ -105,12 +105,13 @@ def _render(
       f'<img alt="learning curves" src="data:image/png;base64,{data}">'
     ),
     'Models': _models(runs),
-    'Cost': _cost(runs),
+    'Cost': _table([_cost(name, run) for name, run in runs.items()])
+    + '<p>Tokens include prefixes; time is that of training steps.</p>',
     'Learning rates': _learning_rates(runs),
     'Continuations': ''.join(map(_sample, report['samples'])),
     'Stages': _stages(report['stages']),
-    'Text': _table(['', ''], list(_flat(report['text']))),
-    'Environment': _table(['', ''], list(_flat(report['environment']))),
+    'Text': _facts(report['text']),
+    'Environment': _facts(report['environment']),
   }
   body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
   return (
@@ -124,13 +125,15 @@ def _render(
   )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """Renders a table of escaped text."""
-  lines = [
-    ''.join(f'<{tag}>{html.escape(str(text))}</{tag}>' for text in row)
-    for tag, row in [('th', header), *(('td', row) for row in rows)]
-  ]
-  body = '\n'.join(f'<tr>{line}</tr>' for line in lines)
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Renders rows with the same keys, which are the header."""
+  lines = [('th', rows[0]), *(('td', row.values()) for row in rows)]
+  body = '\n'.join(
+    '<tr>'
+    + ''.join(f'<{tag}>{html.escape(str(text))}</{tag}>' for text in cells)
+    + '</tr>'
+    for tag, cells in lines
+  )
   return f'<div class="wide"><table>{body}</table></div>'
 
 
@@ -140,26 +143,23 @@ def _models(runs: numbers.Runs) -> str:
   for name, run in runs.items():
     if numbers.is_sweep(name):
       continue
-    wrong = run['eval_loss_shuffled_prefix']
-    rise = None if wrong is None else wrong - run['eval_loss']
-    rate = run['learning_rate']
+    loss, wrong = run['eval_loss'], run['eval_loss_shuffled_prefix']
+    rate, seed = run['learning_rate'], run['seed']
     rows.append(
-      [
-        name,
-        numbers.count(run['parameters']),
-        f'{run["steps"]:,}',
-        numbers.count(run['target_tokens']),
-        '-' if rate is None else f'{rate:g}',
-        '-' if run['seed'] is None else str(run['seed']),
-        numbers.loss(run['eval_loss_at_step_0']),
-        numbers.loss(run['eval_loss']),
-        numbers.loss(wrong),
-        '-' if rise is None else f'{rise:+.3f}',
-      ]
+      {
+        'run': name,
+        'parameters': numbers.count(run['parameters']),
+        'steps': f'{run["steps"]:,}',
+        'target tokens': numbers.count(run['target_tokens']),
+        'learning rate': '-' if rate is None else f'{rate:g}',
+        'seed': '-' if seed is None else seed,
+        'loss at step 0': numbers.loss(run['eval_loss_at_step_0']),
+        'loss': numbers.loss(loss),
+        "others' prefixes": numbers.loss(wrong),
+        'difference': '-' if wrong is None else f'{wrong - loss:+.3f}',
+      }
     )
-  header = ['run', 'parameters', 'steps', 'target tokens', 'learning rate']
-  header += ['seed', 'loss at step 0', 'loss', "others' prefixes", 'difference']
-  return _table(header, rows) + (
+  return _table(rows) + (
     "<p>Others' prefixes: the loss when every example reads the prefix of"
     ' another. An encoder counts as used where that is more than'
     f' {report_findings.ENCODER_USED} worse. Parameters include the embedding'
@@ -167,39 +167,28 @@ def _models(runs: numbers.Runs) -> str:
   )
 
 
-def _cost(runs: numbers.Runs) -> str:
-  """Cost of each run, alone and with its sources."""
-  rows = [
-    [name]
-    + [
-      text
-      for part in (run, run['inclusive'])
-      for text in (
-        numbers.count(part['total_tokens']),
-        numbers.scientific(part['flops']),
-        progress.format_seconds(part['seconds']),
-      )
-    ]
-    for name, run in runs.items()
-  ]
-  header = ['tokens', 'FLOPs', 'time']
-  header += [f'{name}, with sources' for name in header]
-  return _table(['run', *header], rows) + (
-    '<p>Tokens include prefixes; time is that of training steps.</p>'
-  )
+def _cost(name: str, run: Mapping[str, Any]) -> dict[str, str]:
+  """Cost of a run, alone and with its sources."""
+  cells = {'run': name}
+  for suffix, part in (('', run), (', with sources', run['inclusive'])):
+    cells[f'tokens{suffix}'] = numbers.count(part['total_tokens'])
+    cells[f'FLOPs{suffix}'] = f'{part["flops"]:.2e}'
+    cells[f'time{suffix}'] = progress.format_seconds(part['seconds'])
+  return cells
 
 
 def _learning_rates(runs: numbers.Runs) -> str:
-  """Losses of the sweeps, a column per model."""
-  table = report_findings.learning_rates(runs)
+  """Losses of the sweeps."""
   rows = [
-    [
-      f'{rate:g}',
-      *(numbers.loss(column.get(rate)) for column in table.values()),
-    ]
-    for rate in sorted({rate for column in table.values() for rate in column})
+    {
+      'model': numbers.model_of(name),
+      'learning rate': f'{run["learning_rate"]:g}',
+      'loss': numbers.loss(run['eval_loss']),
+    }
+    for name, run in runs.items()
+    if numbers.is_sweep(name)
   ]
-  return _table(['learning rate', *table], rows) if rows else ''
+  return _table(rows) if rows else ''
 
 
 def _sample(sample: Mapping[str, str]) -> str:
@@ -213,26 +202,18 @@ def _sample(sample: Mapping[str, str]) -> str:
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
   """Commands with their time and their budget."""
   rows = [
-    [
-      stage['name'],
-      progress.format_seconds(stage['seconds']),
-      progress.format_seconds(stage['budget_seconds']),
-      stage['command'],
-    ]
+    {
+      'stage': stage['name'],
+      'took': progress.format_seconds(stage['seconds']),
+      'budget': progress.format_seconds(stage['budget_seconds']),
+      'command': stage['command'],
+    }
     for stage in stages
   ]
   total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
-  return _table(['stage', 'took', 'budget', 'command'], rows) + (
-    f'<p>Total {total}, without installation.</p>'
-  )
+  return f'{_table(rows)}<p>Total {total}, without installation.</p>'
 
 
-def _flat(
-  facts: Mapping[str, Any], prefix: str = ''
-) -> Iterator[tuple[str, str]]:
-  """Names and values; names of nested mappings are joined by dots."""
-  for name, value in facts.items():
-    if isinstance(value, Mapping):
-      yield from _flat(value, f'{prefix}{name}.')
-    else:
-      yield f'{prefix}{name}', str(value)
+def _facts(facts: Mapping[str, Any]) -> str:
+  """Names and values, as JSON."""
+  return f'<pre>{html.escape(json.dumps(facts, indent=1))}</pre>'

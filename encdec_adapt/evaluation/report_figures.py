@@ -3,7 +3,7 @@
 matplotlib is imported when a figure is drawn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import itertools
 import pathlib
 from typing import Any
@@ -47,7 +47,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   import matplotlib
 
   matplotlib.use('Agg')
-  from matplotlib import pyplot
+  from matplotlib import pyplot, ticker
 
   runs = report['runs']
   pairs, decoders = [], []
@@ -86,7 +86,11 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
     right.set_title('Decoders: held-out loss in their own training')
     left.set_title('Adaptation: held-out loss')
     for panel in axes[0]:
-      _finish(panel)
+      panel.set_xlabel('target tokens')
+      panel.set_ylabel('nats per target token')
+      panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
+      if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=9)
     figure.savefig(path, dpi=150, metadata={'Software': None})
     pyplot.close(figure)
 
@@ -96,70 +100,24 @@ def _draw_model(axes, runs, model, colour, sources=False) -> None:
   names = [n for n in numbers.seeds(runs, model) if runs[n]['curve']['step']]
   if not names:  # An imported model.
     return
-  curves = []
+  curves, finals = [], []
   for name in names:
-    run = runs[name]
+    run, curve = runs[name], runs[name]['curve']
     # Tokens of its sources, so that a continued run starts where they end.
-    before = 0
-    if sources:
-      before = run['inclusive']['target_tokens'] - run['target_tokens']
-    x = [before + tokens for tokens in run['curve']['target_tokens']]
-    curves.append((x, run['curve']['eval_loss']))
-  # The right panel shows losses of pretraining, on other targets than the
-  # evaluation that compares the models.
-  finals = [
-    runs[name]['curve']['eval_loss'][-1] if sources else runs[name]['eval_loss']
-    for name in names
-  ]
+    before = run['inclusive']['target_tokens'] - run['target_tokens']
+    x = [before * sources + tokens for tokens in curve['target_tokens']]
+    curves.append((x, curve['eval_loss']))
+    # The right panel shows losses of pretraining, on other targets than the
+    # evaluation that compares the models.
+    finals.append(curve['eval_loss'][-1] if sources else run['eval_loss'])
   label = f'{model}  {numbers.mean(finals):.3f}'
-  if len(names) == 1:
-    axes.plot(*curves[0], color=colour, linewidth=2, label=label)
-    return
-  label += f'  ({len(names)} seeds)'
-  for x, y in curves:
-    axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-  middle = mean_curve([runs[name]['curve']['step'] for name in names], curves)
-  axes.plot(*middle, color=colour, linewidth=2, label=label)
-
-
-def mean_curve(
-  steps: Sequence[Sequence[int]],
-  curves: Sequence[tuple[Sequence[float], Sequence[float]]],
-) -> tuple[list[float], list[float]]:
-  """Averages curves at the steps that all of them have.
-
-  Seeds pack different rows, so equal steps have different token counts.
-
-  Args:
-    steps: steps of every curve.
-    curves: x and y of every curve at its steps.
-
-  Returns:
-    Means of x and y, by increasing step.
-  """
-  points = [
-    dict(zip(at, zip(*curve, strict=True), strict=True))
-    for at, curve in zip(steps, curves, strict=True)
+  if len(names) > 1:
+    label += f'  ({len(names)} seeds)'
+    for x, y in curves:
+      axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
+  # Seeds pack different rows, so equal steps have different token counts.
+  middle = [
+    [numbers.mean(values) for values in zip(*each, strict=False)]
+    for each in zip(*curves, strict=True)
   ]
-  common = sorted(set.intersection(*map(set, points)))
-  x, y = (
-    [numbers.mean([of[step][axis] for of in points]) for step in common]
-    for axis in (0, 1)
-  )
-  return x, y
-
-
-def _finish(axes) -> None:
-  """Sets labels, ticks and the legend."""
-  axes.set_xlabel('target tokens')
-  axes.set_ylabel('nats per target token')
-  axes.xaxis.set_major_formatter(lambda x, _: _tick(x))
-  if axes.get_legend_handles_labels()[0]:
-    axes.legend(fontsize=9)
-
-
-def _tick(x: float) -> str:
-  for size, unit in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
-    if abs(x) >= size:
-      return f'{x / size:g}{unit}'
-  return f'{x:g}'
+  axes.plot(*middle, color=colour, linewidth=2, label=label)

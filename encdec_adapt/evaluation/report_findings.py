@@ -37,30 +37,19 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     Plain sentences, the main comparison first.
   """
   runs = report['runs']
-  return [
-    *_not_finite(runs),
-    *_start(runs),
-    *_end(runs),
-    *_course(runs),
-    *_cost(runs),
-    *_encoder_use(runs),
-    *_learning_rates(runs),
+  not_finite = [
+    f'{name} ended with a loss that is not finite and is left out of the'
+    ' comparisons below.'
+    for name, run in runs.items()
+    if not math.isfinite(run['eval_loss'])
   ]
+  return not_finite + _start(runs) + _end(runs) + _encoder_use(runs)
 
 
 def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
   """Values of every seed of a model; empty if one is missing or not finite."""
   found = [runs[name][key] for name in numbers.seeds(runs, model)]
   return found if all(x is not None and math.isfinite(x) for x in found) else []
-
-
-def _not_finite(runs: numbers.Runs) -> list[str]:
-  return [
-    f'{name} ended with a loss that is not finite and is left out of the'
-    ' comparisons below.'
-    for name, run in runs.items()
-    if not math.isfinite(run['eval_loss'])
-  ]
 
 
 def _compare(first: Sequence[float], second: Sequence[float]) -> str:
@@ -108,52 +97,6 @@ def _end(runs: numbers.Runs) -> list[str]:
   return found
 
 
-def _course(runs: numbers.Runs) -> list[str]:
-  """At which evaluations adapted is below scratch, and when it passes it."""
-  if not {'adapted', 'scratch'} <= runs.keys():
-    return []
-  adapted, scratch = (
-    dict(
-      zip(
-        runs[name]['curve']['step'],
-        runs[name]['curve']['eval_loss'],
-        strict=True,
-      )
-    )
-    for name in ('adapted', 'scratch')
-  )
-  common = sorted(adapted.keys() & scratch.keys())
-  if not common:
-    return []
-  below = sum(adapted[step] < scratch[step] for step in common)
-  text = (
-    f'Adapted is below scratch at {below} of the {len(common)} evaluations'
-    ' during training'
-  )
-  reached = [s for s in sorted(adapted) if adapted[s] <= scratch[common[-1]]]
-  if reached:
-    return [
-      f"{text} and reaches scratch's last loss by step {reached[0]} of"
-      f' {common[-1]}.'
-    ]
-  return [f"{text} and never reaches scratch's last loss."]
-
-
-def _cost(runs: numbers.Runs) -> list[str]:
-  if not {'adapted', 'scratch'} <= runs.keys():
-    return []
-  totals = (runs[name]['inclusive'] for name in ('adapted', 'scratch'))
-  adapted, scratch = (
-    f'{numbers.count(total["total_tokens"])} tokens and'
-    f' {numbers.scientific(total["flops"])} FLOPs'
-    for total in totals
-  )
-  return [
-    'The comparison is at equal training after initialisation. Including'
-    f' their sources and teachers, adapted took {adapted}, scratch {scratch}.'
-  ]
-
-
 def _encoder_use(runs: numbers.Runs) -> list[str]:
   found = []
   for model in numbers.models(runs):
@@ -173,32 +116,5 @@ def _encoder_use(runs: numbers.Runs) -> list[str]:
     found.append(
       f'{model}, encoder {verdict} (used: more than {ENCODER_USED} worse):'
       f' {measured}'
-    )
-  return found
-
-
-def learning_rates(runs: numbers.Runs) -> dict[str, dict[float, float]]:
-  """Returns model -> learning rate -> loss of every sweep."""
-  table: dict[str, dict[float, float]] = {}
-  for name, run in runs.items():
-    if numbers.is_sweep(name):
-      rates = table.setdefault(numbers.model_of(name), {})
-      rates[run['learning_rate']] = run['eval_loss']
-  return {model: dict(sorted(rates.items())) for model, rates in table.items()}
-
-
-def _learning_rates(runs: numbers.Runs) -> list[str]:
-  found = []
-  for model, rates in learning_rates(runs).items():
-    finite = {rate: x for rate, x in rates.items() if math.isfinite(x)}
-    if not finite:
-      found.append(f'No learning rate of {model} gave a finite loss.')
-      continue
-    best = min(finite, key=finite.get)
-    tried = ', '.join(f'{rate:g}' for rate in rates)
-    at_edge = len(rates) > 1 and best in (min(rates), max(rates))
-    found.append(
-      f'Learning rate of {model}: {best:g} is the best of {tried} on the'
-      f' held-out text{", at the edge of what was tried" if at_edge else ""}.'
     )
   return found

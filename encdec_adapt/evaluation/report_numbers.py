@@ -69,11 +69,3 @@ def count(value: float) -> str:
     if abs(value) >= size * 0.9995:
       return f'{value / size:#.3g}'.rstrip('.') + unit
   return f'{value:.0f}'
-
-
-def scientific(value: float) -> str:
-  """Formats a large number as a mantissa of three digits and an exponent."""
-  if not value:
-    return '0'
-  mantissa, exponent = f'{value:.2e}'.split('e')
-  return f'{mantissa}e{int(exponent)}'
