@@ -252,9 +252,8 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     # ml_collections names the last part of the key, and the nearest one.
     name = re.search(r'\w+|$', text)[0]
     nearest = re.search(r'Did you mean "(\w+)"', text)
-    given = (re.match(r'--?(?:no)?config\.([^=]*)', a) for a in arguments)
-    keys = (key[1] for key in given if key)
-    full = next((k for k in keys if name in k.split('.')), name)
+    keys = re.findall(r'\bconfig\.([^= ]+)', ' '.join(arguments))
+    full = next((key for key in keys if name in key.split('.')), name)
     text = f'the configuration has no key {full!r}'
     if nearest:
       text += f' (did you mean {nearest[1]!r}?)'

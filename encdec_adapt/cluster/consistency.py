@@ -13,9 +13,6 @@ from typing import Any
 
 from encdec_adapt.telemetry import environment
 
-_FIELDS_SHOWN = 8
-_PROCESSES_SHOWN = 3
-
 
 def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
   """Collects versions, source, compiler options and flags of this process.
@@ -46,9 +43,8 @@ def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
   Returns:
     A paragraph for an error message; '' where all processes agree.
   """
-  fields = dict.fromkeys(f for facts in processes.values() for f in facts)
   lines = []
-  for field in fields:
+  for field in dict.fromkeys(f for facts in processes.values() for f in facts):
     holders: dict[str, list[str]] = {}
     for name, facts in processes.items():
       value = json.dumps(facts[field]) if field in facts else 'absent'
@@ -56,13 +52,13 @@ def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
     if len(holders) > 1:
       # The odd one out is what the user looks for: smallest group first.
       groups = sorted(holders.items(), key=lambda item: len(item[1]))
-      values = (f'{v} on {_shorten(n, _PROCESSES_SHOWN)}' for v, n in groups)
+      values = (f'{value} on {_shorten(names, 3)}' for value, names in groups)
       lines.append(f'{field} is ' + ', '.join(values))
   if not lines:
     return ''
   return (
     'the processes of this job differ:'
-    f' {_shorten(lines, _FIELDS_SHOWN, "; ")}. Start every process with the'
+    f' {_shorten(lines, 8, "; ")}. Start every process with the'
     ' same source, packages, environment and flags.'
   )
 

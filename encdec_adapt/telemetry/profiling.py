@@ -98,30 +98,29 @@ class Profiler:
 
   def _start(self, step: int, steps: int) -> None:
     """Starts a trace of this number of steps."""
-    staged = contextlib.ExitStack()
-    try:
+    with self._warned(), contextlib.ExitStack() as staged:
       place = staged.enter_context(paths.staged(self._folder))
       jax.profiler.start_trace(str(place))
-    except Exception as error:
-      self._warn(error)
-      return
-    self._staged = staged
-    self._until = step + steps
+      self._staged, self._until = staged.pop_all(), step + steps
 
   def _stop(self) -> bool:
     """Writes the trace; returns whether that succeeded."""
     self._until = None
-    try:
+    with self._warned():
       with self._staged:
         jax.profiler.stop_trace()
-    except Exception as error:
-      self._warn(error)
-      return False
-    return True
+      return True
+    return False
 
-  def _warn(self, error: Exception) -> None:
-    print(
-      f'Warning: no profile in {self._folder}: {type(error).__name__}: {error}',
-      file=sys.stderr,
-      flush=True,
-    )
+  @contextlib.contextmanager
+  def _warned(self) -> Iterator[None]:
+    """Prints an exception as a warning instead of raising it."""
+    try:
+      yield
+    except Exception as error:
+      print(
+        f'Warning: no profile in {self._folder}:'
+        f' {type(error).__name__}: {error}',
+        file=sys.stderr,
+        flush=True,
+      )

@@ -181,39 +181,20 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   return run, count
 
 
-def make_transformers(
-  arguments: argparse.Namespace,
-) -> tuple[Run, int]:
+def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
   """Makes the peer's step; returns it and the number of parameters."""
   import torch
   import transformers
 
-  pair = make_pair(arguments)
-
-  def module(stack):
-    return transformers.T5GemmaModuleConfig(
-      num_hidden_layers=stack.layers,
-      hidden_size=stack.width,
-      intermediate_size=stack.mlp_width,
-      num_attention_heads=stack.heads,
-      num_key_value_heads=stack.kv_heads,
-      head_dim=stack.head_dim,
-      vocab_size=stack.vocab_size,
-      query_pre_attn_scalar=int(stack.query_scale),
-      sliding_window=stack.window,
-      attn_implementation=arguments.peer_attention,
-    )
+  from encdec_adapt.huggingface import config_json
 
   torch.manual_seed(0)
   device = arguments.peer_device
+  raw, _ = config_json.raw_from_model(make_pair(arguments))
   with torch.device(device):
-    model = transformers.T5GemmaForConditionalGeneration(
-      transformers.T5GemmaConfig(
-        encoder=module(pair.encoder),
-        decoder=module(pair.decoder),
-        vocab_size=pair.decoder.vocab_size,
-        attn_implementation=arguments.peer_attention,
-      )
+    model = transformers.AutoModelForSeq2SeqLM.from_config(
+      transformers.T5GemmaConfig.from_dict(raw),
+      attn_implementation=arguments.peer_attention,
     )
   model.train()
   if arguments.peer_checkpointing:

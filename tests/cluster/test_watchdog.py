@@ -20,49 +20,32 @@ class Clock:
     return self.now
 
 
-@pytest.fixture
-def clock():
-  return Clock()
-
-
-def watched(folder, clock):
-  return watchdog.Watchdog(folder, 0, 10, clock=clock)
-
-
-def test_the_limit_is_a_multiple_of_the_median_step(tmp_path, clock):
-  watch = watched(tmp_path, clock)
-  assert watch.limit == 120
-  for step, seconds in enumerate([5, 5, 90, 5, 5]):
+@pytest.mark.parametrize(
+  'steps, limit',
+  [
+    ([5, 5, 90, 5, 5], 100),  # Twenty times the median step.
+    ([0.01] * 6, 10),  # The configured minimum.
+    ([5, 5, 90, 5], 120),  # Too few steps for a median.
+  ],
+)
+def test_the_limit_of_a_step(tmp_path, steps, limit):
+  clock = Clock()
+  watch = watchdog.Watchdog(tmp_path, 0, 10, clock=clock)
+  for step, seconds in enumerate(steps):
     watch.beat(step)
-    # The first steps say little of what is usual.
-    assert watch.limit == 120
     clock.now += seconds
-  watch.beat(5)
-  assert watch.limit == 100  # Twenty times a step of 5 s.
-  clock.now += 100
+  watch.beat(len(steps))
+  assert watch.limit == limit
+  clock.now += limit
   assert not watch.hangs()
   clock.now += 1
   assert watch.hangs()
-
-
-def test_the_limit_of_short_steps_has_a_lower_bound(tmp_path, clock):
-  watch = watched(tmp_path, clock)
-  for step in range(6):
-    watch.beat(step)
-    clock.now += 0.01
-  assert watch.limit == 10
-
-
-def test_an_evaluation_has_its_own_limit_and_is_no_step(tmp_path, clock):
-  watch = watched(tmp_path, clock)
-  for step in range(5):
-    watch.beat(step)
-    clock.now += 20
-  watch.beat(5, 'evaluate')
+  # An evaluation has a limit of its own, and is no step.
+  watch.beat(len(steps), 'evaluate')
   clock.now += 119
   assert watch.limit == 120 and not watch.hangs()
-  watch.beat(5)
-  assert watch.limit == 400  # Twenty times a step of 20 s.
+  watch.beat(len(steps))
+  assert watch.limit == limit
 
 
 def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
@@ -70,12 +53,12 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     import sys, threading
     from encdec_adapt.cluster import watchdog
 
-    def waits_for_nobody():
+    def wait_forever():
       threading.Event().wait()
 
     with watchdog.Watchdog(sys.argv[1], 3, 0.02) as watch:
       watch.beat(7)
-      waits_for_nobody()
+      wait_forever()
   """
   done = subprocess.run(
     [sys.executable, '-c', textwrap.dedent(code), str(tmp_path)],
@@ -90,10 +73,10 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
   for text in (done.stderr, report):
     assert 'process 3 hangs: step at step 7' in text
     assert 'last barrier of this process: none' in text
-    assert 'waits_for_nobody' in text
+    assert 'wait_forever' in text
 
 
-def test_a_file_system_that_hangs_does_not_keep_it_from_ending(
+def test_a_hanging_file_system_does_not_keep_a_process_from_ending(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(watchdog, '_REPORT_SECONDS', 0.1)
@@ -104,7 +87,7 @@ def test_a_file_system_that_hangs_does_not_keep_it_from_ending(
   assert 'process 0 hangs' in capsys.readouterr().err
 
 
-def test_an_end_in_time_is_no_hang(tmp_path):
+def test_a_job_that_ends_in_time_does_not_hang(tmp_path):
   ended = []
   with watchdog.Watchdog(tmp_path, 0, 60, end=ended.append) as watch:
     watch.beat(1)

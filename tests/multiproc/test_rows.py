@@ -1,4 +1,4 @@
-"""Batches of two processes, wherever the devices of the mesh lie."""
+"""Batches of two processes on meshes with any order of devices."""
 
 import json
 
@@ -8,7 +8,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
-# Each process reads the rows that it holds, and looks at every device's part.
+# Each process reads the rows that it holds, and checks the part of each device.
 _MEMBER = """
 import json, pathlib, sys
 import jax

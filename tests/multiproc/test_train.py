@@ -1,4 +1,4 @@
-"""Two real processes train as one, stop as one, and continue as two or one."""
+"""Two real processes train and stop as one, and resume as two or one."""
 
 import pathlib
 import shutil
@@ -14,12 +14,12 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import metrics, timing
 from tests import tiny
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
 STEPS = 20
 BATCH = 16
 DEVICES = 4  # Of each of two processes; one alone has all eight.
-# How long a notice takes at most: the runtime looks for one every second.
+# Longest delay of a preemption notice: jax's service polls every second.
 NOTICE = 2.5
 
 
@@ -46,53 +46,55 @@ def flags(folder):
 
 
 @pytest.fixture(scope='module')
-def two(folder, flags):
-  """The work directory of two processes that nothing interrupted."""
-  workdir = folder / 'two'
-  processes = _start_two(flags, workdir)
-  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
-  return workdir
+def start(folder):
+  """Starts a job of two processes; returns them and their logs' folder."""
+
+  def call(flags, workdir, command='train'):
+    """Starts a command."""
+    logs = folder / f'{workdir.name}_logs'
+    flags = [*flags, f'--workdir={workdir}']
+    return tiny.start_several(
+      2, command, *flags, devices=DEVICES, logs=logs
+    ), logs
+
+  return call
 
 
-@pytest.mark.long
-def test_after_one_is_killed_both_continue(folder, flags, two):
-  workdir = folder / 'killed'
-  flags = [*flags, '--config.checkpoint.every=4']
-  processes = _start_two(flags, workdir)
-  try:
-    _wait_for_step(processes, workdir, 9)
-    processes[1].kill()
-    began = time.monotonic()
-  finally:
-    codes = tiny.wait_all(processes)
-  print(f'ended after {time.monotonic() - began:.1f} s')
-  assert codes == [-signal.SIGABRT, -signal.SIGKILL], _said(workdir)
-  step = manager.open_latest(workdir).step
-  assert step >= 4
-  _continue_by_two(flags, workdir, step, two)
-  *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
-  assert last['starts'] == 2 and last['lost_steps'] >= 9 - step
-  assert last['lost_seconds'] > 0 or step >= 9
+@pytest.fixture(scope='module')
+def train_by_two(start):
+  """Runs a job of two processes to its end; returns what they print."""
+
+  def call(*arguments):
+    """Runs a job."""
+    processes, logs = start(*arguments)
+    codes, text = tiny.wait_all(processes), _text(logs)
+    assert codes == [0, 0], text
+    return text
+
+  return call
 
 
-def _start_two(flags, workdir: pathlib.Path, command: str = 'train'):
-  return tiny.start_several(
-    *(2, command, *flags, f'--workdir={workdir}'),
-    devices=DEVICES,
-    logs=_logs(workdir),
-  )
+def _train_by_one(flags, workdir) -> str:
+  """Runs a job of one process to its end; returns what it prints."""
+  flags = [*flags, f'--workdir={workdir}']
+  done = tiny.run('train', *flags, devices=2 * DEVICES)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
 
 
-def _logs(workdir: pathlib.Path) -> pathlib.Path:
-  return workdir.with_name(f'{workdir.name}_logs')
+@pytest.fixture(scope='module')
+def two(folder, flags, train_by_two):
+  """The work directory of two processes without an interruption."""
+  train_by_two(flags, folder / 'two')
+  return folder / 'two'
 
 
-def _said(workdir: pathlib.Path) -> str:
-  logs = sorted(_logs(workdir).iterdir())
-  return '\n'.join(f'{log.name}:\n{log.read_text()}' for log in logs)
+def _text(logs: pathlib.Path) -> str:
+  files = sorted(logs.iterdir())
+  return '\n'.join(f'{log.name}:\n{log.read_text()}' for log in files)
 
 
-def _records(workdir: pathlib.Path):
+def _records(workdir):
   kinds = 'train', 'eval'
   found = [r for r in metrics.read_metrics(workdir) if r['kind'] in kinds]
   by_step = {(r['kind'], r['step']): r for r in found}
@@ -100,128 +102,133 @@ def _records(workdir: pathlib.Path):
   return by_step
 
 
-@pytest.mark.long
+def _wait_for_step(processes, logs, workdir, step: int) -> None:
+  deadline = time.monotonic() + 240
+  path = workdir / metrics.FILE
+  while not (
+    path.exists() and any(r['step'] >= step for r in metrics.read_metrics(path))
+  ):
+    assert all(p.poll() is None for p in processes), _text(logs)
+    assert time.monotonic() < deadline, _text(logs)
+    time.sleep(0.002)
+
+
+def _assert_close(workdir, reference, tolerance: float, steps: int = STEPS):
+  """The same rows in the same order, and losses equal to rounding."""
+  found, wanted = _records(workdir), _records(reference)
+  wanted = {key: r for key, r in wanted.items() if r['step'] <= steps}
+  assert found.keys() == wanted.keys()
+  for key, record in wanted.items():
+    loss = pytest.approx(record['loss'], abs=tolerance)
+    assert found[key]['loss'] == loss, key
+    for name in ('weight', 'tokens', 'target_tokens'):
+      assert found[key].get(name) == record.get(name), (key, name)
+
+
+def _assert_resumed_exactly(text, step, workdir, reference) -> None:
+  """Two processes resumed, bit-equal to an uninterrupted job."""
+  assert f'resuming at step {step}' in text and 'not bit for bit' not in text
+  assert _records(workdir) == _records(reference)
+  tiny.assert_same_params(workdir, reference)
+
+
+def test_after_one_is_killed_both_resume(
+  folder, flags, start, train_by_two, two
+):
+  workdir = folder / 'killed'
+  flags = [*flags, '--config.checkpoint.every=4']
+  processes, logs = start(flags, workdir)
+  try:
+    _wait_for_step(processes, logs, workdir, 9)
+    processes[1].kill()
+  finally:
+    codes = tiny.wait_all(processes)
+  assert codes == [-signal.SIGABRT, -signal.SIGKILL], _text(logs)
+  step = manager.open_latest(workdir).step
+  assert step >= 4
+  text = train_by_two(flags, workdir)
+  _assert_resumed_exactly(text, step, workdir, two)
+  *_, last = (r for r in metrics.read_metrics(workdir) if r['kind'] == 'job')
+  assert last['starts'] == 2 and last['lost_steps'] >= 9 - step
+  assert last['lost_seconds'] > 0 or step >= 9
+
+
 def test_two_processes_equal_one(folder, flags, two):
-  # The rows of `tiny` have different weights, so that a divisor of each
-  # process's own would show.
-  one = tiny.run(
-    'train', *flags, f'--workdir={folder}/one', devices=2 * DEVICES
-  )
-  assert one.returncode == 0, one.stdout + one.stderr
-  _assert_equal_to_rounding(folder / 'one', two, 2e-5)
+  # Rows of `tiny` have different weights: dividing by each process's own
+  # weight would show.
+  _train_by_one(flags, folder / 'one')
+  _assert_close(folder / 'one', two, 2e-5)
 
 
 @pytest.mark.parametrize(
   'command, mesh, tolerance',
   [
     # Each process holds three of the four shards of rows.
+    ('tests.multiproc.crossing_train', dict(fsdp=4, tensor=2), 2e-5),
+    # Default order of devices: each process holds half of every row.
     pytest.param(
-      *('tests.multiproc.crossing_train', dict(fsdp=4, tensor=2), 2e-5),
-      id='groups',
-      marks=pytest.mark.long,
-    ),
-    # The default order of devices: each process holds half of every row.
-    pytest.param(
-      *('train', dict(fsdp=1, sequence=8), 1e-4),
-      id='sequences',
-      marks=pytest.mark.slow,
+      *('train', dict(fsdp=1, sequence=8), 1e-4), marks=pytest.mark.slow
     ),
   ],
+  ids=['groups', 'sequences'],
 )
 def test_meshes_that_cross_processes_equal_one_that_does_not(
-  folder, flags, two, command, mesh, tolerance
+  folder, flags, train_by_two, two, command, mesh, tolerance
 ):
   workdir = folder / '_'.join(mesh)
   flags = [*flags, f'--config.train.steps={STEPS // 2}']
   flags += [f'--config.mesh.{axis}={size}' for axis, size in mesh.items()]
-  processes = _start_two(flags, workdir, command)
-  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
-  _assert_equal_to_rounding(workdir, two, tolerance, STEPS // 2)
+  train_by_two(flags, workdir, command)
+  _assert_close(workdir, two, tolerance, STEPS // 2)
 
 
-@pytest.mark.long
 def test_two_processes_in_a_bucket(
-  folder, flags, two, bucket, tmp_path, monkeypatch
+  folder, flags, train_by_two, two, bucket, tmp_path, monkeypatch
 ):
-  """Work directory and records there; one copy of these for both."""
+  """Work directory and records in a bucket; one local copy of the records."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   for split in ('train', 'eval'):
-    here = folder / 'prefix_lm' / split
-    there = paths.at(f'{bucket}/records/{split}')
-    paths.upload(here, there, records.MANIFEST)
-  workdir, logs = paths.at(bucket) / 'two', folder / 'bucket_logs'
-  processes = tiny.start_several(
-    2,
-    'train',
-    *flags,
-    f'--config.data.folder={bucket}/records',
-    f'--config.checkpoint.every={STEPS // 2}',
-    f'--workdir={workdir}',
-    devices=DEVICES,
-    logs=logs,
-  )
-  statuses = tiny.wait_all(processes)
-  said = '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
-  assert statuses == [0, 0], said
-  assert said.count('records: copying 1 of 1 shards') == 2  # Of two sets.
+    local = folder / 'prefix_lm' / split
+    remote = paths.at(f'{bucket}/records/{split}')
+    paths.upload(local, remote, records.MANIFEST)
+  workdir = paths.at(bucket) / 'in_bucket'
+  flags = [*flags, f'--config.data.folder={bucket}/records']
+  flags.append(f'--config.checkpoint.every={STEPS // 2}')
+  text = train_by_two(flags, workdir)
+  assert text.count('records: copying 1 of 1 shards') == 2  # Of two sets.
   assert _records(workdir) == _records(two)
   tiny.assert_same_params(workdir, two)
 
 
-@pytest.mark.long
-def test_the_metrics_say_where_the_time_went(two):
-  of_kind = {'time': [], 'job': []}
+def test_times_in_the_metrics(two):
+  by_kind = {'time': [], 'job': []}
   for record in metrics.read_metrics(two):
-    of_kind.get(record['kind'], []).append(record)
-  assert len(of_kind['time']) == STEPS
-  for record in of_kind['time']:
+    by_kind.get(record['kind'], []).append(record)
+  assert len(by_kind['time']) == STEPS
+  for record in by_kind['time']:
     parts = [record[f'seconds/{part}'] for part in timing.PARTS]
     assert 0 < sum(parts) <= record['seconds/total'] * 1.001
     assert record['tokens_per_second'] > 0 and record['mfu'] > 0
-  compiled = [r['step'] for r in of_kind['time'] if r['seconds/compile'] > 0]
-  assert compiled == [1]
-  # The rate is of the step, without what was compiled and measured before.
-  first = of_kind['time'][0]
-  step = first['seconds/total'] - sum(
-    first[f'seconds/{part}'] for part in ('compile', 'evaluate')
-  )
+  first, *rest = by_kind['time']
+  assert first['seconds/compile'] > 0
+  assert not any(record['seconds/compile'] for record in rest)
+  # The rate is that of the step, without compiling and evaluating before it.
+  other = first['seconds/compile'] + first['seconds/evaluate']
   tokens = _records(two)['train', 1]['tokens']
-  assert first['tokens_per_second'] * step >= tokens
-  last = of_kind['job'][-1]
+  rate = first['tokens_per_second']
+  assert rate * (first['seconds/total'] - other) >= tokens
+  last = by_kind['job'][-1]
   assert 0 < last['goodput'] <= 1 and last['starts'] == 1
   assert last['lost_steps'] == last['lost_seconds'] == 0
 
 
-def _assert_equal_to_rounding(
-  workdir, reference, tolerance: float, steps: int = STEPS
+def test_both_stop_after_one_step_and_resume_as_two_or_one(
+  folder, flags, start, train_by_two, two
 ):
-  """The same rows in the same order, and losses equal to rounding."""
-  found, wanted = _records(workdir), _records(reference)
-  wanted = {key: r for key, r in wanted.items() if r['step'] <= steps}
-  assert found.keys() == wanted.keys()
-  for key, record in wanted.items():
-    assert found[key]['loss'] == pytest.approx(record['loss'], abs=tolerance), (
-      key
-    )
-    for name in ('weight', 'tokens', 'target_tokens'):
-      assert found[key].get(name) == record.get(name), (key, name)
-
-
-@pytest.mark.long
-def test_processes_stop_at_one_step_and_continue(folder, flags, two):
   workdir = folder / 'stopped'
-  step = _stop_two(flags, workdir)
-  one = folder / f'{workdir.name}_by_one'
-  shutil.copytree(workdir, one)
-  _continue_by_two(flags, workdir, step, two)
-  _continue_by_one(flags, one, step, two)
-
-
-def _stop_two(flags, workdir) -> int:
-  """Sends SIGTERM on the way; both must save one step and say so."""
-  processes = _start_two(flags, workdir)
+  processes, logs = start(flags, workdir)
   try:
-    _wait_for_step(processes, workdir, 2)
+    _wait_for_step(processes, logs, workdir, 2)
     # Without process 0 no step ends: the notice arrives before the last one.
     processes[0].send_signal(signal.SIGSTOP)
     # Only one process gets the signal, as when a cloud takes one machine.
@@ -230,50 +237,18 @@ def _stop_two(flags, workdir) -> int:
   finally:
     processes[0].send_signal(signal.SIGCONT)
     codes = tiny.wait_all(processes)
-  assert codes == [app.RESTART] * 2, _said(workdir)
+  assert codes == [app.RESTART] * 2, _text(logs)
   step = manager.open_latest(workdir).step
-  print(f'stopped after step {step}')
-  last = max(number for _, number in _records(workdir))
-  assert step == last < STEPS, _said(workdir)
-  return step
+  assert step == max(number for _, number in _records(workdir)) < STEPS
 
-
-def _wait_for_step(processes, workdir, step: int) -> None:
-  deadline = time.monotonic() + 240
-  path = workdir / metrics.FILE
-  while not (
-    path.exists() and any(r['step'] >= step for r in metrics.read_metrics(path))
-  ):
-    assert all(p.poll() is None for p in processes), _said(workdir)
-    assert time.monotonic() < deadline, _said(workdir)
-    time.sleep(0.002)
-
-
-def _continue_by_two(flags, workdir, step, reference) -> None:
-  """As they were: bit for bit what the uninterrupted job came to."""
-  processes = _start_two(flags, workdir)
-  assert tiny.wait_all(processes) == [0, 0], _said(workdir)
-  said = _said(workdir)
-  assert f'resuming at step {step}' in said
-  assert 'not bit for bit' not in said
-  assert _records(workdir) == _records(reference)
-  tiny.assert_same_params(workdir, reference)
-
-
-def _continue_by_one(flags, workdir, step, reference) -> None:
-  """On another mesh: the same rows, the rest to rounding, and says so."""
-  done = tiny.run(
-    'train',
-    *flags,
-    '--config.mesh.fsdp=4',
-    '--config.mesh.tensor=2',
-    f'--workdir={workdir}',
-    devices=2 * DEVICES,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert f'resuming at step {step}' in done.stdout
-  assert 'to rounding, not bit for bit' in done.stdout
-  assert 'processes: 2 before, 1 now' in done.stdout
-  assert "'tensor': 1} before" in done.stdout
-  assert "'tensor': 2} now" in done.stdout
-  _assert_equal_to_rounding(workdir, reference, 1e-4)
+  by_one = shutil.copytree(workdir, folder / 'stopped_by_one')
+  text = train_by_two(flags, workdir)
+  _assert_resumed_exactly(text, step, workdir, two)
+  # On another mesh: the same rows, equal to rounding, which is printed.
+  mesh = ['--config.mesh.fsdp=4', '--config.mesh.tensor=2']
+  text = _train_by_one([*flags, *mesh], by_one)
+  assert f'resuming at step {step}' in text
+  assert 'to rounding, not bit for bit' in text
+  assert 'processes: 2 before, 1 now' in text
+  assert "'tensor': 1} before" in text and "'tensor': 2} now" in text
+  _assert_close(by_one, two, 1e-4)

@@ -1,4 +1,4 @@
-"""Metrics on disk: whole, in order, and once for every step."""
+"""Metrics on disk: complete, in order, and one record per step."""
 
 import json
 import math
@@ -18,15 +18,11 @@ from encdec_adapt.telemetry import metrics
 
 
 def _steps(folder, kind='train'):
-  return [
-    record['step']
-    for record in metrics.read_metrics(folder)
-    if record['kind'] == kind
-  ]
+  return [r['step'] for r in metrics.read_metrics(folder) if r['kind'] == kind]
 
 
 def _events(folder):
-  """The events of every file, files in the order they were begun."""
+  """Yields the events of every file, files in order of creation."""
   for path in sorted((folder / metrics.EVENTS).iterdir()):
     reader = pywrap_tensorflow.PyRecordReader_New(str(path))
     while True:
@@ -38,32 +34,28 @@ def _events(folder):
       yield event_pb2.Event.FromString(reader.record())
 
 
-def test_values_come_back_exactly(tmp_path):
+def test_values_are_read_exactly_and_lines_are_json(tmp_path):
   third = np.float32(1) / np.float32(3)
   with metrics.MetricWriter(tmp_path, 0) as writer:
     writer.write('train', 1, {'loss': third, 'rows': 8, 'name': 'a'})
     writer.write('eval', 1, {'loss': jnp.float32(2.5), 'many': [1, 2]})
-  assert metrics.read_metrics(tmp_path) == [
-    {'kind': 'train', 'step': 1, 'loss': float(third), 'rows': 8, 'name': 'a'},
-    {'kind': 'eval', 'step': 1, 'loss': 2.5, 'many': [1, 2]},
-  ]
-  assert np.float32(metrics.read_metrics(tmp_path)[0]['loss']) == third
-
-
-def test_what_is_not_finite_stays_visible_and_is_json(tmp_path):
-  with metrics.MetricWriter(tmp_path, 0) as writer:
-    writer.write('train', 1, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
+    writer.write('train', 2, {'a': math.nan, 'b': math.inf, 'c': -math.inf})
 
   def refuse(name):
     raise AssertionError(f'{name} is not JSON')
 
-  json.loads((tmp_path / metrics.FILE).read_text(), parse_constant=refuse)
-  record = metrics.read_metrics(tmp_path / metrics.FILE)[0]
-  assert math.isnan(record['a'])
-  assert (record['b'], record['c']) == (math.inf, -math.inf)
+  for line in (tmp_path / metrics.FILE).read_text().splitlines():
+    json.loads(line, parse_constant=refuse)
+  *finite, last = metrics.read_metrics(tmp_path / metrics.FILE)
+  assert finite == [
+    {'kind': 'train', 'step': 1, 'loss': float(third), 'rows': 8, 'name': 'a'},
+    {'kind': 'eval', 'step': 1, 'loss': 2.5, 'many': [1, 2]},
+  ]
+  assert math.isnan(last['a'])
+  assert (last['b'], last['c']) == (math.inf, -math.inf)
 
 
-def test_resume_drops_later_records_and_the_half_line(tmp_path):
+def test_resume_drops_later_records_and_the_incomplete_line(tmp_path):
   with metrics.MetricWriter(tmp_path, 0) as writer:
     for step in range(1, 6):
       writer.write('train', step, {'loss': step})
@@ -76,13 +68,16 @@ def test_resume_drops_later_records_and_the_half_line(tmp_path):
     for step in (4, 5, 6):
       writer.write('train', step, {'loss': -step})
     writer.write('eval', 4, {'loss': -4})
-  assert _steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-  assert _steps(tmp_path, 'eval') == [2, 4]
+    for step in (6, 5):
+      with pytest.raises(ValueError, match='go up to step 6'):
+        writer.write('train', step, {})
   losses = [r['loss'] for r in metrics.read_metrics(tmp_path)]
   assert losses == [1, 2, 2, 3, -4, -5, -6, -4]
+  assert _steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+  assert _steps(tmp_path, 'eval') == [2, 4]
 
 
-def test_a_line_that_is_no_record_is_left_out_aloud(tmp_path, capsys):
+def test_a_damaged_line_is_dropped_with_a_warning(tmp_path, capsys):
   (tmp_path / metrics.FILE).write_text(
     '{"kind": "train", "step": 1}\n\0\0\0\n{"kind": "train", "step": 2}\n'
   )
@@ -92,32 +87,16 @@ def test_a_line_that_is_no_record_is_left_out_aloud(tmp_path, capsys):
   assert capsys.readouterr().err == ''
 
 
-def test_a_step_appears_once(tmp_path):
-  with metrics.MetricWriter(tmp_path, 0) as writer:
-    writer.write('train', 2, {})
-    for step in (2, 1):
-      with pytest.raises(ValueError, match='out of order'):
-        writer.write('train', step, {})
-    writer.write('eval', 2, {})
-  with metrics.MetricWriter(tmp_path, 2) as writer:
-    with pytest.raises(ValueError, match='up to step 2'):
-      writer.write('train', 2, {})
-
-
-def test_tensorboard_reads_what_was_written(tmp_path):
+def test_tensorboard_reads_the_events(tmp_path):
   with metrics.MetricWriter(tmp_path, 0) as writer:
     writer.write('train', 1, {'loss': 0.5, 'note': 'text'})
-    # Written through: read before it is closed.
+    # Written through: read before the file is closed.
     first, start, event = list(_events(tmp_path))
   assert first.file_version == 'brain.Event:2'
-  assert (start.step, start.session_log.status) == (
-    1,
-    event_pb2.SessionLog.START,
-  )
-  assert event.step == 1
-  assert [(v.tag, v.simple_value) for v in event.summary.value] == [
-    ('train/loss', 0.5)
-  ]
+  status = start.session_log.status
+  assert (start.step, status) == (1, event_pb2.SessionLog.START)
+  (value,) = event.summary.value
+  assert (event.step, value.tag, value.simple_value) == (1, 'train/loss', 0.5)
   metrics.MetricWriter(tmp_path, 7).close()
   assert list(_events(tmp_path))[-1].step == 8
 
