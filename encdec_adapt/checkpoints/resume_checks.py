@@ -28,10 +28,8 @@ def check_config(
       ' give it as config.init.encoder, and another --workdir.'
     )
   changed = environment.difference(
-    *(
-      dict(environment.flat({'config': values}))
-      for values in (saved['config'], config)
-    )
+    environment.flat({'config': saved['config']}),
+    environment.flat({'config': config}),
   )
   if changed:
     say('the configuration has changed:\n  ' + '\n  '.join(changed))

@@ -108,13 +108,9 @@ def defaults(section: type) -> dict[str, Any]:
 
 def values_of(section: Any) -> dict[str, Any]:
   """Returns the values of a section instance, by key name."""
-  values = {
-    name: (found, getattr(section, field))
-    for name, field, found, _ in keys_of(section)
-  }
   return {
-    name: found.none if value is None else value
-    for name, (found, value) in values.items()
+    name: found.none if (value := getattr(section, field)) is None else value
+    for name, field, found, _ in keys_of(section)
   }
 
 

@@ -30,7 +30,7 @@ def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
     'source': environment.source_digest(),
     **environment.options(),
     'libtpu_init_args': os.environ.get('LIBTPU_INIT_ARGS', ''),
-    **dict(environment.flat(flags)),
+    **environment.flat(flags),
   }
 
 

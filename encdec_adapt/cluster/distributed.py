@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import json
 import os
+import platform
 import socket
 import sys
 import threading
@@ -295,7 +296,7 @@ def require_same(name: str, facts: Mapping[str, Any]) -> None:
   if state.client is None:
     return
   folder = _next_key(name)
-  own = json.dumps([environment.host(), dict(facts)])
+  own = json.dumps([platform.node(), dict(facts)])
   state.client.key_value_set(f'{folder}/{state.process_id}', own)
   barrier(name)
 

@@ -1,6 +1,6 @@
 """Environment of a run: versions, hardware, options, source."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import functools
 import hashlib
 from importlib import metadata
@@ -11,6 +11,7 @@ import platform
 import subprocess
 from typing import Any
 
+from flax import traverse_util
 import jax
 
 from encdec_adapt.files import disk, paths
@@ -46,7 +47,7 @@ def report() -> dict[str, Any]:
     'cores': _cores(),
     'cpu': _cpu(),
     **options(),
-    'host': host(),
+    'host': platform.node(),
     'git': git_revision(),
   }
 
@@ -81,11 +82,6 @@ def _kind() -> dict[str, str]:
   }
 
 
-def host() -> str:
-  """Returns the name of this machine."""
-  return platform.node()
-
-
 @functools.cache
 def source_digest() -> str:
   """Returns a hash of the package's modules."""
@@ -97,14 +93,9 @@ def source_digest() -> str:
   return digest.hexdigest()
 
 
-def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  """Yields the leaves of a nested mapping with dotted keys, as JSON values."""
-  for key, value in json.loads(json.dumps(tree)).items():
-    if isinstance(value, dict):
-      for below, leaf in flat(value):
-        yield f'{key}.{below}', leaf
-    else:
-      yield key, value
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the leaves of a nested mapping by dotted key, as JSON values."""
+  return traverse_util.flatten_dict(json.loads(json.dumps(tree)), sep='.')
 
 
 def fingerprint() -> dict[str, Any]:

@@ -5,8 +5,7 @@ devices and not run: the bytes that a device sends, by kind of collective, and
 the temporary memory of its program.
 """
 
-from collections.abc import Callable, Sequence
-import functools
+from collections.abc import Sequence
 import os
 import re
 from typing import Any
@@ -15,37 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from encdec_adapt.ops import attention, masks, partition
+from encdec_adapt.ops import attention, partition
 from encdec_adapt.planning import hlo
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules
-from tests.benchmarks import results
-
-
-def make_masks(window: int) -> dict[str, Callable[..., masks.MaskSpec]]:
-  """Masks of self-attention by name, from (segments, positions)."""
-  return {
-    'full': functools.partial(masks.bidirectional, aligned=True),
-    'causal': functools.partial(masks.causal, aligned=True),
-    'full exclusive window': functools.partial(
-      masks.bidirectional, window=window, aligned=True
-    ),
-  }
-
-
-def gradient(attend, mesh, make_mask) -> Callable[..., Any]:
-  """Jitted gradient by q, k and v from (q, k, v, segments, positions)."""
-
-  @jax.jit
-  def run(q, k, v, segments, positions):
-    with partition.use(mesh, rules.named('fsdp').as_dict()):
-
-      def loss(*arrays):
-        return jnp.sum(jnp.sin(attend(*arrays, make_mask(segments, positions))))
-
-      return jax.grad(loss, (0, 1, 2))(q, k, v)
-
-  return run
+from tests.benchmarks import gpu_kernels, results
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -53,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   arguments = results.parser(
     __doc__,
     shards=8,
+    batch=1,
     length=32768,
     window=4096,
     heads=8,
@@ -68,17 +42,28 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     mesh_lib.MeshConfig(fsdp=1, sequence=arguments.shards),
     jax.devices('cpu')[: arguments.shards],
   )
-  rows = []
-  options = {'scale': 1.0, 'chunk': arguments.chunk}
-  for name, make_mask in make_masks(arguments.window).items():
-    attend = functools.partial(attention.attention, **options)
-    run = gradient(attend, mesh, make_mask)
-    rows.append({'mask': name} | _measure(run, mesh, arguments))
+  masks = gpu_kernels.make_masks(arguments, examples=1)
+  rows = [
+    {'mask': name} | _measure(masks[name], mesh, arguments)
+    for name in ('full', 'causal', 'full exclusive window')
+  ]
   return results.report('sequence_parallel', rows, arguments)
 
 
-def _measure(run, mesh, arguments) -> dict[str, float]:
-  """Returns what a device sends and keeps."""
+def _measure(spec, mesh, arguments) -> dict[str, float]:
+  """Returns what a device sends and keeps for an attention's gradient."""
+
+  @jax.jit
+  def run(q, k, v, spec):
+    """Returns the gradient by q, k and v."""
+
+    def loss(*arrays):
+      out = attention.attention(*arrays, spec, scale=1.0, chunk=arguments.chunk)
+      return jnp.sum(jnp.sin(out))
+
+    with partition.use(mesh, rules.named('fsdp').as_dict()):
+      return jax.grad(loss, (0, 1, 2))(q, k, v)
+
   sharding = jax.NamedSharding(mesh, PartitionSpec(None, 'sequence'))
 
   def describe(*shape, dtype=jnp.float32):
@@ -87,8 +72,8 @@ def _measure(run, mesh, arguments) -> dict[str, float]:
 
   q = describe(arguments.heads, arguments.head_dim)
   k = describe(arguments.kv_heads, arguments.head_dim)
-  ids = describe(dtype=jnp.int32)
-  compiled = run.lower(q, k, k, ids, ids).compile()
+  spec = jax.tree.map(lambda ids: describe(dtype=ids.dtype), spec)
+  compiled = run.lower(q, k, k, spec).compile()
   sent: dict[str, float] = {}
   others = (arguments.shards - 1) / arguments.shards
   # On CPU all collectives have one channel, and `hlo.totals` would take them
