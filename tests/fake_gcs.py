@@ -32,7 +32,6 @@ _COPY = re.compile(
 )
 _UPLOAD = re.compile(r'(?:/resumable)?/upload/storage/v1/b/([^/]+)/o')
 _LIST = re.compile(r'/storage/v1/b/([^/]+)/o')
-_BUCKET = re.compile(r'/storage/v1/b/([^/]+)')
 _PAGE = 1000  # Items of a list that are sent at once.
 
 
@@ -59,6 +58,14 @@ class Object:
       'timeCreated': '2026-01-01T00:00:00.000Z',
       'updated': '2026-01-01T00:00:00.000Z',
     }
+
+
+class _Refused(Exception):
+  """A request that is answered with an error status."""
+
+  def __init__(self, status: int):
+    super().__init__(status)
+    self.status = status
 
 
 class Store:
@@ -109,39 +116,33 @@ class Store:
     with self.lock:
       return sorted(name for name in self.objects if name.startswith(prefix))
 
-  def put(self, name: str, data: bytes) -> Object:
-    """Stores an object unconditionally."""
-    with self.lock:
-      return self._put(name, data)
-
-  def _put(self, name: str, data: bytes) -> Object:
-    self.objects[name] = Object(bytes(data), next(self._generations))
+  def get(self, name: str) -> Object:
+    """Returns an object; refuses with 404 if there is none."""
+    if name not in self.objects:
+      raise _Refused(404)
     return self.objects[name]
 
-  def put_if(
-    self, name: str, data: bytes, query: Mapping[str, str]
-  ) -> Object | None:
+  def put(
+    self, name: str, data: bytes, query: Mapping[str, str] = {}
+  ) -> Object:
     """Stores an object if its generation is the one of the query."""
     with self.lock:
-      if not self._holds(name, query):
-        return None
-      return self._put(name, data)
+      self._check(name, query)
+      self.objects[name] = Object(bytes(data), next(self._generations))
+      return self.objects[name]
 
-  def delete_if(self, name: str, query: Mapping[str, str]) -> int:
-    """Deletes an object; returns the status."""
+  def delete(self, name: str, query: Mapping[str, str]) -> None:
+    """Deletes an object if its generation is the one of the query."""
     with self.lock:
-      if name not in self.objects:
-        return 404
-      if not self._holds(name, query):
-        return 412
+      self.get(name)
+      self._check(name, query)
       del self.objects[name]
-      return 204
 
-  def _holds(self, name: str, query: Mapping[str, str]) -> bool:
+  def _check(self, name: str, query: Mapping[str, str]) -> None:
     found = self.objects.get(name)
-    generation = found.generation if found else 0
-    wanted = query.get('ifGenerationMatch')
-    return wanted is None or int(wanted) == generation
+    generation = str(found.generation if found else 0)
+    if query.get('ifGenerationMatch', generation) != generation:
+      raise _Refused(412)
 
 
 class _Handler(server.BaseHTTPRequestHandler):
@@ -192,18 +193,16 @@ class _Handler(server.BaseHTTPRequestHandler):
       {'Content-Type': 'application/json; charset=UTF-8'},
     )
 
-  def _send_error(self, status: int) -> None:
-    text = {403: 'Forbidden', 404: 'Not Found', 412: 'Precondition Failed'}
-    message = text.get(status, 'Bad Request')
-    self._send_json({'error': {'code': status, 'message': message}}, status)
-
   def _handle(self) -> None:
     """Answers a request by the method for its verb."""
     path, query, body = self._begin()
-    if self.store.refuses:
-      self._send_error(self.store.refuses)
-    else:
+    try:
+      if self.store.refuses:
+        raise _Refused(self.store.refuses)
       getattr(self, f'_{self.command.lower()}')(path, query, body)
+    except _Refused as refused:
+      error = {'code': refused.status, 'message': 'refused'}
+      self._send_json({'error': error}, refused.status)
 
   do_GET = do_POST = do_PUT = do_DELETE = _handle
 
@@ -212,20 +211,18 @@ class _Handler(server.BaseHTTPRequestHandler):
       self._get_object(parse.unquote(found[2]), query)
     elif _LIST.fullmatch(path):
       self._list(query)
-    elif (found := _BUCKET.fullmatch(path)) and found[1] == BUCKET:
+    elif path == f'/storage/v1/b/{BUCKET}':
       self._send_json({'kind': 'storage#bucket', 'name': BUCKET})
     else:
-      self._send_error(404)
+      raise _Refused(404)
 
   def _get_object(self, name: str, query: Mapping[str, str]) -> None:
-    found = self.store.objects.get(name)
-    generation = found.generation if found else 0
-    if not found:
-      return self._send_error(404)
-    if query.get('ifGenerationNotMatch') == str(generation):
+    found = self.store.get(name)
+    generation = str(found.generation)
+    if query.get('ifGenerationNotMatch') == generation:
       return self._send(304)
-    if query.get('ifGenerationMatch', str(generation)) != str(generation):
-      return self._send_error(412)
+    if query.get('ifGenerationMatch', generation) != generation:
+      raise _Refused(412)
     resource = found.describe(name)
     if query.get('alt') != 'media':
       return self._send_json(resource)
@@ -284,24 +281,16 @@ class _Handler(server.BaseHTTPRequestHandler):
       return self._put(path, query, body)
     if _UPLOAD.fullmatch(path):
       return self._upload(query, body)
-    if found := _COPY.fullmatch(path):
-      source = self.store.objects.get(parse.unquote(found[2]))
-      if source is None:
-        return self._send_error(404)
-      name = parse.unquote(found[4])
-      made = self.store.put_if(name, source.data, query)
-      if made is None:
-        return self._send_error(412)
-      size = str(len(source.data))
-      return self._send_json(
-        {
-          'done': True,
-          'objectSize': size,
-          'totalBytesRewritten': size,
-          'resource': made.describe(name),
-        }
-      )
-    self._send_error(404)
+    found = _COPY.fullmatch(path)
+    if not found:
+      raise _Refused(404)
+    source, name = (parse.unquote(found[i]) for i in (2, 4))
+    made = self.store.put(name, self.store.get(source).data, query)
+    resource = made.describe(name)
+    sizes = dict.fromkeys(
+      ('objectSize', 'totalBytesRewritten'), resource['size']
+    )
+    self._send_json({'done': True, 'resource': resource, **sizes})
 
   def _upload(self, query: Mapping[str, str], body: bytes) -> None:
     kind = query.get('uploadType')
@@ -312,20 +301,15 @@ class _Handler(server.BaseHTTPRequestHandler):
       place = f'{self.store.address}/resumable/upload/storage/v1/b/{BUCKET}/o'
       return self._send(200, b'', {'Location': f'{place}?upload_id={key}'})
     if kind == 'multipart':
-      boundary = re.search('boundary="?([^";]+)', self.headers['Content-Type'])[
-        1
-      ]
-      about, body = _parts(body, f'--{boundary}'.encode())
+      found = re.search('boundary="?([^";]+)', self.headers['Content-Type'])
+      about, body = _parts(body, f'--{found[1]}'.encode())
       name = query.get('name') or json.loads(about)['name']
       query = {**query, 'name': name}
     self._store(query, body)
 
   def _store(self, query: Mapping[str, str], data: bytes) -> None:
-    made = self.store.put_if(query['name'], data, query)
-    if made is None:
-      self._send_error(412)
-    else:
-      self._send_json(made.describe(query['name']))
+    made = self.store.put(query['name'], data, query)
+    self._send_json(made.describe(query['name']))
 
   def _put(self, path: str, query: Mapping[str, str], body: bytes) -> None:
     """Adds a part of a resumable upload; the last one makes the object."""
@@ -338,11 +322,8 @@ class _Handler(server.BaseHTTPRequestHandler):
     self._store(wanted, bytes(so_far))
 
   def _delete(self, path: str, query: Mapping[str, str], body: bytes) -> None:
-    found = _OBJECT.fullmatch(path)
-    if not found:
-      return self._send_error(404)
-    status = self.store.delete_if(parse.unquote(found[2]), query)
-    self._send(204) if status == 204 else self._send_error(status)
+    self.store.delete(parse.unquote(_OBJECT.fullmatch(path)[2]), query)
+    self._send(204)
 
 
 def _parts(body: bytes, boundary: bytes) -> list[bytes]:
