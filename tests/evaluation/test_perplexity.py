@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
+import itertools
 
-from flax import traverse_util
 import jax
-from jax import numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.models import build, model_config, parameters
+from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
-from tests import framing
+from tests import framing, toy_models
 
 STACK = model_config.StackConfig(
   layers=1,
@@ -29,10 +28,7 @@ STACK = model_config.StackConfig(
   vocab_multiple=8,
   query_scale=4.0,
 )
-CONFIGS = {
-  'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
-  'decoder_only': model_config.DecoderOnlyConfig(STACK),
-}
+CONFIGS = toy_models.pair_and_decoder(STACK)
 LENGTHS = batch_lib.Lengths(encoder=8, decoder=6)
 
 
@@ -48,14 +44,8 @@ ROWS = [
 
 
 @functools.cache
-def _model(kind):
-  config = CONFIGS[kind]
-  rng = np.random.default_rng(3)
-  flat = {
-    path: jnp.asarray(0.5 * rng.normal(size=info.shape), info.dtype)
-    for path, info in parameters.parameter_table(config).items()
-  }
-  return build.build(config), traverse_util.unflatten_dict(flat, sep='/')
+def _loaded(kind):
+  return toy_models.load(CONFIGS[kind], seed=3)
 
 
 @functools.cache
@@ -63,7 +53,9 @@ def _evaluator(kind, devices=1):
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.devices()[:devices]
   )
-  where = state_lib.Placement(_model(kind)[0], mesh, rules_lib.named('fsdp'))
+  where = state_lib.Placement(
+    _loaded(kind).model, mesh, rules_lib.named('fsdp')
+  )
   return perplexity.Evaluator(where, chunk=8), where
 
 
@@ -82,51 +74,34 @@ def _batches(size, rows=ROWS, lengths=LENGTHS):
     yield {**batch, 'row': np.arange(start, start + size, dtype=np.int32)}
 
 
-@functools.cache
-def _logits(kind):
-  """Jitted logits of one unpacked, unpadded-by-segment pair."""
-  model, params = _model(kind)
-
-  @jax.jit
-  def encoder_decoder(batch):
-    encoder = [
-      batch[f'encoder_{f}'] for f in ('tokens', 'segments', 'positions')
-    ]
-    decoder = [
-      batch[f'decoder_{f}'] for f in ('tokens', 'segments', 'positions')
-    ]
-    encoded = model.encode(params, *encoder)
-    hidden = model.decode(params, *decoder, encoded, encoder[1])
-    return model.logits(params, hidden)
-
-  @jax.jit
-  def decoder_only(batch):
-    row = [batch[f'teacher_{f}'] for f in ('tokens', 'segments', 'positions')]
-    return model.logits(params, model.decode(params, *row))
-
-  return locals()[kind]
-
-
 def _by_hand(kind):
   """Loss and accuracy, one pair and one target at a time."""
   losses, right = [], []
-  for pairs in ROWS:
-    for pair in pairs:
-      batch = batch_lib.stack_rows([_frame([pair], LENGTHS)])
-      logits = np.asarray(_logits(kind)(batch)[0])
-      # A decoder-only model predicts from BOS and the whole prefix on.
-      first = len(pair.inputs) if kind == 'decoder_only' else 0
-      for place, target in enumerate(pair.targets, start=first):
-        scores = logits[place]
-        losses.append(np.log(np.exp(scores).sum()) - scores[target])
-        right.append(scores.argmax() == target)
+  for pair in itertools.chain(*ROWS):
+    batch = batch_lib.stack_rows([_frame([pair], LENGTHS)])
+    tokens = {
+      side: (batch[f'{side}_tokens'], batch[f'{side}_segments'] > 0)
+      for side in ('encoder', 'decoder', 'teacher')
+    }
+    if kind == 'decoder_only':
+      # It predicts from BOS and the whole prefix on.
+      first, (own, mask), source = len(pair.inputs), tokens['teacher'], ()
+    else:
+      first, (own, mask), source = 0, tokens['decoder'], tokens['encoder']
+    logits = np.asarray(
+      _loaded(kind).logits(own, *source, decoder_mask=mask)[0]
+    )
+    for place, target in enumerate(pair.targets, start=first):
+      scores = logits[place]
+      losses.append(np.log(np.exp(scores).sum()) - scores[target])
+      right.append(scores.argmax() == target)
   return np.mean(losses), np.mean(right), len(losses)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
 @pytest.mark.parametrize('size', [1, 2, 3])
 def test_equals_a_sum_by_hand_for_any_batch_size(kind, size):
-  got = _evaluator(kind)[0](_model(kind)[1], _batches(size))
+  got = _evaluator(kind)[0](_loaded(kind).params, _batches(size))
   loss, accuracy, count = _by_hand(kind)
   assert got.target_tokens == count == 14
   np.testing.assert_allclose(got.loss, loss, rtol=2e-6)
@@ -137,7 +112,7 @@ def test_a_causal_batch():
   rows = [[_pair([], [4, 5, 6, 1])], [_pair([], [7, 8])]]
   lengths = batch_lib.Lengths(encoder=0, decoder=6)
   evaluator, _ = _evaluator('decoder_only')
-  params = _model('decoder_only')[1]
+  params = _loaded('decoder_only').params
   got = evaluator(params, _batches(2, rows, lengths))
   # The same texts as pairs whose prefix is BOS alone.
   want = evaluator(params, _batches(2, rows))
@@ -148,7 +123,7 @@ def test_a_causal_batch():
 @pytest.mark.sharded
 def test_a_mesh_gives_the_same():
   evaluator, where = _evaluator('encoder_decoder', devices=4)
-  params = _model('encoder_decoder')[1]
+  params = _loaded('encoder_decoder').params
   want = _evaluator('encoder_decoder')[0](params, _batches(3))
   sharded = jax.device_put(params, where.shardings(params))
   got = evaluator(sharded, _batches(4))
@@ -159,7 +134,7 @@ def test_a_mesh_gives_the_same():
 
 def test_nothing_to_evaluate_is_refused():
   evaluator, _ = _evaluator('encoder_decoder')
-  params = _model('encoder_decoder')[1]
+  params = _loaded('encoder_decoder').params
   with pytest.raises(errors.UserError, match='no target tokens'):
     evaluator(params, [])
   with pytest.raises(errors.UserError, match='no target tokens'):

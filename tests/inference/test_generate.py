@@ -4,17 +4,15 @@ import dataclasses
 import json
 import types
 
-from flax import traverse_util
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import command, errors
-from encdec_adapt.models import parameters
+from encdec_adapt.cli import errors
 from encdec_adapt.tokenizers import chat_format, vocabulary_training
+from tests import tiny, toy_models
 
 TEXT = 'The quick brown fox jumps over the lazy dog, again and again.\n'
 PROMPTS = ['The quick', 'over\nthe lazy dog', 'fox ' * 20, 'dog', 'again']
@@ -48,14 +46,7 @@ def run_folder(request, tmp_path_factory):
     )
   settings = config_lib.load(config, str(workdir))
   config_lib.save(config, str(workdir))
-  rng = np.random.default_rng(5)
-  params = traverse_util.unflatten_dict(
-    {
-      path: jnp.asarray(0.5 * rng.normal(size=info.shape), info.dtype)
-      for path, info in parameters.parameter_table(settings.model).items()
-    },
-    sep='/',
-  )
+  params = toy_models.params(settings.model, seed=5)
   with manager.Checkpoints(workdir / manager.FOLDER) as checkpoints:
     checkpoints.save(
       3, {'params': params}, data={}, meta={'vocabularies': None}
@@ -64,7 +55,7 @@ def run_folder(request, tmp_path_factory):
 
 
 def _run(*arguments):
-  return generate.main(command.parse(generate.define_flags, arguments))
+  return tiny.call(generate, *arguments)
 
 
 def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):

@@ -2,17 +2,17 @@
 
 import functools
 
-from flax import traverse_util
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.inference import generation, sampling
-from encdec_adapt.models import build, model_config, parameters
+from encdec_adapt.models import model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from tests import toy_models
 
 # A scanned block and a tail; windows shorter than what is generated.
 STACK = model_config.StackConfig(
@@ -28,10 +28,7 @@ STACK = model_config.StackConfig(
   tied_head=False,  # random tied models repeat themselves
   query_scale=4.0,
 )
-CONFIGS = {
-  'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
-  'decoder_only': model_config.DecoderOnlyConfig(STACK),
-}
+CONFIGS = toy_models.pair_and_decoder(STACK)
 RNG = jax.random.key(11)
 NEVER = np.array([-1])  # an EOS that no model generates
 SAMPLED = sampling.SamplingConfig(temperature=1.5, top_k=12, top_p=0.95)
@@ -40,14 +37,8 @@ STEPS = 7
 
 
 @functools.cache
-def _model(kind):
-  config = CONFIGS[kind]
-  rng = np.random.default_rng(0)
-  flat = {
-    path: jnp.asarray(0.4 * rng.normal(size=info.shape), info.dtype)
-    for path, info in parameters.parameter_table(config).items()
-  }
-  return build.build(config), traverse_util.unflatten_dict(flat, sep='/')
+def _loaded(kind):
+  return toy_models.load(CONFIGS[kind], scale=0.4)
 
 
 def _padded(prompts, length=5):
@@ -61,10 +52,10 @@ def _padded(prompts, length=5):
 
 
 def _generate(kind, prompts=PROMPTS, length=5, rng=RNG, **options):
-  model, params = _model(kind)
+  loaded = _loaded(kind)
   return generation.generate(
-    model,
-    params,
+    loaded.model,
+    loaded.params,
     *_padded(prompts, length),
     rng=rng,
     max_tokens=STEPS,
@@ -72,61 +63,28 @@ def _generate(kind, prompts=PROMPTS, length=5, rng=RNG, **options):
   )
 
 
-@functools.cache
-def _uncached_logits(kind):
-  """Jitted `f(prompt row, continuation row) -> logits` without any cache."""
-  model, params = _model(kind)
-
-  @jax.jit
-  def encoder_decoder(prompt, continued):
-    encoded = model.encode(params, *prompt)
-    return model.logits(
-      params, model.decode(params, *continued, encoded, prompt[1])
-    )
-
-  @jax.jit
-  def decoder_only(prompt, continued):
-    del prompt
-    return model.logits(params, model.decode(params, *continued))
-
-  return {'encoder_decoder': encoder_decoder, 'decoder_only': decoder_only}[
-    kind
-  ]
-
-
+@pytest.mark.parametrize('config', [sampling.SamplingConfig(), SAMPLED])
 @pytest.mark.parametrize('kind', CONFIGS)
-def test_greedy_equals_the_argmax_of_an_uncached_loop(kind):
-  got = _generate(kind)
-  logits_of = _uncached_logits(kind)
+def test_tokens_have_the_uncached_log_probs(kind, config):
+  got = _generate(kind, sampling=config)
   for row, prompt in enumerate(PROMPTS):
-    start = prompt if kind == 'decoder_only' else [2]
-    text, log_probs = list(start), []
-    for _ in range(STEPS):
-      logits = logits_of(_padded([prompt]), _padded([text], 12))
-      log_prob = jax.nn.log_softmax(logits[0, len(text) - 1])
-      text.append(int(jnp.argmax(log_prob)))
-      log_probs.append(log_prob[text[-1]])
-    assert got.tokens[row].tolist() == text[len(start) :]
-    np.testing.assert_allclose(got.log_probs[row], log_probs, atol=2e-5)
+    tokens, _, _ = _padded([prompt])
+    mask = tokens > 0
+    start, source = [2], (tokens, mask)
+    if kind == 'decoder_only':
+      start, source = prompt, ()
+    text = [*start, *got.tokens[row].tolist()]
+    logits = _loaded(kind).logits(_padded([text], 12)[0], *source)
+    log_probs = jax.nn.log_softmax(logits[0])[len(start) - 1 : len(text) - 1]
+    chosen = np.asarray(got.tokens[row])
+    if config.temperature == 0:
+      np.testing.assert_array_equal(chosen, log_probs.argmax(axis=1))
+    want = np.take_along_axis(log_probs, chosen[:, None], axis=1)[:, 0]
+    # Programs that are not optimised round a little more: 2.4e-5 was seen.
+    np.testing.assert_allclose(got.log_probs[row], want, atol=5e-5)
   assert got.lengths.tolist() == [STEPS] * 3
   # The rows differ, or the prompts would not have been read.
   assert len({tuple(row) for row in got.tokens.tolist()}) == 3
-
-
-@pytest.mark.parametrize('kind', CONFIGS)
-def test_sampled_tokens_have_the_uncached_log_probs(kind):
-  got = _generate(kind, sampling=SAMPLED)
-  logits_of = _uncached_logits(kind)
-  for row, prompt in enumerate(PROMPTS):
-    start = prompt if kind == 'decoder_only' else [2]
-    text = start + got.tokens[row].tolist()
-    logits = logits_of(_padded([prompt]), _padded([text], 12))
-    log_probs = jax.nn.log_softmax(logits[0])[len(start) - 1 : len(text) - 1]
-    want = np.take_along_axis(
-      log_probs, np.asarray(got.tokens[row])[:, None], axis=1
-    )
-    # Programs that are not optimised round a little more: 2.4e-5 was seen.
-    np.testing.assert_allclose(got.log_probs[row], want[:, 0], atol=5e-5)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
@@ -150,15 +108,13 @@ def test_rows_do_not_depend_on_their_batch(kind):
 def test_on_a_mesh_the_tokens_are_the_same(kind):
   prompts = [*PROMPTS, [2, 3, 4, 11]]
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=4, tensor=2))
-  model, params = _model(kind)
-
-  padded = [jax.numpy.asarray(field) for field in _padded(prompts)]
+  loaded, padded = _loaded(kind), [jnp.asarray(x) for x in _padded(prompts)]
 
   @jax.jit
   def run(params):
     with partition.use(mesh, rules_lib.named('fsdp').as_dict()):
       generated = generation.generate_tokens(
-        model,
+        loaded.model,
         params,
         *padded,
         rng=RNG,
@@ -167,9 +123,9 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
         eos=NEVER,
         pad=0,
       )
-      return generated, model.init_cache(len(prompts), STEPS)
+      return generated, loaded.model.init_cache(len(prompts), STEPS)
 
-  found, cache = run(params)
+  found, cache = run(loaded.params)
   # Rows over fsdp, heads over tensor, of the scanned block and of the tail.
   for group, layers in (('blocks', (1,)), ('tail', ())):
     key = cache.layers[group]['layer_0'].key

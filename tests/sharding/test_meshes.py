@@ -18,6 +18,7 @@ from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
+from tests import toy_models
 
 pytestmark = pytest.mark.sharded
 
@@ -100,13 +101,7 @@ def case():
     model_config.encoder_decoder(STACK, STACK),
     execution.ComputeConfig(attention_chunk=4),
   )
-  rng = np.random.default_rng(1)
-  params = state_lib.unflatten(
-    {
-      path: 0.3 * rng.normal(size=info.shape).astype(np.float32)
-      for path, info in model.table.items()
-    }
-  )
+  params = toy_models.params(model.config, seed=1, scale=0.3)
   batch = _make_batch()
   expected = jax.jit(_run, static_argnums=0)(model, params, batch)
   return model, params, batch, expected

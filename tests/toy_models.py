@@ -1,0 +1,32 @@
+"""Toy models with random parameters."""
+
+from flax import traverse_util
+from jax import numpy as jnp
+import numpy as np
+
+from encdec_adapt.conversion import loaded_model
+from encdec_adapt.models import build, model_config, parameters
+
+
+def params(config, seed=0, scale=0.5):
+  """Random parameters of a model, nested."""
+  rng = np.random.default_rng(seed)
+  flat = {
+    path: jnp.asarray(scale * rng.normal(size=info.shape), info.dtype)
+    for path, info in parameters.parameter_table(config).items()
+  }
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def load(config, **options):
+  """The model with random parameters, as `encdec_adapt.load` returns it."""
+  model = build.build(config)
+  return loaded_model.LoadedModel(model, params(config, **options), None)
+
+
+def pair_and_decoder(stack):
+  """Models of one stack by their kind in a configuration."""
+  return {
+    'encoder_decoder': model_config.encoder_decoder(stack, stack),
+    'decoder_only': model_config.DecoderOnlyConfig(stack),
+  }
