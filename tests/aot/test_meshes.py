@@ -1,7 +1,5 @@
 """Arrangement of TPU slices' devices in a mesh; nothing is compiled."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 
@@ -10,14 +8,9 @@ from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
+from tests.planning import toy
 
-pytestmark = [
-  pytest.mark.aot,
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None,
-    reason="libtpu is not installed: pip install -e '.[tpu]'",
-  ),
-]
+pytestmark = [pytest.mark.aot, toy.needs_libtpu]
 
 
 def _mesh(topology, slices=1, **sizes):

@@ -1,6 +1,5 @@
 """Plans of a tiny configuration, compiled for a TPU that is not here."""
 
-import importlib.util
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.planning import chips, out_of_memory, stored_plans
 from tests import tiny
+from tests.planning import toy
 
 LAYERS, ROWS, LENGTH = 2, 8, 1024
 STACK = dict(layers=LAYERS, width=256, mlp_width=512, heads=4, kv_heads=2)
@@ -27,13 +27,6 @@ for side in ('encoder', 'decoder'):
   CHANGES |= {f'model.{side}.{key}': value for key, value in STACK.items()}
 FLAGS = [f'--config={tiny.ROOT}/configs/base.py', '--topology=v5e:2x2']
 FLAGS += [f'--config.{key}={value}' for key, value in CHANGES.items()]
-aot = [
-  pytest.mark.aot,
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None,
-    reason="libtpu is not installed: pip install -e '.[tpu]'",
-  ),
-]
 
 
 def make(folder, *flags):
@@ -48,9 +41,10 @@ def plans(tmp_path_factory):
   return make(tmp_path_factory.mktemp('plan'), '--programs=train,decode')
 
 
-@pytest.mark.parametrize('program', [pytest.param('train', marks=aot)])
-def test_the_training_step_is_counted(plans, program):
-  train = plans[program]
+@toy.needs_libtpu
+@pytest.mark.aot
+def test_the_training_step_is_counted(plans):
+  train = plans['train']
   assert train['fits'] and 0 < train['mfu'] < 1
   # Forward, backward (two), and the blocks forward once more.
   width, heads, kv_heads = 256, 4 * 128, 2 * 128
@@ -80,9 +74,10 @@ def test_the_training_step_is_counted(plans, program):
   )
 
 
-@pytest.mark.parametrize('program', [pytest.param('decode', marks=aot)])
-def test_decoding_reads_its_caches(plans, program):
-  decode = plans[program]
+@toy.needs_libtpu
+@pytest.mark.aot
+def test_decoding_reads_its_caches(plans):
+  decode = plans['decode']
   # Keys and values, of self- and cross-attention, bfloat16, one row a device.
   entries = 2 * 2 * LAYERS * LENGTH * 2 * 128 * 2
   assert decode['memory']['arguments']['caches'] == pytest.approx(
@@ -97,13 +92,11 @@ def test_decoding_reads_its_caches(plans, program):
   assert decode['flops']['model'] == rows * flops / 4
 
 
-@pytest.mark.parametrize(
-  'length', [pytest.param(2, marks=[*aot, pytest.mark.long])]
-)
-def test_evaluation_and_kernels_of_sharded_lengths_are_counted(
-  tmp_path, length
-):
-  flags = [f'--config.mesh.sequence={length}', '--programs=train,eval']
+@toy.needs_libtpu
+@pytest.mark.aot
+@pytest.mark.long
+def test_evaluation_and_kernels_of_sharded_lengths_are_counted(tmp_path):
+  flags = ['--config.mesh.sequence=2', '--programs=train,eval']
   flags += [
     f'--config.model.{side}.layers=1' for side in ('encoder', 'decoder')
   ]
@@ -123,9 +116,10 @@ def test_evaluation_and_kernels_of_sharded_lengths_are_counted(
   assert evaluated['memory']['peak'] > state
 
 
+@toy.needs_libtpu
+@pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize('offload', [pytest.param(True, marks=aot)])
-def test_offloaded_state_takes_no_device_memory(tmp_path, offload):
+def test_offloaded_state_takes_no_device_memory(tmp_path):
   """Of a model whose state fills a chip: else the compiler has no need."""
   shape = dict(layers=20, width=4096, mlp_width=2048)
   flags = [
@@ -140,7 +134,7 @@ def test_offloaded_state_takes_no_device_memory(tmp_path, offload):
   ]
   plain, held = (
     make(tmp_path, *flags, f'--config.optimizer.offload={value}')['train']
-    for value in (not offload, offload)
+    for value in (False, True)
   )
   size = plain['memory']['arguments']['optimizer']
   left = held['memory']['arguments'].get('optimizer', 0)

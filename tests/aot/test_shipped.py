@@ -1,6 +1,5 @@
 """Plans that the repository ships: they fit, and are reproduced."""
 
-import importlib.util
 import json
 
 import pytest
@@ -19,14 +18,11 @@ from encdec_adapt.planning import (
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
+from tests.planning import toy
 
 FOLDER = tiny.ROOT / 'configs' / 'plans'
 PATHS = sorted(FOLDER.glob('*.json'))
 EACH = pytest.mark.parametrize('path', PATHS, ids=lambda path: path.stem)
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +86,7 @@ def test_estimates_of_published_runs_are_within_ten_points():
     assert abs(row['estimated'] - row['published']) < 0.10, row['name']
 
 
-@needs_libtpu
+@toy.needs_libtpu
 @pytest.mark.aot
 @pytest.mark.long
 @EACH
@@ -112,7 +108,7 @@ def make(output, flags):
   return json.loads(output.read_text())
 
 
-@needs_libtpu
+@toy.needs_libtpu
 @pytest.mark.aot
 @pytest.mark.slow
 @EACH
@@ -134,7 +130,7 @@ LONG = (
 )
 
 
-@needs_libtpu
+@toy.needs_libtpu
 @pytest.mark.aot
 @pytest.mark.parametrize(
   'argument',

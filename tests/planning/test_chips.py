@@ -13,14 +13,7 @@ from encdec_adapt.planning import chips, hlo
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import peak_flops
-
-aot = [
-  pytest.mark.aot,
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None,
-    reason="libtpu is not installed: pip install -e '.[tpu]'",
-  ),
-]
+from tests.planning import toy
 
 
 def _devices(kind, extents, slices=1):
@@ -48,9 +41,11 @@ def test_devices_are_known_by_their_topology(kind, extents, slices, name):
   assert chips.parse(name, slices) == found
 
 
-def test_other_devices_have_no_topology():
-  for kind in ('cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200'):
-    assert chips.slice_of(_devices(kind, (8,))) is None
+@pytest.mark.parametrize(
+  'kind', ['cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200']
+)
+def test_other_devices_have_no_topology(kind):
+  assert chips.slice_of(_devices(kind, (8,))) is None
 
 
 def test_chips_have_the_peak_of_their_devices_and_matrix_units():
@@ -75,27 +70,27 @@ def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
     chips.devices_of(chips.parse('v5e:2x2'))
 
 
+@toy.needs_libtpu
+@pytest.mark.aot
 @pytest.mark.parametrize(
-  'topology',
-  [
-    pytest.param(name, marks=aot)
-    for name in ('v5e:1x1', 'v5e:8x16', 'v6e:16x16', 'v4:2x2x1', 'v5p:8x8x8')
-  ],
+  'topology', ['v5e:1x1', 'v5e:8x16', 'v6e:16x16', 'v4:2x2x1', 'v5p:8x8x8']
 )
 def test_topologies_are_built(topology):
   where = chips.parse(topology)
   assert len(chips.devices_of(where)) == where.devices
 
 
-@pytest.mark.parametrize('name', [pytest.param('v5e:3x5', marks=aot)])
-def test_a_slice_that_nobody_offers_is_refused(name):
+@toy.needs_libtpu
+@pytest.mark.aot
+def test_a_slice_that_nobody_offers_is_refused():
   with pytest.raises(errors.UserError, match='v5e are 1x1, 2x2, 2x4, 4x4'):
-    chips.devices_of(chips.parse(name))
+    chips.devices_of(chips.parse('v5e:3x5'))
 
 
-@pytest.mark.parametrize('name', [pytest.param('tpu7x:2x2x1', marks=aot)])
-def test_a_program_compiles_for_two_devices_a_chip(name):
-  where = chips.parse(name)
+@toy.needs_libtpu
+@pytest.mark.aot
+def test_a_program_compiles_for_two_devices_a_chip():
+  where = chips.parse('tpu7x:2x2x1')
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(fsdp=4, tensor=2), chips.devices_of(where)
   )

@@ -1,6 +1,5 @@
 """Candidates of a search, remedies, and the command with a fake compiler."""
 
-import importlib.util
 import json
 import math
 
@@ -24,10 +23,6 @@ from tests import tiny
 from tests.planning import toy
 
 MIB, GIB = 2**20, 2**30
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
 
 
 def test_candidates_are_ranked_and_divide():
@@ -150,7 +145,7 @@ def answers(monkeypatch):
 V5E = [f'--config={tiny.ROOT}/configs/base.py', '--topology=v5e:2x4']
 
 
-@needs_libtpu
+@toy.needs_libtpu
 def test_a_candidate_that_does_not_compile_is_left_out(
   answers, tmp_path, capsys
 ):
@@ -163,7 +158,7 @@ def test_a_candidate_that_does_not_compile_is_left_out(
   assert row['flags'] == ['--flag=2']
 
 
-@needs_libtpu
+@toy.needs_libtpu
 @pytest.mark.parametrize(
   'error, words',
   [

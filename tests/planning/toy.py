@@ -1,14 +1,20 @@
 """A toy pair, what it is planned for, and what its plans have."""
 
 import dataclasses
+import importlib.util
 
 import jax
+import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips, cost_model, programs
 from encdec_adapt.sharding import mesh as mesh_lib
 
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="libtpu is not installed: pip install -e '.[tpu]'",
+)
 ROWS, LENGTH = 16, 64
 KEYS = {'memory', 'flops', 'collectives', 'kernels', 'roofline', 'mfu'}
 KEYS |= {'source', 'fits', 'trace_s', 'compile_s'}
