@@ -92,33 +92,37 @@ class Decoder:
     routing.append(aside[collection])
     return result
 
-
-@dataclasses.dataclass(frozen=True)
-class DecoderOnly(Decoder):
-  """A causal decoder."""
-
-  config: model_config.DecoderOnlyConfig
-
   def decode(
     self,
     params: Params,
     tokens: Tokens,
     segments: Tokens,
     positions: Tokens,
+    encoded: Float[Array, 'B S E'] | None = None,
+    encoder_segments: Int[Array, 'B S'] | None = None,
     *,
     routing: Routing = None,
   ) -> Float[Array, 'B L D']:
-    """Computes the states after the final norm.
+    """Computes the decoder's states after its final norm.
 
     Args:
       params: the model's parameters.
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
+      encoded: output of the encoder of an encoder-decoder.
+      encoder_segments: segments of the encoder's tokens.
       routing: see `run_stack`.
     """
     hidden, _ = self.run_stack(
-      params, 'decoder', tokens, segments, positions, routing=routing
+      params,
+      'decoder',
+      tokens,
+      segments,
+      positions,
+      encoded,
+      encoder_segments,
+      routing=routing,
     )
     return hidden
 
@@ -130,15 +134,37 @@ class DecoderOnly(Decoder):
     segments: Tokens,
     positions: Tokens,
     cache: caches.Cache,
+    cross: caches.CrossCache | None = None,
   ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
     """Decodes the next tokens of each row, one or many.
 
     The caller must not write more tokens than the cache has entries; segments
     and positions decide which entries are visible.
 
+    Args:
+      params: the model's parameters.
+      tokens: token ids.
+      segments: segment of each token, from 1; 0 is padding.
+      positions: position of each token within its segment.
+      cache: cache of earlier tokens.
+      cross: cross-attention cache of an encoder-decoder.
+
     Returns:
       States of the new tokens, and the cache with them added.
     """
     return self.run_stack(
-      params, 'decoder', tokens, segments, positions, cached=cache
+      params,
+      'decoder',
+      tokens,
+      segments,
+      positions,
+      cached=cache,
+      cross_cached=cross,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOnly(Decoder):
+  """A causal decoder."""
+
+  config: model_config.DecoderOnlyConfig

@@ -52,30 +52,6 @@ class EncoderDecoder(decoder_only.Decoder):
     )
     return encoded
 
-  def decode(
-    self,
-    params: Params,
-    tokens: Int[Array, 'B T'],
-    segments: Int[Array, 'B T'],
-    positions: Int[Array, 'B T'],
-    encoded: Float[Array, 'B S E'],
-    encoder_segments: Int[Array, 'B S'],
-    *,
-    routing: decoder_only.Routing = None,
-  ) -> Float[Array, 'B T D']:
-    """Computes the decoder's states after its final norm."""
-    hidden, _ = self.run_stack(
-      params,
-      'decoder',
-      tokens,
-      segments,
-      positions,
-      encoded,
-      encoder_segments,
-      routing=routing,
-    )
-    return hidden
-
   def prefill_cross(
     self,
     params: Params,
@@ -106,31 +82,3 @@ class EncoderDecoder(decoder_only.Decoder):
       segments=encoder_segments,
     )
     return caches.shard(cross)
-
-  def decode_step(
-    self,
-    params: Params,
-    tokens: Int[Array, 'B T'],
-    *,
-    segments: Int[Array, 'B T'],
-    positions: Int[Array, 'B T'],
-    cache: caches.Cache,
-    cross: caches.CrossCache,
-  ) -> tuple[Float[Array, 'B T D'], caches.Cache]:
-    """Decodes the next tokens of each row, one or many.
-
-    The caller must not write more tokens than the cache has entries; segments
-    and positions decide which entries are visible.
-
-    Returns:
-      States of the new tokens, and the cache with them added.
-    """
-    return self.run_stack(
-      params,
-      'decoder',
-      tokens,
-      segments,
-      positions,
-      cached=cache,
-      cross_cached=cross,
-    )

@@ -282,7 +282,7 @@ def _decode(job: Job) -> Program:
         segments=jnp.ones_like(tokens),
         positions=jnp.full_like(tokens, lengths.decoder - 1),
         cache=cache,
-        **({} if cross is None else {'cross': cross}),
+        cross=cross,
       )
       return model.logits(params, hidden), cache
 

@@ -12,8 +12,13 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from encdec_adapt.cli import errors
 from encdec_adapt.models import block, build
+from encdec_adapt.sharding import memory, placement
 from encdec_adapt.training import losses, optimizers, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -114,26 +119,70 @@ class Phases:
     }
 
   def create(self, params: Any) -> state_lib.TrainState:
-    """Makes the state before the first step."""
-    return state_lib.create(
-      params, self.optimizer, self.trainable(0), self.where
+    """Makes the state before the first step, which takes the parameters over.
+
+    Only the groups that train first have optimizer state.
+    """
+    # Three arrays, not one: the step donates each of them.
+    place = placement.replicated(self.where.mesh)
+    step, skipped, in_row = (
+      jax.device_put(np.zeros((), np.int32), place) for _ in range(3)
     )
+    state = state_lib.TrainState(
+      step=step,
+      params=params,
+      groups={},
+      skipped=skipped,
+      skipped_in_row=in_row,
+    )
+    return self.thaw(state, 0)
 
   def thaw(
     self, state: state_lib.TrainState, step: int
   ) -> state_lib.TrainState:
     """Adds a fresh optimizer state for every group that starts at `step`."""
-    return state_lib.thaw(
-      state, self.optimizer, self.trainable(step), self.where
-    )
+    groups, init = dict(state.groups), self.optimizer.init
+    flat = state_lib.flatten(state.params)
+    for name, paths in self.trainable(step).items():
+      if name not in groups:
+        part = {path: flat[path] for path in paths}
+        shardings = self._shardings(jax.eval_shape(init, part))
+        groups[name] = jax.jit(init, out_shardings=shardings)(part)
+    return state.replace(groups=groups)
 
   def abstract(self, step: int | None = None) -> state_lib.TrainState:
     """Shapes and shardings of the state while these groups train.
 
     Args:
       step: the step whose groups have optimizer state; by default all have.
+
+    Raises:
+      UserError: the optimizer's state is offloaded, but the devices cannot
+        read host memory.
     """
-    return state_lib.abstract(self.optimizer, self.trainable(step), self.where)
+    params = self.where.abstract_params()
+    flat = state_lib.flatten(params)
+    scalar = jax.ShapeDtypeStruct(
+      (), jnp.int32, sharding=placement.replicated(self.where.mesh)
+    )
+    groups = {}
+    for name, paths in self.trainable(step).items():
+      part = {path: flat[path] for path in paths}
+      shape = jax.eval_shape(self.optimizer.init, part)
+      groups[name] = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        shape,
+        self._shardings(shape),
+      )
+    return state_lib.TrainState(
+      step=scalar,
+      params=params,
+      groups=groups,
+      skipped=scalar,
+      skipped_in_row=scalar,
+    )
 
   def abstract_saved(self, step: int) -> state_lib.TrainState:
     """Shapes and shardings of the state in the checkpoint of a step.
@@ -152,6 +201,27 @@ class Phases:
       self._loss,
       self.optimizer,
       self.trainable(step),
+      self.abstract(step),
       self._microbatches,
       self._teacher,
+    )
+
+  def _shardings(self, shape: optimizers.GroupState) -> optimizers.GroupState:
+    """Returns the shardings of a group's optimizer state between updates."""
+    shardings = self.where.shardings(shape)
+    if not self.optimizer.config.offload:
+      return shardings
+    try:
+      memory.check_host(self.where.mesh)
+    except ValueError as error:
+      raise errors.UserError(
+        f'config.optimizer.offload is True, but {error} Set it to False.'
+      ) from error
+    # Counts stay: they are read before the update.
+    return jax.tree.map(
+      lambda leaf, sharding: (
+        memory.on_host(sharding) if leaf.ndim else sharding
+      ),
+      shape,
+      shardings,
     )

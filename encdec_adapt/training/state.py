@@ -1,4 +1,4 @@
-"""Training state: a plain pytree, placed explicitly, thawed by groups."""
+"""Training state, a plain pytree, and where its arrays are placed."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -8,13 +8,10 @@ from typing import Any
 from flax import traverse_util
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-import numpy as np
 
-from encdec_adapt.cli import errors
 from encdec_adapt.models import build
-from encdec_adapt.sharding import memory, placement
+from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import optimizers
 
@@ -110,114 +107,3 @@ class Placement:
     """
     shardings = self.shardings(jax.eval_shape(make, *args))
     return jax.jit(make, out_shardings=shardings)(*args)
-
-
-def create(
-  params: Any,
-  optimizer: optimizers.Optimizer,
-  trainable: Groups,
-  where: Placement,
-) -> TrainState:
-  """Makes the state before the first step.
-
-  Args:
-    params: nested parameters; the state takes them over.
-    optimizer: the optimizer of every group.
-    trainable: the groups that train first; only they have optimizer state.
-    where: the model and its mesh.
-  """
-  # Three arrays, not one: the step donates each of them.
-  step, skipped, in_row = (
-    jax.device_put(np.zeros((), np.int32), placement.replicated(where.mesh))
-    for _ in range(3)
-  )
-  state = TrainState(
-    step=step,
-    params=params,
-    groups={},
-    skipped=skipped,
-    skipped_in_row=in_row,
-  )
-  return thaw(state, optimizer, trainable, where)
-
-
-def thaw(
-  state: TrainState,
-  optimizer: optimizers.Optimizer,
-  trainable: Groups,
-  where: Placement,
-) -> TrainState:
-  """Adds a fresh optimizer state for every trainable group that has none."""
-  groups = dict(state.groups)
-  flat = flatten(state.params)
-  for name, paths in trainable.items():
-    if name not in groups:
-      part = {path: flat[path] for path in paths}
-      shape = jax.eval_shape(optimizer.init, part)
-      shardings = _group_shardings(shape, optimizer, where)
-      groups[name] = jax.jit(optimizer.init, out_shardings=shardings)(part)
-  return state.replace(groups=groups)
-
-
-def abstract(
-  optimizer: optimizers.Optimizer,
-  trainable: Groups,
-  where: Placement,
-) -> TrainState:
-  """Describes the state as shapes with shardings, to restore a checkpoint to.
-
-  Args:
-    optimizer: the optimizer of every group.
-    trainable: the groups that have optimizer state.
-    where: the model and its mesh.
-
-  Raises:
-    UserError: the optimizer's state is offloaded, but the devices cannot read
-      host memory.
-  """
-  params = where.abstract_params()
-  flat = flatten(params)
-  scalar = jax.ShapeDtypeStruct(
-    (), jnp.int32, sharding=placement.replicated(where.mesh)
-  )
-  groups = {}
-  for name, paths in trainable.items():
-    part = {path: flat[path] for path in paths}
-    shape = jax.eval_shape(optimizer.init, part)
-    groups[name] = jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding
-      ),
-      shape,
-      _group_shardings(shape, optimizer, where),
-    )
-  return TrainState(
-    step=scalar,
-    params=params,
-    groups=groups,
-    skipped=scalar,
-    skipped_in_row=scalar,
-  )
-
-
-def _group_shardings(
-  shape: optimizers.GroupState,
-  optimizer: optimizers.Optimizer,
-  where: Placement,
-) -> optimizers.GroupState:
-  """Returns the shardings of a group's optimizer state between updates."""
-  shardings = where.shardings(shape)
-  if not optimizer.config.offload:
-    return shardings
-  try:
-    memory.check_host(where.mesh)
-  except ValueError as error:
-    raise errors.UserError(
-      f'config.optimizer.offload is True, but {error} Set it to False.'
-    ) from error
-  # Counts stay: they are read before the update.
-  return jax.tree.map(
-    lambda leaf, sharding: memory.on_host(sharding) if leaf.ndim else sharding,
-    shape,
-    shardings,
-  )

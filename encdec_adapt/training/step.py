@@ -24,6 +24,7 @@ def make_train_step(
   loss: losses.LossConfig,
   optimizer: optimizers.Optimizer,
   trainable: state_lib.Groups,
+  abstract: state_lib.TrainState,
   microbatches: int = 1,
   teacher: build.Model | None = None,
 ) -> StepFunction:
@@ -38,6 +39,7 @@ def make_train_step(
     loss: weights of the parts of the loss.
     optimizer: the optimizer of every group.
     trainable: paths of the groups that train.
+    abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
     teacher: decoder-only model to distill from.
 
@@ -88,7 +90,6 @@ def make_train_step(
 
   # Explicit shardings: the output state is the next input, and must be neither
   # resharded nor cause a recompilation.
-  abstract = state_lib.abstract(optimizer, trainable, where)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,

@@ -10,39 +10,24 @@ import pytest
 
 from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.cli import errors
-from encdec_adapt.models import build, model_config, parameters
+from encdec_adapt.models import build, model_config, parameters, presets
 from tests.adaptation import sources
 
 STACK = sources.STACK
 WIDE = dataclasses.replace(STACK, width=12, layers=2, heads=2)
 PAIR = model_config.encoder_decoder(STACK, STACK)
-LLAMA = model_config.StackConfig(
-  layers=2,
-  width=8,
-  mlp_width=12,
-  heads=2,
-  kv_heads=2,
-  head_dim=4,
-  vocab_size=9,
-  pattern=('global',),
-  query_scale=4.0,
-  norm_gain='direct',
-  post_norms=False,
-  scale_embeddings=False,
-  attention_softcap=None,
-  final_softcap=None,
-  activation='silu',
-  tied_head=False,
+_SMALL = dict(mlp_width=12, kv_heads=2, head_dim=4, query_scale=4.0)
+LLAMA = presets.stack(
+  'llama2_7b', layers=2, width=8, heads=2, vocab_size=9, **_SMALL
 )
-QWEN = dataclasses.replace(
-  LLAMA,
+QWEN = presets.stack(
+  'qwen2.5_0.5b',
   layers=3,
   width=12,
   heads=4,
   vocab_size=13,
-  attention_bias='qkv',
-  tied_head=True,
   qk_norm=True,
+  **_SMALL,
 )
 
 
@@ -76,10 +61,20 @@ def _assert_equal(filled, expected, prefix='decoder'):
     np.testing.assert_array_equal(filled[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize('pattern', [('local', 'global'), ('local',) * 4])
-def test_balanced_copies_everything(pattern):
-  config, params = sources.make(STACK)
-  stack = dataclasses.replace(STACK, pattern=pattern)
+EXPERTS = dict(
+  experts=4, experts_per_token=2, shared_expert_width=8, dense_layers=1
+)
+
+
+@pytest.mark.parametrize(
+  'changes, pattern',
+  [({}, ('local', 'global')), ({}, ('local',) * 4), (EXPERTS, ('local',))],
+  ids=['same', 'other layout', 'experts'],
+)
+def test_balanced_copies_everything(changes, pattern):
+  stack = dataclasses.replace(STACK, **changes)
+  config, params = sources.make(stack)
+  stack = dataclasses.replace(stack, pattern=pattern)
   target = model_config.encoder_decoder(stack, stack)
   got, coverage = sources.adapt(target, (config, params))
   # Each norm and kernel of self-attention serves the decoder twice.
@@ -359,59 +354,59 @@ def test_recipes_are_the_same_in_numpy():
     np.testing.assert_allclose(array, want[path], atol=1e-6, err_msg=path)
 
 
-# Changes of source, encoder and decoder; options of the pair and the plan.
+# Changes of stacks, of the pair and of the plan's options; and the error.
 MISFITS = [
-  ({}, {'kv_heads': 1}, {}, {}, {}, 'kv_heads is 1, no multiple of the 2'),
-  ({}, {'vocab_size': 10}, {}, {}, {}, 'vocab_size is 10, .* not cut'),
-  ({}, {'qk_norm': True}, {}, {}, {}, 'no .*encoder.qk_norm is True'),
-  ({}, {'post_norms': False}, {}, {}, {}, 'encoder_source has no .*post_norms'),
-  ({}, {'layers': 4}, {}, {}, {}, 'has 4 layers and encoder_source'),
-  ({}, {}, {'mlp_width': 16}, {}, {}, r'layers/0/mlp/\w+ has shape \['),
-  ({}, {'width': 12}, {}, {}, {'cross_attention': 'copy'}, 'are 12 and 8'),
-  ({}, {}, {}, {}, {'post_norm_gain': 'zero'}, "cross_attention='fresh'"),
+  ({'encoder.kv_heads': 1}, 'kv_heads is 1, no multiple of the 2'),
+  ({'encoder.vocab_size': 10}, 'vocab_size is 10, .* not cut'),
+  ({'encoder.qk_norm': True}, 'no .*encoder.qk_norm is True'),
+  ({'encoder.post_norms': False}, 'encoder_source has no .*post_norms'),
+  ({'encoder.layers': 4}, 'has 4 layers and encoder_source'),
+  ({'decoder.mlp_width': 16}, r'layers/0/mlp/\w+ has shape \['),
+  ({'encoder.width': 12, 'plan.cross_attention': 'copy'}, 'are 12 and 8'),
+  ({'plan.post_norm_gain': 'zero'}, "cross_attention='fresh'"),
   (
-    {},
-    {},
-    {'post_norms': False},
-    {},
-    {'cross_attention': 'fresh', 'post_norm_gain': 'zero'},
+    {
+      'decoder.post_norms': False,
+      'plan.cross_attention': 'fresh',
+      'plan.post_norm_gain': 'zero',
+    },
     'needs a decoder with norms',
   ),
-  *(
-    ({}, {}, {}, {'cross_merged': True}, option, 'weights of its own')
-    for option in ({'cross_attention': 'fresh'}, {'post_norm_gain': 'zero'})
+  (
+    {'pair.cross_merged': True, 'plan.cross_attention': 'fresh'},
+    'weights of its own',
   ),
-  ({'tied_head': False}, {}, {}, {}, {}, 'tied_head to False'),
+  (
+    {'pair.cross_merged': True, 'plan.post_norm_gain': 'zero'},
+    'weights of its own',
+  ),
+  ({'source.tied_head': False}, 'tied_head to False'),
   # Both tables have 16 rows: padding cannot hide another vocabulary.
+  ({'all.vocab_multiple': 8, 'source.vocab_size': 13}, 'not cut'),
   (
-    {'vocab_multiple': 8, 'vocab_size': 13},
-    *[{'vocab_multiple': 8}] * 2,
-    {},
-    {},
-    'not cut',
-  ),
-  (
-    {'eoi_token': 3},
-    *[{'eoi_token': 4}] * 2,
-    {'cross_merged': True, 'shared_table': True},
-    {},
+    {
+      'all.eoi_token': 4,
+      'source.eoi_token': 3,
+      'pair.cross_merged': True,
+      'pair.shared_table': True,
+    },
     'to another token',
   ),
 ]
 
 
-@pytest.mark.parametrize(
-  'source, encoder, decoder, pair, options, message', MISFITS
-)
-def test_targets_that_the_sources_cannot_fill(
-  source, encoder, decoder, pair, options, message
-):
-  source, *stacks = (
-    dataclasses.replace(STACK, **changes)
-    for changes in (source, encoder, decoder)
+@pytest.mark.parametrize('changes, message', MISFITS, ids=str)
+def test_targets_that_the_sources_cannot_fill(changes, message):
+  def of(part):
+    names = ((name.split('.'), value) for name, value in changes.items())
+    return {name: value for (where, name), value in names if where == part}
+
+  source, encoder, decoder = (
+    dataclasses.replace(STACK, **(of('all') | of(part)))
+    for part in ('source', 'encoder', 'decoder')
   )
-  target = model_config.encoder_decoder(*stacks, **pair)
+  target = model_config.encoder_decoder(encoder, decoder, **of('pair'))
   with pytest.raises(errors.UserError, match=message):
     weight_plan.make_plan(
-      target, model_config.DecoderOnlyConfig(source), **options
+      target, model_config.DecoderOnlyConfig(source), **of('plan')
     )

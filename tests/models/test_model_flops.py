@@ -1,11 +1,13 @@
 """Model FLOPs against the products of a traced program."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import model_config
+from encdec_adapt.models import execution, model_config, stack
 from encdec_adapt.models import model_flops as flops
 from encdec_adapt.ops import masks
 
@@ -40,35 +42,38 @@ def _stack(**changes):
   return model_config.StackConfig(**(values | changes))
 
 
-def test_one_layer_equals_what_xla_counts():
-  stack, length, source = _stack(cross_width=24), 10, 6
-
-  def layer(x, y):
-    d, f, n, k, h, e = 16, 32, 4, 2, 8, 24
-    ones = jnp.ones
-    for memory, width in ((x, d), (y, e)):
-      q = (x @ ones((d, n * h))).reshape(-1, k, n // k, h)
-      key = (memory @ ones((width, k * h))).reshape(-1, k, h)
-      value = (memory @ ones((width, k * h))).reshape(-1, k, h)
-      scores = jnp.einsum('tkgh,skh->kgts', q, key)
-      out = jnp.einsum('kgts,skh->tkgh', scores, value)
-      x = out.reshape(-1, n * h) @ ones((n * h, d))
-    return (x @ ones((d, f)), x @ ones((d, f))), ones((length, f)) @ ones(
-      (f, d)
-    )
-
-  x, y = jnp.ones((length, 16)), jnp.ones((source, 24))
-  products = 0
-  for equation in jax.make_jaxpr(layer)(x, y).eqns:
+def _products(jaxpr):
+  """FLOPs of the products of a traced program."""
+  total = 0
+  for equation in jaxpr.eqns:
     if equation.primitive.name == 'dot_general':
       contracted = equation.params['dimension_numbers'][0][0]
-      left = equation.invars[0].aval.shape
-      products += (
-        2
-        * equation.outvars[0].aval.size
-        * int(np.prod([left[axis] for axis in contracted]))
-      )
-  assert flops.stack_forward(stack, length, source_length=source) == products
+      left, out = equation.invars[0].aval, equation.outvars[0].aval
+      total += 2 * out.size * math.prod(left.shape[i] for i in contracted)
+    inner = (getattr(x, 'jaxpr', None) for x in equation.params.values())
+    total += sum(_products(x) for x in inner if x is not None)
+  return total
+
+
+def test_a_layer_equals_the_products_of_its_program():
+  # In the tail, so that nothing is in a loop.
+  config, length, source = (
+    _stack(pattern=('global',) * 2, cross_width=24),
+    10,
+    6,
+  )
+  compute = execution.ComputeConfig(attention='reference')
+
+  def run(encoded):
+    ids, others = (jnp.ones((1, n), jnp.int32) for n in (length, source))
+    module = stack.Stack(config, compute)
+    return module.init_with_output(
+      jax.random.key(0), ids, ids, ids, encoded, others
+    )[0]
+
+  traced = jax.make_jaxpr(run)(jnp.ones((1, source, 24)))
+  expected = flops.stack_forward(config, length, source_length=source)
+  assert _products(traced.jaxpr) == expected
 
 
 def test_layers_add_up_and_windows_limit():

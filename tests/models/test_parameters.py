@@ -1,24 +1,24 @@
 """The tree, its logical axes and the distributions it starts from."""
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 import numpy as np
 import pytest
 
 from encdec_adapt.models import build, model_config, parameters
 from encdec_adapt.ops import partition
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import placement, rules
 from tests.models.test_sharded import RULES
-
-
-def flatten(params):
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  return {'/'.join(key.key for key in path): leaf for path, leaf in flat}
 
 
 def test_init_agrees_with_the_table(small_pair):
   model = build.build(small_pair)
-  params = flatten(jax.eval_shape(model.init, jax.random.key(0)))
+  params = traverse_util.flatten_dict(
+    jax.eval_shape(model.init, jax.random.key(0)), sep='/'
+  )
   assert set(params) == set(model.table)
   for path, info in model.table.items():
     assert (params[path].shape, params[path].dtype) == (info.shape, info.dtype)
@@ -94,7 +94,9 @@ def test_a_shared_table_is_counted_once(small_stack):
 def test_distributions(small_stack):
   stack = small_stack(width=64, mlp_width=256, vocab_size=1024, layers=5)
   model = build.build(model_config.DecoderOnlyConfig(stack))
-  params = flatten(jax.jit(model.init)(jax.random.key(1)))
+  params = traverse_util.flatten_dict(
+    jax.jit(model.init)(jax.random.key(1)), sep='/'
+  )
   table = params['decoder/embedder/table']
   assert np.std(table * 64**0.5) == pytest.approx(1, rel=0.02)
   block = 'decoder/blocks/layer_1'
@@ -111,18 +113,13 @@ def test_distributions(small_stack):
 def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   stack = small_stack(width=64, vocab_size=4096, layers=2)
   model = build.build(model_config.DecoderOnlyConfig(stack))
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  flat, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
-  shardings = [
-    NamedSharding(
-      mesh,
-      PartitionSpec(
-        *('fsdp' if n in (64, 4096) else None for n in x.shape[:-1])
-      ),
-    )
-    for x in flat
-  ]
-  init = jax.jit(model.init, out_shardings=jax.tree.unflatten(tree, shardings))
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=8))
+  shardings = placement.parameter_shardings(
+    model.table, mesh, rules.named('fsdp')
+  )
+  init = jax.jit(
+    model.init, out_shardings=traverse_util.unflatten_dict(shardings, sep='/')
+  )
   compiled = init.lower(jax.random.key(0)).compile()
   table_bytes = 4096 * 64 * 4
   assert compiled.memory_analysis().temp_size_in_bytes < table_bytes

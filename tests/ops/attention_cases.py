@@ -1,5 +1,6 @@
 """Packed rows, masks by name, and comparison with the reference attention."""
 
+import contextlib
 import functools
 
 import jax
@@ -69,30 +70,44 @@ def qkv(queries, keys, *, rows=2, heads=(4, 2), head_dim=32, dtype=jnp.float32):
   )
 
 
-def results(attend, q, k, v, spec, softcap):
-  """The output, and the gradients of a loss that weighs every query."""
+def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
+  """Output, and gradients of a loss that weighs every query, of every case.
 
-  @jax.jit
-  def run(q, k, v, spec):
-    def loss(q, k, v):
-      out = attend(q, k, v, spec, scale=0.3, softcap=softcap)
+  Args:
+    attend: attention.
+    cases: name -> ((q, k, v), mask).
+    softcap: cap of the scores.
+    context: makes the context in which all cases are traced, as one program.
+  """
+
+  def one(arrays, spec):
+    def loss(*arrays):
+      out = attend(*arrays, spec, scale=0.3, softcap=softcap)
       weights = jnp.linspace(0.5, 1.5, out.shape[1])[:, None, None]
       return jnp.sum(jnp.sin(out.astype(jnp.float32)) * weights), out
 
-    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
     return out, *gradients
 
-  return run(q, k, v, spec)
+  @jax.jit
+  def run(cases):
+    with context():
+      return {name: one(*case) for name, case in cases.items()}
+
+  return run(cases)
+
+
+def assert_same(got, expected, tolerance):
+  for name in expected:
+    for x, y in zip(got[name], expected[name], strict=True):
+      assert x.dtype == y.dtype
+      x, y = (np.asarray(a, np.float32) for a in (x, y))
+      np.testing.assert_allclose(
+        x, y, rtol=tolerance, atol=tolerance, err_msg=name
+      )
 
 
 def assert_like_reference(attend, q, k, v, spec, softcap=5.0, tolerance=5e-5):
-  expected = results(attention_reference.attend, q, k, v, spec, softcap)
-  got = results(attend, q, k, v, spec, softcap)
-  for x, y in zip(got, expected, strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_allclose(
-      np.asarray(x, np.float32),
-      np.asarray(y, np.float32),
-      rtol=tolerance,
-      atol=tolerance,
-    )
+  cases = {'': ((q, k, v), spec)}
+  expected = results(attention_reference.attend, cases, softcap)
+  assert_same(results(attend, cases, softcap), expected, tolerance)

@@ -1,12 +1,12 @@
 """Attention whose lengths are sharded equals that of one device."""
 
+import contextlib
 import functools
 import itertools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from encdec_adapt.ops import (
@@ -51,29 +51,12 @@ def qkv(queries, keys, heads=(N, K), head_dim=H):
   )
 
 
-def results(attend, mesh, cases):
-  """Output and gradients of a loss of every case, of one program."""
-
-  def one(arrays, spec):
-    def loss(*arrays):
-      out = attend(*arrays, spec, scale=0.3, softcap=5.0)
-      length = out.shape[1]
-      weights = (1 + jnp.arange(length)) / length  # Every query's own.
-      return jnp.sum(jnp.sin(out) * weights[:, None, None]), out
-
-    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
-    return out, *gradients
-
-  @jax.jit
-  def every(cases):
-    run = functools.partial(jax.tree.map, lambda case: one(*case))
-    is_case = {'is_leaf': lambda x: isinstance(x, tuple)}
-    if mesh is None:
-      return run(cases, **is_case)
-    with partition.use(mesh, RULES):
-      return run(cases, **is_case)
-
-  return every(cases)
+def results(attend, shape, cases):
+  """Outputs and gradients on a mesh, or on one device for None."""
+  context = contextlib.nullcontext
+  if shape is not None:
+    context = functools.partial(partition.use, make_mesh(shape), RULES)
+  return attention_cases.results(attend, cases, context=context)
 
 
 def cases_of(found, **options):
@@ -86,12 +69,6 @@ def cases_of(found, **options):
   }
 
 
-def assert_same(got, expected, atol=2e-5):
-  for name in expected:
-    for x, y in zip(got[name], expected[name], strict=True):
-      np.testing.assert_allclose(x, y, atol=atol, rtol=1e-5, err_msg=name)
-
-
 @pytest.fixture(scope='module')
 def on_one_device():
   attend = functools.partial(attention.attention, backend='reference')
@@ -101,8 +78,8 @@ def on_one_device():
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 def test_every_mask_on_every_mesh(shape, on_one_device):
   attend = functools.partial(attention.attention, backend='chunked', chunk=3)
-  got = results(attend, make_mesh(shape), cases_of(specs()))
-  assert_same(got, on_one_device)
+  got = results(attend, shape, cases_of(specs()))
+  attention_cases.assert_same(got, on_one_device, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +99,8 @@ def test_kernels_on_a_sharded_length(backend):
   kernel = functools.partial(backend.attend, interpret=True)
   reference = functools.partial(attention.attention, backend='reference')
   expected = results(reference, None, cases)
-  assert_same(results(kernel, make_mesh((2, 1, 2, 1)), cases), expected, 5e-5)
+  got = results(kernel, (2, 1, 2, 1), cases)
+  attention_cases.assert_same(got, expected, 5e-5)
 
 
 def collectives(spec, shape=(1, 1, 8, 1)):

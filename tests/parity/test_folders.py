@@ -1,6 +1,7 @@
 """Folders that transformers saves, in every form, and their round trip."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -31,14 +32,12 @@ def assert_comes_back(source, folder, may_miss=None):
 @pytest.mark.parametrize(
   'name', [name for name in tiny_models.CASES if name != 'gemma3_images']
 )
-def test_export_loads_and_predicts_the_same(name, tmp_path):
-  case = tiny_models.CASES[name]
-  theirs = tiny_models.make(case)
-  theirs.save_pretrained(tmp_path / 'model')
+def test_export_loads_and_predicts_the_same(name, saved, tmp_path):
+  theirs, folder, _ = saved(name)
   # The model alone has no vision part.
   may_miss = 'model.encoder.' if name == 't5gemma2' else None
-  again = assert_comes_back(tmp_path / 'model', tmp_path / 'again', may_miss)
-  rows = tiny_models.batch(case)
+  again = assert_comes_back(folder, tmp_path / 'again', may_miss)
+  rows = tiny_models.batch(tiny_models.CASES[name])
   np.testing.assert_array_equal(
     tiny_models.their_logits(theirs, rows),
     tiny_models.their_logits(again, rows),
@@ -69,11 +68,11 @@ def _fours(raw):
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
-def test_configs_of_transformers_4(name, tmp_path):
+def test_configs_of_transformers_4(name, saved, tmp_path):
   """We read them alike, and so does transformers, so they are valid."""
-  theirs = tiny_models.make(tiny_models.CASES[name])
-  theirs.save_pretrained(tmp_path)
-  expected = folder_lib.ModelFolder.open(tmp_path).config
+  theirs, folder, ours = saved(name)
+  shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+  expected = ours.config
   file = tmp_path / tensor_folder.CONFIG
   old = _fours(json.loads(file.read_text()))
   file.write_text(json.dumps(old))

@@ -33,10 +33,9 @@ def gradients_folder(model, folder):
 
 
 @pytest.mark.parametrize('name', [n for n in tiny_models.CASES if n not in _AS])
-def test_gradients_of_all_parameters(name, tmp_path):
-  case = tiny_models.CASES[name]
-  model = tiny_models.make(case)
-  model.save_pretrained(tmp_path / 'model')
+def test_gradients_of_all_parameters(name, saved, tmp_path):
+  case, (model, _, ours) = tiny_models.CASES[name], saved(name)
+  model.zero_grad()
   rows = tiny_models.batch(case)
   weights = np.random.default_rng(2).normal(
     size=(*rows.decoder.shape, tiny_models.VOCAB)
@@ -45,12 +44,8 @@ def test_gradients_of_all_parameters(name, tmp_path):
   output = tiny_models.their_output(model, rows)
   (output * tiny_models.torch.tensor(weights)).sum().backward()
 
-  ours, expected = (
-    encdec_adapt.load(folder, encoder_window=case.encoder_window)
-    for folder in (
-      tmp_path / 'model',
-      gradients_folder(model, tmp_path / 'gradients'),
-    )
+  expected = encdec_adapt.load(
+    gradients_folder(model, tmp_path), encoder_window=case.encoder_window
   )
   # Several chunks of attention, which is what training uses.
   chunked = build.build(ours.config, execution.ComputeConfig(attention_chunk=5))

@@ -1,4 +1,4 @@
-"""Every family from the folder that transformers saves: logits, eager."""
+"""Every family from the folder that transformers saves: logits and text."""
 
 import dataclasses
 
@@ -14,42 +14,44 @@ WITH_EXPERTS = ('mixtral', 'qwen2_moe', 'qwen3_moe')
 CHANCE = {'dense': (8, 0.05), 'experts': (40, 0.05)}
 
 
-@pytest.fixture(scope='module')
-def saved(tmp_path_factory):
-  """A function: case name -> (their model, folder, their logits), cached."""
-  made = {}
-
-  def get(name):
-    if name not in made:
-      case = tiny_models.CASES[name]
-      model = tiny_models.make(case)
-      folder = tmp_path_factory.mktemp(name)
-      model.save_pretrained(folder)
-      logits = tiny_models.their_logits(model, tiny_models.batch(case))
-      made[name] = model, folder, logits
-    return made[name]
-
-  return get
-
-
-def load(name, folder, **arguments):
-  rule = tiny_models.CASES[name].encoder_window
-  return encdec_adapt.load(folder, encoder_window=rule, **arguments)
-
-
 def assert_agree(one, other):
   np.testing.assert_allclose(one, other, rtol=0, atol=tiny_models.TOLERANCE)
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_logits(name, saved):
-  theirs, folder, expected = saved(name)
-  ours = load(name, folder)
+  theirs, _, ours = saved(name)
   if not name.endswith(('images', 't5gemma2')):  # Their vision part counts.
     assert parameters.count(ours.config) == theirs.num_parameters()
   rows = tiny_models.batch(tiny_models.CASES[name])
+  expected = tiny_models.their_logits(theirs, rows)
   assert_agree(tiny_models.our_logits(ours, rows), expected)
   assert np.abs(expected).max() > 2  # Weights and caps are at work.
+
+
+@pytest.mark.parametrize('name', tiny_models.CASES)
+def test_greedy_text(name, saved):
+  theirs, _, ours = saved(name)
+  rows = tiny_models.batch(tiny_models.CASES[name])
+  tiny_models.assert_same_text(ours, theirs, rows)
+
+
+@pytest.mark.parametrize('name', ['llama3', 't5gemma_unbalanced'])
+def test_each_of_several_tokens_ends_a_text(name, tmp_path):
+  """As a generation config lists them: EOS, and the end of a turn."""
+  case = tiny_models.CASES[name]
+  theirs, rows = tiny_models.make(case), tiny_models.batch(case)
+  theirs.generation_config.eos_token_id = [1]
+  free = tiny_models.their_text(theirs, rows)
+  # A token that ends a row, not its first.
+  end = next(int(t) for row in free for t in row if t not in (row[0], 0))
+  theirs.generation_config.eos_token_id = [1, end]
+  theirs.save_pretrained(tmp_path / 'model')
+  ours = encdec_adapt.load(
+    tmp_path / 'model', encoder_window=case.encoder_window
+  )
+  assert ours.special_ids == {'bos': 2, 'pad': 0, 'eos': (1, end)}
+  tiny_models.assert_same_text(ours, theirs, rows)
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
@@ -88,12 +90,12 @@ def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
   ids=str,
 )
 def test_the_comparison_would_notice(name, stack, change, saved):
-  _, folder, expected = saved(name)
-  ours = load(name, folder)
+  theirs, _, ours = saved(name)
   changed = dataclasses.replace(ours.config.stacks[stack], **change)
   config = dataclasses.replace(ours.config, **{stack: changed})
   ours = dataclasses.replace(ours, model=build.build(config))
   rows = tiny_models.batch(tiny_models.CASES[name])
+  expected = tiny_models.their_logits(theirs, rows)
   difference = np.abs(tiny_models.our_logits(ours, rows) - expected)
   assert difference.max() > 10 * tiny_models.TOLERANCE
 
@@ -101,7 +103,7 @@ def test_the_comparison_would_notice(name, stack, change, saved):
 def test_the_exclusive_window_is_the_next_inclusive_one(saved):
   """|q-k| < W + 1 is |q-k| <= W: both rules meet the same reference."""
   name = 't5gemma_unbalanced'
-  _, folder, expected = saved(name)
+  theirs, folder, _ = saved(name)
   ours = encdec_adapt.load(folder)
   encoder = ours.config.encoder
   assert encoder.window_rule == 'exclusive'
@@ -109,4 +111,5 @@ def test_the_exclusive_window_is_the_next_inclusive_one(saved):
   config = dataclasses.replace(ours.config, encoder=wider)
   ours = dataclasses.replace(ours, model=build.build(config))
   rows = tiny_models.batch(tiny_models.CASES[name])
+  expected = tiny_models.their_logits(theirs, rows)
   assert_agree(tiny_models.our_logits(ours, rows), expected)

@@ -143,12 +143,8 @@ def _t5gemma(covers: str, encoder: Mapping, **top) -> Case:
   )
 
 
-def t5gemma2_settings(**vision: Any):
-  """Returns the config of a T5Gemma 2 with different stacks.
-
-  Args:
-    **vision: fields of the vision part, replacing those of `VISION`.
-  """
+def t5gemma2_settings():
+  """Returns the config of a T5Gemma 2 with different stacks."""
   text = {**SHAPE, **GEMMA3}
   shorter = dict(
     num_hidden_layers=4, sliding_window=4, layer_types=(_THREE * 2)[:4]
@@ -156,7 +152,7 @@ def t5gemma2_settings(**vision: Any):
   return transformers.T5Gemma2Config(
     encoder=dict(
       text_config={**text, **shorter, 'model_type': 't5gemma2_text'},
-      vision_config={**VISION, **vision},
+      vision_config=VISION,
       mm_tokens_per_image=1,
       **IMAGE_IDS,
     ),

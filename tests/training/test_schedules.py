@@ -2,6 +2,7 @@
 
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.training import schedules
 
 
@@ -36,3 +37,8 @@ def test_warmup_goes_by_the_groups_count_and_decay_by_the_step():
   config = schedules.ScheduleConfig('linear', 1.0, 4, 24, end_fraction=0.0)
   # Thawed at step 14: first update, halfway through the decay.
   assert _rates(config, [(14, 0)]) == pytest.approx([0.25 * 0.5])
+
+
+def test_a_warmup_longer_than_the_job_is_refused():
+  with pytest.raises(errors.UserError, match='optimizer.warmup_steps is 11'):
+    schedules.ScheduleConfig('cosine', 1.0, 11, 10)
