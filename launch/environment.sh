@@ -72,8 +72,8 @@ make_venv() {
     python=$(choose_python) || exit 1
   fi
   run "$python" -m venv --clear "$VENV" ||
-    fail "could not make $VENV. On Debian and Ubuntu the module is a package" \
-      "of its own: apt install python$(version_of "$python")-venv"
+    fail "could not create $VENV. On Debian and Ubuntu, venv is a separate" \
+      "package: apt install python$(version_of "$python")-venv"
 }
 
 # Prints a hash of all that an installation depends on.

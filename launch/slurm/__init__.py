@@ -1,1 +1,1 @@
-"""GPU clusters under SLURM: one batch job that puts itself back in line."""
+"""GPU clusters under SLURM: one batch job that requeues itself."""

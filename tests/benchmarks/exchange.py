@@ -26,7 +26,12 @@ from tests.benchmarks import results
 
 # A process that measures itself: seconds of the work, and its peak memory.
 _MEASURE = """
-import json, sys, time
+import json, os, pathlib, sys, time
+name, source, run, output = sys.argv[1:]
+def sync(folder):
+  for path in pathlib.Path(folder).iterdir():
+    with open(path, 'rb') as file:
+      os.fsync(file.fileno())
 {prepare}
 start = time.perf_counter()
 {work}
@@ -36,36 +41,44 @@ lines = open('/proc/self/status').readlines()
 (peak,) = (int(l.split()[1]) * 1024 for l in lines if l.startswith('VmHWM:'))
 print(json.dumps([seconds, peak]))
 """
-_CONVERT = (
-  'from encdec_adapt import convert\nfrom encdec_adapt.cli import command',
-  "command.run_subcommand('', convert.COMMANDS, {arguments!r})",
-)
-# As ours does, so that all end with the bytes on the disk.
-_SYNC = (
-  'import os, pathlib, shutil\n'
-  'def sync(folder):\n'
-  '  for path in pathlib.Path(folder).iterdir():\n'
-  '    with open(path, "rb") as file:\n'
-  '      os.fsync(file.fileno())\n'
-)
-_COPY = (
-  _SYNC,
-  'shutil.copytree({source!r}, {output!r})\nsync({output!r})',
-)
-_LOAD = (
-  'import torch, transformers',
-  'model = transformers.{name}.from_pretrained({source!r},'
-  ' dtype=torch.bfloat16)\n'
+_CONVERT = """
+from encdec_adapt import convert
+from encdec_adapt.cli import command
+def call(*arguments):
+  command.run_subcommand('', convert.COMMANDS, arguments)
+"""
+_LOAD = """
+import torch, transformers
+def load():
+  kind = getattr(transformers, name)
+  return kind.from_pretrained(source, dtype=torch.bfloat16)
+"""
+# Task -> its preparation, and the measured work. Except for from_pretrained,
+# all end with the bytes on the disk.
+_TASKS = {
+  'copy': ('import shutil', 'shutil.copytree(source, output)\nsync(output)'),
+  'import': (
+    _CONVERT,
+    'call("import", "--source=" + source, "--output=" + run)',
+  ),
+  'export': (
+    _CONVERT,
+    'call("export", "--checkpoint=" + run, "--output=" + output,'
+    ' "--dtype=bfloat16")',
+  ),
+}
+_PEER_TASKS = {
   # Weights are mapped: only what is read has been loaded.
-  'sum(float(p.detach().view(-1)[::1024].float().sum())'
-  ' for p in model.parameters())',
-)
-_SAVE = (
-  _SYNC + 'import torch, transformers\n'
-  'model = transformers.{name}.from_pretrained({source!r},'
-  ' dtype=torch.bfloat16)',
-  'model.save_pretrained({output!r})\nsync({output!r})',
-)
+  'from_pretrained': (
+    _LOAD,
+    'sum(float(p.detach().view(-1)[::1024].float().sum())'
+    ' for p in load().parameters())',
+  ),
+  'save_pretrained': (
+    _LOAD + 'model = load()',
+    'model.save_pretrained(output)\nsync(output)',
+  ),
+}
 
 
 def make_folder(folder: pathlib.Path, model: model_config.ModelConfig) -> int:
@@ -95,24 +108,25 @@ def make_folder(folder: pathlib.Path, model: model_config.ModelConfig) -> int:
   return sum(tensor.nbytes for tensor in plans)
 
 
-def measure(code: tuple[str, str], **names: Any) -> tuple[float, float]:
+def measure(prepare: str, work: str, *names: Any) -> tuple[float, float]:
   """Runs code in a process of its own.
 
   Args:
-    code: setup code, and the code to measure.
-    **names: values of the placeholders in the code.
+    prepare: code that is not measured.
+    work: code to measure.
+    *names: class of the model in transformers; folders of the source, of the
+      imported model, and of the output.
 
   Returns:
     Seconds, and the peak memory of the process in bytes.
   """
-  prepare, work = (part.format(**names) for part in code)
+  code = _MEASURE.format(prepare=prepare, work=work)
   done = subprocess.run(
-    [sys.executable, '-c', _MEASURE.format(prepare=prepare, work=work)],
-    capture_output=True,
+    [sys.executable, '-c', code, *map(str, names)],
+    stdout=subprocess.PIPE,
     text=True,
+    check=True,
   )
-  if done.returncode:
-    raise RuntimeError(done.stderr)
   seconds, peak = json.loads(done.stdout.splitlines()[-1])
   return seconds, peak
 
@@ -136,15 +150,15 @@ def _measure_all(
   source, run, output = (folder / name for name in ('source', 'run', 'out'))
   nbytes = make_folder(source, model)
   raw, _ = config_json.raw_from_model(model)
-  name = raw['architectures'][0]
+  names = raw['architectures'][0], source, run, output
   rows = []
-
-  def add(what: str, code: tuple[str, str], leaves=None, **names: Any) -> None:
-    seconds, peak = measure(code, **names)
+  for task, code in {**_TASKS, **(_PEER_TASKS if peer else {})}.items():
+    shutil.rmtree(output, ignore_errors=True)
+    seconds, peak = measure(*code, *names)
     copied = rows[0]['seconds'] if rows else seconds
     rows.append(
       {
-        'what': what,
+        'task': task,
         'GB': nbytes / 1e9,
         'seconds': seconds,
         'GB/s': nbytes / 1e9 / seconds,
@@ -152,20 +166,6 @@ def _measure_all(
         'peak GB': peak / 1e9,
       }
     )
-    if leaves:
-      shutil.rmtree(leaves)
-
-  add('copy', _COPY, output, source=str(source), output=str(output))
-  flags = [f'--source={source}', f'--output={run}']
-  add('import', _CONVERT, arguments=['import', *flags])
-  flags = [f'--checkpoint={run}', f'--output={output}', '--dtype=bfloat16']
-  add('export', _CONVERT, arguments=['export', *flags])
-  shutil.rmtree(run)
-  shutil.rmtree(output)
-  if peer:
-    add('from_pretrained', _LOAD, name=name, source=str(source))
-    names = dict(name=name, source=str(source), output=str(output))
-    add('save_pretrained', _SAVE, output, **names)
   return rows
 
 

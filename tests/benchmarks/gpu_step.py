@@ -6,7 +6,7 @@ The whole step (forward, backward, clipping, Adafactor) of the 2B-2B pair at
 4096 + 4096 tokens in bf16, by the workers of `training_step`. Parameters,
 gradients and AdamW's fp32 moments would take 83 GiB, more than an H100 has;
 `--optimizer=adamw` measures them on a larger GPU, and with
-`--moment_dtype=bfloat16` takes 62 GiB. For every attention backend of ours,
+`--moment_dtype=bfloat16` takes 62 GiB. For each of our attention backends,
 with one example a row and with several, and for the peer (which cannot pack)
 with every attention that it has: every batch that fits, tokens/s and MFU by
 the formula of `models.model_flops`. `--batches` are rows of a step, tried in

@@ -75,9 +75,9 @@ def test_exchange(tmp_path):
   content = exchange.main(
     ['--size=toy_small', '--vocab_size=300', f'--folder={tmp_path}']
   )
-  rows = {row['what']: row for row in content['rows']}
+  rows = {row['task']: row for row in content['rows']}
   assert list(rows) == ['copy', 'import', 'export']
-  # Ours import jax, which a copy does not; none holds more than a few GB.
+  # Import and export load jax; none holds more than a few GB.
   peaks = {name: row['peak GB'] for name, row in rows.items()}
   assert 0.005 < peaks['copy'] < 0.1 < peaks['import'] < 8
   assert peaks['copy'] < peaks['export'] < 8

@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
-  """Makes a batch of full rows with equally many examples, in our framing."""
+  """Makes a batch whose rows are full of equally long examples."""
   import numpy as np
 
   from encdec_adapt.data import batch
@@ -82,24 +82,21 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
 
   lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
   rng = np.random.default_rng(0)
-
-  def cut(length: int) -> np.ndarray:
-    """Returns the lengths of the row's examples, each at least two."""
-    places = rng.permutation(length // 2 - 1)[: arguments.examples - 1] + 1
-    return np.diff([0, *sorted(2 * places), length])
-
   vocabulary = make_pair(arguments).decoder.vocab_size
 
-  def draw(size: int) -> np.ndarray:
+  def draw(length: int) -> np.ndarray:
     """Returns random tokens."""
-    return rng.integers(5, vocabulary, size, np.int32)
+    return rng.integers(5, vocabulary, length, np.int32)
 
+  inputs, targets = (
+    length // arguments.examples
+    for length in (lengths.encoder, lengths.decoder)
+  )
   rows = []
   for _ in range(arguments.batch_size):
-    inputs, targets = cut(lengths.encoder), cut(lengths.decoder)
     pairs = [
-      batch.Pair(draw(i - 1), draw(t))
-      for i, t in zip(inputs, targets, strict=True)
+      batch.Pair(draw(inputs - 1), draw(targets))
+      for _ in range(arguments.examples)
     ]
     rows.append(batch.frame_row(pairs, lengths, framing.FRAMING))
   return batch.stack_rows(rows)

@@ -14,24 +14,32 @@ from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
+_HEADER = """
+import sys, time
+from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import distributed
+coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+"""
 
-def _start(program, folder, count, present, *arguments, **environment):
-  """Starts a program in the `present` of `count` processes of a job.
 
-  Its arguments are coordinator, count, index and `arguments`; it writes to
-  `INDEX.log`.
+def _start(program, folder, count, *arguments, missing=None, **environment):
+  """Starts a program in the processes of a job, except a missing one.
+
+  The program follows `_HEADER`; process INDEX writes to `INDEX.log`.
   """
   coordinator = f'127.0.0.1:{tiny.free_port()}'
+  command = [sys.executable, '-c', _HEADER + program, coordinator, str(count)]
   processes = []
-  for index in present:
-    command = [sys.executable, '-c', program, coordinator, str(count)]
+  for index in range(count):
+    if index == missing:
+      continue
+    own = {key: value.format(index) for key, value in environment.items()}
     with open(folder / f'{index}.log', 'w') as log:
       processes.append(
         subprocess.Popen(
           [*command, str(index), *arguments],
           cwd=tiny.ROOT,
-          env=tiny.environment()
-          | {key: value.format(index) for key, value in environment.items()},
+          env=tiny.environment() | own,
           stdout=log,
           stderr=subprocess.STDOUT,
         )
@@ -44,52 +52,45 @@ def _logs(folder: pathlib.Path) -> list[str]:
 
 
 _SYNCHRONISE = """
-import json, pathlib, sys, time
-from encdec_adapt.cli import errors
-from encdec_adapt.cluster import distributed
-coordinator, me = sys.argv[1], int(sys.argv[2])
 distributed.initialize(coordinator, 2, me, flags={'steps': 3})
-results = [distributed.from_lead(lambda: {'step': 7 + me})]
+print('from lead:', distributed.from_lead(lambda: {'step': 7 + me}))
 distributed.barrier('first')
 distributed.require_same('data', {'rows': 8})
 if me == 1:
   time.sleep(2)
-else:  # The other never comes.
+else:  # The other process does not reach this barrier.
   try:
     distributed.barrier('second', timeout=0.5)
   except errors.AbsentError as error:
-    results.append(str(error))
-pathlib.Path(sys.argv[3]).write_text(json.dumps(results))
+    print(error)
 """
 
 
 def test_processes_synchronise(tmp_path):
-  zero, one = tiny.run_pair(_SYNCHRONISE, tmp_path)
-  assert one == [{'step': 7}] == zero[:1]
-  assert zero[1].startswith("process 0 waited at 'second' for the other")
-  assert 'timed out task names:\n1' in zero[1]
+  codes = tiny.wait_all(_start(_SYNCHRONISE, tmp_path, 2), 120)
+  zero, one = _logs(tmp_path)
+  assert codes == [0, 0], (zero, one)
+  assert "from lead: {'step': 7}\n" in zero and "from lead: {'step': 7}" in one
+  assert "process 0 waited at 'second' for the other" in zero
+  assert 'timed out task names:\n1' in zero
 
 
 # F fails, S sleeps, B waits at the next barrier.
 _FAIL = """
-import sys, time
-from encdec_adapt.cli import app, errors
-from encdec_adapt.cluster import distributed
-coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-role = sys.argv[4][me]
 ERRORS = {'bad input': errors.UserError('no room'), 'bug': ValueError('a bug')}
 
-def main(_):
+def main():
   with distributed.fail_together():
     distributed.initialize(coordinator, count, me)
-    distributed.barrier('the start')
+    distributed.barrier('start')
+    role = sys.argv[4][me]
     if role == 'F':
       raise ERRORS[sys.argv[5]]
     if role == 'B':
-      distributed.barrier('the end')
+      distributed.barrier('end')
     time.sleep(600)
 
-app.guard(main, None)
+app.guard(main)
 """
 
 
@@ -104,8 +105,8 @@ def test_a_failure_ends_all_processes_with_its_message_and_status(
   tmp_path, roles, error, status, message
 ):
   count = len(roles)
-  processes = _start(_FAIL, tmp_path, count, range(count), roles, error)
-  codes, logs = tiny.wait_all(processes, 120), _logs(tmp_path)
+  codes = tiny.wait_all(_start(_FAIL, tmp_path, count, roles, error), 120)
+  logs = _logs(tmp_path)
   assert codes == [status] * count, logs
   failing = roles.index('F')
   assert message in logs.pop(failing)
@@ -113,17 +114,10 @@ def test_a_failure_ends_all_processes_with_its_message_and_status(
   assert all(f'Error: {prefix}: {message}' in log for log in logs), logs
 
 
-_ALONE = """
-import sys
-from encdec_adapt.cluster import distributed
-coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-distributed.initialize(coordinator, count, me, timeout=8)
-"""
-
-
 def test_a_process_missing_at_the_start_is_named(tmp_path):
-  processes = _start(_ALONE, tmp_path, 3, (0, 2))
-  codes, logs = tiny.wait_all(processes, 120), _logs(tmp_path)
+  program = 'distributed.initialize(coordinator, count, me, timeout=8)'
+  codes = tiny.wait_all(_start(program, tmp_path, 3, missing=1), 120)
+  logs = _logs(tmp_path)
   assert codes == [-signal.SIGABRT] * 2, logs
   assert all('timed out task names:\n1\n' in log for log in logs), logs
 
@@ -153,12 +147,10 @@ def test_processes_with_different_flags_are_refused(tmp_path):
 
 # A loop that sums over the devices of both processes, as training does.
 _LOOP = """
-import pathlib, sys, time
 from jax.experimental import multihost_utils
-from encdec_adapt.cluster import distributed
 distributed._HEARTBEAT_TIMEOUT = 5
 with distributed.fail_together():
-  distributed.initialize(sys.argv[1], 2, int(sys.argv[3]))
+  distributed.initialize(coordinator, 2, me)
   for step in range(10**6):
     multihost_utils.process_allgather(step)
     print(f'step {step}', flush=True)
@@ -171,7 +163,7 @@ with distributed.fail_together():
   'dead, how', [(1, signal.SIGSTOP), (0, signal.SIGKILL)]
 )
 def test_a_dead_process_ends_the_other(tmp_path, dead, how):
-  processes = _start(_LOOP, tmp_path, 2, range(2))
+  processes = _start(_LOOP, tmp_path, 2)
   try:
     deadline = time.monotonic() + 120
     while not all('step 3' in log for log in _logs(tmp_path)):
@@ -188,17 +180,16 @@ def test_a_dead_process_ends_the_other(tmp_path, dead, how):
 
 _DETECTED = """
 import jax
-from encdec_adapt.cluster import distributed
 distributed.initialize('auto', None, None)
 print('found', jax.process_index(), jax.process_count(), len(jax.devices()))
-distributed.barrier('the end')
+distributed.barrier('end')
 """
 
 
 def test_processes_of_a_slice_are_detected(tmp_path):
   """SLURM's variables stand in for a TPU slice's machines."""
   processes = _start(
-    *(_DETECTED, tmp_path, 2, range(2)),
+    *(_DETECTED, tmp_path, 2),
     JAX_COORDINATOR_PORT=str(tiny.free_port()),
     SLURM_JOB_ID='7',
     SLURM_STEP_NODELIST='localhost',
