@@ -16,11 +16,10 @@ import jax
 
 from encdec_adapt.files import disk, paths
 
-_PACKAGES = (
-  *('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'orbax-checkpoint', 'numpy'),
-  'grain',  # Its index shuffle is the order of the rows.
-  'encdec_adapt',
-)
+# Packages whose versions may change a result; grain's index shuffle is the
+# order of the rows, and `platform_version` has the version of libtpu.
+_EXACT = ('jax', 'jaxlib', 'flax', 'optax', 'grain')
+_PACKAGES = (*_EXACT, 'libtpu', 'orbax-checkpoint', 'numpy', 'encdec_adapt')
 # Change compiled programs or random numbers.
 _JAX_OPTIONS = (
   'jax_default_matmul_precision',
@@ -29,26 +28,31 @@ _JAX_OPTIONS = (
   'jax_numpy_dtype_promotion',
   'jax_threefry_partitionable',
 )
-# Entries of `report` on which a bit-equal resume does not depend;
-# `platform_version` has the version of libtpu.
-_NOT_IN_FINGERPRINT = (
-  *('python', 'libtpu', 'orbax-checkpoint', 'numpy', 'encdec_adapt'),
-  *('git', 'host'),
-)
 
 
 def report() -> dict[str, Any]:
   """Returns all that could explain why two runs differ, JSON serialisable."""
   return {
     **versions(),
+    **fingerprint(),
+    'host': platform.node(),
+    'git': git_revision(),
+  }
+
+
+def fingerprint() -> dict[str, Any]:
+  """Returns the entries of `report` on which a bit-equal resume depends.
+
+  The caller adds mesh and config.
+  """
+  return {
+    **{package: _version(package) for package in _EXACT},
     **_kind(),
     'devices': len(jax.devices()),
     'processes': jax.process_count(),
     'cores': _cores(),
     'cpu': _cpu(),
     **options(),
-    'host': platform.node(),
-    'git': git_revision(),
   }
 
 
@@ -96,18 +100,6 @@ def source_digest() -> str:
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the leaves of a nested mapping by dotted key, as JSON values."""
   return traverse_util.flatten_dict(json.loads(json.dumps(tree)), sep='.')
-
-
-def fingerprint() -> dict[str, Any]:
-  """Returns the entries of `report` on which a bit-equal resume depends.
-
-  The caller adds mesh and config.
-  """
-  return {
-    key: value
-    for key, value in report().items()
-    if key not in _NOT_IN_FINGERPRINT
-  }
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
