@@ -27,10 +27,16 @@ from typing import Any
 from absl import flags
 
 from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import run_artifacts
 from encdec_adapt.data import workers
-from encdec_adapt.evaluation import study_stages
+from encdec_adapt.evaluation import html_report, study_stages
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.telemetry import accounting, metrics, progress
+from encdec_adapt.telemetry import (
+  accounting,
+  environment,
+  metrics,
+  progress,
+)
 
 define_flags = command.define(
   command.string('study', 'FILE[:ARG] with a function get_study(arg).'),
@@ -159,7 +165,7 @@ def _marker(root: paths.Path, stage: study_stages.Stage) -> paths.Path:
 def _check_same_study(root: paths.Path, digest: str) -> None:
   """Refuses a folder with stages of another version of the study."""
   path = root / 'study.json'
-  if path.exists() and json.loads(path.read_text())['digest'] != digest:
+  if path.exists() and atomic.read_json(path)['digest'] != digest:
     raise errors.UserError(
       f'{root} holds stages of another version of this study (its'
       ' configuration file has changed). Remove the folder, or give the study'
@@ -169,7 +175,7 @@ def _check_same_study(root: paths.Path, digest: str) -> None:
 
 
 def _summary(root: paths.Path, name: str) -> dict[str, Any]:
-  return json.loads((root / name / accounting.SUMMARY).read_text())
+  return atomic.read_json(root / name / accounting.SUMMARY)
 
 
 def _best(root: paths.Path, names: Sequence[str]) -> str:
@@ -191,17 +197,12 @@ def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
 
 def _report(study: study_stages.Study) -> None:
   """Collects the results of the runs and writes the report."""
-  from encdec_adapt.evaluation import html_report  # Imports matplotlib late.
-  from encdec_adapt.telemetry import environment
-
   root = paths.at(study.root)
   folders = {name: name for name in study.runs}
   for name, candidates in study.best_of.items():
     folders = {name: _best(root, candidates), **folders}
-  stages = [
-    json.loads(_marker(root, stage).read_text()) for stage in study.stages
-  ]
-  held_out = json.loads((root / study.runs[0] / 'evaluation.json').read_text())
+  stages = [atomic.read_json(_marker(root, s)) for s in study.stages]
+  held_out = atomic.read_json(root / study.runs[0] / run_artifacts.EVALUATION)
   collected = {
     'title': study.title,
     'size': study.size,
@@ -216,21 +217,15 @@ def _report(study: study_stages.Study) -> None:
     'environment': environment.report(),
   }
   findings = html_report.write(collected, root)
-  print(f'\n{"stage":<28}{"budget":>9}{"took":>9}')
-  for stage in stages:
-    keys = 'budget_seconds', 'seconds'
-    budget, took = (progress.format_seconds(stage[key]) for key in keys)
-    print(f'{stage["name"]:<28}{budget:>9}{took:>9}')
-  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
-  print(f'{"total":<28}{"":>9}{total:>9}\n')
   for sentence in findings:
     print(f'- {sentence}')
-  print(f'\nreport: {root / "report.html"}')
+  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
+  print(f'\n{total} in all; report: {root / "report.html"}')
 
 
 def _run(root: paths.Path, folder: str) -> dict[str, Any]:
   """The results of one run; an imported model has no curve."""
-  evaluation = json.loads((root / folder / 'evaluation.json').read_text())
+  evaluation = atomic.read_json(root / folder / run_artifacts.EVALUATION)
   is_trained = (root / folder / metrics.FILE).exists()
   records = metrics.read_metrics(root / folder) if is_trained else []
   evals = [record for record in records if record['kind'] == 'eval']
@@ -239,10 +234,9 @@ def _run(root: paths.Path, folder: str) -> dict[str, Any]:
     'learning_rate': None,
     'seed': None,
     **_summary(root, folder),
-    **{
-      name: evaluation[name]
-      for name in ('kind', 'eval_loss', 'eval_loss_shuffled_prefix')
-    },
+    'kind': evaluation['kind'],
+    'eval_loss': evaluation['eval_loss'],
+    'eval_loss_shuffled_prefix': evaluation['eval_loss_shuffled_prefix'],
     'curve': {
       'step': [record['step'] for record in evals],
       'target_tokens': [record['target_tokens'] for record in evals],

@@ -17,26 +17,7 @@ import dataclasses
 import math
 import re
 
-_BYTES = {
-  'pred': 1,
-  's4': 0.5,
-  'u4': 0.5,
-  's8': 1,
-  'u8': 1,
-  'f8e4m3fn': 1,
-  'f8e5m2': 1,
-  's16': 2,
-  'u16': 2,
-  'f16': 2,
-  'bf16': 2,
-  's32': 4,
-  'u32': 4,
-  'f32': 4,
-  's64': 8,
-  'u64': 8,
-  'f64': 8,
-}
-_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
+_ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%([\w.\-]+) = (.*)$')
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%([\w.\-]+) \(')
 _REDUCE_SCATTER = 'all-reduce-scatter'  # Such a fusion's computation.
@@ -220,13 +201,14 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
   return [
     (dtype, tuple(int(n) for n in dims.split(',') if n))
     for dtype, dims in _ARRAY.findall(kind)
-    if dtype in _BYTES
   ]
 
 
-def nbytes(kind: str) -> float:
-  """Returns bytes of all arrays of a type."""
-  return sum(_BYTES[dtype] * math.prod(s) for dtype, s in arrays(kind))
+def _sizes(kind: str) -> Iterator[float]:
+  """Yields the bytes of every array of a type."""
+  for dtype, shape in arrays(kind):
+    bits = 8 if dtype == 'pred' else int(re.search(r'\d+', dtype)[0])
+    yield bits / 8 * math.prod(shape)
 
 
 class _Walk:
@@ -247,9 +229,8 @@ class _Walk:
   def _instruction(self, where, it, types, times) -> None:
     result = self.result
     if it.opcode == 'while':
-      body, condition = it.called('body'), it.called('condition')
-      trips = trip_count(self.computations, it, condition, where)
-      self.computation(body, times * trips)
+      trips = _trip_count(self.computations, it)
+      self.computation(it.called('body'), times * trips)
       return
     if it.opcode == 'conditional':
       for branch in _branches(it):  # All count: any may run.
@@ -290,11 +271,11 @@ class _Walk:
       kind = across[1].lower().replace('_', '-')
     if kind not in _COLLECTIVES:
       return it.opcode.removesuffix('-done') in _COLLECTIVES
-    size = nbytes(it.type)
+    size = sum(_sizes(it.type))
     if across or kind != 'all-gather':
-      size = sum(nbytes(types[o]) for o in it.operands if o in types)
+      size = sum(sum(_sizes(types[o])) for o in it.operands if o in types)
     elif it.opcode.endswith('-start'):
-      size = max(_BYTES[d] * math.prod(s) for d, s in arrays(it.type))
+      size = max(_sizes(it.type))
     groups = SLICES if across else _groups(it.attributes)
     channel = it.attribute('channel_id')
     # Parts of one collective are in one computation and share a channel, but
@@ -334,11 +315,8 @@ def _groups(attributes: str) -> str:
   return found[1] if found else ''
 
 
-def trip_count(
-  computations: Mapping[str, list[Instruction]],
-  loop: Instruction,
-  condition: str,
-  where: str,
+def _trip_count(
+  computations: Mapping[str, list[Instruction]], loop: Instruction
 ) -> int:
   """Returns how often a loop runs that counts up from zero to a constant.
 
@@ -351,7 +329,7 @@ def trip_count(
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if known:
     return int(known[1])
-  test = {i.name: i for i in computations[condition]}
+  test = {i.name: i for i in computations[loop.called('condition')]}
   for it in test.values():
     if it.opcode == 'compare' and it.attribute('direction') in ('LT', 'GT'):
       bounds = [_constant(test[o]) for o in it.operands]
@@ -362,7 +340,7 @@ def trip_count(
         body = {i.name: i for i in computations[loop.called('body')]}
         return -(-found[0] // _increment(body, indices[0]))
   raise UnknownProgramError(
-    f'the trip count of loop {loop.name} in {where} is not a constant'
+    f'the trip count of loop {loop.name} is not a constant'
   )
 
 
@@ -416,21 +394,14 @@ def product_flops(it: Instruction, types: Mapping[str, str]) -> float:
   lhs, rhs, result = labels.groups()
   total = 2.0 * out[result.index('b')] * out[result.index('f')]
   total *= right[rhs.index('i')]
-  for index, window in enumerate(_windows(it)):
+  # The window has a field like size=8x2 with a value for each dimension.
+  fields = re.findall(r'(\w+)=(\S+)', it.attribute('window') or '')
+  values = zip(*(value.split('x') for _, value in fields), strict=True)
+  for index, window in enumerate(values):
+    window = dict(zip((name for name, _ in fields), window, strict=True))
     size = left[lhs.index(str(index))]
     total *= _valid_pairs(out[result.index(str(index))], size, window)
   return total
-
-
-def _windows(it: Instruction) -> Iterator[dict[str, str]]:
-  """Yields fields of each spatial dimension of a convolution's window."""
-  text = it.attribute('window')
-  if not text:
-    return
-  fields = dict(part.split('=') for part in text.split())
-  columns = {k: v.split('x') for k, v in fields.items()}
-  for index in range(len(columns['size'])):
-    yield {name: values[index] for name, values in columns.items()}
 
 
 def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:

@@ -123,13 +123,8 @@ def batch_sharding(
   Raises:
     ValueError: the rows or the length of a field do not divide over the mesh.
   """
-  partition = rules.on(mesh)
-  return {
-    name: partition.sharding(
-      f'batch field {name}', value.shape, batch_axes(value.shape)
-    )
-    for name, value in batch.items()
-  }
+  axes = {name: batch_axes(value.shape) for name, value in batch.items()}
+  return shardings(batch, axes, mesh, rules)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,7 @@ def place(shape, *names, rules='fsdp', **sizes):
       lambda: place((12, 3), 'embed', 'head_dim', fsdp=8),
       "leaf .*'embed' of size 12",
     ),
-    (lambda: place((12,), 'batch', fsdp=8), "field leaf .*'batch' of size 12"),
+    (lambda: place((12,), 'batch', fsdp=8), "leaf .*'batch' of size 12"),
     (lambda: placement.RowShards(4, (0, 1)).shard_rows(3), '3 rows .* 2 of 4'),
   ],
 )
