@@ -102,18 +102,18 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
 
 def flags(folder: pathlib.Path, objective: str) -> list[str]:
   """Flags of a job on these records with a model of a few thousand weights."""
+  is_pair = objective == 'prefix_lm'
+  length = 16 if is_pair else 32
   values = {
     'data.folder': folder / objective,
     'data.vocabulary': folder / 'vocabulary.model',
     'data.source': 'text:none',
     'data.objective': objective,
-    'data.encoder_length': 16 if objective == 'prefix_lm' else 0,
-    'data.decoder_length': 16 if objective == 'prefix_lm' else 32,
+    'data.encoder_length': length * is_pair,
+    'data.decoder_length': length,
     'data.shards': 1,
     'data.eval_rows': 8,
-    'model.kind': (
-      'encoder_decoder' if objective == 'prefix_lm' else 'decoder_only'
-    ),
+    'model.kind': 'encoder_decoder' if is_pair else 'decoder_only',
     'model.vocab_multiple': 8,
     'train.batch_size': 8,
     'train.steps': 12,
@@ -123,21 +123,12 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'optimizer.warmup_steps': 2,
     'checkpoint.every': 3,
   }
+  stack = dict(
+    layers=2, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8
+  )
+  stack |= dict(vocab_size=VOCAB, window=8, pattern="('local',)")
   for side in ('encoder', 'decoder'):
-    values |= {
-      f'model.{side}.{key}': value
-      for key, value in dict(
-        layers=2,
-        width=16,
-        mlp_width=32,
-        heads=2,
-        kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        window=8,
-        pattern="('local',)",
-      ).items()
-    }
+    values |= {f'model.{side}.{key}': value for key, value in stack.items()}
   return ['--config=configs/base.py'] + [
     f'--config.{key}={value}' for key, value in values.items()
   ]
@@ -204,18 +195,24 @@ def generate(checkpoint, prompt: str, output) -> int:
   )
 
 
+def _popen(arguments, devices: int = 1, **options) -> subprocess.Popen:
+  """Starts Python in the repository."""
+  return subprocess.Popen(
+    [sys.executable, *map(str, arguments)],
+    cwd=ROOT,
+    env=environment(devices),
+    **options,
+  )
+
+
 def start(
   module: str, *arguments: str, devices: int = 1, log: pathlib.Path
 ) -> subprocess.Popen:
   """Starts a command of the package, or of `tests.`, in the repository."""
   name = module if module.startswith('tests.') else f'encdec_adapt.{module}'
-  with open(log, 'ab') as output:
-    return subprocess.Popen(
-      [sys.executable, '-m', name, *map(str, arguments)],
-      cwd=ROOT,
-      env=environment(devices),
-      stdout=output,
-      stderr=subprocess.STDOUT,
+  with open(log, 'ab') as file:
+    return _popen(
+      ['-m', name, *arguments], devices, stdout=file, stderr=subprocess.STDOUT
     )
 
 
@@ -261,19 +258,7 @@ def run_pair(
   coordinator = f'127.0.0.1:{free_port()}'
   results = [folder / f'{index}.json' for index in range(2)]
   members = [
-    subprocess.Popen(
-      [
-        sys.executable,
-        '-c',
-        program,
-        coordinator,
-        str(index),
-        path,
-        *arguments,
-      ],
-      cwd=ROOT,
-      env=environment(devices),
-    )
+    _popen(['-c', program, coordinator, index, path, *arguments], devices)
     for index, path in enumerate(results)
   ]
   assert wait_all(members) == [0, 0]
@@ -294,22 +279,20 @@ def wait_all(
 
 def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:
   """Runs Python code in a process of its own; its output is text."""
-  return subprocess.run(
-    [sys.executable, '-c', code, *map(str, arguments)],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  return _run('-c', code, *arguments)
 
 
 def run(
   module: str, *arguments: str, devices: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:
   """Runs a command to its end; its output is text."""
+  name = f'encdec_adapt.{module}'
+  return _run('-m', name, *arguments, devices=devices, timeout=timeout)
+
+
+def _run(*arguments: str, devices: int = 1, timeout: float = 300):
   return subprocess.run(
-    [sys.executable, '-m', f'encdec_adapt.{module}', *map(str, arguments)],
+    [sys.executable, *map(str, arguments)],
     cwd=ROOT,
     env=environment(devices),
     capture_output=True,

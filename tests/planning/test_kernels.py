@@ -87,42 +87,40 @@ def call(name, queries, keys, grid, rows=2, times=3, results=4):
   return hlo.Kernel(name, operands, results, times, 'e')
 
 
-def test_flops_of_calls():
-  causal = kernels.Attention(1024, 1024, None, 0)
-  local = kernels.Attention(1024, 1024, 100, 0)
-  assert causal.blocks == (3, 2) and local.blocks == (3, 2)
-  cross = kernels.Attention(1024, 512, None, None)
-  known = [causal, local, cross]
-  block = 512 * 512 * 4 * 64  # Pairs of all heads, times their dimension.
-  got = kernels.flops([call('fwd', 1024, 1024, (1, 2, 2))], known)
-  assert got == 2 * 3 * 2 * 2 * 3 * block
-  got = kernels.flops([call('dkv', 1024, 512, (1, 1, 2))], known)
-  assert got == 2 * 3 * 2 * 4 * 2 * block
-  # Of gradients of keys, the grid is short in its queries.
-  causal, local = (
-    kernels.Attention(2048, 2048, left, 0) for left in (None, 100)
-  )
-  assert causal.blocks == (10, 4) and local.blocks == (7, 2)
-  for grid, blocks in ((1, 2, 4), 7), ((1, 4, 4), 10):
-    got = kernels.flops([call('dkv', 2048, 2048, grid)], [causal, local])
-    assert got == 2 * 3 * 2 * 4 * blocks * block
-  # One kernel for all gradients: two blocks of keys at a time.
-  full = kernels.Attention(1024, 1024, None, None)
-  fused = call('dkv', 1024, 1024, (1, 1, 2), results=6)
-  got = kernels.flops([fused], [full])
-  assert got == 2 * 3 * 2 * 5 * 4 * block
+CAUSAL, LOCAL = (kernels.Attention(2048, 2048, left, 0) for left in (None, 100))
+
+
+@pytest.mark.parametrize(
+  'name, grid, results, products, blocks',
+  [
+    ('fwd', (1, 4, 4), 4, 2, 10),
+    ('fwd', (1, 4, 2), 4, 2, 7),
+    ('dq', (1, 4, 2), 4, 3, 7),
+    # Of gradients of keys, the grid is short in its queries.
+    ('dkv', (1, 2, 4), 4, 4, 7),
+    ('dkv', (1, 4, 4), 4, 4, 10),
+    # One kernel for all gradients.
+    ('dkv', (1, 4, 4), 6, 5, 10),
+  ],
+)
+def test_flops_of_calls(name, grid, results, products, blocks):
+  assert CAUSAL.blocks == (10, 4) and LOCAL.blocks == (7, 2)
+  one = call(name, 2048, 2048, grid, results=results)
+  # Of all heads, rows and runs.
+  pairs = 512 * 512 * blocks * 4 * 2 * 3
+  assert kernels.flops([one], [CAUSAL, LOCAL]) == products * 2 * 64 * pairs
 
 
 @pytest.mark.parametrize(
   'kernel, message',
   [
-    (call('fwd', 2048, 2048, (1, 4, 4)), '2048 queries'),
-    (call('other', 1024, 1024, (1, 2, 2)), 'other'),
+    (call('fwd', 1024, 1024, (1, 2, 2)), '1024 queries'),
+    (call('other', 2048, 2048, (1, 4, 4)), 'other'),
   ],
 )
 def test_a_kernel_that_the_model_does_not_have_is_refused(kernel, message):
   with pytest.raises(hlo.UnknownProgramError, match=message):
-    kernels.flops([kernel], [kernels.Attention(1024, 1024, None, 0)])
+    kernels.flops([kernel], [CAUSAL])
 
 
 def test_attentions_of_a_pair_and_its_teacher():

@@ -42,11 +42,9 @@ CASES = {
   ),
   'gemma2_balanced': (
     'gemma2',
-    (
-      *shipped('2b_2b', 'v6e:4x4'),
-      *shipped('9b_9b', *LARGE, 'v5e:16x16,slices=2'),
-      *shipped('27b_27b', 'v5p:8x8x8'),
-    ),
+    shipped('2b_2b', 'v6e:4x4')
+    + shipped('9b_9b', *LARGE, 'v5e:16x16,slices=2')
+    + shipped('27b_27b', 'v5p:8x8x8'),
     0,
   ),
   'gemma2_whole_slice': ('gemma2', shipped('2b_2b', 'v5e:4x4'), 0),
@@ -58,11 +56,9 @@ CASES = {
   ),
   'gemma2_gpus': (
     'gemma2',
-    (
-      *shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64'),
-      *shipped('9b_9b', 'h200:64'),
-      *shipped('27b_27b', 'h100:64'),
-    ),
+    shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64')
+    + shipped('9b_9b', 'h200:64')
+    + shipped('27b_27b', 'h100:64'),
     0,
   ),
 }

@@ -22,19 +22,18 @@ def abstract(**sizes):
   return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def test_one_axis_takes_the_remaining_devices():
-  config = mesh_lib.MeshConfig(replica=2, fsdp=-1, tensor=2)
-  assert config.sizes(8) == (2, 2, 1, 2)
-  mesh = mesh_lib.make_mesh(config)
-  assert dict(mesh.shape) == dict(replica=2, fsdp=2, sequence=1, tensor=2)
-
-
 @pytest.mark.parametrize(
-  'devices, sizes', [(8, (1, 8)), (256, (4, 64)), (96, (2, 48)), (67, (67, 1))]
+  'config, devices, sizes',
+  [
+    (mesh_lib.MeshConfig(replica=2, tensor=2), 8, (2, 2, 1, 2)),
+    (mesh_lib.in_groups(8, 64), 8, (1, 8, 1, 1)),
+    (mesh_lib.in_groups(256, 64), 256, (4, 64, 1, 1)),
+    (mesh_lib.in_groups(96, 64), 96, (2, 48, 1, 1)),
+    (mesh_lib.in_groups(67, 64), 67, (67, 1, 1, 1)),
+  ],
 )
-def test_devices_in_groups(devices, sizes):
-  found = mesh_lib.in_groups(devices, 64).sizes(devices)
-  assert found == (*sizes, 1, 1)
+def test_sizes_of_the_axes(config, devices, sizes):
+  assert config.sizes(devices) == sizes
 
 
 def place(shape, *names, rules='fsdp', **sizes):
@@ -95,27 +94,17 @@ def test_only_devices_with_different_tokens_count_as_parts():
 
 
 @pytest.mark.parametrize(
-  'name, sizes, table, up',
+  'name, table, up',
   [
-    ('fsdp', dict(fsdp=4, tensor=2), ('fsdp', 'tensor'), 'fsdp'),
-    (
-      'fsdp_replica',
-      dict(replica=2, fsdp=4),
-      ('fsdp', 'tensor'),
-      ('replica', 'fsdp'),
-    ),
-    (
-      'whole_slice',
-      dict(replica=2, fsdp=4),
-      ('fsdp', 'replica', 'tensor'),
-      ('fsdp', 'replica'),
-    ),
-    ('data_parallel', dict(replica=2, fsdp=4), None, None),
+    ('fsdp', ('fsdp', 'tensor'), 'fsdp'),
+    ('fsdp_replica', ('fsdp', 'tensor'), ('replica', 'fsdp')),
+    ('whole_slice', ('fsdp', 'replica', 'tensor'), ('fsdp', 'replica')),
+    ('data_parallel', None, None),
   ],
 )
-def test_specs_of_a_toy_model(name, sizes, table, up):
+def test_specs_of_a_toy_model(name, table, up):
   found = placement.parameter_shardings(
-    TABLE, abstract(**sizes), rules_lib.named(name)
+    TABLE, abstract(replica=2, fsdp=4), rules_lib.named(name)
   )
   block = 'decoder/blocks/layer_0'
   assert found['decoder/embedder/table'].spec == PartitionSpec(table, None)
