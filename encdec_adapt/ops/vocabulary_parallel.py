@@ -1,6 +1,6 @@
 """One pass over token chunks against a table sharded over the vocabulary.
 
-Shared by the losses over the vocabulary. Each device holds some rows of the
+The sharded part of `vocabulary_loss`. Each device holds some rows of the
 output table [V, D] and some of the tokens. For a chunk of its tokens it
 gathers the hidden states of the devices whose tokens it shares a table with,
 forms the logits of its own columns once, and from them both the terms of the

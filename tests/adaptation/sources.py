@@ -7,6 +7,7 @@ import numpy as np
 
 from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.models import layer_leaves, model_config, parameters
+from tests import toy_models
 
 STACK = model_config.StackConfig(
   layers=3,
@@ -25,12 +26,7 @@ RNG = jax.random.key(7)
 def make(stack, seed=0):
   """A decoder-only model in which no two arrays are alike, norms too."""
   config = model_config.DecoderOnlyConfig(stack)
-  rng = np.random.default_rng(seed)
-  flat = {
-    path: jnp.asarray(0.3 * rng.normal(size=info.shape), info.dtype)
-    for path, info in parameters.parameter_table(config).items()
-  }
-  return config, traverse_util.unflatten_dict(flat, sep='/')
+  return config, toy_models.params(config, seed, scale=0.3)
 
 
 def adapt(target, *given, **options):

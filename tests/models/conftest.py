@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, model_config, presets
+from tests import toy_models
 
 SMALL = presets.stack(
   'toy_small',
@@ -48,20 +49,8 @@ def small_pair():
 
 @pytest.fixture(scope='session')
 def redraw():
-  """A function (model, seed=0) -> parameters in which every leaf matters."""
-
-  def make(model: build.Model, seed: int = 0):
-    rng = np.random.default_rng(seed)
-    params = {}
-    for path, info in model.table.items():
-      *parents, name = path.split('/')
-      node = params
-      for parent in parents:
-        node = node.setdefault(parent, {})
-      node[name] = jnp.asarray(0.3 * rng.normal(size=info.shape), info.dtype)
-    return params
-
-  return make
+  """A function (model) -> parameters in which every leaf matters."""
+  return lambda model: toy_models.params(model.config, scale=0.3)
 
 
 @pytest.fixture(scope='session')

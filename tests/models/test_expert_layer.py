@@ -12,15 +12,7 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
-
-EXPERTS = dict(
-  experts=4,
-  experts_per_token=2,
-  expert_mlp_width=12,
-  norm_topk=True,
-  shared_expert_width=8,
-  shared_expert_gate=True,
-)
+from tests.models.test_sharded import EXPERTS
 
 
 def test_leading_layers_compute_what_scanned_ones_do(small_stack, redraw, pack):

@@ -5,14 +5,11 @@ Its loader takes over neither soft-caps nor the windows, among others
 here becomes right, its new version takes the field over: correct the README.
 """
 
-import json
-
 import numpy as np
 import pytest
 
 from encdec_adapt.huggingface import export
 from encdec_adapt.huggingface import folder as folder_lib
-from tests import tiny, tiny_tokenizers
 from tests.parity import tiny_models
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
@@ -51,15 +48,9 @@ CASES = {
 
 @pytest.fixture(scope='module')
 def tokenizer(tmp_path_factory):
-  """A folder with a tokenizer that names the class that reads it."""
-  folder = tiny_tokenizers.save(
-    tmp_path_factory.mktemp('tokenizer'), 'gemma', tiny.text(30), 400
-  )
-  file = folder / 'tokenizer_config.json'
-  config = json.loads(file.read_text())
-  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
-  file.write_text(json.dumps(config))
-  return folder
+  """The folder of a tokenizer."""
+  folder = tmp_path_factory.mktemp('tokenizer')
+  return tiny_models.save_tokenizer(folder, 'gemma')
 
 
 def _export(name, tokenizer, path):
@@ -67,13 +58,7 @@ def _export(name, tokenizer, path):
   encoder, decoder, top, _ = CASES[name]
   loaded = tiny_models.transformers.AutoTokenizer.from_pretrained(tokenizer)
   shape = {**tiny_models.SHAPE, **PLAIN, 'vocab_size': len(loaded)}
-  module = tiny_models.transformers.models.t5gemma.T5GemmaModuleConfig
-  settings = tiny_models.transformers.T5GemmaConfig(
-    encoder=module(**{**shape, **encoder}),
-    decoder=module(**{**shape, **decoder}),
-    vocab_size=len(loaded),
-    **top,
-  )
+  settings = tiny_models.t5gemma_settings(shape, encoder, decoder, **top)
   case = tiny_models.CASES['t5gemma']
   theirs = tiny_models.make(case, settings=settings)
   theirs.save_pretrained(path / 'theirs')

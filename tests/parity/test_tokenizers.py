@@ -1,29 +1,17 @@
 """Tokenizers as transformers reads the same folders."""
 
-import json
 import shutil
 
 import pytest
 
 from encdec_adapt.tokenizers import export_files, vocabularies
-from tests import tiny, tiny_tokenizers
+from tests import tiny
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
 convert_ = tiny.convert
 
-TEXTS = tiny.text(30)
 ROWS = 460  # Of a model's table; more than any tokenizer here has tokens.
-CLASS = 'PreTrainedTokenizerFast'
-
-
-def _save(folder, family):
-  """A tokenizer's folder that names the class that reads it."""
-  tiny_tokenizers.save(folder, family, TEXTS, 400)
-  file = folder / 'tokenizer_config.json'
-  config = json.loads(file.read_text())
-  file.write_text(json.dumps({**config, 'tokenizer_class': CLASS}))
-  return folder
 
 
 def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
@@ -32,8 +20,8 @@ def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
   settings.update({'vocab_size': ROWS})
   model = tmp_path / 'model'
   tiny_models.make(case, settings=settings).save_pretrained(model)
-  for file in _save(tmp_path / 'tokenizer', 'gemma').iterdir():
-    shutil.copy(file, model)
+  tokenizer = tiny_models.save_tokenizer(tmp_path / 'tokenizer', 'gemma')
+  shutil.copytree(tokenizer, model, dirs_exist_ok=True)
   pair, output = tmp_path / 'pair', tmp_path / 'exported'
   assert convert_('adapt', f'--encoder={model}', f'--output={pair}') == 0
   assert convert_('export', f'--checkpoint={pair}', f'--output={output}') == 0
@@ -53,7 +41,8 @@ def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
 
 
 def test_added_sentinels_have_their_ids_in_transformers(tmp_path):
-  folder, names = _save(tmp_path / 'qwen', 'qwen'), ['<sentinel_1>', '<mode_X>']
+  folder = tiny_models.save_tokenizer(tmp_path / 'qwen', 'qwen')
+  names = ['<sentinel_1>', '<mode_X>']
   own = vocabularies.open_vocabulary(folder, added_sentinels=2)
   export_files.write(folder, own)
   theirs = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)

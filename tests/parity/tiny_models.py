@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from tests import tiny, tiny_tokenizers
 
 _REASON = 'parity with Hugging Face needs torch and transformers'
 torch = pytest.importorskip('torch', reason=_REASON)
@@ -128,15 +129,27 @@ def _decoder(family: str, covers: str, config: str = '', **fields) -> Case:
   return Case(f'{family}ForCausalLM', settings, covers)
 
 
+def t5gemma_settings(shape: Mapping, encoder: Mapping, decoder: Mapping, **top):
+  """Returns the config of a T5Gemma.
+
+  Args:
+    shape: fields of both stacks.
+    encoder: further fields of the encoder.
+    decoder: further fields of the decoder.
+    **top: fields of the pair.
+  """
+  module = transformers.models.t5gemma.T5GemmaModuleConfig
+  return transformers.T5GemmaConfig(
+    encoder=module(**{**shape, **encoder}),
+    decoder=module(**{**shape, **decoder}),
+    vocab_size=shape['vocab_size'],
+    **top,
+  )
+
+
 def _t5gemma(covers: str, encoder: Mapping, **top) -> Case:
   def settings():
-    module = transformers.models.t5gemma.T5GemmaModuleConfig
-    return transformers.T5GemmaConfig(
-      encoder=module(**{**SHAPE, **GEMMA2, **encoder}),
-      decoder=module(**{**SHAPE, **GEMMA2}),
-      vocab_size=VOCAB,
-      **top,
-    )
+    return t5gemma_settings({**SHAPE, **GEMMA2}, encoder, {}, **top)
 
   return Case(
     'T5GemmaForConditionalGeneration', settings, covers, True, 'inclusive'
@@ -296,6 +309,16 @@ def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
     }
     assert not found, f'{problem}: {found}'
   return model.eval()
+
+
+def save_tokenizer(folder: pathlib.Path, family: str) -> pathlib.Path:
+  """Saves a tokenizer and names the class that reads it; returns the folder."""
+  tiny_tokenizers.save(folder, family, tiny.text(30), 400)
+  file = folder / 'tokenizer_config.json'
+  config = json.loads(file.read_text())
+  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  file.write_text(json.dumps(config))
+  return folder
 
 
 # -- Batches and predictions --------------------------------------------------
