@@ -1,6 +1,7 @@
 """Copy maps between toy models: the weights, and the function they compute."""
 
 import dataclasses
+import functools
 
 from flax import traverse_util
 import jax
@@ -34,6 +35,11 @@ QWEN = presets.stack(
 @pytest.fixture(autouse=True)
 def _quick_init(monkeypatch):
   monkeypatch.setattr(parameters, 'init', sources.quick_init)
+
+
+def _fresh(target):
+  init = functools.partial(parameters.init, target)
+  return jax.jit(init)(sources.RNG)
 
 
 def _tokens(length=7, vocabulary=9, seed=3):
@@ -106,7 +112,7 @@ def test_two_sources_with_fresh_cross_attention(encoder, decoder):
   target = model_config.encoder_decoder(encoder, decoder)
   got, coverage = sources.adapt(target, *given)
   filled, own = sources.by_name(target, got), sources.by_name(*given[1])
-  fresh = sources.by_name(target, parameters.init(target, sources.RNG))
+  fresh = sources.by_name(target, _fresh(target))
   _assert_equal(filled, own)
   theirs = sources.by_name(*given[0])
   head = {'decoder/head/table'} & set(theirs)
@@ -174,7 +180,7 @@ def test_controls():
   assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
   source, leaves = sources.make(STACK), weight_plan.all_but_embeddings(PAIR)
   got, coverage = sources.adapt(PAIR, source, fresh=leaves)
-  fresh = parameters.init(PAIR, sources.RNG)
+  fresh = _fresh(PAIR)
   for side in ('encoder', 'decoder'):
     fresh[side]['embedder'] = source[1]['decoder']['embedder']
   jax.tree.map(
