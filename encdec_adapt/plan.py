@@ -180,6 +180,8 @@ def _plan(job: programs.Job, where: chips.Slice) -> dict[str, Any]:
       f' with {libtpu} and the command. --search first prints estimates that'
       ' compile nothing.'
     ) from error
+  except ValueError as error:  # Decoding shares no length, for example.
+    raise errors.UserError(f'{what}: {error} Change config.mesh.') from error
   except jax.errors.JaxRuntimeError as error:
     raise errors.UserError(
       f'{libtpu} fails on {what}: {_first_line(error)}. Change config.mesh, the'

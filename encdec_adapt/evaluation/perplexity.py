@@ -51,6 +51,7 @@ class Evaluator:
     stack = where.model.config.decoder
 
     def sums(params, batch) -> dict[str, jax.Array]:
+      """Sums over the targets of a batch."""
       with partition.use(where.mesh, where.rules.as_dict()):
         loss = vocabulary_loss.cross_entropy(
           losses.predict(where.model, params, batch),

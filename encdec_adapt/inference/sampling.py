@@ -84,13 +84,8 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 def filter_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
   """Returns the logits of the distribution to draw from, [..., V].
 
-  Applies temperature, then top-k, then top-p.
-
-  Raises:
-    ValueError: temperature 0 has no distribution.
+  Applies temperature, which must be above 0, then top-k, then top-p.
   """
-  if config.temperature == 0:
-    raise ValueError('greedy decoding (temperature 0) draws nothing')
   logits = logits.astype(jnp.float32) / config.temperature
   if config.top_k is not None:
     logits = keep_top_k(logits, config.top_k)

@@ -160,11 +160,7 @@ class RowShards:
     """
     size, rest = divmod(count, len(self.held))
     if rest:
-      raise ValueError(
-        f'{count} rows of a batch do not divide into the {len(self.held)} of'
-        f' {self.total} shards that this process holds; change'
-        ' config.train.batch_size or config.mesh.'
-      )
+      raise ValueError(f'{count} rows for {len(self.held)} shards of a process')
     return size
 
 

@@ -66,26 +66,19 @@ class Rules:
 
     Raises:
       ValueError: more than `VOCABULARY_GROUP` devices with different tokens
-        share a table; names a mesh that is allowed.
+        share a table; says what is allowed.
     """
     shared = [a for a in self.vocab if a in self.batch + self.length]
     group = math.prod(sizes[axis] for axis in shared)
-    if group <= VOCABULARY_GROUP:
-      return
-    # Among the devices of `fsdp` alone, as many of them as divide.
-    most = VOCABULARY_GROUP * sizes['fsdp'] * sizes['replica'] // group
-    if 'replica' not in shared:
-      most //= sizes['replica']
-    fits = (n for n in range(1, most + 1) if sizes['fsdp'] % n == 0)
-    fsdp = max(fits, default=1)
-    raise ValueError(
-      f'the vocabulary would be split among {group} devices (mesh axes'
-      f' {", ".join(shared)}), each of which reads the hidden states of all;'
-      f' the most is {VOCABULARY_GROUP}. Set config.mesh.rules to'
-      ' fsdp_replica, which keeps the other parameters sharded over all of'
-      f' these devices, config.mesh.fsdp to {fsdp} and config.mesh.replica to'
-      f' {sizes["replica"] * sizes["fsdp"] // fsdp}.'
-    )
+    if group > VOCABULARY_GROUP:
+      raise ValueError(
+        f'the vocabulary would be split among {group} devices (mesh axes'
+        f' {", ".join(shared)}), each of which reads the hidden states of all;'
+        f' the most is {VOCABULARY_GROUP}. Set config.mesh.fsdp to at most'
+        f' {VOCABULARY_GROUP}, config.mesh.replica to the rest, and'
+        ' config.mesh.rules to fsdp_replica, which keeps the other parameters'
+        ' sharded over all of these devices.'
+      )
 
 
 # `fsdp`: parameters and batch over fsdp, heads and mlp over tensor; gradients

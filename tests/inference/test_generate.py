@@ -129,16 +129,6 @@ def test_bad_input_is_named(arguments, message, tmp_path, monkeypatch):
     _run(*arguments)
 
 
-def test_a_run_without_a_checkpoint_is_named(run_folder, tmp_path):
-  (tmp_path / config_lib.RUN_CONFIG).write_bytes(
-    (run_folder / config_lib.RUN_CONFIG).read_bytes()
-  )
-  output = tmp_path / 'out.json'
-  with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
-    _run(f'--checkpoint={tmp_path}', '--prompt=x', f'--output={output}')
-  assert not output.exists()
-
-
 def test_conversations_are_lines_of_json(tmp_path):
   file = tmp_path / 'prompts.jsonl'
   messages = [{'role': 'user', 'content': 'x'}]
