@@ -39,19 +39,13 @@ from encdec_adapt.telemetry import progress
 Report = Mapping[str, Any]
 
 _CSS = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1f2328; margin: 0; }
-main { max-width: 68rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
-p { color: #57606a; font-size: .9rem; }
-img { max-width: 100%; display: block; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: auto; }
+img { max-width: 100%; }
 div.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .92rem; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
-  border-bottom: 1px solid #d8dee4; font-variant-numeric: tabular-nums; }
-code { font: .86em ui-monospace, monospace; overflow-wrap: anywhere; }
-pre { font: .86rem/1.45 ui-monospace, monospace; white-space: pre-wrap;
-  border-left: 3px solid #d8dee4; padding: .1rem 1rem; }
-pre span { color: #6e7781; }
+table { border-collapse: collapse; }
+th, td { padding: .3rem .7rem; text-align: left; border-bottom: 1px solid; }
+pre { white-space: pre-wrap; border-left: 3px solid; padding-left: 1rem; }
+pre span { color: gray; }
 """
 
 

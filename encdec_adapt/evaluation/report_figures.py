@@ -4,22 +4,13 @@ matplotlib is imported when a figure is drawn.
 """
 
 from collections.abc import Mapping
-import itertools
 import pathlib
 from typing import Any
 
 from encdec_adapt.evaluation import report_numbers as numbers
 
-# Okabe and Ito's palette, which colour-blind readers tell apart.
-_COLOURS = {
-  'adapted': '#0072b2',
-  'scratch': '#d55e00',
-  'unbalanced': '#009e73',
-  'adapted_embeddings': '#cc79a7',
-  'decoder_only': '#333333',
-  'decoder_only_continued': '#888888',
-}
-_OTHER_COLOURS = ('#e69f00', '#56b4e9', '#8c6d31', '#6a51a3')
+# Colours that colour-blind readers tell apart.
+_COLOURS = 'tableau-colorblind10'
 _STYLE = {
   'font.size': 10,
   'axes.spines.top': False,
@@ -54,11 +45,8 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   for model in numbers.models(runs):
     first = runs[numbers.seeds(runs, model)[0]]
     (pairs if numbers.has_encoder(first) else decoders).append(model)
-  others = itertools.cycle(_OTHER_COLOURS)
-  colours = {
-    model: _COLOURS.get(model) or next(others) for model in pairs + decoders
-  }
-  with pyplot.rc_context(_STYLE):
+  colours = {model: f'C{i % 10}' for i, model in enumerate(pairs + decoders)}
+  with pyplot.style.context([_COLOURS, _STYLE]):
     panels = 1 + any(runs[model]['curve']['step'] for model in decoders)
     figure, axes = pyplot.subplots(
       1,

@@ -84,12 +84,6 @@ def test_decoding_reads_its_caches(plans):
     entries, rel=0.02
   )
   assert not decode['kernels']
-  rows, width, heads, kv_heads = 4, 256, 4 * 128, 2 * 128
-  own = 2 * width * (2 * heads + 2 * kv_heads) + 6 * width * 512
-  cross = 2 * width * 2 * heads
-  scores = 4 * heads * 2 * LENGTH  # Of the cache and of the source.
-  flops = LAYERS * (own + cross + scores) + 2 * width * 1024
-  assert decode['flops']['model'] == rows * flops / 4
 
 
 @toy.needs_libtpu
