@@ -184,7 +184,7 @@ def check_training(arguments: list[str]) -> None:
 
 
 def check_topology(
-  training: list[str], kind: str, chips: int, slices: int, asked: str
+  training: list[str], kind: str, chips: int, slices: int, request: str
 ) -> None:
   """Refuses a configuration whose topology differs from the request.
 
@@ -193,7 +193,7 @@ def check_topology(
     kind: name of the chip in a topology; '' for any GPU.
     chips: chips of a slice.
     slices: number of slices.
-    asked: flags of the request, for the message.
+    request: flags of the request, for the message.
   """
   config = flag_values(training)['config']
   found = re.search(r'\btopology=([^,]+)', config)
@@ -207,7 +207,7 @@ def check_topology(
   fits = wanted == kind if kind else wanted not in tpus
   if not fits or (size, many) != (chips, slices):
     raise LaunchError(
-      f'--config={config} is for {many} x {size} {wanted} chips; {asked}'
+      f'--config={config} is for {many} x {size} {wanted} chips; {request}'
       f' requests {slices} x {chips} {kind or "GPU"}. Change one of them.'
     )
 
@@ -328,9 +328,9 @@ class Shell:
 
   def _checksum(self, path: str) -> str:
     """Returns "CHECKSUM-SIZE" of a file."""
-    status, answer, complaint = self.ask(['cksum', path])
+    status, answer, stderr = self.ask(['cksum', path])
     if status:
-      raise LaunchError(f'cksum of {path} failed: {complaint}')
+      raise LaunchError(f'cksum of {path} failed: {stderr}')
     return '-'.join(answer.split()[:2])
 
 

@@ -124,20 +124,20 @@ class Job:
     Raises:
       LaunchError: the first query failed, or too many consecutive ones.
     """
-    status, answer, complaint = self.shell.ask(command)
-    if status == 0 or 'NOT_FOUND' in complaint:
+    status, answer, stderr = self.shell.ask(command)
+    if status == 0 or 'NOT_FOUND' in stderr:
       self._failed_queries = 0
       return ABSENT if status else answer
-    said = f'`{shlex.join(command)}` ended with status {status}:'
-    said += f' {" ".join(complaint.split())}'
+    message = f'`{shlex.join(command)}` ended with status {status}:'
+    message += f' {" ".join(stderr.split())}'
     if self._failed_queries >= _TOLERATED:
       raise commands.LaunchError(
-        f'{said} The job keeps running; the same command shows it again.'
+        f'{message} The job keeps running; the same command shows it again.'
       )
     self._failed_queries += 1
     self.shell.note(
       f'status query failed ({self._failed_queries} of {_TOLERATED} tolerated):'
-      f' {said}'
+      f' {message}'
     )
     return UNKNOWN
 

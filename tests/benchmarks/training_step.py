@@ -124,30 +124,28 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   """
   import jax
 
-  from encdec_adapt.models import build, execution
+  from encdec_adapt.models import execution
   from encdec_adapt.sharding import mesh, placement, rules
   from encdec_adapt.training import (
     losses,
     optimizers,
     phases,
     schedules,
-    state,
+    setup,
     step,
     train_section,
   )
 
-  model = build.build(
-    make_pair(arguments),
-    execution.ComputeConfig(
-      dtype=arguments.dtypes[0],
-      remat=arguments.remat,
-      attention=arguments.attention,
-      attention_chunk=arguments.attention_chunk,
-      scan_unroll=arguments.scan_unroll,
-    ),
+  names = ('remat', 'attention', 'attention_chunk', 'scan_unroll')
+  compute = execution.ComputeConfig(
+    dtype=arguments.dtypes[0],
+    **{name: getattr(arguments, name) for name in names},
   )
-  where = state.Placement(
-    model, mesh.make_mesh(mesh.MeshConfig()), rules.named('fsdp')
+  where = setup.place_model(
+    make_pair(arguments),
+    compute,
+    mesh.make_mesh(mesh.MeshConfig()),
+    rules.named('fsdp'),
   )
   optimizer = optimizers.OptimizerConfig(
     arguments.optimizer,
@@ -158,7 +156,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   )
   loss = losses.LossConfig(chunk=arguments.loss_chunk)
   only = phases.Phases(where, loss, optimizer, train_section.TrainConfig())
-  params = where.place(model.init, jax.random.key(0))
+  params = where.place(where.model.init, jax.random.key(0))
   current = only.create(params)
   train = only.make_step()
   shards = placement.row_shards(where.mesh, where.rules)
