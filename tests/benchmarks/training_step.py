@@ -28,8 +28,7 @@ IMPLEMENTATIONS = ('ours', 'transformers')
 LEARNING_RATE = 1e-4
 CLIP_NORM = 1.0
 Run = Callable[[], float]  # Runs something and returns the loss.
-# Flags of the model and the batch, then of how ours is computed.
-MODEL = {
+SIZES = {
   'layers': 6,
   'width': 256,
   'mlp_width': 1024,
@@ -37,6 +36,10 @@ MODEL = {
   'kv_heads': 2,
   'head_dim': 64,
   'vocab_size': 8192,
+}
+# Flags of the model and the batch, then of how ours is computed.
+MODEL = {
+  **SIZES,
   'pair': '',
   'batch_size': 8,
   'encoder_length': 256,
@@ -109,7 +112,7 @@ def make_pair(arguments: argparse.Namespace) -> Any:
 
   if arguments.pair:
     return presets.t5gemma(arguments.pair)
-  sizes = {name: getattr(arguments, name) for name in list(MODEL)[:7]}
+  sizes = {name: getattr(arguments, name) for name in SIZES}
   stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   return configs.encoder_decoder(stack, stack)
 
@@ -155,10 +158,11 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     second_moment_dtype=arguments.moment_dtype,
   )
   loss = losses.LossConfig(chunk=arguments.loss_chunk)
-  only = phases.Phases(where, loss, optimizer, train_section.TrainConfig())
+  config = train_section.TrainConfig()
+  job = phases.Phases(where, loss, optimizer, config)
   params = where.place(where.model.init, jax.random.key(0))
-  current = only.create(params)
-  train = only.make_step()
+  current = job.create(params)
+  train = job.make_step()
   shards = placement.row_shards(where.mesh, where.rules)
   local = shards.rows(arguments.batch_size)
   batch = step.place_batch(
