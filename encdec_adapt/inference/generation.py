@@ -94,14 +94,30 @@ def generate_tokens(
     _choose, row_keys=row_keys, sampling=sampling, eos=eos, pad=pad
   )
   decode_step, start = _start(model, params, tokens, segments, positions, bos)
+  first, segments, positions = start
   # The last generated token is never read, so it needs no entry.
-  cache = model.init_cache(len(tokens), start.tokens.shape[1] + max_tokens - 1)
-  hidden, cache = decode_step(params, **start._asdict(), cache=cache)
-  hidden, position = _last(hidden, start)
-  loop = choose(
-    _before(start, position, cache, max_tokens, pad),
-    model.logits(params, hidden)[:, 0],
+  cache = model.init_cache(len(tokens), first.shape[1] + max_tokens - 1)
+  hidden, cache = decode_step(
+    params, first, segments=segments, positions=positions, cache=cache
   )
+  # Rows may be padded on either side.
+  reverse = jnp.argmax(segments[:, ::-1] > 0, axis=1)
+  last = (segments.shape[1] - 1 - reverse)[:, None]
+  hidden = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
+  batch = len(tokens)
+  before = _Loop(
+    step=jnp.zeros((), jnp.int32),
+    last=jnp.full(batch, pad, jnp.int32),
+    position=jnp.take_along_axis(positions, last, axis=1)[:, 0],
+    done=~jnp.any(segments > 0, axis=1),
+    cache=cache,
+    generated=Generated(
+      tokens=jnp.full((batch, max_tokens), pad, jnp.int32),
+      lengths=jnp.zeros(batch, jnp.int32),
+      log_probs=jnp.zeros((batch, max_tokens), jnp.float32),
+    ),
+  )
+  loop = choose(before, model.logits(params, hidden)[:, 0])
 
   def advance(loop: _Loop) -> _Loop:
     """Feeds each row's newest token and chooses the next."""
@@ -125,14 +141,6 @@ generate = jax.jit(
 )
 
 
-class _Start(NamedTuple):
-  """First input of a decoder, each [B, n]."""
-
-  tokens: jax.Array
-  segments: jax.Array
-  positions: jax.Array
-
-
 def _start(
   model: build.Model,
   params: decoder_only.Params,
@@ -140,46 +148,21 @@ def _start(
   segments: jax.Array,
   positions: jax.Array,
   bos: int,
-) -> tuple[Callable[..., Any], _Start]:
-  """Runs the encoder; returns the decode step and its first input."""
+) -> tuple[Callable[..., Any], tuple[jax.Array, jax.Array, jax.Array]]:
+  """Runs the encoder.
+
+  Returns:
+    The decode step and its first input: tokens, segments and positions [B, n].
+  """
   if not isinstance(model.config, model_config.EncoderDecoderConfig):
-    return model.decode_step, _Start(tokens, segments, positions)
+    return model.decode_step, (tokens, segments, positions)
   encoded = model.encode(params, tokens, segments, positions)
   cross = model.prefill_cross(params, encoded, segments)
   first = jnp.any(segments > 0, axis=1, keepdims=True)  # [B, 1]
-  return functools.partial(model.decode_step, cross=cross), _Start(
-    tokens=jnp.full_like(first, bos, jnp.int32),
-    segments=first.astype(jnp.int32),
-    positions=jnp.zeros_like(first, jnp.int32),
-  )
-
-
-def _last(hidden: jax.Array, start: _Start) -> tuple[jax.Array, jax.Array]:
-  """Returns hidden state [B, 1, D] and position [B] of each last token."""
-  # Rows may be padded on either side.
-  reverse = jnp.argmax(start.segments[:, ::-1] > 0, axis=1)
-  last = start.segments.shape[1] - 1 - reverse
-  hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-  position = jnp.take_along_axis(start.positions, last[:, None], axis=1)
-  return hidden, position[:, 0]
-
-
-def _before(
-  start: _Start, position: jax.Array, cache: Any, max_tokens: int, pad: int
-) -> _Loop:
-  """Returns the state of the loop before the first token."""
-  batch = len(position)
-  return _Loop(
-    step=jnp.zeros((), jnp.int32),
-    last=jnp.full(batch, pad, jnp.int32),
-    position=position,
-    done=~jnp.any(start.segments > 0, axis=1),
-    cache=cache,
-    generated=Generated(
-      tokens=jnp.full((batch, max_tokens), pad, jnp.int32),
-      lengths=jnp.zeros(batch, jnp.int32),
-      log_probs=jnp.zeros((batch, max_tokens), jnp.float32),
-    ),
+  return functools.partial(model.decode_step, cross=cross), (
+    jnp.full_like(first, bos, jnp.int32),
+    first.astype(jnp.int32),
+    jnp.zeros_like(first, jnp.int32),
   )
 
 

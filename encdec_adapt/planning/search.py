@@ -259,8 +259,8 @@ def meshes(job: programs.Job, where: chips.Slice) -> Iterator[dict[str, Any]]:
   Evaluation batches that do not divide are enlarged; training batches are not
   looked at.
   """
+  keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
   for sizes, rules in _meshes(job, where):
-    keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
     changes = dict(zip(keys, sizes, strict=True)) | {'mesh.rules': rules}
     rows, shards = job.train.eval_batch_size, sizes[0] * sizes[1]
     if rows % shards:
