@@ -10,16 +10,12 @@ from encdec_adapt.files import paths
 
 
 def _run(start, end, shuffled=None, **fields):
+  cost = dict(total_tokens=819_200, target_tokens=409_600, flops=1.5e13)
   steps = [0, 50, 100]
-  losses = [start, (start + end) / 2, end]
-  run = {
+  return {
     'kind': 'encoder_decoder',
     'parameters': 2_345_678,
     'steps': 100,
-    'target_tokens': 409_600,
-    'total_tokens': 819_200,
-    'flops': 1.5e13,
-    'seconds': 75.0,
     'learning_rate': 1e-3,
     'seed': 0,
     'eval_loss': end,
@@ -28,16 +24,13 @@ def _run(start, end, shuffled=None, **fields):
     'curve': {
       'step': steps,
       'target_tokens': [step * 4096 for step in steps],
-      'eval_loss': losses,
+      'eval_loss': [start, (start + end) / 2, end],
     },
-    'inclusive': {
-      'target_tokens': 819_200,
-      'total_tokens': 1_638_400,
-      'flops': 3e13,
-      'seconds': 150.0,
-    },
+    'seconds': 75.0,
+    **cost,
+    'inclusive': {**cost, 'seconds': 150.0},
+    **fields,
   }
-  return {**run, **fields}
 
 
 @pytest.fixture

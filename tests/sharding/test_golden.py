@@ -20,7 +20,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.planning import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
-from encdec_adapt.sharding import rules as rules_lib
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 
@@ -96,11 +95,8 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
     for part, tree in trees.items()
   }
   arrays['optimizer'] = _fold(arrays['optimizer'], arrays['parameters'])
-  rules = next(
-    name for name, known in rules_lib.RULES.items() if known == settings.rules
-  )
   sizes = (f'{axis}={size}' for axis, size in mesh.shape.items())
-  return ', '.join([rules, *sizes]), arrays
+  return ', '.join([axes.rules, *sizes]), arrays
 
 
 def _fold(
