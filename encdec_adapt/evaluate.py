@@ -37,7 +37,7 @@ define_flags = command.define(
     default=[],
   ),
   command.string('records', 'Folder of a held-out record set.'),
-  command.integer('batch_size', 'Rows at a time.', default=16),
+  command.integer('batch_size', 'Rows at a time.', default=16, lower_bound=1),
 )
 
 
@@ -45,10 +45,10 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint', 'records')
   devices = jax.device_count()
-  if values.batch_size < 1 or values.batch_size % devices:
+  if values.batch_size % devices:
     raise errors.UserError(
       f'--batch_size is {values.batch_size}; it must be a multiple of the'
-      f' {devices} devices, at least 1.'
+      f' {devices} devices.'
     )
   record_set = records.RecordSet.open(values.records)
   # Opens every run, so that bad input is refused before the first hours.

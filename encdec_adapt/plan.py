@@ -54,7 +54,7 @@ DOES_NOT_FIT = 3  # Exit status.
 define_flags = command.define(
   command.define_config,
   command.string('topology', 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.'),
-  command.integer('num_slices', 'Number of slices.', default=1),
+  command.integer('num_slices', 'Number of slices.', default=1, lower_bound=1),
   command.flag(
     'list', 'programs', 'Of train, eval, decode.', default=['train']
   ),

@@ -154,13 +154,12 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
 
   Args:
     topology: kind of the chips and their extents.
-    slices: number of slices.
+    slices: number of slices, at least 1.
     hbm_gib: memory that a program may use, in GiB; 0 for all. A TPU's compiler
       takes no more than its chip has.
 
   Raises:
-    UserError: the chip is unknown, its torus has other dimensions, or the
-      number of slices is below 1.
+    UserError: the chip is unknown, or its torus has other dimensions.
   """
   name, _, extents = topology.partition(':')
   chip = CHIPS.get(name)
@@ -174,11 +173,6 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
     raise errors.UserError(
       f'topology={topology}: {chip.name} has {wanted} dimension(s), each of at'
       f' least 1 chip, such as {chip.name}:{"x".join(["4"] * wanted)}.'
-    )
-  if slices < 1:
-    raise errors.UserError(
-      f'topology={topology}: the number of slices is {slices}; it is at'
-      ' least 1.'
     )
   if hbm_gib:
     memory = hbm_gib * _GIB

@@ -76,7 +76,7 @@ def test_a_search_ranks_what_fits(tmp_path):
     (['--topology=v5e:4x4x4'], r'2 dimension\(s\).* such as v5e:4x4'),
     (['--topology=v5e:0x4'], 'v5e:0x4: .* at least 1 chip'),
     (['--topology=h100'], r'h100: .* 1 dimension\(s\).* such as h100:4'),
-    (['--num_slices=0'], 'slices is 0'),
+    (['--num_slices=0'], 'num_slices=0'),
   ],
 )
 def test_refusals(flags, words):
