@@ -5,6 +5,7 @@ matplotlib is imported when a figure is drawn.
 
 from collections.abc import Mapping
 import pathlib
+import statistics
 from typing import Any
 
 from encdec_adapt.evaluation import report_numbers as numbers
@@ -59,7 +60,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
     for model in pairs:
       _draw_model(left, runs, model, colours[model])
     for model in decoders:
-      final = numbers.mean(
+      final = statistics.fmean(
         [runs[name]['eval_loss'] for name in numbers.seeds(runs, model)]
       )
       if pairs and model in ('decoder_only', 'decoder_only_continued'):
@@ -98,14 +99,14 @@ def _draw_model(axes, runs, model, colour, sources=False) -> None:
     # The right panel shows losses of pretraining, on other targets than the
     # evaluation that compares the models.
     finals.append(curve['eval_loss'][-1] if sources else run['eval_loss'])
-  label = f'{model}  {numbers.mean(finals):.3f}'
+  label = f'{model}  {statistics.fmean(finals):.3f}'
   if len(names) > 1:
     label += f'  ({len(names)} seeds)'
     for x, y in curves:
       axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
   # Seeds pack different rows, so equal steps have different token counts.
   middle = [
-    [numbers.mean(values) for values in zip(*each, strict=False)]
+    [statistics.fmean(values) for values in zip(*each, strict=False)]
     for each in zip(*curves, strict=True)
   ]
   axes.plot(*middle, color=colour, linewidth=2, label=label)

@@ -6,6 +6,7 @@ the method is stated as plainly as one that goes for it.
 
 from collections.abc import Mapping, Sequence
 import math
+import statistics
 from typing import Any
 
 from encdec_adapt.evaluation import report_numbers as numbers
@@ -54,7 +55,7 @@ def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
 
 def _compare(first: Sequence[float], second: Sequence[float]) -> str:
   """States by how much the mean of `first` is lower than that of `second`."""
-  difference = numbers.mean(first) - numbers.mean(second)
+  difference = statistics.fmean(first) - statistics.fmean(second)
   if abs(difference) < NO_DIFFERENCE:
     text = f'no difference (less than {NO_DIFFERENCE} nats)'
   else:
@@ -104,7 +105,7 @@ def _encoder_use(runs: numbers.Runs) -> list[str]:
     wrong = _finite(runs, model, 'eval_loss_shuffled_prefix')
     if not (right and wrong):
       continue
-    rise = round(numbers.mean(wrong) - numbers.mean(right), 3)
+    rise = round(statistics.fmean(wrong) - statistics.fmean(right), 3)
     measured = (
       f'with the prefixes of other examples its loss is'
       f' {numbers.values(wrong)} ({rise:+.3f}).'

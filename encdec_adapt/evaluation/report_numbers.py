@@ -1,8 +1,8 @@
 """Grouping of runs by their names, and formats of numbers in a report."""
 
 from collections.abc import Mapping, Sequence
-import math
 import re
+import statistics
 from typing import Any
 
 Runs = Mapping[str, Mapping[str, Any]]
@@ -53,14 +53,9 @@ def values(losses: Sequence[float]) -> str:
   if len(losses) == 1:
     return loss(losses[0])
   return (
-    f'{mean(losses):.3f} (mean of {len(losses)} seeds, {min(losses):.3f} to'
-    f' {max(losses):.3f})'
+    f'{statistics.fmean(losses):.3f} (mean of {len(losses)} seeds,'
+    f' {min(losses):.3f} to {max(losses):.3f})'
   )
-
-
-def mean(losses: Sequence[float]) -> float:
-  """Returns the arithmetic mean."""
-  return math.fsum(losses) / len(losses)
 
 
 def count(value: float) -> str:
