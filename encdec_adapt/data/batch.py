@@ -1,19 +1,21 @@
 """Framing: how rows of token ids become a batch.
 
 A record row holds pairs of token ids without framing. A pair has inputs
-p_0..p_m-1 and targets t_0..t_n-1; the last target is EOS if and only if the
-document ends there. The fields of a batch are, in the pair's segment,
+p_0..p_m-1 and targets t_0..t_n-1, and optionally weights w_0..w_n-1 of the
+targets and decoder inputs r_0..r_n-1, which the decoder reads in place of the
+targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 
 | field            | content of the pair's segment                          |
 |------------------|--------------------------------------------------------|
-| encoder_tokens   | BOS p_0 .. p_m-1            (no EOS)                   |
-| decoder_tokens   | BOS t_0 .. t_n-2                                       |
+| encoder_tokens   | BOS p_0 .. p_m-1            (no EOS is added)          |
+| decoder_tokens   | BOS r_0 .. r_n-2, where r is t unless the pair has it  |
 | targets          | t_0 .. t_n-1                                           |
-| weights          | 1 at targets, 0 at padding                             |
+| weights          | w_0 .. w_n-1, or 1; 0 at padding                       |
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
-| teacher_tokens   | BOS p_0 .. p_m-1 t_0 .. t_n-1, pairs contiguous; the   |
+| teacher_tokens   | BOS p_0 .. p_m-1 r_0 .. r_n-1, pairs contiguous; the   |
 |                  | prefix as the decoder's vocabulary has it              |
+| teacher_prefix   | 1 at BOS p_0 .. p_m-1, 0 at r_0 ..                     |
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position that predicts it: t_0 is predicted by the     |
 |                  | last prefix token, t_j by t_j-1                        |
@@ -25,9 +27,18 @@ decoder's. If the encoder has another vocabulary, the teacher's prefix has
 another length; the pair then takes as many encoder positions as the longer of
 the two prefixes, so that it also fits the teacher's row.
 
-A causal language model has pairs with empty inputs, and only the decoder's and
-target fields. A decoder-only model reads PrefixLM rows through the teacher's
-fields, which gives it the same targets as the encoder-decoder.
+| model           | reads                                                   |
+|-----------------|---------------------------------------------------------|
+| encoder-decoder | encoder_* and decoder_*                                 |
+| causal decoder  | decoder_* of pairs without inputs, else teacher_*       |
+| prefix decoder  | teacher_*, bidirectional where teacher_prefix is 1      |
+| encoder-only    | encoder_*: targets and weights have its length S, those |
+|                 | of token p_i at the position that reads it, and weight 0|
+|                 | at BOS. The decoder's length is 0                       |
+
+A decoder-only model reads rows of pairs through the teacher's fields, which
+gives it the same targets as the encoder-decoder; `on_all_tokens` makes it
+predict the inputs too.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -44,18 +55,25 @@ Batch = dict[str, np.ndarray]
 
 
 class Pair(NamedTuple):
-  """Token ids of one example, unframed, int32.
+  """One example, unframed; token ids are int32.
 
   Attributes:
     inputs: [m], in the encoder's vocabulary; empty for a causal language
       model.
     targets: [n], in the decoder's vocabulary.
     prefix: inputs in the decoder's vocabulary; None if both sides share one.
+    decoder_inputs: [n], what the decoder reads in place of each target; None
+      for the targets themselves.
+    weights: float32 [n], weights of the targets in the loss; None for 1.
+    documents: ids of the documents that the tokens are from.
   """
 
   inputs: np.ndarray
   targets: np.ndarray
   prefix: np.ndarray | None = None
+  decoder_inputs: np.ndarray | None = None
+  weights: np.ndarray | None = None
+  documents: tuple[str, ...] = ()
 
   @property
   def teacher_inputs(self) -> np.ndarray:
@@ -64,8 +82,13 @@ class Pair(NamedTuple):
 
   @property
   def parts(self) -> tuple[np.ndarray, ...]:
-    """The two or three arrays of the pair."""
-    return self[:2] if self.prefix is None else tuple(self)
+    """Inputs and targets, and the prefix if the sides' vocabularies differ."""
+    return self[:2] if self.prefix is None else self[:3]
+
+  @property
+  def read(self) -> np.ndarray:
+    """What the decoder reads in place of each target, [n]."""
+    return self.targets if self.decoder_inputs is None else self.decoder_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +97,7 @@ class Lengths:
 
   Attributes:
     encoder: S, or 0 for a causal language model.
-    decoder: T.
+    decoder: T, or 0 for an encoder-only model.
   """
 
   encoder: int
@@ -86,11 +109,13 @@ class Lengths:
     return self.encoder + self.decoder
 
 
-def encoder_cost(pair: Pair, lengths: Lengths) -> int:
-  """Returns the encoder positions of a pair (0 without an encoder)."""
-  if not lengths.encoder:
-    return 0
-  return max(len(pair.inputs), len(pair.teacher_inputs)) + 1
+def positions(pair: Pair, lengths: Lengths) -> tuple[int, int]:
+  """Returns the encoder and decoder positions of a pair, 0 without the side."""
+  inputs = max(len(pair.inputs), len(pair.teacher_inputs)) + 1
+  return (
+    inputs if lengths.encoder else 0,
+    len(pair.targets) if lengths.decoder else 0,
+  )
 
 
 def frame_row(
@@ -114,50 +139,51 @@ def frame_row(
   Raises:
     ValueError: the pairs do not fit, or a pair has no targets.
   """
-  s, t, r = lengths.encoder, lengths.decoder, lengths.teacher
   bos, pad = framing.decoder.bos, framing.decoder.pad
-  row = {
-    'decoder_tokens': np.full(t, pad, np.int32),
-    'decoder_segments': np.zeros(t, np.int32),
-    'decoder_positions': np.zeros(t, np.int32),
-    'targets': np.full(t, pad, np.int32),
-    'weights': np.zeros(t, np.float32),
+  sizes = {
+    'encoder': lengths.encoder,
+    'decoder': lengths.decoder,
+    'teacher': lengths.teacher if teacher else 0,
   }
-  sides = ['decoder']
-  if s:
-    sides.append('encoder')
+  sizes = {side: size for side, size in sizes.items() if size}
+  aligned = 'decoder' if lengths.decoder else 'encoder'  # With the targets.
+  row = {
+    'targets': np.full(sizes[aligned], pad, np.int32),
+    'weights': np.zeros(sizes[aligned], np.float32),
+  }
+  for side, size in sizes.items():
+    fill = framing.encoder.pad if side == 'encoder' else pad
+    row[f'{side}_tokens'] = np.full(size, fill, np.int32)
+    row[f'{side}_segments'] = np.zeros(size, np.int32)
+    row[f'{side}_positions'] = np.zeros(size, np.int32)
   if teacher:
-    sides.append('teacher')
-    row['teacher_index'] = np.zeros(t, np.int32)
-  for side, length, fill in (
-    ('encoder', s, framing.encoder.pad),
-    ('teacher', r, pad),
-  ):
-    if side in sides:
-      row[f'{side}_tokens'] = np.full(length, fill, np.int32)
-      for field in ('segments', 'positions'):
-        row[f'{side}_{field}'] = np.zeros(length, np.int32)
+    row['teacher_index'] = np.zeros(sizes[aligned], np.int32)
+    row['teacher_prefix'] = np.zeros(sizes['teacher'], np.int32)
 
-  at = dict.fromkeys(sides, 0)
+  at = dict.fromkeys(sizes, 0)
   for segment, pair in enumerate(pairs, start=1):
     m, n = len(pair.teacher_inputs), len(pair.targets)
     if n == 0:
       raise ValueError(f'pair {segment} of the row has no targets')
-    streams = {'decoder': [[bos], pair.targets[:-1]]}
-    if 'encoder' in sides:
-      streams['encoder'] = [[framing.encoder.bos], pair.inputs]
-    if 'teacher' in sides:
-      streams['teacher'] = [[bos], pair.teacher_inputs, pair.targets]
+    streams = {
+      'encoder': [[framing.encoder.bos], pair.inputs],
+      'decoder': [[bos], pair.read[:-1]],
+      'teacher': [[bos], pair.teacher_inputs, pair.read],
+    }
     start = dict(at)
-    for side, parts in streams.items():
-      tokens = np.concatenate(parts)
+    for side in sizes:
+      tokens = np.concatenate(streams[side])
       _place(row, side, start[side], segment, tokens)
       at[side] += len(tokens)
-    where = slice(start['decoder'], start['decoder'] + n)
-    row['targets'][where] = pair.targets
-    row['weights'][where] = 1.0
-    if 'teacher' in sides:
-      row['teacher_index'][where] = start['teacher'] + m + np.arange(n)
+    # An encoder-only model predicts each token where it reads it, after BOS.
+    first = start[aligned] + (aligned == 'encoder')
+    places = slice(first, first + n)
+    row['targets'][places] = pair.targets
+    row['weights'][places] = 1.0 if pair.weights is None else pair.weights
+    if teacher:
+      begin = start['teacher']
+      row['teacher_index'][places] = begin + m + np.arange(n)
+      row['teacher_prefix'][begin : begin + m + 1] = 1
   return row
 
 
@@ -175,28 +201,70 @@ def _place(row: Batch, side: str, start: int, segment: int, tokens):
   row[f'{side}_positions'][start:stop] = np.arange(len(tokens))
 
 
+def on_all_tokens(batch: Batch, pad: int) -> Batch:
+  """Makes a decoder-only model predict the inputs of pairs too.
+
+  Args:
+    batch: batch with the teacher's fields, [B, ...].
+    pad: padding id of the decoder's vocabulary.
+
+  Returns:
+    The batch with targets, weights and teacher_index of the teacher's row,
+    [B, S + T]; the inputs have weight 1, and the targets their own.
+  """
+  tokens, segments = batch['teacher_tokens'], batch['teacher_segments']
+  index = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+  after = np.roll(segments, -1, axis=1)
+  after[:, -1] = 0
+  follows = (segments > 0) & (segments == after)
+  targets = np.where(follows, np.roll(tokens, -1, axis=1), pad)
+  weights = follows.astype(np.float32)
+  rows, places = np.nonzero(batch['decoder_segments'])
+  at = batch['teacher_index'][rows, places]
+  targets[rows, at] = batch['targets'][rows, places]
+  weights[rows, at] = batch['weights'][rows, places]
+  return batch | {
+    'targets': targets.astype(np.int32),
+    'weights': weights,
+    'teacher_index': index.astype(np.int32),
+  }
+
+
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
   """Stacks framed rows into a batch: [B, ...] per field."""
   return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def check_framing(
-  batch: Mapping[str, np.ndarray], framing: special_ids.Framing
+  batch: Mapping[str, np.ndarray],
+  framing: special_ids.Framing,
+  *,
+  masks: bool = False,
+  concatenated: bool = False,
 ) -> None:
-  """Checks that a batch obeys the table in the module's docstring.
+  """Checks that a batch obeys the tables in the module's docstring.
 
   Args:
     batch: fields of the batch.
     framing: special ids that frame its rows.
+    masks: whether the decoder may read other tokens than the targets.
+    concatenated: whether inputs may hold the EOS of a document.
 
   Raises:
     ValueError: names the broken rule, the row and the position.
   """
+  weights, targets = batch['weights'], batch['targets']
+  side = 'decoder' if 'decoder_segments' in batch else 'encoder'
   rules = {
-    **_decoder_rules(batch, framing.decoder),
-    **_encoder_rules(batch, framing.encoder),
-    **_teacher_rules(batch),
+    'padding has weight 0': (batch[f'{side}_segments'] > 0) | (weights == 0)
   }
+  ids = getattr(framing, side)
+  if ids.pad != ids.eos:
+    rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
+  if side == 'decoder':
+    rules |= _decoder_rules(batch, framing.decoder, masks)
+  rules |= _encoder_rules(batch, framing.encoder, concatenated)
+  rules |= _teacher_rules(batch, masks)
   for rule, holds in rules.items():
     if not holds.all():
       row, position = np.argwhere(~holds)[0]
@@ -207,30 +275,24 @@ def check_framing(
 
 
 def _decoder_rules(
-  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, masks: bool
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, T]."""
-  segments, weights = batch['decoder_segments'], batch['weights']
+  segments, tokens = batch['decoder_segments'], batch['decoder_tokens']
   first = (batch['decoder_positions'] == 0) & (segments > 0)
   # Within a segment, each input is the target before it.
   later = (segments > 0) & ~first
   previous = np.roll(batch['targets'], 1, axis=-1)
-  rules = {
-    'a decoder segment starts with BOS': ~first
-    | (batch['decoder_tokens'] == ids.bos),
+  return {
+    'a decoder segment starts with BOS': ~first | (tokens == ids.bos) | masks,
     'decoder inputs are the targets shifted right': ~later
-    | (batch['decoder_tokens'] == previous),
-    'padding has weight 0': (segments > 0) | (weights == 0),
+    | (tokens == previous)
+    | masks,
   }
-  if ids.pad != ids.eos:
-    rules['padding is never a target'] = (weights == 0) | (
-      batch['targets'] != ids.pad
-    )
-  return rules
 
 
 def _encoder_rules(
-  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, concatenated: bool
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, S]."""
   if 'encoder_tokens' not in batch:
@@ -241,13 +303,13 @@ def _encoder_rules(
     'an encoder segment starts with its only BOS': (segments == 0)
     | (start == (tokens == ids.bos))
   }
-  if ids.eos != ids.bos:
+  if ids.eos != ids.bos and not concatenated:
     rules['the encoder reads no EOS'] = (segments == 0) | (tokens != ids.eos)
   return rules
 
 
 def _teacher_rules(
-  batch: Mapping[str, np.ndarray],
+  batch: Mapping[str, np.ndarray], masks: bool
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, T]."""
   if 'teacher_index' not in batch:
@@ -255,8 +317,9 @@ def _teacher_rules(
   weights, index = batch['weights'], batch['teacher_index']
   after = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
   predicted = np.take_along_axis(batch['teacher_tokens'], after, axis=-1)
-  where = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
+  segments = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
+  own = np.take_along_axis(batch['teacher_segments'], after, axis=-1)
   return {
     'the teacher predicts the targets': (weights == 0)
-    | ((predicted == batch['targets']) & (where == batch['decoder_segments']))
+    | ((predicted == batch['targets']) | masks) & (segments == own)
   }

@@ -5,7 +5,13 @@ import dataclasses
 import functools
 
 from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import objectives, records
+from encdec_adapt.data import (
+  batch,
+  denoising,
+  objective_names,
+  objectives,
+  records,
+)
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabularies
 
@@ -55,21 +61,27 @@ class DataConfig:
   )
   objective: str = keys.key(
     'causal_lm',
-    "'causal_lm'; 'prefix_lm' (cut in half, as Encoder-Decoder Gemma);"
-    " 'prefix_lm_uniform' (Wang et al. 2022); or 'ul2' (seven denoisers).",
-    one_of=tuple(objectives.OBJECTIVES),
+    "What is predicted: 'causal_lm', 'prefix_lm' (cut in half, as"
+    " Encoder-Decoder Gemma), 'prefix_lm_uniform' (Wang et al. 2022), 'ul2',"
+    ' .. with options; the table in this file has all of them.',
   )
   encoder_length: int = keys.key(
-    0, 'Encoder length S of a row in tokens; 0 for causal_lm.', at_least=0
+    0,
+    'Encoder length S of a row in tokens; 0 for objectives without inputs.',
+    at_least=0,
   )
   decoder_length: int = keys.key(
-    256, 'Decoder length T of a row in tokens.', at_least=1
+    256,
+    'Decoder length T of a row in tokens; 0 for encoder-only models.',
+    at_least=0,
   )
   sentinels: str = keys.key(
     'recycle',
     "When a window needs more spans than there are sentinels: 'unique' is an"
-    " error, 'recycle' uses the ids again in order.",
-    one_of=tuple(objectives.SENTINEL_POLICIES),
+    " error; 'recycle' uses the ids again in order; 'extend_vocabulary' adds"
+    " as many as are needed; 'single' has one for all; 'limit_segment' ends"
+    ' the window before.',
+    one_of=denoising.POLICIES,
   )
   passes: int = keys.key(
     1,
@@ -95,12 +107,10 @@ class DataConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.data.')
-    if (self.objective != 'causal_lm') != (self.encoder_length > 0):
-      raise errors.UserError(
-        f'config.data.encoder_length is {self.encoder_length} with objective'
-        f' {self.objective!r}; causal_lm has no inputs (0), every other'
-        ' objective needs a length.'
-      )
+    lengths = batch.Lengths(self.encoder_length, self.decoder_length)
+    objectives.check_lengths(
+      self.objective, objective_names.feeds(self.objective), lengths
+    )
     other = self.encoder_vocabulary not in ('', self.vocabulary)
     if other and not self.objective.startswith('prefix_lm'):
       raise errors.UserError(
@@ -124,8 +134,13 @@ class DataConfig:
   @property
   def vocabularies(self) -> vocabularies.Choice:
     """Vocabularies of the two stacks."""
+    added = objective_names.added_sentinels(
+      self.objective, self.sentinels, self.train.lengths
+    )
     return vocabularies.Choice(
-      self.vocabulary, self.encoder_vocabulary, self.add_sentinels
+      self.vocabulary,
+      self.encoder_vocabulary,
+      max(added, self.add_sentinels),
     )
 
   @functools.cached_property

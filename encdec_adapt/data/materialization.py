@@ -93,10 +93,10 @@ class ShardJob:
 def read_examples(job: ShardJob) -> Iterable[Example]:
   """Yields the examples of a shard from SeqIO; imports TensorFlow."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Hide INFO, WARNING.
-  from encdec_adapt.data import objectives, tasks, text_split
+  from encdec_adapt.data import objective_names, tasks, text_split
 
   spec, opened = job.spec, job.choice.open()
-  objective = objectives.make_objective(
+  objective = objective_names.make_objective(
     spec.objective,
     spec.lengths,
     opened.decoder,
@@ -104,11 +104,27 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   )
   if opened.differ and spec.encoder_length:
     objective = text_split.TextSplit(objective, opened)
-  mixture = tasks.make_mixture(
-    _open_sources(spec), _draw(spec, job.pass_index), opened, objective
-  )
-  for example in tasks.examples(mixture, job.shard, spec.shards):
-    yield Example(example.pair, example.shared_spans)
+  draw = _draw(spec, job.pass_index)
+  for part in _open_sources(spec):
+    source = part.source.name
+
+    def generator(name: str, source=source) -> np.random.Generator:
+      """Returns the generator of a window: of a document, or of the shard."""
+      if name.startswith('#'):
+        name = f'shard {job.shard} of {spec.shards}{name}'
+      return randomness.generator(spec.seed, job.pass_index, source, name)
+
+    documents = (
+      (
+        document.id,
+        document.text
+        if objective.reads == 'text'
+        else opened.decoder.encode(document.text),
+      )
+      for document in tasks.documents(part, draw, job.shard, spec.shards)
+    )
+    for pair in objective.examples(documents, generator):
+      yield Example(pair, objective.shared_spans(pair))
 
 
 def write_shard(job: ShardJob) -> dict[str, Any]:
@@ -124,7 +140,7 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
       yield example.pair
 
   rows = (
-    packing.pack_pairs(pairs(), spec.lengths, job.generator('packing'))
+    packing.pack_pairs(pairs(), spec.lengths)
     if spec.pack
     else packing.single_pairs(pairs(), spec.lengths)
   )

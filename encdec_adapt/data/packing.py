@@ -1,16 +1,16 @@
 """Packs (inputs, targets) pairs into rows of two lengths.
 
 A pair takes m + 1 encoder and n decoder positions (`data/batch.py`), and a
-row holds pairs as long as both sides fit: two-dimensional bin packing. The
-packer has a bounded pool of pairs. It starts a row with the largest of a few
-random pairs; then, as long as one fits, it adds the pair that brings the row
-nearest to its goal, alone or with one more pair after it. The goal is a full
-binding side, and on the other side its share of what is in the pool, so that
-the remaining pairs keep a ratio that can be packed. (The norm-based greedy
-rule of Panigrahy et al. 2011, "Heuristics for vector bin packing", aims at two
-full sides: with rows of 512 + 256 it spends short targets on filling inputs
-that need not be full.) On documents of mixed lengths it fills more than 0.97
-of the binding side.
+row holds pairs as long as both sides fit: two-dimensional bin packing. Pairs
+are read until they fill some thousand rows, and placed from the largest to the
+smallest (by the sum of their shares of both sides), each into the open row
+that it leaves with the least room (best-fit decreasing; room is the norm of the
+free shares of both sides, of which the side with less demand counts less). On
+documents of mixed lengths this fills more than 0.97 of the binding side.
+
+The same pairs are packed in order, too, which is cheap; where that needs fewer
+rows, it is taken. The pairs of its last row, which is still open, are left for
+the next round, so no stream ever takes more rows than packing it in order.
 
 This module imports numpy only: neither TensorFlow nor jax.
 """
@@ -21,117 +21,108 @@ import numpy as np
 
 from encdec_adapt.data import batch
 
-_POOL_SIZE = 2048  # Pairs.
-# A row starts with the largest of this many pairs: large pairs are hard to
-# place, but always taking the largest would leave their complements alone.
-_FIRST = 4
-_TRIED = 4  # Pairs that are also tried together with a following one.
-# The pool's ratio is a sample: a side that is nearly as full as the other has
-# the goal of being full, too.
-_SLACK = 1.05
+# Rows that are packed together: fewer where they are long, for memory's sake.
+_ROWS = 4096
+_POSITIONS = 1 << 25
 
 
 def pack_pairs(
   pairs: Iterable[batch.Pair],
   lengths: batch.Lengths,
-  rng: np.random.Generator,
   *,
-  pool_size: int = _POOL_SIZE,
+  rows_at_once: int | None = None,
 ) -> Iterator[list[batch.Pair]]:
   """Packs pairs into rows; every pair is in exactly one row, whole.
 
   Args:
-    pairs: pairs, read as the pool empties.
-    lengths: S and T of the rows; S = 0 packs the targets alone.
-    rng: draws the first pair of each row and the pairs that are tried.
-    pool_size: number of pairs to choose from.
+    pairs: pairs, read as rows are needed.
+    lengths: lengths of the rows; a side of length 0 is not used.
+    rows_at_once: rows that are packed together, at least 1, whose pairs are in
+      memory; None for 4096, or fewer if those have over 34M positions.
 
   Yields:
-    The pairs of one row, at least one, in the order of framing.
+    The pairs of one row, at least one, in the order of the stream.
 
   Raises:
     ValueError: a pair is longer than a row, or has no targets.
   """
   capacity = np.array([lengths.encoder, lengths.decoder])
-  scale = np.maximum(capacity, 1)
-  costs = np.zeros((2, pool_size), np.int64)  # [side, pair in the pool]
-  pool: list[batch.Pair] = []
+  if rows_at_once is None:
+    rows_at_once = max(min(_ROWS, _POSITIONS // lengths.teacher), 1)
+  waiting: list[batch.Pair] = []
+  costs: list[tuple[int, int]] = []
+  demand = np.zeros(2)
   stream = iter(pairs)
-  while True:
+  ended = False
+  while not ended:
+    ended = True
     for pair in stream:
-      costs[:, len(pool)] = pair_cost(pair, lengths)
-      pool.append(pair)
-      if len(pool) == pool_size:
+      waiting.append(pair)
+      costs.append(pair_cost(pair, lengths))
+      demand += costs[-1]
+      if (demand >= rows_at_once * np.maximum(capacity, 1)).any():
+        ended = False
         break
-    if not pool:
+    if not waiting:
       return
-    demand = costs[:, : len(pool)].sum(axis=1) / scale
-    goal = scale * np.minimum(_SLACK * demand / demand.max(), 1)
-    row, free = [], capacity
-    pick = _first(costs[:, : len(pool)], scale, rng)
-    while pick is not None:
-      row.append(pool[pick])
-      free, goal = free - costs[:, pick], goal - costs[:, pick]
-      last = len(pool) - 1
-      pool[pick], costs[:, pick] = pool[last], costs[:, last]
-      pool.pop()
-      pick = _next(costs[:, :last], free, goal, scale, rng)
-    yield row
+    array = np.array(costs)
+    rows = in_order = _pack_in_order(costs, lengths)
+    kept = [] if ended else in_order.pop()
+    best = _pack_best_fit(array[: len(waiting) - len(kept)], capacity)
+    if len(best) < len(in_order):
+      rows = best
+    for row in rows:
+      yield [waiting[i] for i in row]
+    waiting, costs = ([one[i] for i in kept] for one in (waiting, costs))
+    demand = np.array(costs).sum(axis=0) if kept else np.zeros(2)
 
 
-def _first(
-  costs: np.ndarray, scale: np.ndarray, rng: np.random.Generator
-) -> int:
-  """Returns the index of the largest of a few random pairs of [2, n]."""
-  drawn = rng.integers(costs.shape[1], size=_FIRST)
-  return int(drawn[np.argmax(_square(costs[:, drawn], scale))])
+def _pack_in_order(
+  costs: list[tuple[int, int]], lengths: batch.Lengths
+) -> list[list[int]]:
+  """Packs pairs as they come, each into the last row or a new one."""
+  rows: list[list[int]] = []
+  encoder = decoder = 0  # Free positions of the last row.
+  for i, (inputs, targets) in enumerate(costs):
+    if not rows or inputs > encoder or targets > decoder:
+      rows.append([])
+      encoder, decoder = lengths.encoder, lengths.decoder
+    rows[-1].append(i)
+    encoder, decoder = encoder - inputs, decoder - targets
+  return rows
 
 
-def _next(
-  costs: np.ndarray,
-  free: np.ndarray,
-  goal: np.ndarray,
-  scale: np.ndarray,
-  rng: np.random.Generator,
-) -> int | None:
-  """Chooses the next pair of a row.
+def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
+  """Packs pairs from the largest to the smallest.
 
   Args:
-    costs: positions of the pool's pairs, [2, n].
-    free: free positions of the row, [2].
-    goal: positions missing to the goal, [2]; negative beyond it.
-    scale: positions of a row, [2].
-    rng: draws the candidate pairs tried in addition to the best single one.
+    costs: positions of the pairs, [n, 2].
+    capacity: positions of a row, [2].
 
   Returns:
-    The pair's index in the pool, None if none fits.
+    Indices of the pairs by row; each row, and all by their first, in order.
   """
-  fits = np.flatnonzero(_fit(costs, free))
-  if not len(fits):
-    return None
-  costs = costs[:, fits]
-  distance = _square(goal[:, None] - costs, scale)
-  best = int(np.argmin(distance))
-  tried = np.append(rng.integers(len(fits), size=_TRIED - 1), best)
-  both = costs[:, tried, None] + costs[:, None]  # [2, tried, n]
-  after = _square(goal[:, None, None] - both, scale)
-  after[~_fit(both, free)] = np.inf
-  after[np.arange(len(tried)), tried] = np.inf  # A pair exists once.
-  nearest = after.min(axis=1)
-  if nearest.min() < distance[best]:
-    best = tried[np.argmin(nearest)]
-  return int(fits[best])
-
-
-def _fit(costs: np.ndarray, free: np.ndarray) -> np.ndarray:
-  """Returns which costs [2, ...] are within `free` [2] on both sides."""
-  return (costs[0] <= free[0]) & (costs[1] <= free[1])
-
-
-def _square(positions: np.ndarray, scale: np.ndarray) -> np.ndarray:
-  """Returns the squared norm of shares of a row, from positions [2, ...]."""
-  encoder, decoder = positions[0] / scale[0], positions[1] / scale[1]
-  return encoder * encoder + decoder * decoder
+  shares = costs / np.maximum(capacity, 1)
+  demand = shares.sum(axis=0)
+  weights = demand / demand.max(initial=1e-9)
+  order = np.argsort(-shares.sum(axis=1), kind='stable')
+  rows: list[list[int]] = []
+  free = np.zeros((2, len(costs)), np.int64)  # [side, row]
+  shared = weights / np.maximum(capacity, 1)
+  for i in order:
+    inputs, targets = costs[i]
+    left = free[:, : len(rows)] - costs[i][:, None]
+    fits = np.flatnonzero((left[0] >= 0) & (left[1] >= 0))
+    if len(fits):
+      encoder, decoder = left[:, fits] * shared[:, None]
+      row = fits[np.argmin(encoder * encoder + decoder * decoder)]
+    else:
+      row = len(rows)
+      rows.append([])
+      free[:, row] = capacity
+    rows[row].append(int(i))
+    free[:, row] -= (inputs, targets)
+  return sorted(sorted(row) for row in rows)
 
 
 def single_pairs(
@@ -149,9 +140,8 @@ def single_pairs(
 
 def pair_cost(pair: batch.Pair, lengths: batch.Lengths) -> tuple[int, int]:
   """Returns encoder and decoder positions of a pair that fits into a row."""
-  encoder = batch.encoder_cost(pair, lengths)
-  decoder = len(pair.targets)
-  if not decoder:
+  encoder, decoder = batch.positions(pair, lengths)
+  if not len(pair.targets):
     raise ValueError(f'a pair of {len(pair.inputs)} inputs has no targets')
   if encoder > lengths.encoder or decoder > lengths.decoder:
     raise ValueError(

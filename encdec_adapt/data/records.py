@@ -34,12 +34,12 @@ from array_record.python import array_record_module
 from grain import sources
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, record_copy, row_codec
+from encdec_adapt.data import batch, objective_names, record_copy, row_codec
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
 # Version of rows, file names, windows, packing and manifest.
-FORMAT = 4
+FORMAT = 5
 MANIFEST = 'manifest.json'
 # Fields of a spec that a configuration leaves empty.
 _FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
@@ -54,15 +54,15 @@ class RecordSpec:
   Attributes:
     source: sources and weights, see `data/mixtures.py`.
     split: 'train' or 'eval'.
-    objective: name of the objective, such as 'prefix_lm'.
+    objective: name of the objective, such as 'prefix_lm', with its options.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
-    decoder_length: T of the rows in tokens.
+    decoder_length: T of the rows in tokens; 0 for an encoder-only model.
     passes: number of draws over the source, at least 1.
     shards: files per pass; a shard is made and restarted as a whole.
     seed: seed of all draws.
     pack: whether rows hold several pairs; otherwise one pair each, in order.
-    sentinels: policy for windows with more spans than sentinels, 'unique' or
-      'recycle'.
+    sentinels: policy for windows with more spans than sentinels
+      (`data/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
     max_bytes: bytes of text used of each source; 0 uses all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
@@ -155,9 +155,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     self._counts['rows'] += 1
     self._counts['pairs'] += len(pairs)
     for pair in pairs:
-      self._counts['encoder_positions'] += batch.encoder_cost(
-        pair, self._spec.lengths
-      )
+      encoder, _ = batch.positions(pair, self._spec.lengths)
+      self._counts['encoder_positions'] += encoder
       self._counts['target_tokens'] += len(pair.targets)
 
   def finish(self, **counts: int) -> dict[str, Any]:
@@ -267,7 +266,8 @@ def write_manifest(
     'fill': {
       'encoder': totals['encoder_positions']
       / (count * max(spec.encoder_length, 1)),
-      'decoder': totals['target_tokens'] / (count * spec.decoder_length),
+      'decoder': totals['target_tokens']
+      / (count * max(spec.decoder_length, 1)),
     },
     'passes': passes,
   }
@@ -387,6 +387,20 @@ class RecordSet:
   def passes(self) -> int:
     """Number of passes."""
     return len(self.starts) - 1
+
+  def check_framing(self, rows: batch.Batch) -> None:
+    """Checks a batch of these rows; see `batch.check_framing`.
+
+    Raises:
+      ValueError: names the broken rule, the row and the position.
+    """
+    objective = self.spec.objective
+    batch.check_framing(
+      rows,
+      self.framing,
+      masks=objective_names.masks_decoder_inputs(objective),
+      concatenated=objective_names.is_concatenated(objective),
+    )
 
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:
     """Reads rows by their numbers, in the order of `indices`."""

@@ -1,20 +1,36 @@
 """SeqIO tasks: the definition of an example.
 
-A task reads the documents of a source in one split and pass, encodes them and
-makes pairs by an objective; a mixture takes the examples of several tasks in
-turn. Data sources have any number of virtual shards: shard i of n has the
-documents whose index is i modulo n. An example depends only on the seed, the
-pass, the source and its own id, so a shard always has the same examples, on
-every machine and in every run.
+A task reads the documents of a source in one split and pass, and makes pairs
+by an objective. An objective is an ordinary preprocessor (`make_pairs`), which
+a task of a user's own may have too:
+
+    seqio.TaskRegistry.add(
+      'my_ul2',
+      source=..,  # Examples with 'text', and 'id' if they have one.
+      preprocessors=[functools.partial(tasks.make_pairs, objective='ul2')],
+      output_features=tasks.features(vocabulary),
+    )
+
+This module registers the task `encdec_adapt_OBJECTIVE` for every objective
+(':' and other characters of a name become '_'): Python's own text in bytes,
+with sentinels. `encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
+
+Data sources have any number of virtual shards: shard i of n has the documents
+whose index is i modulo n. An example depends only on the seed, the pass, the
+source and its own id, so a shard always has the same examples, on every
+machine and in every run. Records are made from `documents`, which fetches many
+documents at a time from TensorFlow, because one at a time costs a multiple of
+reading them.
 
 This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
 imported only where records are made, never in a process that trains from them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 import functools
+import itertools
 import re
+from typing import Any
 
 import numpy as np
 import seqio
@@ -23,38 +39,22 @@ import tensorflow as tf
 from encdec_adapt.data import (
   batch,
   mixtures,
-  objectives,
+  objective_names,
   randomness,
-  text_split,
+  text_sources,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 
-# Token features of an example; the last one only with `text_split`.
-_PARTS = ('inputs', 'targets', 'prefix')
-# Other features of an example.
-_ABOUT = ('source', 'id', 'shared_spans')
-_ROWS_AT_ONCE = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-  """One example.
-
-  Attributes:
-    pair: inputs and targets, unframed.
-    source: name of the source.
-    id: the document's id, '#' and the window's number in the document.
-    shared_spans: number of spans that share their sentinel with another.
-  """
-
-  pair: batch.Pair
-  source: str
-  id: str
-  shared_spans: int
+_DOCUMENTS_AT_ONCE = 256
+# Sentinels of the registered tasks.
+_SENTINELS = 100
 
 
 class SeqioVocabulary(seqio.Vocabulary):
   """Adapter from our vocabularies to SeqIO's, with the same ids.
+
+  Attributes:
+    ours: the adapted vocabulary.
 
   `seqio.SentencePieceVocabulary` encodes in TensorFlow, where a U+2581 in a
   text becomes a space and the names of special pieces in Gemma's own files
@@ -63,46 +63,46 @@ class SeqioVocabulary(seqio.Vocabulary):
 
   def __init__(self, one: vocabulary.Vocabulary):
     super().__init__(extra_ids=0)
-    self._vocabulary = one
+    self.ours = one
 
   @property
   def bos_id(self) -> int:
-    return self._vocabulary.bos
+    return self.ours.bos
 
   @property
   def pad_id(self) -> int:
-    return self._vocabulary.pad
+    return self.ours.pad
 
   @property
   def eos_id(self) -> int:
-    return self._vocabulary.eos
+    return self.ours.eos
 
   @property
   def unk_id(self) -> int | None:
-    return self._vocabulary.unk
+    return self.ours.unk
 
   @property
   def _base_vocab_size(self) -> int:
-    return self._vocabulary.size
+    return self.ours.size
 
   def _encode(self, s: str) -> list[int]:
-    return self._vocabulary.encode(s).tolist()
+    return self.ours.encode(s).tolist()
 
   def _decode(self, ids: Sequence[int]) -> str:
-    return self._vocabulary.decode(ids)
+    return self.ours.decode(ids)
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: bytes) -> np.ndarray:
       # Run eagerly, TensorFlow gives an array of rank 0.
       text = np.asarray(text, object).item()
-      return self._vocabulary.encode(text.decode('utf-8'))
+      return self.ours.encode(text.decode('utf-8'))
 
     ids = tf.numpy_function(encode, [s], tf.int32, stateful=False)
     return tf.ensure_shape(ids, [None])
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
     def decode(row: np.ndarray) -> bytes:
-      return self._vocabulary.decode(row).encode('utf-8')
+      return self.ours.decode(row).encode('utf-8')
 
     text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
     return tf.ensure_shape(text, [])
@@ -110,11 +110,11 @@ class SeqioVocabulary(seqio.Vocabulary):
   def __eq__(self, other) -> bool:
     return (
       isinstance(other, SeqioVocabulary)
-      and self._vocabulary.fingerprint == other._vocabulary.fingerprint
+      and self.ours.fingerprint == other.ours.fingerprint
     )
 
   def __hash__(self) -> int:
-    return hash(self._vocabulary.fingerprint)
+    return hash(self.ours.fingerprint)
 
 
 class DocumentSource(seqio.DataSource):
@@ -153,31 +153,168 @@ class DocumentSource(seqio.DataSource):
     if shuffle:
       name = self._part.source.name
       raise ValueError(f'{name!r} is read in order: shuffle=False')
+    return self.batches(shard_info).unbatch()
+
+  def batches(self, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
+    """Returns batches of the documents of a shard: 'id' and 'text', [n]."""
     shard = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
     def read():
       try:
-        for document in self._part.documents(self._draw, *shard):
+        found = self._part.documents(self._draw, *shard)
+        while some := list(itertools.islice(found, _DOCUMENTS_AT_ONCE)):
           # Bytes, as TensorFlow drops NUL from the end of a str.
           yield {
-            'id': document.id.encode('utf-8'),
-            'text': document.text.encode('utf-8'),
+            'id': [document.id.encode('utf-8') for document in some],
+            'text': [document.text.encode('utf-8') for document in some],
           }
       except Exception as error:
         self.failure = error
         raise
 
-    scalar = tf.TensorSpec([], tf.string)
+    strings = tf.TensorSpec([None], tf.string)
     return tf.data.Dataset.from_generator(
-      read, output_signature={'id': scalar, 'text': scalar}
+      read, output_signature={'id': strings, 'text': strings}
     )
+
+
+def documents(
+  part: mixtures.Part, draw: mixtures.Draw, shard_index: int, num_shards: int
+) -> Iterator[text_sources.Document]:
+  """Yields the documents of one virtual shard, always in the same order.
+
+  Args:
+    part: source and weight.
+    draw: split, seed and pass.
+    shard_index: number of the shard, in [0, num_shards).
+    num_shards: number of shards.
+
+  Raises:
+    UserError: the source is missing or has no text.
+  """
+  _hide_gpus()
+  source = DocumentSource(part, draw)
+  try:
+    for some in source.batches(seqio.ShardInfo(shard_index, num_shards)):
+      names, texts = some['id'].numpy(), some['text'].numpy()
+      for name, text in zip(names, texts, strict=True):
+        yield text_sources.Document(name.decode(), text.decode())
+  except tf.errors.OpError:
+    if source.failure is None:
+      raise
+    raise source.failure from None
+
+
+def _hide_gpus() -> None:
+  """Keeps TensorFlow from taking all memory of a GPU."""
+  if tf.config.get_visible_devices('GPU'):
+    tf.config.set_visible_devices([], 'GPU')
+
+
+def features(one: vocabulary.Vocabulary) -> dict[str, seqio.Feature]:
+  """Returns the output features of pairs in a vocabulary of ours."""
+  feature = seqio.Feature(SeqioVocabulary(one), add_eos=False)
+  return {'inputs': feature, 'targets': feature}
+
+
+def make_pairs(
+  dataset: tf.data.Dataset,
+  sequence_length: Mapping[str, int],
+  output_features: Mapping[str, seqio.Feature],
+  *,
+  objective: str,
+  sentinels: str = 'unique',
+  source: str = '',
+  seed: int = 0,
+  pass_index: int = 0,
+) -> tf.data.Dataset:
+  """SeqIO preprocessor that turns documents into the pairs of an objective.
+
+  An objective that concatenates documents does so with 256 of them.
+
+  Args:
+    dataset: examples with 'text', and 'id' if the source has names for them;
+      otherwise they are named by their position in the dataset, which makes
+      their random draws depend on the shards.
+    sequence_length: length of 'inputs' and 'targets' in tokens; 0 or no entry
+      for a side that the objective does not fill.
+    output_features: 'inputs' and 'targets' with a vocabulary of ours.
+    objective: name of the objective (`data/objective_names.py`).
+    sentinels: policy for sentinels (`data/denoising.py`).
+    source: name of the source; part of the key of all random draws.
+    seed: seed of all random draws.
+    pass_index: pass over the source; every pass draws again.
+
+  Returns:
+    A dataset with 'inputs' and 'targets', int32 [n]; 'decoder_inputs' and
+    'weights', of the length of the targets or empty; and 'documents', the ids
+    of the documents.
+  """
+  one = output_features['targets'].vocabulary.ours
+  made = objective_names.make_objective(
+    objective,
+    batch.Lengths(
+      sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
+    ),
+    one,
+    sentinel_policy=sentinels,
+  )
+  key = functools.partial(randomness.generator, seed, pass_index, source)
+
+  def make(names: np.ndarray, texts: np.ndarray):
+    found = (
+      (name.decode(), one.encode(text.decode('utf-8')))
+      for name, text in zip(names, texts, strict=True)
+    )
+    pairs = list(made.examples(found, key))
+    columns = []
+    for field, dtype in _FIELDS.items():
+      parts = [getattr(pair, field) for pair in pairs]
+      parts = [np.zeros(0, dtype) if part is None else part for part in parts]
+      columns += [
+        np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype),
+        np.array([len(part) for part in parts], np.int64),
+      ]
+    ids = np.array(
+      [' '.join(pair.documents).encode() for pair in pairs], object
+    )
+    return (*columns, ids)
+
+  types = [kind for dtype in _FIELDS.values() for kind in (dtype, np.int64)]
+
+  def pairs_of(some):
+    made = tf.numpy_function(
+      make, [some['id'], some['text']], (*types, tf.string), stateful=False
+    )
+    *columns, ids = [tf.ensure_shape(column, [None]) for column in made]
+    result = {'documents': ids}
+    for i, field in enumerate(_FIELDS):
+      result[field] = tf.RaggedTensor.from_row_lengths(
+        columns[2 * i], columns[2 * i + 1], validate=False
+      )
+    return result
+
+  if 'id' not in dataset.element_spec:
+    dataset = dataset.enumerate().map(
+      lambda i, one: one | {'id': tf.strings.as_string(i)}
+    )
+  return dataset.batch(_DOCUMENTS_AT_ONCE).map(pairs_of).unbatch()
+
+
+_FIELDS: dict[str, Any] = {
+  'inputs': np.int32,
+  'targets': np.int32,
+  'decoder_inputs': np.int32,
+  'weights': np.float32,
+}
 
 
 def make_task(
   part: mixtures.Part,
   draw: mixtures.Draw,
-  opened: vocabularies.Opened,
-  objective: objectives.Objective | text_split.TextSplit,
+  one: vocabulary.Vocabulary,
+  objective: str,
+  **options: Any,
 ) -> seqio.Task:
   """Makes the task of a source and an objective for a split and a pass.
 
@@ -186,179 +323,68 @@ def make_task(
   Args:
     part: source and weight.
     draw: split, seed and pass.
-    opened: vocabularies.
-    objective: objective for the lengths of the rows.
+    one: vocabulary of both sides.
+    objective: name of the objective.
+    **options: further options of `make_pairs`.
   """
   source = part.source.name
-  encoder, decoder = (
-    seqio.Feature(SeqioVocabulary(side), add_eos=False)
-    for side in (opened.encoder, opened.decoder)
-  )
-  features = {'inputs': encoder, 'targets': decoder}
-  if objective.reads == 'text':
-    features['prefix'] = decoder
-  key = functools.partial(
-    randomness.generator, draw.seed, draw.pass_index, source
-  )
-  # SeqIO allows no other characters; the digest keeps names apart.
-  name = re.sub(r'[^\w.:#]', '_', f'{objective.name}:{source}')
   return seqio.Task(
-    f'{name}#{randomness.digest(source):032x}',
+    f'{_name(objective)}_{_name(source)}_{randomness.digest(source):032x}',
     source=DocumentSource(part, draw),
-    preprocessors=([tokenise] if objective.reads == 'tokens' else [])
-    + [
+    preprocessors=[
       functools.partial(
-        apply_objective, objective=objective, key=key, source=source
-      ),
+        make_pairs,
+        objective=objective,
+        source=source,
+        seed=draw.seed,
+        pass_index=draw.pass_index,
+        **options,
+      )
     ],
-    output_features=features,
+    output_features=features(one),
     metric_fns=[],
   )
 
 
-def make_mixture(
-  parts: Sequence[mixtures.Part],
-  draw: mixtures.Draw,
-  opened: vocabularies.Opened,
-  objective: objectives.Objective | text_split.TextSplit,
-) -> seqio.Mixture:
-  """Mixes the tasks of several sources; for arguments see `make_task`.
+def _name(text: str) -> str:
+  """Replaces the characters that SeqIO does not allow in names."""
+  return re.sub(r'[^\w.]', '_', text)
 
-  Weights count the draws of a document, so a shard of the mixture has all
-  examples of the tasks' shards. They come in turn: a random order would depend
-  on the position.
-  """
-  tasks = [make_task(part, draw, opened, objective) for part in parts]
-  rates = [part.weight for part in parts]
-  return seqio.Mixture(
-    f'{objective.name}:mixture',
-    list(zip(tasks, rates, strict=True)),
-    sample_fn=_take_turns,
+
+def register() -> None:
+  """Registers the shipped tasks and mixtures (the module's docstring)."""
+  one = vocabularies.open_vocabulary(
+    vocabularies.BYTES, added_sentinels=_SENTINELS
   )
-
-
-def _take_turns(
-  datasets: Sequence[tf.data.Dataset], rates: Sequence[float], seed: int
-) -> tf.data.Dataset:
-  """Takes an example of each dataset in turn until all are exhausted."""
-  del rates, seed
-  turns = tf.data.Dataset.range(len(datasets)).repeat()
-  return tf.data.Dataset.choose_from_datasets(
-    datasets, turns, stop_on_empty_dataset=False
-  )
-
-
-def tokenise(
-  dataset: tf.data.Dataset, output_features: dict[str, seqio.Feature]
-) -> tf.data.Dataset:
-  """SeqIO preprocessor that encodes 'text' as 'tokens', int32 [n]."""
-  vocabulary = output_features['targets'].vocabulary
-
-  def encode(row):
-    return {'id': row['id'], 'tokens': vocabulary.encode_tf(row['text'])}
-
-  return dataset.map(encode)
-
-
-def apply_objective(
-  dataset: tf.data.Dataset,
-  objective: objectives.Objective | text_split.TextSplit,
-  key: Callable[[str], np.random.Generator],
-  source: str,
-) -> tf.data.Dataset:
-  """SeqIO preprocessor that turns documents into examples.
-
-  Args:
-    dataset: dataset with 'id' and the objective's input, 'tokens' or 'text'.
-    objective: makes the pairs.
-    key: returns the generator of an example by its id.
-    source: name of the source.
-
-  Returns:
-    A dataset with the parts of a pair ('inputs', 'targets' and, if the text
-    is split, 'prefix'), int32, and the other attributes of `Example`.
-  """
-  names = _PARTS if objective.reads == 'text' else _PARTS[:2]
-
-  def make(document_id: bytes, content: np.ndarray):
-    document = document_id.decode('utf-8')
-    if objective.reads == 'text':
-      # Run eagerly, TensorFlow gives an array of rank 0.
-      content = np.asarray(content, object).item().decode('utf-8')
-    pairs = list(objective.pairs(content, lambda i: key(f'{document}#{i}')))
-    ids = [f'{document}#{i}'.encode() for i in range(len(pairs))]
-    shared = [objective.shared_spans(pair) for pair in pairs]
-    parts = []
-    for side in zip(*(pair.parts for pair in pairs), strict=True):
-      parts += [np.concatenate(side), np.array([len(row) for row in side])]
-    return (*parts, np.array(ids, object), np.array(shared, np.int32))
-
-  # [inputs, their lengths, targets, their lengths, .., ids, shared spans]
-  types = (tf.int32, tf.int64) * len(names) + (tf.string, tf.int32)
-
-  def examples(row):
-    made = tf.numpy_function(
-      make, [row['id'], row[objective.reads]], types, stateful=False
-    )
-    *sides, ids, shared = [tf.ensure_shape(one, [None]) for one in made]
-    ragged = functools.partial(tf.RaggedTensor.from_row_lengths, validate=False)
-    return {
-      **{
-        name: ragged(tokens, lengths)
-        for name, tokens, lengths in zip(
-          names, sides[::2], sides[1::2], strict=True
+  for name in objective_names.NAMES:
+    if name == objective_names.MIXTURE:
+      continue
+    seqio.TaskRegistry.add(
+      f'encdec_adapt_{name}',
+      source=seqio.FunctionDataSource(_python_text, splits=('train', 'eval')),
+      preprocessors=[
+        functools.partial(
+          make_pairs, objective=name, sentinels='recycle', source='python'
         )
-      },
-      'source': tf.fill(tf.shape(ids), source),
-      'id': ids,
-      'shared_spans': shared,
-    }
-
-  return dataset.map(examples).unbatch()
-
-
-def examples(
-  mixture: seqio.Mixture, shard_index: int, num_shards: int
-) -> Iterator[Example]:
-  """Yields the examples of one virtual shard, always in the same order.
-
-  Args:
-    mixture: mixture by `make_mixture`.
-    shard_index: number of the shard, in [0, num_shards).
-    num_shards: number of shards.
-
-  Raises:
-    UserError: a source is missing or has no text.
-  """
-  # TensorFlow would take all memory of a GPU.
-  if tf.config.get_visible_devices('GPU'):
-    tf.config.set_visible_devices([], 'GPU')
-  (split,) = mixture.splits
-  dataset = mixture.get_dataset(
-    split=split,
-    shuffle=False,
-    shard_info=seqio.ShardInfo(shard_index, num_shards),
-    num_epochs=1,
-    passthrough_features=_ABOUT,
+      ],
+      output_features=features(one),
+      metric_fns=[],
+    )
+  seqio.MixtureRegistry.add(
+    'encdec_adapt_prefix_lm_and_ul2',
+    ['encdec_adapt_prefix_lm', 'encdec_adapt_ul2'],
+    default_rate=1.0,
   )
-  # One element at a time costs five times as much.
-  rows = dataset.ragged_batch(_ROWS_AT_ONCE)
-  try:
-    for some in rows:
-      tokens = zip(
-        *(_rows(some[name]) for name in _PARTS if name in some), strict=True
-      )
-      about = (some[name].numpy().tolist() for name in _ABOUT)
-      for parts, name, example_id, *counts in zip(tokens, *about, strict=True):
-        pair = batch.Pair(*parts)
-        yield Example(pair, name.decode(), example_id.decode(), *counts)
-  except tf.errors.OpError:
-    for failure in (task.source.failure for task in mixture.tasks):
-      if failure is not None:
-        raise failure from None
-    raise
 
 
-def _rows(ragged: tf.RaggedTensor) -> list[np.ndarray]:
-  """Splits a ragged batch into its rows."""
-  return np.split(ragged.values.numpy(), ragged.row_splits.numpy()[1:-1])
+def _python_text(
+  split: str, shuffle_files: bool, seed: int | None = None
+) -> tf.data.Dataset:
+  """Returns the documents of a split of Python's own text, in order."""
+  del shuffle_files, seed  # The order of the source is that of hashes.
+  part = mixtures.Part(text_sources.open_source('python'), 1.0)
+  draw = mixtures.Draw(split, eval_fraction=0.04, seed=0)
+  return DocumentSource(part, draw).batches(None).unbatch()
+
+
+register()

@@ -14,7 +14,7 @@ decoder, is shortened until it fits both.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import itertools
 from typing import NamedTuple
 
@@ -77,11 +77,28 @@ class TextSplit:
         ' hides tokens in what both sides read. Use prefix_lm or'
         ' prefix_lm_uniform, which split the text'
       )
+    if objective.concatenate:
+      raise errors.UserError(
+        f'objective {objective.name!r} cannot concatenate documents with two'
+        ' vocabularies; remove the option'
+      )
     self._objective = objective
     self._encoder, self._decoder = opened.encoder, opened.decoder
     self.name, self.draws = objective.name, objective.draws
     self.lengths, self.plans = objective.lengths, objective.plans
     self._eos = np.array([opened.decoder.eos], np.int32)
+
+  def examples(
+    self,
+    documents: Iterable[tuple[str, str]],
+    generator: objectives.Generator,
+  ) -> Iterator[batch.Pair]:
+    """Cuts texts into windows and pairs each; see `Objective.examples`."""
+    for name, text in documents:
+      for pair in self.pairs(
+        text, lambda i, name=name: generator(f'{name}#{i}')
+      ):
+        yield pair._replace(documents=(name,))
 
   def pairs(
     self, text: str, generator: Callable[[int], np.random.Generator]

@@ -202,6 +202,27 @@ class Vocabulary(abc.ABC):
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
+  @functools.cached_property
+  def text_ids(self) -> np.ndarray:
+    """Ids that text can have, int32: neither special nor gaps."""
+    special = set(self.specials.values())
+    return np.array(
+      [i for i in range(self.size) if i not in special and self.piece(i)],
+      np.int32,
+    )
+
+  @functools.cached_property
+  def sentence_ends(self) -> np.ndarray:
+    """Whether a token's text ends a sentence, bool [size].
+
+    It does if it ends in '.', '!' or '?', or has a newline.
+    """
+    ends = np.zeros(self.size, bool)
+    for i in self.text_ids.tolist():
+      text = self.decode([i], start=False)
+      ends[i] = text.endswith(('.', '!', '?')) or '\n' in text
+    return ends
+
   def piece(self, token: int) -> str:
     """Returns the name of a token, such as '<eos>', '<0x0A>' or '\u2581the'."""
     token = int(token)

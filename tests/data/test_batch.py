@@ -44,6 +44,7 @@ def test_a_row_of_two_pairs_is_framed_as_the_table_says():
     + [BOS, 21, 22, 23, EOS, 0, 0],
     'teacher_segments': [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0],
     'teacher_positions': [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 0],
+    'teacher_prefix': [1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
     # 14 is predicted at 13 (index 3); 23 at 22 (index 9).
     'teacher_index': [3, 4, 5, 9, 10, 0],
   }
@@ -70,6 +71,68 @@ def test_a_causal_row_has_no_encoder():
   np.testing.assert_array_equal(row['decoder_tokens'], [2, 11, 2, 21, 0, 0])
   np.testing.assert_array_equal(row['targets'], [11, 12, 21, EOS, 0, 0])
   np.testing.assert_array_equal(row['decoder_segments'], [1, 1, 2, 2, 0, 0])
+
+
+def test_decoder_inputs_and_weights_of_a_pair():
+  masked = pair([11], [12, 13, 14])._replace(
+    decoder_inputs=np.array([12, 4, 14], np.int32),
+    weights=np.array([0, 1, 0.5], np.float32),
+  )
+  row = batch.frame_row([masked], LENGTHS, framing.FRAMING, teacher=True)
+  np.testing.assert_array_equal(row['decoder_tokens'], [BOS, 12, 4, 0, 0, 0])
+  np.testing.assert_array_equal(row['targets'], [12, 13, 14, 0, 0, 0])
+  np.testing.assert_array_equal(row['weights'], [0, 1, 0.5, 0, 0, 0])
+  np.testing.assert_array_equal(
+    row['teacher_tokens'][:6], [BOS, 11, 12, 4, 14, 0]
+  )
+  rows = batch.stack_rows([row])
+  batch.check_framing(rows, framing.FRAMING, masks=True)
+  with pytest.raises(ValueError, match='shifted right'):
+    batch.check_framing(rows, framing.FRAMING)
+
+
+def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():
+  pairs = [
+    batch.Pair(
+      np.array(read, np.int32),
+      np.array(targets, np.int32),
+      weights=np.array(weights, np.float32),
+    )
+    for read, targets, weights in (
+      ([4, 12, 13], [11, 12, 13], [1, 0, 0]),
+      ([21, 4], [21, 22], [0, 1]),
+    )
+  ]
+  row = batch.frame_row(pairs, batch.Lengths(8, 0), framing.FRAMING)
+  expected = {
+    'encoder_tokens': [BOS, 4, 12, 13, BOS, 21, 4, 0],
+    'encoder_segments': [1, 1, 1, 1, 2, 2, 2, 0],
+    'encoder_positions': [0, 1, 2, 3, 0, 1, 2, 0],
+    'targets': [0, 11, 12, 13, 0, 21, 22, 0],
+    'weights': [0, 1, 0, 0, 0, 0, 1, 0],
+  }
+  assert set(row) == set(expected)
+  for name, values in expected.items():
+    np.testing.assert_array_equal(row[name], values, err_msg=name)
+  batch.check_framing(batch.stack_rows([row]), framing.FRAMING)
+
+
+def test_a_decoder_only_model_may_predict_the_inputs_too():
+  row = batch.frame_row(
+    [ROW[0]._replace(weights=np.array([1, 0, 2], np.float32)), ROW[1]],
+    LENGTHS,
+    framing.FRAMING,
+    teacher=True,
+  )
+  rows = batch.on_all_tokens(batch.stack_rows([row]), framing.PAD)
+  # teacher_tokens: BOS 11 12 13 14 15 16 | BOS 21 22 23 EOS | padding
+  np.testing.assert_array_equal(
+    rows['targets'], [[11, 12, 13, 14, 15, 16, 0, 21, 22, 23, EOS, 0, 0, 0]]
+  )
+  np.testing.assert_array_equal(
+    rows['weights'], [[1, 1, 1, 1, 0, 2, 0, 1, 1, 1, 1, 0, 0, 0]]
+  )
+  np.testing.assert_array_equal(rows['teacher_index'], [np.arange(14)])
 
 
 def test_empty_inputs_give_an_encoder_of_bos_and_predict_from_it():
@@ -162,6 +225,7 @@ def test_each_side_is_framed_with_its_own_ids():
 
 
 def test_a_pair_costs_what_the_longer_prefix_takes():
-  assert [batch.encoder_cost(pair, LENGTHS) for pair in SPLIT] == [4, 2]
-  assert batch.encoder_cost(ROW[0], LENGTHS) == 4
-  assert batch.encoder_cost(ROW[0], batch.Lengths(0, 6)) == 0
+  assert [batch.positions(pair, LENGTHS) for pair in SPLIT] == [(4, 2), (2, 2)]
+  assert batch.positions(ROW[0], LENGTHS) == (4, 3)
+  assert batch.positions(ROW[0], batch.Lengths(0, 6)) == (0, 3)
+  assert batch.positions(ROW[0], batch.Lengths(8, 0)) == (4, 0)

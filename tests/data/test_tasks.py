@@ -1,7 +1,9 @@
 """SeqIO tasks: examples, shards, mixtures; the only test to import SeqIO."""
 
+import functools
 import itertools
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  materialization,
   mixtures,
-  objectives,
+  objective_names,
   randomness,
+  records,
   text_sources,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
@@ -48,92 +52,148 @@ def _source(folder):
   return text_sources.open_source(f'text:{folder}/*.txt')
 
 
-def _objective(vocabulary, name='prefix_lm'):
-  return objectives.make_objective(name, LENGTHS, vocabulary)
-
-
 def _draw(split='train', eval_fraction=0.3, **options):
   return mixtures.Draw(split, eval_fraction, seed=3, **options)
 
 
-def _mixture(folder, vocabulary, objective='ul2', **options):
-  """A mixture of one source."""
-  return tasks.make_mixture(
-    [mixtures.Part(_source(folder), 1.0)],
-    _draw(**options),
-    vocabularies.Opened(vocabulary, vocabulary),
-    _objective(vocabulary, objective),
+def _examples(part, vocabulary, objective, shard=0, shards=1):
+  """Examples of a shard, as records are made from them."""
+  job = SimpleNamespace(
+    spec=records.RecordSpec(
+      source=f'{part.source.name}@{part.weight}',
+      split='train',
+      objective=objective,
+      encoder_length=24,
+      decoder_length=24,
+      shards=shards,
+      seed=3,
+      eval_fraction=0.3,
+    ),
+    choice=vocabularies.Choice(vocabulary.path),
+    pass_index=0,
+    shard=shard,
   )
+  return list(materialization.read_examples(job))
 
 
-def _key(example):
-  return (
-    example.source,
-    example.id,
-    *(part.tolist() for part in example.pair.parts),
-    example.shared_spans,
-  )
-
-
-def _keys(mixture, shards=1):
-  return [
-    _key(example)
-    for shard in range(shards)
-    for example in tasks.examples(mixture, shard, shards)
-  ]
+def _key(pair):
+  return (pair.documents, *(part.tolist() for part in pair.parts))
 
 
 @pytest.mark.parametrize('objective', ['prefix_lm', 'ul2'])
 def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
-  made = _objective(vocabulary, objective)
-  source = _source(folder)
+  made = objective_names.make_objective(objective, LENGTHS, vocabulary)
+  part = mixtures.Part(_source(folder), 1.0)
   expected = []
-  for document in source.documents():
-    if not text_sources.in_split(document.id, 'train', 0.3, 3):
-      continue
-    names = [f'{document.id}#{i}' for i in range(1000)]
-    pairs = made.pairs(
-      vocabulary.encode(document.text),
-      lambda i, names=names: randomness.generator(3, 0, source.name, names[i]),
-    )
-    for name, pair in zip(names, pairs, strict=False):
-      shared = made.shared_spans(pair)
-      expected.append(_key(tasks.Example(pair, source.name, name, shared)))
-  assert len(expected) > 64  # more than is fetched at once
-  assert _keys(_mixture(folder, vocabulary, objective)) == expected
+  for document in part.source.documents():
+    if text_sources.in_split(document.id, 'train', 0.3, 3):
+      expected += made.examples(
+        [(document.id, vocabulary.encode(document.text))],
+        functools.partial(randomness.generator, 3, 0, part.source.name),
+      )
+  found = _examples(part, vocabulary, objective)
+  assert len(found) > 64
+  assert [_key(example.pair) for example in found] == [
+    _key(pair) for pair in expected
+  ]
+  # Records do not depend on the number of shards.
+  shards = [
+    _key(example.pair)
+    for i in range(3)
+    for example in _examples(part, vocabulary, objective, i, 3)
+  ]
+  assert sorted(shards) == sorted(map(_key, expected))
+  assert not _examples(part, vocabulary, objective, 39, 40)
 
 
-def test_examples_do_not_depend_on_the_number_of_shards(folder, vocabulary):
-  whole = _keys(_mixture(folder, vocabulary))
-  for shards in (2, 3):
-    assert sorted(_keys(_mixture(folder, vocabulary), shards)) == sorted(whole)
-  one = _mixture(folder, vocabulary)
-  assert not list(tasks.examples(one, 39, 40))  # more shards than documents
+def test_concatenated_windows_are_keyed_by_the_shard(folder, vocabulary):
+  part = mixtures.Part(_source(folder), 1.0)
+  first, again, other = (
+    [_key(e.pair) for e in _examples(part, vocabulary, 'ul2_published', i, 2)]
+    for i in (0, 0, 1)
+  )
+  assert first == again and {key[0] for key in first}.isdisjoint(
+    {key[0] for key in other}
+  )
+  assert any(len(documents) > 1 for documents, *_ in first)
+
+
+def test_weights_draw_documents_again_with_other_splits(folder, vocabulary):
+  twice = _examples(
+    mixtures.Part(_source(folder), 2.0), vocabulary, 'prefix_lm_uniform'
+  )
+  half = len(twice) // 2
+  once, again = (
+    [_key(example.pair)[1:] for example in some]
+    for some in (twice[:half], twice[half:])
+  )
+  assert sum(a != b for a, b in zip(once, again, strict=True)) > 30
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
-  task = tasks.make_task(
-    mixtures.Part(_source(folder), 1.0),
-    _draw(),
-    vocabularies.Opened(vocabulary, vocabulary),
-    _objective(vocabulary),
-  )
+  part = mixtures.Part(_source(folder), 1.0)
+  task = tasks.make_task(part, _draw(), vocabulary, 'ul2')
   assert task.splits == ('train',)
-  dataset = task.get_dataset(
-    {'inputs': 24, 'targets': 24}, 'train', shuffle=False
-  )
-  row = next(dataset.as_numpy_iterator())
-  example = next(
-    tasks.examples(_mixture(folder, vocabulary, 'prefix_lm'), 0, 1)
-  )
-  np.testing.assert_array_equal(row['inputs'], example.pair.inputs)
-  np.testing.assert_array_equal(row['targets'], example.pair.targets)
-  padded = seqio.EncDecFeatureConverter(pack=False)(
-    dataset, {'inputs': 24, 'targets': 24}
-  )
+  lengths = {'inputs': 24, 'targets': 24}
+  dataset = task.get_dataset(lengths, 'train', shuffle=False)
+  rows = list(dataset.as_numpy_iterator())
+  examples = _examples(part, vocabulary, 'ul2')
+  for row, example in zip(rows, examples, strict=True):
+    np.testing.assert_array_equal(row['inputs'], example.pair.inputs)
+    np.testing.assert_array_equal(row['targets'], example.pair.targets)
+  padded = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
   assert next(padded.as_numpy_iterator())['encoder_input_tokens'].shape == (24,)
   with pytest.raises(ValueError, match='shuffle=False'):
     task.get_dataset(None, 'train', shuffle=True)
+
+
+def test_objectives_are_preprocessors_of_other_tasks(vocabulary):
+  task = seqio.Task(
+    'somebodys_own',
+    source=seqio.FunctionDataSource(
+      lambda split, shuffle_files, seed=None: (
+        tf.data.Dataset.from_tensor_slices(
+          {'text': ['one two three four', 'five six seven']}
+        )
+      ),
+      splits=('train',),
+    ),
+    preprocessors=[
+      functools.partial(tasks.make_pairs, objective='bart_masking:share=0.5')
+    ],
+    output_features=tasks.features(vocabulary),
+  )
+  rows = list(
+    task.get_dataset(
+      {'inputs': 64, 'targets': 64}, shuffle=False
+    ).as_numpy_iterator()
+  )
+  texts = [vocabulary.decode(row['targets']) for row in rows]
+  assert texts == ['one two three four', 'five six seven']
+  assert [row['documents'] for row in rows] == [b'0', b'1']
+  for row in rows:
+    masked = (row['inputs'] == vocabulary.mask).sum()
+    assert masked == round(0.5 * (len(row['targets']) - 1))
+
+
+def test_shipped_tasks_are_registered():
+  name = 'encdec_adapt_span_corruption'
+  task = seqio.get_mixture_or_task(name)
+  lengths = {'inputs': 64, 'targets': 32}
+  row = next(task.get_dataset(lengths, shuffle=False).as_numpy_iterator())
+  assert len(row['inputs']) <= 63 and len(row['targets'])
+  found = seqio.TaskRegistry.names()
+  for name in objective_names.NAMES:
+    assert name == 'denoise' or f'encdec_adapt_{name}' in found
+  mixture = seqio.get_mixture_or_task('encdec_adapt_prefix_lm_and_ul2')
+  assert (
+    next(
+      mixture.get_dataset(
+        {'inputs': 64, 'targets': 64}, shuffle=False
+      ).as_numpy_iterator()
+    )['inputs'].dtype
+    == np.int32
+  )
 
 
 def test_seqio_vocabulary_has_our_ids(vocabulary):
@@ -150,39 +210,6 @@ def test_seqio_vocabulary_has_our_ids(vocabulary):
   assert wrapped == tasks.SeqioVocabulary(
     vocabularies.open_vocabulary(vocabulary.path)
   )
-
-
-def test_a_mixture_has_all_examples_of_its_parts(folder, vocabulary, tmp_path):
-  (tmp_path / 'long.txt').write_text('some other words. ' * 400)
-  parts = [
-    mixtures.Part(_source(folder), 2.0),
-    mixtures.Part(_source(tmp_path), 1.0),
-  ]
-
-  def make(parts):
-    draw = _draw(eval_fraction=0.0)
-    objective = _objective(vocabulary, 'prefix_lm_uniform')
-    return tasks.make_mixture(
-      parts, draw, vocabularies.Opened(vocabulary, vocabulary), objective
-    )
-
-  mixed = _keys(make(parts))
-  assert mixed == _keys(make(parts))
-  assert make(parts).splits == ('train',)
-  alone = [_keys(make([part])) for part in parts]
-  for part, keys in zip(parts, alone, strict=True):
-    assert [key for key in mixed if key[0] == part.source.name] == keys
-  assert len(mixed) == sum(map(len, alone))
-  # In turn, not one after the other.
-  names = [key[0] for key in mixed]
-  assert all(a != b for a, b in zip(names[:100], names[1:100], strict=False))
-  # Weight 2 draws every document twice, with other splits.
-  half = len(alone[0]) // 2
-  once = [key[2:] for key in alone[0][:half]]
-  again = [key[2:] for key in alone[0][half:]]
-  assert sum(a != b for a, b in zip(once, again, strict=True)) > 30
-  for shards in (2, 3):
-    assert sorted(_keys(make(parts), shards)) == sorted(mixed)
 
 
 def _write_tfds(folder, texts):
@@ -213,17 +240,10 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   assert len({document.id for document in documents}) == 7
   assert documents == list(text_sources.open_source(name).documents())
   assert source.fingerprint() == text_sources.open_source(name).fingerprint()
-  mixture = tasks.make_mixture(
-    [mixtures.Part(source, 1.0)],
-    _draw(eval_fraction=0.0),
-    vocabularies.Opened(vocabulary, vocabulary),
-    _objective(vocabulary),
+  read = tasks.documents(
+    mixtures.Part(source, 1.0), _draw(eval_fraction=0.0), 0, 1
   )
-  decoded = {
-    vocabulary.decode([*example.pair.inputs, *example.pair.targets])
-    for example in tasks.examples(mixture, 0, 1)
-  }
-  assert decoded == set(texts)
+  assert list(read) == documents
   with pytest.raises(
     errors.UserError, match=r"is no feature 'text' but \['body'"
   ):
@@ -234,13 +254,10 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
     text_sources.open_source('tfds:no_such_dataset_at_all:train')
 
 
-def test_what_reading_raises_comes_through(vocabulary, tmp_path):
+def test_what_reading_raises_comes_through(tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"body": 1}\n')
-  mixture = tasks.make_mixture(
-    mixtures.open_parts(f'python@0.01 + jsonl:{tmp_path}/a.jsonl'),
-    _draw(eval_fraction=0.0),
-    vocabularies.Opened(vocabulary, vocabulary),
-    _objective(vocabulary),
+  part = mixtures.Part(
+    text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl'), 1.0
   )
   with pytest.raises(errors.UserError, match='line 2, is not a JSON object'):
-    list(tasks.examples(mixture, 0, 1))
+    list(tasks.documents(part, _draw(eval_fraction=0.0), 0, 1))

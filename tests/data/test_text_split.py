@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objectives, text_split
+from encdec_adapt.data import batch, objective_names, text_split
 from encdec_adapt.tokenizers import vocabularies
 from tests import tiny_tokenizers
 
@@ -22,7 +22,7 @@ def opened(tmp_path_factory):
 
 
 def _split(opened, lengths=(64, 24), name='prefix_lm'):
-  objective = objectives.make_objective(
+  objective = objective_names.make_objective(
     name, batch.Lengths(*lengths), opened.decoder
   )
   return text_split.TextSplit(objective, opened)
@@ -96,7 +96,7 @@ def test_any_document(opened, text, lengths, name, turned):
   tokens = []
   for i, pair in enumerate(pairs):
     ends = i == len(pairs) - 1
-    assert batch.encoder_cost(pair, split.lengths) <= lengths[0]
+    assert batch.positions(pair, split.lengths)[0] <= lengths[0]
     row = batch.frame_row([pair], split.lengths, opened.framing, teacher=True)
     batch.check_framing(batch.stack_rows([row]), opened.framing)
     assert (pair.targets[-1] == opened.decoder.eos) == ends
@@ -120,7 +120,7 @@ def test_draws_come_from_the_generators_alone(opened):
 
 
 def test_objectives_that_hide_tokens_are_refused(opened):
-  objective = objectives.make_objective(
+  objective = objective_names.make_objective(
     'ul2', batch.Lengths(64, 64), opened.encoder
   )
   with pytest.raises(errors.UserError, match='it hides tokens in what both'):

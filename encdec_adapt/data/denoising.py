@@ -1,0 +1,404 @@
+"""Span corruption: denoisers as data, and what stands for hidden spans.
+
+A denoiser hides part of a window. It is written MODE:MEAN:DENSITY, where MODE
+is a mode token (R, S, X, or - for none), MEAN the mean length of a span and
+DENSITY the share of hidden tokens; a mixture is denoisers with weights:
+
+    R:3:0.15 + X:32:0.15@2 + S:uniform@4
+
+| denoiser             | hides                                            |
+|----------------------|--------------------------------------------------|
+| MODE:3:0.15          | spans of random lengths, mean 3, 15% of tokens   |
+| MODE:3:0.15:normal   | the same with normally distributed lengths       |
+| MODE:suffix:0.25     | the last 25%, as one span                        |
+| MODE:uniform         | what follows a uniform split; without sentinels  |
+
+Objectives are such mixtures:
+
+| name            | mixture                                               |
+|-----------------|-------------------------------------------------------|
+| span_corruption | T5 (arXiv:1910.10683): -:3:0.15                       |
+| ul2             | the seven of table 1 of Tay et al. (arXiv:2205.05131),|
+|                 | drawn uniformly; S hides the last quarter             |
+| ul2_published   | the same as their code (appendix 9.2) ran it: S is a  |
+|                 | uniform split without a sentinel, and documents are   |
+|                 | concatenated                                          |
+| ul2r            | U-PaLM (arXiv:2210.11399): 50% S, 25% R, 25% X, where |
+|                 | X is half (32, 0.15) and half (3, 0.5), as Levanter   |
+|                 | reads it                                              |
+| t5gemma2        | the five of T5Gemma 2 (arXiv:2512.14856), 1:1:1:1:4   |
+| denoise:MIXTURE | any other                                             |
+
+Spans are drawn as T5 draws them: a fixed number of spans, random partitions
+of hidden and visible tokens, alternating, a hidden span last. The window of
+such a denoiser is the longest whose inputs fit the encoder (T5's
+`random_spans_helper`); targets that do not fit the decoder are an error, which
+names the lengths that would do. Windows of `suffix` and `uniform` are the
+longest that fit both sides.
+
+Inputs need a sentinel for every span. With 8192 inputs, (3, 0.5) has about
+2,040 spans and (3, 0.15) about 455, and Gemma has 96 sentinels; so there are
+policies (the papers do not say which one Google used):
+
+| policy            | spans beyond the vocabulary's sentinels               |
+|-------------------|-------------------------------------------------------|
+| unique            | are refused: an error names the sentinels needed      |
+| recycle           | use the ids again in order, 21 times for (3, 0.5)     |
+| extend_vocabulary | all spans use new ids at the end of the vocabulary,   |
+|                   | which the model's tables have to cover (2,047 at 8192)|
+| single            | all spans have the first sentinel; their order tells  |
+|                   | them apart                                            |
+| limit_segment     | do not occur: windows end before their sentinels run  |
+|                   | out (at 576 tokens for (3, 0.5)) and share rows       |
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import bisect
+from collections.abc import Sequence
+import dataclasses
+import functools
+import re
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, objectives
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
+
+_UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
+MIXTURES = {
+  'span_corruption': '-:3:0.15',
+  'ul2': f'{_UL2_SPANS} + S:suffix:0.25',
+  'ul2_published': f'{_UL2_SPANS} + S:uniform',
+  'ul2r': 'R:3:0.15@2 + X:32:0.15 + X:3:0.5 + S:uniform@4',
+  't5gemma2': ('R:3:0.15 + X:12:0.5 + X:32:0.15 + X:32:0.5 + S:suffix:0.75@4'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoiser:
+  """One setting of span corruption.
+
+  Attributes:
+    mode: mode token, 'R', 'S' or 'X'; '' for none.
+    kind: 'spans', 'suffix' or 'uniform'.
+    mean: mean length of a span in tokens, at least 1; for 'spans'.
+    density: share of hidden tokens, in (0, 1); for 'spans' and 'suffix'.
+    normal: whether lengths of spans are normally distributed.
+    weight: relative frequency, above 0.
+  """
+
+  mode: str
+  kind: str
+  mean: float = 0.0
+  density: float = 0.0
+  normal: bool = False
+  weight: float = 1.0
+
+  def counts(self, length: int) -> tuple[int, int]:
+    """Returns hidden tokens and spans of a window, at least one of each."""
+    noise = min(max(round(length * self.density), 1), max(length - 1, 1))
+    if self.kind == 'suffix':
+      return noise, 1
+    spans = max(round(noise / self.mean), 1)
+    return noise, min(spans, noise, max(length - noise, 1))
+
+  def sizes(self, window: int) -> tuple[int, int]:
+    """Returns the most tokens of inputs (with the mode token) and targets."""
+    mode = bool(self.mode)
+    if self.kind == 'uniform':
+      return mode + window - 1, max(window - 1, 1)
+    noise, spans = self.counts(window)
+    return mode + window - noise + spans, noise + spans
+
+
+def parse_mixture(text: str) -> tuple[Denoiser, ...]:
+  """Parses a mixture of denoisers (the module's first table).
+
+  Raises:
+    UserError: names the denoiser that is not one.
+  """
+  return tuple(_parse(entry.strip()) for entry in text.split('+'))
+
+
+def _parse(entry: str) -> Denoiser:
+  """Parses one denoiser of a mixture."""
+  what, _, weight = entry.partition('@')
+  mode, *rest = what.split(':')
+  number = r'\d*\.?\d+'
+  try:
+    if mode not in ('-', *vocabulary_lib.MODES):
+      raise ValueError
+    common = dict(mode=mode.strip('-'), weight=float(weight or 1))
+    match rest:
+      case ['uniform']:
+        made = Denoiser(kind='uniform', **common)
+      case ['suffix', share] if re.fullmatch(number, share):
+        made = Denoiser(kind='suffix', density=float(share), **common)
+      case [mean, share, *normal] if normal in ([], ['normal']):
+        made = Denoiser(
+          kind='spans',
+          mean=float(mean),
+          density=float(share),
+          normal=bool(normal),
+          **common,
+        )
+      case _:
+        raise ValueError
+    right = made.weight > 0 and (
+      made.kind == 'uniform'
+      or (0 < made.density < 1 and (made.kind == 'suffix' or made.mean >= 1))
+    )
+    if not right:
+      raise ValueError
+  except ValueError:
+    raise errors.UserError(
+      f'denoiser {entry!r}: must be MODE:MEAN:DENSITY[:normal],'
+      ' MODE:suffix:DENSITY or MODE:uniform, with [@WEIGHT]; MODE is R, S, X'
+      ' or -, MEAN at least 1, DENSITY between 0 and 1, WEIGHT above 0'
+    ) from None
+  return made
+
+
+class Denoising(objectives.Objective):
+  """A mixture of denoisers, one drawn per window by its weight."""
+
+  draws = True
+
+  def __init__(
+    self,
+    name: str,
+    lengths: batch.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    mixture: Sequence[Denoiser],
+    policy: str,
+    *,
+    concatenate: bool = False,
+  ):
+    """Plans the windows of every denoiser.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+      vocabulary: vocabulary with sentinels and mode tokens.
+      mixture: denoisers.
+      policy: one of `POLICIES`.
+      concatenate: whether windows cross documents.
+
+    Raises:
+      UserError: the lengths do not suit the mixture, or the vocabulary lacks
+        sentinels or mode tokens.
+    """
+    self._mixture = tuple(mixture)
+    self._policy = policy
+    self._modes = {
+      mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
+    }
+    self._modes[''] = np.zeros(0, np.int32)
+    self._sentinels = np.array(vocabulary.sentinels, np.int32)
+    if policy == 'extend_vocabulary':
+      needed = most_spans(self._mixture, lengths)
+      self._sentinels = self._sentinels[-needed:]
+    masks = any(denoiser.kind != 'uniform' for denoiser in mixture)
+    modes = {denoiser.mode for denoiser in mixture} <= set(self._modes)
+    if (masks and not len(self._sentinels)) or not modes:
+      raise errors.UserError(
+        f'objective {name!r}: the vocabulary {vocabulary.path!r} has no'
+        ' sentinels and mode tokens (<unused0> .. of Gemma,'
+        ' <|reserved_special_token_0|> .. of Llama 3); add some with'
+        ' config.data.add_sentinels, or use one that has them'
+      )
+    self._is_sentinel = np.zeros(self._sentinels.max(initial=0) + 1, bool)
+    self._is_sentinel[self._sentinels] = True
+    super().__init__(name, lengths, vocabulary, concatenate=concatenate)
+    if policy in ('unique', 'extend_vocabulary'):
+      self._check_sentinels(vocabulary)
+
+  def _make_plans(self):
+    return tuple(self._plan(denoiser) for denoiser in self._mixture)
+
+  def _plan(self, denoiser: Denoiser) -> objectives.Plan:
+    """Plans the windows of a denoiser.
+
+    Raises:
+      UserError: inputs that fill the encoder have targets that do not fit.
+    """
+    plan = self._longest(denoiser.sizes, denoiser)
+    if denoiser.kind != 'spans':
+      return plan
+    by_inputs = _window_of_inputs(denoiser, self.lengths.encoder)
+    targets = denoiser.sizes(by_inputs)[1]
+    if targets > self.lengths.decoder:
+      raise errors.UserError(
+        f'objective {self.name!r}: with config.data.encoder_length='
+        f'{self.lengths.encoder} the denoiser {denoiser.mode or "-"}:'
+        f'{denoiser.mean:g}:{denoiser.density:g} makes up to {targets} targets,'
+        f' more than config.data.decoder_length={self.lengths.decoder}; set'
+        f' decoder_length to at least {targets}, or encoder_length to at most'
+        f' {denoiser.sizes(plan.inside + 1)[0]}'
+      )
+    if self._policy != 'limit_segment':
+      return plan
+
+    def exceeds(window: int) -> bool:
+      return denoiser.counts(window)[1] > len(self._sentinels)
+
+    most = bisect.bisect_left(range(1, plan.inside + 1), True, key=exceeds)
+    return dataclasses.replace(plan, inside=most, last=min(most, plan.last))
+
+  def _check_sentinels(self, vocabulary: vocabulary_lib.Vocabulary) -> None:
+    spans = most_spans(self._mixture, self.lengths)
+    if spans > len(self._sentinels):
+      raise errors.UserError(
+        f'objective {self.name!r}: windows of {self.lengths.encoder} inputs'
+        f' have up to {spans} spans and the vocabulary {vocabulary.path!r} only'
+        f' {len(self._sentinels)} sentinels; choose another policy'
+        f' (config.data.sentinels: {", ".join(POLICIES[1:])}), shorten'
+        ' config.data.encoder_length, or set config.data.add_sentinels'
+      )
+
+  def draw_plan(self, rng):
+    if len(self.plans) == 1:
+      return self.plans[0]
+    weights = [denoiser.weight for denoiser in self._mixture]
+    return self.plans[objectives.weighted(weights, rng)]
+
+  def split(self, window, plan, rng):
+    denoiser = plan.task
+    mode = self._modes[denoiser.mode]
+    if denoiser.kind == 'uniform':
+      middle = objectives.uniform_split(rng.random(), len(window))
+      pair = batch.Pair(window[:middle], window[middle:])
+    else:
+      noise, spans = denoiser.counts(len(window))
+      hide = normal_partition if denoiser.normal else partition
+      pair = corrupt_spans(
+        window,
+        partition(len(window) - noise, spans, rng),
+        hide(noise, spans, rng),
+        self._sentinels_of(spans),
+      )
+    if not len(mode):
+      return pair
+    return pair._replace(inputs=np.concatenate([mode, pair.inputs]))
+
+  def _sentinels_of(self, spans: int) -> np.ndarray:
+    """Returns the ids that stand for the spans of a window, in order."""
+    if self._policy == 'single':
+      return np.full(spans, self._sentinels[0])
+    return self._sentinels[np.arange(spans) % len(self._sentinels)]
+
+  def shared_spans(self, pair):
+    low = pair.targets[pair.targets < len(self._is_sentinel)]
+    times = np.bincount(low[self._is_sentinel[low]])
+    return int(times[times > 1].sum())
+
+
+def most_spans(mixture: Sequence[Denoiser], lengths: batch.Lengths) -> int:
+  """Returns the most spans of a window, and so the sentinels that it needs."""
+  return max(
+    0
+    if denoiser.kind == 'uniform'
+    else denoiser.counts(_window_of_inputs(denoiser, lengths.encoder))[1]
+    for denoiser in mixture
+  )
+
+
+@functools.cache
+def _window_of_inputs(denoiser: Denoiser, encoder: int) -> int:
+  """Returns the longest window whose inputs and BOS fit the encoder."""
+  return bisect.bisect_left(
+    range(1, 1 + int(2 * encoder / (1 - denoiser.density))),
+    True,
+    key=lambda window: denoiser.sizes(window)[0] + 1 > encoder,
+  )
+
+
+def partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+  """Draws lengths of at least 1 that sum to `total`, uniformly.
+
+  Args:
+    total: at least `parts`; or any number for one part.
+    parts: number of lengths, at least 1.
+    rng: used only if there is a choice.
+
+  Returns:
+    int64 [parts].
+  """
+  if parts == 1:
+    return np.array([total])
+  bounds = np.empty(parts + 1, np.int64)
+  bounds[0], bounds[-1] = 0, total
+  bounds[1:-1] = np.sort(rng.choice(total - 1, parts - 1, replace=False)) + 1
+  return bounds[1:] - bounds[:-1]
+
+
+def normal_partition(
+  total: int, parts: int, rng: np.random.Generator
+) -> np.ndarray:
+  """Draws normally distributed lengths of at least 1 that sum to `total`.
+
+  Their standard deviation is half of the mean. Scaling them to the sum
+  changes a length by less than the deviation of the mean.
+
+  Args:
+    total: at least `parts`.
+    parts: number of lengths, at least 1.
+    rng: draws the lengths.
+
+  Returns:
+    int64 [parts].
+  """
+  mean = total / parts
+  drawn = np.maximum(rng.normal(mean, mean / 2, parts), 0)
+  share = drawn / drawn.sum() if drawn.any() else np.full(parts, 1 / parts)
+  bounds = np.concatenate([[0], np.cumsum(share)])
+  ends = np.round(bounds * (total - parts)).astype(np.int64)
+  ends[-1] = total - parts
+  return np.diff(ends) + 1
+
+
+def corrupt_spans(
+  window: np.ndarray,
+  kept: np.ndarray,
+  hidden: np.ndarray,
+  sentinels: np.ndarray,
+) -> batch.Pair:
+  """Replaces spans by sentinels.
+
+  Args:
+    window: int32 [w].
+    kept: int [k], lengths of the visible runs, each before its span.
+    hidden: int [k], lengths of the spans; kept and hidden sum to w.
+    sentinels: int32 [k], one per span.
+
+  Returns:
+    Inputs kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
+    hidden_0 sentinel_1 hidden_1 ...
+  """
+  kept_before, hidden_after = np.cumsum(kept), np.cumsum(hidden)
+  hidden_before = hidden_after - hidden
+  step = np.zeros(len(window) + 1, np.int8)
+  step[kept_before + hidden_before] = 1
+  step[kept_before + hidden_after] = -1
+  is_hidden = np.cumsum(step[:-1]).astype(bool)
+  return batch.Pair(
+    insert(window[~is_hidden], kept_before, sentinels),
+    insert(window[is_hidden], hidden_before, sentinels),
+  )
+
+
+def insert(
+  tokens: np.ndarray, places: np.ndarray, new: np.ndarray
+) -> np.ndarray:
+  """`np.insert` before non-decreasing places, three times as fast."""
+  at = places + np.arange(len(places))
+  result = np.empty(len(tokens) + len(places), np.int32)
+  is_token = np.ones(len(result), bool)
+  is_token[at] = False
+  result[at] = new
+  result[is_token] = tokens
+  return result

@@ -1,0 +1,439 @@
+"""Objectives that noise a window other than by spans with sentinels.
+
+M is the mask token; the default share of hidden tokens is in brackets and is
+set by an option, as in `bart_masking:share=0.3`.
+
+T5 (arXiv:1910.10683, section 3.3; t5/data/preprocessors.py), noise by token:
+
+| name               | inputs                             | targets            |
+|--------------------|------------------------------------|--------------------|
+| iid_denoising      | hidden tokens; adjacent ones share | per run its        |
+| (0.15)             | a sentinel                         | sentinel, tokens   |
+| mask_tokens (0.15) | each hidden token is M             | the window         |
+| drop_tokens (0.15) | without the hidden tokens          | the hidden tokens  |
+| deshuffle          | the window's tokens, permuted      | the window         |
+| replace_tokens     | hidden tokens are random ones      | the window         |
+| (0.15)             |                                    |                    |
+
+BART (arXiv:1910.13461, section 2.2); targets are the window:
+
+| name               | inputs                                                  |
+|--------------------|---------------------------------------------------------|
+| bart_masking (0.15)| hidden tokens are M                                     |
+| bart_deletion      | hidden tokens are deleted (0.15)                        |
+| bart_infilling     | spans of Poisson(3) tokens are one M each; a span of    |
+| (0.3)              | none inserts an M                                       |
+| bart_permutation   | sentences in random order; a sentence ends after a token|
+|                    | whose text ends in . ! ? or a newline                   |
+| bart_rotation      | rotated to begin with a random token                    |
+| bart (0.3)         | the published mixture: permutation, then infilling      |
+
+Others:
+
+| name               | inputs                             | targets            |
+|--------------------|------------------------------------|--------------------|
+| mass (0.5)         | one span, each of its tokens M     | the span           |
+|                    | (arXiv:1905.02450)                 |                    |
+| permuted_lm (1/6)  | each hidden token is a sentinel of | sentinel and token,|
+|                    | its own (BART's section 4, after   | in random order    |
+|                    | arXiv:1906.08237)                  |                    |
+| bert (0.15)        | 80% of the chosen tokens are M, 10%| the window, with   |
+|                    | random, 10% kept (arXiv:1810.04805)| weight on the      |
+|                    |                                    | chosen tokens      |
+
+`bert` feeds encoder-only models; the masks of every pass are others (RoBERTa's
+dynamic masking, arXiv:1907.11692), and the next-sentence task is left out, as
+there.
+
+MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
+are M where the model reads them; targets are the window, all with weight:
+
+| name               | what is masked                                          |
+|--------------------|---------------------------------------------------------|
+| meap (0.15)        | tokens of each window, drawn anew for each, in runs of  |
+|                    | `span` tokens (1; the paper tried 5 and 50)             |
+
+Its published code masks the same positions in all rows of a batch;
+`meap_shared` does that when rows are framed (`data/shared_masks.py`).
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, denoising, objectives
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+_POISSON = 3.0  # Mean length of BART's spans.
+_KEPT, _RANDOM = 0.1, 0.1  # BERT's shares of the chosen tokens.
+
+
+class Noising(objectives.Objective):
+  """An objective that noises whole windows.
+
+  Attributes:
+    default_share: share of hidden tokens unless the option sets it.
+    needs_mask: whether the vocabulary must have a mask token.
+  """
+
+  draws = True
+  options = ('concatenate', 'share')
+  default_share = 0.15
+  needs_mask = True
+
+  def __init__(
+    self,
+    name: str,
+    lengths: batch.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    *,
+    share: float | None = None,
+    concatenate: bool = False,
+  ):
+    """Plans the windows.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+      vocabulary: vocabulary with a mask token, or sentinels.
+      share: share of hidden tokens, in (0, 1).
+      concatenate: whether windows cross documents.
+
+    Raises:
+      UserError: the share is out of range, the lengths do not suit the
+        objective, or the vocabulary has no mask token.
+    """
+    self._share = self.default_share if share is None else share
+    if not 0 < self._share < 1:
+      raise errors.UserError(
+        f'objective {name!r}: share={share:g} must be between 0 and 1'
+      )
+    self._vocabulary = vocabulary
+    if self.needs_mask:
+      self._mask = mask_token(name, vocabulary)
+    super().__init__(name, lengths, vocabulary, concatenate=concatenate)
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (window, window)),)
+
+  def _count(self, size: int) -> int:
+    """Returns the hidden tokens of a window: its share, at least 1."""
+    return max(round(size * self._share), 1)
+
+  def _hidden(self, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws which tokens of a window are hidden, bool [size]."""
+    hidden = np.zeros(size, bool)
+    hidden[rng.choice(size, self._count(size), replace=False)] = True
+    return hidden
+
+
+def mask_token(name: str, vocabulary: vocabulary_lib.Vocabulary) -> int:
+  """Returns the mask token: <mask>, or the last sentinel without one.
+
+  Raises:
+    UserError: the vocabulary has neither.
+  """
+  if vocabulary.mask is not None:
+    return vocabulary.mask
+  if not len(vocabulary.sentinels):
+    raise errors.UserError(
+      f'objective {name!r}: the vocabulary {vocabulary.path!r} has neither a'
+      ' mask token nor sentinels; set config.data.add_sentinels=1, whose last'
+      ' sentinel then is the mask'
+    )
+  return vocabulary.sentinels[-1]
+
+
+class MaskTokens(Noising):
+  """Replaces hidden tokens by the mask; predicts the window."""
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    return batch.Pair(np.where(hidden, np.int32(self._mask), window), window)
+
+
+class DeleteTokens(Noising):
+  """Deletes hidden tokens, of which there is no trace; predicts the window."""
+
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return batch.Pair(window[~self._hidden(len(window), rng)], window)
+
+
+class DropTokens(Noising):
+  """Predicts the tokens that were dropped from the inputs."""
+
+  needs_mask = False
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (window, self._count(window))),)
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    return batch.Pair(window[~hidden], window[hidden])
+
+
+class Deshuffle(Noising):
+  """Predicts the window from its tokens in random order."""
+
+  options = ('concatenate',)
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return batch.Pair(rng.permutation(window), window)
+
+
+class ReplaceTokens(Noising):
+  """Replaces hidden tokens by random tokens of text; predicts the window."""
+
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    inputs = window.copy()
+    inputs[hidden] = random_text(self._vocabulary, int(hidden.sum()), rng)
+    return batch.Pair(inputs, window)
+
+
+class IidDenoising(Noising):
+  """Hides tokens independently; adjacent ones share a sentinel."""
+
+  needs_mask = False
+
+  def _make_plans(self):
+    # All runs may have length 1.
+    plan = self._longest(lambda window: (window, 2 * self._count(window)))
+    _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
+    return (plan,)
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    starts = np.flatnonzero(np.diff(hidden, prepend=False) & hidden)
+    stops = np.flatnonzero(np.diff(hidden, append=False) & hidden) + 1
+    sentinels = np.array(self._vocabulary.sentinels[: len(starts)], np.int32)
+    hidden_before = np.cumsum(stops - starts) - (stops - starts)
+    return batch.Pair(
+      denoising.insert(window[~hidden], starts - hidden_before, sentinels),
+      denoising.insert(window[hidden], hidden_before, sentinels),
+    )
+
+
+class PermutedLM(Noising):
+  """Predicts hidden tokens in random order, each after its sentinel."""
+
+  default_share = 1 / 6
+  needs_mask = False
+
+  def _make_plans(self):
+    plan = self._longest(lambda window: (window, 2 * self._count(window)))
+    _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
+    return (plan,)
+
+  def split(self, window, plan, rng):
+    at = np.flatnonzero(self._hidden(len(window), rng))
+    sentinels = np.array(self._vocabulary.sentinels[: len(at)], np.int32)
+    inputs = window.copy()
+    inputs[at] = sentinels
+    order = rng.permutation(len(at))
+    targets = np.stack([sentinels[order], window[at][order]], axis=1)
+    return batch.Pair(inputs, targets.reshape(-1))
+
+
+class Mass(Noising):
+  """Masks one span; predicts it."""
+
+  default_share = 0.5
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (window, self._count(window))),)
+
+  def split(self, window, plan, rng):
+    size = self._count(len(window))
+    start = int(rng.integers(len(window) - size + 1))
+    inputs = window.copy()
+    inputs[start : start + size] = self._mask
+    return batch.Pair(inputs, window[start : start + size])
+
+
+class Infilling(Noising):
+  """Replaces spans of Poisson lengths by one mask each; predicts the window."""
+
+  default_share = 0.3
+
+  def split(self, window, plan, rng):
+    return batch.Pair(self._infill(window, rng), window)
+
+  def _infill(self, window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Hides a share of the tokens.
+
+    Spans are drawn until they hide the share; the last one is cut to it. They
+    lie in random order between the visible tokens.
+    """
+    count = self._count(len(window))
+    drawn = rng.poisson(_POISSON, count + 8)  # Nearly always more than enough.
+    while drawn.sum() < count:
+      drawn = np.append(drawn, rng.poisson(_POISSON, count))
+    last = int(np.searchsorted(np.cumsum(drawn), count))
+    lengths = drawn[: last + 1]
+    lengths[-1] -= lengths.sum() - count
+    # As many masks as fit in place of the hidden tokens, so that the inputs
+    # are never longer than the window: spans of no tokens give way.
+    empty = np.flatnonzero(lengths == 0)
+    lengths = np.delete(lengths, empty[: max(len(lengths) - count, 0)])
+    rng.shuffle(lengths)
+    visible = len(window) - count
+    # Visible tokens before each span, in order: any composition.
+    before = np.sort(rng.integers(visible + 1, size=len(lengths)))
+    starts = before + np.cumsum(lengths) - lengths
+    hidden = np.zeros(len(window) + 1, np.int64)
+    np.add.at(hidden, starts, 1)
+    np.add.at(hidden, starts + lengths, -1)
+    kept = window[np.cumsum(hidden[:-1]) == 0]
+    masks = np.full(len(lengths), self._mask, np.int32)
+    return denoising.insert(kept, before, masks)
+
+
+class PermuteSentences(Infilling):
+  """Puts sentences in random order; predicts the window."""
+
+  options = ('concatenate',)
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return batch.Pair(self._permute(window, rng), window)
+
+  def _permute(
+    self, window: np.ndarray, rng: np.random.Generator
+  ) -> np.ndarray:
+    ends = np.flatnonzero(self._vocabulary.sentence_ends[window]) + 1
+    sentences = np.split(window, ends[ends < len(window)])
+    order = rng.permutation(len(sentences))
+    return np.concatenate([sentences[i] for i in order])
+
+
+class Bart(PermuteSentences):
+  """Permutes sentences, then infills; predicts the window."""
+
+  options = Noising.options
+  needs_mask = True
+
+  def split(self, window, plan, rng):
+    return batch.Pair(self._infill(self._permute(window, rng), rng), window)
+
+
+class Rotate(Noising):
+  """Rotates the window to begin with a random token; predicts the window."""
+
+  options = ('concatenate',)
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return batch.Pair(np.roll(window, -int(rng.integers(len(window)))), window)
+
+
+class Bert(Noising):
+  """Masked language modelling for encoder-only models."""
+
+  feeds = 'encoder'
+  adds_eos = False
+
+  def split(self, window, plan, rng):
+    chosen = np.flatnonzero(self._hidden(len(window), rng))
+    uniform = rng.random(len(chosen))
+    inputs = window.copy()
+    inputs[chosen[uniform >= _KEPT]] = self._mask
+    replaced = chosen[uniform >= 1 - _RANDOM]
+    inputs[replaced] = random_text(self._vocabulary, len(replaced), rng)
+    weights = np.zeros(len(window), np.float32)
+    weights[chosen] = 1
+    return batch.Pair(inputs, window, weights=weights)
+
+
+class Meap(Noising):
+  """Next-token prediction from a window of which a share is masked."""
+
+  feeds = 'decoder'
+  options = ('concatenate', 'share', 'span')
+
+  def __init__(self, *args, span: int = 1, **options):
+    """Plans the windows; see `Noising`.
+
+    Args:
+      *args: positional arguments of `Noising`.
+      span: tokens of a masked run, at least 1.
+      **options: keyword arguments of `Noising`.
+    """
+    super().__init__(*args, **options)
+    if span < 1:
+      raise errors.UserError(
+        f'objective {self.name!r}: span={span} must be at least 1'
+      )
+    self._span = span
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (0, window)),)
+
+  def split(self, window, plan, rng):
+    masked = self._masked(len(window), rng)
+    read = np.where(masked, np.int32(self._mask), window)
+    return batch.Pair(np.zeros(0, np.int32), window, decoder_inputs=read)
+
+  def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws int(size * share) masked tokens in runs of `span`, bool [size]."""
+    count = int(size * self._share)
+    runs = -(-count // self._span)
+    masked = np.zeros(size, bool)
+    if not runs:
+      return masked
+    if self._span == 1:
+      masked[rng.choice(size, count, replace=False)] = True
+      return masked
+    # Runs lie in any order between the tokens that stay; the last is shorter.
+    before = np.sort(rng.integers(size - count + 1, size=runs))
+    for i, place in enumerate(before):
+      start = place + i * self._span
+      masked[start : min(start + self._span, place + count)] = True
+    return masked
+
+
+def random_text(
+  vocabulary: vocabulary_lib.Vocabulary, count: int, rng: np.random.Generator
+) -> np.ndarray:
+  """Draws ids that are not special, int32 [count]."""
+  return rng.choice(vocabulary.text_ids, count)
+
+
+def _check_sentinels(
+  name: str, vocabulary: vocabulary_lib.Vocabulary, needed: int
+) -> None:
+  found = len(vocabulary.sentinels)
+  if needed > found:
+    raise errors.UserError(
+      f'objective {name!r}: windows have up to {needed} hidden tokens and the'
+      f' vocabulary {vocabulary.path!r} {found} sentinels; shorten'
+      ' config.data.encoder_length, or set config.data.add_sentinels to'
+      f' {needed}'
+    )
+
+
+NOISES: Mapping[str, type[Noising]] = {
+  'iid_denoising': IidDenoising,
+  'mask_tokens': MaskTokens,
+  'drop_tokens': DropTokens,
+  'deshuffle': Deshuffle,
+  'replace_tokens': ReplaceTokens,
+  'bart_masking': MaskTokens,
+  'bart_deletion': DeleteTokens,
+  'bart_infilling': Infilling,
+  'bart_permutation': PermuteSentences,
+  'bart_rotation': Rotate,
+  'bart': Bart,
+  'mass': Mass,
+  'permuted_lm': PermutedLM,
+  'bert': Bert,
+  'meap': Meap,
+}

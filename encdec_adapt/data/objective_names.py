@@ -1,0 +1,134 @@
+"""Makes objectives by the names that a configuration gives them.
+
+A name may have options after a colon, separated by commas:
+
+    prefix_lm
+    causal_lm:concatenate
+    bart:share=0.2,concatenate
+    meap:share=0.15,span=5
+    denoise:R:3:0.15 + S:uniform@4
+
+`concatenate` joins the documents of a shard before windows are cut; `share`
+and `span` are described in `data/noising.py`; what follows `denoise:` is a
+mixture of `data/denoising.py`, which takes no other option.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, denoising, noising, objectives
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+MIXTURE = 'denoise'
+_CONCATENATED = ('full_lm', 'ul2_published')
+_CLASSES = {**objectives.LANGUAGE_MODELS, **noising.NOISES}
+NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
+_TYPES = {'share': float, 'span': int}
+
+
+@functools.cache
+def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
+  """Returns the name and the options of an objective.
+
+  Raises:
+    UserError: the name or an option is not known, or a value has a wrong type.
+  """
+  name, _, rest = text.partition(':')
+  if name not in NAMES:
+    raise errors.UserError(
+      f'config.data.objective is {text!r}; must be one of'
+      f' {", ".join(NAMES)}, or {MIXTURE}:MIXTURE'
+    )
+  if name == MIXTURE:
+    return name, {'mixture': denoising.parse_mixture(rest)}
+  known = _class(name).options
+  options: dict[str, Any] = {'concatenate': name in _CONCATENATED}
+  for entry in filter(None, rest.split(',')):
+    key, _, value = entry.partition('=')
+    try:
+      if key not in known:
+        raise ValueError
+      options[key] = True if key == 'concatenate' else _TYPES[key](value)
+    except ValueError:
+      raise errors.UserError(
+        f'config.data.objective is {text!r}: {entry!r} is not an option of'
+        f' {name}, which has {", ".join(known)}'
+      ) from None
+  return name, options
+
+
+def feeds(text: str) -> str:
+  """Returns the sides that an objective fills: see `Objective.feeds`.
+
+  Raises:
+    UserError: the objective is not known.
+  """
+  name, _ = _parse(text)
+  return _class(name).feeds
+
+
+def is_concatenated(text: str) -> bool:
+  """Returns whether windows cross documents, so that EOS may be inside."""
+  return _parse(text)[1].get('concatenate', False)
+
+
+def masks_decoder_inputs(text: str) -> bool:
+  """Returns whether the decoder reads other tokens than the targets."""
+  return _parse(text)[0].startswith('meap')
+
+
+def added_sentinels(text: str, policy: str, lengths: batch.Lengths) -> int:
+  """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
+  mixture = _mixture(*_parse(text))
+  if policy != 'extend_vocabulary' or mixture is None:
+    return 0
+  return denoising.most_spans(mixture, lengths)
+
+
+def _class(name: str) -> type[objectives.Objective]:
+  return _CLASSES.get(name, denoising.Denoising)
+
+
+def _mixture(name: str, options: Mapping[str, Any]) -> Any:
+  """Returns the denoisers of an objective, None if it has none."""
+  if name in denoising.MIXTURES:
+    return denoising.parse_mixture(denoising.MIXTURES[name])
+  return options.get('mixture')
+
+
+def make_objective(
+  text: str,
+  lengths: batch.Lengths,
+  vocabulary: vocabulary_lib.Vocabulary,
+  *,
+  sentinel_policy: str = 'unique',
+) -> objectives.Objective:
+  """Makes an objective by its name.
+
+  Args:
+    text: name and options, see the module's docstring.
+    lengths: row lengths that every pair has to fit.
+    vocabulary: vocabulary with EOS, and what the objective needs of sentinels,
+      mode tokens and a mask.
+    sentinel_policy: one of `denoising.POLICIES`.
+
+  Raises:
+    UserError: the name or an option is not known, the lengths do not suit the
+      objective, or the vocabulary lacks special tokens.
+  """
+  name, options = _parse(text)
+  mixture = _mixture(name, options)
+  if mixture is not None:
+    return denoising.Denoising(
+      text,
+      lengths,
+      vocabulary,
+      mixture,
+      sentinel_policy,
+      concatenate=options.get('concatenate', False),
+    )
+  return _CLASSES[name](text, lengths, vocabulary, **options)
