@@ -25,7 +25,6 @@ from encdec_adapt.cli import app, command
 from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -276,7 +275,7 @@ def train(
       with telemetry.spent('data'):
         rows = next(batches)
       if step == first:
-        batch_lib.check_framing(rows, data.train.framing)
+        data.train.check_framing(rows)
         say(setup.describe_batch(rows, data.vocabularies))
         if distributed.is_lead():
           run_artifacts.remove_results(workdir)  # Of a shorter, finished job.

@@ -17,7 +17,6 @@ from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import preemption
 from encdec_adapt.conversion import kept_files, run_artifacts
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
@@ -159,7 +158,7 @@ def test_what_a_start_before_left_goes_before_the_new_is_written(
 def test_a_first_batch_of_wrong_framing_ends_the_job(
   adapting, at_thaw, capsys, monkeypatch
 ):
-  monkeypatch.setattr(batch_lib, 'check_framing', _end)
+  monkeypatch.setattr(records.RecordSet, 'check_framing', _end)
   with pytest.raises(InterruptedError):
     _train(*adapting, f'--workdir={at_thaw}')
   shown = capsys.readouterr().out
