@@ -98,7 +98,12 @@ def generate_tokens(
   # The last generated token is never read, so it needs no entry.
   cache = model.init_cache(len(tokens), first.shape[1] + max_tokens - 1)
   hidden, cache = decode_step(
-    params, first, segments=segments, positions=positions, cache=cache
+    params,
+    first,
+    segments=segments,
+    positions=positions,
+    cache=cache,
+    prefix=segments,  # A prefix decoder reads the prompt from both sides.
   )
   # Rows may be padded on either side.
   reverse = jnp.argmax(segments[:, ::-1] > 0, axis=1)
@@ -155,6 +160,11 @@ def _start(
     The decode step and its first input: tokens, segments and positions [B, n].
   """
   if not isinstance(model.config, model_config.EncoderDecoderConfig):
+    if model.config.is_encoder:
+      raise errors.UserError(
+        'an encoder-only model predicts masked tokens and generates no text;'
+        ' use a decoder or an encoder-decoder.'
+      )
     return model.decode_step, (tokens, segments, positions)
   encoded = model.encode(params, tokens, segments, positions)
   cross = model.prefill_cross(params, encoded, segments)

@@ -101,6 +101,7 @@ class Decoder:
     encoded: Float[Array, 'B S E'] | None = None,
     encoder_segments: Int[Array, 'B S'] | None = None,
     *,
+    prefix: Tokens | None = None,
     routing: Routing = None,
   ) -> Float[Array, 'B L D']:
     """Computes the decoder's states after its final norm.
@@ -112,6 +113,7 @@ class Decoder:
       positions: position of each token within its segment.
       encoded: output of the encoder of an encoder-decoder.
       encoder_segments: segments of the encoder's tokens.
+      prefix: 1 at the inputs of each segment, for a prefix decoder.
       routing: see `run_stack`.
     """
     hidden, _ = self.run_stack(
@@ -122,6 +124,7 @@ class Decoder:
       positions,
       encoded,
       encoder_segments,
+      prefix=prefix,
       routing=routing,
     )
     return hidden
@@ -135,6 +138,7 @@ class Decoder:
     positions: Tokens,
     cache: caches.Cache,
     cross: caches.CrossCache | None = None,
+    prefix: Tokens | None = None,
   ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
     """Decodes the next tokens of each row, one or many.
 
@@ -148,6 +152,7 @@ class Decoder:
       positions: position of each token within its segment.
       cache: cache of earlier tokens.
       cross: cross-attention cache of an encoder-decoder.
+      prefix: 1 at the tokens of a prompt, for a prefix decoder.
 
     Returns:
       States of the new tokens, and the cache with them added.
@@ -160,11 +165,12 @@ class Decoder:
       positions,
       cached=cache,
       cross_cached=cross,
+      prefix=prefix,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOnly(Decoder):
-  """A causal decoder."""
+  """A causal or prefix decoder, or an encoder-only model."""
 
   config: model_config.DecoderOnlyConfig

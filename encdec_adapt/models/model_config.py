@@ -37,7 +37,8 @@ class StackConfig:
     vocab_multiple: the embedding table is padded to a multiple of this many
       rows, so that it divides over a mesh. Padding rows are masked in every
       loss and stripped on export.
-    role: 'causal' or 'bidirectional' self-attention.
+    role: 'causal', 'prefix' (bidirectional over the inputs, then causal) or
+      'bidirectional' self-attention.
     cross_width: encoder width that cross-attention reads, or None for a
       stack without cross-attention.
     cross_merged: one attention over the decoder's and the encoder's keys,
@@ -64,7 +65,7 @@ class StackConfig:
     at_least=1,
   )
   vocab_multiple: int = 1
-  role: Literal['causal', 'bidirectional'] = 'causal'
+  role: Literal['causal', 'prefix', 'bidirectional'] = 'causal'
   cross_width: int | None = None
   cross_merged: bool = False
   cross_layers: Literal['all', 'global'] = 'all'
@@ -288,7 +289,12 @@ class StackConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyConfig:
-  """A causal decoder."""
+  """One stack: a causal or prefix decoder, or an encoder-only model.
+
+  The three differ in the role of the stack alone, so that each may start from
+  the weights of another. An encoder-only model is a bidirectional stack whose
+  output table predicts masked tokens.
+  """
 
   decoder: StackConfig
 
@@ -296,6 +302,11 @@ class DecoderOnlyConfig:
   def stacks(self) -> dict[str, StackConfig]:
     """Stacks by their name in the parameter tree."""
     return {'decoder': self.decoder}
+
+  @property
+  def is_encoder(self) -> bool:
+    """Whether the model reads the encoder's side of a row, and only that."""
+    return self.decoder.role == 'bidirectional'
 
 
 @dataclasses.dataclass(frozen=True)

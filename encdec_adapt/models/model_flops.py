@@ -10,7 +10,8 @@ positions, in one forward pass:
   where it is merged), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
   bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
-  one those inside its window, and cross-attention T * S;
+  one those inside its window, and cross-attention T * S; a prefix decoder's
+  layers count as causal;
 - the vocabulary product: 2 D V per target token.
 
 A training step is 3 forward passes (a backward pass costs two), an evaluation
@@ -37,8 +38,11 @@ def forward(
     decoder: decoder length T.
     teacher: length of the row in which a decoder-only model reads a pair.
   """
+  pair = isinstance(model, configs.EncoderDecoderConfig)
+  if not pair and model.is_encoder:
+    decoder = encoder
   total = vocabulary(model.decoder.width, model.decoder.vocab_size, decoder)
-  if isinstance(model, configs.EncoderDecoderConfig):
+  if pair:
     total += stack_forward(model.encoder, encoder)
     return total + stack_forward(model.decoder, decoder, source_length=encoder)
   return total + stack_forward(model.decoder, teacher if encoder else decoder)
@@ -103,7 +107,7 @@ def scores(
   pairs = sum(
     visible_pairs(
       length,
-      causal=stack.role == 'causal',
+      causal=stack.role != 'bidirectional',
       window=window,
       window_rule=stack.window_rule,
     )

@@ -8,7 +8,13 @@ from encdec_adapt.cli import errors, keys
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import masks
 
-KINDS = ('decoder_only', 'encoder_decoder')
+# Kinds of models of one stack, and the roles of their stacks.
+ROLES = {
+  'decoder_only': 'causal',
+  'prefix_decoder': 'prefix',
+  'encoder_only': 'bidirectional',
+}
+KINDS = (*ROLES, 'encoder_decoder')
 # The encoder has no head.
 _DECODER_ONLY_KEYS = {'tied_head'}
 
@@ -19,7 +25,9 @@ class ModelSection:
 
   kind: str = keys.key(
     'decoder_only',
-    "'decoder_only' (which ignores config.model.encoder) or 'encoder_decoder'.",
+    "'encoder_decoder'; or one stack, config.model.decoder: 'decoder_only'"
+    " (causal), 'prefix_decoder' (bidirectional over the inputs of a pair),"
+    " 'encoder_only' (bidirectional).",
     one_of=KINDS,
   )
   causal_encoder: bool = keys.key(
@@ -97,9 +105,13 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   common = dict(
     vocab_multiple=section.vocab_multiple, eoi_token=section.eoi_token
   )
-  decoder = _stack('decoder', values['decoder'], **common)
-  if section.kind == 'decoder_only':
+  if section.kind in ROLES:
+    role = ROLES[section.kind]
+    if role == 'bidirectional':
+      common['window_rule'] = section.window_rule
+    decoder = _stack('decoder', values['decoder'], role=role, **common)
     return model_config.DecoderOnlyConfig(decoder)
+  decoder = _stack('decoder', values['decoder'], **common)
   encoder = _stack(
     'encoder',
     {'tied_head': True, **values['encoder']},
@@ -135,7 +147,9 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   pair = isinstance(model, model_config.EncoderDecoderConfig)
   encoder = model.encoder if pair else decoder
   section = ModelSection(
-    kind=KINDS[pair],
+    kind=KINDS[-1]
+    if pair
+    else next(kind for kind, role in ROLES.items() if role == decoder.role),
     causal_encoder=pair and encoder.role == 'causal',
     cross_merged=decoder.cross_merged,
     cross_layers=decoder.cross_layers,

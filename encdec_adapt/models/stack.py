@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import (
@@ -67,6 +68,7 @@ class Stack(nn.Module):
     encoder_segments: Int[Array, 'B S'] | None = None,
     cached: caches.Cache | None = None,
     cross_cached: caches.CrossCache | None = None,
+    prefix: Tokens | None = None,
   ) -> tuple[Float[Array, 'B L D'], caches.Cache | None]:
     """Runs the stack.
 
@@ -79,6 +81,8 @@ class Stack(nn.Module):
       encoder_segments: segments of the encoder's tokens.
       cached: cache of earlier tokens, to which this call's are added.
       cross_cached: instead of `encoded` and `encoder_segments`.
+      prefix: for a prefix decoder, 1 at tokens that all of their segment see;
+        None where there are none.
 
     Returns:
       The states after the final norm and the cache, None without one.
@@ -93,7 +97,9 @@ class Stack(nn.Module):
         kind: _rotation(cfg, kind, positions, self.compute.dtype)
         for kind in sorted(set(cfg.pattern))
       },
-      masks=_self_masks(cfg, segments, positions, cached, encoder_segments),
+      masks=_self_masks(
+        cfg, segments, positions, cached, encoder_segments, prefix
+      ),
       index=None if cached is None else cached.index,
       encoded=encoded,
       cross_mask=None
@@ -192,6 +198,7 @@ def _self_masks(
   positions: jax.Array,
   cached: caches.Cache | None,
   encoder_segments: jax.Array | None,
+  prefix: jax.Array | None,
 ) -> dict[str, masks.MaskSpec]:
   """Mask of self-attention for each kind of layer in the pattern."""
   make = masks.causal
@@ -199,6 +206,12 @@ def _self_masks(
     make = functools.partial(
       masks.bidirectional, window_rule=config.window_rule
     )
+  elif config.role == 'prefix' and prefix is not None:
+    if cached is not None:
+      # Earlier tokens are visible anyway, and later ones are not in the cache.
+      none = jnp.zeros_like(cached.segments)
+      prefix = caches.write(none, prefix, cached.index)
+    make = functools.partial(masks.prefix, kv_prefix=prefix)
 
   def make_kind(kind: model_config.LayerKind) -> masks.MaskSpec:
     """Makes a kind's mask; in merged attention the encoder's keys follow."""

@@ -46,7 +46,7 @@ SAVED = attention_shards.SAVED
 class Backend:
   """An implementation and what it supports; by default everything.
 
-  Every backend supports segments, every kind of mask and window, and
+  Every backend supports segments, causal and full masks, windows and
   soft-capped scores; one that did not would declare it here.
 
   Attributes:
@@ -57,6 +57,7 @@ class Backend:
       rematerialisation keeps (`SAVED`), and is not used for the few queries
       of a decoding step.
     memory: keys that have no position (`MaskSpec.memory`).
+    prefix: masks of kind 'prefix'.
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
     dtypes: supported dtypes of q, k and v, by name.
     max_head_dim: largest head dimension; None for no limit.
@@ -67,6 +68,7 @@ class Backend:
   takes_chunk: bool = False
   kernels: bool = False
   memory: bool = True
+  prefix: bool = True
   unaligned: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
   max_head_dim: int | None = None
@@ -80,6 +82,7 @@ BACKENDS: dict[str, Backend] = {
     attention_splash.attend,
     kernels=True,
     memory=False,
+    prefix=False,
     unaligned=False,
     dtypes=frozenset({'float32', 'bfloat16'}),
     platforms=frozenset({'tpu'}),
@@ -87,6 +90,7 @@ BACKENDS: dict[str, Backend] = {
   'triton': Backend(
     attention_triton.attend,
     kernels=True,
+    prefix=False,
     max_head_dim=attention_triton.MAX_HEAD_DIM,
     platforms=frozenset({'gpu'}),
   ),
@@ -117,6 +121,7 @@ def unsupported(
     f'{spec.memory} keys without a position': (
       not spec.memory or backend.memory
     ),
+    'a bidirectional prefix': spec.kind != 'prefix' or backend.prefix,
     'positions that are not indices': (
       not spec.needs_positions or spec.aligned or backend.unaligned
     ),

@@ -117,7 +117,7 @@ def _gather_keys(k, v, spec, active, reach: tuple[int, int] | None):
     aligned=False,
     **{
       name: jax.tree.map(gather, getattr(spec, name))
-      for name in ('kv_segments', 'kv_positions')
+      for name in ('kv_segments', 'kv_positions', 'kv_prefix')
     },
   )
   return gather(k), gather(v), spec

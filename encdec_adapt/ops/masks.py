@@ -12,7 +12,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-KINDS = ('causal', 'full')
+KINDS = ('causal', 'prefix', 'full')
 WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
 Keys = tuple[Int[Array, 'B S'], Int[Array, 'B S']]
@@ -25,8 +25,10 @@ class MaskSpec:
   Key k is visible to query q iff all of these hold:
     - q_segments[q] == kv_segments[k] and neither is 0 (padding);
     - kind 'causal': kv_positions[k] <= q_positions[q];
+    - kind 'prefix': the same, or kv_prefix[k] is set, so that the prefix of a
+      segment is bidirectional and the rest causal;
     - a window W: for 'causal', kv position > q position - W (W keys, the
-      query's own included); for 'full', |q - k| < W ('exclusive', the rule of
+      query's own included); for 'prefix', |q - k| < W; for 'full', |q - k| < W ('exclusive', the rule of
       the T5Gemma authors' code), |q - k| <= W ('inclusive', transformers
       5.23 eager), or the W keys from q - ceil(W/2) + 1 to q + floor(W/2)
       ('centered', T5Gemma 2).
@@ -36,7 +38,7 @@ class MaskSpec:
   and caches in any order need nothing special.
 
   Attributes:
-    kind: 'causal' or 'full'.
+    kind: 'causal', 'prefix' or 'full'.
     window: W in positions, at least 1, or None for no window.
     window_rule: one of WINDOW_RULES; matters for kind 'full' only.
     memory: number of keys, at the end, whose positions do not matter.
@@ -49,6 +51,7 @@ class MaskSpec:
     q_positions: [B, T] int32; may be None where positions do not matter
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
+    kv_prefix: [B, S] int32, 1 at keys of a prefix; for kind 'prefix' only.
 
   Raises:
     ValueError: a static field has a value that it cannot have.
@@ -64,6 +67,7 @@ class MaskSpec:
   kv_segments: Any
   q_positions: Any = None
   kv_positions: Any = None
+  kv_prefix: Any = None
 
   def __post_init__(self):
     if self.kind not in KINDS:
@@ -80,14 +84,15 @@ class MaskSpec:
   @property
   def needs_positions(self) -> bool:
     """Whether visibility depends on positions."""
-    return self.kind == 'causal' or self.window is not None
+    return self.kind != 'full' or self.window is not None
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
     """Positions before and after its own that a query sees; None for all."""
     if self.kind == 'causal':
       return None if self.window is None else self.window - 1, 0
-    return sides(self.window, self.window_rule)
+    rule = self.window_rule if self.kind == 'full' else 'exclusive'
+    return sides(self.window, rule)
 
 
 def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
@@ -149,6 +154,20 @@ def bidirectional(
   return causal_spec.replace(kind='full', window_rule=window_rule)
 
 
+def prefix(
+  segments: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  kv_prefix: Int[Array, 'B S'],
+  **options: Any,
+) -> MaskSpec:
+  """Makes the mask of a prefix decoder; `options` as in `causal`.
+
+  `kv_prefix` is 1 at the keys that every query of their segment sees.
+  """
+  spec = causal(segments, positions, **options)
+  return spec.replace(kind='prefix', kv_prefix=kv_prefix)
+
+
 def cross(
   q_segments: Int[Array, 'B T'], kv_segments: Int[Array, 'B S']
 ) -> MaskSpec:
@@ -180,6 +199,8 @@ def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
   expected = {'q_segments': (batch, queries), 'kv_segments': (batch, keys)}
   if spec.needs_positions:
     expected |= {'q_positions': (batch, queries), 'kv_positions': (batch, keys)}
+  if spec.kind == 'prefix':
+    expected |= {'kv_prefix': (batch, keys)}
   for name, shape in expected.items():
     found = getattr(getattr(spec, name), 'shape', None)
     if found != shape:
@@ -210,6 +231,8 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
     near &= behind <= left
   if right is not None:
     near &= -behind <= right
+  if spec.kind == 'prefix':
+    near &= (behind >= 0) | (spec.kv_prefix[:, None, :] > 0)
   if spec.memory:
     keys = spec.kv_segments.shape[1]
     near |= jnp.arange(keys) >= keys - spec.memory

@@ -343,13 +343,16 @@ def without_cross_attention(
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `data.batch`."""
   lengths = job.lengths
-  sides = {'decoder': lengths.decoder}
-  if lengths.encoder:
-    sides['encoder'] = lengths.encoder
-  fields = {'targets': lengths.decoder, 'weights': lengths.decoder}
+  sides = {'decoder': lengths.decoder, 'encoder': lengths.encoder}
+  sides = {side: length for side, length in sides.items() if length}
+  targets = lengths.decoder or lengths.encoder
+  fields = {'targets': targets, 'weights': targets}
   if job.reads_teacher_row:
     sides['teacher'] = lengths.teacher
-    fields['teacher_index'] = lengths.decoder
+    fields |= {
+      'teacher_index': lengths.decoder,
+      'teacher_prefix': lengths.teacher,
+    }
   for side, length in sides.items():
     for field in ('tokens', 'segments', 'positions'):
       fields[f'{side}_{field}'] = length

@@ -90,9 +90,10 @@ def predict(
 ) -> Float[Array, 'B T D']:
   """Computes the hidden states that predict `batch['targets']`.
 
-  An encoder-decoder reads the pair. A decoder-only model reads the decoder
-  fields of a causal batch, and the teacher's row of a batch of pairs, from
-  which the positions that predict the targets are gathered.
+  An encoder-decoder reads the pair, an encoder-only model its inputs. A
+  decoder-only model reads the decoder fields of a causal batch, and the
+  teacher's row of a batch of pairs, from which the positions that predict the
+  targets are gathered; a prefix decoder sees the inputs there from both sides.
 
   Args:
     model: the model.
@@ -110,9 +111,16 @@ def predict(
     return model.decode(
       params, *side('decoder'), encoded, encoder[1], routing=routing
     )
+  if model.config.is_encoder:
+    return model.decode(params, *side('encoder'), routing=routing)
   if 'encoder_tokens' not in batch:
     return model.decode(params, *side('decoder'), routing=routing)
-  hidden = model.decode(params, *side('teacher'), routing=routing)
+  hidden = model.decode(
+    params,
+    *side('teacher'),
+    prefix=batch['teacher_prefix'],
+    routing=routing,
+  )
   return jnp.take_along_axis(
     hidden, batch['teacher_index'][..., None], axis=1
   )  # [B, T, D]

@@ -269,7 +269,8 @@ def reads_teacher_row(
     distillation: `config.loss.distillation`.
   """
   alone = isinstance(model, model_config.DecoderOnlyConfig)
-  return bool(distillation) or (lengths.encoder > 0 and alone)
+  pairs = lengths.encoder > 0 and lengths.decoder > 0
+  return bool(distillation) or (pairs and alone)
 
 
 def training_batches(

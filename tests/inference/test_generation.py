@@ -1,5 +1,6 @@
 """The cached loop against a loop that knows no cache."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.inference import generation, sampling
-from encdec_adapt.models import model_config
+from encdec_adapt.models import build, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -154,3 +155,22 @@ def test_ended_rows_emit_pad_and_fillers_nothing(kind):
   np.testing.assert_array_equal(filled.tokens[1], np.zeros(STEPS))
   assert filled.lengths.tolist() == [STEPS, 0, STEPS]
   assert np.isfinite(filled.log_probs).all()
+
+
+def test_a_prefix_decoder_reads_the_prompt_from_both_sides():
+  config = model_config.DecoderOnlyConfig(
+    dataclasses.replace(STACK, role='prefix')
+  )
+  model, params = build.build(config), _loaded('decoder_only').params
+  options = dict(rng=RNG, max_tokens=STEPS, bos=2, eos=NEVER, pad=0)
+  got = generation.generate(model, params, *_padded(PROMPTS), **options)
+  causal = _generate('decoder_only')
+  assert (np.asarray(got.tokens) != np.asarray(causal.tokens)).any()
+  for row, prompt in enumerate(PROMPTS):
+    text = _padded([[*prompt, *got.tokens[row].tolist()]], 12)
+    prefix = jnp.int32(text[2] < len(prompt)) * text[1]
+    hidden = model.decode(params, *text, prefix=prefix)
+    logits = model.logits(params, hidden)[0, len(prompt) - 1 :]
+    np.testing.assert_array_equal(
+      got.tokens[row], logits[:STEPS].argmax(axis=1)
+    )

@@ -48,6 +48,8 @@ def make_spec(name, tokens, memory, window, aligned=True):
   if name == 'merged':
     return masks.with_memory(masks.causal(*tokens, window=window), memory)
   make = masks.causal
+  if name.startswith('prefix'):
+    make = functools.partial(masks.prefix, kv_prefix=jnp.int32(tokens[1] < 4))
   if name.startswith('full'):
     rule = name.split()[1] if 'window' in name else 'exclusive'
     make = functools.partial(masks.bidirectional, window_rule=rule)

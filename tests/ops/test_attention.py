@@ -16,7 +16,8 @@ BACKENDS = attention.on_platform('cpu')
 B, N, K, H = 2, 4, 2, 8
 SCALE, CHUNK = 0.4, 4
 qkv = functools.partial(attention_cases.qkv, head_dim=H)
-MASKS = [*attention_cases.MASKS, 'nothing visible']
+PREFIX = ('prefix', 'prefix window')
+MASKS = [*attention_cases.MASKS, *PREFIX, 'nothing visible']
 every_backend = pytest.mark.parametrize('backend', BACKENDS)
 
 
@@ -175,8 +176,10 @@ def test_chunked_memory_is_linear_in_the_length():
   [
     ('splash', 'causal', False, H, 'float32', 'positions that are not indices'),
     ('splash', 'merged', True, H, 'float32', '11 keys without a position'),
+    ('splash', 'prefix', True, H, 'float32', 'a bidirectional prefix'),
     ('splash', 'causal', True, H, 'float16', 'dtype float16'),
     ('triton', 'causal', True, 512, 'float32', 'a head dimension of 512'),
+    ('triton', 'prefix', True, H, 'float32', 'a bidirectional prefix'),
     ('triton', 'merged', False, H, 'float32', "platform 'cpu'"),
   ],
 )

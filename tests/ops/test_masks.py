@@ -19,6 +19,11 @@ inclusive = functools.partial(bidirectional, window_rule='inclusive')
 centered = functools.partial(bidirectional, window_rule='centered')
 
 
+def prefixed(*tokens, window):
+  """A prefix mask: the first two of every segment are its prefix."""
+  return masks.prefix(*tokens, jnp.int32(tokens[1] < 2), window=window)
+
+
 def rule_of_no_effect(*tokens, window):
   """A causal mask whose window rule, which it ignores, is another."""
   return masks.causal(*tokens, window=window).replace(window_rule='inclusive')
@@ -38,6 +43,10 @@ def assert_mask(spec, rows):
     # As many keys as it is wide, the query's own included.
     (masks.causal, ONE, 2, '10000 11000 01100 00110 00011'),
     (masks.causal, ONE, 1, '10000 01000 00100 00010 00001'),
+    (prefixed, ONE, None, '11000 11000 11100 11110 11111'),
+    (prefixed, ONE, 2, '11000 11000 01100 00110 00011'),
+    (prefixed, ONE, 1, '10000 01000 00100 00010 00001'),
+    (prefixed, PACKED, None, '11000 11000 00110 00110 00000'),
     (rule_of_no_effect, ONE, 2, '10000 11000 01100 00110 00011'),
     (bidirectional, ONE, None, '11111 11111 11111 11111 11111'),
     (bidirectional, ONE, 2, '11000 11100 01110 00111 00011'),
@@ -90,7 +99,7 @@ def test_spec_is_a_pytree_with_static_rules():
 @pytest.mark.parametrize(
   'change, message',
   [
-    ({'kind': 'prefix'}, "'prefix'"),
+    ({'kind': 'suffix'}, "'suffix'"),
     ({'window_rule': 'both'}, "'both'"),
     ({'window': 0}, 'window is 0'),
     ({'q_positions': None}, 'q_positions .* has shape None'),
