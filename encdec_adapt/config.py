@@ -15,7 +15,7 @@ import ml_collections
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import data_section
+from encdec_adapt.data import data_section, objective_names
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -257,15 +257,44 @@ def _optimizer(
   )
 
 
+# Kinds of models that read the rows of an objective (`Objective.feeds`).
+_KINDS_OF = {
+  'decoder': ('decoder_only',),
+  'pair': ('encoder_decoder', 'decoder_only', 'prefix_decoder'),
+  'encoder': ('encoder_only',),
+}
+
+
+def check_kind(model: model_config.ModelConfig, objective: str) -> None:
+  """Checks that a model reads the rows of an objective.
+
+  Raises:
+    UserError: names the kinds of models that do.
+  """
+  kind, fed = (
+    model_section.kind_of(model),
+    _KINDS_OF[objective_names.feeds(objective)],
+  )
+  if kind not in fed:
+    raise errors.UserError(
+      f'objective {objective!r} feeds models of kind {" and ".join(fed)}, and'
+      f' the model is {kind}; change config.data.objective or'
+      ' config.model.kind (the table of objectives is in configs/README.md).'
+    )
+
+
 def _check_model(settings: Settings, vocabulary: str) -> None:
   """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if is_pair and data.objective == 'causal_lm':
+  check_kind(model, data.objective)
+  kind = model_section.kind_of(model)
+  feeds = objective_names.feeds(data.objective)
+  if settings.loss.on_inputs and (kind, feeds) != ('decoder_only', 'pair'):
     raise errors.UserError(
-      'config.data.objective is causal_lm, which has no inputs for the'
-      ' encoder; choose prefix_lm, prefix_lm_uniform or ul2, or set'
-      ' config.model.kind to decoder_only.'
+      f'config.loss.on_inputs is set with config.model.kind {kind} and'
+      f' objective {data.objective!r}; only a causal decoder (decoder_only) on'
+      ' pairs can predict the inputs: others read them before.'
     )
   own = data.encoder_vocabulary
   if own not in ('', data.vocabulary, vocabulary):

@@ -23,7 +23,7 @@ from encdec_adapt.conversion import run_artifacts, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.models import model_config
+from encdec_adapt.models import model_section
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses, setup
@@ -82,13 +82,6 @@ class Run:
   where: state_lib.Placement
   found: manager.Checkpoint
 
-  @property
-  def is_pair(self) -> bool:
-    """Whether the model is an encoder-decoder."""
-    return isinstance(
-      self.where.model.config, model_config.EncoderDecoderConfig
-    )
-
 
 def open_run(path: str, record_set: records.RecordSet) -> Run:
   """Opens the newest undamaged checkpoint of a run and checks the run.
@@ -103,12 +96,7 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
       checkpoint or does not divide over the devices.
   """
   settings = config_lib.load_run(path)
-  is_pair = isinstance(settings.model, model_config.EncoderDecoderConfig)
-  if is_pair and not record_set.spec.lengths.encoder:
-    raise errors.UserError(
-      f'{path} is an encoder-decoder and {record_set.folder} holds rows'
-      ' without inputs; give records of prefix_lm or ul2.'
-    )
+  config_lib.check_kind(settings.model, record_set.spec.objective)
   disk.require_writable(path)
   found = manager.open_latest(path)
   stored_model.open_vocabularies(found, settings.data.vocabularies)
@@ -171,7 +159,7 @@ def evaluate(
       record_set,
       batch_size,
       run.where,
-      teacher=spec.lengths.encoder > 0 and not run.is_pair,
+      teacher=setup.reads_teacher_row(run.where.model.config, spec.lengths, 0),
       **options,
     )
     return _evaluator(run.where, run.loss.chunk)(params, batches)
@@ -182,7 +170,7 @@ def evaluate(
     # Half of the set away: the prefix of another document.
     shuffled = measure(prefix_offset=len(record_set) // 2).loss
   return {
-    'kind': 'encoder_decoder' if run.is_pair else 'decoder_only',
+    'kind': model_section.kind_of(run.where.model.config),
     'checkpoint_step': run.found.step,
     'records': str(record_set.folder),
     'records_spec': dataclasses.asdict(record_set.spec),

@@ -205,6 +205,7 @@ def train(
     seed=settings.seed,
     repeat=settings.data.repeat,
     teacher=teacher_row,
+    on_inputs=settings.loss.on_inputs,
   )
   step = first = start or 0
   resume_checks.report_end(batches.left, first, steps, say)

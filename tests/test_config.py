@@ -160,7 +160,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
     (['model.decoder.rope_factor=-inf'], 'rope_factor is -inf'),
     (['model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),
-    (['model.kind=encoder_decoder'], 'causal_lm, which has no'),
+    (['model.kind=encoder_decoder'], 'feeds models of kind decoder_only'),
     (['init.encoder=a'], "init.encoder is 'a'"),
     (['init.cross_attention=fresh'], "'fresh', .*mode 'random' .*to 'auto'"),
     (['init.mode=checkpoint'], 'init.encoder is empty'),
@@ -259,7 +259,7 @@ def test_the_readme_holds_the_annotated_page(request):
   assert page == config_lib.page() + '\n```\n'
 
 
-def test_every_key_is_on_the_page_and_there_are_at_most_150():
+def test_every_key_is_on_the_page_and_there_are_at_most_160():
   def leaves(section, prefix):
     for name, value in section.items():
       if isinstance(value, dict):
@@ -269,5 +269,5 @@ def test_every_key_is_on_the_page_and_there_are_at_most_150():
 
   keys = list(leaves(config_lib.defaults().to_dict(), 'config'))
   lines = config_lib.page().splitlines()
-  assert len(keys) <= 150
+  assert len(keys) <= 160
   assert sorted(keys) == sorted(x for x in lines if x and x[0] != '#')

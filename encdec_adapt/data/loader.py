@@ -95,6 +95,7 @@ class Loader:
     seed: int = 0,
     repeat: bool = False,
     teacher: bool = False,
+    on_inputs: bool = False,
     local: Sequence[int] | None = None,
     prefetch: int = 2,
   ):
@@ -108,6 +109,8 @@ class Loader:
       seed: seed of the order of rows.
       repeat: see `Order`; otherwise the stream ends after the last pass.
       teacher: whether to make the teacher's fields.
+      on_inputs: whether inputs are predicted too (`batch.on_all_tokens`);
+        needs the teacher's fields.
       local: rows of the global batch that this process makes, each 0 to
         batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
       prefetch: batches made ahead; 0 makes none.
@@ -131,7 +134,10 @@ class Loader:
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
       rows = [order.row(first + i) for i in places]
-      return _frame(record_set, rows, lengths, teacher)
+      made = _frame(record_set, rows, lengths, teacher)
+      if on_inputs:
+        made = batch.on_all_tokens(made, record_set.framing.decoder.pad)
+      return made
 
     left = sys.maxsize if self.left is None else self.left
     self._batches = _prefetched(make, left, prefetch)

@@ -138,6 +138,14 @@ def _stack(side: str, values: Mapping[str, Any], **others: Any):
     raise errors.UserError(f'config.model.{side}: {error}') from error
 
 
+def kind_of(model: model_config.ModelConfig) -> str:
+  """Returns the kind of a model, one of `KINDS`."""
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    return KINDS[-1]
+  role = model.decoder.role
+  return next(kind for kind, own in ROLES.items() if own == role)
+
+
 def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the values of the section's keys that describe a model.
 
@@ -147,9 +155,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   pair = isinstance(model, model_config.EncoderDecoderConfig)
   encoder = model.encoder if pair else decoder
   section = ModelSection(
-    kind=KINDS[-1]
-    if pair
-    else next(kind for kind, role in ROLES.items() if role == decoder.role),
+    kind=kind_of(model),
     causal_encoder=pair and encoder.role == 'causal',
     cross_merged=decoder.cross_merged,
     cross_layers=decoder.cross_layers,

@@ -28,10 +28,10 @@ class MaskSpec:
     - kind 'prefix': the same, or kv_prefix[k] is set, so that the prefix of a
       segment is bidirectional and the rest causal;
     - a window W: for 'causal', kv position > q position - W (W keys, the
-      query's own included); for 'prefix', |q - k| < W; for 'full', |q - k| < W ('exclusive', the rule of
-      the T5Gemma authors' code), |q - k| <= W ('inclusive', transformers
-      5.23 eager), or the W keys from q - ceil(W/2) + 1 to q + floor(W/2)
-      ('centered', T5Gemma 2).
+      query's own included); for 'prefix', |q - k| < W; for 'full', |q - k| < W
+      ('exclusive', the rule of the T5Gemma authors' code), |q - k| <= W
+      ('inclusive', transformers 5.23 eager), or the W keys from
+      q - ceil(W/2) + 1 to q + floor(W/2) ('centered', T5Gemma 2).
   For the last `memory` keys only segments count: they are visible from every
   position (an encoder's keys next to the decoder's own).
   Positions, not indices, are compared, so packed rows whose positions restart

@@ -346,11 +346,13 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   sides = {'decoder': lengths.decoder, 'encoder': lengths.encoder}
   sides = {side: length for side, length in sides.items() if length}
   targets = lengths.decoder or lengths.encoder
+  if job.loss.on_inputs and job.name == 'train':
+    targets = lengths.teacher
   fields = {'targets': targets, 'weights': targets}
   if job.reads_teacher_row:
     sides['teacher'] = lengths.teacher
     fields |= {
-      'teacher_index': lengths.decoder,
+      'teacher_index': targets,
       'teacher_prefix': lengths.teacher,
     }
   for side, length in sides.items():

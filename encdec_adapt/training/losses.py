@@ -41,6 +41,10 @@ class LossConfig:
   label_smoothing: float = keys.key(
     0.0, 'Share of the target spread over the vocabulary.', at_least=0, below=1
   )
+  on_inputs: bool = keys.key(
+    False,
+    'Causal decoders on pairs: predict the inputs too, not the targets only.',
+  )
   load_balance: float = keys.key(
     0.01,
     'Models with experts: weight of the load-balancing loss, per layer over'

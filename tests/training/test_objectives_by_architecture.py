@@ -1,0 +1,129 @@
+"""Every objective trains every kind of model that it feeds (configs/README.md).
+
+The table of that file is held equal to what is trained here.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import objective_names, packing
+from encdec_adapt.models import build, model_config, model_section
+from tests import framing
+from tests.data import objective_cases
+from tests.training import conftest
+
+STACK = dataclasses.replace(conftest.STACK, vocab_size=1100)
+MODELS = {
+  'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
+  **{
+    kind: model_config.DecoderOnlyConfig(dataclasses.replace(STACK, role=role))
+    for kind, role in model_section.ROLES.items()
+  },
+}
+NAMES = [name for name in objective_names.NAMES if name != 'denoise']
+LENGTH, ROWS = 48, 8
+
+
+@pytest.fixture(scope='module')
+def trainers():
+  """One trainer for each kind of model: its step is compiled once a shape."""
+  return {
+    kind: conftest.Trainer(model=build.build(model), rate=3e-2)
+    for kind, model in MODELS.items()
+  }
+
+
+def _rows(name, kind):
+  """A batch of packed rows of an objective on repetitive text."""
+  objective = objective_cases.make_fitting(
+    name, LENGTH, sentinel_policy='recycle'
+  )
+  tokens = np.resize(np.arange(500, 508, dtype=np.int32), 900)
+  pairs = objective_cases.pairs(objective, tokens)
+  rows = list(packing.pack_pairs(pairs, objective.lengths))[:ROWS]
+  rows += [[]] * (ROWS - len(rows))
+  reads_pairs = kind in ('decoder_only', 'prefix_decoder')
+  framed = batch_lib.stack_rows(
+    [
+      batch_lib.frame_row(
+        row,
+        objective.lengths,
+        framing.FRAMING,
+        teacher=reads_pairs and objective.feeds == 'pair',
+      )
+      for row in rows
+    ]
+  )
+  batch_lib.check_framing(
+    framed,
+    framing.FRAMING,
+    masks=objective_names.masks_decoder_inputs(name),
+    concatenated=objective.concatenate,
+  )
+  return framed
+
+
+@pytest.mark.parametrize('kind', MODELS)
+def test_every_objective_trains(kind, trainers):
+  trainer = trainers[kind]
+  model = trainer.where.model
+  first = trainer.init(trainer.where.place(model.init, jax.random.key(0)))
+  for name in NAMES:
+    try:
+      config_lib.check_kind(MODELS[kind], name)
+    except errors.UserError:
+      continue
+    rows = _rows(name, kind)
+    # A copy, because the step donates its state.
+    state = jax.tree.map(jnp.copy, first)
+    losses = []
+    for _ in range(6):
+      state, metrics = trainer.step(state, rows)
+      losses.append(float(metrics['loss']))
+    assert metrics['weight'] == rows['weights'].sum() > 0, name
+    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.3, name
+
+
+def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
+  rows = _rows('prefix_lm', 'prefix_decoder')
+  params = build.build(MODELS['decoder_only']).init(jax.random.key(0))
+  changed = {k: v.copy() for k, v in rows.items()}
+  changed['teacher_tokens'][0, 2] += 1  # An input after position 1.
+  for kind, sees in (('prefix_decoder', True), ('decoder_only', False)):
+    model = build.build(MODELS[kind])
+    states = [
+      jax.jit(model.decode)(
+        params,
+        *(some[f'teacher_{x}'] for x in ('tokens', 'segments', 'positions')),
+        prefix=some['teacher_prefix'],
+      )
+      for some in (rows, changed)
+    ]
+    assert bool((states[0][0, 1] != states[1][0, 1]).any()) == sees
+
+
+def test_the_table_says_what_feeds_which_model(request):
+  path = request.config.rootpath / 'configs' / 'README.md'
+  kinds = ('encoder_decoder', 'decoder_only', 'prefix_decoder', 'encoder_only')
+  table = {}
+  for line in path.read_text().splitlines():
+    match = re.fullmatch(r'\| `(\w+)` \|' + r' (\S*) \|' * 4 + '.*', line)
+    if match:
+      table[match[1]] = [bool(cell) for cell in match.groups()[1:]]
+  assert set(table) == {*NAMES, 'denoise'}
+  for name, cells in table.items():
+    text = name if name != 'denoise' else 'denoise:R:3:0.15'
+    for kind, cell in zip(kinds, cells, strict=True):
+      if cell:
+        config_lib.check_kind(MODELS[kind], text)
+      else:
+        with pytest.raises(errors.UserError, match='feeds models of kind'):
+          config_lib.check_kind(MODELS[kind], text)
