@@ -29,7 +29,7 @@ MODELS = {
   },
 }
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
-LENGTH, ROWS = 48, 8
+LENGTH, ROWS = 32, 4
 
 
 @pytest.fixture(scope='module')
