@@ -194,6 +194,8 @@ class Denoising(objectives.Objective):
     """
     self._mixture = tuple(mixture)
     self._policy = policy
+    # Upper bounds of the denoisers' shares of a uniform draw.
+    self._bounds = np.cumsum([one.weight for one in mixture]).tolist()
     self._modes = {
       mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
     }
@@ -263,8 +265,8 @@ class Denoising(objectives.Objective):
   def draw_plan(self, rng):
     if len(self.plans) == 1:
       return self.plans[0]
-    weights = [denoiser.weight for denoiser in self._mixture]
-    return self.plans[objectives.weighted(weights, rng)]
+    at = rng.random() * self._bounds[-1]
+    return self.plans[bisect.bisect_right(self._bounds, at)]
 
   def split(self, window, plan, rng):
     denoiser = plan.task

@@ -346,12 +346,6 @@ def uniform_split(share: float, size: int) -> int:
   return 1 + int(share * (size - 1)) if size > 1 else 0
 
 
-def weighted(weights: Sequence[float], rng: np.random.Generator) -> int:
-  """Draws an index with probability proportional to its weight."""
-  bounds = np.cumsum(weights)
-  return int(np.searchsorted(bounds, rng.random() * bounds[-1], 'right'))
-
-
 LANGUAGE_MODELS: Mapping[str, type[Objective]] = {
   'causal_lm': CausalLM,
   'full_lm': CausalLM,

@@ -27,13 +27,9 @@ def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
   Raises:
     ValueError: some pairs have a field that others have not.
   """
-  fields = {
-    tuple(name for name in _FIELDS if getattr(pair, name) is not None)
-    for pair in pairs
-  } or {_FIELDS[:2]}
-  if len(fields) > 1:
-    raise ValueError(f'the pairs of a row have different fields: {fields}')
-  (names,) = fields
+  names = _fields(pairs[0]) if pairs else _FIELDS[:2]
+  if any(_fields(pair) != names for pair in pairs):
+    raise ValueError(f'the pairs of a row have different fields than {names}')
   arrays = [_to_integers(getattr(pair, n), n) for pair in pairs for n in names]
   tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
   width = 2 if tokens.max(initial=0) <= np.iinfo(np.uint16).max else 4
@@ -46,6 +42,10 @@ def encode_row(pairs: Sequence[batch.Pair]) -> bytes:
     + tokens.astype(f'<u{width}').tobytes()
     + ids
   )
+
+
+def _fields(pair: batch.Pair) -> tuple[str, ...]:
+  return tuple(name for name in _FIELDS if getattr(pair, name) is not None)
 
 
 def _to_integers(values: np.ndarray, name: str) -> np.ndarray:

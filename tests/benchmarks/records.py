@@ -6,10 +6,13 @@ teacher's row; the ratio is to `rows`. Tokens are those a row can hold (S + T)
 per second of processor time.
 
 Making: Python's own text through tokenising, objective and packing in one
-process, TensorFlow's import left out; tokens are those of the pairs.
+process, TensorFlow's import left out, as whole documents and as paragraphs;
+the ratio is to the tokenizer alone on the same texts. `SeqIO live` is the same
+task read as a SeqIO user reads it, one example at a time and unpacked.
 """
 
 from collections.abc import Callable, Sequence
+import json
 import pathlib
 import tempfile
 import time
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as folder:
     rows = _read(pathlib.Path(folder) / 'random', arguments)
     if arguments.text_bytes:
-      rows.append(_make(pathlib.Path(folder) / 'text', arguments))
+      rows += _make(pathlib.Path(folder) / 'text', arguments)
   return results.report('records', rows, arguments)
 
 
@@ -115,55 +118,84 @@ def _random_row(
   ]
 
 
-def _make(folder: pathlib.Path, arguments) -> dict[str, Any]:
-  """The row on making records."""
-  spec = records.RecordSpec(
-    source='python',
-    split='train',
-    objective='prefix_lm',
-    encoder_length=arguments.encoder_length,
-    decoder_length=arguments.decoder_length,
-    shards=1,
-    max_bytes=arguments.text_bytes,
+def _make(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
+  """Rows on making records, beside the tokenizer alone and SeqIO's view."""
+  folder.mkdir()
+  source = text_sources.open_source('python', max_bytes=arguments.text_bytes)
+  long = [document.text for document in source.documents()]
+  vocabulary = vocabulary_training.train_vocabulary(
+    long, folder / 'vocabulary.model', arguments.vocab_size, max_bytes=1_000_000
   )
-  vocabulary = folder / 'vocabulary.model'
-  documents = text_sources.open_source(
-    'python', max_bytes=arguments.text_bytes
-  ).documents()
-  vocabulary_training.train_vocabulary(
-    (document.text for document in documents),
-    vocabulary,
-    arguments.vocab_size,
-    max_bytes=min(arguments.text_bytes, 1_000_000),
-  )
-  warm = records.RecordSpec(
-    source='python',
-    split='train',
-    objective='prefix_lm',
-    encoder_length=arguments.encoder_length,
-    decoder_length=arguments.decoder_length,
-    shards=1,
-    max_bytes=20_000,
-  )
-  made = []
+  paragraphs = [part for text in long for part in text.split('\n\n')]
+  short = [part for part in paragraphs if 100 < len(part) < 400]
+  rows = []
+  for length, texts in (('long', long), ('short', short)):
+    file = folder / f'{length}.jsonl'
+    file.write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    tokens = sum(len(vocabulary.encode(text)) for text in texts)
+    alone = _measure(
+      f'tokenizer, {length} documents',
+      tokens,
+      lambda texts=texts: [vocabulary.encode(text) for text in texts],
+    )
+    made = [
+      _make_records(folder, file, vocabulary, tokens, length, name, arguments)
+      for name in ('prefix_lm', 'ul2')
+    ]
+    made.append(_live(file, vocabulary, tokens, length, arguments))
+    for row in (alone, *made):
+      row['ratio'] = row['tokens/s per core'] / alone['tokens/s per core']
+    rows += [alone, *made]
+  return rows
 
-  def make(name, spec):
-    made.extend(
-      materialization.materialize_sets(
-        [(spec, folder / name)],
-        vocabularies.Choice(str(vocabulary)),
-      )
+
+def _make_records(
+  folder, file, vocabulary, tokens, length, objective, arguments
+) -> dict[str, Any]:
+  """The row on making records of an objective."""
+
+  def make(max_bytes, name):
+    spec = records.RecordSpec(
+      source=f'jsonl:{file}',
+      split='train',
+      objective=objective,
+      encoder_length=arguments.encoder_length,
+      decoder_length=arguments.decoder_length,
+      sentinels='recycle',
+      shards=1,
+      max_bytes=max_bytes,
+    )
+    materialization.materialize_sets(
+      [(spec, folder / f'{objective}-{length}-{name}')],
+      vocabularies.Choice(vocabulary.path),
     )
 
-  make('warm', warm)  # Imports TensorFlow.
-  row = _measure('making', 0, lambda: make('records', spec))
-  totals = made[-1]['totals']
-  # An encoder position per pair is BOS.
-  row['tokens'] = (
-    totals['encoder_positions'] - totals['pairs'] + totals['target_tokens']
+  make(20_000, 'warm')  # Imports TensorFlow.
+  return _measure(
+    f'{objective}, {length} documents', tokens, lambda: make(0, 'records')
   )
-  row['tokens/s per core'] = row['tokens'] / row['processor seconds']
-  return {**row, 'ratio': '-'}
+
+
+def _live(file, vocabulary, tokens, length, arguments) -> dict[str, Any]:
+  """The row on SeqIO's own pipeline: the same task, one example at a time."""
+  from encdec_adapt.data import mixtures, tasks
+
+  (part,) = mixtures.open_parts(f'jsonl:{file}')
+  task = tasks.make_task(
+    part, mixtures.Draw('train', 0.0, 0), vocabulary, 'prefix_lm'
+  )
+  lengths = {
+    'inputs': arguments.encoder_length,
+    'targets': arguments.decoder_length,
+  }
+
+  def read():
+    dataset = task.get_dataset(lengths, 'train', shuffle=False)
+    for _ in dataset.as_numpy_iterator():
+      pass
+
+  read()  # Traces the pipeline.
+  return _measure(f'prefix_lm, {length} documents, SeqIO live', tokens, read)
 
 
 if __name__ == '__main__':

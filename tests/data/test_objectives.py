@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names, objectives
+from encdec_adapt.data import batch, objective_names
 from tests import framing
 from tests.data import objective_cases as cases
 from tests.data.objective_cases import EOS, TEXT
@@ -174,9 +174,3 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
 def test_refuses(arguments, message):
   with pytest.raises(errors.UserError, match=message):
     cases.make(*arguments)
-
-
-def test_weighted_draws():
-  rng = np.random.default_rng(0)
-  drawn = np.bincount([objectives.weighted([1, 0, 3], rng) for _ in range(800)])
-  assert drawn[1] == 0 and drawn[2] / 800 == pytest.approx(0.75, abs=0.05)
