@@ -159,7 +159,9 @@ def evaluate(
       record_set,
       batch_size,
       run.where,
-      teacher=setup.reads_teacher_row(run.where.model.config, spec.lengths, 0),
+      teacher=setup.reads_teacher_row(
+        run.where.model.config, spec.lengths, 0.0
+      ),
       **options,
     )
     return _evaluator(run.where, run.loss.chunk)(params, batches)

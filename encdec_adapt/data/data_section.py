@@ -8,9 +8,11 @@ from encdec_adapt.cli import errors, keys
 from encdec_adapt.data import (
   batch,
   denoising,
+  mixtures,
   objective_names,
   objectives,
   records,
+  text_sources,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabularies
@@ -34,8 +36,9 @@ class DataConfig:
     'python',
     "'python' (the text that every Python carries; 'python:FILE' holds out"
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
-    " 'jsonl:GLOB' or 'tfds:NAME:SPLIT'; or several with how often a pass"
-    " draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+    " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'tfds:NAME:SPLIT',"
+    " 'pairs:GLOB#INPUTS,TARGETS' or 'chat:GLOB'; or several with how often a"
+    " pass draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
   )
   max_bytes: int = keys.key(
     0, "Bytes used of each source's text; 0 for all.", at_least=0
@@ -111,6 +114,15 @@ class DataConfig:
     objectives.check_lengths(
       self.objective, objective_names.feeds(self.objective), lengths
     )
+    needed = objective_names.source_of(self.objective)
+    for source, _ in mixtures.parse(self.source):
+      if text_sources.gives(source) != needed:
+        raise errors.UserError(
+          f'config.data.source is {source!r}, which has'
+          f' {text_sources.gives(source)}, but config.data.objective'
+          f' {self.objective!r} is made of {needed}; change one of them (pairs'
+          ' and chat have sources of the same names).'
+        )
     other = self.encoder_vocabulary not in ('', self.vocabulary)
     if other and not self.objective.startswith('prefix_lm'):
       raise errors.UserError(

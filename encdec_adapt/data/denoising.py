@@ -163,7 +163,7 @@ def _parse(entry: str) -> Denoiser:
   return made
 
 
-class Denoising(objectives.Objective):
+class Denoising(objectives.WindowObjective):
   """A mixture of denoisers, one drawn per window by its weight."""
 
   draws = True

@@ -9,6 +9,7 @@ number of workers nor on restarts. Finished shards are kept, others made again.
 when a shard is made; a process that only opens records never does.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -62,6 +63,7 @@ class ShardJob:
     shard: number of the shard, 0 to spec.shards - 1.
     read: function that yields the shard's examples; must be importable by
       name, because worker processes call it.
+    counts: examples that were dropped or cut, filled in by `read`.
   """
 
   folder: str
@@ -70,6 +72,9 @@ class ShardJob:
   pass_index: int
   shard: int
   read: Callable[['ShardJob'], Iterable[Example]]
+  counts: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
 
   def __str__(self) -> str:
     return (
@@ -129,6 +134,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     )
     for pair in objective.examples(documents, generator):
       yield Example(pair, objective.shared_spans(pair))
+  job.counts.update(objective.counts)
 
 
 def write_shard(job: ShardJob) -> dict[str, Any]:
@@ -159,7 +165,9 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
   ) as writer:
     for row in rows:
       writer.write(row)
-    return writer.finish(examples=examples, shared_sentinel_spans=shared_spans)
+    return writer.finish(
+      examples=examples, shared_sentinel_spans=shared_spans, **job.counts
+    )
 
 
 def sample_rows(
@@ -315,6 +323,9 @@ def summary(manifest: Mapping[str, Any]) -> str:
       f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
       f' another (sentinels={spec["sentinels"]})'
     )
+  for what in ('dropped', 'truncated'):
+    if totals.get(what):
+      line += f'; {totals[what]:,} examples longer than a row were {what}'
   return line
 
 

@@ -71,7 +71,7 @@ _POISSON = 3.0  # Mean length of BART's spans.
 _KEPT, _RANDOM = 0.1, 0.1  # BERT's shares of the chosen tokens.
 
 
-class Noising(objectives.Objective):
+class Noising(objectives.WindowObjective):
   """An objective that noises whole windows.
 
   Attributes:

@@ -8,8 +8,11 @@ A name may have options after a colon, separated by commas:
     meap:share=0.15,span=5
     denoise:R:3:0.15 + S:uniform@4
 
+    pairs:too_long=truncate,prefix=summarize:
+
 `concatenate` joins the documents of a shard before windows are cut; `share`
-and `span` are described in `data/noising.py`; what follows `denoise:` is a
+and `span` are described in `data/noising.py`, the options of `pairs` and `chat`
+in `data/supervised.py`; what follows `denoise:` is a
 mixture of `data/denoising.py`, which takes no other option.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -20,12 +23,22 @@ import functools
 from typing import Any
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, denoising, noising, objectives
+from encdec_adapt.data import (
+  batch,
+  denoising,
+  noising,
+  objectives,
+  supervised,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 MIXTURE = 'denoise'
 _CONCATENATED = ('full_lm', 'ul2_published')
-_CLASSES = {**objectives.LANGUAGE_MODELS, **noising.NOISES}
+_CLASSES: dict[str, type[objectives.Objective]] = {
+  **objectives.LANGUAGE_MODELS,
+  **noising.NOISES,
+  **supervised.SUPERVISED,
+}
 NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
 _TYPES = {'share': float, 'span': int}
 
@@ -46,13 +59,17 @@ def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
   if name == MIXTURE:
     return name, {'mixture': denoising.parse_mixture(rest)}
   known = _class(name).options
-  options: dict[str, Any] = {'concatenate': name in _CONCATENATED}
+  options: dict[str, Any] = {}
+  if name in _CONCATENATED:
+    options['concatenate'] = True
   for entry in filter(None, rest.split(',')):
     key, _, value = entry.partition('=')
     try:
       if key not in known:
         raise ValueError
-      options[key] = True if key == 'concatenate' else _TYPES[key](value)
+      options[key] = (
+        True if key == 'concatenate' else _TYPES.get(key, str)(value)
+      )
     except ValueError:
       raise errors.UserError(
         f'config.data.objective is {text!r}: {entry!r} is not an option of'
@@ -71,6 +88,11 @@ def feeds(text: str) -> str:
   return _class(name).feeds
 
 
+def source_of(text: str) -> str:
+  """Returns what an objective is made of: see `Objective.source`."""
+  return _class(_parse(text)[0]).source
+
+
 def is_concatenated(text: str) -> bool:
   """Returns whether windows cross documents, so that EOS may be inside."""
   return _parse(text)[1].get('concatenate', False)
@@ -78,7 +100,8 @@ def is_concatenated(text: str) -> bool:
 
 def masks_decoder_inputs(text: str) -> bool:
   """Returns whether the decoder reads other tokens than the targets."""
-  return _parse(text)[0].startswith('meap')
+  name, options = _parse(text)
+  return name.startswith('meap') or bool(options.get('meap'))
 
 
 def added_sentinels(text: str, policy: str, lengths: batch.Lengths) -> int:

@@ -31,6 +31,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 
 import abc
 import bisect
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
@@ -62,25 +63,77 @@ class Plan:
 
 
 class Objective(abc.ABC):
-  """Cuts documents into windows and makes a pair of each.
+  """Makes pairs of documents.
 
   Attributes:
     name: name as in a configuration, options included.
     feeds: sides of a row that it fills: 'decoder' (causal language models),
       'pair', or 'encoder' (masked language models).
-    draws: whether anything is random.
-    reads: what `examples` reads, 'tokens' or 'text' (`text_split`).
-    adds_eos: whether the targets of a document's last window end in EOS.
     options: options that a name may have.
-    concatenate: whether windows cross documents.
+    draws: whether anything is random.
+    source: what it is made of: 'text', 'pairs' or 'chat'.
+    reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
+    concatenate: whether examples cross documents.
     lengths: row lengths that every pair fits.
-    plans: possible plans of a window.
+    counts: examples that were dropped or cut, by what happened to them.
   """
 
   feeds = 'pair'
-  options = ('concatenate',)
+  options: tuple[str, ...] = ()
   draws = False
+  source = 'text'
   reads = 'tokens'
+  concatenate = False
+
+  def __init__(self, name: str, lengths: batch.Lengths):
+    """Checks the lengths.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+
+    Raises:
+      UserError: the lengths do not suit the objective.
+    """
+    check_lengths(name, self.feeds, lengths)
+    self.name = name
+    self.lengths = lengths
+    self.counts: collections.Counter[str] = collections.Counter()
+
+  @abc.abstractmethod
+  def examples(
+    self, documents: Iterable[tuple[str, Any]], generator: Generator
+  ) -> Iterator[batch.Pair]:
+    """Makes the pairs of documents.
+
+    Args:
+      documents: (id, content) pairs of one virtual shard, in order; the
+        content is what the objective `reads`: tokens, int32 [n] with n > 0, or
+        text.
+      generator: returns the generator of a name, which draws everything about
+        an example: its document's id, '#' and its number there, or '#' and its
+        number in the shard if documents are concatenated. Not called if
+        nothing is drawn.
+
+    Yields:
+      Pairs that fit the lengths, with the ids of their documents.
+    """
+
+  def shared_spans(self, pair: batch.Pair) -> int:
+    """Returns the number of spans that share their sentinel with another."""
+    del pair
+    return 0
+
+
+class WindowObjective(Objective):
+  """Cuts documents into windows and makes a pair of each.
+
+  Attributes:
+    adds_eos: whether the targets of a document's last window end in EOS.
+    plans: possible plans of a window.
+  """
+
+  options = ('concatenate',)
   adds_eos = True
   plans: Sequence[Plan]
 
@@ -103,11 +156,9 @@ class Objective(abc.ABC):
     Raises:
       UserError: the lengths or the vocabulary do not suit the objective.
     """
-    self.name = name
-    self.lengths = lengths
+    super().__init__(name, lengths)
     self.concatenate = concatenate
     self._eos = np.array([vocabulary.eos], np.int32)
-    check_lengths(name, self.feeds, lengths)
     self.plans = self._make_plans()
     if any(min(plan.inside, plan.last) < 1 for plan in self.plans):
       raise errors.UserError(
@@ -158,23 +209,7 @@ class Objective(abc.ABC):
   ) -> batch.Pair:
     """Returns the pair of a planned window [w], without EOS."""
 
-  def examples(
-    self, documents: Iterable[tuple[str, Any]], generator: Generator
-  ) -> Iterator[batch.Pair]:
-    """Cuts documents into windows and pairs each.
-
-    Args:
-      documents: (id, content) pairs of one virtual shard, in order; the
-        content is tokens, int32 [n] with n > 0, or the text if `reads` is
-        'text'.
-      generator: returns the generator of a name, which draws everything about
-        a window: its document's id, '#' and its number there, or '#' and its
-        number in the shard if documents are concatenated. Not called if
-        nothing is drawn.
-
-    Yields:
-      Pairs that fit the lengths, with the ids of their documents.
-    """
+  def examples(self, documents, generator):
     if self.concatenate:
       yield from self._from_stream(documents, generator)
       return
@@ -252,11 +287,6 @@ class Objective(abc.ABC):
           names.pop(0)
       yield pair._replace(documents=tuple(within))
 
-  def shared_spans(self, pair: batch.Pair) -> int:
-    """Returns the number of spans that share their sentinel with another."""
-    del pair
-    return 0
-
 
 def check_lengths(name: str, feeds: str, lengths: batch.Lengths) -> None:
   """Checks that a row has the sides that an objective fills.
@@ -282,7 +312,7 @@ def check_lengths(name: str, feeds: str, lengths: batch.Lengths) -> None:
       )
 
 
-class CausalLM(Objective):
+class CausalLM(WindowObjective):
   """Predicts the whole window."""
 
   feeds = 'decoder'
@@ -294,7 +324,7 @@ class CausalLM(Objective):
     return batch.Pair(np.zeros(0, np.int32), window)
 
 
-class PrefixLM(Objective):
+class PrefixLM(WindowObjective):
   """Predicts the second half from the first, which is not the longer one."""
 
   def _make_plans(self):
@@ -325,7 +355,7 @@ class UniformPrefixLM(PrefixLM):
     return functools.partial(uniform_split, rng.random())
 
 
-class ReversePrefixLM(Objective):
+class ReversePrefixLM(WindowObjective):
   """Predicts the text before a uniformly drawn split from the text after it.
 
   Source: the objectives of t5/data/preprocessors.py.
@@ -346,7 +376,7 @@ def uniform_split(share: float, size: int) -> int:
   return 1 + int(share * (size - 1)) if size > 1 else 0
 
 
-LANGUAGE_MODELS: Mapping[str, type[Objective]] = {
+LANGUAGE_MODELS: Mapping[str, type[WindowObjective]] = {
   'causal_lm': CausalLM,
   'full_lm': CausalLM,
   'prefix_lm': PrefixLM,

@@ -11,9 +11,8 @@ a task of a user's own may have too:
       output_features=tasks.features(vocabulary),
     )
 
-This module registers the task `encdec_adapt_OBJECTIVE` for every objective
-(':' and other characters of a name become '_'): Python's own text in bytes,
-with sentinels. `encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
+This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
+text: Python's own in bytes, with sentinels. `encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
 
 Data sources have any number of virtual shards: shard i of n has the documents
 whose index is i modulo n. An example depends only on the seed, the pass, the
@@ -357,7 +356,9 @@ def register() -> None:
     vocabularies.BYTES, added_sentinels=_SENTINELS
   )
   for name in objective_names.NAMES:
-    if name == objective_names.MIXTURE:
+    if name == objective_names.MIXTURE or (
+      objective_names.source_of(name) != 'text'
+    ):
       continue
     seqio.TaskRegistry.add(
       f'encdec_adapt_{name}',

@@ -10,10 +10,20 @@ are on the same side.
 | python                   | the text that this Python carries (below)      |
 | python:FILE              | the same, with a list of held-out documents    |
 | text:GLOB                | each file that matches is one document         |
+| text:GLOB#paragraphs     | each paragraph (between empty lines) is one    |
+| text:GLOB#lines          | each line that is not empty is one             |
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
+| pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
+| chat:GLOB                | each line's field `messages`: a list of objects|
+|                          | with `role` and `content`                      |
+| chat:GLOB#FIELD          | each line's field FIELD                        |
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
+
+The text of a pair or a conversation is JSON: a list of two texts, or of the
+messages. They feed the objectives `pairs` and `chat` (`data/supervised.py`),
+all others the rest.
 
 A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. Every shard of the
 records reads its files once.
@@ -43,6 +53,7 @@ import pathlib
 import platform
 import re
 import sysconfig
+from typing import Any
 import warnings
 
 from encdec_adapt.cli import errors
@@ -52,7 +63,10 @@ from encdec_adapt.files import paths
 _SAMPLE_BYTES = 1 << 16
 # A split may be a slice, such as train[:10%].
 _TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
-_FORMS = 'python[:FILE], text:GLOB, jsonl:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+_FORMS = (
+  'python[:FILE], text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
+  ' pairs:GLOB#INPUTS,TARGETS, chat:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +174,12 @@ def open_source(name: str, max_bytes: int = 0) -> Source:
       f'source {name!r}: not a source; the forms are {_FORMS}'
     )
   return _SOURCES[kind](name, max_bytes)
+
+
+def gives(name: str) -> str:
+  """Returns what a source has: 'text', 'pairs' or 'chat'."""
+  kind = name.partition(':')[0]
+  return kind if kind in ('pairs', 'chat') else 'text'
 
 
 def content_digest(text: str) -> str:
@@ -334,11 +354,30 @@ class FileSource(Source):
 
 
 class TextSource(FileSource):
-  """`text:GLOB`: each file is one document."""
+  """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
+
+  _UNITS = {
+    'paragraphs': re.compile(r'\S.*?(?=\s*\n\s*\n|\s*\Z)', re.DOTALL),
+    'lines': re.compile(r'[^\n]*\S[^\n]*'),
+  }
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, unit = rest.partition('#')
+    if unit and unit not in self._UNITS:
+      raise errors.UserError(
+        f'source {self.name!r}: {unit!r} after the # must be'
+        f' {" or ".join(self._UNITS)}'
+      )
+    self._unit = self._UNITS.get(unit)
+    return pattern
 
   def _entries(self):
     for path in self._paths:
-      yield self._id(path), lambda path=path: self._read(path)
+      if self._unit is None:
+        yield self._id(path), lambda path=path: self._read(path)
+        continue
+      for number, found in enumerate(self._unit.finditer(self._read(path)), 1):
+        yield f'{self._id(path)}:{number}', found.group
 
   def _read(self, path: str) -> str:
     with paths.open_to_read(path) as file:
@@ -365,17 +404,62 @@ class JsonlSource(FileSource):
             )
 
   def _read(self, line: bytes, path: str, number: int) -> str:
+    text = self._value(line, path, number, self._field, str)
+    return _encodable(text)
+
+  def _value(
+    self, line: bytes, path: str, number: int, field: str, kind: type
+  ) -> Any:
+    """Returns a field of a line.
+
+    Raises:
+      UserError: the line is no object, or the field is missing or of another
+        type; names the file and the line.
+    """
     where = f'{path}, line {number}'
     try:
-      text = json.loads(_decode(line, self.name, where))[self._field]
+      value = json.loads(_decode(line, self.name, where))[field]
     except (ValueError, KeyError, TypeError) as error:
-      text = error
-    if not isinstance(text, str):
+      value = error
+    if not isinstance(value, kind):
+      what = 'text' if kind is str else 'a list'
       raise errors.UserError(
-        f'source {self.name!r}: {where}, is not a JSON object with text in'
-        f' {self._field!r} ({text!r}); name the field as jsonl:GLOB#FIELD'
+        f'source {self.name!r}: {where}, is not a JSON object with {what} in'
+        f' {field!r} ({value!r:.200}); name the field after a #, as in'
+        ' jsonl:GLOB#FIELD'
       )
-    return _encodable(text)
+    return value
+
+
+class PairSource(JsonlSource):
+  """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, fields = rest.partition('#')
+    self._fields = fields.split(',')
+    if len(self._fields) != 2 or not all(self._fields):
+      raise errors.UserError(
+        f'source {self.name!r}: name two fields, as in'
+        ' pairs:GLOB#INPUTS,TARGETS'
+      )
+    return pattern
+
+  def _read(self, line, path, number):
+    pair = [self._value(line, path, number, name, str) for name in self._fields]
+    return _encodable(json.dumps(pair, ensure_ascii=False))
+
+
+class ChatSource(JsonlSource):
+  """`chat:GLOB[#FIELD]`: a list of messages in each line."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, field = rest.partition('#')
+    self._field = field or 'messages'
+    return pattern
+
+  def _read(self, line, path, number):
+    messages = self._value(line, path, number, self._field, list)
+    return _encodable(json.dumps(messages, ensure_ascii=False))
 
 
 class TfdsSource(Source):
@@ -467,5 +551,7 @@ _SOURCES = {
   'python': PythonSource,
   'text': TextSource,
   'jsonl': JsonlSource,
+  'pairs': PairSource,
+  'chat': ChatSource,
   'tfds': TfdsSource,
 }

@@ -251,6 +251,14 @@ def _header(role: str, template: Template) -> Iterator[_Special | _Text]:
   yield _Text(template.before_text)
 
 
+def turn_text(
+  message: Mapping[str, str], vocabulary: vocabulary_lib.Vocabulary
+) -> str:
+  """Returns the text of a turn as the vocabulary's template writes it."""
+  text = message['content']
+  return text.strip() if template_of(vocabulary).strips else text
+
+
 def check_messages(messages: Messages) -> None:
   """Refuses malformed conversations.
 

@@ -108,7 +108,11 @@ def _restored(name, pair):
 
 _SPANS = ('span_corruption', 'ul2', 'ul2_published', 'ul2r', 't5gemma2')
 _SPLITS = ('prefix_lm_uniform', 'reverse_prefix_lm')
-_NAMES = [name for name in objective_names.NAMES if name != 'denoise']
+_NAMES = [
+  name
+  for name in objective_names.NAMES
+  if name not in ('denoise', 'pairs', 'chat')
+]
 
 
 @hypothesis.settings(deadline=None, max_examples=60)

@@ -169,7 +169,7 @@ def test_a_prefix_decoder_reads_the_prompt_from_both_sides():
   for row, prompt in enumerate(PROMPTS):
     text = _padded([[*prompt, *got.tokens[row].tolist()]], 12)
     prefix = jnp.int32(text[2] < len(prompt)) * text[1]
-    hidden = model.decode(params, *text, prefix=prefix)
+    hidden = model.decode(params, *map(jnp.asarray, text), prefix=prefix)
     logits = model.logits(params, hidden)[0, len(prompt) - 1 :]
     np.testing.assert_array_equal(
       got.tokens[row], logits[:STEPS].argmax(axis=1)

@@ -1,0 +1,202 @@
+"""Pairs and conversations as examples, and MEAP's copies of them."""
+
+import json
+import pydoc_data.topics
+import random
+
+import numpy as np
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import batch, objective_names, supervised, text_sources
+from encdec_adapt.tokenizers import chat_format, vocabularies
+from tests import framing, tiny_tokenizers
+
+
+@pytest.fixture(scope='module')
+def vocabulary(tmp_path_factory):
+  texts = list(pydoc_data.topics.topics.values())[:20]
+  folder = tmp_path_factory.mktemp('gemma')
+  return vocabularies.open_vocabulary(
+    tiny_tokenizers.save(folder, 'gemma', texts, 600)
+  )
+
+
+def _make(vocabulary, name, encoder=64, decoder=96):
+  return objective_names.make_objective(
+    name, batch.Lengths(encoder, decoder), vocabulary
+  )
+
+
+def _examples(objective, *contents):
+  documents = [(str(i), json.dumps(one)) for i, one in enumerate(contents)]
+  return list(
+    objective.examples(documents, lambda name: np.random.default_rng(0))
+  )
+
+
+def test_pairs_with_a_prefix(vocabulary):
+  objective = _make(vocabulary, 'pairs:prefix=sum: ')
+  (pair,) = _examples(objective, ['one two', 'three'])
+  assert vocabulary.decode(pair.inputs) == 'sum: one two'
+  assert vocabulary.decode(pair.targets) == 'three'
+  assert pair.targets[-1] == vocabulary.eos and pair.documents == ('0',)
+
+
+@pytest.mark.parametrize('rule, kept', [('drop', 1), ('truncate', 3)])
+def test_long_examples_follow_a_named_rule_and_are_counted(
+  vocabulary, rule, kept
+):
+  objective = _make(vocabulary, f'pairs:too_long={rule}', 8, 6)
+  pairs = _examples(
+    objective, ['\u00e9' * 5, 'y'], ['x', 'y'], ['x', '\u00e9' * 5]
+  )
+  assert len(pairs) == kept
+  count = {'drop': 'dropped', 'truncate': 'truncated'}[rule]
+  assert objective.counts[count] == 2
+  if rule == 'truncate':
+    assert len(pairs[0].inputs) == 7 and len(pairs[2].targets) == 6
+    assert (
+      pairs[0].inputs.tolist() == vocabulary.encode('\u00e9' * 5)[:7].tolist()
+    )
+    assert pairs[2].targets[-1] != vocabulary.eos
+
+
+CHAT = [
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': 'Hi'},
+  {'role': 'assistant', 'content': ' Hello '},
+  {'role': 'user', 'content': 'Bye'},
+  {'role': 'assistant', 'content': 'See you'},
+]
+
+
+def test_every_turn_of_the_assistant_is_an_example(vocabulary):
+  first, second = _examples(_make(vocabulary, 'chat', 256), CHAT)
+  end = vocabulary.specials['<end_of_turn>']
+  shown = vocabulary.decode(second.inputs, show_special=True)
+  assert shown == (
+    '<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n'
+    '<start_of_turn>model\nHello<end_of_turn>\n'
+    '<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n'
+  )
+  assert vocabulary.decode(first.targets) == 'Hello'
+  assert first.targets[-1] == second.targets[-1] == end
+  # The ids of a whole conversation, as `generate --chat` reads its start.
+  whole = chat_format.encode(CHAT, vocabulary).ids.tolist()
+  made = [*second.inputs, *second.targets]
+  assert made == whole[: len(made)]
+
+
+@pytest.mark.parametrize(
+  'messages, words',
+  [
+    (CHAT[:4], 'conversation 0: it ends with the user'),
+    (CHAT[:2], 'it has no turn of the assistant'),
+    (CHAT[2:3], 'it begins with the assistant'),
+    ([{'role': 'user'}], 'message 1 of the conversation'),
+  ],
+)
+def test_conversations_without_an_answer_are_refused(
+  vocabulary, messages, words
+):
+  with pytest.raises(errors.UserError, match=words):
+    _examples(_make(vocabulary, 'chat', 256), messages)
+
+
+INPUTS = np.arange(100, 105, dtype=np.int32)
+LONG = np.append(np.arange(200, 260, dtype=np.int32), np.int32(framing.EOS))
+MASK = 4
+
+
+@pytest.mark.parametrize('layout', ['separate', 'concat'])
+def test_meap_has_no_copy_of_50_targets(layout):
+  short = batch.Pair(INPUTS, np.append(LONG[:50], np.int32(framing.EOS)))
+  (plain,) = supervised.meap_copies(short, MASK, layout, None)
+  assert plain.targets.tolist() == plain.decoder_inputs.tolist()
+  assert plain.weights.tolist() == [1] * 51
+  longer = short._replace(targets=LONG[:52])
+  made = supervised.meap_copies(longer, MASK, layout, lambda n, k: range(k))
+  assert len(made) == (2 if layout == 'separate' else 1)
+
+
+def test_meap_separate_masks_the_answer_and_predicts_the_masked():
+  stream, again = random.Random(3), random.Random(3)
+  plain, copy = supervised.meap_copies(
+    batch.Pair(INPUTS, LONG),
+    MASK,
+    'separate',
+    lambda n, k: stream.sample(range(n), k),
+  )
+  at = sorted(again.sample(range(60), 6))  # 10% of 60, EOS left out.
+  assert plain.weights.tolist() == [1] * 61
+  assert np.flatnonzero(copy.weights).tolist() == at
+  assert np.flatnonzero(copy.decoder_inputs == MASK).tolist() == at
+  assert copy.targets.tolist() == LONG.tolist()
+  assert copy.inputs.tolist() == INPUTS.tolist()
+
+
+def test_meap_concat_masks_a_copy_of_the_whole_sample():
+  stream, again = random.Random(3), random.Random(3)
+  (pair,) = supervised.meap_copies(
+    batch.Pair(INPUTS, LONG),
+    MASK,
+    'concat',
+    lambda n, k: stream.sample(range(n), k),
+  )
+  at = sorted(again.sample(range(65), 6))  # 10% of 5 + 60.
+  copy = slice(61, None)
+  assert pair.targets.tolist() == [*LONG, *INPUTS, *LONG]
+  assert pair.decoder_inputs[:61].tolist() == LONG.tolist()
+  assert np.flatnonzero(pair.decoder_inputs[copy] == MASK).tolist() == at
+  weights = np.zeros(66)
+  weights[5:] = 1
+  weights[at] = 1
+  assert pair.weights.tolist() == [*[1] * 61, *weights]
+
+
+def test_options_with_unknown_values_are_refused(vocabulary):
+  with pytest.raises(errors.UserError, match='too_long=cut must be one of'):
+    _make(vocabulary, 'pairs:too_long=cut')
+  with pytest.raises(errors.UserError, match='meap=both must be one of'):
+    _make(vocabulary, 'chat:meap=both')
+
+
+def test_sources_of_pairs_and_conversations(tmp_path):
+  file = tmp_path / 'a.jsonl'
+  file.write_text('{"q": "\u00e9?", "a": "b", "turns": []}\n')
+  (pair,) = text_sources.open_source(f'pairs:{file}#q,a').documents()
+  assert json.loads(pair.text) == ['\u00e9?', 'b'] and pair.id == 'a.jsonl:1'
+  (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
+  assert json.loads(chat.text) == []
+  for name, words in (
+    (f'pairs:{file}#q', 'name two fields'),
+    (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
+    (f'chat:{file}', "line 1, .*a list in 'messages'"),
+    (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      list(text_sources.open_source(name).documents())
+
+
+def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
+  file = tmp_path / 'a.txt'
+  file.write_text('\n one\ntwo \n \n\nthree\n\n\nfour\n')
+
+  def texts(unit):
+    source = text_sources.open_source(f'text:{file}#{unit}')
+    return [(one.id, one.text) for one in source.documents()]
+
+  assert texts('paragraphs') == [
+    ('a.txt:1', 'one\ntwo'),
+    ('a.txt:2', 'three'),
+    ('a.txt:3', 'four'),
+  ]
+  assert [text for _, text in texts('lines')] == [
+    ' one',
+    'two ',
+    'three',
+    'four',
+  ]
+  with pytest.raises(errors.UserError, match='paragraphs or lines'):
+    text_sources.open_source(f'text:{file}#words')
