@@ -12,7 +12,8 @@ a task of a user's own may have too:
     )
 
 This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
-text: Python's own in bytes, with sentinels. `encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
+text: Python's own in bytes, with sentinels. `encdec_adapt_prefix_lm_and_ul2` is
+a mixture of two.
 
 Data sources have any number of virtual shards: shard i of n has the documents
 whose index is i modulo n. An example depends only on the seed, the pass, the

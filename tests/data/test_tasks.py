@@ -3,7 +3,6 @@
 import functools
 import itertools
 import pathlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,7 +57,8 @@ def _draw(split='train', eval_fraction=0.3, **options):
 
 def _examples(part, vocabulary, objective, shard=0, shards=1):
   """Examples of a shard, as records are made from them."""
-  job = SimpleNamespace(
+  job = materialization.ShardJob(
+    folder='',
     spec=records.RecordSpec(
       source=f'{part.source.name}@{part.weight}',
       split='train',
@@ -72,6 +72,7 @@ def _examples(part, vocabulary, objective, shard=0, shards=1):
     choice=vocabularies.Choice(vocabulary.path),
     pass_index=0,
     shard=shard,
+    read=materialization.read_examples,
   )
   return list(materialization.read_examples(job))
 
