@@ -15,7 +15,6 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
 | teacher_tokens   | BOS p_0 .. p_m-1 r_0 .. r_n-1, pairs contiguous; the   |
 |                  | prefix as the decoder's vocabulary has it              |
-| teacher_prefix   | 1 at BOS p_0 .. p_m-1, 0 at r_0 ..                     |
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position that predicts it: t_0 is predicted by the     |
 |                  | last prefix token, t_j by t_j-1                        |
@@ -31,7 +30,7 @@ the two prefixes, so that it also fits the teacher's row.
 |-----------------|---------------------------------------------------------|
 | encoder-decoder | encoder_* and decoder_*                                 |
 | causal decoder  | decoder_* of pairs without inputs, else teacher_*       |
-| prefix decoder  | teacher_*, bidirectional where teacher_prefix is 1      |
+| prefix decoder  | teacher_*, bidirectional over BOS p_0 .. p_m-1          |
 | encoder-only    | encoder_*: targets and weights have its length S, those |
 |                 | of token p_i at the position that reads it, and weight 0|
 |                 | at BOS. The decoder's length is 0                       |
@@ -158,7 +157,6 @@ def frame_row(
     row[f'{side}_positions'] = np.zeros(size, np.int32)
   if teacher:
     row['teacher_index'] = np.zeros(sizes[aligned], np.int32)
-    row['teacher_prefix'] = np.zeros(sizes['teacher'], np.int32)
 
   at = dict.fromkeys(sizes, 0)
   for segment, pair in enumerate(pairs, start=1):
@@ -181,9 +179,7 @@ def frame_row(
     row['targets'][places] = pair.targets
     row['weights'][places] = 1.0 if pair.weights is None else pair.weights
     if teacher:
-      begin = start['teacher']
-      row['teacher_index'][places] = begin + m + np.arange(n)
-      row['teacher_prefix'][begin : begin + m + 1] = 1
+      row['teacher_index'][places] = start['teacher'] + m + np.arange(n)
   return row
 
 

@@ -351,10 +351,7 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   fields = {'targets': targets, 'weights': targets}
   if job.reads_teacher_row:
     sides['teacher'] = lengths.teacher
-    fields |= {
-      'teacher_index': targets,
-      'teacher_prefix': lengths.teacher,
-    }
+    fields['teacher_index'] = targets
   for side, length in sides.items():
     for field in ('tokens', 'segments', 'positions'):
       fields[f'{side}_{field}'] = length

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from encdec_adapt.cli import keys
 from encdec_adapt.models import build, decoder_only, expert_layer, model_config
@@ -119,15 +119,27 @@ def predict(
     return model.decode(params, *side('encoder'), routing=routing)
   if 'encoder_tokens' not in batch:
     return model.decode(params, *side('decoder'), routing=routing)
+  prefix = None
+  if model.config.decoder.role == 'prefix':
+    prefix = inputs_of(batch)
   hidden = model.decode(
-    params,
-    *side('teacher'),
-    prefix=batch['teacher_prefix'],
-    routing=routing,
+    params, *side('teacher'), prefix=prefix, routing=routing
   )
   return jnp.take_along_axis(
     hidden, batch['teacher_index'][..., None], axis=1
   )  # [B, T, D]
+
+
+def inputs_of(batch: Batch) -> Int[Array, 'B R']:
+  """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
+  # A target stands one after the position that predicts it.
+  rows = jnp.arange(len(batch['targets']))[:, None]
+  after = batch['teacher_index'] + 1
+  is_target = jnp.zeros_like(batch['teacher_segments'])
+  is_target = is_target.at[rows, after].max(
+    jnp.int32(batch['decoder_segments'] > 0)
+  )
+  return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))
 
 
 def loss_sums(

@@ -44,7 +44,6 @@ def test_a_row_of_two_pairs_is_framed_as_the_table_says():
     + [BOS, 21, 22, 23, EOS, 0, 0],
     'teacher_segments': [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0],
     'teacher_positions': [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 0],
-    'teacher_prefix': [1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
     # 14 is predicted at 13 (index 3); 23 at 22 (index 9).
     'teacher_index': [3, 4, 5, 9, 10, 0],
   }

@@ -16,6 +16,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import objective_names, packing
 from encdec_adapt.models import build, model_config, model_section
+from encdec_adapt.training import losses
 from tests import framing
 from tests.data import objective_cases
 from tests.training import conftest
@@ -85,16 +86,20 @@ def test_every_objective_trains(kind, trainers):
     rows = _rows(name, kind)
     # A copy, because the step donates its state.
     state = jax.tree.map(jnp.copy, first)
-    losses = []
+    found = []
     for _ in range(6):
       state, metrics = trainer.step(state, rows)
-      losses.append(float(metrics['loss']))
+      found.append(float(metrics['loss']))
     assert metrics['weight'] == rows['weights'].sum() > 0, name
-    assert np.isfinite(losses).all() and losses[-1] < losses[0] - 0.3, name
+    assert np.isfinite(found).all() and found[-1] < found[0] - 0.3, name
 
 
 def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
   rows = _rows('prefix_lm', 'prefix_decoder')
+  inputs = np.asarray(losses.inputs_of(jax.tree.map(jnp.asarray, rows)))
+  length = int((rows['encoder_segments'][0] == 1).sum())
+  assert inputs[0, :length].all() and not inputs[0, length]
+  assert inputs.sum() == (rows['encoder_segments'] > 0).sum()
   params = build.build(MODELS['decoder_only']).init(jax.random.key(0))
   changed = {k: v.copy() for k, v in rows.items()}
   changed['teacher_tokens'][0, 2] += 1  # An input after position 1.
@@ -104,9 +109,12 @@ def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
       jax.jit(model.decode)(
         params,
         *(some[f'teacher_{x}'] for x in ('tokens', 'segments', 'positions')),
-        prefix=some['teacher_prefix'],
+        prefix=losses.inputs_of(some),
       )
-      for some in (rows, changed)
+      for some in (
+        jax.tree.map(jnp.asarray, rows),
+        jax.tree.map(jnp.asarray, changed),
+      )
     ]
     assert bool((states[0][0, 1] != states[1][0, 1]).any()) == sees
 
