@@ -100,7 +100,7 @@ def open_model(
   """
   path = paths_lib.at(path)
   if is_folder(path):
-    opened = folder.ModelFolder.open(path, vocab_multiple=vocab_multiple)
+    opened = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
     stored = StoredModel(
       path,
       opened.config,

@@ -1,6 +1,7 @@
 """config.json of whole models, to our model configs and back."""
 
 from collections.abc import Mapping
+import copy
 import dataclasses
 import types
 from typing import Any
@@ -150,8 +151,10 @@ def _raw_from_pair(
   found = (config.shared_table, config.decoder.cross_merged)
   if found != (pair.merged,) * 2:
     raise errors.UserError(
-      f'its models have {_sharing(pair.merged, pair.merged)}; this one has'
-      f' {_sharing(*found)}.'
+      'its models have '
+      + ('one table and merged' if pair.merged else 'two tables and separate')
+      + ' cross-attention; this one has'
+      f' shared_table={found[0]} and cross_merged={found[1]}.'
     )
   raw: dict[str, Any] = {
     'model_type': pair.model_type,
@@ -204,12 +207,6 @@ def _raw_from_pair(
   return raw
 
 
-def _sharing(shared_table: bool, merged: bool) -> str:
-  """Describes what the stacks of a pair share, for an error message."""
-  tables = 'one table' if shared_table else 'two tables'
-  return f'{tables} and {"merged " if merged else "separate cross-"}attention'
-
-
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
   """Returns stack -> keys that lead to its fields in a config.json."""
   return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
@@ -223,7 +220,7 @@ def _part(
     raw = raw.get(key)
     if not isinstance(raw, Mapping):
       raise errors.UserError(f'{file} must have an object {".".join(path)!r}.')
-  return dict(raw)
+  return raw
 
 
 def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
@@ -264,19 +261,11 @@ def with_fields(
   if kind not in PAIRS:
     return {**own, **raw}
   top = {key: own[key] for key in TOKEN_IDS if key in own}
-  raw = {**top, **raw}
+  raw = {**top, **copy.deepcopy(raw)}
   for name, path in _paths(PAIRS[kind]).items():
-    raw = _with_part(raw, path, fields.get(name, own))
+    part = _part(raw, path, 'config.json')
+    part |= {**fields.get(name, own), **part}
   return raw
-
-
-def _with_part(
-  raw: Mapping[str, Any], path: tuple[str, ...], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Adds fields to the object at a path of keys."""
-  if not path:
-    return {**fields, **raw}
-  return {**raw, path[0]: _with_part(raw[path[0]], path[1:], fields)}
 
 
 def model_from_raw(

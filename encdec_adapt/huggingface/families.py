@@ -48,10 +48,9 @@ class Family:
     architecture: class of transformers.
     layout: tensor names.
     activation: field that names the activation.
-    bias: our `attention_bias` if its file sets `bias_field`, or always, if
-      `bias_is_fixed`.
-    bias_is_fixed: whether every model of the family has `bias`.
-    bias_field: field that defines whether attention has biases.
+    bias: our `attention_bias` if its file sets `bias_field`.
+    bias_field: field that defines whether attention has biases; None if every
+      model of the family has `bias`.
     windows: which layers may have a window: 'layers' any, 'all' all or none,
       'none' none.
     aliases: other spelling of a field -> the one used here.
@@ -66,8 +65,7 @@ class Family:
   layout: weights.Layout
   activation: str = 'hidden_act'
   bias: str = 'qkvo'
-  bias_is_fixed: bool = False
-  bias_field: str = 'attention_bias'
+  bias_field: str | None = 'attention_bias'
   windows: Literal['layers', 'all', 'none'] = 'layers'
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -95,15 +93,6 @@ def _alternating(period: int) -> Callable[[Raw], list[str]]:
   return kinds
 
 
-def _qwen_kinds(raw: Raw) -> list[str]:
-  """Sliding from layer `max_window_layers` on, if the window is used."""
-  if not raw['use_sliding_window'] or raw.get('sliding_window') is None:
-    return ['full_attention']
-  layers = raw['num_hidden_layers']
-  full = min(raw['max_window_layers'], layers)
-  return ['full_attention'] * full + ['sliding_attention'] * (layers - full)
-
-
 def _mistral_kinds(raw: Raw) -> list[str]:
   """Sliding in every layer, if there is a window."""
   if raw.get('sliding_window') is None:
@@ -116,6 +105,15 @@ def _all_or_none(raw: Raw) -> list[str]:
   if not raw['use_sliding_window']:
     return ['full_attention']
   return _mistral_kinds(raw)
+
+
+def _qwen_kinds(raw: Raw) -> list[str]:
+  """Sliding from layer `max_window_layers` on, if the window is used."""
+  if _all_or_none(raw) == ['full_attention']:
+    return ['full_attention']
+  layers = raw['num_hidden_layers']
+  full = min(raw['max_window_layers'], layers)
+  return ['full_attention'] * full + ['sliding_attention'] * (layers - full)
 
 
 def _full(raw: Raw) -> list[str]:
@@ -176,7 +174,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'MistralForCausalLM',
         weights.DECODER_ONLY_LLAMA,
         bias='none',
-        bias_is_fixed=True,
+        bias_field=None,
         windows='all',
         fixed=_PLAIN,
         layer_types=_mistral_kinds,
@@ -186,7 +184,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'Qwen2ForCausalLM',
         weights.DECODER_ONLY_LLAMA,
         bias='qkv',
-        bias_is_fixed=True,
+        bias_field=None,
         fixed=_PLAIN,
         layer_types=_qwen_kinds,
       ),
@@ -202,7 +200,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'MixtralForCausalLM',
         weights.DECODER_ONLY_MIXTRAL,
         bias='none',
-        bias_is_fixed=True,
+        bias_field=None,
         windows='all',
         aliases={'num_experts': 'num_local_experts'},
         fields={
@@ -275,9 +273,14 @@ def stack_from_raw(
   for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
     if fields[ours] is not None:
       fields[ours] = float(fields[ours])
-  fields['activation'] = _choice(raw, family.activation, _ACTIVATIONS, file)
-  biased = family.bias_is_fixed or raw.get(family.bias_field)
-  fields['attention_bias'] = family.bias if biased else 'none'
+  if raw.get(family.activation) not in _ACTIVATIONS:
+    raise errors.UserError(
+      f'{file} has {family.activation} = {raw.get(family.activation)!r};'
+      f' supported are {", ".join(_ACTIVATIONS)}.'
+    )
+  fields['activation'] = _ACTIVATIONS[raw[family.activation]]
+  has_bias = family.bias_field is None or raw.get(family.bias_field)
+  fields['attention_bias'] = family.bias if has_bias else 'none'
   fields['mlp_bias'] = bool(raw.get('mlp_bias'))
   fields['pattern'] = _pattern(raw, family, file)
   if raw.get('sliding_window'):  # Qwen 2 MoE writes 0 for none.
@@ -310,14 +313,6 @@ def raw_from_stack(
   Raises:
     UserError: no model of the family has this stack; names the field.
   """
-  kinds = {stack.layer_kind(i) for i in range(stack.layers)}
-  allowed = {'layers': 2, 'all': 1}.get(family.windows, 0)
-  if 'local' in kinds and len(kinds) > allowed:
-    raise errors.UserError(
-      f'it has {" and ".join(sorted(kinds, reverse=True))} layers; a'
-      f' {family.model_type} model has a window in'
-      f' {"all or none" if allowed else "none"} of its layers.'
-    )
   raw: dict[str, Any] = {
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
@@ -333,7 +328,7 @@ def raw_from_stack(
     raw['use_sliding_window'] = local
     # For older versions, which do not know layer_types.
     raw['max_window_layers'] = raw['layer_types'].count('full_attention')
-  if not family.bias_is_fixed:
+  if family.bias_field is not None:
     raw[family.bias_field] = stack.attention_bias != 'none'
   if 'mlp_bias' in family.defaults:
     raw['mlp_bias'] = stack.mlp_bias
@@ -377,26 +372,14 @@ def comparable(
 
 def _dense_layers(raw: Raw, file: str) -> int:
   """Returns how many layers, the first ones, have no experts."""
-  dense = raw['mlp_only_layers'] or []
-  if isinstance(dense, list) and all(type(i) is int for i in dense):
-    dense = sorted(dense)
-  first = list(range(len(dense))) if isinstance(dense, list) else None
-  if raw['decoder_sparse_step'] != 1 or dense != first:
+  dense = sorted(raw['mlp_only_layers'] or [])
+  if raw['decoder_sparse_step'] != 1 or dense != list(range(len(dense))):
     raise errors.UserError(
       f'{file} has decoder_sparse_step = {raw["decoder_sparse_step"]} and'
       f' mlp_only_layers = {dense}; layers without experts must come'
       ' before those with them: 1, and [0, 1, ..].'
     )
   return len(dense)
-
-
-def _choice(raw: Raw, field: str, choices: Mapping[str, str], file: str) -> str:
-  if raw.get(field) not in choices:
-    raise errors.UserError(
-      f'{file} has {field} = {raw.get(field)!r}; supported are'
-      f' {", ".join(choices)}.'
-    )
-  return choices[raw[field]]
 
 
 def _pattern(

@@ -7,7 +7,6 @@ with these shapes.
 """
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import re
 
 import numpy as np
@@ -20,6 +19,8 @@ from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Read = Callable[[list[str]], Mapping[str, np.ndarray]]
 
+# Name of an array, and the index on its first axis or None for all of it.
+_Place = tuple[str, int | None]
 _NORMS = {
   'pre_attention_norm': 'pre_attention_norm',
   'post_attention_norm': 'post_attention_norm',
@@ -28,8 +29,8 @@ _NORMS = {
   'pre_mlp_norm': 'pre_ffw_norm',
   'post_mlp_norm': 'post_ffw_norm',
 }
-# Our leaf -> candidates for their name, with the index on the first axis if one
-# array holds several kernels. Their kernels have heads first.
+# Our leaf -> candidates for their name, with the index if one array holds
+# several kernels. Their kernels have heads first.
 _KERNELS = {
   'query': (('q_einsum/w', None), ('qkv_einsum/w', 0)),
   'key': (('kv_einsum/w', 0), ('qkv_einsum/w', 1)),
@@ -54,14 +55,6 @@ _OUTSIDE = {
   'final_norm/scale': (('final_norm/scale', None),),
 }
 _HEADS_FIRST = ('query', 'key', 'value')
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-  """The array, or the part of one, that holds a leaf of ours."""
-
-  name: str
-  part: int | None
 
 
 class FlaxModel:
@@ -99,7 +92,7 @@ class FlaxModel:
     self._leaves = layer_leaves.leaves_of(config)
     stored = {canonical(name): name for name in arrays}
     self._places = {leaf: self._place(leaf, stored) for leaf in self._leaves}
-    used = {place.name for place in self._places.values()}
+    used = {name for name, _ in self._places.values()}
     extra = sorted(set(arrays) - used)
     if extra:
       raise errors.UserError(
@@ -114,13 +107,13 @@ class FlaxModel:
     for path, info in parameters.parameter_table(self.config).items():
       names = stored[path]
       stacked = self._leaves[names[0]].index is not None
-      dtype = self._arrays[self._places[names[0]].name][1]
+      dtype = self._arrays[self._places[names[0]][0]][1]
 
       def read(index, names=names, stacked=stacked):
         """Reads part of the parameter."""
         chosen = names[index[0]] if stacked else names
         rest = index[1:] if stacked else index
-        found = self._read_arrays([self._places[n].name for n in chosen])
+        found = self._read_arrays([self._places[n][0] for n in chosen])
         made = [self._ours(name, found)[rest] for name in chosen]
         return np.stack(made) if stacked else made[0]
 
@@ -130,46 +123,52 @@ class FlaxModel:
   def _place(self, leaf: str, stored: Mapping[str, str]) -> _Place:
     """Finds the array of a leaf and checks its shape."""
     start, choices = _their_names(leaf, self.config)
-    for name, part in choices:
-      if start + name in stored:
-        place = _Place(stored[start + name], part)
-        break
-    else:
+    found = [(start + name, part) for name, part in choices]
+    found = [(stored[name], part) for name, part in found if name in stored]
+    if not found:
       raise errors.UserError(
         f'{self._where} has no array {start + choices[0][0]!r}, which holds'
         f' {leaf}. The folder is incomplete, or holds another model.'
       )
-    shape = self._arrays[place.name][0]
-    part = shape if place.part is None else shape[1:]
+    name, index = found[0]
+    shape = self._arrays[name][0]
+    part = shape if index is None else shape[1:]
     wanted = self._leaves[leaf].shape
-    if leaf.endswith('/table'):
-      rows = self.config.stacks[leaf.split('/')[0]].vocab_size
+    swapped = (*wanted[:2][::-1], *wanted[2:])
+    kind = leaf.rpartition('/')[2]
+    if kind == 'table':
+      rows = self._tokens(leaf)
       fits = part[1:] == wanted[1:] and part[0] >= rows
       if fits and part[0] > rows:
-        self.unused[f'{place.name}, rows {rows} to {part[0] - 1}'] = (
+        self.unused[f'{name}, rows {rows} to {part[0] - 1}'] = (
           'beyond the vocabulary; the authors round tables up'
         )
-    else:
-      fits = part in _their_shapes(leaf, wanted)
+    elif kind in _HEADS_FIRST:
+      fits = part == swapped
+    else:  # The gate's axes may be swapped.
+      fits = part == wanted or (kind in ('gate', 'up') and part == swapped)
     if not fits:
       raise errors.UserError(
-        f'{self._where}: {place.name} has shape {list(shape)}, and {leaf} of'
+        f'{self._where}: {name} has shape {list(shape)}, and {leaf} of'
         f' the model {list(wanted)}. Give the right config with --model.'
       )
-    return place
+    return found[0]
+
+  def _tokens(self, table: str) -> int:
+    """Returns the number of tokens in an embedding table."""
+    return self.config.stacks[table.split('/')[0]].vocab_size
 
   def _ours(self, leaf: str, found: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns our leaf from their array."""
-    place, wanted = self._places[leaf], self._leaves[leaf].shape
-    array = found[place.name]
-    array = array if place.part is None else array[place.part]
-    tensor_folder.check_finite(place.name, array, self._where)
-    if leaf.endswith('/table'):
-      rows = self.config.stacks[leaf.split('/')[0]].vocab_size
+    (name, index), wanted = self._places[leaf], self._leaves[leaf].shape
+    array = found[name] if index is None else found[name][index]
+    tensor_folder.check_finite(name, array, self._where)
+    kind = leaf.rpartition('/')[2]
+    if kind == 'table':
+      rows = self._tokens(leaf)
       return np.pad(array[:rows], [(0, wanted[0] - rows), (0, 0)])
-    is_ours = array.shape == _their_shapes(leaf, wanted)[0] == wanted
-    heads_first = leaf.rpartition('/')[2] in _HEADS_FIRST
-    return array if is_ours and not heads_first else array.swapaxes(0, 1)
+    is_ours = array.shape == wanted and kind not in _HEADS_FIRST
+    return array if is_ours else array.swapaxes(0, 1)
 
 
 def canonical(name: str) -> str:
@@ -221,7 +220,7 @@ def _size(shapes: Mapping[str, tuple[int, ...]], start: str, where: str) -> str:
 
 def _their_names(
   leaf: str, config: model_config.ModelConfig
-) -> tuple[str, tuple[tuple[str, int | None], ...]]:
+) -> tuple[str, tuple[_Place, ...]]:
   """Returns the prefix of their name, and the candidates for the rest."""
   stack, *rest = leaf.split('/')
   start = f'{stack}/' if len(config.stacks) > 1 else ''
@@ -236,14 +235,3 @@ def _their_names(
       ' config of such a model with --model.'
     )
   return start, table[inner]
-
-
-def _their_shapes(
-  leaf: str, ours: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-  """Returns shapes that a leaf may have: the gate's axes may be swapped."""
-  kind = leaf.rpartition('/')[2]
-  swapped = (*ours[:2][::-1], *ours[2:])
-  if kind in _HEADS_FIRST:
-    return (swapped,)
-  return (ours, swapped) if kind in ('gate', 'up') else (ours,)

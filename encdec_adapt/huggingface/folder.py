@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder as our model config and lazy parameters."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent import futures
 import dataclasses
 import os
@@ -11,7 +11,6 @@ from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,
-  families,
   tensor_folder,
   transposed_copy,
   vision,
@@ -64,33 +63,13 @@ class ModelFolder:
 
   Attributes:
     config: model config.
-    raw: parsed config.json.
     tensors: stored tensors.
     unused: name of a tensor that the model does not use -> why.
   """
 
   def __init__(
-    self,
-    config: model_config.ModelConfig,
-    raw: families.Raw,
-    tensors: tensor_folder.TensorFolder,
-    found: _Found,
-    unused: Mapping[str, str],
+    self, folder: str | os.PathLike[str], *, vocab_multiple: int | None = None
   ):
-    """Use `ModelFolder.open`, which checks the arguments."""
-    self.config = config
-    self.raw = raw
-    self.tensors = tensors
-    self.unused = unused
-    self._found = found
-
-  @classmethod
-  def open(
-    cls,
-    folder: str | os.PathLike[str],
-    *,
-    vocab_multiple: int | None = None,
-  ) -> 'ModelFolder':
     """Reads the config and the headers, and matches every tensor.
 
     Args:
@@ -108,9 +87,9 @@ class ModelFolder:
     config, layout = config_json.model_from_raw(raw, str(file))
     if vocab_multiple is not None:
       config = model_config.with_vocab_multiple(config, vocab_multiple)
-    tensors = tensor_folder.TensorFolder.open(folder)
-    found, unused = _match(config, layout, tensors)
-    return cls(config, raw, tensors, found, unused)
+    self.config = config
+    self.tensors = tensor_folder.TensorFolder(folder)
+    self._found, self.unused = _match(config, layout, self.tensors)
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
     """Returns every parameter, unread, in the order of the parameter table."""

@@ -35,7 +35,7 @@ def fields_from_raw(
     UserError: a scaling that is not supported or lacks its fields; or one for
       all layers although local layers have their own base.
   """
-  full, local = (_by_kind if local_theta else _of_all)(raw, file)
+  full, local = _by_kind(raw, file, local_theta)
   kind = full.get('rope_type', full.get('type', 'default'))
   if kind not in ('default', *_ROPE_FIELDS):
     raise errors.UserError(
@@ -53,52 +53,37 @@ def fields_from_raw(
       )
     whole = NAMES[name] == 'rope_original_length'
     fields[NAMES[name]] = (int if whole else float)(full[name])
-  if local and dict(local) != dict(full):
+  local = {'rope_theta': raw['rope_theta'], **local} if local else full
+  if local != full:
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(
         f'{file} scales the rotary embedding of sliding layers by'
         f' {local["rope_type"]!r}; only that of full layers can be scaled.'
       )
-    theta = local.get('rope_theta', raw['rope_theta'])
-    fields['local_rope_theta'] = float(theta)
+    fields['local_rope_theta'] = float(local['rope_theta'])
   return fields
 
 
-def _of_all(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
+def _by_kind(
+  raw: Mapping[str, Any], file: str, local_theta: bool
+) -> tuple[_Rope, _Rope]:
   """Returns the fields of full and of sliding layers (empty if equal)."""
-  del file
-  given = raw.get('rope_parameters')
-  if given is None:  # transformers 4.
-    scaling = raw.get('rope_scaling') or {}
-    return {'rope_theta': raw['rope_theta'], **scaling}, {}
-  if _is_by_kind(given):
-    full = given['full_attention']
-    return full, given.get('sliding_attention', full)
-  return given, {}
-
-
-def _by_kind(raw: Mapping[str, Any], file: str) -> tuple[_Rope, _Rope]:
-  """Returns the same for a class with a base for each kind of layer."""
   full = {'rope_theta': raw['rope_theta']}
-  local = {'rope_theta': raw['rope_local_base_freq']}
+  local = {'rope_theta': raw['rope_local_base_freq']} if local_theta else {}
   given = raw.get('rope_parameters')
   if not given:  # transformers 4, where only full layers are scaled.
     return {**full, **(raw.get('rope_scaling') or {})}, local
-  if not _is_by_kind(given):
+  if any(isinstance(value, Mapping) for value in given.values()):
+    sliding = given.get('sliding_attention') or {}
+    return {**full, **given['full_attention']}, {**local, **sliding}
+  if local_theta:
     # Its class reads only fields by kind and ignores these silently.
     raise errors.UserError(
       f'{file} has rope_parameters = {dict(given)!r}; those of'
       f' {raw.get("model_type", "this model")} are by kind of layer: give them'
       ' as full_attention and sliding_attention.'
     )
-  return (
-    {**full, **given['full_attention']},
-    {**local, **(given.get('sliding_attention') or {})},
-  )
-
-
-def _is_by_kind(given: _Rope) -> bool:
-  return any(isinstance(value, Mapping) for value in given.values())
+  return given, {}
 
 
 def raw_from_stack(

@@ -6,7 +6,6 @@ them in buckets too, and turns the package's errors into errors that name the
 file. Must not import JAX, so that listing a folder is quick.
 """
 
-from collections.abc import Mapping
 import contextlib
 import dataclasses
 import math
@@ -68,16 +67,7 @@ class TensorFolder:
     tensors: tensor name -> `TensorInfo`, file by file.
   """
 
-  def __init__(
-    self, folder: paths.Path, tensors: Mapping[str, TensorInfo]
-  ) -> None:
-    """Use `TensorFolder.open`, which checks the files."""
-    self.folder = folder
-    self.tensors = types.MappingProxyType(dict(tensors))
-    self._opened: dict[tuple[paths.Path, str], safetensors.safe_open] = {}
-
-  @classmethod
-  def open(cls, folder: str | os.PathLike[str]) -> 'TensorFolder':
+  def __init__(self, folder: str | os.PathLike[str]):
     """Opens a folder and checks the headers of its files; reads no data.
 
     Args:
@@ -88,19 +78,10 @@ class TensorFolder:
       UserError: the folder has no such files or only pickled weights; an
         index, a shard or a header is missing, damaged or inconsistent.
     """
-    folder = paths.at(folder)
+    self.folder = paths.at(folder)
+    self._opened: dict[tuple[paths.Path, str], safetensors.safe_open] = {}
     try:
-      has_single = (folder / SINGLE).exists()
-      if (folder / INDEX).exists():
-        if has_single:
-          raise errors.UserError(
-            f'{folder} has both {SINGLE} and {INDEX}. Remove the one that does'
-            ' not belong to this model.'
-          )
-        return cls(folder, _open_shards(folder))
-      if has_single:
-        return cls(folder, _headers(folder / SINGLE))
-      raise _no_weights(folder)
+      self.tensors = types.MappingProxyType(_tensors(self.folder))
     except OSError as error:
       raise atomic.cannot_read(error.filename or folder, error) from error
 
@@ -249,6 +230,21 @@ def _read_range(
   data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
   array = np.frombuffer(data, info.dtype).reshape(shape)
   return array if place is None else array[place[1]]
+
+
+def _tensors(folder: paths.Path) -> dict[str, TensorInfo]:
+  """Reads the headers of the file, or of all shards, of a folder."""
+  has_single, has_index = ((folder / x).exists() for x in (SINGLE, INDEX))
+  if has_single and has_index:
+    raise errors.UserError(
+      f'{folder} has both {SINGLE} and {INDEX}. Remove the one that does not'
+      ' belong to this model.'
+    )
+  if has_single:
+    return _headers(folder / SINGLE)
+  if has_index:
+    return _open_shards(folder)
+  raise _no_weights(folder)
 
 
 def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:

@@ -117,7 +117,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   names = (tensor_folder.SINGLE, tensor_folder.INDEX)
   if not any((weights / name).exists() for name in names):
     return None
-  tensors = tensor_folder.TensorFolder.open(weights)
+  tensors = tensor_folder.TensorFolder(weights)
   found = {
     name: match.group(1)
     for name in tensors.tensors
@@ -194,16 +194,5 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """Returns the object with `text_config`, `vision_config` and image ids.
-
-  Raises:
-    UserError: a T5Gemma 2 has none.
-  """
-  if raw.get('model_type') != MODEL_TYPE:
-    return raw
-  if not isinstance(raw.get('encoder'), Mapping):
-    raise errors.UserError(
-      f'the config.json of a T5Gemma 2 has encoder = {raw.get("encoder")!r}; it'
-      ' must be an object. Correct the file, or download it again.'
-    )
-  return raw['encoder']
+  """Returns the object with `text_config`, `vision_config` and image ids."""
+  return raw['encoder'] if raw.get('model_type') == MODEL_TYPE else raw

@@ -59,7 +59,7 @@ class TokenizerJson(vocabulary.Vocabulary):
     path = paths.at(path)
     beside = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
     beside = [file for file in beside if file.is_file()]
-    data, content = _read(path)
+    content = atomic.read_json(path)
     named = _named(beside)
     try:
       added = content.get('added_tokens') or []
@@ -87,7 +87,8 @@ class TokenizerJson(vocabulary.Vocabulary):
     super().__init__(
       str(path),
       vocabulary.digest_of(
-        hashlib.sha256(data).hexdigest(), dataclasses.asdict(roles)
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        dataclasses.asdict(roles),
       ),
       max(self._by_id) + 1,
       specials,
@@ -134,22 +135,6 @@ class TokenizerJson(vocabulary.Vocabulary):
     return text[1:] if head else text
 
 
-def _read(path: paths.Path) -> tuple[bytes, dict[str, Any]]:
-  """Reads a file that is a JSON object.
-
-  Raises:
-    UserError: it is missing or damaged.
-  """
-  try:
-    data = path.read_bytes()
-    return data, atomic.parse_json(data, path)
-  except OSError as error:
-    raise errors.UserError(
-      f'vocabulary {str(path)!r}: cannot be read ({error}); copy it again, or'
-      ' give another tokenizer'
-    ) from None
-
-
 def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
   """Makes the tokenizer without framing, truncation and padding."""
   for step in ('post_processor', 'truncation', 'padding'):
@@ -163,7 +148,7 @@ def _named(beside: list[paths.Path]) -> dict[str, str | int]:
   """Returns role -> special token, or its id, that the files name."""
   found: dict[str, str | int] = {}
   for file in beside:
-    _, content = _read(file)
+    content = atomic.read_json(file)
     for role in vocabulary.ROLES:
       if file.name == _MODEL_CONFIG:
         value = content.get(f'{role}_token_id')

@@ -18,7 +18,7 @@ import os
 import sentencepiece
 
 from encdec_adapt.cli import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import disk, paths
 from encdec_adapt.tokenizers import sentencepiece_vocabulary
 
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
@@ -56,10 +56,7 @@ def train_vocabulary(
   try:
     paths.write(path, data)
   except OSError as error:
-    raise errors.UserError(
-      f'vocabulary {str(path)!r}: cannot be written'
-      f' ({error.strerror or error}); free some space or choose another path'
-    ) from None
+    raise disk.cannot_write(path, error) from None
   return sentencepiece_vocabulary.SentencePieceVocabulary(path)
 
 

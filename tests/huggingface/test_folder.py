@@ -78,7 +78,7 @@ def make(exported, tmp_path):
 
 
 def read(path):
-  opened = folder.ModelFolder.open(path)
+  opened = folder.ModelFolder(path)
   return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
@@ -123,7 +123,7 @@ def test_tensors_under_other_names(name, change, copies, make, exported):
   assert expected.keys() == found.keys()
   for key, array in expected.items():
     np.testing.assert_array_equal(array, found[key])
-  unused = folder.ModelFolder.open(path).unused
+  unused = folder.ModelFolder(path).unused
   assert len(unused) == copies
   assert all(reason.startswith('a copy of') for reason in unused.values())
 
@@ -184,7 +184,7 @@ def test_layers_of_two_dtypes_come_in_one_that_holds_both(
       tensors[name] = tensors[name].astype(kind)
     expected.update(tensors)
 
-  opened = folder.ModelFolder.open(make('gemma2', change))
+  opened = folder.ModelFolder(make('gemma2', change))
   arrays = opened.arrays()
   again = tmp_path / 'again'
   export.write(again, opened.config, arrays)

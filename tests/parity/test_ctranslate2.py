@@ -62,7 +62,7 @@ def _export(name, tokenizer, path):
   case = tiny_models.CASES['t5gemma']
   theirs = tiny_models.make(case, settings=settings)
   theirs.save_pretrained(path / 'theirs')
-  opened = folder_lib.ModelFolder.open(path / 'theirs')
+  opened = folder_lib.ModelFolder(path / 'theirs')
   export.write(
     path / 'exported',
     opened.config,

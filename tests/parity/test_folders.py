@@ -16,10 +16,10 @@ pytestmark = pytest.mark.parity
 
 def assert_comes_back(source, folder, may_miss=None):
   """Exports a folder: tensors are bit-equal, and the class loads them all."""
-  opened = folder_lib.ModelFolder.open(source)
+  opened = folder_lib.ModelFolder(source)
   arrays = {path: np.asarray(array) for path, array in opened.arrays().items()}
   export.write(folder, opened.config, arrays)
-  before, after = (tensor_folder.TensorFolder.open(x) for x in (source, folder))
+  before, after = (tensor_folder.TensorFolder(x) for x in (source, folder))
   kept = set(before.tensors) - set(opened.unused)
   assert set(after.tensors) == kept
   for name in kept:
@@ -72,11 +72,11 @@ def test_configs_of_transformers_4(name, saved, tmp_path):
   """We read them alike, and so does transformers, so they are valid."""
   theirs, folder, _ = saved(name)
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-  expected = folder_lib.ModelFolder.open(folder).config
+  expected = folder_lib.ModelFolder(folder).config
   file = tmp_path / tensor_folder.CONFIG
   old = _fours(json.loads(file.read_text()))
   file.write_text(json.dumps(old))
-  assert folder_lib.ModelFolder.open(tmp_path).config == expected
+  assert folder_lib.ModelFolder(tmp_path).config == expected
   settings = tiny_models.transformers.AutoConfig.from_pretrained(tmp_path)
   for part in ('encoder', 'decoder', 'text_config'):
     if hasattr(settings, part):

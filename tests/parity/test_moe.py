@@ -61,10 +61,10 @@ def test_load_balancing_loss(tmp_path):
 def test_experts_in_one_tensor(case, tmp_path):
   theirs = make(case, tmp_path / 'apart')
   theirs.save_pretrained(tmp_path / 'fused', save_original_format=False)
-  found = tensor_folder.TensorFolder.open(tmp_path / 'fused').tensors
+  found = tensor_folder.TensorFolder(tmp_path / 'fused').tensors
   assert 'model.layers.0.mlp.experts.gate_up_proj' in found
   apart, fused = (
-    folder.ModelFolder.open(path).arrays()
+    folder.ModelFolder(path).arrays()
     for path in (tmp_path / 'apart', tmp_path / 'fused')
   )
   assert apart.keys() == fused.keys()
@@ -85,4 +85,4 @@ def test_another_number_of_experts_is_refused(tmp_path):
       raw['num_local_experts'] = experts_in_file
       path.write_text(json.dumps(raw))
       with pytest.raises(errors.UserError, match=message):
-        folder.ModelFolder.open(tmp_path / name)
+        folder.ModelFolder(tmp_path / name)

@@ -71,7 +71,7 @@ def import_export(folder, *flags):
 
 
 def tensors(folder):
-  opened = tensor_folder.TensorFolder.open(folder)
+  opened = tensor_folder.TensorFolder(folder)
   return {name: opened.read(name) for name in opened.tensors}
 
 
