@@ -60,24 +60,20 @@ def train(path, **options):
 
 
 def export(folder, vocabulary):
-  folder.mkdir(exist_ok=True)
+  folder.mkdir()
   return export_files.write(folder, vocabulary)
 
 
 @pytest.mark.parametrize(
   'options',
   [
-    pytest.param({}, id='ours'),
-    pytest.param({'model_type': 'unigram'}, id='unigram'),
-    pytest.param(
-      {'add_dummy_prefix': True, 'user_defined_symbols': []}, id='llama2'
-    ),
-    pytest.param(
-      {'user_defined_symbols': ['\n', '\n\n', '\u2581\u2581', '<2mass>']},
-      id='gemma',
-    ),
-    pytest.param(None, id='bytes'),
+    {},
+    {'model_type': 'unigram'},
+    {'add_dummy_prefix': True, 'user_defined_symbols': []},
+    {'user_defined_symbols': ['\n', '\n\n', '\u2581\u2581', '<2mass>']},
+    None,
   ],
+  ids=['ours', 'unigram', 'llama2', 'gemma', 'bytes'],
 )
 def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
   path = 'bytes' if options is None else train(tmp_path / 'm', **options)

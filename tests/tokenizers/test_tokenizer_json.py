@@ -18,20 +18,25 @@ from tests import tiny_tokenizers
 
 SIZE = 600
 TEXTS = list(pydoc_data.topics.topics.values())[:20]
-# (pad, eos, bos) by name, with tokenizer_config.json and without it.
-ROLES = {
-  'llama3': ('<|finetune_right_pad_id|>', '<|end_of_text|>',
-             '<|begin_of_text|>'),
-  'qwen': ('<|endoftext|>', '<|im_end|>', '<|endoftext|>'),
-  'gemma': ('<pad>', '<eos>', '<bos>'),
-  'llama2': ('</s>', '</s>', '<s>'),
-}  # fmt: skip
-NO_MODEL = {
-  'model': {'vocab': {'a': 0}},
-  'added_tokens': [
-    {'content': '<s>', 'id': 1, 'special': True},
-    {'content': '</s>', 'id': 2, 'special': True},
-  ],
+NFC = 'composes accents (Unicode NFC)'
+SPACE = 'turns the character U+2581 into a space'
+# Family -> (pad, eos, bos), sentinels, modes, and what encoding changes. The
+# reserved tokens of Llama 3 are in the order of their numbers, not their ids.
+FAMILIES = {
+  'llama3': (
+    ('<|finetune_right_pad_id|>', '<|end_of_text|>', '<|begin_of_text|>'),
+    [f'<|reserved_special_token_{i}|>' for i in range(9)],
+    [f'<|reserved_special_token_{i}|>' for i in (9, 10, 11)],
+    '',
+  ),
+  'qwen': (('<|endoftext|>', '<|im_end|>', '<|endoftext|>'), [], [], NFC),
+  'gemma': (
+    ('<pad>', '<eos>', '<bos>'),
+    [f'<unused{i}>' for i in range(96)],
+    [f'<unused{i}>' for i in (96, 97, 98)],
+    SPACE,
+  ),
+  'llama2': (('</s>', '</s>', '<s>'), [], [], SPACE),
 }
 SPELLED_OUT = (
   '<pad><eos> <bos><unk>\n<mask><unused3> <s></s><|im_start|><|endoftext|> '
@@ -39,7 +44,7 @@ SPELLED_OUT = (
 )
 
 
-@pytest.fixture(scope='module', params=ROLES)
+@pytest.fixture(scope='module', params=FAMILIES)
 def family(request):
   return request.param
 
@@ -55,37 +60,21 @@ def vocabulary(folder):
   return vocabularies.open_vocabulary(folder)
 
 
-def test_special_ids_are_found_by_name(family, vocabulary):
-  names = [vocabulary.piece(getattr(vocabulary, r)) for r in ('pad', 'eos')]
-  assert (*names, vocabulary.piece(vocabulary.bos)) == ROLES[family]
+def roles(vocabulary):
+  ids = (vocabulary.pad, vocabulary.eos, vocabulary.bos)
+  return tuple(vocabulary.piece(i) for i in ids)
+
+
+def test_special_tokens_are_found_by_name(family, vocabulary):
+  names, sentinels, modes, note = FAMILIES[family]
+  assert roles(vocabulary) == names
+  assert [vocabulary.piece(i) for i in vocabulary.sentinels] == sentinels
+  assert [vocabulary.piece(i) for i in vocabulary.mode_ids.values()] == modes
+  assert vocabulary.note == note
   described = vocabulary.describe()
-  assert described['special_tokens']['bos']['token'] == ROLES[family][2]
+  assert described['special_tokens']['bos']['token'] == names[2]
   assert described['size'] == vocabulary.size
   assert described['fingerprint'] == vocabulary.fingerprint
-
-
-def test_sentinels_and_modes(family, vocabulary):
-  found = [vocabulary.piece(i) for i in vocabulary.sentinels]
-  modes = [vocabulary.piece(i) for i in vocabulary.mode_ids.values()]
-  if family == 'gemma':
-    assert found == [f'<unused{i}>' for i in range(96)]
-    assert modes == [f'<unused{i}>' for i in (96, 97, 98)]
-  elif family == 'llama3':
-    # In the order of their numbers, which is not that of their ids.
-    assert found == [f'<|reserved_special_token_{i}|>' for i in range(9)]
-    assert modes == [f'<|reserved_special_token_{i}|>' for i in (9, 10, 11)]
-  else:
-    assert not found and not modes
-
-
-def test_what_is_lost_is_said(family, vocabulary):
-  note = {
-    'llama3': '',
-    'qwen': 'composes accents (Unicode NFC)',
-    'gemma': 'turns the character U+2581 into a space',
-    'llama2': 'turns the character U+2581 into a space',
-  }[family]
-  assert vocabulary.note == note
 
 
 @hypothesis.settings(
@@ -129,7 +118,7 @@ def test_special_tokens_in_text_stay_text(vocabulary):
   assert shown == vocabulary.piece(vocabulary.bos) + SPELLED_OUT
 
 
-def test_what_goes_on_keeps_its_space(vocabulary):
+def test_ids_that_follow_others_keep_their_space(vocabulary):
   ids, boundaries = vocabulary.encode_with_boundaries('a b')
   at = int(np.flatnonzero(boundaries == 1)[0])
   assert vocabulary.decode(ids[at:], start=False) == ' b'
@@ -138,11 +127,15 @@ def test_what_goes_on_keeps_its_space(vocabulary):
 def test_roles_without_a_config_are_known_by_name(family, tmp_path):
   folder = tiny_tokenizers.save(tmp_path, family, TEXTS, SIZE, config=False)
   bare = vocabularies.open_vocabulary(folder)
-  found = [bare.piece(i) for i in (bare.pad, bare.eos, bare.bos)]
-  want = list(ROLES[family])
-  if family == 'qwen':  # Of a base model, which has one for all.
-    want = ['<|endoftext|>'] * 3
-  assert found == want
+  # A base model of Qwen has one token for all.
+  want = ('<|endoftext|>',) * 3 if family == 'qwen' else FAMILIES[family][0]
+  assert roles(bare) == want
+
+
+@pytest.fixture
+def llama3(tmp_path):
+  """A folder of a tokenizer.json alone."""
+  return tiny_tokenizers.save(tmp_path, 'llama3', TEXTS, SIZE, config=False)
 
 
 @pytest.mark.parametrize(
@@ -152,50 +145,38 @@ def test_roles_without_a_config_are_known_by_name(family, tmp_path):
     ('config.json', {'eos_token_id': ['ID', 3]}),
   ],
 )
-def test_other_files_name_special_tokens(tmp_path, name, content):
-  folder = tiny_tokenizers.save(
-    tmp_path / 'a', 'llama3', TEXTS, SIZE, config=False
-  )
-  plain = vocabularies.open_vocabulary(folder)
+def test_other_files_name_special_tokens(llama3, name, content):
+  plain = vocabularies.open_vocabulary(llama3)
   eot = plain.specials['<|eot_id|>']
   text = json.dumps(content).replace('"ID"', str(eot))
-  (folder / name).write_text(text)
-  named = vocabularies.open_vocabulary(folder)
+  (llama3 / name).write_text(text)
+  named = vocabularies.open_vocabulary(llama3)
   assert named.eos == eot != plain.eos
   assert named.fingerprint != plain.fingerprint
   assert named.tokens_digest == plain.tokens_digest
   assert [file.name for file in named.files] == ['tokenizer.json', name]
 
 
-def test_a_negative_id_names_none(tmp_path):
+def test_a_negative_id_names_none(llama3):
   """As the first Llamas' config.json says that they have no padding."""
-  folder = tiny_tokenizers.save(
-    tmp_path / 'a', 'llama2', TEXTS, SIZE, config=False
-  )
-  plain = vocabularies.open_vocabulary(folder)
-  (folder / 'config.json').write_text('{"pad_token_id": -1}')
-  assert vocabularies.open_vocabulary(folder).ids == plain.ids
+  plain = vocabularies.open_vocabulary(llama3)
+  (llama3 / 'config.json').write_text('{"pad_token_id": -1}')
+  assert vocabularies.open_vocabulary(llama3).ids == plain.ids
 
 
 @pytest.mark.parametrize(
-  'files, message',
+  'name, text, message',
   [
-    ({'tokenizer.json': '{'}, 'tokenizer.json'),
-    ({'tokenizer.json': '{"of": "x"}'}, 'a damaged one .*model'),
-    ({'tokenizer.json': json.dumps(NO_MODEL)}, 'a damaged one'),
-    ({'tokenizer_config.json': '{'}, 'tokenizer_config.json'),
-    ({'tokenizer_config.json': '{"eos_token": "a"}'}, "has eos 'a', which"),
-    ({'config.json': '{"bos_token_id": 5}'}, 'config.json beside it has bos 5'),
+    ('tokenizer.json', '{', 'tokenizer.json'),
+    ('tokenizer.json', '{"model": {"vocab": {}}}', 'a damaged one'),
+    ('tokenizer_config.json', '{"eos_token": "a"}', "has eos 'a', which"),
+    ('config.json', '{"bos_token_id": 5}', 'config.json beside it has bos 5'),
   ],
 )
-def test_files_that_cannot_serve_are_refused(tmp_path, files, message):
-  folder = tiny_tokenizers.save(
-    tmp_path / 'a', 'llama3', TEXTS, SIZE, config=False
-  )
-  for name, text in files.items():
-    (folder / name).write_text(text)
+def test_files_that_cannot_serve_are_refused(llama3, name, text, message):
+  (llama3 / name).write_text(text)
   with pytest.raises(errors.UserError, match=message):
-    vocabularies.open_vocabulary(folder)
+    vocabularies.open_vocabulary(llama3)
 
 
 def test_tokenizers_that_lose_text_are_refused(tmp_path):
