@@ -3,6 +3,8 @@
 import json
 import pathlib
 
+import pytest
+import sentencepiece
 import tokenizers
 from tokenizers import (
   decoders,
@@ -12,6 +14,8 @@ from tokenizers import (
   processors,
   trainers,
 )
+
+from encdec_adapt.tokenizers import vocabulary_training
 
 _WORDS = (
   r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -162,3 +166,25 @@ def save(
       json.dumps(TOKENIZER_CONFIG[family])
     )
   return folder
+
+
+def train(
+  path: pathlib.Path, texts: list[str], size: int, **options
+) -> pathlib.Path:
+  """Trains a SentencePiece vocabulary of ours and returns its path.
+
+  Args:
+    path: file to write.
+    texts: texts to train on.
+    size: number of pieces.
+    **options: options of SentencePiece in place of ours.
+  """
+  train = sentencepiece.SentencePieceTrainer.train
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      sentencepiece.SentencePieceTrainer,
+      'train',
+      lambda **own: train(**{**own, **options}),
+    )
+    vocabulary_training.train_vocabulary(texts, path, size)
+  return path

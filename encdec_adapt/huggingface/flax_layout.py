@@ -28,6 +28,7 @@ _NORMS = {
   'post_cross_norm': 'post_cross_attention_norm',
   'pre_mlp_norm': 'pre_ffw_norm',
   'post_mlp_norm': 'post_ffw_norm',
+  'final_norm': 'final_norm',
 }
 # Our leaf -> candidates for their name, with the index if one array holds
 # several kernels. Their kernels have heads first.
@@ -37,7 +38,8 @@ _KERNELS = {
   'value': (('kv_einsum/w', 1), ('qkv_einsum/w', 2)),
   'output': (('attn_vec_einsum/w', None),),
 }
-_LAYER = {
+# The same for all leaves of a layer, and outside the layers.
+_LEAVES = {
   f'{ours}/scale': ((f'{theirs}/scale', None),)
   for ours, theirs in _NORMS.items()
 } | {
@@ -45,14 +47,11 @@ _LAYER = {
   for ours, theirs in (('attention', 'attn'), ('cross_attention', 'cross_attn'))
   for kernel, places in _KERNELS.items()
 }
-_LAYER |= {
+_LEAVES |= {
   'mlp/gate': (('mlp/gating_einsum', 0),),
   'mlp/up': (('mlp/gating_einsum', 1),),
   'mlp/down': (('mlp/linear', None),),
-}
-_OUTSIDE = {
   'embedder/table': (('embedder/input_embedding', None),),
-  'final_norm/scale': (('final_norm/scale', None),),
 }
 _HEADS_FIRST = ('query', 'key', 'value')
 
@@ -226,12 +225,11 @@ def _their_names(
   start = f'{stack}/' if len(config.stacks) > 1 else ''
   if rest[0] == 'layers':
     start += f'layer_{rest[1]}/'
-    table, inner = _LAYER, '/'.join(rest[2:])
-  else:
-    table, inner = _OUTSIDE, '/'.join(rest)
-  if inner not in table:
+    rest = rest[2:]
+  inner = '/'.join(rest)
+  if inner not in _LEAVES:
     raise errors.UserError(
       f'{leaf} has no array in the layout of Gemma 2 and T5Gemma; give the'
       ' config of such a model with --model.'
     )
-  return start, table[inner]
+  return start, _LEAVES[inner]

@@ -18,6 +18,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import json
 from typing import NamedTuple
 
@@ -181,74 +182,55 @@ def encode(
   """
   check_messages(messages)
   template = template_of(vocabulary)
-  ids: list[np.ndarray] = []
-  masks: list[np.ndarray] = []
-  # Pending text, and how many of its last characters the assistant wrote.
-  text, by_assistant = '', 0
-
-  def put_text() -> None:
-    if not text:
-      return
+  ids, masks = [], []
+  parts = _parts(_turns(messages, template), template, open_turn)
+  for is_special, group in itertools.groupby(parts, lambda p: p.is_special):
+    group = list(group)
+    if is_special:
+      ids.append([vocabulary.specials[part.text] for part in group])
+      masks.append([part.by_assistant for part in group])
+      continue
+    text = ''.join(part.text for part in group)
     tokens, boundaries = vocabulary.encode_with_boundaries(text)
+    # The assistant's text ends its group. A token belongs to the assistant if
+    # one of its characters does.
+    said = len(group[-1].text) if group[-1].by_assistant else 0
     ids.append(tokens)
-    # A token belongs to the assistant if one of its characters does.
-    ends = _ends(boundaries)
-    masks.append(
-      ends > len(text) - by_assistant
-      if by_assistant
-      else np.zeros(len(tokens), bool)
-    )
-
-  for part in _parts(_turns(messages, template), template, open_turn):
-    if isinstance(part, _Special):
-      put_text()
-      ids.append(np.array([vocabulary.specials[part.name]], np.int32))
-      masks.append(np.array([part.by_assistant]))
-      text, by_assistant = '', 0
-    else:
-      text, by_assistant = (
-        text + part.text,
-        len(part.text) if part.by_assistant else 0,
-      )
-  put_text()
-  return Turns(np.concatenate(ids), np.concatenate(masks))
+    masks.append(_ends(boundaries) > len(text) - said)
+  return Turns(
+    np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)
+  )
 
 
-class _Special(NamedTuple):
-  """A special token, and whether the assistant wrote it."""
-
-  name: str
-  by_assistant: bool = False
-
-
-class _Text(NamedTuple):
-  """A text, and whether the assistant wrote it."""
+class _Part(NamedTuple):
+  """A text or a special token, and whether the assistant wrote it."""
 
   text: str
+  is_special: bool = False
   by_assistant: bool = False
 
 
 def _parts(
   messages: list[tuple[str, str]], template: Template, open_turn: bool
-) -> Iterator[_Special | _Text]:
+) -> Iterator[_Part]:
   """Yields the special tokens and texts of a conversation."""
   for role, content in messages:
     by_assistant = role == 'assistant'
     yield from _header(role, template)
-    yield _Text(content, by_assistant)
-    yield _Special(template.end, by_assistant)
-    yield _Text(template.after_turn)
+    yield _Part(content, False, by_assistant)
+    yield _Part(template.end, True, by_assistant)
+    yield _Part(template.after_turn)
   if open_turn:
     yield from _header('assistant', template)
 
 
-def _header(role: str, template: Template) -> Iterator[_Special | _Text]:
+def _header(role: str, template: Template) -> Iterator[_Part]:
   first, second = template.start
-  yield _Special(first)
-  yield _Text(template.assistant if role == 'assistant' else role)
+  yield _Part(first, True)
+  yield _Part(template.assistant if role == 'assistant' else role)
   if second:
-    yield _Special(second)
-  yield _Text(template.before_text)
+    yield _Part(second, True)
+  yield _Part(template.before_text)
 
 
 def turn_text(

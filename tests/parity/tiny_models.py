@@ -121,9 +121,9 @@ class Case:
   eoi: int | None = None
 
 
-def _decoder(family: str, covers: str, config: str = '', **fields) -> Case:
+def _decoder(family: str, covers: str, **fields) -> Case:
   def settings():
-    name = config or f'{family}Config'
+    name = 'Gemma3TextConfig' if family == 'Gemma3' else f'{family}Config'
     return getattr(transformers, name)(**{**SHAPE, **fields})
 
   return Case(f'{family}ForCausalLM', settings, covers)
@@ -190,7 +190,6 @@ CASES: Mapping[str, Case] = {
   'gemma3': _decoder(
     'Gemma3',
     'qk-norm, two rotary bases, linear scaling',
-    'Gemma3TextConfig',
     **GEMMA3,
   ),
   'gemma3_images': Case(
@@ -274,8 +273,7 @@ def make(case: Case, seed: int = 0, settings: Any = None):
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for weight in model.parameters():
-      mean = 1.0 if (weight == 1).all() else 0.0
-      weight.normal_(mean, 0.3, generator=generator)
+      weight.normal_(float((weight == 1).all()), 0.3, generator=generator)
   return model.float().eval()
 
 
@@ -295,8 +293,7 @@ def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
     may_miss: weights with this in their name may be missing.
     **arguments: passed to `from_pretrained`.
   """
-  raw = json.loads((folder / 'config.json').read_text())
-  (name,) = raw['architectures']
+  (name,) = json.loads((folder / 'config.json').read_text())['architectures']
   model, info = getattr(transformers, name).from_pretrained(
     folder,
     output_loading_info=True,
@@ -341,16 +338,11 @@ class Batch:
   encoder_mask: np.ndarray | None = None
 
 
-def batch(case: Case, length: int = _LENGTH) -> Batch:
-  """Returns a batch with rows longer than twice any window.
-
-  Args:
-    case: case of the model.
-    length: decoder length T; the encoder's rows are one token shorter.
-  """
-  sides = _rows(length, 0)
+def batch(case: Case) -> Batch:
+  """Returns a batch with rows longer than twice any window."""
+  sides = _rows(_LENGTH, 0)
   if case.is_pair:
-    sides += _rows(length - 1, 1)
+    sides += _rows(_LENGTH - 1, 1)
   for tokens in sides[::2]:
     if case.eoi is not None:
       tokens[0, 3] = case.eoi
@@ -368,16 +360,10 @@ def _rows(length: int, seed: int) -> list[np.ndarray]:
 
 def their_output(model, rows: Batch):
   """Returns the model's logits for a batch, a tensor with gradients."""
-  inputs = {
-    'attention_mask': rows.decoder_mask,
-    'input_ids': rows.decoder,
-  }
+  inputs = {'attention_mask': rows.decoder_mask, 'input_ids': rows.decoder}
   if rows.encoder is not None:
     inputs = {f'decoder_{name}': value for name, value in inputs.items()}
-    inputs |= {
-      'input_ids': rows.encoder,
-      'attention_mask': rows.encoder_mask,
-    }
+    inputs |= {'attention_mask': rows.encoder_mask, 'input_ids': rows.encoder}
   tensors = {k: torch.tensor(v).long() for k, v in inputs.items()}
   return model(**tensors, use_cache=False).logits
 

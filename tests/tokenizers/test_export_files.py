@@ -7,7 +7,6 @@ import sys
 import sysconfig
 
 import pytest
-import sentencepiece
 import tokenizers
 
 from encdec_adapt.cli import errors
@@ -15,7 +14,6 @@ from encdec_adapt.tokenizers import (
   chat_format,
   export_files,
   vocabularies,
-  vocabulary_training,
 )
 from tests import tiny_tokenizers
 
@@ -46,19 +44,6 @@ CHAT = [
 ]
 
 
-def train(path, **options):
-  """Trains a vocabulary of ours, with other options of SentencePiece."""
-  train = sentencepiece.SentencePieceTrainer.train
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      sentencepiece.SentencePieceTrainer,
-      'train',
-      lambda **own: train(**{**own, **options}),
-    )
-    vocabulary_training.train_vocabulary(PAGES, path, 1000)
-  return path
-
-
 def export(folder, vocabulary):
   folder.mkdir()
   return export_files.write(folder, vocabulary)
@@ -76,7 +61,9 @@ def export(folder, vocabulary):
   ids=['ours', 'unigram', 'llama2', 'gemma', 'bytes'],
 )
 def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
-  path = 'bytes' if options is None else train(tmp_path / 'm', **options)
+  path = 'bytes'
+  if options is not None:
+    path = tiny_tokenizers.train(tmp_path / 'm', PAGES, 1000, **options)
   own = vocabularies.open_vocabulary(path, added_sentinels=ADDED)
   note = export(tmp_path / 'out', own)
   assert note.startswith('4 added tokens, <sentinel_0> to <sentinel_3>')
@@ -97,7 +84,9 @@ def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
 
 
 def test_other_ids_are_refused(tmp_path):
-  own = vocabularies.open_vocabulary(train(tmp_path / 'm'))
+  own = vocabularies.open_vocabulary(
+    tiny_tokenizers.train(tmp_path / 'm', PAGES, 1000)
+  )
   export(tmp_path / 'out', own)
   path = tmp_path / 'out' / 'tokenizer.json'
   content = json.loads(path.read_text())
@@ -119,7 +108,9 @@ def test_other_ids_are_refused(tmp_path):
 )
 def test_the_chat_template_renders_as_chat_format(symbols, tmp_path):
   transformers = pytest.importorskip('transformers')
-  path = train(tmp_path / 'm', user_defined_symbols=['\n', '\n\n', *symbols])
+  path = tiny_tokenizers.train(
+    tmp_path / 'm', PAGES, 1000, user_defined_symbols=['\n', '\n\n', *symbols]
+  )
   own = vocabularies.open_vocabulary(path)
   export(tmp_path / 'out', own)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')

@@ -1,7 +1,7 @@
 """Layout, losslessness, special tokens in text, and what is refused."""
 
-import itertools
 import pathlib
+import pydoc_data.topics
 
 import hypothesis
 from hypothesis import strategies
@@ -11,37 +11,23 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import text_sources
-from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+from encdec_adapt.tokenizers import vocabularies
+from tests import tiny_tokenizers
 
 SIZE = 512
+TEXTS = list(pydoc_data.topics.topics.values())[:30]
 SPELLED_OUT = (
   '<pad><eos><bos><unk><mask><unused3><unused98> [R][S][X] <0x41> <2mass>'
   ' \u2581 \u2585 \u2047 <start_of_turn>'
 )
 
 
-@pytest.fixture(scope='module')
-def documents():
-  found = text_sources.open_source('python').documents()
-  return [document.text for document in itertools.islice(found, 30)]
-
-
 @pytest.fixture(scope='module', params=['unigram', 'bpe'])
-def vocabulary(request, documents, tmp_path_factory):
+def vocabulary(request, tmp_path_factory):
   """A vocabulary that we train; and one as Gemma's, which are 'bpe'."""
   path = tmp_path_factory.mktemp('vocabulary') / 'new' / 'folder' / 'a.model'
-  trainer = sentencepiece.SentencePieceTrainer
-  train = trainer.train
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      trainer,
-      'train',
-      lambda **options: train(**{**options, 'model_type': request.param}),
-    )
-    return vocabulary_training.train_vocabulary(
-      documents, path, SIZE, max_bytes=100_000
-    )
+  tiny_tokenizers.train(path, TEXTS, SIZE, model_type=request.param)
+  return vocabularies.open_vocabulary(path)
 
 
 def test_layout(vocabulary):

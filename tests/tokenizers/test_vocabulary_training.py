@@ -1,26 +1,21 @@
 """Training a vocabulary: the same every time, bounded, whole or not at all."""
 
 import itertools
+import pydoc_data.topics
 
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import text_sources
 from encdec_adapt.tokenizers import vocabulary_training
 
 SIZE = 512
+TEXTS = list(pydoc_data.topics.topics.values())[:30]
 
 
-@pytest.fixture(scope='module')
-def documents():
-  found = text_sources.open_source('python').documents()
-  return [document.text for document in itertools.islice(found, 30)]
-
-
-def test_training_is_deterministic_and_atomic(documents, tmp_path):
+def test_training_is_deterministic_and_atomic(tmp_path):
   first, second = (
     vocabulary_training.train_vocabulary(
-      itertools.cycle(documents), tmp_path / name, SIZE, max_bytes=100_000
+      itertools.cycle(TEXTS), tmp_path / name, SIZE, max_bytes=100_000
     )
     for name in ('a.model', 'b.model')
   )
@@ -28,22 +23,22 @@ def test_training_is_deterministic_and_atomic(documents, tmp_path):
   assert len(first.fingerprint) == 64
   assert sorted(p.name for p in tmp_path.iterdir()) == ['a.model', 'b.model']
   other = vocabulary_training.train_vocabulary(
-    documents, tmp_path / 'b.model', SIZE + 1, max_bytes=100_000
+    TEXTS, tmp_path / 'b.model', SIZE + 1, max_bytes=100_000
   )
   assert other.size == SIZE + 1 and other.fingerprint != first.fingerprint
 
 
-def test_training_refuses(documents, tmp_path):
+def test_training_refuses(tmp_path):
   path = tmp_path / 'a.model'
   with pytest.raises(errors.UserError, match='there is no text'):
     vocabulary_training.train_vocabulary(['', '\n'], path, SIZE)
   with pytest.raises(errors.UserError, match='vocabulary size 100000 does not'):
-    vocabulary_training.train_vocabulary(documents[:2], path, 100_000)
+    vocabulary_training.train_vocabulary(TEXTS[:2], path, 100_000)
   with pytest.raises(errors.UserError, match='vocabulary size 64 does not'):
-    vocabulary_training.train_vocabulary(documents[:2], path, 64)
+    vocabulary_training.train_vocabulary(TEXTS[:2], path, 64)
   assert not list(tmp_path.iterdir())
   (tmp_path / 'file').touch()
   with pytest.raises(errors.UserError, match='cannot be written'):
     vocabulary_training.train_vocabulary(
-      documents, tmp_path / 'file' / 'a', SIZE, max_bytes=50_000
+      TEXTS, tmp_path / 'file' / 'a', SIZE, max_bytes=50_000
     )
