@@ -27,6 +27,7 @@ is on a mounted file system or in a bucket.
 
 from collections.abc import Iterable, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -144,13 +145,12 @@ class Checkpoint:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       return checkpointer.restore(self.path / _STATE, args=arguments)
 
-  def restore_params(self, abstract_params: Any, *, key: str = 'params') -> Any:
+  def restore_params(self, abstract_params: Any) -> Any:
     """Reads the parameters, or some of them, and nothing else of the state.
 
     Args:
       abstract_params: a nested dict of `jax.ShapeDtypeStruct`; may lack
         branches of the checkpoint's parameters. Floating dtypes are cast.
-      key: the entry of the state that holds the parameters.
 
     Returns:
       The tree of `abstract_params` with arrays as leaves.
@@ -158,7 +158,7 @@ class Checkpoint:
     Raises:
       UserError: the checkpoint's parameters have other paths or shapes.
     """
-    return self.restore({key: abstract_params}, partial=True)[key]
+    return self.restore({'params': abstract_params}, partial=True)['params']
 
   def read_through(self) -> None:
     """Reads every item, one array at a time, and discards the values.
@@ -178,7 +178,7 @@ class Checkpoints:
 
   Opening it removes the leftovers of killed saves and deletions, so the
   caller holds the lock of the work directory. Use as a context manager, or
-  call `close`.
+  call `close`. Nothing can be saved after a save that failed.
   """
 
   def __init__(self, folder: _Path, *, keep: int = 2, keep_every: int = 0):
@@ -198,13 +198,19 @@ class Checkpoints:
       disk.require_writable(self.folder)
       step_folders.clean(self.folder)
     distributed.barrier('checkpoints-open')
-    self._manager: ocp.CheckpointManager | None = self._open_manager()
+    self._orbax = ocp.CheckpointManager(
+      self.folder,
+      item_handlers={
+        # Weights barely compress, and compression doubles the time of a save.
+        _STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
+        _DATA: ocp.JsonCheckpointHandler(),
+        _META: ocp.JsonCheckpointHandler(),
+      },
+      options=ocp.CheckpointManagerOptions(create=False),
+    )
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
     self._pending: futures.Future | None = None
-    self._pending_step: int | None = None
-    self._verified: set[int] = set()
-    # First problem of each step that was moved aside at this start.
-    self._aside: dict[str, str] = {}
+    self._failed = False
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -263,14 +269,11 @@ class Checkpoints:
         ),
       )
     except Exception as error:
-      self._drop_manager(error)
       raise self._not_saved(step, error) from error
     if not started:
       raise self._not_saved(
         step, f'the folder holds step {self._orbax.latest_step()} already'
       )
-    self._verified.discard(step)
-    self._pending_step = step
     self._pending = self._threads.submit(self._finalise, step)
 
   def wait(self) -> None:
@@ -292,8 +295,10 @@ class Checkpoints:
       self._join()
     finally:
       self._threads.shutdown()
-      if self._manager is not None:
-        self._manager.close()
+      # After a failure, which was raised, Orbax would raise it again.
+      ignored = (Exception,) if self._failed else ()
+      with contextlib.suppress(*ignored):
+        self._orbax.close()
 
   def latest(self) -> int | None:
     """Returns the newest undamaged step; None if there is none.
@@ -317,11 +322,7 @@ class Checkpoints:
       UserError: names what was moved aside, now or at an earlier start.
     """
     damaged = distributed.from_lead(
-      lambda: [
-        f'{name} ({self._aside[name]})' if name in self._aside else name
-        for name in step_folders.damaged(self.folder)
-      ],
-      'checkpoints-lost',
+      lambda: step_folders.damaged(self.folder), 'checkpoints-lost'
     )
     if damaged:
       raise errors.UserError(
@@ -354,37 +355,9 @@ class Checkpoints:
       remedy=', or keep fewer (config.checkpoint.keep and .keep_every)',
     )
 
-  def _open_manager(self) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
-      self.folder,
-      item_handlers={
-        # Weights barely compress, and compression doubles the time of a save.
-        _STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
-        _DATA: ocp.JsonCheckpointHandler(),
-        _META: ocp.JsonCheckpointHandler(),
-      },
-      options=ocp.CheckpointManagerOptions(create=False),
-    )
-
-  @property
-  def _orbax(self) -> ocp.CheckpointManager:
-    """The manager; opened again after a failed save."""
-    if self._manager is None:
-      self._manager = self._open_manager()
-    return self._manager
-
-  def _drop_manager(self, failure: Exception) -> None:
-    """Discards a manager whose save failed; it would raise the error again."""
-    manager, self._manager = self._manager, None
-    if manager is None:
-      return
-    try:
-      manager.close()
-    except Exception as error:  # The failure that is being reported.
-      if not errors.user_error_behind(failure):
-        step_folders.warn(f'closing the checkpoint manager: {error}')
-
   def _not_saved(self, step: int, why: object) -> CheckpointError:
+    """Returns the error of a save, after which nothing more is saved."""
+    self._failed = True
     return CheckpointError(
       f'The checkpoint of step {step} was not saved in {self.folder}: {why}'
     )
@@ -392,22 +365,26 @@ class Checkpoints:
   def _join(self) -> None:
     """Waits for the background thread and raises its error."""
     pending, self._pending = self._pending, None
-    if pending is None:
-      return
-    try:
+    if pending is not None:
       pending.result()
-    except Exception as error:
-      self._drop_manager(error)
-      raise self._not_saved(self._pending_step, error) from error
 
   def _finalise(self, step: int) -> None:
-    """In the background: waits for the commit, then completes the save."""
-    self._orbax.wait_until_finished()
-    if not distributed.is_lead():
-      return
-    if not self.at(step).path.is_dir():
-      raise FileNotFoundError(f'{self.at(step).path} is not there')
-    checksums.write(self.at(step).path)
+    """In the background: waits for the commit, then completes the save.
+
+    Raises:
+      CheckpointError: the save failed.
+    """
+    try:
+      self._orbax.wait_until_finished()
+      if distributed.is_lead():
+        if not self.at(step).path.is_dir():
+          raise FileNotFoundError(f'{self.at(step).path} is not there')
+        checksums.write(self.at(step).path)
+        self._delete_retired()
+    except Exception as error:
+      raise self._not_saved(step, error) from error
+
+  def _delete_retired(self) -> None:
     complete = [
       step
       for step in self.all_steps()
@@ -417,24 +394,17 @@ class Checkpoints:
       step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
-    steps = reversed(self.all_steps())
-    return next((step for step in steps if self._verify(step)), None)
-
-  def _verify(self, step: int) -> bool:
-    """Verifies a step; moves it aside if it is damaged."""
-    if step in self._verified:
-      return True
-    checkpoint = self.at(step)
-    if checksums.has_manifest(checkpoint.path):
-      found = checksums.problems(checkpoint.path)
-    else:
-      found = _complete_if_readable(checkpoint)
-    if found:
-      name = step_folders.move_aside(self.folder, step, found)
-      self._aside[name] = found[0]
-      return False
-    self._verified.add(step)
-    return True
+    """Returns the newest undamaged step; moves the ones above it aside."""
+    for step in reversed(self.all_steps()):
+      checkpoint = self.at(step)
+      if checksums.has_manifest(checkpoint.path):
+        found = checksums.problems(checkpoint.path)
+      else:
+        found = _complete_if_readable(checkpoint)
+      if not found:
+        return step
+      step_folders.move_aside(self.folder, step, found)
+    return None
 
 
 def open_latest(path: _Path) -> Checkpoint:
@@ -489,7 +459,5 @@ def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
 def _with_sharding(leaf: Any) -> Any:
   if getattr(leaf, 'sharding', None) is not None:
     return leaf
-  if jax.process_count() > 1:
-    raise ValueError('With several processes every leaf needs a sharding.')
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

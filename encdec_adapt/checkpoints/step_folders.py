@@ -76,11 +76,8 @@ def delete(folder: paths.Path, step: int) -> None:
   paths.remove(path, _MARKERS)
 
 
-def move_aside(folder: paths.Path, step: int, problems: list[str]) -> str:
+def move_aside(folder: paths.Path, step: int, problems: list[str]) -> None:
   """Renames a damaged step to `damaged-...` with a warning.
-
-  Returns:
-    The new name.
 
   Raises:
     UserError: the folder cannot be written.
@@ -93,7 +90,6 @@ def move_aside(folder: paths.Path, step: int, problems: list[str]) -> str:
     f'the checkpoint of step {step} is damaged: {"; ".join(problems)}. It was'
     f' moved to {moved}; delete it when it is of no use.'
   )
-  return moved.name
 
 
 def damaged(folder: paths.Path) -> list[str]:

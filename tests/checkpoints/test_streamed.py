@@ -1,6 +1,5 @@
 """Leaves that are made while a checkpoint is written."""
 
-import threading
 import weakref
 
 import jax
@@ -46,36 +45,6 @@ def test_leaves_are_read_back_and_never_in_memory_together(tmp_path):
   for i in range(20):
     np.testing.assert_array_equal(params['a'][str(i)], i)
   found.read_through()
-
-
-def test_a_leaf_is_made_while_the_one_before_is_written(tmp_path, monkeypatch):
-  making = threading.Event()
-  write = streamed._Writes._write
-
-  def waiting_write(self, array, *rest):
-    # Only the last has none after it.
-    assert array[0] == 1 or making.wait(timeout=60)
-    write(self, array, *rest)
-
-  monkeypatch.setattr(streamed._Writes, '_write', waiting_write)
-
-  def first(_):
-    return np.zeros(3, np.float32)
-
-  def second(_):
-    making.set()
-    return np.ones(3, np.float32)
-
-  kind = np.dtype(np.float32)
-  leaves = {'a': first, 'b': second}
-  _save(
-    tmp_path,
-    {k: lazy_array.LazyArray((3,), kind, m) for k, m in leaves.items()},
-  )
-  shape = jax.ShapeDtypeStruct((3,), np.float32)
-  found = manager.open_latest(tmp_path)
-  params = found.restore_params({'a': shape, 'b': shape})
-  assert [float(params[name][0]) for name in ('a', 'b')] == [0, 1]
 
 
 def test_a_leaf_that_cannot_be_made_leaves_no_checkpoint(tmp_path):
