@@ -28,7 +28,7 @@ from encdec_adapt.huggingface import config_json, new_folder
 from encdec_adapt.models import model_config, parameters
 
 # Flags that are options of the pair, and flags that are fields of a stack.
-_PAIR_FLAGS = ('shared_table', 'cross_merged', 'cross_layers')
+_PAIR_FLAGS = {'shared_table', 'cross_merged', 'cross_layers'}
 _STACK_FLAGS = {
   'encoder_kv_heads': ('encoder', 'kv_heads'),
   'encoder_vocab_size': ('encoder', 'vocab_size'),
@@ -110,34 +110,22 @@ def _target(
     stack, field = _STACK_FLAGS[name]
     changed = {field: given.pop(name)}
     stacks[stack] = dataclasses.replace(stacks[stack], **changed)
-  pair_of = functools.partial(
-    config_json.pair_of,
+  is_t5gemma2 = values.target == 't5gemma2'
+  for name in given.keys() & (_PAIR_FLAGS if is_t5gemma2 else {'eoi_token'}):
+    raise errors.UserError(
+      f'--{name} is {given[name]!r}; leave it out: '
+      + (
+        '--target=t5gemma2 decides it.'
+        if is_t5gemma2
+        else 'only a t5gemma2 has one.'
+      )
+    )
+  return config_json.pair_of(
     **stacks,
+    **given,
     target=values.target or '',
     causal_encoder=values.causal_encoder,
   )
-  if values.target != 't5gemma2':
-    if 'eoi_token' in given:
-      raise errors.UserError(
-        f'--eoi_token is {values.eoi_token}, and only a t5gemma2 has one; give'
-        ' --target=t5gemma2, or leave it out.'
-      )
-    return pair_of(**given)
-  # The family fixes the options of the pair.
-  fixed = {name: given.pop(name) for name in _PAIR_FLAGS if name in given}
-  target = pair_of(**given)
-  found = {
-    'shared_table': target.shared_table,
-    'cross_merged': target.decoder.cross_merged,
-    'cross_layers': target.decoder.cross_layers,
-  }
-  for name, value in fixed.items():
-    if value != found[name]:
-      raise errors.UserError(
-        f'--{name} is {value!r}, and a t5gemma2 has {found[name]!r}; leave out'
-        ' one of --target and the flag.'
-      )
-  return target
 
 
 def _report_two_tokenizers(

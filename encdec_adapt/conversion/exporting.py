@@ -5,7 +5,6 @@ or not at all.
 """
 
 import json
-import os
 import pathlib
 import tempfile
 
@@ -39,8 +38,16 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   own = _uses_own_layout(stored.model, values.layout)
   found = kept_files.folders(stored.path)
   kept_files.check(found)
-  opened = stored.open_vocabularies()
-  vision = _vision(values.vision, stored.model, found, own=own)
+  choice = stored.vocabularies
+  opened = stored_model.open_if_suitable(choice) if choice else None
+  vision, about_images = None, []
+  if _reads_images(stored.model, own=own):
+    vision, about_images = _vision(values.vision, stored.model, found)
+  elif values.vision:
+    raise errors.UserError(
+      f'--vision={values.vision} is for what transformers loads as T5Gemma 2;'
+      ' this model has no part that reads images.'
+    )
   fields = kept_files.config_fields(found, opened)
   is_pair = isinstance(stored.model, model_config.EncoderDecoderConfig)
   generation, dropped = kept_files.generation_config(
@@ -55,7 +62,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     notes = [
       _window_note(stored.model, own=own),
       *tokenizer_export.write(tokenizers, stored, opened),
-      *_vision_notes(vision, values.vision, stored.model, found, own=own),
+      *about_images,
       dropped,
     ]
     notes = [note for note in notes if note]
@@ -108,54 +115,33 @@ def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
   return False
 
 
-def _vision(
-  folder: str | None,
-  model: model_config.ModelConfig,
-  found: kept_files.Folders,
-  *,
-  own: bool,
-) -> vision_lib.Vision | None:
-  """Opens the vision part to export; None where there is none.
-
-  Raises:
-    UserError: the model has no place for it, or it does not fit.
-  """
-  if not _may_read_images(model, own=own):
-    if folder:
-      raise errors.UserError(
-        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
-        ' model has no part that reads images.'
-      )
-    return None
-  part = kept_files.vision_part(found, folder)
-  if part is not None:
-    part.require_fits(model)
-  return part
-
-
-def _may_read_images(model: model_config.ModelConfig, *, own: bool) -> bool:
+def _reads_images(model: model_config.ModelConfig, *, own: bool) -> bool:
   """Returns whether transformers loads the export as a T5Gemma 2."""
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   return is_pair and not own and model.decoder.cross_merged
 
 
-def _vision_notes(
-  part: vision_lib.Vision | None,
-  folder: str | os.PathLike[str] | None,
-  model: model_config.ModelConfig,
+def _vision(
+  folder: str | None,
+  model: model_config.EncoderDecoderConfig,
   found: kept_files.Folders,
-  *,
-  own: bool,
-) -> list[str]:
-  """Returns notes for users of the images of a T5Gemma 2."""
-  if not _may_read_images(model, own=own):
-    return []
+) -> tuple[vision_lib.Vision | None, list[str]]:
+  """Opens the vision part of a T5Gemma 2; None where there is none.
+
+  Returns:
+    The part, and notes for those who give images to the model.
+
+  Raises:
+    UserError: it does not fit the model.
+  """
+  part = kept_files.vision_part(found, folder)
   if part is None:
-    return [
+    return None, [
       'only the text part is written: transformers reports as missing, and'
       f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
       ' --vision=FOLDER` takes them from another model.'
     ]
+  part.require_fits(model)
   name = f'`{paths.at(folder).name}`' if folder else 'the imported model'
   notes = [f'its vision part, {len(part.names)} tensors, is that of {name}.']
   if not part.processors:
@@ -170,7 +156,7 @@ def _vision_notes(
       ' image_token in tokenizer_config.json must name the token of id'
       f' {part.image_token} (image_token_index).'
     )
-  return notes
+  return part, notes
 
 
 def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:

@@ -176,11 +176,7 @@ def open_teacher(
     return None
   model = where.model.config
   source = _open(config.checkpoint, model)
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
-    raise errors.UserError(
-      f'config.teacher.checkpoint {source.path} is an encoder-decoder;'
-      ' a teacher is a decoder-only model.'
-    )
+  stored_model.require_decoder_only(source)
   sizes = source.model.decoder.vocab_size, model.decoder.vocab_size
   if sizes[0] != sizes[1]:
     raise errors.UserError(
@@ -274,15 +270,8 @@ def _check_vocabulary(
   theirs = source.vocabularies.path(
     side if side in source.model.stacks else 'decoder'
   )
-  if own == theirs:
-    return
   # A vocabulary that is still to be trained differs from the source's.
-  digests = {
-    vocabularies.exists(path)
-    and vocabularies.open_vocabulary(path).tokens_digest
-    for path in (own, theirs)
-  }
-  if len(digests) > 1:
+  if not vocabularies.exists(own) or not stored_model.same_tokens(own, theirs):
     key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
     raise errors.UserError(
       f'{source.path} was trained with the vocabulary {theirs}, the {side} of'

@@ -36,7 +36,6 @@ _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # Fields that choose caches for one class and version of transformers; the
 # exported model may be of another class.
 _CACHES = ('cache_implementation', 'cache_config', 'compile_config')
-_LFS_POINTER = b'version https://git-lfs'
 
 Folders = Mapping[str, paths.Path]
 
@@ -88,7 +87,6 @@ def check(found: Folders) -> None:
     for name in (GENERATION, *TOKENIZER):
       if (path / name).is_file():
         _check_file(path / name)
-  _check_ids(found)
   vision_part(found)
 
 
@@ -96,10 +94,10 @@ def _check_file(file: paths.Path) -> None:
   if file.name.endswith('.json'):
     atomic.read_json(file)
   with file.open('rb') as content:
-    start = content.read(len(_LFS_POINTER))
-  if not start or start == _LFS_POINTER:
-    what = 'a pointer of Git LFS' if start else 'empty'
-    raise errors.UserError(f'{file} is {what}; copy the file itself again.')
+    if content.read(7) in (b'', b'version'):
+      raise errors.UserError(
+        f'{file} is empty, or a pointer of Git LFS; copy the file itself again.'
+      )
 
 
 def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
@@ -206,23 +204,25 @@ def special_ids(
   Raises:
     UserError: a kept file is damaged.
   """
-  _check_ids(found)
   kept = config_fields(found)['decoder']
-  ids = {name: kept.get(f'{name}_token_id') for name in ('bos', 'pad')}
-  ends = [
-    kept.get('eos_token_id'),
-    _kept_json(found, GENERATION).get('eos_token_id'),
-  ]
-  if opened:
-    ids |= {'bos': opened.decoder.bos, 'pad': opened.decoder.pad}
-    ends.insert(0, opened.decoder.eos)
+  generation = _kept_json(found, GENERATION)
+  own = opened.decoder if opened else None
+  ids = {
+    'bos': own.bos if own else kept.get('bos_token_id'),
+    'pad': own.pad if own else kept.get('pad_token_id'),
+    'eos': own.eos if own else None,
+  }
 
-  def is_token(i: int | None) -> bool:  # Old Llamas have -1 for none.
-    return i is not None and i >= 0
+  def tokens(stated: int | list[int] | None) -> list[int]:
+    """Returns the ids that a file states; old Llamas have -1 for none."""
+    listed = stated if isinstance(stated, list) else [stated]
+    return [i for i in listed if i is not None and i >= 0]
 
-  known: dict[str, Any] = {name: i for name, i in ids.items() if is_token(i)}
-  each = [i for end in ends for i in (end if isinstance(end, list) else [end])]
-  if eos := tuple(dict.fromkeys(i for i in each if is_token(i))):
+  known: dict[str, Any] = {
+    name: ids[name] for name in ('bos', 'pad') if tokens(ids[name])
+  }
+  ends = ids['eos'], kept.get('eos_token_id'), generation.get('eos_token_id')
+  if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
     known['eos'] = eos
   return known
 
@@ -256,40 +256,3 @@ def generation_config(
     f'{GENERATION} is written without {", ".join(dropped)}: transformers'
     ' chooses caches by the class of the model.'
   )
-
-
-def tokenizer_files(found: Folders) -> dict[str, dict[str, paths.Path]]:
-  """Finds the kept tokenizer files.
-
-  Args:
-    found: see `folders`.
-
-  Returns:
-    Stack -> name -> file.
-  """
-  return {
-    stack: {n: path / n for n in TOKENIZER if (path / n).is_file()}
-    for stack, path in found.items()
-  }
-
-
-def _check_ids(found: Folders) -> None:
-  """Raises an error if a kept file has special ids that are not integers."""
-  stated = [
-    (found.get(stack, found.get('decoder')), tensor_folder.CONFIG, fields)
-    for stack, fields in config_fields(found).items()
-    if fields
-  ]
-  for path in found.values():
-    if (path / GENERATION).is_file():
-      stated.append((path, GENERATION, atomic.read_json(path / GENERATION)))
-  for path, name, fields in stated:
-    for key in config_json.TOKEN_IDS:
-      value = fields.get(key)
-      several = key == 'eos_token_id' and isinstance(value, list)
-      for one in value if several else [value]:
-        if one is not None and type(one) is not int:
-          raise errors.UserError(
-            f'{path / name} has {key} = {value!r}, and an id is a number.'
-            ' Correct it, or fetch the file again.'
-          )

@@ -19,7 +19,7 @@ from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import setup
 
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
@@ -85,8 +85,8 @@ class LoadedModel:
       decoder_mask: mask of the decoder's tokens.
 
     Raises:
-      UserError: encoder tokens are missing, there is no encoder, the numbers
-        of rows differ, or see `_framed`.
+      UserError: encoder tokens are missing, there is no encoder, or see
+        `_framed`.
     """
     decoder = self._framed(decoder_tokens, decoder_mask, 'decoder')
     encoder = None
@@ -96,12 +96,6 @@ class LoadedModel:
           'an encoder-decoder needs encoder_tokens and decoder_tokens.'
         )
       encoder = self._framed(encoder_tokens, encoder_mask)
-      rows = len(encoder[0]), len(decoder[0])
-      if rows[0] != rows[1]:
-        raise errors.UserError(
-          f'encoder_tokens have {rows[0]} rows and decoder_tokens {rows[1]};'
-          ' they are paired row by row.'
-        )
     elif encoder_tokens is not None:
       self._require_encoder()
     return _logits(self.model, self.params, decoder, encoder)
@@ -171,18 +165,12 @@ class LoadedModel:
 
     Raises:
       UserError: tokens are not integers [B, L] below the stack's vocabulary
-        size, or the mask has another shape.
+        size.
+      ValueError: the mask has another shape.
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
-    if mask is None:
-      mask = np.ones(tokens.shape, bool)
-    mask = jnp.asarray(mask)
-    if mask.shape != tokens.shape:
-      raise errors.UserError(
-        f'the mask of the {side} has the shape {list(mask.shape)}, its tokens'
-        f' {list(tokens.shape)}; give one value for each token.'
-      )
-    segments = (mask != 0).astype(jnp.int32)
+    mask = jnp.asarray(True if mask is None else mask) != 0
+    segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
 
@@ -214,14 +202,12 @@ def load(
     UserError: there is no model, it is damaged or unsupported, it does not
       divide over the mesh, or it has no such encoder.
   """
-  shards = 1
+  multiple = None
   if mesh is not None:
     axes = rules_lib.named(_RULES).vocab
-    shards = math.prod(mesh.shape[axis] for axis in axes)
+    multiple = math.prod(mesh.shape[axis] for axis in axes)
   stored = stored_model.open_model(
-    path,
-    encoder_window=encoder_window,
-    vocab_multiple=shards if shards > 1 else None,
+    path, encoder_window=encoder_window, vocab_multiple=multiple
   )
   return read(stored, dtype=dtype, mesh=mesh)
 
@@ -247,16 +233,10 @@ def read(
       mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
     )
   compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
-  model = build.build(stored.model, compute)
-  where = state_lib.Placement(model, mesh, rules_lib.named(_RULES))
-  try:
-    where.parameters  # noqa: B018  Checks divisibility.
-  except ValueError as error:
-    raise errors.UserError(
-      f'{stored.path} cannot be loaded on this mesh: {error} Give another mesh'
-      ' (`sharding.mesh.make_mesh`), or None for one device.'
-    ) from error
-  return LoadedModel(model, stored.read(where), stored)
+  where = setup.place_model(
+    stored.model, compute, mesh, rules_lib.named(_RULES)
+  )
+  return LoadedModel(where.model, stored.read(where), stored)
 
 
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:

@@ -11,6 +11,34 @@ from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import accounting
 
+_SIZES = (
+  *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
+  *('experts', 'vocab_size'),
+)
+_CARD = """---
+library_name: {library}
+tags: [encdec_adapt]
+---
+# {name}
+
+A model with {count:,} parameters ({kind}), exported in {dtype} by encdec_adapt.
+
+{shape}
+
+## What was done
+
+{history}
+
+{notes}## Loading
+
+    import encdec_adapt
+    model = encdec_adapt.load({arguments})
+
+{layout}
+## Licence
+
+Weights that were made from others are under the terms of those others.
+"""
 _OWN = """No class of transformers can express this model. The folder is in
 the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and
 every field of both stacks; the tensors are named
@@ -18,10 +46,11 @@ every field of both stacks; the tensors are named
 apart ([D, N, H] of a query, [N, H, D] of an output), and token tables without
 padding rows.
 """
-_LOAD = """## Loading
+_TRANSFORMERS = """or with transformers:
 
-    import encdec_adapt
-    model = encdec_adapt.load({})
+    from transformers import AutoTokenizer, {name}
+    tokenizer = AutoTokenizer.from_pretrained('PATH')
+    model = {name}.from_pretrained('PATH')
 """
 
 
@@ -43,63 +72,37 @@ def write(
   Raises:
     UserError: a file of the run is damaged.
   """
-  library = 'encdec_adapt' if own else 'transformers'
-  lines = [
-    '---',
-    f'library_name: {library}',
-    'tags: [encdec_adapt]',
-    '---',
-    f'# {stored.path.name or paths_lib.absolute(stored.path).name}',
-    '',
-    f'A model with {parameters.count(stored.model):,} parameters'
-    f' ({inspection.kind_of(stored.model)}), exported in {dtype} by'
-    ' encdec_adapt.',
-    '',
-    *_shape(stored.model),
-    '',
-    '## What was done',
-    '',
-    *_history(stored.path, stored.step),
-    '',
-  ]
-  if notes:
-    lines += ['## Notes', '', *(f'- {note}' for note in notes), '']
+  model = stored.model
   arguments = "'PATH'"
-  rule = getattr(stored.model.stacks.get('encoder'), 'window_rule', None)
+  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
   if rule == 'inclusive' and not own:  # Not the rule of a T5Gemma folder.
     arguments += ", encoder_window='inclusive'"
-  lines.append(_LOAD.format(arguments))
-  if own:
-    lines.append(_OWN)
-  else:
-    name = inspection.transformers_class(stored.model)
-    lines += [
-      'or with transformers:',
-      '',
-      f'    from transformers import AutoTokenizer, {name}',
-      "    tokenizer = AutoTokenizer.from_pretrained('PATH')",
-      f"    model = {name}.from_pretrained('PATH')",
-      '',
-    ]
-  lines += [
-    '## Licence',
-    '',
-    'Weights that were made from others are under the terms of those others.',
-  ]
-  return '\n'.join(lines) + '\n'
+  layout = _OWN
+  if not own:
+    layout = _TRANSFORMERS.format(name=inspection.transformers_class(model))
+  return _CARD.format(
+    library='encdec_adapt' if own else 'transformers',
+    name=stored.path.name or paths_lib.absolute(stored.path).name,
+    count=parameters.count(model),
+    kind=inspection.kind_of(model),
+    dtype=dtype,
+    shape='\n'.join(_shape(model)),
+    history='\n'.join(_history(stored.path, stored.step)),
+    notes='\n'.join(['## Notes', '', *(f'- {n}' for n in notes), '', ''])
+    if notes
+    else '',
+    arguments=arguments,
+    layout=layout,
+  )
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
+  """Yields the lines of a table of both stacks."""
   yield '| | ' + ' | '.join(model.stacks) + ' |'
   yield '|---|' + '---|' * len(model.stacks)
-  names = ['layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim']
-  if any(stack.experts for stack in model.stacks.values()):
-    names += ['experts', 'experts_per_token', 'dense_layers']
-  for name in names:
+  for name in _SIZES:
     values = [str(getattr(stack, name)) for stack in model.stacks.values()]
     yield f'| {name} | ' + ' | '.join(values) + ' |'
-  sizes = [str(stack.vocab_size) for stack in model.stacks.values()]
-  yield '| vocabulary | ' + ' | '.join(sizes) + ' |'
 
 
 def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
@@ -113,10 +116,8 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     yield f'- A copy of the folder `{path.name}`.'
     return
   summary = _read(path / accounting.SUMMARY)
-  config = _read(path / config_lib.RUN_CONFIG)
   coverage = _read(path / work_directory.COVERAGE)
-  made_by = (summary or {}).get('made_by')
-  if made_by:
+  if made_by := summary.get('made_by'):
     sources = made_by['sources']
     weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
     yield (
@@ -124,6 +125,7 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
       f' {_names(sources)}' + f', weighted {weights}' * bool(weights) + '.'
     )
   else:
+    config = _read(path / config_lib.RUN_CONFIG)
     init = config['init']
     sources = [path for path in (init['encoder'], init['decoder']) if path]
     yield from _training(config, summary, step)
@@ -137,7 +139,7 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
   for source in map(paths_lib.at, dict.fromkeys(sources)):
-    # A source that is a finished run and still exists.
+    # Sources that are finished runs and still exist.
     if earlier := _read(source / accounting.SUMMARY):
       yield f'- `{source.name}`:'
       yield from (f'  {line}' for line in _history(source, earlier['steps']))
@@ -149,7 +151,7 @@ def _names(paths: Iterable[str]) -> str:
 
 
 def _training(
-  config: dict[str, Any], summary: dict[str, Any] | None, step: int
+  config: dict[str, Any], summary: dict[str, Any], step: int
 ) -> Iterator[str]:
   """Yields lines on the training of a run."""
   init, data = config['init'], config['data']
@@ -177,6 +179,6 @@ def _training(
     )
 
 
-def _read(path: paths_lib.Path) -> dict[str, Any] | None:
-  """Reads a JSON file of a run; None if it is missing."""
-  return atomic.read_json(path) if path.exists() else None
+def _read(path: paths_lib.Path) -> dict[str, Any]:
+  """Reads a JSON file of a run; empty if it is missing."""
+  return atomic.read_json(path) if path.exists() else {}

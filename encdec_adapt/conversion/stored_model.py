@@ -18,7 +18,7 @@ from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import vocabularies, vocabulary
 from encdec_adapt.training import state as state_lib
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
@@ -181,24 +181,41 @@ def open_vocabularies(
   described = checkpoint.read_meta()['vocabularies']
   if not described:
     return choice.open() if vocabularies.exists(choice.decoder) else None
-
-  def refuse(side: str, problem: str):
-    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
+  sides = ('decoder', 'encoder')
+  wrong = [s for s in sides if not vocabularies.exists(choice.path(s))]
+  if not wrong:
+    opened = choice.open()
+    wanted = {side: described[side]['fingerprint'] for side in sides}
+    wrong = [s for s in sides if opened.sides[s].fingerprint != wanted[s]]
+  if wrong:
+    key = 'encoder_vocabulary' if wrong[0] == 'encoder' else 'vocabulary'
     raise errors.UserError(
-      f'the vocabulary {choice.path(side)} of the {side} {problem} the'
-      f' checkpoint {checkpoint.path} was trained with. Put the file back, or'
-      ' write its new path in'
+      f'the vocabulary {choice.path(wrong[0])} of the {wrong[0]} is missing, or'
+      f' is not the one that the checkpoint {checkpoint.path} was trained with.'
+      ' Put the file back, or write its new path in'
       f' {checkpoint.folder.parent / config_lib.RUN_CONFIG} (data.{key}).'
     )
-
-  for side in ('decoder', 'encoder'):
-    if not vocabularies.exists(choice.path(side)):
-      refuse(side, 'is missing, which')
-  opened = choice.open()
-  for side, wanted in described.items():
-    if opened.sides[side].fingerprint != wanted['fingerprint']:
-      refuse(side, 'is not the one that')
   return opened
+
+
+def open_if_suitable(
+  choice: vocabularies.Choice,
+) -> vocabularies.Opened | None:
+  """Opens the tokenizers of a folder, which may be of a kind we cannot use.
+
+  Returns:
+    None, with a note on why, where our data cannot be read with one of them.
+
+  Raises:
+    UserError: one is damaged.
+  """
+  try:
+    return choice.open()
+  except vocabulary.DamagedError:
+    raise
+  except errors.UserError as error:
+    print(f'note: not used as a vocabulary: {error}')
+    return None
 
 
 def vocabularies_of_pair(
@@ -252,15 +269,15 @@ def with_outside(
 
 
 def require_decoder_only(source: StoredModel) -> None:
-  """Raises an error if a source of an adaptation is not decoder-only.
+  """Checks the source of an adaptation, or a teacher.
 
   Raises:
-    UserError: the source is an encoder-decoder.
+    UserError: it is an encoder-decoder.
   """
   if not isinstance(source.model, model_config.DecoderOnlyConfig):
     raise errors.UserError(
       f'{source.path} is an encoder-decoder; adaptation starts from'
-      ' decoder-only models.'
+      ' decoder-only models, and a teacher is one.'
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pathlib
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
 from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
@@ -47,7 +46,14 @@ def write(
       vocabulary.
   """
   found = kept_files.folders(stored.path)
-  kept = kept_files.tokenizer_files(found)
+  kept = {
+    stack: {
+      name: path / name
+      for name in kept_files.TOKENIZER
+      if (path / name).is_file()
+    }
+    for stack, path in found.items()
+  }
   notes = []
   for side in ('decoder', 'encoder'):
     files = kept.get(side, {})
@@ -63,30 +69,15 @@ def write(
       one = opened.sides[side]
       notes.append(export_files.write(target, one))
       export_files.check(target, one, _sample_texts(stored, opened, side))
-  if opened is None:
-    notes.append(_not_compared(found.get('decoder')))
+  if opened is None and not kept.get('decoder'):
+    notes.append('the model has no tokenizer, so none is written.')
+  elif opened is None:
+    notes.append(
+      'the tokenizer files of the source are written as they are, and their'
+      ' ids were not compared with those of the model, which has no vocabulary'
+      ' that encdec_adapt can use.'
+    )
   return [note for note in notes if note]
-
-
-def _not_compared(folder: paths.Path | None) -> str:
-  """Says why no tokenizer files were compared with a vocabulary of ours.
-
-  Args:
-    folder: folder with the kept files of the decoder, if there is one.
-  """
-  if not folder or not any(
-    (folder / n).is_file() for n in kept_files.TOKENIZER
-  ):
-    return 'the model has no tokenizer, so none is written.'
-  why = 'the checkpoint names no vocabulary.'
-  try:
-    vocabularies.open_vocabulary(folder)
-  except errors.UserError as error:
-    why = str(error)
-  return (
-    'the tokenizer files of the source are written as they are, and their ids'
-    f' were not compared with those of the model: {why}'
-  )
 
 
 def _is_own(

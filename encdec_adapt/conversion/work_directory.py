@@ -19,7 +19,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, streamed
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import kept_files
+from encdec_adapt.conversion import kept_files, stored_model
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
@@ -178,7 +178,7 @@ def _config(contents: Contents, opened: vocabularies.Opened | None) -> Any:
 
 
 def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
-  """Opens the vocabularies; None, with a note, where our data cannot use them.
+  """Opens the vocabularies and checks that the model has a row for each token.
 
   Raises:
     UserError: one is damaged, or has more tokens than the table has rows.
@@ -189,12 +189,8 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
       ' to train it on text.'
     )
     return None
-  try:
-    opened = contents.choice.open()
-  except vocabulary.DamagedError:
-    raise
-  except errors.UserError as error:
-    print(f'note: not used as a vocabulary: {error}')
+  opened = stored_model.open_if_suitable(contents.choice)
+  if opened is None:
     return None
   for side, stack in contents.model.stacks.items():
     key = f'--{side}_vocab_size' if contents.can_extend else ''

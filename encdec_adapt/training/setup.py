@@ -159,7 +159,7 @@ def place_model(
     where.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
     raise errors.UserError(
-      f'{error} Change config.mesh, or'
+      f'{error} Use another mesh (config.mesh), or another'
       ' config.model.*.vocab_multiple if it is the vocabulary.'
     ) from error
   return where

@@ -5,8 +5,6 @@ import pytest
 from tests import tiny
 from tests.e2e import folders
 
-convert_ = tiny.convert
-
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
@@ -19,7 +17,7 @@ def pairs(folder):
   return tiny.make_records(folder)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
 
@@ -46,23 +44,16 @@ def llama(folder):
 
 @pytest.fixture(scope='module')
 def imported(folder, gemma):
-  assert (
-    convert_('import', f'--source={gemma}', f'--output={folder}/imported') == 0
-  )
-  return folder / 'imported'
+  return folders.import_folder(gemma, folder / 'imported')
 
 
 @pytest.fixture(scope='module')
 def adapted(folder, imported):
-  output = folder / 'adapted'
-  assert convert_('adapt', f'--encoder={imported}', f'--output={output}') == 0
-  return output
+  return folders.adapt(folder / 'adapted', f'--encoder={imported}')
 
 
 @pytest.fixture(scope='module')
 def cross_family(folder, gemma, llama):
   """Of Gemma's and Llama's: no class of transformers."""
-  output = folder / 'cross_family'
-  flags = [f'--encoder={gemma}', f'--decoder={llama}', f'--output={output}']
-  assert convert_('adapt', *flags) == 0
-  return output
+  flags = [f'--encoder={gemma}', f'--decoder={llama}']
+  return folders.adapt(folder / 'cross_family', *flags)

@@ -10,7 +10,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from encdec_adapt.huggingface import export
+from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
 from tests import tiny
 
@@ -53,14 +53,44 @@ GENERATION = {**IDS, 'eos_token_id': [1, 5], 'repetition_penalty': 1.05}
 FIELDS = {'decoder': {**IDS, 'max_position_embeddings': 77}}
 
 
-def make_folder(path, shape, vocabulary=None, seed=0):
-  """A Hugging Face folder with random weights and what comes with them."""
+def read(file):
+  """Returns the content of a JSON file."""
+  return json.loads(file.read_text())
+
+
+def import_folder(source, output, *flags):
+  argv = [f'--source={source}', f'--output={output}', *flags]
+  assert tiny.convert('import', *argv) == 0
+  return output
+
+
+def adapt(output, *flags):
+  assert tiny.convert('adapt', *flags, f'--output={output}') == 0
+  return output
+
+
+def export(checkpoint, output, *flags):
+  argv = [f'--checkpoint={checkpoint}', f'--output={output}', *flags]
+  assert tiny.convert('export', *argv) == 0
+  return output
+
+
+def make_folder(path, shape, vocabulary=None, seed=0, tokenizer=()):
+  """A Hugging Face folder with random weights and what comes with them.
+
+  Args:
+    path: the folder.
+    shape: fields of the stack.
+    vocabulary: its tokenizer.model.
+    seed: seed of the weights.
+    tokenizer: other tokenizer files.
+  """
   config = model_config.DecoderOnlyConfig(model_config.StackConfig(**shape))
   params = traverse_util.flatten_dict(
     parameters.init(config, jax.random.key(seed)), sep='/'
   )
   draws = np.random.default_rng(seed)
-  export.write(
+  exporter.write(
     path,
     config,
     {
@@ -79,6 +109,7 @@ def make_folder(path, shape, vocabulary=None, seed=0):
         }
       ).encode(),
       **({'tokenizer.model': vocabulary} if vocabulary else {}),
+      **{file.name: file for file in tokenizer},
     },
   )
   return path

@@ -1,6 +1,5 @@
 """`convert adapt` and training's adaptation, with every option, by command."""
 
-import functools
 import json
 import os
 import re
@@ -20,13 +19,9 @@ from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = pytest.mark.e2e
 
 convert_ = tiny.convert
-_train = functools.partial(tiny.call, train)
 
 
 def _arrays(path):
@@ -37,9 +32,8 @@ def _arrays(path):
 
 def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
   """Array by array: the same as all at once, fresh ones too."""
-  output = folder / 'streamed'
-  flags = [f'--encoder={wide}', f'--decoder={gemma}', f'--output={output}']
-  assert convert_('adapt', *flags, '--seed=3') == 0
+  flags = [f'--encoder={wide}', f'--decoder={gemma}', '--seed=3']
+  output = folders.adapt(folder / 'streamed', *flags)
   sources = []
   for path in (wide, gemma):
     model = stored_model.open_model(path, vocab_multiple=128).model
@@ -60,7 +54,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
   assert got.keys() == want.keys()
   for path, array in got.items():
     np.testing.assert_array_equal(array, want[path], path)
-  saved = json.loads((output / 'coverage.json').read_text())
+  saved = folders.read(output / 'coverage.json')
   assert saved == json.loads(json.dumps(coverage.to_json()))
 
 
@@ -91,13 +85,12 @@ def test_training_adapts_with_options(folder, pairs, gemma):
     '--config.train.steps=2',
     f'--workdir={workdir}',
   ]
-  assert _train(*pairs, *flags) == 0
-  coverage = json.loads((workdir / 'coverage.json').read_text())
+  assert tiny.call(train, *pairs, *flags) == 0
+  coverage = folders.read(workdir / 'coverage.json')
   assert coverage['parameters']['fresh'] == 0
   table = coverage['target']['decoder/embedder/table']
   assert table['transforms'] == ['10 new tokens, the mean of the 400']
-  exported = folder / 'merged_out'
-  convert_('export', f'--checkpoint={workdir}', f'--output={exported}')
+  exported = folders.export(workdir, folder / 'merged_out')
   assert convert_('verify', workdir, exported, folders.ROUNDED) == 0
 
 
@@ -111,34 +104,3 @@ def test_two_vocabularies_share_no_table(gemma, tmp_path):
     errors.UserError, match='different tokenizers: in a table'
   ):
     convert_('adapt', *flags, '--shared_table')
-
-
-@pytest.mark.parametrize(
-  'argv, words',
-  [
-    (['--encoder={gemma}', '--target=t5gemma2'],
-     'made of gemma3_text stacks: attention_softcap is 50.0'),
-    (['--encoder={llama}', '--target=t5gemma'],
-     'made of gemma2 stacks: '),
-    (['--encoder={gemma}', '--target=t5gemma',
-      '--cross_merged'], 'this one has two tables and merged'),
-    (['--encoder={gemma}', '--eoi_token=5'],
-     'only a t5gemma2 has one'),
-    (['--encoder={wide}', '--decoder={gemma}',
-      '--cross_merged'], "the encoder's width"),
-    (['--encoder={gemma}',
-      '--encoder_kv_heads=3'], 'is not a multiple of kv_heads'),
-    (['--encoder={gemma}',
-      '--decoder_vocab_size=300'], 'extended, not cut'),
-    (['--encoder={gemma}',
-      '--cross_layers=global'], 'no layer of the decoder reads'),
-    (['--encoder={llama}', '--tied_head'],
-     'tied_head to False'),
-  ],
-)  # fmt: skip
-def test_bad_arguments(argv, words, gemma, wide, llama, tmp_path):
-  names = dict(gemma=gemma, wide=wide, llama=llama)
-  flags = [argument.format(**names) for argument in argv]
-  with pytest.raises(errors.UserError, match=words):
-    convert_('adapt', *flags, f'--output={tmp_path}/x')
-  assert not list(tmp_path.iterdir())

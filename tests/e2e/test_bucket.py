@@ -12,13 +12,9 @@ from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder, tensor_writer
 from encdec_adapt.telemetry import metrics
 from tests import tiny
+from tests.e2e import folders
 
-pytestmark = [
-  pytest.mark.long,
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
-convert = tiny.convert
+pytestmark = [pytest.mark.long, pytest.mark.e2e]
 
 
 @pytest.fixture(autouse=True)
@@ -38,21 +34,18 @@ def test_import_then_export_gives_the_same_bytes(
   bucket, put, gemma, monkeypatch
 ):
   monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', 10_000)
-  run, output = f'{bucket}/run', f'{bucket}/exported'
-  assert convert('import', f'--source={put}', f'--output={run}') == 0
-  flags = [f'--checkpoint={run}', f'--output={output}']
-  assert convert('export', *flags) == 0
+  run = folders.import_folder(put, f'{bucket}/run')
+  output = folders.export(run, f'{bucket}/exported')
   assert len(list(paths.at(output).glob('*.safetensors'))) > 1
-  assert convert('diff', output, str(gemma)) == 0
-  assert convert('verify', run, put) == 0
-  names = ('config.json', 'chat_template.json', 'tokenizer.model')
-  for name in names:
+  assert tiny.convert('diff', output, gemma) == 0
+  assert tiny.convert('verify', run, put) == 0
+  for name in ('config.json', 'chat_template.json', 'tokenizer.model'):
     found = (paths.at(output) / name).read_bytes()
     assert found == (gemma / name).read_bytes(), name
   card = (paths.at(output) / 'README.md').read_text()
   assert 'convert import` of `gemma`' in card
   with pytest.raises(errors.UserError, match='exists already'):
-    convert('export', *flags)
+    folders.export(run, output)
 
 
 def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
@@ -93,9 +86,7 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert 'resuming at step 4' in capsys.readouterr().out
   flags = [f'--checkpoint={workdir}', f'--records={bucket}/records/eval']
   assert tiny.call(evaluate, *flags) == 0
-  assert (
-    json.loads((place / run_artifacts.EVALUATION).read_text())['eval_loss'] > 0
-  )
+  assert folders.read(place / run_artifacts.EVALUATION)['eval_loss'] > 0
   output = f'{bucket}/out/samples.json'
   assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(paths.at(output).read_text())

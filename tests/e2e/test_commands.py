@@ -24,10 +24,7 @@ from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import setup
 from tests import tiny
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = pytest.mark.e2e
 _train = functools.partial(tiny.call, train)
 
 

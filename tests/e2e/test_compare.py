@@ -9,10 +9,7 @@ from encdec_adapt.conversion import stored_model
 from encdec_adapt.models import parameters
 from tests import tiny
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = pytest.mark.e2e
 convert_ = tiny.convert
 
 

@@ -4,9 +4,6 @@ Hugging Face folders are made by our own exporter; tests/parity compares it
 with transformers.
 """
 
-import functools
-import json
-import os
 import re
 import shutil
 
@@ -19,30 +16,16 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import kept_files, stored_model, work_directory
-from encdec_adapt.huggingface import vision
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.models import model_config
-from encdec_adapt.tokenizers import vocabularies, vocabulary_training
-from tests import tiny, tiny_tokenizers
+from encdec_adapt.tokenizers import vocabulary_training
+from tests import tiny
 from tests.e2e import folders
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = pytest.mark.e2e
 convert_ = tiny.convert
-_train = functools.partial(tiny.call, train)
+_export, _json = folders.export, folders.read
 EYES = 'vision_tower.patches.weight'
-
-
-def _export(checkpoint, output, *flags):
-  argv = [f'--checkpoint={checkpoint}', f'--output={output}', *flags]
-  assert convert_('export', *argv) == 0
-  return output
-
-
-def _json(file):
-  return json.loads(file.read_text())
 
 
 def _assert_same_files(one, other, *names):
@@ -79,7 +62,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   assert tiny.call(evaluate, *flags) == 0
   assert _json(moved / 'evaluation.json')['eval_loss'] > 0
   with pytest.raises(errors.UserError, match='config.init.encoder'):
-    _train(*tiny.flags(folder, 'causal_lm'), f'--workdir={moved}')
+    tiny.call(train, *tiny.flags(folder, 'causal_lm'), f'--workdir={moved}')
 
 
 def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
@@ -103,8 +86,7 @@ def test_bfloat16_is_kept_from_import_to_export(folder, imported):
   assert _json(half / 'config.json')['dtype'] == 'bfloat16'
   assert convert_('verify', imported, half, '--tolerance=1e-6') == 1
   assert convert_('verify', imported, half, '--tolerance=1') == 0
-  run = folder / 'bf16_run'
-  convert_('import', f'--source={half}', f'--output={run}')
+  run = folders.import_folder(half, folder / 'bf16_run')
   again = _export(run, folder / 'bf16_again')
   _assert_same_files(again, half, 'model.safetensors', 'config.json')
   # Tokenizer files that an export made are carried along from then on.
@@ -115,15 +97,13 @@ def test_bfloat16_is_kept_from_import_to_export(folder, imported):
 def test_an_unbalanced_pair_has_fresh_cross_attention(
   folder, gemma, wide, capsys
 ):
-  output = folder / 'unbalanced'
-  flags = [f'--encoder={wide}', f'--decoder={gemma}', f'--output={output}']
-  assert convert_('adapt', *flags, '--post_norm_gain=zero') == 0
+  flags = [f'--encoder={wide}', f'--decoder={gemma}', '--post_norm_gain=zero']
+  output = folders.adapt(folder / 'unbalanced', *flags)
   assert 'cross_attention_warmup' in capsys.readouterr().out
   counts = _json(output / 'coverage.json')['parameters']
   assert counts['fresh'] > 0 and counts['constant'] == 2 * 16
   exported = _export(output, folder / 'unbalanced_out')
   assert convert_('diff', output, exported) == 0
-  assert convert_('verify', output, exported, folders.ROUNDED) == 0
   # The encoder's own tokenizer files differ, and neither are lost.
   for sub, name in (('', 'gemma'), ('encoder', 'wide')):
     assert _json(exported / sub / 'chat_template.json')['of'] == name
@@ -134,9 +114,8 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   folder, cross_family, capsys
 ):
   output = folder / 'own'
-  flags = [f'--checkpoint={cross_family}', f'--output={output}']
   with pytest.raises(errors.UserError, match='no class for this model'):
-    convert_('export', *flags, '--layout=transformers')
+    _export(cross_family, output, '--layout=transformers')
   assert not output.exists()
   _export(cross_family, output)
   assert 'transformers has no class for this model' in capsys.readouterr().out
@@ -149,8 +128,8 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   assert tensors['decoder.head.table'].shape == (50, 16)
   assert convert_('diff', cross_family, output) == 0
   assert convert_('verify', cross_family, output, folders.ROUNDED) == 0
-  convert_('import', f'--source={output}', f'--output={folder}/own_run')
-  again = _export(folder / 'own_run', folder / 'own_again')
+  run = folders.import_folder(output, folder / 'own_run')
+  again = _export(run, folder / 'own_again')
   _assert_same_files(again, output, 'model.safetensors', 'config.json')
 
 
@@ -163,7 +142,7 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
     '--config.model.vocab_multiple=128',
     f'--workdir={workdir}',
   ]
-  assert _train(*pairs, *flags) == 0
+  assert tiny.call(train, *pairs, *flags) == 0
   output = _export(workdir, folder / 'trained_out')
   raw = _json(output / 'config.json')
   assert (raw['model_type'], raw['eos_token_id']) == ('t5gemma', 1)
@@ -186,34 +165,12 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert convert_('diff', workdir, adapted) == 1
 
 
-def test_added_sentinels_are_in_the_exported_files(folder, imported):
-  stored = stored_model.open_model(imported)
-  made_by = {'command': 'import', 'sources': []}
-  contents = work_directory.Contents(
-    stored.model, made_by, kept_files.folders(imported)
-  )
-  # Its checkpoint names no vocabulary, so any may be put beside it.
-  workdir = folder / 'sentinels'
-  work_directory.write(workdir, contents, stored.arrays())
-  config = _json(workdir / 'config.json')
-  config['data'].update(add_sentinels=2, vocabulary=stored.vocabularies.decoder)
-  (workdir / 'config.json').write_text(json.dumps(config))
-  output = _export(workdir, folder / 'sentinels_out')
-  assert 'have the ids 400 to 40' in (output / 'README.md').read_text()
-  found = vocabularies.open_vocabulary(output)
-  assert found.specials['<sentinel_1>'] == 401
-  json_form = tokenizers.Tokenizer.from_file(f'{output}/tokenizer.json')
-  assert json_form.token_to_id('<sentinel_1>') == 401
-
-
-def test_a_tokenizer_with_other_ids_is_not_exported(folder, gemma, tmp_path):
-  """Carried along beside the one that the model was trained with."""
+def test_a_tokenizer_with_other_ids_is_not_exported(gemma, tmp_path):
+  """Its tokenizer.json is not the form of its tokenizer.model."""
   exported = _export(gemma, tmp_path / 'exported')
-  other = _other_vocabulary(tmp_path / 'other.model')
-  shutil.copy(other, exported / 'tokenizer.model')
-  flags = [f'--checkpoint={exported}', f'--output={tmp_path}/out']
+  _other_vocabulary(exported / 'tokenizer.model')
   with pytest.raises(errors.UserError, match='encodes a text differently'):
-    convert_('export', *flags)
+    _export(exported, tmp_path / 'out')
   assert not (tmp_path / 'out').exists()
 
 
@@ -222,11 +179,11 @@ def test_a_tokenizer_that_is_not_ours_is_carried_with_a_note(gemma, tmp_path):
   (source / 'tokenizer.model').unlink()
   words = tokenizers.models.WordLevel({'<unk>': 0, 'a': 1}, unk_token='<unk>')
   tokenizers.Tokenizer(words).save(f'{source}/tokenizer.json')
-  run = tmp_path / 'run'
-  assert convert_('import', f'--source={source}', f'--output={run}') == 0
-  output = _export(run, tmp_path / 'out')
-  _assert_same_files(output, source, 'tokenizer.json')
-  assert 'ids were not compared' in (output / 'README.md').read_text()
+  run = folders.import_folder(source, tmp_path / 'run')
+  for model in (run, source):
+    output = _export(model, tmp_path / f'{model.name}_out')
+    _assert_same_files(output, source, 'tokenizer.json')
+    assert 'ids were not compared' in (output / 'README.md').read_text()
 
 
 def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
@@ -235,9 +192,8 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   said = 'less than 8 tokens on either side'
   assert said in capsys.readouterr().out
   assert said in (one / 'README.md').read_text()
-  run = folder / 'pair_run'
-  flags = [f'--source={one}', f'--output={run}']
-  assert convert_('import', *flags, '--encoder_window=inclusive') == 0
+  flags = [one, folder / 'pair_run', '--encoder_window=inclusive']
+  run = folders.import_folder(*flags)
   settings = config_lib.load_run(str(run))
   assert settings.model.encoder.window_rule == 'inclusive'
   other = _export(run, folder / 'pair_again')
@@ -253,25 +209,6 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
-def test_kept_files_replace_earlier_ones(gemma, tmp_path):
-  """A job may start again before its first checkpoint."""
-  sees, run = tmp_path / 'sees', tmp_path / 'run'
-  sees.mkdir()
-  raw = {'model_type': 't5gemma2', 'encoder': {'vision_config': {}}}
-  (sees / 'config.json').write_text(json.dumps(raw))
-  names = ('vision_tower.bias', vision.PROJECTION)
-  tensors = {f'model.encoder.{n}': np.zeros((2, 16), 'f4') for n in names}
-  safetensors.save_file(tensors, sees / 'model.safetensors', {'format': 'pt'})
-  for _ in range(2):
-    kept_files.keep(run, {'decoder': sees, 'encoder': gemma})
-  kept = run / kept_files.FOLDER
-  part = kept_files.vision_part({'decoder': kept / 'decoder'})
-  assert len(part.names) == len(names)
-  kept_files.keep(run, {'decoder': gemma})
-  assert os.listdir(kept) == ['decoder']
-  assert not (kept / 'decoder' / 'vision').exists()
-
-
 def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
   workdir = folder / 'from_folders'
   flags = [
@@ -284,7 +221,7 @@ def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
     '--config.train.steps=2',
     f'--workdir={workdir}',
   ]
-  assert _train(*pairs, *flags) == 0
+  assert tiny.call(train, *pairs, *flags) == 0
   shown = capsys.readouterr().out
   assert f'{seeing} has no tokenizer' in shown
   assert f'{gemma} has no tokenizer' not in shown
@@ -314,28 +251,23 @@ def test_a_vocabulary_that_is_elsewhere_is_not_lost(
     f'--workdir={workdir}',
   ]
   monkeypatch.chdir(tmp_path / 'here')
-  assert _train(*flags) == 0
-
-  def refused(words):
-    with pytest.raises(errors.UserError, match=words):
-      convert_('export', f'--checkpoint={workdir}', f'--output={output}')
-    assert not output.exists()
-
+  assert tiny.call(train, *flags) == 0
   monkeypatch.chdir(tmp_path / 'nowhere')
   assert tiny.generate(workdir, 'the quick', tmp_path / 'out.json') == 0
   # The run's own copy, and the ids of its configuration.
   _export(workdir, output)
-  assert (output / 'tokenizer.model').read_bytes() == (
-    folder / 'vocabulary.model'
-  ).read_bytes()
+  kept = (output / 'tokenizer.model').read_bytes()
+  assert kept == (folder / 'vocabulary.model').read_bytes()
   raw = _json(output / 'config.json')
   assert {key: raw[key] for key in folders.IDS} == folders.IDS
   shutil.rmtree(output)
   # Without the copy, the path of the configuration is opened.
   shutil.rmtree(workdir / config_lib.VOCABULARIES)
-  refused('own.model of the decoder is missing')
-  _other_vocabulary(tmp_path / 'nowhere' / name)
-  refused('is not the one that the checkpoint')
+  for change in (lambda _: None, _other_vocabulary):  # Missing, another one.
+    change(tmp_path / 'nowhere' / name)
+    with pytest.raises(errors.UserError, match='own.model of the decoder is'):
+      _export(workdir, output)
+    assert not output.exists()
   monkeypatch.chdir(tmp_path / 'here')
   _export(workdir, output)
 
@@ -388,7 +320,7 @@ def test_models_with_other_vocabularies_are_not_combined(
   assert not (tmp_path / 'merged').exists()
   flags = ['--config.init.mode=adapt', f'--config.init.encoder={theirs}']
   with pytest.raises(errors.UserError, match='ids would mean other text'):
-    _train(*pairs, *flags, f'--workdir={tmp_path}/run')
+    tiny.call(train, *pairs, *flags, f'--workdir={tmp_path}/run')
 
 
 def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
@@ -397,29 +329,9 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
     {**folders.GEMMA, 'vocab_size': 300},
     folder / 'vocabulary.model',
   )
-  output = f'--output={tmp_path}/out'
   with pytest.raises(errors.UserError, match='400 tokens and .*300 rows'):
-    convert_('import', f'--source={source}', output)
-  flags = [f'--encoder={source}', output, '--encoder_vocab_size=400']
+    folders.import_folder(source, tmp_path / 'out')
+  flags = [f'--encoder={source}', '--encoder_vocab_size=400']
   with pytest.raises(errors.UserError, match='set --decoder_vocab_size=400'):
-    convert_('adapt', *flags)
-  assert os.listdir(tmp_path) == ['source']
-
-
-def test_a_special_token_without_a_row_is_left_out(tmp_path, capsys):
-  """As in a Gemma 3 of text that transformers 5 saved."""
-  texts = tiny.text(20)
-  file = tiny_tokenizers.save(tmp_path, 'gemma', texts, 400) / 'tokenizer.json'
-  tokenizer = tokenizers.Tokenizer.from_file(str(file))
-  rows = tokenizer.get_vocab_size()
-  tokenizer.add_special_tokens(['<image_soft_token>'])
-  tokenizer.save(str(file))
-  source = folders.make_folder(
-    tmp_path / 'source', {**folders.GEMMA, 'vocab_size': rows}
-  )
-  shutil.copy(file, source)
-  flags = [f'--source={source}', f'--output={tmp_path}/run']
-  assert convert_('import', *flags) == 0
-  assert '<image_soft_token>' in capsys.readouterr().out
-  output = f'{tmp_path}/out.json'
-  assert tiny.generate(f'{tmp_path}/run', 'a <image_soft_token>', output) == 0
+    folders.adapt(tmp_path / 'out', *flags)
+  assert not (tmp_path / 'out').exists()

@@ -14,10 +14,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.training import step as step_lib
 from tests import tiny
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = pytest.mark.e2e
 _train = functools.partial(tiny.call, train)
 
 

@@ -6,12 +6,9 @@ import pytest
 
 from encdec_adapt import generate, train
 from tests import tiny
+from tests.e2e import folders
 
-pytestmark = [
-  pytest.mark.e2e,
-  pytest.mark.parity,
-  pytest.mark.usefixtures('in_the_repository'),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.parity]
 PROMPTS = (
   'the quick brown fox jumps over a lazy dog while two cats sleep',
   '  two\n\ncats  42',
@@ -23,12 +20,11 @@ def test_an_exported_run_generates_the_same_text(folder, pairs, tmp_path):
   transformers = pytest.importorskip('transformers')
   import torch
 
-  run, exported = tmp_path / 'run', tmp_path / 'exported'
+  run = tmp_path / 'run'
   # The window of transformers' eager attention.
   flags = ['--config.model.window_rule=inclusive', '--config.train.steps=2']
   assert tiny.call(train, *pairs, *flags, f'--workdir={run}') == 0
-  flags = [f'--checkpoint={run}', f'--output={exported}']
-  assert tiny.convert('export', *flags) == 0
+  exported = folders.export(run, tmp_path / 'exported')
 
   output = tmp_path / 'out.json'
   flags = [f'--checkpoint={run}', '--max_tokens=12', f'--output={output}']

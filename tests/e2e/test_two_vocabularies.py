@@ -3,9 +3,6 @@
 import json
 import re
 
-from flax import traverse_util
-import jax
-import numpy as np
 import pytest
 
 import encdec_adapt
@@ -14,61 +11,30 @@ from encdec_adapt import evaluate, generate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.data import records
-from encdec_adapt.huggingface import export
-from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies
 from tests import tiny, tiny_tokenizers
+from tests.e2e import folders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-_main = tiny.call
-convert_ = tiny.convert
-
-LLAMA = dict(
-  layers=2,
-  width=16,
-  mlp_width=24,
-  heads=2,
-  kv_heads=1,
-  head_dim=8,
-  vocab_size=320,
-  pattern=('global',),
-  query_scale=8.0,
-  norm_gain='direct',
-  post_norms=False,
-  scale_embeddings=False,
-  attention_softcap=None,
-  final_softcap=None,
-  activation='silu',
-  tied_head=False,
-)
-QWEN = {
-  **LLAMA,
-  'width': 24,
-  'heads': 3,
-  'vocab_size': 400,
-  'rope_theta': 1e6,
-  'qk_norm': True,
-  'tied_head': True,
+# The encoder's source and the decoder's: shape, sort and size of tokenizer.
+SOURCES = {
+  'llama': (
+    {**folders.LLAMA, 'kv_heads': 1, 'vocab_size': 320},
+    *('llama3', 300),
+  ),
+  'qwen': (
+    {
+      **folders.LLAMA,
+      'width': 24,
+      'heads': 3,
+      'kv_heads': 1,
+      'vocab_size': 400,
+      'qk_norm': True,
+      'tied_head': True,
+    },
+    *('qwen', 380),
+  ),
 }
-
-
-def _folder(path, shape, family, texts, size, seed):
-  """A Hugging Face folder of a random model with a tokenizer of its own."""
-  config = model_config.DecoderOnlyConfig(model_config.StackConfig(**shape))
-  params = traverse_util.flatten_dict(
-    parameters.init(config, jax.random.key(seed)), sep='/'
-  )
-  source = tiny_tokenizers.save(
-    path.with_name(f'{path.name}_tokenizer'), family, texts, size
-  )
-  export.write(
-    path,
-    config,
-    {name: np.asarray(array) for name, array in params.items()},
-    fields={'decoder': {}},
-    files={file.name: file for file in source.iterdir()},
-  )
-  return path
 
 
 @pytest.fixture(scope='module')
@@ -82,14 +48,14 @@ def folder(tmp_path_factory, texts):
   (folder / 'text').mkdir()
   for i, text in enumerate(texts):
     (folder / 'text' / f'{i:02d}.txt').write_text(text, encoding='utf-8')
-  _folder(folder / 'llama', LLAMA, 'llama3', texts, 300, seed=0)
-  _folder(folder / 'qwen', QWEN, 'qwen', texts, 380, seed=1)
+  for seed, (name, (shape, family, size)) in enumerate(SOURCES.items()):
+    files = tiny_tokenizers.save(
+      folder / f'{name}_tokenizer', family, texts, size
+    )
+    folders.make_folder(
+      folder / name, shape, seed=seed, tokenizer=files.iterdir()
+    )
   return folder
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-  monkeypatch.chdir(tiny.ROOT)
 
 
 def _flags(folder, **changes):
@@ -125,15 +91,13 @@ def _flags(folder, **changes):
 @pytest.fixture(scope='module')
 def trained(folder):
   """A run of four steps with a teacher."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.chdir(tiny.ROOT)
-    workdir = folder / 'pair'
-    # The teacher is the decoder's source, and reads its vocabulary.
-    teacher = {'teacher.checkpoint': folder / 'qwen', 'loss.distillation': 0.5}
-    # In a process of its own, which TensorFlow never enters.
-    done = tiny.run('train', *_flags(folder, **teacher), f'--workdir={workdir}')
-    assert done.returncode == 0, done.stdout + done.stderr
-    return workdir, done.stdout
+  workdir = folder / 'pair'
+  # The teacher is the decoder's source, and reads its vocabulary.
+  teacher = {'teacher.checkpoint': folder / 'qwen', 'loss.distillation': 0.5}
+  # In a process of its own, which TensorFlow never enters.
+  done = tiny.run('train', *_flags(folder, **teacher), f'--workdir={workdir}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  return workdir, done.stdout
 
 
 def test_both_sides_read_the_same_text(folder, trained, texts):
@@ -162,16 +126,16 @@ def test_it_trains_evaluates_and_continues(folder, trained, capsys):
   assert len(losses) == 3 and losses[-1] < losses[0]
   # Continued for two more steps, without the teacher.
   flags = _flags(folder, **{'train.steps': 6})
-  assert _main(train, *flags, f'--workdir={workdir}') == 0
+  assert tiny.call(train, *flags, f'--workdir={workdir}') == 0
   assert 'resuming at step 4' in capsys.readouterr().out
-  summary = json.loads((workdir / 'summary.json').read_text())
+  summary = folders.read(workdir / 'summary.json')
   assert summary['steps'] == 6
   found = manager.open_latest(workdir)
   opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
   assert found.read_meta()['vocabularies'] == opened.describe()
   arguments = [f'--records={folder}/records/eval', '--batch_size=8']
-  assert _main(evaluate, f'--checkpoint={workdir}', *arguments) == 0
-  result = json.loads((workdir / 'evaluation.json').read_text())
+  assert tiny.call(evaluate, f'--checkpoint={workdir}', *arguments) == 0
+  result = folders.read(workdir / 'evaluation.json')
   assert result['eval_loss'] == pytest.approx(summary['eval_loss'], rel=1e-5)
 
 
@@ -180,7 +144,7 @@ def test_it_generates_and_chats(trained, tmp_path, capsys):
   output = tmp_path / 'out.json'
   flags = [f'--checkpoint={workdir}', '--max_tokens=8', f'--output={output}']
   prompt = '--prompt=the quick caf\u00e9'
-  assert _main(generate, *flags, prompt) == 0
+  assert tiny.call(generate, *flags, prompt) == 0
   (plain,) = json.loads(output.read_text())
   assert plain['tokens'] == 8 or (plain['ended'] and plain['tokens'] < 8)
   # What a user says, alone and in a conversation.
@@ -188,7 +152,7 @@ def test_it_generates_and_chats(trained, tmp_path, capsys):
   text = prompt.removeprefix('--prompt=')
   messages = [{'role': 'user', 'content': text}]
   file.write_text(''.join(json.dumps(p) + '\n' for p in (text, messages)))
-  assert _main(generate, *flags, f'--prompts={file}', '--chat') == 0
+  assert tiny.call(generate, *flags, f'--prompts={file}', '--chat') == 0
   answer, same = json.loads(output.read_text())
   assert answer['continuation'] != plain['continuation']
   assert '<|' not in answer['continuation']
@@ -201,23 +165,20 @@ def test_a_decoder_is_measured_through_its_own_tokens(
 ):
   """On the pair's rows."""
   del trained  # The records are there.
-  output = tmp_path / 'qwen'
-  convert_('import', f'--source={folder}/qwen', f'--output={output}')
+  output = folders.import_folder(folder / 'qwen', tmp_path / 'qwen')
   arguments = [f'--records={folder}/records/eval', '--batch_size=8']
-  assert _main(evaluate, f'--checkpoint={output}', *arguments) == 0
-  found = json.loads((output / 'evaluation.json').read_text())
+  assert tiny.call(evaluate, f'--checkpoint={output}', *arguments) == 0
+  found = folders.read(output / 'evaluation.json')
   assert found['target_tokens'] > 0
   # The encoder's vocabulary is none of its own.
-  other = tmp_path / 'llama'
-  convert_('import', f'--source={folder}/llama', f'--output={other}')
+  other = folders.import_folder(folder / 'llama', tmp_path / 'llama')
   with pytest.raises(errors.UserError, match='of the decoder, the model with'):
-    _main(evaluate, f'--checkpoint={other}', *arguments)
+    tiny.call(evaluate, f'--checkpoint={other}', *arguments)
 
 
 def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
-  output = tmp_path / 'pair'
   sources = [f'--encoder={folder}/llama', f'--decoder={folder}/qwen']
-  assert convert_('adapt', *sources, f'--output={output}') == 0
+  output = folders.adapt(tmp_path / 'pair', *sources)
   assert 'have different tokenizers' in capsys.readouterr().out
   moved = output.rename(tmp_path / 'moved')
   opened = config_lib.load_run(str(moved)).data.vocabularies.open()
@@ -226,13 +187,9 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
     assert opened.sides[side].fingerprint == own.fingerprint
     assert opened.sides[side].path.startswith(str(moved))
   # Out and in again: each side's files are where they belong.
-  exported = tmp_path / 'exported'
-  assert (
-    convert_('export', f'--checkpoint={moved}', f'--output={exported}') == 0
-  )
+  exported = folders.export(moved, tmp_path / 'exported')
   assert (exported / 'encoder' / 'tokenizer.json').exists()
-  again = tmp_path / 'again'
-  assert convert_('import', f'--source={exported}', f'--output={again}') == 0
+  again = folders.import_folder(exported, tmp_path / 'again')
   assert config_lib.load_run(str(again)).data.vocabularies.open().differ
   loaded = encdec_adapt.load(exported)
   assert loaded.special_ids['eos'] == (opened.decoder.eos,)
@@ -256,4 +213,4 @@ def test_what_does_not_fit_is_refused(
     for key, value in changes.items()
   }
   with pytest.raises(errors.UserError, match=message):
-    _main(train, *_flags(folder, **changes), f'--workdir={tmp_path}/run')
+    tiny.call(train, *_flags(folder, **changes), f'--workdir={tmp_path}/run')
