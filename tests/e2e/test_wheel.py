@@ -20,10 +20,9 @@ def wheel(tmp_path_factory):
   folder = tmp_path_factory.mktemp('wheel')
   # Built from a copy: setuptools leaves its build folder beside setup.py.
   source = folder / 'source'
-  for name in ('setup.py', 'pyproject.toml', 'LICENSE'):
-    source.mkdir(exist_ok=True)
-    shutil.copy(tiny.ROOT / name, source)
   shutil.copytree(tiny.ROOT / 'encdec_adapt', source / 'encdec_adapt')
+  for name in ('setup.py', 'pyproject.toml', 'LICENSE'):
+    shutil.copy(tiny.ROOT / name, source)
   pip = [sys.executable, '-m', 'pip', '--quiet']
   built, target = folder / 'built', folder / 'installed'
   subprocess.run(
