@@ -115,12 +115,8 @@ def diff(values: flags.FlagValues, operands: list[str]) -> int:
 def verify(values: flags.FlagValues, operands: list[str]) -> int:
   """Compares the logits of two models; returns 1 if above the tolerance."""
   one, other = (importing.open_model(path, values) for path in operands)
-  compare.require_same_sizes(one, other)
-  tokens = compare.random_tokens(
-    one.model, rows=values.rows, length=values.length, seed=values.seed
-  )
   found = compare.verify(
-    tuple(operands), tokens, encoder_window=values.encoder_window
+    one, other, rows=values.rows, length=values.length, seed=values.seed
   )
   print(
     f'{found.tokens} predictions: largest difference of a logit'

@@ -93,7 +93,11 @@ class Checkpoint:
 
     Reads no array. Random keys appear as the integers they are stored as.
     """
-    return orbax_folder.OrbaxFolder(self.path / _STATE).arrays
+    return self.open_state().arrays
+
+  def open_state(self) -> orbax_folder.OrbaxFolder:
+    """Opens the state, to read arrays of it by name."""
+    return orbax_folder.OrbaxFolder(self.path / _STATE)
 
   def require_same(self, abstract: Any, *, partial: bool = False) -> None:
     """Checks that the stored state matches `abstract`; reads no array.
@@ -168,7 +172,7 @@ class Checkpoint:
     """
     self.read_data()
     self.read_meta()
-    state = orbax_folder.OrbaxFolder(self.path / _STATE)
+    state = self.open_state()
     for name in state.arrays:
       state.read([name])
 

@@ -1,15 +1,14 @@
 """Compares two models: their parameters and their predictions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import dataclasses
-import os
 
 import jax
 import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.models import layer_leaves, model_config
+from encdec_adapt.models import layer_leaves
 
 _FIRST_DRAWN = 4  # Lower ids are special in most vocabularies.
 
@@ -20,29 +19,21 @@ class LeafDifference:
 
   Attributes:
     leaf: name of the parameter (`models.layer_leaves`).
-    shapes: shape in each model, without padding rows of tables; None where
-      a model has no such parameter.
-    dtypes: stored dtypes.
+    kinds: dtype and shape in each model, without padding rows of tables;
+      'absent' where a model has no such parameter.
     largest: largest absolute difference, None where shapes differ.
   """
 
   leaf: str
-  shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-  dtypes: tuple[str, str]
+  kinds: tuple[str, ...]
   largest: float | None
 
   def __str__(self) -> str:
-    shapes, dtypes = (
-      ' -> '.join(dict.fromkeys(map(str, pair)))
-      for pair in (
-        ['absent' if s is None else list(s) for s in self.shapes],
-        [d for d in self.dtypes if d],
-      )
-    )
+    kinds = ' -> '.join(dict.fromkeys(self.kinds))
     value = {None: 'not comparable', 0: 'equal'}.get(
       self.largest, f'{self.largest or 0:.3e}'
     )
-    return f'{self.leaf:<58} {shapes:<20} {dtypes:<12} {value}'
+    return f'{self.leaf:<58} {kinds:<32} {value}'
 
 
 def diff(
@@ -60,13 +51,14 @@ def diff(
   sides = [_Leaves(one), _Leaves(other)]
   for leaf in dict.fromkeys([*sides[0].leaves, *sides[1].leaves]):
     found = [side.read(leaf) for side in sides]
-    shapes = tuple(None if a is None else a.shape for a in found)
+    kinds = tuple(
+      'absent' if a is None else f'{a.dtype}{list(a.shape)}' for a in found
+    )
     largest = None
-    if None not in shapes and shapes[0] == shapes[1]:
+    if len({None if a is None else a.shape for a in found}) == 1:
       a, b = (np.asarray(array, np.float32) for array in found)
       largest = float(np.max(np.abs(a - b), initial=0.0))
-    dtypes = tuple('' if a is None else str(a.dtype) for a in found)
-    yield LeafDifference(leaf, shapes, dtypes, largest)
+    yield LeafDifference(leaf, kinds, largest)
 
 
 class _Leaves:
@@ -89,29 +81,6 @@ class _Leaves:
     return value
 
 
-def random_tokens(
-  model: model_config.ModelConfig, *, rows: int, length: int, seed: int
-) -> dict[str, np.ndarray]:
-  """Draws random tokens [rows, length] for each stack of a model.
-
-  Args:
-    model: config with the vocabulary sizes.
-    rows: number of rows.
-    length: tokens of a row.
-    seed: seed of the draws.
-  """
-  rng = np.random.default_rng(seed)
-  return {
-    name: rng.integers(
-      min(_FIRST_DRAWN, stack.vocab_size - 1),
-      stack.vocab_size,
-      (rows, length),
-      np.int32,
-    )
-    for name, stack in model.stacks.items()
-  }
-
-
 @dataclasses.dataclass(frozen=True)
 class Agreement:
   """Agreement of two models' predictions.
@@ -129,58 +98,52 @@ class Agreement:
   top1: float
 
 
-def require_same_sizes(
-  one: stored_model.StoredModel, other: stored_model.StoredModel
-) -> None:
-  """Raises an error if two models differ in stacks or vocabulary sizes.
-
-  Raises:
-    UserError: names the sizes.
-  """
-  sizes = [
-    {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
-    for stored in (one, other)
-  ]
-  if sizes[0] != sizes[1]:
-    raise errors.UserError(
-      f'{one.path} and {other.path} have no tokens in common to be compared'
-      f' on: their vocabulary sizes are {sizes[0]} and {sizes[1]}.'
-    )
-
-
 def verify(
-  paths: tuple[str | os.PathLike[str], str | os.PathLike[str]],
-  tokens: Mapping[str, np.ndarray],
+  one: stored_model.StoredModel,
+  other: stored_model.StoredModel,
   *,
-  encoder_window: str | None = None,
+  rows: int,
+  length: int,
+  seed: int,
 ) -> Agreement:
-  """Compares the logits of two models, computed in float32.
+  """Compares the logits of two models on random tokens, in float32.
 
   Args:
-    paths: paths of the models.
-    tokens: stack -> tokens [B, L] for both models.
-    encoder_window: window rule for both, see `stored_model.with_window`; None
-      for the stored rules.
+    one: the first model.
+    other: the second.
+    rows: number of rows.
+    length: tokens of a row.
+    seed: seed of the tokens.
+
+  Raises:
+    UserError: the models differ in stacks or vocabulary sizes.
   """
+  sizes, other_sizes = (
+    {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
+    for stored in (one, other)
+  )
+  if sizes != other_sizes:
+    raise errors.UserError(
+      f'{one.path} and {other.path} have no tokens in common to be compared'
+      f' on: their vocabulary sizes are {sizes} and {other_sizes}.'
+    )
+  rng = np.random.default_rng(seed)
+  tokens = {
+    name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
+    for name, size in sizes.items()
+  }
   logits = []
-  for path in paths:
-    model = loaded_model.load(path, encoder_window=encoder_window)
+  for stored in (one, other):
+    model = loaded_model.read(stored)
     with jax.default_matmul_precision('highest'):
       found = model.logits(tokens['decoder'], tokens.get('encoder'))
-    logits.append(np.asarray(found).reshape(-1, found.shape[-1]))
+    # In float64: a KL near 0 is a difference of near numbers.
+    logits.append(np.asarray(found, np.float64).reshape(-1, found.shape[-1]))
     del model  # One model in memory at a time.
-  one, other = logits
-  p, q = map(_log_softmax, logits)
+  p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
   return Agreement(
-    tokens=len(one),
-    largest=float(np.max(np.abs(one - other))),
+    tokens=len(p),
+    largest=float(np.max(np.abs(logits[0] - logits[1]))),
     kl=float(np.mean(np.sum(np.exp(p) * (p - q), axis=-1))),
-    top1=float(np.mean(one.argmax(-1) == other.argmax(-1))),
+    top1=float(np.mean(p.argmax(-1) == q.argmax(-1))),
   )
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-  """Computes in float64: a KL near 0 is a difference of near numbers."""
-  logits = logits.astype(np.float64)
-  logits -= logits.max(-1, keepdims=True)
-  return logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))

@@ -228,17 +228,13 @@ def _check_same_model(
   Raises:
     UserError: the shape of a parameter differs.
   """
-  own, theirs = (
-    {path: info.shape for path, info in table.items()}
-    for table in (where.model.table, parameters.parameter_table(source.model))
-  )
+  tables = where.model.table, parameters.parameter_table(source.model)
+  own, theirs = ({p: i.shape for p, i in table.items()} for table in tables)
   found = model_config.differences(source.model, where.model.config)
   if own != theirs:
-    path = sorted(dict(own.items() ^ theirs.items()))[0]
     raise errors.UserError(
-      f'{source.path} is of another model than config.model: {path} is'
-      f' {theirs.get(path, "absent")} there and {own.get(path, "absent")} here'
-      f' ({"; ".join(found) or "tables are padded differently"}). Set'
+      f'{source.path} is of another model than config.model:'
+      f' {"; ".join(found) or "tables are padded differently"}. Set'
       ' config.model to that of the source.'
     )
   if found and distributed.is_lead():

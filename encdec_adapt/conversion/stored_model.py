@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -316,34 +317,30 @@ def _checkpoint_arrays(
 
   Opening a checkpoint takes longer than restoring a small array.
   """
-  stored = checkpoint.stored_leaves()
-  abstract = {
-    path: jax.ShapeDtypeStruct(
-      info.shape, stored.get(f'params/{path}', (None, info.dtype))[1]
-    )
-    for path, info in parameters.parameter_table(model).items()
-  }
+  table = parameters.parameter_table(model)
+  checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
+  folder = checkpoint.open_state()
+  names = {path: f'params/{path}' for path in table}
   group_of, size = {}, _GROUP_BYTES
-  for path in sorted(abstract):
-    nbytes = abstract[path].size * abstract[path].dtype.itemsize
+  for name in sorted(names.values()):
+    shape, dtype = folder.arrays[name]
+    nbytes = math.prod(shape) * dtype.itemsize
     if size + nbytes > _GROUP_BYTES:
       group, size = [], 0
-    group.append(path)
-    group_of[path], size = group, size + nbytes
+    group.append(name)
+    group_of[name], size = group, size + nbytes
   last: dict[str, np.ndarray] = {}
 
-  def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+  def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads part of an array; keeps the group that was restored last."""
-    if path not in last:
+    if name not in last:
       last.clear()
-      tree = {name: abstract[name] for name in group_of[path]}
-      restored = checkpoint.restore_params(state_lib.unflatten(tree))
-      last.update(state_lib.flatten(restored))
-    return np.asarray(last[path])[index]
+      last.update(folder.read(group_of[name]))
+    return last[name][index]
 
   return {
     path: lazy_array.LazyArray(
-      leaf.shape, leaf.dtype, functools.partial(read, path)
+      *folder.arrays[name], functools.partial(read, name)
     )
-    for path, leaf in abstract.items()
+    for path, name in names.items()
   }
