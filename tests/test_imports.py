@@ -137,7 +137,7 @@ def test_only_data_imports_tensorflow():
 
 
 def test_only_checkpoint_imports_orbax():
-  names = 'manager', 'orbax_folder', 'streamed'
+  names = 'manager', 'orbax_folder', 'streaming'
   assert _users('orbax') == {f'checkpoints/{name}.py' for name in names}
 
 

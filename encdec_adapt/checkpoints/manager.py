@@ -1,6 +1,6 @@
 """Saves, verifies, keeps and restores checkpoints.
 
-Only this module, `streamed` and `orbax_folder` import Orbax. A folder of
+Only this module, `streaming` and `orbax_folder` import Orbax. A folder of
 checkpoints holds one folder per step, named by the number, with the items
 `state` (the pytree), `data` (the position in the data) and `meta` (config,
 versions, fingerprint), and a checksum manifest (`checksums`), because Orbax

@@ -1,6 +1,6 @@
 """Reads arrays by name from a folder written by Orbax, ours or another's.
 
-With `manager` and `streamed` the only importer of Orbax.
+With `manager` and `streaming` the only importer of Orbax.
 """
 
 from collections.abc import Iterable, Mapping

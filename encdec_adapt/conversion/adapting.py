@@ -19,7 +19,7 @@ from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
   importing,
-  kept_files,
+  source_files,
   stored_model,
   work_directory,
 )
@@ -80,7 +80,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   contents = work_directory.Contents(
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    kept_files.folders_of_pair(encoder.path, decoder.path),
+    source_files.folders_of_pair(encoder.path, decoder.path),
     choice,
     coverage,
     can_extend=True,

@@ -13,8 +13,8 @@ import numpy as np
 
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
-  kept_files,
   model_card,
+  source_files,
   stored_model,
   tokenizer_export,
 )
@@ -36,8 +36,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   new_folder.require_free(values.output)
   stored = stored_model.open_model(values.checkpoint)
   own = _uses_own_layout(stored.model, values.layout)
-  found = kept_files.folders(stored.path)
-  kept_files.check(found)
+  found = source_files.folders(stored.path)
+  source_files.check(found)
   choice = stored.vocabularies
   opened = stored_model.open_if_suitable(choice) if choice else None
   vision, about_images = None, []
@@ -48,9 +48,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       f'--vision={values.vision} is for what transformers loads as T5Gemma 2;'
       ' this model has no part that reads images.'
     )
-  fields = kept_files.config_fields(found, opened)
+  fields = source_files.config_fields(found, opened)
   is_pair = isinstance(stored.model, model_config.EncoderDecoderConfig)
-  generation, dropped = kept_files.generation_config(
+  generation, dropped = source_files.generation_config(
     found, fields, is_pair=is_pair
   )
   arrays = stored.arrays()
@@ -83,7 +83,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
           for file in tokenizers.rglob('*')
           if file.is_file()
         },
-        kept_files.GENERATION: f'{json.dumps(generation, indent=2)}\n'.encode(),
+        source_files.GENERATION: (
+          json.dumps(generation, indent=2) + '\n'
+        ).encode(),
         'README.md': card.encode(),
       },
       vision=vision,
@@ -124,7 +126,7 @@ def _reads_images(model: model_config.ModelConfig, *, own: bool) -> bool:
 def _vision(
   folder: str | None,
   model: model_config.EncoderDecoderConfig,
-  found: kept_files.Folders,
+  found: source_files.Folders,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
   """Opens the vision part of a T5Gemma 2; None where there is none.
 
@@ -134,7 +136,7 @@ def _vision(
   Raises:
     UserError: it does not fit the model.
   """
-  part = kept_files.vision_part(found, folder)
+  part = source_files.vision_part(found, folder)
   if part is None:
     return None, [
       'only the text part is written: transformers reports as missing, and'
@@ -150,7 +152,7 @@ def _vision(
       f'the vision part came without {missing}, which transformers needs to'
       ' read images: copy them from the model of the vision part.'
     )
-  elif folder and not kept_files.reads_images(found):
+  elif folder and not source_files.reads_images(found):
     notes.append(
       'the image processor came with the vision part, the tokenizer did not:'
       ' image_token in tokenizer_config.json must name the token of id'

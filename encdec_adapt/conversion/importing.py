@@ -15,7 +15,7 @@ from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
   flax_folder,
-  kept_files,
+  source_files,
   stored_model,
   work_directory,
 )
@@ -72,7 +72,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   contents = work_directory.Contents(
     source.model,
     made_by,
-    {} if is_flax else kept_files.folders(path),
+    {} if is_flax else source_files.folders(path),
     source.vocabularies,
   )
   work_directory.write(values.output, contents, source.arrays(), verb='read')
@@ -109,7 +109,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   contents = work_directory.Contents(
     first.model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
-    kept_files.folders(operands[0]),
+    source_files.folders(operands[0]),
     first.vocabularies,
   )
   averages = _averages([first, *others], weights)

@@ -14,7 +14,7 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.models import (
   decoder_only,
   execution,
@@ -47,14 +47,14 @@ class Sources:
   coverage: coverage_lib.Coverage | None
 
   @property
-  def kept_folders(self) -> kept_files.Folders:
+  def kept_folders(self) -> source_files.Folders:
     """Folders of the sources' files that an export carries along."""
     if self.init.mode == 'random':
       return {}
     if self.init.mode == 'checkpoint':
-      return kept_files.folders(self.init.encoder)
+      return source_files.folders(self.init.encoder)
     decoder = self.init.decoder or self.init.encoder
-    return kept_files.folders_of_pair(self.init.encoder, decoder)
+    return source_files.folders_of_pair(self.init.encoder, decoder)
 
   def check_files(self, choice: vocabularies.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
@@ -66,7 +66,7 @@ class Sources:
       UserError: a source was trained with another vocabulary, or a file is
         damaged.
     """
-    kept_files.check(self.kept_folders)
+    source_files.check(self.kept_folders)
     if self.models:
       of_side = {'encoder': self.models[0], 'decoder': self.models[-1]}
       pairs = {

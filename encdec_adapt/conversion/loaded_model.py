@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.inference import generation, sampling
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -56,8 +56,8 @@ class LoadedModel:
     Ids that neither the vocabulary, the config.json nor the generation config
     states are missing.
     """
-    folders = kept_files.folders(self.stored.path)
-    return kept_files.special_ids(folders, self.stored.open_vocabularies())
+    folders = source_files.folders(self.stored.path)
+    return source_files.special_ids(folders, self.stored.open_vocabularies())
 
   def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
     """Returns the encoder's states after its final norm, [B, S, E].

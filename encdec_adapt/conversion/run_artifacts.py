@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import initial_state, kept_files, work_directory
+from encdec_adapt.conversion import initial_state, source_files, work_directory
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import accounting, metrics
@@ -38,7 +38,7 @@ def write_initial(
   path.unlink(missing_ok=True)
   if sources.coverage:
     atomic.write_json(path, sources.coverage.to_json())
-  kept_files.keep(workdir, sources.kept_folders)
+  source_files.keep(workdir, sources.kept_folders)
   work_directory.keep_vocabularies(workdir, opened)
 
 

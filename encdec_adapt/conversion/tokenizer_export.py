@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pathlib
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import export_files, vocabularies
@@ -45,11 +45,11 @@ def write(
     UserError: a file is damaged, or encodes a text to other ids than our
       vocabulary.
   """
-  found = kept_files.folders(stored.path)
+  found = source_files.folders(stored.path)
   kept = {
     stack: {
       name: path / name
-      for name in kept_files.TOKENIZER
+      for name in source_files.TOKENIZER
       if (path / name).is_file()
     }
     for stack, path in found.items()

@@ -17,9 +17,9 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.checkpoints import manager, streamed
+from encdec_adapt.checkpoints import manager, streaming
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import kept_files, stored_model
+from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
@@ -39,7 +39,7 @@ class Contents:
   Attributes:
     model: config of the model.
     made_by: `command` and `sources`, the folders it was made from.
-    kept: Hugging Face files to keep, see `kept_files.folders`.
+    kept: Hugging Face files to keep, see `source_files.folders`.
     choice: paths of the vocabularies; None for none.
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
@@ -48,7 +48,7 @@ class Contents:
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
-  kept: kept_files.Folders
+  kept: source_files.Folders
   choice: vocabularies.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
@@ -78,7 +78,7 @@ def write(
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
-  kept_files.check(contents.kept)
+  source_files.check(contents.kept)
   opened = _open_vocabularies(contents)
   config = _config(contents, opened)
   if config_lib.load(config, str(output)).model != contents.model:
@@ -100,7 +100,7 @@ def write(
     atomic.write_json(draft / accounting.SUMMARY, summary)
     if opened:
       keep_vocabularies(draft, opened)
-    kept_files.keep(draft, contents.kept)
+    source_files.keep(draft, contents.kept)
     if contents.coverage:
       atomic.write_json(draft / COVERAGE, contents.coverage.to_json())
     meta = {
@@ -136,7 +136,7 @@ def _reporting(
 
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   """Saves the checkpoint of step 0."""
-  streamed.register()
+  streaming.register()
   try:
     with _without_logging(), manager.Checkpoints(folder) as checkpoints:
       checkpoints.save(

@@ -16,7 +16,7 @@ from encdec_adapt import evaluate, generate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import preemption
-from encdec_adapt.conversion import kept_files, run_artifacts
+from encdec_adapt.conversion import run_artifacts, source_files
 from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
@@ -128,7 +128,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
   pairs, tmp_path, monkeypatch
 ):
   run = tmp_path / 'run'
-  (run / kept_files.FOLDER / 'decoder').mkdir(parents=True)
+  (run / source_files.FOLDER / 'decoder').mkdir(parents=True)
   files = 'summary.json', run_artifacts.EVALUATION, 'coverage.json'
   for name in files:
     (run / name).write_text('{"of": "others"}')
@@ -138,7 +138,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
   # Fresh parameters have a coverage report and no kept files.
   assert [(run / name).exists() for name in files] == [False, False, True]
   assert 'of' not in folders.read(run / 'coverage.json')
-  assert not (run / kept_files.FOLDER).exists()
+  assert not (run / source_files.FOLDER).exists()
 
 
 def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):

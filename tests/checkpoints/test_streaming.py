@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from encdec_adapt.checkpoints import manager, streamed
+from encdec_adapt.checkpoints import manager, streaming
 from encdec_adapt.files import lazy_array
 
 
 @pytest.fixture(autouse=True)
 def registered():
-  streamed.register()
+  streaming.register()
 
 
 class _Array(np.ndarray):
