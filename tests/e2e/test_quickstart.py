@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,17 +9,6 @@ import pytest
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
-
-
-def _run(config) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-m', 'encdec_adapt.study', f'--study={config}'],
-    cwd=tiny.ROOT,
-    env=tiny.environment(),
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
 
 
 def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
@@ -51,7 +38,8 @@ def test_study_runs_reports_and_continues(tmp_path):
   _kill_in_training(f'{path}:size=smoke', root, tmp_path / 'killed.log')
   finished = {marker.stem for marker in (root / 'stages').glob('*.json')}
   assert 'records_adapted' in finished and 'adapted' not in finished
-  done = _run(f'{path}:size=smoke')
+  flag = f'--study={path}:size=smoke'
+  done = tiny.run('study', flag, timeout=600)
   assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
   assert '[adapted] budget' in done.stdout
   for name in finished:
@@ -77,6 +65,6 @@ def test_study_runs_reports_and_continues(tmp_path):
 
   # A stage that was interrupted is run again, the others are not.
   (root / 'stages' / 'generate.json').unlink()
-  again = _run(f'{path}:size=smoke')
+  again = tiny.run('study', flag, timeout=600)
   assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
   assert again.stdout.count('\n$ ') == 1
