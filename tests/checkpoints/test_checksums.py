@@ -47,6 +47,9 @@ def test_each_damage_of_each_file_is_named(folder, name):
     ]
   path.unlink()
   assert checksums.problems(folder) == [f'{name} is missing']
+  path.mkdir()
+  (problem,) = checksums.problems(folder)
+  assert problem.startswith(name)
 
 
 def test_a_truncated_manifest_is_a_problem_not_an_absence(folder):
