@@ -83,8 +83,14 @@ def make_folder(path, shape, vocabulary=None, seed=0, tokenizer=()):
     shape: fields of the stack.
     vocabulary: its tokenizer.model.
     seed: seed of the weights.
-    tokenizer: other tokenizer files.
+    tokenizer: files of a tokenizer with other ids than `IDS`.
   """
+  generation = {
+    **GENERATION,
+    'cache_implementation': 'hybrid',
+    'transformers_version': '4.42.0',
+    '_from_model_config': True,
+  }
   config = model_config.DecoderOnlyConfig(model_config.StackConfig(**shape))
   params = traverse_util.flatten_dict(
     parameters.init(config, jax.random.key(seed)), sep='/'
@@ -97,19 +103,13 @@ def make_folder(path, shape, vocabulary=None, seed=0, tokenizer=()):
       name: np.asarray(p) + draws.normal(0, 0.1, p.shape).astype(np.float32)
       for name, p in params.items()
     },
-    fields=FIELDS,
+    fields={'decoder': {}} if tokenizer else FIELDS,
     files={
       'chat_template.json': json.dumps({'of': path.name}).encode(),
-      'generation_config.json': json.dumps(
-        {
-          **GENERATION,
-          'cache_implementation': 'hybrid',
-          'transformers_version': '4.42.0',
-          '_from_model_config': True,
-        }
-      ).encode(),
+      'generation_config.json': json.dumps(generation).encode(),
       **({'tokenizer.model': vocabulary} if vocabulary else {}),
-      **{file.name: file for file in tokenizer},
-    },
+    }
+    if not tokenizer
+    else {file.name: file for file in tokenizer},
   )
   return path

@@ -53,7 +53,7 @@ def folder(tmp_path_factory, texts):
       folder / f'{name}_tokenizer', family, texts, size
     )
     folders.make_folder(
-      folder / name, shape, seed=seed, tokenizer=files.iterdir()
+      folder / name, shape, seed=seed, tokenizer=[*files.iterdir()]
     )
   return folder
 
@@ -143,21 +143,16 @@ def test_it_generates_and_chats(trained, tmp_path, capsys):
   workdir, _ = trained
   output = tmp_path / 'out.json'
   flags = [f'--checkpoint={workdir}', '--max_tokens=8', f'--output={output}']
-  prompt = '--prompt=the quick caf\u00e9'
-  assert tiny.call(generate, *flags, prompt) == 0
-  (plain,) = json.loads(output.read_text())
-  assert plain['tokens'] == 8 or (plain['ended'] and plain['tokens'] < 8)
-  # What a user says, alone and in a conversation.
+  text = 'the quick caf\u00e9'
+  assert tiny.call(generate, *flags, f'--prompt={text}') == 0
+  (plain,) = folders.read(output)
+  assert plain['ended'] or plain['tokens'] == 8
   file = tmp_path / 'chats.jsonl'
-  text = prompt.removeprefix('--prompt=')
-  messages = [{'role': 'user', 'content': text}]
-  file.write_text(''.join(json.dumps(p) + '\n' for p in (text, messages)))
+  file.write_text(json.dumps([{'role': 'user', 'content': text}]) + '\n')
   assert tiny.call(generate, *flags, f'--prompts={file}', '--chat') == 0
-  answer, same = json.loads(output.read_text())
+  (answer,) = folders.read(output)
   assert answer['continuation'] != plain['continuation']
   assert '<|' not in answer['continuation']
-  assert same['continuation'] == answer['continuation']
-  assert same['prompt'] == messages
 
 
 def test_a_decoder_is_measured_through_its_own_tokens(
