@@ -9,7 +9,7 @@ fields are read in the spelling of transformers 4 and 5, and written in that of
 from collections.abc import Callable, Mapping
 import dataclasses
 import types
-from typing import Any, Literal
+from typing import Any
 
 from encdec_adapt.cli import errors
 from encdec_adapt.huggingface import (
@@ -51,8 +51,8 @@ class Family:
     bias: our `attention_bias` if its file sets `bias_field`.
     bias_field: field that defines whether attention has biases; None if every
       model of the family has `bias`.
-    windows: which layers may have a window: 'layers' any, 'all' all or none,
-      'none' none.
+    windows_by_layer: whether a file may list which layers have a window; if
+      not, all or none have one, by `layer_types`.
     aliases: other spelling of a field -> the one used here.
     fields: field of the file -> our field, in addition to the common ones.
     fixed: our fields that are the same for every model of the family.
@@ -66,7 +66,7 @@ class Family:
   activation: str = 'hidden_act'
   bias: str = 'qkvo'
   bias_field: str | None = 'attention_bias'
-  windows: Literal['layers', 'all', 'none'] = 'layers'
+  windows_by_layer: bool = True
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -166,7 +166,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'llama',
         'LlamaForCausalLM',
         weights.DECODER_ONLY_LLAMA,
-        windows='none',
+        windows_by_layer=False,
         fixed=_PLAIN,
       ),
       Family(
@@ -175,7 +175,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_LLAMA,
         bias='none',
         bias_field=None,
-        windows='all',
+        windows_by_layer=False,
         fixed=_PLAIN,
         layer_types=_mistral_kinds,
       ),
@@ -201,7 +201,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         weights.DECODER_ONLY_MIXTRAL,
         bias='none',
         bias_field=None,
-        windows='all',
+        windows_by_layer=False,
         aliases={'num_experts': 'num_local_experts'},
         fields={
           'num_local_experts': 'experts',
@@ -228,7 +228,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'qwen3_moe',
         'Qwen3MoeForCausalLM',
         weights.DECODER_ONLY_QWEN_MOE,
-        windows='all',
+        windows_by_layer=False,
         # transformers 5 writes the first name, older versions the second.
         aliases={'num_local_experts': 'num_experts'},
         fields=_MOE_FIELDS,
@@ -395,7 +395,7 @@ def _pattern(
         f'{file} sets use_sliding_window without layer_types; versions of'
         ' transformers differ in which layers then have a window. List them.'
       )
-  elif family.windows != 'layers' and (
+  elif not family.windows_by_layer and (
     set(named) != (usual := set(family.layer_types(raw)))
   ):
     raise errors.UserError(

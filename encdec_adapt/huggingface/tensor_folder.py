@@ -278,17 +278,13 @@ def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
 
 def _no_weights(folder: paths.Path) -> errors.UserError:
   """Returns the error for a folder with neither a single file nor an index."""
-  names = []
-  if folder.is_dir():
-    names = sorted(path.name for path in folder.iterdir())
-  pickled = [name for name in names if name.endswith(_PICKLED)]
-  why = ''
-  if pickled:
-    why = (
-      f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
-      ' read and are refused: if you trust them, load the model with'
-      ' transformers and save it with save_pretrained.'
-    )
+  files = folder.iterdir() if folder.is_dir() else ()
+  pickled = sorted(file.name for file in files if file.suffix in _PICKLED)
+  why = (
+    f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
+    ' read and are refused: if you trust them, load the model with'
+    ' transformers and save it with save_pretrained.'
+  ) * bool(pickled)
   return errors.UserError(
     f'{folder} has neither {SINGLE} nor {INDEX}. Give the folder of a whole'
     f' model, as save_pretrained or a download makes it.{why}'

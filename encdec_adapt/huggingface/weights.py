@@ -330,36 +330,29 @@ def _weights(
 ) -> Iterator[Weight]:
   """Yields the tensors that hold one of our leaves."""
   stack, part, *rest = leaf.split('/')
-  vocabulary = config.stacks[stack].vocab_size
+  rows = config.stacks[stack].vocab_size if rest == ['table'] else None
   if layout.own:
-    rows = vocabulary if rest == ['table'] else None
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, own=True)
     return
+  name = None
   if part == 'layers':
-    layer, inner = rest[0], '/'.join(rest[1:])
-    if inner in layout.layer:
-      name = f'{layout.stacks[stack]}layers.{layer}.{layout.layer[inner]}'
-      if _EXPERT not in name:
-        yield Weight(name, leaf, shape)
-        return
-      for number in range(shape[0]):
-        part = name.replace(_EXPERT, str(number))
-        yield Weight(part, leaf, shape[1:], part=number)
-      return
+    if theirs := layout.layer.get('/'.join(rest[1:])):
+      name = f'{layout.stacks[stack]}layers.{rest[0]}.{theirs}'
   elif part == 'final_norm':
-    yield Weight(f'{layout.stacks[stack]}norm.weight', leaf, shape)
-    return
+    name = f'{layout.stacks[stack]}norm.weight'
   elif part == 'head':
-    yield Weight(layout.head, leaf, shape, vocabulary)
-    return
+    name = layout.head
   elif stack in layout.embedder:
-    start = layout.embedder[stack]
-    if rest == ['eoi']:
-      yield Weight(f'{start}eoi_embedding', leaf, shape)
-    else:
-      yield Weight(f'{start}weight', leaf, shape, vocabulary)
+    theirs = 'eoi_embedding' if rest == ['eoi'] else 'weight'
+    name = f'{layout.embedder[stack]}{theirs}'
+  if name is None:
+    raise errors.UserError(
+      f'{leaf} has no counterpart in this layout; export with'
+      ' --layout=encdec_adapt instead.'
+    )
+  if _EXPERT not in name:
+    yield Weight(name, leaf, shape, rows)
     return
-  raise errors.UserError(
-    f'{leaf} has no counterpart in this layout; export with'
-    ' --layout=encdec_adapt instead.'
-  )
+  for number in range(shape[0]):
+    one = name.replace(_EXPERT, str(number))
+    yield Weight(one, leaf, shape[1:], part=number)

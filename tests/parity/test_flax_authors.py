@@ -18,10 +18,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import encdec_adapt
-from encdec_adapt import convert
-from encdec_adapt.cli import command
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config, presets
+from tests import tiny
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 _REASON = "the authors' code: pip install gemma, in an environment of its own"
@@ -54,7 +53,8 @@ ENCODER = dataclasses.replace(
 )
 
 
-def their_config(modules, stack, **fields):
+def their_config(modules, stack, transpose_gating_einsum=False, **fields):
+  """Returns the config of their stack."""
   kinds = modules.AttentionType
   names = {'local': kinds.LOCAL_SLIDING, 'global': kinds.GLOBAL}
   scale = modules.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM
@@ -74,6 +74,7 @@ def their_config(modules, stack, **fields):
     query_pre_attn_norm=scale,
     attn_logits_soft_cap=stack.attention_softcap,
     sliding_window_size=stack.window,
+    transpose_gating_einsum=transpose_gating_einsum,
     **fields,
   )
 
@@ -95,7 +96,6 @@ def t5gemma():
     modules,
     DECODER,
     num_layers=DECODER.layers,
-    transpose_gating_einsum=False,
     enable_cross_attention=True,
     kv_embed_dim=ENCODER.width,
   )
@@ -151,9 +151,8 @@ def assert_imported(theirs, inputs, config, folder, ours, form='nested'):
     checkpointer.save(folder / 'flax', saved)
   raw, _ = config_json.raw_from_model(config)
   (folder / 'config.json').write_text(json.dumps(raw))
-  flags = ['import', f'--source={folder}/flax', f'--output={folder}/run']
-  flags.append(f'--model={folder}/config.json')
-  assert command.run_subcommand('', convert.COMMANDS, flags) == 0
+  flags = [f'--source={folder}/flax', f'--model={folder}/config.json']
+  assert tiny.convert('import', *flags, f'--output={folder}/run') == 0
   got = encdec_adapt.load(folder / 'run').logits(*ours)
   mask = ours[0] != 0
   np.testing.assert_allclose(
@@ -181,7 +180,7 @@ def test_t5gemma(tmp_path, capsys):
 def test_gemma2(form, tmp_path):
   nn = pytest.importorskip('gemma.gm.nn', reason=_REASON)
   config = pytest.importorskip('gemma.gm.nn.config', reason=_REASON)
-  stack = their_config(config, DECODER, transpose_gating_einsum=False)
+  stack = their_config(config, DECODER)
   tokens, mask = rows(12, 1)
   assert_imported(
     nn.Transformer(config=stack, dtype=jnp.float32, tokens='t'),

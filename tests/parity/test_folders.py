@@ -101,10 +101,5 @@ def test_weights_in_half_precision_and_shards(name, dtype, tmp_path):
   )
   rows = tiny_models.batch(case)
   theirs = tiny_models.load(tmp_path / 'model', dtype=tiny_models.torch.float32)
-  np.testing.assert_allclose(
-    tiny_models.our_logits(ours, rows),
-    tiny_models.their_logits(theirs, rows),
-    rtol=0,
-    atol=tiny_models.TOLERANCE,
-  )
+  tiny_models.assert_same_logits(ours, theirs, rows)
   assert_comes_back(tmp_path / 'model', tmp_path / 'again')

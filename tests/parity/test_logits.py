@@ -14,19 +14,15 @@ WITH_EXPERTS = ('mixtral', 'qwen2_moe', 'qwen3_moe')
 CHANCE = {'dense': (8, 0.05), 'experts': (40, 0.05)}
 
 
-def assert_agree(one, other):
-  np.testing.assert_allclose(one, other, rtol=0, atol=tiny_models.TOLERANCE)
-
-
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_logits(name, saved):
   theirs, _, ours = saved(name)
   if not name.endswith(('images', 't5gemma2')):  # Their vision part counts.
     assert parameters.count(ours.config) == theirs.num_parameters()
   rows = tiny_models.batch(tiny_models.CASES[name])
-  expected = tiny_models.their_logits(theirs, rows)
-  assert_agree(tiny_models.our_logits(ours, rows), expected)
-  assert np.abs(expected).max() > 2  # Weights and caps are at work.
+  tiny_models.assert_same_logits(ours, theirs, rows)
+  # Weights and caps are at work.
+  assert np.abs(tiny_models.their_logits(theirs, rows)).max() > 2
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
@@ -111,5 +107,4 @@ def test_the_exclusive_window_is_the_next_inclusive_one(saved):
   config = dataclasses.replace(ours.config, encoder=wider)
   ours = dataclasses.replace(ours, model=build.build(config))
   rows = tiny_models.batch(tiny_models.CASES[name])
-  expected = tiny_models.their_logits(theirs, rows)
-  assert_agree(tiny_models.our_logits(ours, rows), expected)
+  tiny_models.assert_same_logits(ours, theirs, rows)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from encdec_adapt.tokenizers import export_files, vocabularies
+from encdec_adapt.tokenizers import vocabularies
 from tests import tiny
 from tests.parity import tiny_models
 
@@ -38,18 +38,3 @@ def test_an_exported_tokenizer_is_the_one_that_was_imported(tmp_path):
   assert ids == before(text, add_special_tokens=False).input_ids
   assert ids == own.encode(text).tolist()
   assert after.bos_token_id == own.bos and after.eos_token_id == own.eos
-
-
-def test_added_sentinels_have_their_ids_in_transformers(tmp_path):
-  folder = tiny_models.save_tokenizer(tmp_path / 'qwen', 'qwen')
-  names = ['<sentinel_1>', '<mode_X>']
-  own = vocabularies.open_vocabulary(folder, added_sentinels=2)
-  export_files.write(folder, own)
-  theirs = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)
-  ids = [own.specials[name] for name in names]
-  assert theirs.convert_tokens_to_ids(names) == ids
-  text = f'the fox{names[0]}jumps {names[1]}'
-  found = theirs(text, add_special_tokens=False).input_ids
-  assert [i for i in found if i in own.added] == ids
-  assert theirs.decode(found) == text
-  assert theirs.decode(found, skip_special_tokens=True) == 'the foxjumps '

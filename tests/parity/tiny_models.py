@@ -383,6 +383,16 @@ def our_logits(model, rows: Batch) -> np.ndarray:
   return np.asarray(logits)[rows.decoder_mask]
 
 
+def assert_same_logits(ours, theirs, rows: Batch) -> None:
+  """Compares the fp32 logits of a model of ours with those of one in torch."""
+  np.testing.assert_allclose(
+    our_logits(ours, rows),
+    their_logits(theirs, rows),
+    rtol=0,
+    atol=TOLERANCE,
+  )
+
+
 def rms(difference: np.ndarray) -> float:
   """Returns the root of the mean square."""
   return float(np.sqrt(np.mean(np.square(difference))))
