@@ -53,7 +53,6 @@ def get_config(arg=None):
   config.train.cross_attention_warmup = warmup
   config.train.eval_every = config.checkpoint.every = 1000
   config.optimizer.learning_rate = 1e-4
-  config.optimizer.warmup_steps = 100
   return config
 
 

@@ -124,6 +124,7 @@ def get_config(arg=None):
   config.data.shards = 2
   config.data.eval_rows = size.eval_rows
   config.train.log_every = 20
+  config.optimizer.warmup_steps = 20
   if run.startswith('decoder_only'):
     _set_causal(config, size, run)
   else:

@@ -98,7 +98,8 @@ class ShardJob:
 
 def read_examples(job: ShardJob) -> Iterable[Example]:
   """Yields the examples of a shard from SeqIO; imports TensorFlow."""
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Hide INFO, WARNING.
+  # Lines on missing GPUs and the like, which concern nobody here.
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   from encdec_adapt.data import objective_names, tasks, text_split
 
   # TensorFlow's modules have millions of objects, which every full garbage
@@ -415,5 +416,7 @@ def materialize(data: data_section.DataConfig) -> None:
   for vocabulary in {one.path: one for one in opened.sides.values()}.values():
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
-  sets = list(set_folders(data).values())
-  materialize_sets(sets, data.vocabularies, workers=data.workers)
+  # Held-out records first: they are few, and show whether there are any.
+  for name in ('eval', 'train'):
+    one = set_folders(data)[name]
+    materialize_sets([one], data.vocabularies, workers=data.workers)

@@ -10,6 +10,9 @@ So a pass is one epoch of a source of weight 1, no text is left out because
 another source ended, and the content of a pass is known before it is made.
 Held-out documents are drawn at most once.
 
+Where no document of a source is held out, because there are few, pieces of its
+documents are held out instead, on paragraphs' ends (`text_sources.Pieces`).
+
 A fraction's documents are chosen by (seed, pass, source, document id). The
 second draw of a document in a pass has its own id, the document's with '::1',
 so that its masks and splits differ.
@@ -20,6 +23,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
 import math
 import re
 
@@ -62,6 +66,22 @@ class Part:
   source: text_sources.Source
   weight: float
 
+  @functools.cache  # noqa: B019  Parts are few and live as long as the job.
+  def _divided(self, draw: Draw) -> text_sources.Source:
+    """Returns the source, in pieces if none of its documents is held out.
+
+    Documents are held out by a hash of their ids; of a few, it may be none.
+    """
+    names = (name for name, _ in self.source.entries())
+    held_out = dataclasses.replace(draw, split='eval')
+    if (
+      not draw.eval_fraction
+      or not self.source.is_text
+      or any(held_out.has(self.source, name) for name in names)
+    ):
+      return self.source
+    return text_sources.Pieces(self.source)
+
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[text_sources.Document]:
@@ -75,6 +95,7 @@ class Part:
     Raises:
       UserError: the source is missing or has no text.
     """
+    source = self._divided(draw)
     weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
     for number in range(math.ceil(weight)):
       share = weight - number  # 1 or more in all rounds but the last.
@@ -82,11 +103,11 @@ class Part:
       def keep(index: int, name: str, share=share) -> bool:
         return (
           index % num_shards == shard_index
-          and draw.has(self.source, name)
+          and draw.has(source, name)
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
-      for document in self.source.documents(keep):
+      for document in source.documents(keep):
         if number:
           name = f'{document.id}::{number}'
           document = dataclasses.replace(document, id=name)

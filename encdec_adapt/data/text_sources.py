@@ -107,8 +107,13 @@ class Source(abc.ABC):
     self.max_bytes = max_bytes
 
   @abc.abstractmethod
-  def _entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
+  def entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields ids and functions that read the texts when they are called."""
+
+  @property
+  def is_text(self) -> bool:
+    """Whether documents are text, rather than pairs or conversations."""
+    return gives(self.name) == 'text'
 
   def in_split(
     self, document_id: str, split: str, eval_fraction: float, seed: int
@@ -133,7 +138,7 @@ class Source(abc.ABC):
       UserError: the source is missing or has no text.
     """
     size, empty = 0, True
-    for index, (document_id, read) in enumerate(self._entries()):
+    for index, (document_id, read) in enumerate(self.entries()):
       wanted = keep is None or keep(index, document_id)
       if not wanted and not self.max_bytes:
         empty = False
@@ -160,6 +165,29 @@ class Source(abc.ABC):
     """
     parts = [self.max_bytes, *self._content()]
     return f'{randomness.digest(self.name, *parts):032x}'
+
+
+class Pieces(Source):
+  """The documents of a source, cut into pieces on paragraphs' ends.
+
+  Piece i of document D has the id D:i. Pieces have at least 4,000 characters,
+  but for the last of a document.
+  """
+
+  _PIECE = re.compile(r'.{4000}.*?(?:\n\s*\n|\Z)|.+\Z', re.DOTALL)
+
+  def __init__(self, source: Source):
+    """Wraps a source of texts, whose name and cap it has."""
+    super().__init__(source.name, source.max_bytes)
+    self._source = source
+
+  def entries(self):
+    for name, read in self._source.entries():
+      for number, piece in enumerate(self._PIECE.finditer(read()), 1):
+        yield f'{name}:{number}', piece.group
+
+  def _content(self):
+    yield self._source.fingerprint()
 
 
 def open_source(name: str, max_bytes: int = 0) -> Source:
@@ -245,7 +273,7 @@ class PythonSource(Source):
       or path.parts[0].startswith('config-')
     )
 
-  def _entries(self):
+  def entries(self):
     entries = []
     seen = set()
     for topic, text in sorted(self._topics.items()):
@@ -371,7 +399,7 @@ class TextSource(FileSource):
     self._unit = self._UNITS.get(unit)
     return pattern
 
-  def _entries(self):
+  def entries(self):
     for path in self._paths:
       if self._unit is None:
         yield self._id(path), lambda path=path: self._read(path)
@@ -392,7 +420,7 @@ class JsonlSource(FileSource):
     self._field = field or 'text'
     return pattern
 
-  def _entries(self):
+  def entries(self):
     for path in self._paths:
       with paths.open_to_read(path) as file:
         for number, line in enumerate(file, start=1):
@@ -493,7 +521,7 @@ class TfdsSource(Source):
         f' {sorted(self._builder.info.features)}; name it as the last part'
       )
 
-  def _entries(self):
+  def entries(self):
     import tensorflow_datasets as tfds
 
     # Ordered reading: index i is the same example on every machine.

@@ -37,8 +37,12 @@ class ScheduleConfig:
   peak: float = keys.key(
     1e-3, 'Highest learning rate.', at_least=0, name='learning_rate'
   )
-  warmup_steps: int = keys.key(
-    20, "Steps of linear warm-up, by each group's own count.", at_least=0
+  warmup_steps: int | None = keys.key(
+    None,
+    "Steps of linear warm-up, by each group's own count; -1: a twentieth of"
+    ' config.train.steps.',
+    at_least=0,
+    none=-1,
   )
   total_steps: int = 100
   end_fraction: float = keys.key(
@@ -50,11 +54,17 @@ class ScheduleConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.optimizer.')
-    if self.warmup_steps > self.total_steps:
+    if self.warmup > self.total_steps:
       raise errors.UserError(
         f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be at'
         f' most config.train.steps, {self.total_steps}.'
       )
+
+  @property
+  def warmup(self) -> int:
+    """Steps of the warm-up."""
+    given = self.warmup_steps
+    return self.total_steps // 20 if given is None else given
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
@@ -62,12 +72,12 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
 
   `step` is the job's step from 0, `count` the number of updates that the
   group of parameters has had. The first update of a group uses
-  peak / warmup_steps, not 0.
+  peak / warmup, not 0.
   """
-  span = max(config.total_steps - config.warmup_steps, 1)
+  span = max(config.total_steps - config.warmup, 1)
 
   def decay(step):
-    progress = jnp.clip((step - config.warmup_steps) / span, 0.0, 1.0)
+    progress = jnp.clip((step - config.warmup) / span, 0.0, 1.0)
     if config.kind == 'cosine':
       shape = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     elif config.kind == 'linear':
@@ -80,7 +90,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     return config.end_fraction + (1.0 - config.end_fraction) * shape
 
   def schedule(step, count):
-    warmup = jnp.minimum((count + 1) / max(config.warmup_steps, 1), 1.0)
+    warmup = jnp.minimum((count + 1) / max(config.warmup, 1), 1.0)
     return jnp.float32(config.peak * warmup * decay(step))
 
   return schedule

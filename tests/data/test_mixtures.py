@@ -126,3 +126,27 @@ def test_the_fingerprint_is_of_all_sources_and_caps(folder):
   assert len(prints) == 3
   one = mixtures.open_parts(f'jsonl:{folder}/a.jsonl')
   assert mixtures.fingerprint(one) == one[0].source.fingerprint()
+
+
+def test_pieces_of_a_few_documents_are_held_out(tmp_path):
+  text = ''.join(f'word {i} is here.\n\n' for i in range(3000))
+  for name in 'abc':
+    (tmp_path / f'{name}.txt').write_text(text.replace('word', name))
+  (part,) = mixtures.open_parts(f'text:{tmp_path}/*.txt')
+  train, held_out = (
+    list(part.documents(mixtures.Draw(split, 0.1, seed=4)))
+    for split in ('train', 'eval')
+  )
+  assert 0 < len(held_out) < 0.3 * len(train)
+  assert all(
+    one.id.split(':')[0] in ('a.txt', 'b.txt', 'c.txt') for one in train
+  )
+  assert min(len(one.text) for one in held_out) < 4200
+  # Every word is on one side, and nothing is lost.
+  whole = sorted(''.join(one.text for one in [*train, *held_out]))
+  assert whole == sorted(''.join(text.replace('word', name) for name in 'abc'))
+  # Where a document is held out, documents stay whole.
+  names = {
+    one.id for one in part.documents(mixtures.Draw('train', 0.9, seed=1))
+  }
+  assert names <= {'a.txt', 'b.txt', 'c.txt'}
