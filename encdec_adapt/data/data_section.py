@@ -37,8 +37,12 @@ class DataConfig:
     "'python' (the text that every Python carries; 'python:FILE' holds out"
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'tfds:NAME:SPLIT',"
-    " 'pairs:GLOB#INPUTS,TARGETS' or 'chat:GLOB'; or several with how often a"
+    " 'pairs:GLOB#INPUTS,TARGETS', 'chat:GLOB' or 'seqio:NAME' (a registered"
+    ' task or mixture); or several with how often a'
     " pass draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+  )
+  seqio_modules: str = keys.key(
+    '', 'Modules to import, which register SeqIO tasks; separated by commas.'
   )
   max_bytes: int = keys.key(
     0, "Bytes used of each source's text; 0 for all.", at_least=0
@@ -116,6 +120,8 @@ class DataConfig:
     )
     needed = objective_names.source_of(self.objective)
     for source, _ in mixtures.parse(self.source):
+      if source.startswith('seqio:') and needed != 'chat':
+        continue  # Its features show when it is read.
       if text_sources.gives(source) != needed:
         raise errors.UserError(
           f'config.data.source is {source!r}, which has'
@@ -173,6 +179,7 @@ class DataConfig:
     return records.RecordSpec(
       source=self.source,
       max_bytes=self.max_bytes,
+      seqio_modules=self.seqio_modules,
       objective=self.objective,
       encoder_length=self.encoder_length,
       decoder_length=self.decoder_length,

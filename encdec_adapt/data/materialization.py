@@ -28,6 +28,7 @@ from encdec_adapt.data import (
   batch,
   data_section,
   mixtures,
+  objective_names,
   packing,
   randomness,
   record_copy,
@@ -100,7 +101,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   """Yields the examples of a shard from SeqIO; imports TensorFlow."""
   # Lines on missing GPUs and the like, which concern nobody here.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-  from encdec_adapt.data import objective_names, tasks, text_split
+  from encdec_adapt.data import tasks, text_split
 
   # TensorFlow's modules have millions of objects, which every full garbage
   # collection would go through again (a third of the time on short documents).
@@ -260,7 +261,12 @@ def _with_fingerprints(
 
 
 def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
-  return mixtures.open_parts(spec.source, max_bytes=spec.max_bytes)
+  return mixtures.open_parts(
+    spec.source,
+    max_bytes=spec.max_bytes,
+    seqio_modules=spec.seqio_modules,
+    pairs=objective_names.source_of(spec.objective) == 'pairs',
+  )
 
 
 def _draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:

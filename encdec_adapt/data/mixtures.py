@@ -152,20 +152,36 @@ def _name_and_weight(entry: str) -> tuple[str, float]:
     return entry, 1.0
 
 
-def open_parts(text: str, *, max_bytes: int = 0) -> list[Part]:
+def open_parts(
+  text: str,
+  *,
+  max_bytes: int = 0,
+  seqio_modules: str = '',
+  pairs: bool = False,
+) -> list[Part]:
   """Opens the sources of a mixture.
 
   Args:
     text: sources and weights, see the module's docstring.
     max_bytes: bytes of text used of each source; 0 for all.
+    seqio_modules: modules that register SeqIO tasks, separated by commas.
+    pairs: whether SeqIO tasks give pairs of texts.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
   """
-  return [
-    Part(text_sources.open_source(name, max_bytes), weight)
-    for name, weight in parse(text)
-  ]
+  parts = []
+  for name, weight in parse(text):
+    if not name.startswith('seqio:'):
+      parts.append(Part(text_sources.open_source(name, max_bytes), weight))
+      continue
+    from encdec_adapt.data import seqio_source  # Brings TensorFlow.
+
+    modules = [one for one in seqio_modules.split(',') if one]
+    for task, share in seqio_source.weights(name, modules):
+      source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
+      parts.append(Part(source, weight * share))
+  return parts
 
 
 def fingerprint(parts: Sequence[Part]) -> str:

@@ -64,6 +64,7 @@ class RecordSpec:
     sentinels: policy for windows with more spans than sentinels
       (`data/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
+    seqio_modules: modules that register the SeqIO tasks of the source.
     max_bytes: bytes of text used of each source; 0 uses all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
     source_fingerprint: digest of the text; '' in a configuration, which is
@@ -83,6 +84,7 @@ class RecordSpec:
   pack: bool = True
   sentinels: str = 'unique'
   eval_fraction: float = 0.0
+  seqio_modules: str = ''
   max_bytes: int = 0
   max_rows: int = 0
   source_fingerprint: str = ''

@@ -18,6 +18,7 @@ are on the same side.
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
 | chat:GLOB#FIELD          | each line's field FIELD                        |
+| seqio:NAME[:SPLIT]       | a registered SeqIO task (`data/seqio_source`)  |
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
 

@@ -1,0 +1,163 @@
+"""Sources that are registered SeqIO tasks.
+
+`seqio:NAME` or `seqio:NAME:SPLIT` (train) reads a task; a mixture is read task
+by task (`weights`). An example gives its text: the feature `text`, or
+`inputs` and `targets` for the objective `pairs`. Features that the task has
+encoded are decoded with its own vocabulary, and encoded again with the
+model's. An example is named by its feature `id`, or by its position in the
+task read without shuffling and without sharding, so names do not depend on the
+number of our shards. Preprocessors of a task that draw at random use SeqIO's
+own seeds, which depend on the position.
+
+SeqIO (and TensorFlow) are imported when a source is opened. What registers
+the task is imported first: `config.data.seqio_modules`.
+"""
+
+from collections.abc import Sequence
+import difflib
+import functools
+import importlib
+import json
+from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import text_sources
+
+_SEED = 0  # For preprocessors that draw at random.
+
+
+class SeqioSource(text_sources.Source):
+  """A registered task.
+
+  Attributes:
+    is_text: whether documents are texts; otherwise they are pairs.
+  """
+
+  is_text = True
+
+  def __init__(self, name: str, max_bytes: int, *, pairs: bool):
+    """Finds the task.
+
+    Args:
+      name: 'seqio:NAME[:SPLIT]'.
+      max_bytes: see `text_sources.Source`.
+      pairs: whether documents are pairs of texts.
+
+    Raises:
+      UserError: no such task is registered, it is a mixture, or it lacks the
+        split.
+    """
+    super().__init__(name, max_bytes)
+    self.is_text = not pairs
+    task, self._split = _parse(name)
+    self._task = _get(task)
+    if self._split not in self._task.splits:
+      raise errors.UserError(
+        f'source {name!r}: the task has no split {self._split!r} but'
+        f' {sorted(self._task.splits)}; name it as seqio:NAME:SPLIT'
+      )
+
+  def entries(self):
+    dataset = self._task.get_dataset(
+      None, self._split, shuffle=False, seed=_SEED, trim_output_features=False
+    )
+    for i, row in enumerate(dataset.as_numpy_iterator()):
+      name = _text(row['id']) if 'id' in row else str(i)
+      yield name.replace('::', ':_:'), functools.partial(self._read, row)
+
+  def _read(self, row: dict[str, Any]) -> str:
+    """Returns the text of an example, or the JSON of a pair."""
+    if self.is_text:
+      name = 'text' if 'text' in row else 'targets'
+      return self._feature(row, name)
+    pair = [self._feature(row, name) for name in ('inputs', 'targets')]
+    return json.dumps(pair, ensure_ascii=False)
+
+  def _feature(self, row: dict[str, Any], name: str) -> str:
+    if name not in row:
+      raise errors.UserError(
+        f'source {self.name!r}: its examples have no feature {name!r} but'
+        f' {sorted(row)}; objectives of text read text or targets, pairs read'
+        ' inputs and targets'
+      )
+    if row[name].dtype.kind not in 'iu':
+      return _text(row[name])
+    vocabulary = self._task.output_features[name].vocabulary
+    ids = row[name].tolist()
+    if ids and ids[-1] == vocabulary.eos_id:
+      ids.pop()
+    return vocabulary.decode(ids)
+
+  def _content(self):
+    yield self._split
+    yield self._task.num_input_examples(self._split)
+    for _, (name, read) in zip(range(16), self.entries(), strict=False):
+      yield name
+      yield read()
+
+
+def _text(value: Any) -> str:
+  return value.decode('utf-8') if isinstance(value, bytes) else str(value)
+
+
+def _parse(name: str) -> tuple[str, str]:
+  """Returns the task and the split of a source's name."""
+  parts = name.split(':')[1:]
+  return parts[0], parts[1] if len(parts) > 1 else 'train'
+
+
+def _get(name: str) -> Any:
+  """Returns a registered task or mixture.
+
+  Raises:
+    UserError: names the nearest ones.
+  """
+  import seqio
+
+  known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 3) or sorted(known)[:3]
+    raise errors.UserError(
+      f'no SeqIO task or mixture {name!r} is registered; did you mean'
+      f' {", ".join(near) or "none"}? config.data.seqio_modules imports the'
+      ' modules that register them'
+    )
+  return seqio.get_mixture_or_task(name)
+
+
+def weights(name: str, modules: Sequence[str] = ()) -> list[tuple[str, float]]:
+  """Returns the tasks of a source and how often a pass draws their examples.
+
+  SeqIO's rates are shares of the examples that are drawn; divided by the number
+  of a task's examples they are weights of its documents. They are scaled so
+  that the largest is 1: a pass has no example twice.
+
+  Args:
+    name: 'seqio:NAME[:SPLIT]', a task or a mixture.
+    modules: modules to import first.
+
+  Raises:
+    UserError: a module cannot be imported, or nothing of the name is
+      registered.
+  """
+  import seqio
+
+  for module in modules:
+    try:
+      importlib.import_module(module)
+    except ImportError as error:
+      raise errors.UserError(
+        f'config.data.seqio_modules: {module!r} cannot be imported ({error})'
+      ) from error
+  task, split = _parse(name)
+  found = _get(task)
+  if not isinstance(found, seqio.Mixture):
+    return [(name, 1.0)]
+  rates = {}
+  for one in found.tasks:
+    count = one.num_input_examples(split)
+    if count is None:
+      count = sum(1 for _ in one.get_dataset(None, split, shuffle=False))
+    rates[f'seqio:{one.name}:{split}'] = found.get_rate(one) / max(count, 1)
+  most = max(rates.values())
+  return [(one, rate / most) for one, rate in rates.items()]

@@ -1,0 +1,120 @@
+"""Registered SeqIO tasks and mixtures as sources."""
+
+import collections
+import json
+import sys
+
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import mixtures
+
+seqio = pytest.importorskip('seqio')
+
+MODULE = """
+import seqio
+import tensorflow as tf
+
+def _source(rows):
+  def read(split, shuffle_files, seed=None):
+    return tf.data.Dataset.from_tensor_slices(rows)
+  return seqio.FunctionDataSource(
+    read, splits=('train',), num_input_examples={'train': len(rows['targets'])}
+  )
+
+vocabulary = seqio.ByteVocabulary()
+feature = seqio.Feature(vocabulary, add_eos=True)
+for name, count in (('small', 100), ('large', 900)):
+  seqio.TaskRegistry.add(
+    'foreign_' + name,
+    source=_source({
+      'inputs': [f'question {name} {i}' for i in range(count)],
+      'targets': [f'answer {i}' for i in range(count)],
+    }),
+    preprocessors=[
+      seqio.preprocessors.tokenize, seqio.preprocessors.append_eos
+    ],
+    output_features={'inputs': feature, 'targets': feature},
+  )
+seqio.MixtureRegistry.add(
+  'foreign_mix', [('foreign_small', 9.0), ('foreign_large', 1.0)]
+)
+"""
+
+
+@pytest.fixture(scope='module', autouse=True)
+def modules(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('modules')
+  (folder / 'foreign_tasks.py').write_text(MODULE)
+  sys.path.insert(0, str(folder))
+  yield
+  sys.path.remove(str(folder))
+
+
+def _open(name, pairs=True):
+  return mixtures.open_parts(name, seqio_modules='foreign_tasks', pairs=pairs)
+
+
+def test_a_task_gives_pairs_or_text():
+  (part,) = _open('seqio:foreign_small')
+  found = list(part.source.documents())
+  assert len(found) == 100
+  assert json.loads(found[3].text) == ['question small 3', 'answer 3']
+  assert found[3].id == '3'
+  (part,) = _open('seqio:foreign_small:train', pairs=False)
+  assert next(part.source.documents()).text == 'answer 0'
+  assert part.source.fingerprint() == part.source.fingerprint()
+
+
+def test_a_mixture_loses_nothing_and_has_its_rates():
+  parts = _open('seqio:foreign_mix')
+  drawn = collections.Counter()
+  for passed in range(12):
+    draw = mixtures.Draw('train', 0.0, seed=0, pass_index=passed)
+    for part in parts:
+      for document in part.documents(draw):
+        drawn[part.source.name, document.id] += 1
+  # Rates of 9:1 over 100 and 900 examples: every small one in every pass, and
+  # 100 / 9 large ones, others in each.
+  small = [n for (name, _), n in drawn.items() if 'small' in name]
+  large = [n for (name, _), n in drawn.items() if 'large' in name]
+  assert small == [12] * 100
+  assert sum(large) / 12 == pytest.approx(100 / 9, rel=0.3)
+
+
+@pytest.mark.parametrize(
+  'name, words',
+  [
+    (
+      'seqio:foreign_smal',
+      "'foreign_smal' is registered; did you mean foreign",
+    ),
+    ('seqio:foreign_small:test', "no split 'test' but \\['train'\\]"),
+  ],
+)
+def test_names_that_are_not_registered_are_refused(name, words):
+  with pytest.raises(errors.UserError, match=words):
+    _open(name)
+
+
+def test_modules_and_features_that_are_missing_are_named():
+  with pytest.raises(errors.UserError, match="'no_such_module' cannot be"):
+    mixtures.open_parts('seqio:foreign_mix', seqio_modules='no_such_module')
+  seqio.TaskRegistry.add(
+    'foreign_bare',
+    source=seqio.FunctionDataSource(
+      lambda split, shuffle_files, seed=None: (
+        seqio.get_mixture_or_task('foreign_small')
+        .source.get_dataset(split)
+        .map(lambda row: {'label': row['targets']})
+      ),
+      splits=('train',),
+    ),
+    preprocessors=[],
+    output_features={},
+  )
+  (part,) = _open('seqio:foreign_bare')
+  with pytest.raises(
+    errors.UserError, match=r"no feature 'inputs' but \['label"
+  ):
+    list(part.source.documents())
