@@ -1,27 +1,33 @@
 r"""Makes the vocabulary and the records of a configuration ahead of training.
 
     python -m encdec_adapt.materialize --config=configs/quickstart.py \
-      --workdir=runs/quickstart [--config.data.workers=4]
+      --workdir=runs/quickstart [--config.data.workers=4] [--show --n=8]
 
-Finished shards are kept when the command is interrupted and given again.
-`encdec_adapt/data/materialization.py` does the work.
+Finished shards are kept when the command is interrupted and given again. With
+--show it then prints rows of the records as text, with their documents,
+sentinels, masks and weights. `encdec_adapt/data/materialization.py` does the
+work.
 """
+
+import sys
 
 from absl import flags
 
 from encdec_adapt.cli import command
-from encdec_adapt.data import materialization
+from encdec_adapt.data import materialization, row_display
 
-
-def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of this command."""
-  command.define_config(values)
-  flags.DEFINE_string(
+define_flags = command.define(
+  command.define_config,
+  command.string(
     'workdir',
-    '',
     'Folder of the job; records go below it if config.data.folder is empty.',
-    flag_values=values,
-  )
+    default='',
+  ),
+  command.boolean('show', 'Print rows of the records.', default=False),
+  command.integer(
+    'n', 'Rows of each split to print.', default=4, lower_bound=1
+  ),
+)
 
 
 def main(values: flags.FlagValues) -> int:
@@ -36,6 +42,12 @@ def main(values: flags.FlagValues) -> int:
   # teacher may not exist yet.
   settings = config_lib.load(values.config, values.workdir, sources=False)
   materialization.materialize(settings.data)
+  if values.show:
+    opened = settings.data.vocabularies.open()
+    for one in materialization.open_sets(settings.data, opened):
+      print(f'{one.folder}:')
+      rows = range(min(values.n, len(one)))
+      print(row_display.describe(one, opened, rows, colour=sys.stdout.isatty()))
   return 0
 
 

@@ -33,6 +33,8 @@ from encdec_adapt.data import (
   randomness,
   record_copy,
   records,
+  tensorflow_import,
+  text_split,
 )
 from encdec_adapt.data import workers as workers_lib
 from encdec_adapt.files import paths
@@ -99,10 +101,7 @@ class ShardJob:
 
 def read_examples(job: ShardJob) -> Iterable[Example]:
   """Yields the examples of a shard from SeqIO; imports TensorFlow."""
-  # Lines on missing GPUs and the like, which concern nobody here.
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-  from encdec_adapt.data import tasks, text_split
-
+  tasks = tensorflow_import.import_quietly('encdec_adapt.data.tasks')
   # TensorFlow's modules have millions of objects, which every full garbage
   # collection would go through again (a third of the time on short documents).
   gc.freeze()
@@ -197,7 +196,8 @@ def materialize_sets(
   """Makes the missing shards and the manifests of record sets.
 
   Args:
-    sets: (spec, folder) pairs; fingerprints of the specs are filled in.
+    sets: (spec, folder) pairs, made in this order; fingerprints of the specs
+      are filled in.
     choice: vocabularies of the model.
     workers: number of processes; 1 makes the shards in this one.
     read: function that yields a shard's examples; importable by name.
@@ -236,6 +236,17 @@ def materialize_sets(
         f'records: {len(jobs)} of {len(entries)} shards to make,'
         f' {min(workers, len(jobs))} at a time'
       )
+    manifests = {}
+
+    def finish_complete_sets() -> None:
+      """Finishes sets as their shards are there: an empty one ends the job."""
+      for spec, folder in sets:
+        place = record_copy.local_folder(folder)
+        own = [entry for key, entry in entries.items() if key[0] == place]
+        if folder not in manifests and None not in own:
+          manifests[folder] = _finish(spec, folder, entries, opened.describe())
+
+    finish_complete_sets()
     start = time.monotonic()
     made = workers_lib.run_jobs(write_shard, jobs, workers)
     for count, (job, entry) in enumerate(made, start=1):
@@ -246,9 +257,8 @@ def materialize_sets(
         f'records: {count}/{len(jobs)} shards,'
         f' {progress.format_seconds(left)} left'
       )
-    return [
-      _finish(spec, folder, entries, opened.describe()) for spec, folder in sets
-    ]
+      finish_complete_sets()
+    return [manifests[folder] for _, folder in sets]
 
 
 def _with_fingerprints(
@@ -317,13 +327,19 @@ def _finish(
 def summary(manifest: Mapping[str, Any]) -> str:
   """Returns one line with the counts and fill of a record set."""
   spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
+
+  def mean(name: str) -> float:
+    return totals[name] / max(totals['pairs'], 1)
+
   sides = f'decoder {fill["decoder"]:.1%} full'
   if spec['encoder_length']:
     sides = f'encoder {fill["encoder"]:.1%}, {sides}'
   line = (
     f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
     f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
-    f' tokens, {sides}'
+    f' tokens, {sides}; a mean example has'
+    f' {mean("encoder_positions"):.0f} inputs and'
+    f' {mean("target_tokens"):.0f} targets'
   )
   if totals['shared_sentinel_spans']:
     line += (
@@ -423,6 +439,6 @@ def materialize(data: data_section.DataConfig) -> None:
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
   # Held-out records first: they are few, and show whether there are any.
-  for name in ('eval', 'train'):
-    one = set_folders(data)[name]
-    materialize_sets([one], data.vocabularies, workers=data.workers)
+  found = set_folders(data)
+  sets = [found['eval'], found['train']]
+  materialize_sets(sets, data.vocabularies, workers=data.workers)

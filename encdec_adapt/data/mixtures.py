@@ -28,7 +28,7 @@ import math
 import re
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import randomness, text_sources
+from encdec_adapt.data import randomness, tensorflow_import, text_sources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +175,9 @@ def open_parts(
     if not name.startswith('seqio:'):
       parts.append(Part(text_sources.open_source(name, max_bytes), weight))
       continue
-    from encdec_adapt.data import seqio_source  # Brings TensorFlow.
-
+    seqio_source = tensorflow_import.import_quietly(
+      'encdec_adapt.data.seqio_source'
+    )
     modules = [one for one in seqio_modules.split(',') if one]
     for task, share in seqio_source.weights(name, modules):
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)

@@ -9,8 +9,9 @@ task read without shuffling and without sharding, so names do not depend on the
 number of our shards. Preprocessors of a task that draw at random use SeqIO's
 own seeds, which depend on the position.
 
-SeqIO (and TensorFlow) are imported when a source is opened. What registers
-the task is imported first: `config.data.seqio_modules`.
+This module imports SeqIO and TensorFlow, and is imported when such a source is
+opened. What registers the task is imported first:
+`config.data.seqio_modules`.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ import functools
 import importlib
 import json
 from typing import Any
+
+import seqio
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import text_sources
@@ -112,8 +115,6 @@ def _get(name: str) -> Any:
   Raises:
     UserError: names the nearest ones.
   """
-  import seqio
-
   known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
   if name not in known:
     near = difflib.get_close_matches(name, known, 3) or sorted(known)[:3]
@@ -140,8 +141,6 @@ def weights(name: str, modules: Sequence[str] = ()) -> list[tuple[str, float]]:
     UserError: a module cannot be imported, or nothing of the name is
       registered.
   """
-  import seqio
-
   for module in modules:
     try:
       importlib.import_module(module)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import process as process_pool
 import multiprocessing
-import os
 import sys
 from typing import Any
 
@@ -72,8 +71,6 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
     UserError: the process died.
     SystemExit: the function raised a UserError, which the process printed.
   """
-  # TensorFlow reads it at import, before any of our code runs.
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   context = multiprocessing.get_context('spawn')
   process = context.Process(target=_call_and_exit, args=(function, *args))
   process.start()

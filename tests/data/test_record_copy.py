@@ -115,6 +115,6 @@ def test_made_here_and_put_there(bucket, tmp_path, store, capsys):
   )
   more = settings(f'{bucket}/run', 2)
   materialization.materialize(more)
-  assert 'records: 1 of 2 shards to make' in capsys.readouterr().out
+  assert 'records: 1 of 3 shards to make' in capsys.readouterr().out
   found = materialization.open_sets(more, opened)[0]
   assert found.passes == 2 and found.digests[:1] == wanted.digests

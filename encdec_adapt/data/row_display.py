@@ -1,0 +1,88 @@
+"""Rows of records as text, for people to read.
+
+Each pair of a row is shown with the ids of its documents and its fields as the
+model reads them. Colours of a terminal: cyan for special tokens (sentinels,
+modes, masks), dim for targets of weight 0; without colours special tokens
+have their names, and targets of weight 0 stand in braces.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Sequence
+import itertools
+
+import numpy as np
+
+from encdec_adapt.data import batch, records
+from encdec_adapt.tokenizers import vocabularies, vocabulary
+
+_SPECIAL, _UNWEIGHTED, _RESET = '\033[36m', '\033[2m', '\033[0m'
+
+
+def describe(
+  record_set: records.RecordSet,
+  opened: vocabularies.Opened,
+  rows: Sequence[int],
+  *,
+  colour: bool,
+) -> str:
+  """Describes rows of a record set.
+
+  Args:
+    record_set: the records.
+    opened: vocabularies of the two sides.
+    rows: numbers of the rows.
+    colour: whether to use colours of a terminal.
+  """
+  lines = []
+  for number, row in zip(rows, record_set.read(rows), strict=True):
+    lines.append(f'row {number}: {len(row)} examples')
+    for segment, pair in enumerate(row, start=1):
+      lines += _pair(segment, pair, opened, colour)
+  return '\n'.join(lines)
+
+
+def _pair(segment, pair: batch.Pair, opened, colour: bool) -> list[str]:
+  """Returns the lines of a pair."""
+  names = ', '.join(pair.documents) or 'unknown'
+  lines = [f' segment {segment}, of {names}']
+  fields = [('inputs', pair.inputs, opened.encoder, None)]
+  if pair.prefix is not None:
+    fields.append(('prefix', pair.prefix, opened.decoder, None))
+  if pair.decoder_inputs is not None:
+    fields.append(('reads', pair.decoder_inputs, opened.decoder, None))
+  fields.append(('targets', pair.targets, opened.decoder, pair.weights))
+  for name, ids, one, weights in fields:
+    if len(ids):
+      text = _text(ids, one, weights, colour)
+      lines.append(f'  {name:<8}{len(ids):>6}  {text}')
+  return lines
+
+
+def _text(
+  ids: np.ndarray,
+  one: vocabulary.Vocabulary,
+  weights: np.ndarray | None,
+  colour: bool,
+) -> str:
+  """Decodes tokens, marking the special and those of weight 0."""
+  special = set(one.specials.values())
+  kinds = [
+    (token in special, weights is not None and not weights[i])
+    for i, token in enumerate(ids.tolist())
+  ]
+  parts, start = [], 0
+  for kind, run in itertools.groupby(kinds):
+    stop = start + len(list(run))
+    text = one.decode(
+      ids[start:stop], show_special=True, start=start == 0
+    ).replace('\n', '\\n')
+    is_special, unweighted = kind
+    if colour and (is_special or unweighted):
+      style = _SPECIAL * is_special + _UNWEIGHTED * unweighted
+      text = f'{style}{text}{_RESET}'
+    elif unweighted:
+      text = f'{{{text}}}'
+    parts.append(text)
+    start = stop
+  return ''.join(parts)
