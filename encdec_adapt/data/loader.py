@@ -19,7 +19,7 @@ from grain import experimental
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, records
+from encdec_adapt.data import batch, objective_names, records, shared_masks
 
 FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
 _ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
@@ -130,11 +130,16 @@ class Loader:
     self.position = position
     self._batch_size = batch_size
     places = range(batch_size) if local is None else local
+    share = objective_names.shared_mask_share(record_set.spec.objective)
 
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
       rows = [order.row(first + i) for i in places]
       made = _frame(record_set, rows, lengths, teacher)
+      if share:
+        made = shared_masks.apply(
+          made, first // batch_size, share, record_set.mask
+        )
       if on_inputs:
         made = batch.on_all_tokens(made, record_set.framing.decoder.pad)
       return made

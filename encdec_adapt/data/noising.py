@@ -53,8 +53,8 @@ are M where the model reads them; targets are the window, all with weight:
 | meap (0.15)        | tokens of each window, drawn anew for each, in runs of  |
 |                    | `span` tokens (1; the paper tried 5 and 50)             |
 
-Its published code masks the same positions in all rows of a batch;
-`meap_shared` does that when rows are framed (`data/shared_masks.py`).
+| meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
+|                    | published code (`data/shared_masks.py`)                 |
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -400,6 +400,28 @@ class Meap(Noising):
     return masked
 
 
+class SharedMeap(Noising):
+  """Next-token prediction; inputs are masked when rows are framed."""
+
+  feeds = 'decoder'
+  draws = False
+
+  def __init__(self, name, lengths, vocabulary, **options):
+    """Checks that the vocabulary has a mask token; see `Noising`."""
+    super().__init__(name, lengths, vocabulary, **options)
+    if vocabulary.mask is None:
+      raise errors.UserError(
+        f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
+        ' token; use meap, which can do with a sentinel'
+      )
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (0, window)),)
+
+  def split(self, window, plan, rng):
+    return batch.Pair(np.zeros(0, np.int32), window)
+
+
 def random_text(
   vocabulary: vocabulary_lib.Vocabulary, count: int, rng: np.random.Generator
 ) -> np.ndarray:
@@ -436,4 +458,5 @@ NOISES: Mapping[str, type[Noising]] = {
   'permuted_lm': PermutedLM,
   'bert': Bert,
   'meap': Meap,
+  'meap_shared': SharedMeap,
 }

@@ -104,6 +104,14 @@ def masks_decoder_inputs(text: str) -> bool:
   return name.startswith('meap') or bool(options.get('meap'))
 
 
+def shared_mask_share(text: str) -> float:
+  """Returns the share of inputs that framing masks: 0 but for meap_shared."""
+  name, options = _parse(text)
+  if name != 'meap_shared':
+    return 0.0
+  return options.get('share', noising.SharedMeap.default_share)
+
+
 def added_sentinels(text: str, policy: str, lengths: batch.Lengths) -> int:
   """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
   mixture = _mixture(*_parse(text))

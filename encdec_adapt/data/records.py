@@ -381,6 +381,12 @@ class RecordSet:
       for entry in self.manifest['passes']
     ]
 
+  @property
+  def mask(self) -> int:
+    """The decoder's mask token."""
+    described = self.manifest['vocabularies']['decoder']
+    return described['special_tokens']['mask']['id']
+
   def __len__(self) -> int:
     """Returns the number of rows of all passes."""
     return self.starts[-1]

@@ -1,16 +1,36 @@
 """Loaders: a stream is a function of its position, and nothing is repeated."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, loader, records
+from encdec_adapt.data import batch, loader, records, shared_masks
 from tests import framing
 
 LENGTHS = batch.Lengths(4, 3)
 SHARDS = (3, 0, 4)  # rows per shard
+
+
+def test_masks_of_a_step_are_those_of_the_published_code():
+  assert sorted(shared_masks.positions(53, 4096, 0.15)) == sorted(
+    _published(53)
+  )
+  rows = {
+    'decoder_tokens': np.arange(40).reshape(2, 20),
+    'decoder_segments': np.repeat([[1], [0]], 20, axis=1),
+  }
+  masked = shared_masks.apply(rows, 7, 0.2, mask=-1)
+  at = sorted(random.Random(57).sample(range(19), 4))
+  assert np.flatnonzero(masked['decoder_tokens'][0] == -1).tolist() == at
+  assert (masked['decoder_tokens'][1] == rows['decoder_tokens'][1]).all()
+
+
+def _published(step):
+  random.seed(50 + step % 51)
+  return random.sample(range(0, 4095), 614)
 
 
 def make_pair(number):

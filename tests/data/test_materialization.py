@@ -293,7 +293,13 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
 def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
   # Unequal lengths, so that windows vary, and a source drawn in part.
   source = f'text:{text}/[0-2]*.txt@1.5 + text:{text}/3*.txt'
-  spec = make_spec(text, source=source, objective='ul2', sentinels='recycle')
+  spec = make_spec(
+    text,
+    source=source,
+    objective='ul2',
+    sentinels='recycle',
+    decoder_length=24,
+  )
   found = []
   for workers in (1, 2):
     folder = tmp_path / str(workers)
