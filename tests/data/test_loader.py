@@ -44,7 +44,7 @@ def write_set(folder, *, passes=2, pack=True):
   spec = records.RecordSpec(
     source='python',
     split='train',
-    objective='prefixlm_half',
+    objective='prefix_lm',
     encoder_length=LENGTHS.encoder,
     decoder_length=LENGTHS.decoder,
     passes=passes,
