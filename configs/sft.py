@@ -1,0 +1,38 @@
+r"""Supervised fine-tuning of a model on disk: the loss is on answers only.
+
+    python -m encdec_adapt.train --workdir=runs/sft \
+      --config=configs/sft.py:source=runs/adapted \
+      --config.data.source='pairs:/data/*.jsonl#question,answer'
+
+`source` is a work directory or a Hugging Face folder, an encoder-decoder or a
+decoder-only model. With `format=chat` the data are conversations
+(`--config.data.source=chat:/data/*.jsonl`) in the chat format of the model's
+vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
+`meap=separate` or `meap=concat` adds MEAP's masked copies of long answers
+(arXiv:2502.07490). Lengths are those of T0's fine-tuning (Wang et al. 2022:
+1024 + 256); examples that are longer are dropped and counted, and short ones
+packed. A pass draws every example once: `config.data.passes` are the epochs,
+and the job ends after the last, so `config.train.steps` should be what that
+takes (the number of rows that `materialize` prints, by the batch size).
+"""
+
+from configs import pretrained
+from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
+
+
+def get_config(arg=None):
+  """`source`, `format` pairs or chat, and `meap` separate or concat."""
+  args = config_lib.parse_arg(arg, source='', format='pairs', meap='')
+  if args['format'] not in ('pairs', 'chat'):
+    raise errors.UserError(f'format={args["format"]} must be pairs or chat.')
+  config = pretrained.get_config(f'source={args["source"]}')
+  config.data.objective = args['format'] + f':meap={args["meap"]}' * bool(
+    args['meap']
+  )
+  config.data.encoder_length, config.data.decoder_length = 1024, 256
+  config.data.passes = 3
+  config.train.steps = 1000
+  config.train.eval_every = config.checkpoint.every = 200
+  config.optimizer.learning_rate = 1e-4
+  return config

@@ -1,0 +1,51 @@
+"""Supervised fine-tuning from the command line, on pairs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.e2e
+def test_pairs_fine_tune_a_decoder(tmp_path, request):
+  root = request.config.rootpath
+  lines = [
+    {'q': f'The name of number {i} is', 'a': f' value_{i}' * (1 + i % 9)}
+    for i in range(120)
+  ]
+  file = tmp_path / 'pairs.jsonl'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'encdec_adapt.train'),
+      f'--config=configs/sft.py:source={root}/configs/decoders/small,meap=separate',
+      f'--workdir={tmp_path}/run',
+      f'--config.data.source=pairs:{file}#q,a',
+      '--config.data.encoder_length=64',
+      '--config.data.decoder_length=128',
+      '--config.data.eval_fraction=0.2',
+      '--config.data.workers=1',
+      '--config.train.batch_size=8',
+      '--config.train.eval_batch_size=8',
+      '--config.train.steps=4',
+      '--config.optimizer.learning_rate=3e-3',
+      '--config.compute.remat=none',
+    ],
+    cwd=root,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  losses = [
+    json.loads(line)['loss']
+    for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+    if json.loads(line)['kind'] == 'eval'
+  ]
+  assert summary['steps'] == 4 and losses[-1] < losses[0] - 0.1
+  manifest = json.loads(
+    (tmp_path / 'run' / 'records' / 'train' / 'manifest.json').read_text()
+  )
+  # Answers of more than 50 tokens have a masked copy.
+  assert manifest['totals']['pairs'] > manifest['spec']['passes'] * 90
