@@ -82,40 +82,20 @@ def problems(folder: paths_lib.Path) -> list[str]:
   if not intact:
     return [f'{FILE} is damaged']
   wanted, digest = body['files'], body['digest']
+
+  def find(path: str) -> _Entry | None:
+    """Returns the entry of a file, None if there is none."""
+    try:
+      return _read(folder / path, lambda p: _entry(p, digest, sync=False))
+    except _ABSENT:
+      return None
+
   if paths_lib.is_bucket(folder) and digest == _CRC:
-    listed = _read(folder, paths_lib.objects)
-    found = {path: _compare(listed.get(path), wanted[path]) for path in wanted}
+    found = _read(folder, paths_lib.objects)
   else:
-    found = _map(
-      lambda path: _problem(folder / path, wanted[path], digest), wanted
-    )
-  return [f'{path} {found[path]}' for path in sorted(wanted) if found[path]]
-
-
-def require_readable(folder: paths_lib.Path) -> None:
-  """Reads every file of a folder; in a bucket their listing.
-
-  Raises:
-    UserError: a file cannot be read.
-  """
-  names = _read(folder, paths_lib.tree)
-  if not paths_lib.is_bucket(folder):
-    read = lambda path: _entry(path, _BLAKE, sync=False)  # noqa: E731
-    _map(lambda name: _read(folder / name, read), names)
-
-
-def _problem(path: paths_lib.Path, wanted: _Entry, digest: str) -> str | None:
-  """Compares one file with its entry; sizes first, since they are cheap."""
-  try:
-    size = _read(path, paths_lib.size)
-    if size != wanted['bytes']:
-      return _compare({'bytes': size}, wanted)
-    entry = _read(path, lambda p: _entry(p, digest, sync=False))
-  except IsADirectoryError:
-    return 'is a folder'
-  except _ABSENT:
-    return 'is missing'
-  return _compare(entry, wanted)
+    found = _map(find, wanted)
+  compared = {p: _compare(found.get(p), wanted[p]) for p in sorted(wanted)}
+  return [f'{path} {problem}' for path, problem in compared.items() if problem]
 
 
 def _compare(found: _Entry | None, wanted: _Entry) -> str | None:

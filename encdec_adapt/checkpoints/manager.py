@@ -18,7 +18,8 @@ retention no longer keeps. The next start may find:
   `damaged-<step>` with a warning, and the step before it is used. Orbax would
   otherwise silently refuse to save that step again. If no undamaged step is
   left, the user decides (`check_not_lost`).
-- a step that cannot be read: an error, and it stays.
+- a step with a manifest and a file that the disk does not return: an error,
+  and the step stays.
 
 With several processes, process 0 writes manifests, renames and deletes, and
 broadcasts what it found; every process calls every public method. The folder
@@ -451,9 +452,7 @@ def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
   """Writes the missing manifest of a step, or returns why it is unusable."""
   try:
     checkpoint.read_through()
-  except Exception as error:  # Damage has no type of its own,
-    # but a disk that gives no answer is an error, not damage.
-    checksums.require_readable(checkpoint.path)
+  except Exception as error:  # Orbax has no exception type for damage.
     return [f'it has no checksum manifest and cannot be read ({error})']
   checksums.write(checkpoint.path)
   step_folders.warn(f'{checkpoint.path} had no checksum manifest; it has now.')

@@ -49,12 +49,12 @@ class Sources:
   @property
   def kept_folders(self) -> source_files.Folders:
     """Folders of the sources' files that an export carries along."""
-    if self.init.mode == 'random':
+    if not self.models:
       return {}
+    encoder, decoder = self.models[0].path, self.models[-1].path
     if self.init.mode == 'checkpoint':
-      return source_files.folders(self.init.encoder)
-    decoder = self.init.decoder or self.init.encoder
-    return source_files.folders_of_pair(self.init.encoder, decoder)
+      return source_files.folders(encoder)
+    return source_files.folders_of_pair(encoder, decoder)
 
   def check_files(self, choice: vocabularies.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
@@ -262,15 +262,4 @@ def _check_vocabulary(
         f' what they mean in {own}.'
       )
     return
-  # A decoder-only model has only 'decoder', even as the encoder's source.
-  theirs = source.vocabularies.path(
-    side if side in source.model.stacks else 'decoder'
-  )
-  # A vocabulary that is still to be trained differs from the source's.
-  if not vocabularies.exists(own) or not stored_model.same_tokens(own, theirs):
-    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
-    raise errors.UserError(
-      f'{source.path} was trained with the vocabulary {theirs}, the {side} of'
-      f' this job has {own}, and they differ: ids would mean other text. Set'
-      f' config.data.{key} to that of the source.'
-    )
+  stored_model.require_same_tokens(source, side, own, 'this job')

@@ -9,7 +9,6 @@ image processor. An export writes them into its folder.
 from collections.abc import Mapping
 import dataclasses
 import os
-import pathlib
 from typing import Any
 
 from encdec_adapt.cli import errors
@@ -152,8 +151,9 @@ def reads_images(found: Folders) -> bool:
 
 def _kept_json(found: Folders, name: str) -> dict[str, Any]:
   """Reads a kept file of the decoder; empty if there is none."""
-  file = found.get('decoder', pathlib.Path()) / name
-  return atomic.read_json(file) if 'decoder' in found and file.is_file() else {}
+  if 'decoder' in found and (found['decoder'] / name).is_file():
+    return atomic.read_json(found['decoder'] / name)
+  return {}
 
 
 def config_fields(

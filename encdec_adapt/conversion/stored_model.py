@@ -251,6 +251,34 @@ def same_tokens(one: str, other: str) -> bool:
   return opened[0].tokens_digest == opened[1].tokens_digest
 
 
+def require_same_tokens(
+  source: StoredModel, side: str, own: str, name: str
+) -> None:
+  """Checks that ids mean the same text to a source and to its target.
+
+  Args:
+    source: the source, which has vocabularies.
+    side: stack of the target that is made from it.
+    own: path of the target's vocabulary; may not exist yet.
+    name: name of the target in the error.
+
+  Raises:
+    UserError: the vocabularies differ, or one is damaged.
+  """
+  # A decoder-only model has only 'decoder', even as the encoder's source.
+  theirs = source.vocabularies.path(
+    side if side in source.model.stacks else 'decoder'
+  )
+  # A vocabulary that is still to be trained differs from the source's.
+  if not vocabularies.exists(own) or not same_tokens(own, theirs):
+    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
+    raise errors.UserError(
+      f'{source.path} has the vocabulary {theirs}, the {side} of {name} has'
+      f' {own}, and they differ: ids would mean other text. Use one vocabulary'
+      f' (config.data.{key} of a job).'
+    )
+
+
 def with_outside(
   coverage: coverage_lib.Coverage, encoder: StoredModel, decoder: StoredModel
 ) -> coverage_lib.Coverage:

@@ -30,10 +30,12 @@ def _arrays(path):
   return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
-def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
+def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   """Array by array: the same as all at once, fresh ones too."""
   flags = [f'--encoder={wide}', f'--decoder={gemma}', '--seed=3']
-  output = folders.adapt(folder / 'streamed', *flags)
+  flags.append('--post_norm_gain=zero')
+  output = folders.adapt(folder / 'unbalanced', *flags)
+  assert 'cross_attention_warmup' in capsys.readouterr().out
   sources = []
   for path in (wide, gemma):
     model = stored_model.open_model(path, vocab_multiple=128).model
@@ -41,7 +43,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
     sources.append((model, nested))
   target = stored_model.open_model(output).model
   models = [model for model, _ in sources]
-  coverage = weight_plan.make_plan(target, *models)
+  coverage = weight_plan.make_plan(target, *models, post_norm_gain='zero')
 
   @jax.jit
   def adapt(params, rng):
@@ -56,6 +58,14 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide):
     np.testing.assert_array_equal(array, want[path], path)
   saved = folders.read(output / 'coverage.json')
   assert saved == json.loads(json.dumps(coverage.to_json()))
+  assert saved['parameters']['fresh'] > 0
+  assert saved['parameters']['constant'] == 2 * 16
+  # The encoder's own tokenizer files differ, and neither are lost.
+  exported = folders.export(output, folder / 'unbalanced_out')
+  assert convert_('diff', output, exported) == 0
+  for sub, name in (('', 'gemma'), ('encoder', 'wide')):
+    assert folders.read(exported / sub / 'chat_template.json')['of'] == name
+    assert (exported / sub / 'tokenizer.json').exists()
 
 
 def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):

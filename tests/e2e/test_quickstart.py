@@ -62,9 +62,3 @@ def test_study_runs_reports_and_continues(tmp_path):
   assert len(report['samples']) == 4
   assert (root / 'report.html').stat().st_size > 10_000
   assert (root / 't5gemma' / 'config.json').exists()
-
-  # A stage that was interrupted is run again, the others are not.
-  (root / 'stages' / 'generate.json').unlink()
-  again = tiny.run('study', flag, timeout=600)
-  assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
-  assert again.stdout.count('\n$ ') == 1
