@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import pydoc_data.topics
 
 import pytest
 import sentencepiece
@@ -17,6 +18,7 @@ from tokenizers import (
 
 from encdec_adapt.tokenizers import vocabulary_training
 
+TEXTS = list(pydoc_data.topics.topics.values())[:30]
 _WORDS = (
   r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -168,14 +170,11 @@ def save(
   return folder
 
 
-def train(
-  path: pathlib.Path, texts: list[str], size: int, **options
-) -> pathlib.Path:
-  """Trains a SentencePiece vocabulary of ours and returns its path.
+def train(path: pathlib.Path, size: int, **options) -> pathlib.Path:
+  """Trains a SentencePiece vocabulary of ours on `TEXTS`; returns its path.
 
   Args:
     path: file to write.
-    texts: texts to train on.
     size: number of pieces.
     **options: options of SentencePiece in place of ours.
   """
@@ -186,5 +185,5 @@ def train(
       'train',
       lambda **own: train(**{**own, **options}),
     )
-    vocabulary_training.train_vocabulary(texts, path, size)
+    vocabulary_training.train_vocabulary(TEXTS, path, size)
   return path

@@ -148,14 +148,6 @@ def _raw_from_pair(
   config: model_config.EncoderDecoderConfig, pair: Pair
 ) -> dict[str, Any]:
   """Returns the config.json of an encoder-decoder of one family."""
-  found = (config.shared_table, config.decoder.cross_merged)
-  if found != (pair.merged,) * 2:
-    raise errors.UserError(
-      'its models have '
-      + ('one table and merged' if pair.merged else 'two tables and separate')
-      + ' cross-attention; this one has'
-      f' shared_table={found[0]} and cross_merged={found[1]}.'
-    )
   raw: dict[str, Any] = {
     'model_type': pair.model_type,
     'architectures': [pair.architecture],
@@ -202,7 +194,8 @@ def _raw_from_pair(
   )
   if same != config or (rule == 'centered') != pair.merged:
     raise errors.UserError(
-      'the class has other roles, windows or cross-attention.'
+      'the class has other roles, windows or cross-attention, or shares its'
+      ' embedding tables differently.'
     )
   return raw
 

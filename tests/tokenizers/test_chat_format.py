@@ -1,15 +1,11 @@
 """Conversations as literal tokens, masks, and what is refused."""
 
-import pydoc_data.topics
-
 import pytest
 import tokenizers
 
 from encdec_adapt.cli import errors
 from encdec_adapt.tokenizers import chat_format, vocabularies
-from tests import tiny_tokenizers
 
-TEXTS = list(pydoc_data.topics.topics.values())[:20]
 MESSAGES = [
   {'role': 'system', 'content': 'Be brief.'},
   {'role': 'user', 'content': ' Say <eos><|im_end|><|eot_id|> '},
@@ -46,21 +42,17 @@ def family(request):
 
 
 @pytest.fixture(scope='module')
-def folder(family, tmp_path_factory):
-  folder = tmp_path_factory.mktemp(family)
-  return tiny_tokenizers.save(folder, family, TEXTS, 600)
+def vocabulary(family, tiny_folder):
+  return vocabularies.open_vocabulary(tiny_folder(family))
 
 
-@pytest.fixture(scope='module')
-def vocabulary(folder):
-  return vocabularies.open_vocabulary(folder)
-
-
-def test_ids_are_those_of_the_rendered_text(family, folder, vocabulary):
+def test_ids_are_those_of_the_rendered_text(family, tiny_folder, vocabulary):
   """As `tokenizers` reads the template's text, where no text is special."""
   messages = [dict(message) for message in MESSAGES]
   messages[1]['content'] = ' Say it '
-  reference = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  reference = tokenizers.Tokenizer.from_file(
+    str(tiny_folder(family) / 'tokenizer.json')
+  )
   # Gemma's turns are of no special kind in its file, and match all the same.
   want = reference.encode(
     RENDERED[family].format('it'), add_special_tokens=False
@@ -102,9 +94,8 @@ def test_other_conversations_are_refused(vocabulary, messages, message):
     chat_format.encode(messages, vocabulary)
 
 
-def test_gemmas_system_needs_a_user(tmp_path):
-  folder = tiny_tokenizers.save(tmp_path, 'gemma', TEXTS, 500)
-  own = vocabularies.open_vocabulary(folder)
+def test_gemmas_system_needs_a_user(tiny_folder):
+  own = vocabularies.open_vocabulary(tiny_folder('gemma'))
   with pytest.raises(errors.UserError, match='add a message of the user'):
     chat_format.encode(MESSAGES[:1], own)
 

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-import pydoc_data.topics
+import shutil
 import sys
 import sysconfig
 
@@ -32,7 +32,6 @@ VARIED = [
   '-' * 33 + '=' * 70 + ' ' * 50 + 'aaaaaaa' + '#' * 11,
   '1234567890 3.14159 0x7f',
 ]
-PAGES = list(pydoc_data.topics.topics.values())[:30]
 ADDED = 4
 
 
@@ -63,7 +62,7 @@ def export(folder, vocabulary):
 def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
   path = 'bytes'
   if options is not None:
-    path = tiny_tokenizers.train(tmp_path / 'm', PAGES, 1000, **options)
+    path = tiny_tokenizers.train(tmp_path / 'm', 1000, **options)
   own = vocabularies.open_vocabulary(path, added_sentinels=ADDED)
   note = export(tmp_path / 'out', own)
   assert note.startswith('4 added tokens, <sentinel_0> to <sentinel_3>')
@@ -85,7 +84,7 @@ def test_exported_ids_are_ours(options, tmp_path, monkeypatch):
 
 def test_other_ids_are_refused(tmp_path):
   own = vocabularies.open_vocabulary(
-    tiny_tokenizers.train(tmp_path / 'm', PAGES, 1000)
+    tiny_tokenizers.train(tmp_path / 'm', 1000)
   )
   export(tmp_path / 'out', own)
   path = tmp_path / 'out' / 'tokenizer.json'
@@ -109,7 +108,7 @@ def test_other_ids_are_refused(tmp_path):
 def test_the_chat_template_renders_as_chat_format(symbols, tmp_path):
   transformers = pytest.importorskip('transformers')
   path = tiny_tokenizers.train(
-    tmp_path / 'm', PAGES, 1000, user_defined_symbols=['\n', '\n\n', *symbols]
+    tmp_path / 'm', 1000, user_defined_symbols=['\n', '\n\n', *symbols]
   )
   own = vocabularies.open_vocabulary(path)
   export(tmp_path / 'out', own)
@@ -134,8 +133,8 @@ def assert_same(found, added):
 
 
 @pytest.mark.parametrize('family', tiny_tokenizers.TOKENIZER_CONFIG)
-def test_a_carried_tokenizer_is_kept(family, tmp_path):
-  source = tiny_tokenizers.save(tmp_path / 'source', family, PAGES[:9], 300)
+def test_a_carried_tokenizer_is_kept(family, tiny_folder, tmp_path):
+  source = shutil.copytree(tiny_folder(family), tmp_path / 'source')
   config = source / 'tokenizer_config.json'
   content = json.loads(config.read_text())
   content['added_tokens_decoder'] = {'0': {'content': 'x'}}
@@ -147,7 +146,7 @@ def test_a_carried_tokenizer_is_kept(family, tmp_path):
   added = vocabularies.open_vocabulary(source, added_sentinels=ADDED)
   out = tmp_path / 'out'
   export(out, added)
-  export_files.check(out, added, PAGES[:9])
+  export_files.check(out, added, tiny_tokenizers.TEXTS[:9])
   assert_same(vocabularies.open_vocabulary(out), added)
   names = {added.piece(i): i for i in added.added}
   assert len(names) == ADDED + (0 if family in ('gemma', 'llama3') else 3)
@@ -161,8 +160,8 @@ def test_a_carried_tokenizer_is_kept(family, tmp_path):
     vocabularies.open_vocabulary(out, added_sentinels=ADDED)
 
 
-def test_files_of_other_ids_are_left_alone(tmp_path):
-  source = tiny_tokenizers.save(tmp_path / 'source', 'qwen', PAGES[:9], 300)
+def test_files_of_other_ids_are_left_alone(tiny_folder, tmp_path):
+  source = shutil.copytree(tiny_folder('qwen'), tmp_path / 'source')
   before = (source / 'tokenizer.json').read_bytes()
   other = vocabularies.open_vocabulary('bytes', added_sentinels=2)
   assert 'left without them' in export_files.write(source, other)

@@ -1,13 +1,7 @@
 """tokenizer.json of each family: ids by name, round trips, special tokens."""
 
 import json
-import pathlib
-import pydoc_data.topics
-import shutil
-import unicodedata
 
-import hypothesis
-from hypothesis import strategies
 import numpy as np
 import pytest
 import tokenizers
@@ -17,7 +11,6 @@ from encdec_adapt.tokenizers import vocabularies
 from tests import tiny_tokenizers
 
 SIZE = 600
-TEXTS = list(pydoc_data.topics.topics.values())[:20]
 NFC = 'composes accents (Unicode NFC)'
 SPACE = 'turns the character U+2581 into a space'
 # Family -> (pad, eos, bos), sentinels, modes, and what encoding changes. The
@@ -38,10 +31,6 @@ FAMILIES = {
   ),
   'llama2': (('</s>', '</s>', '<s>'), [], [], SPACE),
 }
-SPELLED_OUT = (
-  '<pad><eos> <bos><unk>\n<mask><unused3> <s></s><|im_start|><|endoftext|> '
-  '<|begin_of_text|><|eot_id|><|reserved_special_token_3|><start_of_turn>'
-)
 
 
 @pytest.fixture(scope='module', params=FAMILIES)
@@ -50,14 +39,8 @@ def family(request):
 
 
 @pytest.fixture(scope='module')
-def folder(family, tmp_path_factory):
-  path = tmp_path_factory.mktemp(family) / 'model'
-  return tiny_tokenizers.save(path, family, TEXTS, SIZE)
-
-
-@pytest.fixture(scope='module')
-def vocabulary(folder):
-  return vocabularies.open_vocabulary(folder)
+def vocabulary(family, tiny_folder):
+  return vocabularies.open_vocabulary(tiny_folder(family))
 
 
 def roles(vocabulary):
@@ -77,47 +60,6 @@ def test_special_tokens_are_found_by_name(family, vocabulary):
   assert described['fingerprint'] == vocabulary.fingerprint
 
 
-@hypothesis.settings(
-  deadline=None,
-  max_examples=80,
-  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-@hypothesis.given(
-  strategies.lists(
-    strategies.text(max_size=10)
-    | strategies.sampled_from(
-      ['\0', '\t', '\n', '\r\n', ' ', '   ', 'A\u030a', '\ufb01', '12345']
-      + ['<eos>', '<|im_end|>', '<tool_call>', '<s>', '\U0010ffff', 'def f():']
-    ),
-    max_size=8,
-  ).map(''.join)
-)
-def test_any_text_comes_back(vocabulary, family, text):
-  want = text
-  if family == 'qwen':
-    want = unicodedata.normalize('NFC', text)
-  if vocabulary.note.startswith('turns'):
-    want = text.replace('\u2581', ' ')
-  ids, boundaries = vocabulary.encode_with_boundaries(text)
-  np.testing.assert_array_equal(ids, vocabulary.encode(text))
-  assert ids.dtype == np.int32 and vocabulary.decode(ids) == want
-  assert not np.isin(ids, list(vocabulary.specials.values())).any()
-  assert len(boundaries) == len(ids) + 1
-  assert boundaries[-1] == len(text)
-  places = boundaries[boundaries >= 0]
-  assert (np.diff(places) >= 0).all()
-  for i in np.flatnonzero(boundaries >= 0)[: 4 if family != 'qwen' else 0]:
-    assert vocabulary.decode(ids[:i]) == want[: boundaries[i]]
-
-
-def test_special_tokens_in_text_stay_text(vocabulary):
-  ids = vocabulary.encode(SPELLED_OUT)
-  assert not np.isin(ids, list(vocabulary.specials.values())).any()
-  assert vocabulary.decode(ids) == SPELLED_OUT
-  shown = vocabulary.decode([vocabulary.bos, *ids], show_special=True)
-  assert shown == vocabulary.piece(vocabulary.bos) + SPELLED_OUT
-
-
 def test_ids_that_follow_others_keep_their_space(vocabulary):
   ids, boundaries = vocabulary.encode_with_boundaries('a b')
   at = int(np.flatnonzero(boundaries == 1)[0])
@@ -125,7 +67,9 @@ def test_ids_that_follow_others_keep_their_space(vocabulary):
 
 
 def test_roles_without_a_config_are_known_by_name(family, tmp_path):
-  folder = tiny_tokenizers.save(tmp_path, family, TEXTS, SIZE, config=False)
+  folder = tiny_tokenizers.save(
+    tmp_path, family, tiny_tokenizers.TEXTS, SIZE, config=False
+  )
   bare = vocabularies.open_vocabulary(folder)
   # A base model of Qwen has one token for all.
   want = ('<|endoftext|>',) * 3 if family == 'qwen' else FAMILIES[family][0]
@@ -135,7 +79,9 @@ def test_roles_without_a_config_are_known_by_name(family, tmp_path):
 @pytest.fixture
 def llama3(tmp_path):
   """A folder of a tokenizer.json alone."""
-  return tiny_tokenizers.save(tmp_path, 'llama3', TEXTS, SIZE, config=False)
+  return tiny_tokenizers.save(
+    tmp_path, 'llama3', tiny_tokenizers.TEXTS, SIZE, config=False
+  )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +126,7 @@ def test_files_that_cannot_serve_are_refused(llama3, name, text, message):
 
 
 def test_tokenizers_that_lose_text_are_refused(tmp_path):
-  whole = tiny_tokenizers.make('llama3', TEXTS, SIZE)
+  whole = tiny_tokenizers.make('llama3', tiny_tokenizers.TEXTS, SIZE)
   whole.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
     [
       tokenizers.pre_tokenizers.WhitespaceSplit(),
@@ -192,9 +138,9 @@ def test_tokenizers_that_lose_text_are_refused(tmp_path):
     vocabularies.open_vocabulary(tmp_path)
 
 
-def test_sentencepiece_comes_first(tmp_path, family, folder):
-  both = pathlib.Path(shutil.copytree(folder, tmp_path / 'both'))
-  (both / 'tokenizer.model').write_text('IQ== 0\nIg== 1\n')  # Llama 3's kind.
-  assert vocabularies.file_in(both).name == 'tokenizer.json'
-  (both / 'tokenizer.model').write_bytes(b'\n\x01')
-  assert vocabularies.file_in(both).name == 'tokenizer.model'
+def test_sentencepiece_comes_first(llama3):
+  model = llama3 / 'tokenizer.model'
+  model.write_text('IQ== 0\nIg== 1\n')  # Llama 3's kind.
+  assert vocabularies.file_in(llama3).name == 'tokenizer.json'
+  model.write_bytes(b'\n\x01')
+  assert vocabularies.file_in(llama3).name == 'tokenizer.model'
