@@ -22,10 +22,12 @@ CORE = [
   'tokenizers>=0.21',
 ]
 # What materialising records needs besides (SeqIO brings TensorFlow), and
-# what the reports are drawn with.
+# what the reports are drawn with. Prompt templates are Jinja in YAML.
 # TFDS imports importlib_resources without requiring it.
 DATA = [
   'importlib_resources>=6.0',
+  'jinja2>=3.1',
+  'pyyaml>=6.0',
   'seqio>=0.0.20',
   'tensorflow-datasets>=4.9.9',
 ]

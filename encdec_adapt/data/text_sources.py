@@ -15,6 +15,8 @@ are on the same side.
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
 | pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
+| prompts:GLOB#FILE.yaml   | each line in each template of a promptsource   |
+|                          | file (`data/prompt_source.py`)                 |
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
 | chat:GLOB#FIELD          | each line's field FIELD                        |
@@ -46,6 +48,7 @@ import abc
 import ast
 from collections.abc import Callable, Iterator
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -66,7 +69,7 @@ _SAMPLE_BYTES = 1 << 16
 _TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
 _FORMS = (
   'python[:FILE], text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
-  ' pairs:GLOB#INPUTS,TARGETS, chat:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+  ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
 )
 
 
@@ -198,6 +201,10 @@ def open_source(name: str, max_bytes: int = 0) -> Source:
     UserError: the name has no known form, or has no documents.
   """
   kind, _, rest = name.partition(':')
+  if kind == 'prompts' and rest:
+    from encdec_adapt.data import prompt_source  # Only it needs Jinja.
+
+    return prompt_source.PromptSource(name, max_bytes)
   if kind not in _SOURCES or not rest and name != 'python':
     raise errors.UserError(
       f'source {name!r}: not a source; the forms are {_FORMS}'
@@ -208,7 +215,9 @@ def open_source(name: str, max_bytes: int = 0) -> Source:
 def gives(name: str) -> str:
   """Returns what a source has: 'text', 'pairs' or 'chat'."""
   kind = name.partition(':')[0]
-  return kind if kind in ('pairs', 'chat') else 'text'
+  return {'pairs': 'pairs', 'prompts': 'pairs', 'chat': 'chat'}.get(
+    kind, 'text'
+  )
 
 
 def content_digest(text: str) -> str:
@@ -422,15 +431,16 @@ class JsonlSource(FileSource):
     return pattern
 
   def entries(self):
+    for name, *line in self._lines():
+      yield name, functools.partial(self._read, *line)
+
+  def _lines(self) -> Iterator[tuple[str, bytes, str, int]]:
+    """Yields id, content, path and number of every line that is not empty."""
     for path in self._paths:
       with paths.open_to_read(path) as file:
         for number, line in enumerate(file, start=1):
           if line.strip():
-            where = f'{self._id(path)}:{number}'
-            yield (
-              where,
-              lambda line=line, at=(path, number): self._read(line, *at),
-            )
+            yield f'{self._id(path)}:{number}', line, path, number
 
   def _read(self, line: bytes, path: str, number: int) -> str:
     text = self._value(line, path, number, self._field, str)

@@ -1,0 +1,149 @@
+"""Pairs from rows of JSONL and prompt templates in the form of P3.
+
+`prompts:GLOB#TEMPLATES.yaml` renders every line of the files by every template
+of a promptsource file (arXiv:2202.01279), the form of T0's training mixture
+(P3). A template is Jinja; '|||' stands between inputs and targets, and
+`answer_choices` has its own choices, also divided by '|||'. A line whose
+targets a template leaves empty is no example of it. `choice`, which some
+templates draw with, depends on the example alone.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import json
+import random
+from typing import Any
+
+import jinja2
+from jinja2 import sandbox
+import yaml
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import text_sources
+from encdec_adapt.files import paths
+
+_BETWEEN = '|||'
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+  """A template of a promptsource file.
+
+  Attributes:
+    name: name of the template.
+    jinja: text with the inputs, '|||' and the targets.
+    choices: answer choices, divided by '|||'; '' for none.
+  """
+
+  name: str
+  jinja: str
+  choices: str
+
+  def render(self, row: dict[str, Any], example_id: str) -> list[str]:
+    """Returns inputs and targets of a row; [] if it has no targets.
+
+    Args:
+      row: fields of the row.
+      example_id: decides the draws of `choice`.
+
+    Raises:
+      jinja2.TemplateError: the template cannot be rendered.
+    """
+    environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    environment.globals['zip'] = zip
+    environment.filters['choice'] = random.Random(example_id).choice
+    environment.filters['most_frequent'] = _most_frequent
+    if self.choices:
+      choices = environment.from_string(self.choices).render(row)
+      row = row | {'answer_choices': _divided(choices)}
+    parts = _divided(environment.from_string(self.jinja).render(row))
+    return parts[:2] if len(parts) > 1 and parts[1] else []
+
+
+def _divided(text: str) -> list[str]:
+  return [part.strip() for part in text.split(_BETWEEN)]
+
+
+def _most_frequent(items: Sequence[Any]) -> list[Any]:
+  """Returns the most frequent items, in order of appearance."""
+  most = max((items.count(item) for item in items), default=0)
+  return [item for item in dict.fromkeys(items) if items.count(item) == most]
+
+
+class _Loader(yaml.SafeLoader):
+  """Reads the tagged objects of a promptsource file as mappings."""
+
+
+for _tag in ('!Template', '!TemplateMetadata'):
+  _Loader.add_constructor(
+    _tag, lambda loader, node: loader.construct_mapping(node, deep=True)
+  )
+
+
+def read_templates(path: str) -> list[Template]:
+  """Reads the templates of a promptsource file, ordered by name.
+
+  Raises:
+    UserError: the file cannot be read, or is none.
+  """
+  try:
+    content = yaml.load(paths.at(path).read_text(), _Loader)
+    found = [
+      Template(one['name'], one['jinja'], one.get('answer_choices') or '')
+      for one in content['templates'].values()
+    ]
+  except (
+    OSError,
+    yaml.YAMLError,
+    KeyError,
+    TypeError,
+    AttributeError,
+  ) as error:
+    raise errors.UserError(
+      f'{path} is not a file of prompt templates ({error!r:.200}); it must have'
+      ' templates with a name and jinja, as promptsource writes them'
+    ) from error
+  return sorted(found, key=lambda one: one.name)
+
+
+class PromptSource(text_sources.JsonlSource):
+  """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, templates = rest.partition('#')
+    if not templates:
+      raise errors.UserError(
+        f'source {self.name!r}: name a file of templates, as in'
+        ' prompts:GLOB#TEMPLATES.yaml'
+      )
+    self._templates = read_templates(templates)
+    return pattern
+
+  def entries(self) -> Iterator[tuple[str, Any]]:
+    for name, line, path, number in self._lines():
+      for template in self._templates:
+        # The part before '::' is held out: a line in all templates or in none.
+        place = f'{name}::{template.name.replace("::", ":_:")}'
+        yield (
+          place,
+          functools.partial(self._render, template, place, line, path, number),
+        )
+
+  def _render(self, template, place, line, path, number) -> str:
+    try:
+      row = json.loads(line)
+      pair = template.render(row, place)
+    except (ValueError, TypeError, jinja2.TemplateError) as error:
+      raise errors.UserError(
+        f'source {self.name!r}: {path}, line {number}: the template'
+        f' {template.name!r} cannot be rendered ({error})'
+      ) from error
+    return json.dumps(pair, ensure_ascii=False) if pair else ''
+
+  def _content(self):
+    yield from super()._content()
+    for template in self._templates:
+      yield from dataclasses.astuple(template)
