@@ -37,9 +37,9 @@ class DataConfig:
     "'python' (the text that every Python carries; 'python:FILE' holds out"
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'tfds:NAME:SPLIT',"
-    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB' or 'seqio:NAME' (a registered"
-    ' task or mixture); or several with how often a'
-    " pass draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
+    " or 'seqio:NAME' (a registered task or mixture); or several with how often"
+    " a pass draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
   )
   seqio_modules: str = keys.key(
     '', 'Modules to import, which register SeqIO tasks; separated by commas.'

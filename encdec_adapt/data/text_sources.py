@@ -69,7 +69,8 @@ _SAMPLE_BYTES = 1 << 16
 _TFDS = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
 _FORMS = (
   'python[:FILE], text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
-  ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD], tfds:NAME:SPLIT[:FIELD]'
+  ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD],'
+  ' seqio:NAME[:SPLIT], tfds:NAME:SPLIT[:FIELD]'
 )
 
 

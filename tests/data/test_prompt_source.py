@@ -14,7 +14,8 @@ templates:
   b: !Template
     name: second
     answer_choices: 'Yes ||| No'
-    jinja: '{{a}}, {{b}}? ||| {% if label != -1 %}{{ answer_choices[label] }}{% endif %}'
+    jinja: '{{a}}, {{b}}? ||| {% if label != -1 %}
+      {{- answer_choices[label] }}{% endif %}'
     metadata: !TemplateMetadata
       languages: [en]
   a: !Template
@@ -61,14 +62,20 @@ def test_templates_and_rows_that_do_not_fit_are_named(files, tmp_path):
     text_sources.open_source(files.partition('#')[0])
 
 
-def test_published_templates_render(request):
+def test_published_templates_render(request, tmp_path):
   shared = pathlib.Path(request.config.rootpath).parent / 'shared' / 'data'
   templates = shared / 'templates_promptsource' / 'templates'
   rows = shared / 'eval_superglue' / 'RTE' / 'train.jsonl'
   found = sorted(templates.glob('super_glue__rte*.yaml'))
   if not found or not rows.is_file():
     pytest.skip('the published templates are not on this machine')
-  source = text_sources.open_source(f'prompts:{rows}#{found[0]}')
+  # The templates take labels as numbers.
+  labels = ('entailment', 'not_entailment')
+  lines = [json.loads(line) for line in rows.read_text().splitlines()]
+  numbered = [line | {'label': labels.index(line['label'])} for line in lines]
+  file = tmp_path / 'rte.jsonl'
+  file.write_text('\n'.join(map(json.dumps, numbered)))
+  source = text_sources.open_source(f'prompts:{file}#{found[0]}')
   pairs = [json.loads(one.text) for one in source.documents()]
   assert len(pairs) == 32 * 10
   assert {pair[1].lower() for pair in pairs} >= {'yes', 'no'}
