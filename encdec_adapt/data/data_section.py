@@ -39,10 +39,17 @@ class DataConfig:
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'tfds:NAME:SPLIT',"
     " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
     " or 'seqio:NAME' (a registered task or mixture); or several with how often"
-    " a pass draws their documents, as in 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+    ' a pass draws their documents, as in'
+    " 'python@2 + jsonl:/data/*.jsonl@0.25'.",
   )
   seqio_modules: str = keys.key(
     '', 'Modules to import, which register SeqIO tasks; separated by commas.'
+  )
+  bad_documents: str = keys.key(
+    'fail',
+    'What a document that cannot be read does (not UTF-8, a missing field):'
+    " 'fail' ends the command, 'skip' leaves it out and counts it.",
+    one_of=('fail', 'skip'),
   )
   max_bytes: int = keys.key(
     0, "Bytes used of each source's text; 0 for all.", at_least=0
@@ -180,6 +187,7 @@ class DataConfig:
       source=self.source,
       max_bytes=self.max_bytes,
       seqio_modules=self.seqio_modules,
+      bad_documents=self.bad_documents,
       objective=self.objective,
       encoder_length=self.encoder_length,
       decoder_length=self.decoder_length,

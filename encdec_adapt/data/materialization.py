@@ -135,6 +135,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     )
     for pair in objective.examples(documents, generator):
       yield Example(pair, objective.shared_spans(pair))
+    job.counts['bad_documents'] += part.skipped(draw, job.shard)
   job.counts.update(objective.counts)
 
 
@@ -276,6 +277,7 @@ def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
     max_bytes=spec.max_bytes,
     seqio_modules=spec.seqio_modules,
     pairs=objective_names.source_of(spec.objective) == 'pairs',
+    skip_bad=spec.bad_documents == 'skip',
   )
 
 
@@ -349,6 +351,8 @@ def summary(manifest: Mapping[str, Any]) -> str:
   for what in ('dropped', 'truncated'):
     if totals.get(what):
       line += f'; {totals[what]:,} examples longer than a row were {what}'
+  if totals.get('bad_documents'):
+    line += f'; {totals["bad_documents"]:,} documents could not be read'
   return line
 
 

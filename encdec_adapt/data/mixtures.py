@@ -82,6 +82,12 @@ class Part:
       return self.source
     return text_sources.Pieces(self.source)
 
+  def skipped(self, draw: Draw, shard_index: int) -> int:
+    """Returns the documents of a shard that were read and left out as bad."""
+    # Every shard reads all documents that are cut into pieces.
+    whole = self._divided(draw) is self.source
+    return self.source.skipped if whole or not shard_index else 0
+
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[text_sources.Document]:
@@ -158,6 +164,7 @@ def open_parts(
   max_bytes: int = 0,
   seqio_modules: str = '',
   pairs: bool = False,
+  skip_bad: bool = False,
 ) -> list[Part]:
   """Opens the sources of a mixture.
 
@@ -166,6 +173,7 @@ def open_parts(
     max_bytes: bytes of text used of each source; 0 for all.
     seqio_modules: modules that register SeqIO tasks, separated by commas.
     pairs: whether SeqIO tasks give pairs of texts.
+    skip_bad: whether documents that cannot be read are left out.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
@@ -182,6 +190,8 @@ def open_parts(
     for task, share in seqio_source.weights(name, modules):
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
       parts.append(Part(source, weight * share))
+  for part in parts:
+    part.source.skips_bad = skip_bad
   return parts
 
 

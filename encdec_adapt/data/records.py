@@ -65,6 +65,7 @@ class RecordSpec:
       (`data/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
     seqio_modules: modules that register the SeqIO tasks of the source.
+    bad_documents: 'fail', or 'skip' to leave out what cannot be read.
     max_bytes: bytes of text used of each source; 0 uses all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
     source_fingerprint: digest of the text; '' in a configuration, which is
@@ -85,6 +86,7 @@ class RecordSpec:
   sentinels: str = 'unique'
   eval_fraction: float = 0.0
   seqio_modules: str = ''
+  bad_documents: str = 'fail'
   max_bytes: int = 0
   max_rows: int = 0
   source_fingerprint: str = ''

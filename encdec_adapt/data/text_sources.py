@@ -103,6 +103,8 @@ class Source(abc.ABC):
 
   Attributes:
     name: name that the source was opened by.
+    skips_bad: whether documents that cannot be read are left out.
+    skipped: number of wanted documents that were left out so far.
     max_bytes: documents are used until their UTF-8 text exceeds this; the
       one that exceeds it is not used. 0 for all.
   """
@@ -110,6 +112,8 @@ class Source(abc.ABC):
   def __init__(self, name: str, max_bytes: int = 0):
     self.name = name
     self.max_bytes = max_bytes
+    self.skips_bad = False
+    self.skipped = 0
 
   @abc.abstractmethod
   def entries(self) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -148,7 +152,13 @@ class Source(abc.ABC):
       if not wanted and not self.max_bytes:
         empty = False
         continue
-      text = read()
+      try:
+        text = read()
+      except errors.UserError:
+        if not self.skips_bad:
+          raise
+        self.skipped += wanted
+        continue
       if self.max_bytes:
         size += len(text.encode('utf-8'))
         if size > self.max_bytes:
@@ -187,9 +197,10 @@ class Pieces(Source):
     self._source = source
 
   def entries(self):
-    for name, read in self._source.entries():
-      for number, piece in enumerate(self._PIECE.finditer(read()), 1):
-        yield f'{name}:{number}', piece.group
+    for document in self._source.documents():
+      pieces = self._PIECE.finditer(document.text)
+      for number, piece in enumerate(pieces, 1):
+        yield f'{document.id}:{number}', piece.group
 
   def _content(self):
     yield self._source.fingerprint()

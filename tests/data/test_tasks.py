@@ -256,6 +256,30 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
     text_sources.open_source('tfds:no_such_dataset_at_all:train')
 
 
+def test_bad_documents_may_be_left_out_and_are_counted(vocabulary, tmp_path):
+  lines = [b'{"text": "fine"}', b'{"body": 1}', b'{"text": "\xff"}'] * 10
+  (tmp_path / 'a.jsonl').write_bytes(b'\n'.join(lines))
+  job = materialization.ShardJob(
+    folder='',
+    spec=records.RecordSpec(
+      source=f'jsonl:{tmp_path}/a.jsonl',
+      split='train',
+      objective='prefix_lm',
+      encoder_length=24,
+      decoder_length=24,
+      shards=2,
+      bad_documents='skip',
+    ),
+    choice=vocabularies.Choice(vocabulary.path),
+    pass_index=0,
+    shard=1,
+    read=materialization.read_examples,
+  )
+  # A bad one takes no other with it.
+  assert len(list(materialization.read_examples(job))) == 5
+  assert job.counts['bad_documents'] == 10
+
+
 def test_what_reading_raises_comes_through(tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"body": 1}\n')
   part = mixtures.Part(
