@@ -98,12 +98,14 @@ def _plan(
   leaves = layer_leaves.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
+    """Returns the tensor of a weight, which is made when it is written."""
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
     kind = np.dtype(dtype or stored.dtype)
     place = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
+      """Fetches the parameter and converts it; it must be finite."""
       ours = np.asarray(stored[place] if place else stored)
       with np.errstate(over='ignore'):  # check_finite names the value.
         made = weight.to_theirs(ours).astype(kind, copy=False)

@@ -143,13 +143,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   }
   for file in processors.values():
     atomic.read_json(file)  # Raises an error if it is damaged.
-  return Vision(
-    folder,
-    fields | image_ids(raw),
-    tensors,
-    names,
-    processors,
-  )
+  return Vision(folder, fields | image_ids(raw), tensors, names, processors)
 
 
 def keep(part: Vision, folder: paths.Path) -> None:

@@ -186,11 +186,7 @@ def _from_sentencepiece(
   Returns:
     The tokenizer, and the names of the symbols that always match as a whole.
   """
-  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
-
-  proto = sentencepiece_model_pb2.ModelProto.FromString(
-    one.files[0].read_bytes()
-  )
+  proto = _read_proto(one.files[0])
   ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
   scores = {
     piece.piece: piece.score
@@ -232,6 +228,13 @@ def _from_sentencepiece(
   tokenizer.normalizer = normalizers.Sequence(steps)
   tokenizer.decoder = decoders.Sequence(undo)
   return tokenizer, symbols
+
+
+def _read_proto(path: paths.Path) -> Any:
+  """Returns the content of a SentencePiece file."""
+  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
+
+  return sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
 
 
 def _bpe(
@@ -312,9 +315,7 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
 
 def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   """Appends pieces to a SentencePiece model unless its ids end elsewhere."""
-  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
-
-  proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+  proto = _read_proto(path)
   if len(proto.pieces) != min(tokens.values()):
     return False
   for name in tokens:

@@ -68,20 +68,14 @@ class DamagedError(errors.UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecialIds:
-  """Ids by role.
+class SpecialIds(special_ids.SideIds):
+  """Ids by role: those that frame rows, and others.
 
   Attributes:
-    pad: fills rows; masked everywhere.
-    eos: ends a document.
-    bos: starts a segment.
     unk: id of unknown characters; None if there is none.
     mask: mask of masked language models; None if there is none.
   """
 
-  pad: int
-  eos: int
-  bos: int
   unk: int | None = None
   mask: int | None = None
 

@@ -53,6 +53,7 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
   @jax.jit
   @jax.grad
   def gradients(params):
+    """Returns the gradients of the weighted sum of all logits."""
     sides = []
     for tokens, mask in (
       (rows.decoder, rows.decoder_mask),
@@ -69,6 +70,7 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
     return jnp.sum(logits * weights)
 
   def compare(path, got, theirs):
+    """Compares the gradients of one parameter."""
     name = jax.tree_util.keystr(path)
     assert np.abs(theirs).max() > 0, name
     np.testing.assert_allclose(
