@@ -10,6 +10,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 
+from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
 from tests import tiny
@@ -56,6 +57,12 @@ FIELDS = {'decoder': {**IDS, 'max_position_embeddings': 77}}
 def read(file):
   """Returns the content of a JSON file."""
   return json.loads(file.read_text())
+
+
+def arrays(path):
+  """Returns every parameter of a model, by its stored path."""
+  opened = stored_model.open_model(path, vocab_multiple=128)
+  return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
 def import_folder(source, output, *flags):

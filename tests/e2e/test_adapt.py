@@ -24,12 +24,6 @@ pytestmark = pytest.mark.e2e
 convert_ = tiny.convert
 
 
-def _arrays(path):
-  """Every parameter of a model, by its stored path."""
-  opened = stored_model.open_model(path, vocab_multiple=128)
-  return {path: np.asarray(array) for path, array in opened.arrays().items()}
-
-
 def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   """Array by array: the same as all at once, fresh ones too."""
   flags = [f'--encoder={wide}', f'--decoder={gemma}', '--seed=3']
@@ -39,7 +33,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   sources = []
   for path in (wide, gemma):
     model = stored_model.open_model(path, vocab_multiple=128).model
-    nested = traverse_util.unflatten_dict(_arrays(path), sep='/')
+    nested = traverse_util.unflatten_dict(folders.arrays(path), sep='/')
     sources.append((model, nested))
   target = stored_model.open_model(output).model
   models = [model for model, _ in sources]
@@ -51,7 +45,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
     return recipes.fill(target, coverage, *pairs, rng=rng)
 
   want = adapt([params for _, params in sources], jax.random.key(3))
-  got = _arrays(output)
+  got = folders.arrays(output)
   want = traverse_util.flatten_dict(want, sep='/')
   assert got.keys() == want.keys()
   for path, array in got.items():

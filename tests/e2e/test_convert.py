@@ -16,7 +16,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import stored_model
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
@@ -170,16 +169,12 @@ def test_a_tokenizer_that_is_not_ours_is_carried_with_a_note(gemma, tmp_path):
     assert 'ids were not compared' in (output / 'README.md').read_text()
 
 
-def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
+def test_a_pair_comes_back_from_its_folder(folder, adapted):
   """With fields of both stacks, and the encoder's window as asked for."""
   one = _export(adapted, folder / 'pair_out')
-  said = 'less than 8 tokens on either side'
-  assert said in capsys.readouterr().out
-  assert said in (one / 'README.md').read_text()
+  assert 'less than 8 tokens on either' in (one / 'README.md').read_text()
   flags = [one, folder / 'pair_run', '--encoder_window=inclusive']
   run = folders.import_folder(*flags)
-  settings = config_lib.load_run(str(run))
-  assert settings.model.encoder.window_rule == 'inclusive'
   other = _export(run, folder / 'pair_again')
   _assert_same_files(one, other, 'model.safetensors', 'chat_template.json')
   assert convert_('diff', adapted, run) == 1  # The window.
@@ -189,7 +184,6 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted, capsys):
   card = (other / 'README.md').read_text()
   assert 'look at 8 tokens on either side, as in transformers 5.23' in card
   assert "load('PATH', encoder_window='inclusive')" in card
-  assert convert_('verify', run, other, folders.ROUNDED) == 0
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
@@ -269,29 +263,19 @@ def test_a_configuration_takes_its_model_from_folders(gemma, llama, imported):
   assert settings.model == config_lib.load_run(str(imported)).model
 
 
-def test_merge_averages_every_parameter(folder, gemma, imported, capsys):
+def test_merge_averages_every_parameter(folder, imported):
   other = folders.make_folder(folder / 'other_gemma', folders.GEMMA, seed=5)
   output = folder / 'merged'
   flags = ['--weights=0.25,0.75', f'--output={output}']
   assert convert_('merge', imported, other, *flags) == 0
-  arrays = [
-    {
-      path: np.asarray(array)
-      for path, array in stored_model.open_model(path).arrays().items()
-    }
-    for path in (imported, output)
-  ]
-  theirs = stored_model.open_model(other, vocab_multiple=128)
-  for path, array in theirs.arrays().items():
-    mean = 0.25 * arrays[0][path] + 0.75 * np.asarray(array)
-    np.testing.assert_allclose(arrays[1][path], mean, atol=1e-6)
+  one, two, average = map(folders.arrays, (imported, other, output))
+  for path, array in average.items():
+    mean = 0.25 * one[path] + 0.75 * two[path]
+    np.testing.assert_allclose(array, mean, atol=1e-6)
   exported = _export(output, folder / 'merged_out')
   assert (exported / 'tokenizer.model').exists()
   card = (exported / 'README.md').read_text()
   assert 'merge` of `imported` and `other_gemma`, weighted 0.25, 0.75.' in card
-  capsys.readouterr()
-  assert convert_('diff', imported, output) == 1
-  assert 'decoder/layers/1/mlp/up' in capsys.readouterr().out
 
 
 def test_models_with_other_vocabularies_are_not_combined(
