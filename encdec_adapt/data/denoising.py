@@ -66,6 +66,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objectives
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
+_FEW = 1000  # Up to this many, a permutation is faster than a choice.
 POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
 
 _UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
@@ -294,6 +295,8 @@ class Denoising(objectives.WindowObjective):
     return self._sentinels[np.arange(spans) % len(self._sentinels)]
 
   def shared_spans(self, pair):
+    if self._policy not in ('recycle', 'single'):
+      return 0
     low = pair.targets[pair.targets < len(self._is_sentinel)]
     times = np.bincount(low[self._is_sentinel[low]])
     return int(times[times > 1].sum())
@@ -334,7 +337,12 @@ def partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
     return np.array([total])
   bounds = np.empty(parts + 1, np.int64)
   bounds[0], bounds[-1] = 0, total
-  bounds[1:-1] = np.sort(rng.choice(total - 1, parts - 1, replace=False)) + 1
+  if total < _FEW:
+    places = rng.permutation(total - 1)[: parts - 1]
+  else:
+    places = rng.choice(total - 1, parts - 1, replace=False)
+  places.sort()
+  bounds[1:-1] = places + 1
   return bounds[1:] - bounds[:-1]
 
 
@@ -381,12 +389,12 @@ def corrupt_spans(
     Inputs kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
     hidden_0 sentinel_1 hidden_1 ...
   """
-  kept_before, hidden_after = np.cumsum(kept), np.cumsum(hidden)
+  kept_before, hidden_after = kept.cumsum(), hidden.cumsum()
   hidden_before = hidden_after - hidden
   step = np.zeros(len(window) + 1, np.int8)
   step[kept_before + hidden_before] = 1
   step[kept_before + hidden_after] = -1
-  is_hidden = np.cumsum(step[:-1]).astype(bool)
+  is_hidden = step[:-1].cumsum().astype(bool)
   return batch.Pair(
     insert(window[~is_hidden], kept_before, sentinels),
     insert(window[is_hidden], hidden_before, sentinels),

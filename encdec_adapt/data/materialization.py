@@ -116,13 +116,13 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     objective = text_split.TextSplit(objective, opened)
   draw = _draw(spec, job.pass_index)
   for part in _open_sources(spec):
-    source = part.source.name
+    keyed = randomness.Keyed(spec.seed, job.pass_index, part.source.name)
 
-    def generator(name: str, source=source) -> np.random.Generator:
+    def generator(name: str, keyed=keyed) -> np.random.Generator:
       """Returns the generator of a window: of a document, or of the shard."""
       if name.startswith('#'):
         name = f'shard {job.shard} of {spec.shards}{name}'
-      return randomness.generator(spec.seed, job.pass_index, source, name)
+      return keyed(name)
 
     documents = (
       (

@@ -259,7 +259,7 @@ def make_pairs(
     one,
     sentinel_policy=sentinels,
   )
-  key = functools.partial(randomness.generator, seed, pass_index, source)
+  key = randomness.Keyed(seed, pass_index, source)
 
   def make(names: np.ndarray, texts: np.ndarray):
     found = (
