@@ -23,6 +23,11 @@ def _integer(low: int, most: int = _LARGEST) -> _Rule:
   )
 
 
+def _instance(kind: type, wanted: str) -> _Rule:
+  """Returns the rule of values of one type."""
+  return (lambda value: isinstance(value, kind), wanted)
+
+
 def _list_of(kind: type, name: str) -> _Rule:
   """Returns the rule of lists whose items all have one type."""
   return (
@@ -31,43 +36,52 @@ def _list_of(kind: type, name: str) -> _Rule:
   )
 
 
-def _is_number(value: Any) -> bool:
+def _is_above_0(value: Any) -> bool:
   return type(value) in (int, float) and 0 < value < math.inf
 
 
-_OBJECTS = ('rope_parameters', 'rope_scaling')
+_ROPE = 'rope_parameters rope_scaling'
+_KINDS = ('full_attention', 'sliding_attention')
+_FIELDS = (
+  (
+    _integer(1),
+    """vocab_size hidden_size intermediate_size num_attention_heads
+    num_key_value_heads head_dim sliding_window_pattern num_local_experts
+    num_experts num_experts_per_tok moe_intermediate_size
+    shared_expert_intermediate_size original_max_position_embeddings""",
+  ),
+  (_integer(1, 10_000), 'num_hidden_layers'),
+  # Qwen 2 MoE writes a window of 0 for none.
+  (_integer(0), 'sliding_window max_window_layers eoi_token_index'),
+  (
+    (_is_above_0, 'a number above 0'),
+    """rms_norm_eps query_pre_attn_scalar final_logit_softcapping
+    attn_logit_softcapping rope_theta rope_local_base_freq factor
+    low_freq_factor high_freq_factor""",
+  ),
+  (
+    _instance(bool, 'true or false'),
+    """attention_bias tie_word_embeddings qkv_bias norm_topk_prob mlp_bias
+    use_sliding_window use_bidirectional_attention""",
+  ),
+  (
+    _instance(str, 'a string'),
+    'model_type hidden_act hidden_activation rope_type type',
+  ),
+  (_instance(Mapping, 'an object'), f'{_ROPE} {" ".join(_KINDS)}'),
+  (_list_of(str, 'strings'), 'layer_types'),
+  (_list_of(int, 'integers'), 'mlp_only_layers'),
+)
 _RULES: Mapping[str, _Rule] = {
-  field: rule
-  for rule, fields in {
-    _integer(1): 'vocab_size hidden_size intermediate_size num_attention_heads'
-    ' num_key_value_heads head_dim sliding_window_pattern num_local_experts'
-    ' num_experts num_experts_per_tok moe_intermediate_size'
-    ' shared_expert_intermediate_size original_max_position_embeddings'
-    ' num_channels image_size patch_size',
-    _integer(1, 10_000): 'num_hidden_layers',
-    # Qwen 2 MoE writes a window of 0 for none.
-    _integer(0): 'sliding_window max_window_layers eoi_token_index',
-    (_is_number, 'a number above 0'): 'rms_norm_eps query_pre_attn_scalar'
-    ' final_logit_softcapping attn_logit_softcapping rope_theta'
-    ' rope_local_base_freq factor low_freq_factor high_freq_factor',
-    (lambda value: isinstance(value, bool), 'true or false'): 'attention_bias'
-    ' tie_word_embeddings qkv_bias norm_topk_prob mlp_bias vision_use_head'
-    ' use_sliding_window use_bidirectional_attention',
-    (lambda value: isinstance(value, str), 'a string'): 'model_type hidden_act'
-    ' hidden_activation rope_type type',
-    (lambda value: isinstance(value, Mapping), 'an object'): ' '.join(_OBJECTS),
-    _list_of(str, 'strings'): 'layer_types',
-    _list_of(int, 'integers'): 'mlp_only_layers',
-  }.items()
-  for field in fields.split()
+  field: rule for rule, fields in _FIELDS for field in fields.split()
 }
 # null means off, or the default of the class.
 _NULLABLE = frozenset(
-  'num_key_value_heads head_dim sliding_window sliding_window_pattern'
-  ' eoi_token_index final_logit_softcapping attn_logit_softcapping'
-  ' use_bidirectional_attention layer_types mlp_only_layers'.split()
-) | {*_OBJECTS}
-_KINDS = ('full_attention', 'sliding_attention')
+  f"""{_ROPE} num_key_value_heads head_dim sliding_window
+  sliding_window_pattern eoi_token_index final_logit_softcapping
+  attn_logit_softcapping use_bidirectional_attention layer_types
+  mlp_only_layers sliding_attention""".split()
+)
 
 
 def check(raw: Mapping[str, Any], file: str) -> None:
@@ -87,19 +101,13 @@ def check(raw: Mapping[str, Any], file: str) -> None:
       ' transformers.'
     )
   _check_fields(raw, file)
-  for field in _OBJECTS:
+  for field in _ROPE.split():
     rope, where = raw.get(field) or {}, f'{field} of {file}'
-    _check_fields(rope, where)
     by_kind = any(isinstance(value, Mapping) for value in rope.values())
+    # Fields by kind of layer must have those of full attention.
+    _check_fields({'full_attention': None, **rope} if by_kind else rope, where)
     for kind in _KINDS:
-      part = rope.get(kind)
-      if part is None and not (by_kind and kind == 'full_attention'):
-        continue
-      if not isinstance(part, Mapping):
-        raise errors.UserError(
-          f'{where} has {kind} = {part!r}; it must be an object.'
-        )
-      _check_fields(part, f'{kind} in {where}')
+      _check_fields(rope.get(kind) or {}, f'{kind} in {where}')
 
 
 def _check_fields(raw: Mapping[str, Any], file: str) -> None:

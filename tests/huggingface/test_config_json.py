@@ -154,6 +154,7 @@ REFUSALS = [
     "without 'low_freq_factor'",
   ),
   ('gemma2', 'layer_types', ['full_attention'], '1 layer_types for 4 layers'),
+  ('gemma2', 'layer_types', ['chunked_attention'] * 4, "'chunked_attention'"),
   ('llama', 'layer_types', ['sliding_attention'] * 4, 'full_attention only'),
   ('mistral', 'layer_types', _TWO, 'mistral has sliding_attention only'),
   ('gemma3_text', 'use_bidirectional_attention', True, 'only causal decoders'),
