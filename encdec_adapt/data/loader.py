@@ -224,7 +224,7 @@ def _read(
     return own
   others = record_set.read([(i + offset) % len(record_set) for i in indices])
   return [
-    [batch.Pair(other.inputs, pair.targets, other.prefix)]
+    [pair._replace(inputs=other.inputs, prefix=other.prefix)]
     for (pair,), (other,) in zip(own, others, strict=True)
   ]
 

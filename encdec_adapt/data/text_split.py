@@ -14,7 +14,7 @@ decoder, is shortened until it fits both.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 import itertools
 from typing import NamedTuple
 
@@ -50,11 +50,11 @@ class _Window(NamedTuple):
   ends: bool
 
 
-class TextSplit:
+class TextSplit(objectives.Objective):
   """A PrefixLM objective over two vocabularies.
 
   Attributes:
-    name, draws, lengths, plans: attributes of the wrapped objective.
+    plans: those of the wrapped objective.
   """
 
   reads = 'text'
@@ -82,18 +82,13 @@ class TextSplit:
         f'objective {objective.name!r} cannot concatenate documents with two'
         ' vocabularies; remove the option'
       )
+    super().__init__(objective.name, objective.lengths)
     self._objective = objective
     self._encoder, self._decoder = opened.encoder, opened.decoder
-    self.name, self.draws = objective.name, objective.draws
-    self.lengths, self.plans = objective.lengths, objective.plans
+    self.draws, self.plans = objective.draws, objective.plans
     self._eos = np.array([opened.decoder.eos], np.int32)
 
-  def examples(
-    self,
-    documents: Iterable[tuple[str, str]],
-    generator: objectives.Generator,
-  ) -> Iterator[batch.Pair]:
-    """Cuts texts into windows and pairs each; see `Objective.examples`."""
+  def examples(self, documents, generator):
     for name, text in documents:
       for pair in self.pairs(
         text, lambda i, name=name: generator(f'{name}#{i}')
@@ -107,7 +102,7 @@ class TextSplit:
 
     Args:
       text: text of the document.
-      generator: see `objectives.Objective.pairs`.
+      generator: see `objectives.WindowObjective.pairs`.
 
     Yields:
       Pairs with a prefix that fit the lengths; the last targets end in EOS.
@@ -181,8 +176,3 @@ class TextSplit:
       start, end = document.characters[[at, middle]]
       text = document.text[start:end]
     return _Window(middle, stop, self._encoder.encode(text), ends)
-
-  def shared_spans(self, pair: batch.Pair) -> int:
-    """Returns 0: there are no spans."""
-    del pair
-    return 0
