@@ -167,8 +167,9 @@ def evaluate(
     return _evaluator(run.where, run.loss.chunk)(params, batches)
 
   own = measure()
+  sizes = spec.lengths.encoder, spec.lengths.decoder
   shuffled = None
-  if spec.lengths.encoder and not spec.pack and len(record_set) > 1:
+  if min(sizes) and not spec.pack and len(record_set) > 1:
     # Half of the set away: the prefix of another document.
     shuffled = measure(prefix_offset=len(record_set) // 2).loss
   return {

@@ -25,6 +25,7 @@ from encdec_adapt.cli import app, command
 from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
+from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -205,7 +206,7 @@ def train(
     seed=settings.seed,
     repeat=settings.data.repeat,
     teacher=teacher_row,
-    on_inputs=settings.loss.on_inputs,
+    first_step=start or 0,
   )
   step = first = start or 0
   resume_checks.report_end(batches.left, first, steps, say)
@@ -281,6 +282,9 @@ def train(
         if distributed.is_lead():
           run_artifacts.remove_results(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
+      if settings.loss.on_inputs:
+        pad = data.train.framing.decoder.pad
+        rows = batch_lib.on_all_tokens(rows, pad)
 
       # Post-training that samples (policy optimisation, on-policy
       # distillation) belongs here: `rows` are then prompts, completions are

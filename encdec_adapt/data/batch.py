@@ -236,7 +236,7 @@ def check_framing(
   framing: special_ids.Framing,
   *,
   masks: bool = False,
-  concatenated: bool = False,
+  eos_inside: bool = False,
 ) -> None:
   """Checks that a batch obeys the tables in the module's docstring.
 
@@ -244,7 +244,7 @@ def check_framing(
     batch: fields of the batch.
     framing: special ids that frame its rows.
     masks: whether the decoder may read other tokens than the targets.
-    concatenated: whether inputs may hold the EOS of a document.
+    eos_inside: whether inputs may hold EOS, of a document or a turn.
 
   Raises:
     ValueError: names the broken rule, the row and the position.
@@ -259,7 +259,7 @@ def check_framing(
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
     rules |= _decoder_rules(batch, framing.decoder, masks)
-  rules |= _encoder_rules(batch, framing.encoder, concatenated)
+  rules |= _encoder_rules(batch, framing.encoder, eos_inside)
   rules |= _teacher_rules(batch, masks)
   for rule, holds in rules.items():
     if not holds.all():
@@ -288,7 +288,7 @@ def _decoder_rules(
 
 
 def _encoder_rules(
-  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, concatenated: bool
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, eos_inside: bool
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, S]."""
   if 'encoder_tokens' not in batch:
@@ -299,7 +299,7 @@ def _encoder_rules(
     'an encoder segment starts with its only BOS': (segments == 0)
     | (start == (tokens == ids.bos))
   }
-  if ids.eos != ids.bos and not concatenated:
+  if ids.eos != ids.bos and not eos_inside:
     rules['the encoder reads no EOS'] = (segments == 0) | (tokens != ids.eos)
   return rules
 

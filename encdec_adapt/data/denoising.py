@@ -58,6 +58,7 @@ import bisect
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 import re
 
 import numpy as np
@@ -149,7 +150,7 @@ def _parse(entry: str) -> Denoiser:
         )
       case _:
         raise ValueError
-    right = made.weight > 0 and (
+    right = 0 < made.weight < math.inf and (
       made.kind == 'uniform'
       or (0 < made.density < 1 and (made.kind == 'suffix' or made.mean >= 1))
     )
@@ -351,8 +352,8 @@ def normal_partition(
 ) -> np.ndarray:
   """Draws normally distributed lengths of at least 1 that sum to `total`.
 
-  Their standard deviation is half of the mean. Scaling them to the sum
-  changes a length by less than the deviation of the mean.
+  Their standard deviation is half of the mean before lengths below 1 become 1
+  and all are scaled to the sum.
 
   Args:
     total: at least `parts`.
@@ -363,7 +364,8 @@ def normal_partition(
     int64 [parts].
   """
   mean = total / parts
-  drawn = np.maximum(rng.normal(mean, mean / 2, parts), 0)
+  # What is beyond 1, which every length has.
+  drawn = np.maximum(rng.normal(mean - 1, mean / 2, parts), 0)
   share = drawn / drawn.sum() if drawn.any() else np.full(parts, 1 / parts)
   bounds = np.concatenate([[0], np.cumsum(share)])
   ends = np.round(bounds * (total - parts)).astype(np.int64)

@@ -95,7 +95,7 @@ class Loader:
     seed: int = 0,
     repeat: bool = False,
     teacher: bool = False,
-    on_inputs: bool = False,
+    first_step: int = 0,
     local: Sequence[int] | None = None,
     prefetch: int = 2,
   ):
@@ -109,8 +109,8 @@ class Loader:
       seed: seed of the order of rows.
       repeat: see `Order`; otherwise the stream ends after the last pass.
       teacher: whether to make the teacher's fields.
-      on_inputs: whether inputs are predicted too (`batch.on_all_tokens`);
-        needs the teacher's fields.
+      first_step: global step of the next batch, which decides MEAP's shared
+        masks.
       local: rows of the global batch that this process makes, each 0 to
         batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
       prefetch: batches made ahead; 0 makes none.
@@ -138,10 +138,8 @@ class Loader:
       made = _frame(record_set, rows, lengths, teacher)
       if share:
         made = shared_masks.apply(
-          made, first // batch_size, share, record_set.mask
+          made, first_step + step, share, record_set.mask
         )
-      if on_inputs:
-        made = batch.on_all_tokens(made, record_set.framing.decoder.pad)
       return made
 
     left = sys.maxsize if self.left is None else self.left

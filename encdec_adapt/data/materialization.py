@@ -106,14 +106,18 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   # collection would go through again (a third of the time on short documents).
   gc.freeze()
   spec, opened = job.spec, job.choice.open()
+  name = spec.objective
+  if spec.split == 'eval':
+    name = objective_names.for_evaluation(name)
   objective = objective_names.make_objective(
-    spec.objective,
+    name,
     spec.lengths,
     opened.decoder,
     sentinel_policy=spec.sentinels,
   )
   if opened.differ and spec.encoder_length:
     objective = text_split.TextSplit(objective, opened)
+  objective.skips_bad = spec.bad_documents == 'skip'
   draw = _draw(spec, job.pass_index)
   for part in _open_sources(spec):
     keyed = randomness.Keyed(spec.seed, job.pass_index, part.source.name)
@@ -348,7 +352,7 @@ def summary(manifest: Mapping[str, Any]) -> str:
       f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
       f' another (sentinels={spec["sentinels"]})'
     )
-  for what in ('dropped', 'truncated'):
+  for what in ('dropped', 'truncated', 'left without a masked copy'):
     if totals.get(what):
       line += f'; {totals[what]:,} examples longer than a row were {what}'
   if totals.get('bad_documents'):

@@ -72,15 +72,21 @@ class Part:
 
     Documents are held out by a hash of their ids; of a few, it may be none.
     """
-    names = (name for name, _ in self.source.entries())
+    if self.source.max_bytes:
+      names = (document.id for document in self.source.documents())
+    else:
+      names = (name for name, _ in self.source.entries())
     held_out = dataclasses.replace(draw, split='eval')
     if (
       not draw.eval_fraction
-      or not self.source.is_text
+      or not self.source.divisible
       or any(held_out.has(self.source, name) for name in names)
     ):
-      return self.source
-    return text_sources.Pieces(self.source)
+      found = self.source
+    else:
+      found = text_sources.Pieces(self.source)
+    self.source.skipped = 0  # What was read above is read again.
+    return found
 
   def skipped(self, draw: Draw, shard_index: int) -> int:
     """Returns the documents of a shard that were read and left out as bad."""
@@ -196,9 +202,11 @@ def open_parts(
 
 
 def fingerprint(parts: Sequence[Part]) -> str:
-  """Returns a hex digest of the content and caps of all sources."""
-  prints = [part.source.fingerprint() for part in parts]
-  return prints[0] if len(prints) == 1 else f'{randomness.digest(*prints):032x}'
+  """Returns a hex digest of the content, caps and weights of all sources."""
+  if len(parts) == 1:
+    return parts[0].source.fingerprint()
+  prints = [(part.source.fingerprint(), part.weight) for part in parts]
+  return f'{randomness.digest(*prints):032x}'
 
 
 def interleaved_documents(

@@ -52,7 +52,6 @@ are M where the model reads them; targets are the window, all with weight:
 |--------------------|---------------------------------------------------------|
 | meap (0.15)        | tokens of each window, drawn anew for each, in runs of  |
 |                    | `span` tokens (1; the paper tried 5 and 50)             |
-
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
 |                    | published code (`data/shared_masks.py`)                 |
 
@@ -103,8 +102,8 @@ class Noising(objectives.WindowObjective):
       concatenate: whether windows cross documents.
 
     Raises:
-      UserError: the share is out of range, the lengths do not suit the
-        objective, or the vocabulary has no mask token.
+      UserError: the lengths do not suit the objective, or the vocabulary has no
+        mask token.
     """
     self._share = self.default_share if share is None else share
     if not 0 < self._share < 1:
@@ -368,10 +367,6 @@ class Meap(Noising):
       **options: keyword arguments of `Noising`.
     """
     super().__init__(*args, **options)
-    if span < 1:
-      raise errors.UserError(
-        f'objective {self.name!r}: span={span} must be at least 1'
-      )
     self._span = span
 
   def _make_plans(self):

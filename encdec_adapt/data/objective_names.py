@@ -12,13 +12,13 @@ A name may have options after a colon, separated by commas:
 
 `concatenate` joins the documents of a shard before windows are cut; `share`
 and `span` are described in `data/noising.py`, the options of `pairs` and `chat`
-in `data/supervised.py`; what follows `denoise:` is a
-mixture of `data/denoising.py`, which takes no other option.
+in `data/supervised.py`. What follows `denoise:` is a mixture of
+`data/denoising.py`, which takes no other option.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -40,7 +40,45 @@ _CLASSES: dict[str, type[objectives.Objective]] = {
   **supervised.SUPERVISED,
 }
 NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
-_TYPES = {'share': float, 'span': int}
+
+
+def _share(text: str) -> float:
+  if not 0 < float(text) < 1:
+    raise ValueError
+  return float(text)
+
+
+def _span(text: str) -> int:
+  if int(text) < 1:
+    raise ValueError
+  return int(text)
+
+
+def _one_of(values: Sequence[str]) -> Callable[[str], str]:
+  def read(text: str) -> str:
+    if text not in values:
+      raise ValueError
+    return text
+
+  return read
+
+
+_OPTIONS = {
+  'concatenate': 'concatenate',
+  'share': 'share=NUMBER between 0 and 1',
+  'span': 'span=NUMBER of at least 1',
+  'too_long': f'too_long={"|".join(supervised.TOO_LONG)}',
+  'meap': f'meap={"|".join(supervised.MEAP)}',
+  'prefix': 'prefix=TEXT without a comma',
+}
+# What the value of an option is read by; raises ValueError.
+_READ: Mapping[str, Callable[[str], Any]] = {
+  'concatenate': lambda _: True,
+  'share': _share,
+  'span': _span,
+  'too_long': _one_of(supervised.TOO_LONG),
+  'meap': _one_of(supervised.MEAP),
+}
 
 
 @functools.cache
@@ -65,15 +103,13 @@ def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
   for entry in filter(None, rest.split(',')):
     key, _, value = entry.partition('=')
     try:
-      if key not in known:
+      if key not in known or (key == 'concatenate') == bool(value):
         raise ValueError
-      options[key] = (
-        True if key == 'concatenate' else _TYPES.get(key, str)(value)
-      )
+      options[key] = _READ.get(key, str)(value)
     except ValueError:
       raise errors.UserError(
         f'config.data.objective is {text!r}: {entry!r} is not an option of'
-        f' {name}, which has {", ".join(known)}'
+        f' {name}; it has {", ".join(_OPTIONS[one] for one in known)}'
       ) from None
   return name, options
 
@@ -102,6 +138,22 @@ def masks_decoder_inputs(text: str) -> bool:
   """Returns whether the decoder reads other tokens than the targets."""
   name, options = _parse(text)
   return name.startswith('meap') or bool(options.get('meap'))
+
+
+def for_evaluation(text: str) -> str:
+  """Returns an objective without the masks that only training has (MEAP).
+
+  Held-out losses of MEAP and of plain next-token prediction then compare, as
+  in its published code.
+  """
+  name, options = _parse(text)
+  if name.startswith('meap'):
+    return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
+  if options.get('meap'):
+    rest = text.partition(':')[2].split(',')
+    kept = [one for one in rest if not one.startswith('meap=')]
+    return ':'.join([name, *([','.join(kept)] if kept else [])])
+  return text
 
 
 def shared_mask_share(text: str) -> float:

@@ -75,6 +75,7 @@ class Objective(abc.ABC):
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     concatenate: whether examples cross documents.
     lengths: row lengths that every pair fits.
+    skips_bad: whether documents that it cannot read are left out and counted.
     counts: examples that were dropped or cut, by what happened to them.
   """
 
@@ -84,6 +85,7 @@ class Objective(abc.ABC):
   source = 'text'
   reads = 'tokens'
   concatenate = False
+  skips_bad = False
 
   def __init__(self, name: str, lengths: batch.Lengths):
     """Checks the lengths.

@@ -39,7 +39,7 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
 # Version of rows, file names, windows, packing and manifest.
-FORMAT = 5
+FORMAT = 6
 MANIFEST = 'manifest.json'
 # Fields of a spec that a configuration leaves empty.
 _FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
@@ -405,11 +405,13 @@ class RecordSet:
       ValueError: names the broken rule, the row and the position.
     """
     objective = self.spec.objective
+    # The EOS of some vocabularies ends a turn, and inputs have several.
+    chat = objective_names.source_of(objective) == 'chat'
     batch.check_framing(
       rows,
       self.framing,
       masks=objective_names.masks_decoder_inputs(objective),
-      concatenated=objective_names.is_concatenated(objective),
+      eos_inside=chat or objective_names.is_concatenated(objective),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:

@@ -24,7 +24,10 @@ from typing import Any
 import seqio
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import text_sources
+from encdec_adapt.data import (
+  tasks,  # noqa: F401  Registers the shipped ones.
+  text_sources,
+)
 
 _SEED = 0  # For preprocessors that draw at random.
 
@@ -33,10 +36,10 @@ class SeqioSource(text_sources.Source):
   """A registered task.
 
   Attributes:
-    is_text: whether documents are texts; otherwise they are pairs.
+    divisible: whether documents are texts; otherwise they are pairs.
   """
 
-  is_text = True
+  divisible = True
 
   def __init__(self, name: str, max_bytes: int, *, pairs: bool):
     """Finds the task.
@@ -51,7 +54,7 @@ class SeqioSource(text_sources.Source):
         split.
     """
     super().__init__(name, max_bytes)
-    self.is_text = not pairs
+    self.divisible = not pairs
     task, self._split = _parse(name)
     self._task = _get(task)
     if self._split not in self._task.splits:
@@ -65,12 +68,15 @@ class SeqioSource(text_sources.Source):
       None, self._split, shuffle=False, seed=_SEED, trim_output_features=False
     )
     for i, row in enumerate(dataset.as_numpy_iterator()):
-      name = _text(row['id']) if 'id' in row else str(i)
+      own = row.get('id', str(i))
+      name = (
+        own.decode('utf-8', 'replace') if isinstance(own, bytes) else str(own)
+      )
       yield name.replace('::', ':_:'), functools.partial(self._read, row)
 
   def _read(self, row: dict[str, Any]) -> str:
     """Returns the text of an example, or the JSON of a pair."""
-    if self.is_text:
+    if self.divisible:
       name = 'text' if 'text' in row else 'targets'
       return self._feature(row, name)
     pair = [self._feature(row, name) for name in ('inputs', 'targets')]
@@ -83,8 +89,8 @@ class SeqioSource(text_sources.Source):
         f' {sorted(row)}; objectives of text read text or targets, pairs read'
         ' inputs and targets'
       )
-    if row[name].dtype.kind not in 'iu':
-      return _text(row[name])
+    if isinstance(row[name], bytes):
+      return text_sources.decode(row[name], self.name, f'feature {name!r}')
     vocabulary = self._task.output_features[name].vocabulary
     ids = row[name].tolist()
     if ids and ids[-1] == vocabulary.eos_id:
@@ -97,10 +103,6 @@ class SeqioSource(text_sources.Source):
     for _, (name, read) in zip(range(16), self.entries(), strict=False):
       yield name
       yield read()
-
-
-def _text(value: Any) -> str:
-  return value.decode('utf-8') if isinstance(value, bytes) else str(value)
 
 
 def _parse(name: str) -> tuple[str, str]:
@@ -154,9 +156,16 @@ def weights(name: str, modules: Sequence[str] = ()) -> list[tuple[str, float]]:
     return [(name, 1.0)]
   rates = {}
   for one in found.tasks:
+    if split not in one.splits:
+      continue  # As SeqIO does.
     count = one.num_input_examples(split)
     if count is None:
       count = sum(1 for _ in one.get_dataset(None, split, shuffle=False))
     rates[f'seqio:{one.name}:{split}'] = found.get_rate(one) / max(count, 1)
-  most = max(rates.values())
-  return [(one, rate / most) for one, rate in rates.items()]
+  most = max(rates.values(), default=0)
+  if not most:
+    raise errors.UserError(
+      f'source {name!r}: no task of the mixture has a split {split!r} and a'
+      ' rate above 0; name a split as seqio:NAME:SPLIT'
+    )
+  return [(one, rate / most) for one, rate in rates.items() if rate]

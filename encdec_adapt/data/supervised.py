@@ -14,15 +14,16 @@ end of inputs and targets, and the manifest counts both. `prefix=TEXT` precedes
 all inputs of `pairs` ("summarize: " in T5).
 
 MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
-masked where the model reads them, if the targets have more than 50 tokens:
+masked where the model reads them, if the targets have more than 50 tokens.
+Held-out records have no copies:
 
 | option        | layout                                                      |
 |---------------|-------------------------------------------------------------|
 | meap=separate | its published code: the copy is an example of its own, whose|
 |               | targets alone are masked; weights are 1 at masked tokens    |
 | meap=concat   | the paper: the copy (inputs and targets, both masked)       |
-|               | follows the targets in the same sequence; weights are 1 at  |
-|               | targets and at masked tokens                                |
+|               | follows the targets in the same sequence, where that fits;  |
+|               | weights are 1 at targets and at masked tokens               |
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -41,7 +42,7 @@ from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 _MEAP_SHARE = 0.1  # Of the tokens of the copy.
 _MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
 TOO_LONG = ('drop', 'truncate')
-MEAP = ('', 'separate', 'concat')
+MEAP = ('separate', 'concat')
 
 # (number of tokens, number to choose) -> positions.
 Sample = Callable[[int, int], Iterable[int]]
@@ -71,22 +72,13 @@ class Supervised(objectives.Objective):
       lengths: row lengths that every pair has to fit.
       vocabulary: vocabulary of both sides.
       too_long: what happens to examples longer than a row, one of `TOO_LONG`.
-      meap: layout of MEAP's copies, one of `MEAP`.
+      meap: layout of MEAP's copies, one of `MEAP`; '' for none.
       prefix: text before all inputs.
 
     Raises:
-      UserError: an option has an unknown value, the lengths do not suit pairs,
-        or the vocabulary lacks special tokens.
+      UserError: the lengths do not suit pairs, or the vocabulary lacks special
+        tokens.
     """
-    for option, value, known in (
-      ('too_long', too_long, TOO_LONG),
-      ('meap', meap, MEAP[1:]),
-    ):
-      if value and value not in known:
-        raise errors.UserError(
-          f'objective {name!r}: {option}={value} must be one of'
-          f' {", ".join(known)}'
-        )
     super().__init__(name, lengths)
     self.draws = bool(meap)
     self.counts = collections.Counter(dropped=0, truncated=0)
@@ -99,10 +91,19 @@ class Supervised(objectives.Objective):
 
   def examples(self, documents, generator):
     for name, content in documents:
-      for i, pair in enumerate(self._pairs(name, json.loads(content))):
+      try:
+        pairs = list(self._pairs(name, json.loads(content)))
+      except errors.UserError:
+        if not self.skips_bad:
+          raise
+        self.counts['bad_documents'] += 1
+        continue
+      for i, pair in enumerate(pairs):
         place = f'{name}#{i}'
         for one in self._with_copy(pair, lambda place=place: generator(place)):
-          if fitting := self._fitting(one):
+          fitting = self._fitting(one)
+          # A copy that was cut may have lost its masked tokens.
+          if fitting and (fitting.weights is None or fitting.weights.any()):
             yield fitting._replace(documents=(name,))
 
   def _pairs(self, name: str, content: list) -> Iterator[batch.Pair]:
@@ -147,7 +148,17 @@ class Supervised(objectives.Objective):
     def sample(size: int, count: int) -> np.ndarray:
       return generator().choice(size, count, replace=False)
 
-    yield from meap_copies(pair, self._mask, self._meap, sample)
+    made = meap_copies(pair, self._mask, self._meap, sample)
+    # A pair and its copy in one sequence may be too long.
+    longest = max(self.lengths.decoder, len(pair.targets))
+    if len(made[0].targets) > longest:
+      self.counts['left without a masked copy'] += 1
+      yield pair._replace(
+        decoder_inputs=pair.targets,
+        weights=np.ones(len(pair.targets), np.float32),
+      )
+    else:
+      yield from made
 
 
 def meap_copies(

@@ -36,6 +36,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
+from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
   mixtures,
@@ -192,7 +193,6 @@ def documents(
   Raises:
     UserError: the source is missing or has no text.
   """
-  _hide_gpus()
   source = DocumentSource(part, draw)
   try:
     for some in source.batches(seqio.ShardInfo(shard_index, num_shards)):
@@ -203,12 +203,6 @@ def documents(
     if source.failure is None:
       raise
     raise source.failure from None
-
-
-def _hide_gpus() -> None:
-  """Keeps TensorFlow from taking all memory of a GPU."""
-  if tf.config.get_visible_devices('GPU'):
-    tf.config.set_visible_devices([], 'GPU')
 
 
 def features(one: vocabulary.Vocabulary) -> dict[str, seqio.Feature]:
@@ -250,7 +244,19 @@ def make_pairs(
     'weights', of the length of the targets or empty; and 'documents', the ids
     of the documents.
   """
-  one = output_features['targets'].vocabulary.ours
+  if objective_names.source_of(objective) != 'text' or not sequence_length:
+    raise errors.UserError(
+      f'make_pairs with objective {objective!r} and sequence_length'
+      f' {sequence_length}: it takes objectives of text, and needs the lengths'
+      ' of inputs and targets'
+    )
+  vocabulary = output_features['targets'].vocabulary
+  if not isinstance(vocabulary, SeqioVocabulary):
+    raise errors.UserError(
+      f'make_pairs needs a vocabulary of ours (tasks.features), not'
+      f' {type(vocabulary).__name__}: it has to know sentinels and modes'
+    )
+  one = vocabulary.ours
   made = objective_names.make_objective(
     objective,
     batch.Lengths(
@@ -266,7 +272,13 @@ def make_pairs(
       (name.decode(), one.encode(text.decode('utf-8')))
       for name, text in zip(names, texts, strict=True)
     )
-    pairs = list(made.examples(found, key))
+
+    def generator(name: str) -> np.random.Generator:
+      """Windows over several documents are named by the first of the batch."""
+      first = names[0].decode() if name.startswith('#') else ''
+      return key(first + name)
+
+    pairs = list(made.examples(found, generator))
     columns = []
     for field, dtype in _FIELDS.items():
       parts = [getattr(pair, field) for pair in pairs]

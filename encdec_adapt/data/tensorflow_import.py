@@ -25,7 +25,8 @@ def import_quietly(name: str) -> ModuleType:
     module = importlib.import_module(name)
     import tensorflow as tf
 
-    tf.config.get_visible_devices()  # The first query prints, too.
+    # TensorFlow would take all memory of a GPU. (The first query prints, too.)
+    tf.config.set_visible_devices([], 'GPU')
     return module
 
 

@@ -120,8 +120,8 @@ class Source(abc.ABC):
     """Yields ids and functions that read the texts when they are called."""
 
   @property
-  def is_text(self) -> bool:
-    """Whether documents are text, rather than pairs or conversations."""
+  def divisible(self) -> bool:
+    """Whether documents may be cut, because they are text."""
     return gives(self.name) == 'text'
 
   def in_split(
@@ -288,6 +288,10 @@ class PythonSource(Source):
     group = document_id.rpartition('::')[0] or document_id
     return (group in self._held_out) == (split == 'eval')
 
+  @property
+  def divisible(self):
+    return self._held_out is None  # A list says what is held out.
+
   def _wanted(self, path: pathlib.Path) -> bool:
     return not (
       self._LEFT_OUT.intersection(path.parts)
@@ -406,10 +410,7 @@ class FileSource(Source):
 class TextSource(FileSource):
   """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
 
-  _UNITS = {
-    'paragraphs': re.compile(r'\S.*?(?=\s*\n\s*\n|\s*\Z)', re.DOTALL),
-    'lines': re.compile(r'[^\n]*\S[^\n]*'),
-  }
+  _UNITS = {'paragraphs': re.compile(r'\n\s*\n'), 'lines': re.compile('\n')}
 
   def _pattern(self, rest: str) -> str:
     pattern, _, unit = rest.partition('#')
@@ -418,20 +419,25 @@ class TextSource(FileSource):
         f'source {self.name!r}: {unit!r} after the # must be'
         f' {" or ".join(self._UNITS)}'
       )
-    self._unit = self._UNITS.get(unit)
+    self._ends = self._UNITS.get(unit)
     return pattern
 
   def entries(self):
     for path in self._paths:
-      if self._unit is None:
-        yield self._id(path), lambda path=path: self._read(path)
+      try:
+        parts = self._ends.split(self._read(path)) if self._ends else None
+      except errors.UserError:
+        parts = None  # Raised again where the document is read.
+      if parts is None:
+        yield self._id(path), functools.partial(self._read, path)
         continue
-      for number, found in enumerate(self._unit.finditer(self._read(path)), 1):
-        yield f'{self._id(path)}:{number}', found.group
+      units = (part.strip('\n') for part in parts if part.strip())
+      for number, unit in enumerate(units, 1):
+        yield f'{self._id(path)}:{number}', functools.partial(str, unit)
 
   def _read(self, path: str) -> str:
     with paths.open_to_read(path) as file:
-      return _decode(file.read(), self.name, path)
+      return decode(file.read(), self.name, path)
 
 
 class JsonlSource(FileSource):
@@ -469,7 +475,7 @@ class JsonlSource(FileSource):
     """
     where = f'{path}, line {number}'
     try:
-      value = json.loads(_decode(line, self.name, where))[field]
+      value = json.loads(decode(line, self.name, where))[field]
     except (ValueError, KeyError, TypeError) as error:
       value = error
     if not isinstance(value, kind):
@@ -558,7 +564,7 @@ class TfdsSource(Source):
       example_id = row['tfds_id'].decode().replace('::', ':_:')
       yield (
         example_id,
-        lambda text=row[self._field], at=example_id: _decode(
+        lambda text=row[self._field], at=example_id: decode(
           text, self.name, at
         ),
       )
@@ -569,7 +575,17 @@ class TfdsSource(Source):
     yield self._field
 
 
-def _decode(data: bytes, source: str, where: str) -> str:
+def decode(data: bytes, source: str, where: str) -> str:
+  """Decodes UTF-8.
+
+  Args:
+    data: text, with or without a byte-order mark.
+    source: name of the source, for the error.
+    where: place in the source, for the error.
+
+  Raises:
+    UserError: it is not UTF-8; names the place and the byte.
+  """
   try:
     return data.decode('utf-8-sig')
   except UnicodeDecodeError as error:

@@ -95,6 +95,10 @@ def raw_from_model(
     try:
       if is_pair:
         return _raw_from_pair(config, family), family.layout
+      if config.decoder.role != 'causal':
+        raise errors.UserError(
+          f'its attention is causal, and not {config.decoder.role}.'
+        )
       raw = families.raw_from_stack(config.decoder, family)
       return {**raw, 'architectures': [family.architecture]}, family.layout
     except errors.UserError as error:

@@ -315,7 +315,10 @@ def describe_batch(rows: Mapping[str, Any], opened: vocabularies.Opened) -> str:
   lines = ['the first example read for the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
-      side = 'encoder' if field.startswith('encoder') else 'decoder'
+      side = field.partition('_')[0]
+      if side == 'targets':
+        # Those of an encoder-only model stand where it reads the tokens.
+        side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
       tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
       text = opened.sides[side].decode(tokens, show_special=True, start=False)
       shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'

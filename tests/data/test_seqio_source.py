@@ -36,6 +36,12 @@ for name, count in (('small', 100), ('large', 900)):
     ],
     output_features={'inputs': feature, 'targets': feature},
   )
+seqio.TaskRegistry.add(
+  'foreign_raw',
+  source=_source({'text': ['one', b'\\xff', 'three'], 'targets': ['a'] * 3}),
+  preprocessors=[],
+  output_features={},
+)
 seqio.MixtureRegistry.add(
   'foreign_mix', [('foreign_small', 9.0), ('foreign_large', 1.0)]
 )
@@ -64,6 +70,17 @@ def test_a_task_gives_pairs_or_text():
   (part,) = _open('seqio:foreign_small:train', pairs=False)
   assert next(part.source.documents()).text == 'answer 0'
   assert part.source.fingerprint() == part.source.fingerprint()
+
+
+def test_features_that_are_not_encoded_are_read_as_they_are():
+  (part,) = mixtures.open_parts(
+    'seqio:foreign_raw', seqio_modules='foreign_tasks', skip_bad=True
+  )
+  assert [one.text for one in part.source.documents()] == ['one', 'three']
+  assert part.source.skipped == 1
+  (part,) = _open('seqio:encdec_adapt_causal_lm', pairs=False)
+  with pytest.raises(errors.UserError, match='needs the lengths'):
+    next(part.source.documents())
 
 
 def test_a_mixture_loses_nothing_and_has_its_rates():

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objective_names, supervised, text_sources
-from encdec_adapt.tokenizers import chat_format, vocabularies
+from encdec_adapt.tokenizers import chat_format, special_ids, vocabularies
 from tests import framing, tiny_tokenizers
 
 
@@ -88,6 +88,33 @@ def test_every_turn_of_the_assistant_is_an_example(vocabulary):
   assert made == whole[: len(made)]
 
 
+def test_turns_that_end_in_eos_are_framed(tmp_path):
+  # Qwen's EOS ends a turn, so inputs have several.
+  one = vocabularies.open_vocabulary(
+    tiny_tokenizers.save(tmp_path, 'qwen', tiny_tokenizers.TEXTS, 600)
+  )
+  lengths = batch.Lengths(256, 96)
+  made = _examples(objective_names.make_objective('chat', lengths, one), CHAT)
+  frame = special_ids.Framing(one.ids, one.ids)
+  rows = batch.stack_rows(
+    [batch.frame_row([pair], lengths, frame) for pair in made]
+  )
+  batch.check_framing(rows, frame, eos_inside=True)
+  with pytest.raises(ValueError, match='reads no EOS'):
+    batch.check_framing(rows, frame)
+
+
+def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
+  objective = _make(vocabulary, 'pairs:meap=concat', 64, 96)
+  (pair,) = _examples(objective, ['q', 'word ' * 30])
+  assert len(pair.targets) < 96 and pair.weights.all()
+  assert objective.counts['left without a masked copy'] == 1
+  plain = objective_names.for_evaluation('pairs:meap=concat,prefix=a')
+  assert plain == 'pairs:prefix=a'
+  assert objective_names.for_evaluation('meap:share=0.2') == 'causal_lm'
+  assert objective_names.for_evaluation('chat:meap=separate') == 'chat'
+
+
 @pytest.mark.parametrize(
   'messages, words',
   [
@@ -156,9 +183,11 @@ def test_meap_concat_masks_a_copy_of_the_whole_sample():
 
 
 def test_options_with_unknown_values_are_refused(vocabulary):
-  with pytest.raises(errors.UserError, match='too_long=cut must be one of'):
+  with pytest.raises(
+    errors.UserError, match='too_long=cut.*too_long=drop.truncate'
+  ):
     _make(vocabulary, 'pairs:too_long=cut')
-  with pytest.raises(errors.UserError, match='meap=both must be one of'):
+  with pytest.raises(errors.UserError, match='meap=both'):
     _make(vocabulary, 'chat:meap=both')
 
 
@@ -188,7 +217,7 @@ def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
     return [(one.id, one.text) for one in source.documents()]
 
   assert texts('paragraphs') == [
-    ('a.txt:1', 'one\ntwo'),
+    ('a.txt:1', ' one\ntwo '),
     ('a.txt:2', 'three'),
     ('a.txt:3', 'four'),
   ]

@@ -68,7 +68,7 @@ def _rows(name, kind):
     framed,
     framing.FRAMING,
     masks=objective_names.masks_decoder_inputs(name),
-    concatenated=objective.concatenate,
+    eos_inside=objective.concatenate,
   )
   return framed
 
