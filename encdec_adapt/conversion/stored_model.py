@@ -18,7 +18,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import model_config, model_section, parameters
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 from encdec_adapt.training import state as state_lib
 
@@ -301,11 +301,12 @@ def require_decoder_only(source: StoredModel) -> None:
   """Checks the source of an adaptation, or a teacher.
 
   Raises:
-    UserError: it is an encoder-decoder.
+    UserError: it is no decoder-only model.
   """
-  if not isinstance(source.model, model_config.DecoderOnlyConfig):
+  kind = model_section.kind_of(source.model)
+  if kind not in ('decoder_only', 'prefix_decoder'):
     raise errors.UserError(
-      f'{source.path} is an encoder-decoder; adaptation starts from'
+      f'{source.path} is a model of kind {kind}; adaptation starts from'
       ' decoder-only models, and a teacher is one.'
     )
 
