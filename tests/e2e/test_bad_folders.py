@@ -133,7 +133,7 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
      'exists already'),
     (['adapt', '--encoder={gemma}', '--output={gemma}'], 'exists already'),
     (['adapt', '--encoder={adapted}', '--output={tmp}/x'],
-     'is an encoder-decoder'),
+     'of kind encoder_decoder'),
     (['adapt', '--encoder={wide}', '--decoder={gemma}', '--output={tmp}/x',
       '--cross_attention=copy'], 'as wide as the decoder'),
     (['inspect'], 'inspect takes PATH, not nothing'),

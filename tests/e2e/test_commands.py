@@ -232,7 +232,7 @@ def test_attention_of_a_run_that_these_devices_cannot_run(
     ('workdir', 'The checkpoint .* is of another model'),
     ('checkpoint', 'is of another model than config.model'),
     ('embeddings', 'embedder/table'),
-    ('adapt', 'is an encoder-decoder'),
+    ('adapt', 'of kind encoder_decoder'),
   ],
 )
 def test_another_model_is_refused_before_records_are_made(
@@ -265,7 +265,7 @@ def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
   assert re.search(r'^  teacher +[\d.]+ \w', shown, re.MULTILINE)
   assert "decoder's shape" not in shown
   assert 'decoder/layers' in shown
-  with pytest.raises(errors.UserError, match='is an encoder-decoder'):
+  with pytest.raises(errors.UserError, match='of kind encoder_decoder'):
     _train(*pairs, *flags, f'{teacher}{adapted}', '--dry_run')
 
 
