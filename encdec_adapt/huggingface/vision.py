@@ -188,5 +188,15 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """Returns the object with `text_config`, `vision_config` and image ids."""
-  return raw['encoder'] if raw.get('model_type') == MODEL_TYPE else raw
+  """Returns the object with `text_config`, `vision_config` and image ids.
+
+  Raises:
+    UserError: a T5Gemma 2 config.json has no encoder.
+  """
+  if raw.get('model_type') != MODEL_TYPE:
+    return raw
+  if not isinstance(raw.get('encoder'), Mapping):
+    raise errors.UserError(
+      f"a config.json of {MODEL_TYPE} must have an object 'encoder'."
+    )
+  return raw['encoder']
