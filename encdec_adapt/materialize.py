@@ -5,8 +5,9 @@ r"""Makes the vocabulary and the records of a configuration ahead of training.
 
 Finished shards are kept when the command is interrupted and given again. With
 --show it then prints rows of the records as text, with their documents,
-sentinels, masks and weights. `encdec_adapt/data/materialization.py` does the
-work.
+sentinels, masks and weights; with --contamination=SOURCES, which evaluation
+examples stand in the training text. `encdec_adapt/data/materialization.py` does
+the work.
 """
 
 import sys
@@ -24,6 +25,12 @@ define_flags = command.define(
     default='',
   ),
   command.boolean('show', 'Print rows of the records.', default=False),
+  command.string(
+    'contamination',
+    'Sources of evaluation sets, as in config.data.source: report which of'
+    ' their examples share 13 words with the training text.',
+    default='',
+  ),
   command.integer(
     'n', 'Rows of each split to print.', default=4, lower_bound=1
   ),
@@ -42,6 +49,10 @@ def main(values: flags.FlagValues) -> int:
   # teacher may not exist yet.
   settings = config_lib.load(values.config, values.workdir, sources=False)
   materialization.materialize(settings.data)
+  if values.contamination:
+    print(
+      materialization.contamination_report(settings.data, values.contamination)
+    )
   if values.show:
     opened = settings.data.vocabularies.open()
     for one in materialization.open_sets(settings.data, opened):

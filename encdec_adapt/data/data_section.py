@@ -51,6 +51,9 @@ class DataConfig:
     " 'fail' ends the command, 'skip' leaves it out and counts it.",
     one_of=('fail', 'skip'),
   )
+  deduplicate: bool = keys.key(
+    False, 'Leave out documents whose text an earlier document has.'
+  )
   max_bytes: int = keys.key(
     0, "Bytes used of each source's text; 0 for all.", at_least=0
   )
@@ -188,6 +191,7 @@ class DataConfig:
       max_bytes=self.max_bytes,
       seqio_modules=self.seqio_modules,
       bad_documents=self.bad_documents,
+      deduplicate=self.deduplicate,
       objective=self.objective,
       encoder_length=self.encoder_length,
       decoder_length=self.decoder_length,

@@ -26,6 +26,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data import (
   batch,
+  contamination,
   data_section,
   mixtures,
   objective_names,
@@ -66,6 +67,7 @@ class ShardJob:
     shard: number of the shard, 0 to spec.shards - 1.
     read: function that yields the shard's examples; must be importable by
       name, because worker processes call it.
+    left_out: name of a source -> ids of documents that are not read.
     counts: examples that were dropped or cut, filled in by `read`.
   """
 
@@ -75,6 +77,9 @@ class ShardJob:
   pass_index: int
   shard: int
   read: Callable[['ShardJob'], Iterable[Example]]
+  left_out: Mapping[str, frozenset[str]] = dataclasses.field(
+    default_factory=dict
+  )
   counts: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
@@ -119,7 +124,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     objective = text_split.TextSplit(objective, opened)
   objective.skips_bad = spec.bad_documents == 'skip'
   draw = _draw(spec, job.pass_index)
-  for part in _open_sources(spec):
+  for part in _open_sources(spec, job.left_out):
     keyed = randomness.Keyed(spec.seed, job.pass_index, part.source.name)
 
     def generator(name: str, keyed=keyed) -> np.random.Generator:
@@ -237,6 +242,8 @@ def materialize_sets(
               ShardJob(str(place), spec, choice, pass_index, shard, read)
             )
     if jobs:
+      left_out = _duplicates(job.spec for job in jobs)
+      jobs = [dataclasses.replace(job, left_out=left_out) for job in jobs]
       _print(
         f'records: {len(jobs)} of {len(entries)} shards to make,'
         f' {min(workers, len(jobs))} at a time'
@@ -275,13 +282,31 @@ def _with_fingerprints(
   )
 
 
-def _open_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
+def _duplicates(
+  specs: Iterable[records.RecordSpec],
+) -> Mapping[str, frozenset[str]]:
+  """Returns the documents to leave out of sets that are made of one source."""
+  for spec in specs:
+    if spec.deduplicate:
+      found = contamination.duplicates(_open_sources(spec))
+      _print(
+        f'data: {sum(map(len, found.values())):,} documents are duplicates and'
+        ' are left out'
+      )
+      return found
+  return {}
+
+
+def _open_sources(
+  spec: records.RecordSpec, left_out: Mapping[str, frozenset[str]] | None = None
+) -> list[mixtures.Part]:
   return mixtures.open_parts(
     spec.source,
     max_bytes=spec.max_bytes,
     seqio_modules=spec.seqio_modules,
     pairs=objective_names.source_of(spec.objective) == 'pairs',
     skip_bad=spec.bad_documents == 'skip',
+    left_out=left_out or {},
   )
 
 
@@ -434,6 +459,28 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabularies.Opened:
   for note in opened.check_tables(data.table_sizes):
     _print(f'note: {note}')
   return opened
+
+
+def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
+  """Reports evaluation examples that stand in the training text.
+
+  Args:
+    data: section `data` of the configuration.
+    evaluation: sources of evaluation sets, as in `config.data.source`.
+
+  Returns:
+    A line for every set; see `contamination.report`.
+
+  Raises:
+    UserError: a source is missing or has no text.
+  """
+  spec = data.train
+  training = mixtures.interleaved_documents(_open_sources(spec), _draw(spec, 0))
+  sets = {
+    part.source.name: part.source.documents()
+    for part in mixtures.open_parts(evaluation)
+  }
+  return contamination.report(training, sets)
 
 
 def materialize(data: data_section.DataConfig) -> None:

@@ -21,11 +21,12 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
 import re
+import types
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import randomness, tensorflow_import, text_sources
@@ -61,10 +62,12 @@ class Part:
   Attributes:
     source: source of documents.
     weight: how often a pass draws each document; positive.
+    left_out: ids of documents that are not drawn (duplicates).
   """
 
   source: text_sources.Source
   weight: float
+  left_out: frozenset[str] = frozenset()
 
   @functools.cache  # noqa: B019  Parts are few and live as long as the job.
   def _divided(self, draw: Draw) -> text_sources.Source:
@@ -108,6 +111,11 @@ class Part:
       UserError: the source is missing or has no text.
     """
     source = self._divided(draw)
+
+    def document_id(name: str) -> str:
+      """Returns the id of the document that a piece is from."""
+      return name if source is self.source else name.rpartition(':')[0]
+
     weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
     for number in range(math.ceil(weight)):
       share = weight - number  # 1 or more in all rounds but the last.
@@ -116,6 +124,7 @@ class Part:
         return (
           index % num_shards == shard_index
           and draw.has(source, name)
+          and document_id(name) not in self.left_out
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
@@ -171,6 +180,7 @@ def open_parts(
   seqio_modules: str = '',
   pairs: bool = False,
   skip_bad: bool = False,
+  left_out: Mapping[str, frozenset[str]] = types.MappingProxyType({}),
 ) -> list[Part]:
   """Opens the sources of a mixture.
 
@@ -180,6 +190,7 @@ def open_parts(
     seqio_modules: modules that register SeqIO tasks, separated by commas.
     pairs: whether SeqIO tasks give pairs of texts.
     skip_bad: whether documents that cannot be read are left out.
+    left_out: name of a source -> ids of documents that are not drawn.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
@@ -198,7 +209,12 @@ def open_parts(
       parts.append(Part(source, weight * share))
   for part in parts:
     part.source.skips_bad = skip_bad
-  return parts
+  return [
+    dataclasses.replace(
+      part, left_out=left_out.get(part.source.name, frozenset())
+    )
+    for part in parts
+  ]
 
 
 def fingerprint(parts: Sequence[Part]) -> str:

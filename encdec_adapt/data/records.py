@@ -66,6 +66,7 @@ class RecordSpec:
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
     seqio_modules: modules that register the SeqIO tasks of the source.
     bad_documents: 'fail', or 'skip' to leave out what cannot be read.
+    deduplicate: whether documents with the text of an earlier one are left out.
     max_bytes: bytes of text used of each source; 0 uses all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
     source_fingerprint: digest of the text; '' in a configuration, which is
@@ -87,6 +88,7 @@ class RecordSpec:
   eval_fraction: float = 0.0
   seqio_modules: str = ''
   bad_documents: str = 'fail'
+  deduplicate: bool = False
   max_bytes: int = 0
   max_rows: int = 0
   source_fingerprint: str = ''

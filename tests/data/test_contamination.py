@@ -1,0 +1,37 @@
+"""Duplicates, and evaluation examples within training text."""
+
+from encdec_adapt.data import contamination, mixtures
+from encdec_adapt.data.text_sources import Document
+
+
+def test_a_text_is_kept_where_it_comes_first(tmp_path):
+  for name, text in (('a/1', 'x'), ('a/2', 'y'), ('a/3', 'x'), ('b/1', 'y')):
+    path = tmp_path / f'{name}.txt'
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+  first, second = f'text:{tmp_path}/a/*.txt', f'text:{tmp_path}/b/*.txt'
+  parts = mixtures.open_parts(f'{first} + {second}')
+  assert contamination.duplicates(parts) == {
+    first: frozenset({'3.txt'}),
+    second: frozenset({'1.txt'}),
+  }
+  left_out = contamination.duplicates(parts)
+  parts = mixtures.open_parts(f'{first} + {second}', left_out=left_out)
+  draw = mixtures.Draw('train', 0.0, seed=0)
+  found = [one.text for part in parts for one in part.documents(draw)]
+  assert found == ['x', 'y']
+
+
+def test_runs_of_thirteen_words_are_found():
+  numbers = [f'word{i}' for i in range(40)]
+  training = [Document('t', ' '.join(numbers))]
+  evaluation = {
+    'long': [
+      Document('in', 'Before. ' + ', '.join(numbers[5:18]).upper() + '!'),
+      Document('12 words', 'other ' + ' '.join(numbers[5:17]) + ' other'),
+    ],
+    'short': [Document('in', 'word3 word4'), Document('out', 'word4 word3')],
+  }
+  long, short = contamination.report(training, evaluation).splitlines()
+  assert long.startswith('long: 1 of 2 examples') and long.endswith(': in')
+  assert short.startswith('short: 1 of 2 examples') and short.endswith(': in')
