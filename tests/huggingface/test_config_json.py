@@ -6,7 +6,12 @@ import dataclasses
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.huggingface import config_json, families
+from encdec_adapt.huggingface import (
+  config_json,
+  families,
+  own_config,
+  weights,
+)
 from encdec_adapt.models import model_config
 
 SIZES = dict(
@@ -126,6 +131,15 @@ def test_fields_of_a_pair():
   assert model.decoder.cross_width == 32
   assert model.encoder.window_rule == 'inclusive'
   assert config_json.raw_from_model(model)[0]['encoder_window'] == 'inclusive'
+
+
+@pytest.mark.parametrize('role', ['prefix', 'bidirectional'])
+def test_models_of_one_stack_that_are_not_causal_have_our_layout(role):
+  model = model_config.DecoderOnlyConfig(model_config.StackConfig(role=role))
+  with pytest.raises(errors.UserError, match=f'is causal, and not {role}'):
+    config_json.raw_from_model(model)
+  raw = own_config.raw_from_model(model)
+  assert config_json.model_from_raw(raw) == (model, weights.OWN)
 
 
 def test_models_without_a_class_are_refused_with_a_reason():
