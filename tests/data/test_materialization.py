@@ -307,3 +307,38 @@ def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
     make(text, folder, workers, spec=spec, read=read)
     found.append(contents(folder))
   assert found[0] == found[1]
+
+
+def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
+  (tmp_path / 'copies').mkdir()
+  for name in ('00.txt', '01.txt', '02.txt'):
+    copy = tmp_path / 'copies' / name
+    copy.write_text((text / '00.txt').read_text())
+  flags = {
+    'model.kind': 'encoder_decoder',
+    'model.encoder.vocab_size': 600,
+    'model.decoder.vocab_size': 600,
+    'data.folder': tmp_path / 'records',
+    'data.vocabulary': text / 'vocabulary.model',
+    'data.source': f'text:{text}/*.txt + text:{tmp_path}/copies/*.txt',
+    'data.objective': 'mass',
+    'data.encoder_length': 48,
+    'data.decoder_length': 48,
+    'data.shards': 1,
+    'data.workers': 1,
+    'data.deduplicate': True,
+  }
+  arguments = [
+    '--config=configs/base.py',
+    '--show',
+    '--n=1',
+    f'--contamination=text:{text}/0[0-4].txt',
+    *(f'--config.{key}={value}' for key, value in flags.items()),
+  ]
+  values = command.parse(materialize.define_flags, arguments)
+  assert materialize.main(values) == 0
+  shown = capsys.readouterr().out
+  assert 'data: 3 documents are duplicates' in shown
+  # All but those that are held out.
+  assert ' of 5 examples share 13 words' in shown
+  assert shown.count('row 0: ') == 2 and '<mask>' in shown
