@@ -51,7 +51,7 @@ def flag(
   Args:
     kind: kind of the flag, such as 'string' for `flags.DEFINE_string`.
     name: name of the flag.
-    *arguments: its help, after the allowed values of an enum.
+    *arguments: help text of the flag; for an enum, its allowed values first.
     default: value of a flag that is not given.
     **options: options of the kind, such as `lower_bound`.
   """

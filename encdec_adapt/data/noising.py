@@ -50,8 +50,8 @@ are M where the model reads them; targets are the window, all with weight:
 
 | name               | what is masked                                          |
 |--------------------|---------------------------------------------------------|
-| meap (0.15)        | tokens of each window, drawn anew for each, in runs of  |
-|                    | `span` tokens (1; the paper tried 5 and 50)             |
+| meap (0.15)        | tokens of each window, in runs of `span` tokens (1; the |
+|                    | paper tried 5 and 50); every window has its own draw    |
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
 |                    | published code (`data/shared_masks.py`)                 |
 
@@ -204,7 +204,7 @@ class IidDenoising(Noising):
   needs_mask = False
 
   def _make_plans(self):
-    # All runs may have length 1.
+    # Every hidden token may have a sentinel of its own.
     plan = self._longest(lambda window: (window, 2 * self._count(window)))
     _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
     return (plan,)
@@ -221,16 +221,10 @@ class IidDenoising(Noising):
     )
 
 
-class PermutedLM(Noising):
+class PermutedLM(IidDenoising):
   """Predicts hidden tokens in random order, each after its sentinel."""
 
   default_share = 1 / 6
-  needs_mask = False
-
-  def _make_plans(self):
-    plan = self._longest(lambda window: (window, 2 * self._count(window)))
-    _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
-    return (plan,)
 
   def split(self, window, plan, rng):
     at = np.flatnonzero(self._hidden(len(window), rng))
@@ -407,7 +401,7 @@ class SharedMeap(Noising):
     if vocabulary.mask is None:
       raise errors.UserError(
         f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
-        ' token; use meap, which can do with a sentinel'
+        ' token; use meap, which takes a sentinel instead'
       )
 
   def _make_plans(self):

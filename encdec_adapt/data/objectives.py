@@ -54,7 +54,7 @@ class Plan:
   Attributes:
     inside: most tokens of a window that does not end its document.
     last: most tokens of a document's last window, whose targets get EOS.
-    task: what is done to the window, if the objective mixes several tasks.
+    task: denoiser of the window, for mixtures of denoisers; else None.
   """
 
   inside: int

@@ -4,8 +4,8 @@
 of a promptsource file (arXiv:2202.01279), the form of T0's training mixture
 (P3). A template is Jinja; '|||' stands between inputs and targets, and
 `answer_choices` has its own choices, also divided by '|||'. A line whose
-targets a template leaves empty is no example of it. `choice`, which some
-templates draw with, depends on the example alone.
+targets a template leaves empty gives no example. The draws of `choice`, a
+filter of some templates, depend on the example alone.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """

@@ -71,7 +71,7 @@ class Supervised(objectives.Objective):
       name: name of the objective, for errors.
       lengths: row lengths that every pair has to fit.
       vocabulary: vocabulary of both sides.
-      too_long: what happens to examples longer than a row, one of `TOO_LONG`.
+      too_long: rule for examples longer than a row, one of `TOO_LONG`.
       meap: layout of MEAP's copies, one of `MEAP`; '' for none.
       prefix: text before all inputs.
 

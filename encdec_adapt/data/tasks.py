@@ -268,6 +268,7 @@ def make_pairs(
   key = randomness.Keyed(seed, pass_index, source)
 
   def make(names: np.ndarray, texts: np.ndarray):
+    """Returns tokens and lengths of every field, flat, and the ids."""
     found = (
       (name.decode(), one.encode(text.decode('utf-8')))
       for name, text in zip(names, texts, strict=True)

@@ -1,7 +1,7 @@
 """Imports TensorFlow without the lines it prints while it starts.
 
 TensorFlow 2.21 writes of missing GPUs and CPU features to stderr before any
-level of logging applies. They concern nobody here: it only reads text.
+level of logging applies. TensorFlow only reads text here, so they mislead.
 """
 
 from collections.abc import Iterator
