@@ -5,7 +5,7 @@ sharded likewise; a device gathers all that its queries may see: every key,
 or, where a window bounds the visible indices, the few beside its own shard (a
 halo). A ring of keys would keep one copy less of the few key heads, but it also
 passes their gradients on and so sends nearly twice as much, and no kernel of
-ours works in one. `tests.benchmarks.sequence_parallel` counts what is sent.
+ours works in one.
 """
 
 from collections.abc import Callable, Sequence

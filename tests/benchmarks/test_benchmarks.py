@@ -1,46 +1,24 @@
 """The benchmarks run at small sizes, and their claims hold."""
 
-import importlib.util
-import json
-
 import pytest
 
 from tests.benchmarks import (
-  compile_scaling,
   exchange,
   gpu_kernels,
   gpu_step,
   gradient_sums,
-  packing,
-  processes,
   records,
-  sequence_parallel,
   vocabulary_loss,
 )
+from tests.planning import toy
 
 pytestmark = pytest.mark.slow  # Nightly.
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec('libtpu') is None,
-  reason="libtpu is not installed: pip install -e '.[tpu]'",
-)
 TINY = (
   ['--layers=1', '--width=16', '--mlp_width=32', '--heads=2', '--kv_heads=1']
   + ['--head_dim=8', '--vocab_size=64', '--attention_chunk=8', '--steps=1']
   + ['--encoder_length=32', '--decoder_length=16', '--dtype=float32']
+  + ['--platform=cpu', '--remat=full', '--backends=chunked']
 )
-TINY_STEP = [*TINY, '--platform=cpu', '--remat=full', '--backends=chunked']
-
-
-def test_packing(tmp_path, capsys):
-  output = tmp_path / 'packing.json'
-  content = packing.main(['--documents=3000', f'--output={output}'])
-  assert json.loads(output.read_text()) == content
-  assert 'encoder fill' in capsys.readouterr().out
-  ours = [row for row in content['rows'] if row['packer'] == 'ours']
-  assert len(ours) == len(packing.LENGTHS) * len(packing.OBJECTIVES)
-  assert all(row['ratio'] > 1.05 for row in ours)
-  for row in ours:
-    assert row[f'{row["binding"]} fill'] >= 0.97
 
 
 def test_vocabulary_loss():
@@ -63,14 +41,6 @@ def test_records():
   assert all(row['tokens/s per core'] > 0 for row in content['rows'])
 
 
-@pytest.mark.multiproc
-def test_processes():
-  one, two = processes.main([*TINY, '--batch_size=2'])['rows']
-  assert (one['devices each'], two['devices each']) == (2, 1)
-  assert one['time ratio'] == 1 and two['time ratio'] > 0
-  assert two['loss, last'] == pytest.approx(one['loss, last'], rel=1e-5)
-
-
 def test_exchange(tmp_path):
   content = exchange.main(
     ['--size=toy_small', '--vocab_size=300', f'--folder={tmp_path}']
@@ -88,7 +58,7 @@ def test_exchange(tmp_path):
 def test_gpu_step(monkeypatch):
   pytest.importorskip('transformers')
   monkeypatch.setenv('XLA_FLAGS', '')  # One device.
-  flags = [*TINY_STEP, '--batches', '2', '--examples', '1', '3']
+  flags = [*TINY, '--batches', '2', '--examples', '1', '3']
   peer = ['--peer_attentions', 'eager', '--peer_eager_mode']
   ours, packed, theirs = gpu_step.main(flags + peer)['rows']
   assert theirs['implementation'] == 'transformers'
@@ -110,17 +80,7 @@ def test_gpu_kernels():
 
 
 @pytest.mark.aot
-@needs_libtpu
-def test_compile_scaling():
-  found = compile_scaling.main(['--layers', '2', '4', '--topologies=v5e:2x2'])
-  few, more = found['rows']
-  assert (few['layers'], more['layers']) == ('2 + 2', '4 + 4')
-  # Layers are scanned over: only numbers in the text change.
-  assert more['text ratio'] == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.aot
-@needs_libtpu
+@toy.needs_libtpu
 def test_gradient_sums():
   sizes = ['--width=512', '--mlp_width=1024', '--tokens=512']
   found = gradient_sums.main(['--topologies=v5e:4x4', *sizes])
@@ -130,16 +90,6 @@ def test_gradient_sums():
   # Of one copy as of two: a half of the slice first, then its two halves.
   assert whole['sums'] == 'reduce-scatter'
   assert whole['of the least'] == pytest.approx(1)
-
-
-def test_sequence_parallel():
-  sizes = ['--shards=4', '--length=128', '--window=16', '--chunk=16']
-  sizes += ['--heads=2', '--kv_heads=1', '--head_dim=8']
-  rows = {r['mask']: r for r in sequence_parallel.main(sizes)['rows']}
-  # Keys and values of 128 tokens of 8 numbers, of other shards, twice.
-  assert rows['full']['of it all-gather'] * 2**20 >= 2 * 128 * 8 * 4 * 3 / 4
-  window = rows['full exclusive window']
-  assert window['sent MiB'] < rows['full']['sent MiB'] / 2
 
 
 @pytest.mark.parity

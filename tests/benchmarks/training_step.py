@@ -68,11 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     peer_device='cpu',
     peer_compile=False,
     peer_checkpointing=False,
-    # Of a worker: its implementation, and its place in a job of several.
-    worker='',
-    coordinator='',
-    processes=0,
-    process=0,
+    worker='',  # Implementation that this process runs.
   )
 
 
@@ -120,15 +116,13 @@ def make_pair(arguments: argparse.Namespace) -> Any:
 def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   """Makes our step, as `train.py` runs it.
 
-  In a job of several processes, each takes its share of the batch.
-
   Returns:
     Function that runs a step, and the number of parameters.
   """
   import jax
 
   from encdec_adapt.models import execution
-  from encdec_adapt.sharding import mesh, placement, rules
+  from encdec_adapt.sharding import mesh, rules
   from encdec_adapt.training import (
     losses,
     optimizers,
@@ -163,11 +157,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   params = where.place(where.model.init, jax.random.key(0))
   current = job.create(params)
   train = job.make_step()
-  shards = placement.row_shards(where.mesh, where.rules)
-  local = shards.rows(arguments.batch_size)
-  batch = step.place_batch(
-    {name: rows[local] for name, rows in make_batch(arguments).items()}, where
-  )
+  batch = step.place_batch(make_batch(arguments), where)
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   del params  # Donated.
@@ -232,13 +222,8 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
 def _work(arguments: argparse.Namespace) -> None:
   """Runs a step for each line of standard input; answers in JSON lines."""
   if arguments.worker == 'ours':
-    from encdec_adapt.cluster import distributed
     from encdec_adapt.telemetry import peak_flops
 
-    if arguments.coordinator:
-      distributed.initialize(
-        arguments.coordinator, arguments.processes, arguments.process
-      )
     run, parameters = make_ours(arguments)
     peak = peak_flops.peak(sys.modules['jax'].devices())
   else:
@@ -297,22 +282,14 @@ class Worker:
       env={**os.environ, **(environment or {})},
     )
 
-  def start(self) -> None:
-    """Starts a step."""
-    self._process.stdin.write('step\n')
-    self._process.stdin.flush()
-
-  def finish(self) -> dict[str, float]:
-    """Waits for the end of the step; returns its measurements."""
-    for line in self._process.stdout:
-      if line.startswith('{'):  # gloo prints lines of its own.
-        return json.loads(line)
-    raise WorkerError('a worker of the benchmark failed; see its error above')
-
   def step(self) -> dict[str, float]:
     """Runs a step; returns its measurements."""
-    self.start()
-    return self.finish()
+    self._process.stdin.write('step\n')
+    self._process.stdin.flush()
+    answer = self._process.stdout.readline()
+    if not answer:
+      raise WorkerError('a worker of the benchmark failed; see its error above')
+    return json.loads(answer)
 
   def close(self) -> None:
     """Ends the process."""
