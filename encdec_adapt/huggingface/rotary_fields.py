@@ -9,16 +9,16 @@ from typing import Any
 
 from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
+from encdec_adapt.ops import rope
 
 _Rope = Mapping[str, Any]
-# Their field -> our field.
+# Our number of a scaling (`rope.NUMBERS`) -> their field.
 NAMES = {
-  'factor': 'rope_factor',
-  'low_freq_factor': 'rope_low_factor',
-  'high_freq_factor': 'rope_high_factor',
-  'original_max_position_embeddings': 'rope_original_length',
+  'factor': 'factor',
+  'low_factor': 'low_freq_factor',
+  'high_factor': 'high_freq_factor',
+  'original_length': 'original_max_position_embeddings',
 }
-_ROPE_FIELDS = {'linear': list(NAMES)[:1], 'llama3': list(NAMES)}
 
 
 def fields_from_raw(
@@ -37,22 +37,24 @@ def fields_from_raw(
   """
   full, local = _by_kind(raw, file, local_theta)
   kind = full.get('rope_type', full.get('type', 'default'))
-  if kind not in ('default', *_ROPE_FIELDS):
+  kind = 'none' if kind == 'default' else kind
+  if kind not in rope.NUMBERS:
     raise errors.UserError(
       f'{file} scales its rotary embedding by {kind!r}; supported are default,'
-      f' {", ".join(_ROPE_FIELDS)}.'
+      ' linear and llama3.'
     )
+  numbers = {}
+  for number in rope.NUMBERS[kind]:
+    if NAMES[number] not in full:
+      raise errors.UserError(
+        f'{file} scales its rotary embedding by {kind!r} without'
+        f' {NAMES[number]!r}.'
+      )
+    numbers[number] = float(full[NAMES[number]])
   fields: dict[str, Any] = {
     'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
-    'rope_scaling': 'none' if kind == 'default' else kind,
+    'rope_scaling': str(rope.Scaling(kind, **numbers)),
   }
-  for name in _ROPE_FIELDS.get(kind, ()):
-    if name not in full:
-      raise errors.UserError(
-        f'{file} scales its rotary embedding by {kind!r} without {name!r}.'
-      )
-    whole = NAMES[name] == 'rope_original_length'
-    fields[NAMES[name]] = (int if whole else float)(full[name])
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
   if local != full:
     if local.get('rope_type', 'default') != 'default':
@@ -90,10 +92,13 @@ def raw_from_stack(
   stack: model_config.StackConfig, *, local_theta: bool
 ) -> dict[str, Any]:
   """Returns `rope_parameters` of a stack, as transformers 5 spells them."""
-  kind = 'default' if stack.rope_scaling == 'none' else stack.rope_scaling
+  scaling = rope.Scaling.parse(stack.rope_scaling)
+  kind = 'default' if scaling.kind == 'none' else scaling.kind
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
-  for name in _ROPE_FIELDS.get(kind, ()):
-    full[name] = getattr(stack, NAMES[name])
+  for number, value in scaling.numbers.items():
+    # Their class takes a length that is an integer only.
+    whole = number == 'original_length'
+    full[NAMES[number]] = int(value) if whole else value
   if not local_theta:
     return full
   local = full

@@ -90,19 +90,12 @@ class StackConfig:
   rope_theta: float = keys.key(
     10000.0, 'Base of the rotary embedding.', above=0
   )
-  rope_scaling: Literal['none', 'linear', 'llama3'] = keys.key(
+  rope_scaling: str = keys.key(
     'none',
-    "Scaling of RoPE frequencies: 'linear' divides all by rope_factor;"
-    " 'llama3' divides those with wavelengths above rope_original_length /"
-    ' rope_low_factor and keeps those below rope_original_length /'
-    ' rope_high_factor.',
-    one_of=('none', 'linear', 'llama3'),
-  )
-  rope_factor: float = keys.key(1.0, 'Divisor of frequencies.', above=0)
-  rope_low_factor: float = keys.key(1.0, "See 'llama3' scaling.", above=0)
-  rope_high_factor: float = keys.key(4.0, "See 'llama3' scaling.", above=0)
-  rope_original_length: int = keys.key(
-    8192, "Training length in tokens, see 'llama3' scaling.", at_least=1
+    "Scaling of RoPE frequencies: 'none'; 'linear:FACTOR' divides all by the"
+    " factor; 'llama3:FACTOR,LOW,HIGH,LENGTH' divides those with wavelengths"
+    ' above LENGTH / LOW, where LENGTH is the training length in tokens, and'
+    ' keeps those below LENGTH / HIGH.',
   )
   local_rope_theta: float | None = keys.key(
     None,
@@ -180,11 +173,16 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    if self.rope_low_factor >= self.rope_high_factor:
+    try:
+      scaling = rope.Scaling.parse(self.rope_scaling)
+    except ValueError as error:
       raise errors.UserError(
-        f'rope_low_factor ({self.rope_low_factor}) must be below'
-        f' rope_high_factor ({self.rope_high_factor}).'
-      )
+        f"rope_scaling is {self.rope_scaling!r}; it must be 'none',"
+        " 'linear:FACTOR' or 'llama3:FACTOR,LOW,HIGH,LENGTH', with numbers"
+        ' above 0 and LOW below HIGH.'
+      ) from error
+    # One spelling, so that stacks of equal scaling are equal.
+    object.__setattr__(self, 'rope_scaling', str(scaling))
     if self.eoi_token is not None and not (
       0 <= self.eoi_token < self.vocab_size
     ):
@@ -264,17 +262,6 @@ class StackConfig:
   def table_rows(self) -> int:
     """Rows V of the embedding table, padding included."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-  @property
-  def rope_scaling_rule(self) -> rope.Scaling:
-    """Scaling of the rotary embedding of global layers."""
-    return rope.Scaling(
-      kind=self.rope_scaling,
-      factor=self.rope_factor,
-      low_factor=self.rope_low_factor,
-      high_factor=self.rope_high_factor,
-      original_length=self.rope_original_length,
-    )
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Kind of layer number `layer`, from 0."""

@@ -79,8 +79,7 @@ def _llama3(*sizes, factor, **fields):
     vocab_size=128256,
     norm_eps=1e-5,
     rope_theta=5e5,
-    rope_scaling='llama3',
-    rope_factor=float(factor),
+    rope_scaling=f'llama3:{factor},1,4,8192',
     **fields,
   )
 
@@ -113,9 +112,7 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   }
 )
 # In transformers the larger ones have 64 rows more than tokens in use.
-_LARGE_GEMMA3 = dict(
-  vocab_size=262208, window=1024, rope_scaling='linear', rope_factor=8.0
-)
+_LARGE_GEMMA3 = dict(vocab_size=262208, window=1024, rope_scaling='linear:8')
 _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     '270m': _gemma3(18, 640, 2048, 4, 1),

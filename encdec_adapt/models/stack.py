@@ -186,7 +186,7 @@ def _rotation(
   dtype,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns cosines and sines of the positions for layers of this kind."""
-  theta, scaling = config.rope_theta, config.rope_scaling_rule
+  theta, scaling = config.rope_theta, rope.Scaling.parse(config.rope_scaling)
   if kind == 'local' and config.local_rope_theta is not None:
     theta, scaling = config.local_rope_theta, rope.Scaling()
   return rope.angles(positions, config.head_dim, theta, dtype, scaling)

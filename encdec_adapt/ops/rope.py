@@ -6,10 +6,16 @@ all layers of a kind, and each layer rotates by them.
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+# The numbers that each kind of scaling has, fields of `Scaling`.
+NUMBERS = {
+  'none': (),
+  'linear': ('factor',),
+  'llama3': ('factor', 'low_factor', 'high_factor', 'original_length'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +24,8 @@ class Scaling:
 
   'linear' divides all by `factor`. 'llama3' (Llama 3.1's) divides those whose
   wavelength is above original_length / low_factor, keeps those below
-  original_length / high_factor, and blends in between.
+  original_length / high_factor, and blends in between. As a text it is the
+  kind and its numbers: 'none', 'linear:8' or 'llama3:32,1,4,8192'.
 
   Attributes:
     kind: 'none', 'linear' or 'llama3'.
@@ -28,11 +35,40 @@ class Scaling:
     original_length: context length of the original training ('llama3').
   """
 
-  kind: Literal['none', 'linear', 'llama3'] = 'none'
+  kind: str = 'none'
   factor: float = 1.0
   low_factor: float = 1.0
   high_factor: float = 4.0
-  original_length: int = 8192
+  original_length: float = 8192.0
+
+  @classmethod
+  def parse(cls, text: str) -> 'Scaling':
+    """Parses the text of a scaling.
+
+    Raises:
+      ValueError: an unknown kind, too few or too many numbers, one that is
+        not positive and finite, or a low factor not below the high one.
+    """
+    kind, _, rest = text.partition(':')
+    numbers = [float(number) for number in rest.split(',')] if rest else []
+    if kind not in NUMBERS or len(numbers) != len(NUMBERS[kind]):
+      raise ValueError(f'{text!r} is not a kind of scaling and its numbers')
+    scaling = cls(kind, *numbers)
+    if (
+      not all(0 < number < math.inf for number in numbers)
+      or scaling.low_factor >= scaling.high_factor
+    ):
+      raise ValueError(f'{text!r} has numbers out of range')
+    return scaling
+
+  @property
+  def numbers(self) -> dict[str, float]:
+    """The numbers that this kind has, by field."""
+    return {name: getattr(self, name) for name in NUMBERS[self.kind]}
+
+  def __str__(self) -> str:
+    numbers = [repr(x).removesuffix('.0') for x in self.numbers.values()]
+    return f'{self.kind}:{",".join(numbers)}' if numbers else self.kind
 
 
 def frequencies(

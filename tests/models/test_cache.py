@@ -37,17 +37,14 @@ LLAMA = dict(
   attention_bias='qkvo',
   mlp_bias=True,
   scale_embeddings=False,
-  rope_scaling='llama3',
-  rope_factor=8.0,
-  rope_original_length=16,
+  rope_scaling='llama3:8,1,4,16',
   attention_softcap=None,
 )
 GEMMA3 = dict(
   pattern=('local', 'local', 'global'),
   qk_norm=True,
   rope_theta=1000.0,
-  rope_scaling='linear',
-  rope_factor=4.0,
+  rope_scaling='linear:4',
   local_rope_theta=100.0,
   attention_softcap=None,
 )

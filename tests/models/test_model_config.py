@@ -10,8 +10,10 @@ EXPERTS = dict(experts=4, experts_per_token=2)
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'rope_factor': 0.0}, 'rope_factor is 0.0'),
-    ({'rope_low_factor': 4.0}, 'must be below rope_high_factor'),
+    ({'rope_scaling': 'linear:0'}, "rope_scaling is 'linear:0'"),
+    ({'rope_scaling': 'linear'}, "rope_scaling is 'linear'"),
+    ({'rope_scaling': 'yarn:8'}, 'it must be .*llama3:FACTOR'),
+    ({'rope_scaling': 'llama3:8,4,4,64'}, 'LOW below HIGH'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
     ({'cross_merged': True, 'cross_width': 8}, 'must be the'),
     ({'norm_topk': True}, 'norm_topk is True'),

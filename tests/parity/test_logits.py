@@ -69,7 +69,7 @@ def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
     ('gemma2', 'decoder', {'attention_softcap': None}),
     ('gemma2', 'decoder', {'final_softcap': None}),
     ('gemma2', 'decoder', {'rope_theta': 11000.0}),
-    ('gemma3', 'decoder', {'rope_scaling': 'none', 'rope_factor': 1.0}),
+    ('gemma3', 'decoder', {'rope_scaling': 'none'}),
     ('gemma3', 'decoder', {'local_rope_theta': 110.0}),
     ('mixtral', 'decoder', {'norm_topk': False}),
     ('mixtral', 'decoder', {'experts_per_token': 3}),
