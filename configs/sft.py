@@ -11,9 +11,9 @@ vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
 `meap=separate` or `meap=concat` adds MEAP's masked copies of long answers
 (arXiv:2502.07490). Lengths are those of T0's fine-tuning (Wang et al. 2022:
 1024 + 256); examples that are longer are dropped and counted, and short ones
-packed. A pass draws every example once: `config.data.passes` are the epochs,
-and the job ends after the last, so `config.train.steps` should be what that
-takes (the number of rows that `materialize` prints, by the batch size).
+packed. A pass draws every example once and `config.train.steps` is 0, so that
+the job ends with its records: `--config.data.passes=3` are three epochs, which
+the learning rate's warm-up and decay follow.
 """
 
 from configs import pretrained
@@ -32,7 +32,7 @@ def get_config(arg=None):
   )
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
-  config.train.steps = 1000
+  config.train.steps = 0
   config.train.eval_every = config.checkpoint.every = 200
   config.optimizer.learning_rate = 1e-4
   return config

@@ -53,6 +53,24 @@ class Settings:
     """Sharding rules that `config.mesh.rules` names."""
     return rules_lib.named(self.mesh.rules)
 
+  def until_end(self, step: int, rows: int) -> 'Settings':
+    """Returns the settings with the number of steps that the records last for.
+
+    Args:
+      step: step that the job is at.
+      rows: rows that it has not read yet.
+
+    Raises:
+      UserError: the job is shorter than a warm-up.
+    """
+    steps = step - (-rows // self.train.batch_size)
+    schedule = dataclasses.replace(self.optimizer.schedule, total_steps=steps)
+    return dataclasses.replace(
+      self,
+      train=dataclasses.replace(self.train, steps=steps),
+      optimizer=dataclasses.replace(self.optimizer, schedule=schedule),
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class _Root:
@@ -155,6 +173,13 @@ def load(
   )
   _check_model(settings, values['data']['vocabulary'])
   _check_sources(settings, sources)
+  if settings.data.repeat and not settings.train.steps:
+    raise errors.UserError(
+      'config.train.steps is 0, so that the job ends with its records, but'
+      ' config.data.repeat is set and they never end; give a number of steps,'
+      ' or set config.data.repeat to False and config.data.passes to the'
+      ' number of epochs.'
+    )
   return settings
 
 

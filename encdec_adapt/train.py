@@ -13,6 +13,7 @@ are opened by `conversion/initial_state.py`; the loss and the update are in
 """
 
 import contextlib
+import functools
 import time
 
 from absl import flags
@@ -118,13 +119,13 @@ def train(
   teacher = initial_state.open_teacher(
     settings.teacher, where, settings.compute, settings.data.vocabularies
   )
-  phases = phases_lib.Phases(
+  make_phases = functools.partial(
+    phases_lib.Phases,
     where,
     settings.loss,
-    settings.optimizer,
-    settings.train,
-    teacher.where.model if teacher else None,
+    teacher=teacher.where.model if teacher else None,
   )
+  phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
 
@@ -134,12 +135,18 @@ def train(
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every,
   )
-  saves = {*range(every, steps, every), steps}
-  saves |= {group.start for group in phases.groups if group.start}
-  checkpoints.require_space(phases.abstract(), sorted(saves))
+
+  def require_space(steps):
+    """Checks the disk; one checkpoint, while the number of steps is open."""
+    saves = {*range(every, steps, every), steps}
+    saves |= {group.start for group in phases.groups if group.start}
+    checkpoints.require_space(phases.abstract(), sorted(saves))
+
+  require_space(steps)
   start = checkpoints.latest()  # A step, or None for a new job.
   if start is None:
     checkpoints.check_not_lost()
+    cost = accounting.Cost()
     sources = initial_state.open_sources(settings.init, settings.compute, where)
     sources.check_files(settings.data.vocabularies)
   else:
@@ -147,13 +154,25 @@ def train(
     saved = found.read_meta()
     resume_checks.check_config(saved, config.to_dict(), say)
     found.require_same(phases.abstract_saved(start))
+    cost = accounting.Cost(**found.read_data())
 
   # -- Data --------------------------------------------------------------------
 
   data = setup.open_data(settings.data)
+  order = {'records': data.train.digests, 'seed': settings.seed}
+  if start is not None:
+    resume_checks.check_same_rows(
+      saved['order'], order, cost.rows, data.train.starts
+    )
+  if not steps:  # The records are the length of the job.
+    settings = settings.until_end(start or 0, len(data.train) - cost.rows)
+    steps = settings.train.steps
+    phases = make_phases(settings.optimizer, settings.train)
+    require_space(steps)
   say(
     f'{type(model).__name__}: {parameters.count(model):,} parameters on'
-    f' {dict(mesh.shape)}; {len(data.train):,} training rows'
+    f' {dict(mesh.shape)}; {len(data.train):,} training rows, {steps:,}'
+    ' steps'
   )
 
   # -- State -------------------------------------------------------------------
@@ -163,12 +182,11 @@ def train(
     'environment': environment.report(),
     'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
     'vocabularies': data.vocabularies.describe(),
-    'order': {'records': data.train.digests, 'seed': settings.seed},
+    'order': order,
   }
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
   if start is None:
-    cost = accounting.Cost()
     meta['sources'] = accounting.read_sources(
       [str(source.path) for source in sources.models]
       + [settings.teacher.checkpoint] * bool(teacher)
@@ -181,11 +199,7 @@ def train(
     if distributed.is_lead():
       run_artifacts.write_initial(workdir, sources, data.vocabularies)
   else:
-    cost = accounting.Cost(**found.read_data())
     meta['sources'] = saved['sources']
-    resume_checks.check_same_rows(
-      saved['order'], meta['order'], cost.rows, data.train.starts
-    )
     resume_checks.report_environment(saved, meta, say)
     state = found.restore(phases.abstract_saved(start))
     say(f'resuming at step {start}')

@@ -158,8 +158,9 @@ def _training(
   if init['mode'] != 'random':
     names = [path for path in (init['encoder'], init['decoder']) if path]
     yield f'- Started by `{init["mode"]}` from {_names(names)}.'
+  steps = config['train']['steps']
   yield (
-    f'- Trained to step {step} of {config["train"]["steps"]}, with'
+    f'- Trained to step {step}{f" of {steps}" * bool(steps)}, with'
     f' {config["train"]["batch_size"]} rows a step, objective'
     f' `{data["objective"]}`, {data["encoder_length"]} +'
     f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'

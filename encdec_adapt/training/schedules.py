@@ -23,7 +23,8 @@ class ScheduleConfig:
   """Keys of `config.optimizer` that are the learning rate over a job.
 
   Attributes:
-    total_steps: steps of the job.
+    total_steps: steps of the job; 0 while its records decide it and are not
+      made yet.
   """
 
   kind: str = keys.key(
@@ -54,7 +55,7 @@ class ScheduleConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.optimizer.')
-    if self.warmup > self.total_steps:
+    if 0 < self.total_steps < self.warmup:
       raise errors.UserError(
         f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be at'
         f' most config.train.steps, {self.total_steps}.'

@@ -9,7 +9,12 @@ from encdec_adapt.cli import errors, keys
 class TrainConfig:
   """Keys of `config.train`."""
 
-  steps: int = keys.key(100, 'Optimizer updates of the job.', at_least=1)
+  steps: int = keys.key(
+    100,
+    'Optimizer updates of the job; 0: until the records end, so that'
+    ' config.data.passes is the number of epochs.',
+    at_least=0,
+  )
   batch_size: int = keys.key(
     16, 'Rows of a step, over all devices and hosts.', at_least=1
   )
@@ -55,7 +60,7 @@ class TrainConfig:
         f' config.train.microbatches ({self.microbatches}); change one of'
         ' them.'
       )
-    if self.cross_attention_warmup >= self.steps:
+    if 0 < self.steps <= self.cross_attention_warmup:
       raise errors.UserError(
         'config.train.cross_attention_warmup'
         f' ({self.cross_attention_warmup}) leaves none of the'

@@ -352,6 +352,38 @@ def test_records_that_end_between_evaluations_or_saves(
   assert summary['eval_loss'] == evaluations[-1]['loss']
 
 
+def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
+  flags = tiny.flags(folder, 'causal_lm')
+  flags += ['--config.train.batch_size=32', '--config.checkpoint.every=2']
+  given, open_end = tmp_path / 'given', tmp_path / 'open'
+  assert _train(*flags, '--config.train.steps=3', f'--workdir={given}') == 0
+  flags = [*flags, '--config.train.steps=0', f'--workdir={open_end}']
+  for _ in range(2):
+    assert _train(*flags) == 0
+    assert folders.read(open_end / 'summary.json')['steps'] == 3
+    # The learning rate falls to the same end, also after a kill.
+    tiny.assert_same_params(open_end, given)
+    shutil.rmtree(open_end / manager.FOLDER / '3')
+
+
+def test_steps_of_0_still_refuse_bad_input_before_records_are_made(
+  folder, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(setup, 'open_data', _end)
+  flags = [*tiny.flags(folder, 'causal_lm'), f'--workdir={tmp_path}']
+  for bad, words in (
+    (['train.batch_size=12'], 'config.train.batch_size is 12; it must divide'),
+    (['train.cross_attention_warmup=1'], 'must be 0 without cross-attention'),
+    (
+      ['data.vocabulary=no.model', 'data.train_vocabulary=False'],
+      'no.model',
+    ),
+    (['init.mode=checkpoint', 'init.encoder=nowhere'], 'nowhere'),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      _train(*flags, *(f'--config.{x}' for x in ['train.steps=0', *bad]))
+
+
 def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   folder, copied
 ):
