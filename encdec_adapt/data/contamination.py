@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import hashlib
 import re
 
-from encdec_adapt.data import mixtures, text_sources
+from encdec_adapt.data import document_source, mixtures
 
 WORDS = 13
 _WORD = re.compile(r'\w+')
@@ -45,8 +45,8 @@ def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
 
 
 def report(
-  training: Iterable[text_sources.Document],
-  evaluation: Mapping[str, Iterable[text_sources.Document]],
+  training: Iterable[document_source.Document],
+  evaluation: Mapping[str, Iterable[document_source.Document]],
 ) -> str:
   """Reports which evaluation examples stand in the training text.
 

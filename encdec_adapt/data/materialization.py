@@ -1,9 +1,10 @@
 """Turns text sources into record sets, and opens the sets that a job reads.
 
-A record set (`data/records.py`) is made shard by shard. Shard i of n holds the
-documents whose index is i modulo n, and the key of every random draw names what
-is drawn (`data/randomness.py`), so the bytes of a shard depend neither on the
-number of workers nor on restarts. Finished shards are kept, others made again.
+A record set (`data/records.py`) is made shard by shard. A shard reads its share
+of a source (`data/document_source.py`), and the key of every random draw names
+what is drawn (`data/randomness.py`), so the bytes of a shard depend neither on
+the number of workers nor on restarts. Finished shards are kept, others made
+again.
 
 `read_examples` imports tokenisation, objectives and SeqIO (so TensorFlow)
 when a shard is made; a process that only opens records never does.
@@ -68,6 +69,7 @@ class ShardJob:
     read: function that yields the shard's examples; must be importable by
       name, because worker processes call it.
     left_out: name of a source -> ids of documents that are not read.
+    cut: names of the sources of which pieces are held out; None: unknown.
     counts: examples that were dropped or cut, filled in by `read`.
   """
 
@@ -80,6 +82,7 @@ class ShardJob:
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
   )
+  cut: frozenset[str] | None = None
   counts: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
@@ -124,7 +127,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     objective = text_split.TextSplit(objective, opened)
   objective.skips_bad = spec.bad_documents == 'skip'
   draw = _draw(spec, job.pass_index)
-  for part in _open_sources(spec, job.left_out):
+  for part in _open_sources(spec, job.left_out, job.cut):
     keyed = randomness.Keyed(spec.seed, job.pass_index, part.source.name)
 
     def generator(name: str, keyed=keyed) -> np.random.Generator:
@@ -243,7 +246,14 @@ def materialize_sets(
             )
     if jobs:
       left_out = _duplicates(job.spec for job in jobs)
-      jobs = [dataclasses.replace(job, left_out=left_out) for job in jobs]
+      cut = {
+        spec: mixtures.cut_sources(_open_sources(spec), _draw(spec, 0))
+        for spec in dict.fromkeys(job.spec for job in jobs)
+      }
+      jobs = [
+        dataclasses.replace(job, left_out=left_out, cut=cut[job.spec])
+        for job in jobs
+      ]
       _print(
         f'records: {len(jobs)} of {len(entries)} shards to make,'
         f' {min(workers, len(jobs))} at a time'
@@ -298,7 +308,9 @@ def _duplicates(
 
 
 def _open_sources(
-  spec: records.RecordSpec, left_out: Mapping[str, frozenset[str]] | None = None
+  spec: records.RecordSpec,
+  left_out: Mapping[str, frozenset[str]] | None = None,
+  cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
   return mixtures.open_parts(
     spec.source,
@@ -307,6 +319,7 @@ def _open_sources(
     pairs=objective_names.source_of(spec.objective) == 'pairs',
     skip_bad=spec.bad_documents == 'skip',
     left_out=left_out or {},
+    cut=cut,
   )
 
 

@@ -11,7 +11,9 @@ another source ended, and the content of a pass is known before it is made.
 Held-out documents are drawn at most once.
 
 Where no document of a source is held out, because there are few, pieces of its
-documents are held out instead, on paragraphs' ends (`text_sources.Pieces`).
+documents are held out instead, on paragraphs' ends (`document_source.Pieces`).
+Finding that out reads ids until one is held out (`cut_sources`), which is done
+once for all shards.
 
 A fraction's documents are chosen by (seed, pass, source, document id). The
 second draw of a document in a pass has its own id, the document's with '::1',
@@ -29,7 +31,12 @@ import re
 import types
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import randomness, tensorflow_import, text_sources
+from encdec_adapt.data import (
+  document_source,
+  randomness,
+  tensorflow_import,
+  text_sources,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Draw:
   seed: int
   pass_index: int = 0
 
-  def has(self, source: text_sources.Source, document_id: str) -> bool:
+  def has(self, source: document_source.Source, document_id: str) -> bool:
     """Returns whether a document of a source is in the split."""
     return source.in_split(
       document_id, self.split, self.eval_fraction, self.seed
@@ -63,72 +70,72 @@ class Part:
     source: source of documents.
     weight: how often a pass draws each document; positive.
     left_out: ids of documents that are not drawn (duplicates).
+    cut: whether pieces of the documents are held out; None: found when the
+      first document is drawn.
   """
 
-  source: text_sources.Source
+  source: document_source.Source
   weight: float
   left_out: frozenset[str] = frozenset()
+  cut: bool | None = None
 
   @functools.cache  # noqa: B019  Parts are few and live as long as the job.
-  def _divided(self, draw: Draw) -> text_sources.Source:
-    """Returns the source, in pieces if none of its documents is held out.
+  def is_cut(self, draw: Draw) -> bool:
+    """Returns whether pieces are held out, as no document of a few is.
 
-    Documents are held out by a hash of their ids; of a few, it may be none.
+    Raises:
+      UserError: the source has no text.
     """
-    if self.source.max_bytes:
-      names = (document.id for document in self.source.documents())
-    else:
-      names = (name for name, _ in self.source.entries())
+    if self.cut is not None:
+      return self.cut
+    next(self.source.documents())
+    self.source.skipped = 0  # What was read is read again.
+    if not draw.eval_fraction or not self.source.divisible:
+      return False
     held_out = dataclasses.replace(draw, split='eval')
-    if (
-      not draw.eval_fraction
-      or not self.source.divisible
-      or any(held_out.has(self.source, name) for name in names)
-    ):
-      found = self.source
-    else:
-      found = text_sources.Pieces(self.source)
-    self.source.skipped = 0  # What was read above is read again.
-    return found
+    return not any(
+      held_out.has(self.source, name) for name, _ in self.source.entries()
+    )
 
   def skipped(self, draw: Draw, shard_index: int) -> int:
     """Returns the documents of a shard that were read and left out as bad."""
     # Every shard reads all documents that are cut into pieces.
-    whole = self._divided(draw) is self.source
-    return self.source.skipped if whole or not shard_index else 0
+    counted = not self.is_cut(draw) or not shard_index
+    return self.source.skipped if counted else 0
 
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
-  ) -> Iterator[text_sources.Document]:
+  ) -> Iterator[document_source.Document]:
     """Yields the drawn documents, all of the first draw before the second.
 
     Args:
       draw: selection of documents.
-      shard_index: yields only documents with this index modulo `num_shards`.
-      num_shards: number of shards.
+      shard_index: number of the shard, in [0, num_shards).
+      num_shards: number of shards that the source is divided into.
 
     Raises:
       UserError: the source is missing or has no text.
     """
-    source = self._divided(draw)
+    cut = self.is_cut(draw)
+    source = document_source.Pieces(self.source) if cut else self.source
 
     def document_id(name: str) -> str:
       """Returns the id of the document that a piece is from."""
-      return name if source is self.source else name.rpartition(':')[0]
+      return name.rpartition(':')[0] if cut else name
 
     weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
     for number in range(math.ceil(weight)):
       share = weight - number  # 1 or more in all rounds but the last.
 
-      def keep(index: int, name: str, share=share) -> bool:
+      def keep(name: str, share=share) -> bool:
+        """Returns whether this round draws a document."""
         return (
-          index % num_shards == shard_index
-          and draw.has(source, name)
+          draw.has(source, name)
           and document_id(name) not in self.left_out
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
-      for document in source.documents(keep):
+      for document in source.documents(keep, shard_index, num_shards):
         if number:
           name = f'{document.id}::{number}'
           document = dataclasses.replace(document, id=name)
@@ -181,6 +188,7 @@ def open_parts(
   pairs: bool = False,
   skip_bad: bool = False,
   left_out: Mapping[str, frozenset[str]] = types.MappingProxyType({}),
+  cut: frozenset[str] | None = None,
 ) -> list[Part]:
   """Opens the sources of a mixture.
 
@@ -191,6 +199,7 @@ def open_parts(
     pairs: whether SeqIO tasks give pairs of texts.
     skip_bad: whether documents that cannot be read are left out.
     left_out: name of a source -> ids of documents that are not drawn.
+    cut: result of `cut_sources`; None to find it when documents are drawn.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
@@ -211,10 +220,21 @@ def open_parts(
     part.source.skips_bad = skip_bad
   return [
     dataclasses.replace(
-      part, left_out=left_out.get(part.source.name, frozenset())
+      part,
+      left_out=left_out.get(part.source.name, frozenset()),
+      cut=None if cut is None else part.source.name in cut,
     )
     for part in parts
   ]
+
+
+def cut_sources(parts: Sequence[Part], draw: Draw) -> frozenset[str]:
+  """Returns the names of the sources of which pieces are held out.
+
+  Raises:
+    UserError: a source has no text.
+  """
+  return frozenset(part.source.name for part in parts if part.is_cut(draw))
 
 
 def fingerprint(parts: Sequence[Part]) -> str:
@@ -227,7 +247,7 @@ def fingerprint(parts: Sequence[Part]) -> str:
 
 def interleaved_documents(
   parts: Sequence[Part], draw: Draw
-) -> Iterator[text_sources.Document]:
+) -> Iterator[document_source.Document]:
   """Yields a document of each source in turn until all are exhausted."""
   waiting = collections.deque(part.documents(draw) for part in parts)
   while waiting:

@@ -22,7 +22,7 @@ from jinja2 import sandbox
 import yaml
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import text_sources
+from encdec_adapt.data import document_source, file_sources
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'
@@ -109,8 +109,10 @@ def read_templates(path: str) -> list[Template]:
   return sorted(found, key=lambda one: one.name)
 
 
-class PromptSource(text_sources.JsonlSource):
+class PromptSource(file_sources.FileSource):
   """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
+
+  divisible = False
 
   def _pattern(self, rest: str) -> str:
     pattern, _, templates = rest.partition('#')
@@ -122,28 +124,30 @@ class PromptSource(text_sources.JsonlSource):
     self._templates = read_templates(templates)
     return pattern
 
-  def entries(self) -> Iterator[tuple[str, Any]]:
-    for name, line, path, number in self._lines():
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields the lines of a shard, each in all templates."""
+    for name, *unit in self._units(shard_index, num_shards):
       for template in self._templates:
         # The part before '::' is held out: a line in all templates or in none.
         place = f'{name}::{template.name.replace("::", ":_:")}'
-        yield (
-          place,
-          functools.partial(self._render, template, place, line, path, number),
-        )
+        yield place, functools.partial(self._render, template, place, *unit)
 
-  def _render(self, template, place, line, path, number) -> str:
+  def _render(
+    self, template: Template, place: str, data: bytes, path: str, offset: int
+  ) -> str:
     try:
-      row = json.loads(line)
+      row = json.loads(data)
       pair = template.render(row, place)
     except (ValueError, TypeError, jinja2.TemplateError) as error:
       raise errors.UserError(
-        f'source {self.name!r}: {path}, line {number}: the template'
+        f'source {self.name!r}: {self._where(path, offset)}: the template'
         f' {template.name!r} cannot be rendered ({error})'
       ) from error
     return json.dumps(pair, ensure_ascii=False) if pair else ''
 
-  def _content(self):
+  def _content(self) -> Iterator[object]:
     yield from super()._content()
     for template in self._templates:
       yield from dataclasses.astuple(template)

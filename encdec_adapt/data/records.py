@@ -39,7 +39,7 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
 # Version of rows, file names, windows, packing and manifest.
-FORMAT = 6
+FORMAT = 7
 MANIFEST = 'manifest.json'
 # Fields of a spec that a configuration leaves empty.
 _FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')

@@ -4,20 +4,25 @@
 by task (`weights`). An example gives its text: the feature `text`, or
 `inputs` and `targets` for the objective `pairs`. Features that the task has
 encoded are decoded with its own vocabulary, and encoded again with the
-model's. An example is named by its feature `id`, or by its position in the
-task read without shuffling and without sharding, so names do not depend on the
-number of our shards. Preprocessors of a task that draw at random use SeqIO's
-own seeds, which depend on the position.
+model's.
+
+A task is read file by file, in SeqIO's own shards: as many as its source has
+files. Our shard i of n reads file i modulo n, or, where files are fewer, its
+share of the examples of one. An example is named by its feature `id`, or by
+file and position there, so names do not depend on the number of our shards.
+Preprocessors of a task that draw at random use SeqIO's own seeds, which depend
+on the position in the file, and those that join examples join them within one.
 
 This module imports SeqIO and TensorFlow, and is imported when such a source is
 opened. What registers the task is imported first:
 `config.data.seqio_modules`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import difflib
 import functools
 import importlib
+import itertools
 import json
 from typing import Any
 
@@ -25,28 +30,22 @@ import seqio
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
+  document_source,
   tasks,  # noqa: F401  Registers the shipped ones.
-  text_sources,
 )
 
 _SEED = 0  # For preprocessors that draw at random.
 
 
-class SeqioSource(text_sources.Source):
-  """A registered task.
-
-  Attributes:
-    divisible: whether documents are texts; otherwise they are pairs.
-  """
-
-  divisible = True
+class SeqioSource(document_source.Source):
+  """A registered task, whose documents are texts if they are divisible."""
 
   def __init__(self, name: str, max_bytes: int, *, pairs: bool):
     """Finds the task.
 
     Args:
       name: 'seqio:NAME[:SPLIT]'.
-      max_bytes: see `text_sources.Source`.
+      max_bytes: see `document_source.Source`.
       pairs: whether documents are pairs of texts.
 
     Raises:
@@ -62,13 +61,35 @@ class SeqioSource(text_sources.Source):
         f'source {name!r}: the task has no split {self._split!r} but'
         f' {sorted(self._task.splits)}; name it as seqio:NAME:SPLIT'
       )
+    self._num_files = max(len(self._task.source.list_shards(self._split)), 1)
 
-  def entries(self):
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields the examples of a shard: of whole files where there are enough."""
+    count = self._num_files
+    if self.max_bytes:
+      found = itertools.chain.from_iterable(map(self._file, range(count)))
+      yield from self._every(found, shard_index, num_shards)
+      return
+    for file in range(shard_index % count, count, num_shards):
+      # The shards that read this file, this one among them, take turns.
+      readers = range(file % num_shards, num_shards, count)
+      turn = readers.index(shard_index)
+      yield from itertools.islice(self._file(file), turn, None, len(readers))
+
+  def _file(self, index: int) -> Iterator[document_source.Entry]:
+    """Yields the examples of one of the task's files."""
     dataset = self._task.get_dataset(
-      None, self._split, shuffle=False, seed=_SEED, trim_output_features=False
+      None,
+      self._split,
+      shuffle=False,
+      seed=_SEED,
+      shard_info=seqio.ShardInfo(index, self._num_files),
+      trim_output_features=False,
     )
     for i, row in enumerate(dataset.as_numpy_iterator()):
-      own = row.get('id', str(i))
+      own = row.get('id', f'{index}:{i}')
       name = (
         own.decode('utf-8', 'replace') if isinstance(own, bytes) else str(own)
       )
@@ -90,15 +111,16 @@ class SeqioSource(text_sources.Source):
         ' inputs and targets'
       )
     if isinstance(row[name], bytes):
-      return text_sources.decode(row[name], self.name, f'feature {name!r}')
+      return document_source.decode(row[name], self.name, f'feature {name!r}')
     vocabulary = self._task.output_features[name].vocabulary
     ids = row[name].tolist()
     if ids and ids[-1] == vocabulary.eos_id:
       ids.pop()
     return vocabulary.decode(ids)
 
-  def _content(self):
+  def _content(self) -> Iterator[object]:
     yield self._split
+    yield self._num_files
     yield self._task.num_input_examples(self._split)
     for _, (name, read) in zip(range(16), self.entries(), strict=False):
       yield name

@@ -15,12 +15,12 @@ This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
 text: Python's own in bytes, with sentinels. `encdec_adapt_prefix_lm_and_ul2` is
 a mixture of two.
 
-Data sources have any number of virtual shards: shard i of n has the documents
-whose index is i modulo n. An example depends only on the seed, the pass, the
-source and its own id, so a shard always has the same examples, on every
-machine and in every run. Records are made from `documents`, which fetches many
-documents at a time from TensorFlow, because one at a time costs a multiple of
-reading them.
+Data sources have any number of virtual shards, each of which reads its share of
+a source (`data/document_source.py`). An example depends only on the seed, the
+pass, the source and its own id, so a shard always has the same examples, on
+every machine and in every run. Records are made from `documents`, which fetches
+many documents at a time from TensorFlow, because one at a time costs a multiple
+of reading them.
 
 This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
 imported only where records are made, never in a process that trains from them.
@@ -39,6 +39,7 @@ import tensorflow as tf
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  document_source,
   mixtures,
   objective_names,
   randomness,
@@ -181,7 +182,7 @@ class DocumentSource(seqio.DataSource):
 
 def documents(
   part: mixtures.Part, draw: mixtures.Draw, shard_index: int, num_shards: int
-) -> Iterator[text_sources.Document]:
+) -> Iterator[document_source.Document]:
   """Yields the documents of one virtual shard, always in the same order.
 
   Args:
@@ -198,7 +199,7 @@ def documents(
     for some in source.batches(seqio.ShardInfo(shard_index, num_shards)):
       names, texts = some['id'].numpy(), some['text'].numpy()
       for name, text in zip(names, texts, strict=True):
-        yield text_sources.Document(name.decode(), text.decode())
+        yield document_source.Document(name.decode(), text.decode())
   except tf.errors.OpError:
     if source.failure is None:
       raise

@@ -1,7 +1,7 @@
 """Duplicates, and evaluation examples within training text."""
 
 from encdec_adapt.data import contamination, mixtures
-from encdec_adapt.data.text_sources import Document
+from encdec_adapt.data.document_source import Document
 
 
 def test_a_text_is_kept_where_it_comes_first(tmp_path):

@@ -67,7 +67,7 @@ def test_whole_weights_draw_all_documents_so_often(folder):
   documents = _part(folder, 2.0).documents(mixtures.Draw('train', 0.0, 1))
   ids = {document.id: document.text for document in documents}
   assert list(ids.values()) == 2 * texts
-  assert {'a.jsonl:1', 'a.jsonl:1::1'} < set(ids)
+  assert {'a.jsonl:0', 'a.jsonl:0::1'} < set(ids)
 
 
 def test_fractions_draw_other_documents_in_each_pass(folder):

@@ -37,10 +37,10 @@ def files(tmp_path):
 def test_every_row_in_every_template(files):
   source = text_sources.open_source(files)
   found = {one.id: json.loads(one.text) for one in source.documents()}
-  assert found.pop('rows.jsonl:1::second') == ['A, B?', 'No']
+  assert found.pop('rows.jsonl:0::second') == ['A, B?', 'No']
   # Label -1 gives no targets in the second template, so it is no example.
-  assert set(found) == {'rows.jsonl:1::first', 'rows.jsonl:2::first'}
-  inputs, targets = found['rows.jsonl:1::first']
+  assert set(found) == {'rows.jsonl:0::first', 'rows.jsonl:33::first'}
+  inputs, targets = found['rows.jsonl:0::first']
   assert inputs in ('x B', 'y B') and targets == '2'
   again = text_sources.open_source(files).documents()
   assert {

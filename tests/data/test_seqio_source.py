@@ -66,10 +66,32 @@ def test_a_task_gives_pairs_or_text():
   found = list(part.source.documents())
   assert len(found) == 100
   assert json.loads(found[3].text) == ['question small 3', 'answer 3']
-  assert found[3].id == '3'
+  assert found[3].id == '0:3'
   (part,) = _open('seqio:foreign_small:train', pairs=False)
   assert next(part.source.documents()).text == 'answer 0'
   assert part.source.fingerprint() == part.source.fingerprint()
+
+
+def test_shards_read_the_files_of_a_task(tmp_path):
+  for i, count in enumerate((5, 1, 4)):
+    lines = [f'file {i} line {j}' for j in range(count)]
+    (tmp_path / f'{i}.txt').write_text('\n'.join(lines))
+  seqio.TaskRegistry.add(
+    'foreign_lines',
+    source=seqio.TextLineDataSource({'train': f'{tmp_path}/*.txt'}),
+    preprocessors=[lambda lines: lines.map(lambda line: {'text': line})],
+    output_features={},
+  )
+  (part,) = _open('seqio:foreign_lines', pairs=False)
+  whole = {one.id: one.text for one in part.source.documents()}
+  assert whole['2:3'] == 'file 2 line 3' and len(whole) == 10
+  for shards in (2, 3, 8):
+    found = [
+      (one.id, one.text)
+      for i in range(shards)
+      for one in part.source.documents(None, i, shards)
+    ]
+    assert sorted(found) == sorted(whole.items())
 
 
 def test_features_that_are_not_encoded_are_read_as_they_are():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names, supervised, text_sources
+from encdec_adapt.data import batch, objective_names, supervised
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabularies
 from tests import framing, tiny_tokenizers
 
@@ -189,43 +189,3 @@ def test_options_with_unknown_values_are_refused(vocabulary):
     _make(vocabulary, 'pairs:too_long=cut')
   with pytest.raises(errors.UserError, match='meap=both'):
     _make(vocabulary, 'chat:meap=both')
-
-
-def test_sources_of_pairs_and_conversations(tmp_path):
-  file = tmp_path / 'a.jsonl'
-  file.write_text('{"q": "\u00e9?", "a": "b", "turns": []}\n')
-  (pair,) = text_sources.open_source(f'pairs:{file}#q,a').documents()
-  assert json.loads(pair.text) == ['\u00e9?', 'b'] and pair.id == 'a.jsonl:1'
-  (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
-  assert json.loads(chat.text) == []
-  for name, words in (
-    (f'pairs:{file}#q', 'name two fields'),
-    (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
-    (f'chat:{file}', "line 1, .*a list in 'messages'"),
-    (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
-  ):
-    with pytest.raises(errors.UserError, match=words):
-      list(text_sources.open_source(name).documents())
-
-
-def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
-  file = tmp_path / 'a.txt'
-  file.write_text('\n one\ntwo \n \n\nthree\n\n\nfour\n')
-
-  def texts(unit):
-    source = text_sources.open_source(f'text:{file}#{unit}')
-    return [(one.id, one.text) for one in source.documents()]
-
-  assert texts('paragraphs') == [
-    ('a.txt:1', ' one\ntwo '),
-    ('a.txt:2', 'three'),
-    ('a.txt:3', 'four'),
-  ]
-  assert [text for _, text in texts('lines')] == [
-    ' one',
-    'two ',
-    'three',
-    'four',
-  ]
-  with pytest.raises(errors.UserError, match='paragraphs or lines'):
-    text_sources.open_source(f'text:{file}#words')

@@ -10,6 +10,7 @@ import pytest
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  document_source,
   materialization,
   mixtures,
   objective_names,
@@ -87,7 +88,7 @@ def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
   part = mixtures.Part(_source(folder), 1.0)
   expected = []
   for document in part.source.documents():
-    if text_sources.in_split(document.id, 'train', 0.3, 3):
+    if document_source.in_split(document.id, 'train', 0.3, 3):
       expected += made.examples(
         [(document.id, vocabulary.encode(document.text))],
         functools.partial(randomness.generator, 3, 0, part.source.name),
@@ -246,6 +247,14 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
     mixtures.Part(source, 1.0), _draw(eval_fraction=0.0), 0, 1
   )
   assert list(read) == documents
+  for shards in (2, 9):  # By index, also where some have none.
+    divided = [source.documents(None, i, shards) for i in range(shards)]
+    assert list(itertools.chain(*divided)) == documents
+  capped = text_sources.open_source(name, max_bytes=70)
+  halves = [list(capped.documents(None, i, 2)) for i in (0, 1)]
+  assert sorted(one.id for one in itertools.chain(*halves)) == sorted(
+    one.id for one in documents[:4]
+  )
   with pytest.raises(
     errors.UserError, match=r"is no feature 'text' but \['body'"
   ):

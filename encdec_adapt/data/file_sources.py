@@ -1,0 +1,292 @@
+"""Sources that are files: plain text and JSON lines.
+
+The files of a glob, ordered by name, are one line of bytes, of which every
+shard reads an equal range: whole files where there are many, a part of a file
+where there are few. A document is in the shard in whose range it begins (a
+paragraph: in which the empty line before it begins). A document is named by its
+file and the offset of its first byte there, a whole file by its name.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterator
+import functools
+import glob
+import hashlib
+import json
+import os
+from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.data import document_source
+from encdec_adapt.files import paths
+
+_SAMPLE_BYTES = 1 << 16
+_BLOCK = 1 << 20
+
+
+class FileSource(document_source.Source):
+  """Files that match a glob, each line of which is a document."""
+
+  def __init__(self, name: str, max_bytes: int = 0):
+    """Lists the files; see `document_source.Source`.
+
+    Raises:
+      UserError: no file matches, or a bucket cannot be listed.
+    """
+    super().__init__(name, max_bytes)
+    self.pattern = self._pattern(self.name.partition(':')[2])
+    expanded = os.path.expanduser(self.pattern)
+    self._root = _fixed_folder(expanded)
+    self._digests = {}  # The store's checksums of files in a bucket.
+    if paths.is_bucket(expanded):
+      try:
+        found = paths.matching(expanded)
+      except OSError as error:
+        raise errors.UserError(
+          f'source {self.name!r} cannot be listed: {error}'
+        ) from error
+      self._digests = {path: entry['digest'] for path, entry in found.items()}
+      self._sizes = {path: entry['bytes'] for path, entry in found.items()}
+      searched = 'its bucket'
+    else:
+      files = sorted(glob.glob(expanded, recursive=True))
+      self._sizes = {
+        path: os.path.getsize(path) for path in files if os.path.isfile(path)
+      }
+      searched = os.getcwd()
+    if not self._sizes:
+      raise errors.UserError(
+        f'source {self.name!r}: no file matches {self.pattern!r} in'
+        f' {searched}; check the path, and quote the glob in the shell'
+      )
+
+  def _pattern(self, rest: str) -> str:
+    """Returns the glob of a source's name, and takes what follows it."""
+    return rest
+
+  def _id(self, path: str) -> str:
+    """Returns the path below the glob's fixed folder, without any '::'."""
+    relative = os.path.relpath(path, self._root).replace(os.sep, '/')
+    return relative.replace('::', ':_:')
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields the documents that begin in the shard's range of the files."""
+    for name, *unit in self._units(shard_index, num_shards):
+      yield name, functools.partial(self._read, *unit)
+
+  def _units(
+    self, shard_index: int, num_shards: int
+  ) -> Iterator[tuple[str, bytes, str, int]]:
+    """Yields id, content, path and offset of the documents of a shard."""
+    total = sum(self._sizes.values())
+    cap = min(total, self.max_bytes or total)
+    start, stop = (
+      cap * i // num_shards for i in (shard_index, shard_index + 1)
+    )
+    position = 0  # First byte of the file in the files.
+    for path, size in self._sizes.items():
+      if start < position + size and position < stop:
+        found = self._scan(path, max(start - position, 0), stop - position)
+        for offset, end, data in found:
+          if position + end <= cap:
+            yield self._name(path, offset), data, path, offset
+      position += size
+
+  def _scan(
+    self, path: str, start: int, stop: int
+  ) -> Iterator[tuple[int, int, bytes]]:
+    """Yields offset, end and content of a file's documents in a range."""
+    for offset, line in _lines(path, start):
+      if offset >= stop:
+        return
+      if line.strip():
+        yield offset, offset + len(line), line
+
+  def _name(self, path: str, offset: int) -> str:
+    """Returns the id of the document at an offset of a file."""
+    return f'{self._id(path)}:{offset}'
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    """Returns the text of a document."""
+    raise NotImplementedError
+
+  def _where(self, path: str, offset: int) -> str:
+    """Returns a file and the number of its line at an offset."""
+    if self.skips_bad:  # Nobody sees it, and counting reads the file.
+      return path
+    count, left = 1, offset
+    with paths.open_to_read(path) as file:
+      while left and (block := file.read(min(left, _BLOCK))):
+        count += block.count(b'\n')
+        left -= len(block)
+    return f'{path}, line {count}'
+
+  def _content(self) -> Iterator[object]:
+    for path in self._sizes:
+      yield self._id(path)
+      yield self._digests.get(path) or _sample(path)
+
+
+class TextSource(FileSource):
+  """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, self._unit = rest.partition('#')
+    if self._unit not in ('', 'paragraphs', 'lines'):
+      raise errors.UserError(
+        f'source {self.name!r}: {self._unit!r} after the # must be paragraphs'
+        ' or lines'
+      )
+    return pattern
+
+  def _scan(
+    self, path: str, start: int, stop: int
+  ) -> Iterator[tuple[int, int, bytes]]:
+    if self._unit == 'lines':
+      yield from super()._scan(path, start, stop)
+    elif self._unit:
+      yield from _paragraphs(path, start, stop)
+    elif not start:
+      yield 0, self._sizes[path], b''  # Read when it is wanted.
+
+  def _name(self, path: str, offset: int) -> str:
+    return super()._name(path, offset) if self._unit else self._id(path)
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    if self._unit:
+      where = functools.partial(self._where, path, offset)
+      return document_source.decode(data.strip(b'\n'), self.name, where)
+    with paths.open_to_read(path) as file:
+      return document_source.decode(file.read(), self.name, path)
+
+
+class JsonlSource(FileSource):
+  """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, field = rest.partition('#')
+    self._field = field or 'text'
+    return pattern
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    text = self._value(data, path, offset, self._field, str)
+    return document_source.encodable(text)
+
+  def _value(
+    self, data: bytes, path: str, offset: int, field: str, kind: type
+  ) -> Any:
+    """Returns a field of a line.
+
+    Raises:
+      UserError: the line is no object, or the field is missing or of another
+        type; names the file and the line.
+    """
+    where = functools.partial(self._where, path, offset)
+    try:
+      value = json.loads(document_source.decode(data, self.name, where))[field]
+    except (ValueError, KeyError, TypeError) as error:
+      value = error
+    if not isinstance(value, kind):
+      what = 'text' if kind is str else 'a list'
+      raise errors.UserError(
+        f'source {self.name!r}: {where()}, is not a JSON object with {what} in'
+        f' {field!r} ({value!r:.200}); name the field after a #, as in'
+        ' jsonl:GLOB#FIELD'
+      )
+    return value
+
+
+class PairSource(JsonlSource):
+  """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
+
+  divisible = False
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, fields = rest.partition('#')
+    self._fields = fields.split(',')
+    if len(self._fields) != 2 or not all(self._fields):
+      raise errors.UserError(
+        f'source {self.name!r}: name two fields, as in'
+        ' pairs:GLOB#INPUTS,TARGETS'
+      )
+    return pattern
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    pair = [self._value(data, path, offset, name, str) for name in self._fields]
+    return document_source.encodable(json.dumps(pair, ensure_ascii=False))
+
+
+class ChatSource(JsonlSource):
+  """`chat:GLOB[#FIELD]`: a list of messages in each line."""
+
+  divisible = False
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, field = rest.partition('#')
+    self._field = field or 'messages'
+    return pattern
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    messages = self._value(data, path, offset, self._field, list)
+    return document_source.encodable(json.dumps(messages, ensure_ascii=False))
+
+
+def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
+  """Yields offset and content of the lines that begin at `start` or later."""
+  with paths.open_to_read(path) as file:
+    offset = 0
+    if start:  # The byte before may be the end of a line.
+      file.seek(start - 1)
+      offset = start - 1 + len(file.readline())
+    for line in file:
+      yield offset, line
+      offset += len(line)
+
+
+def _paragraphs(
+  path: str, start: int, stop: int
+) -> Iterator[tuple[int, int, bytes]]:
+  """Yields offset, end and content of the paragraphs of a range.
+
+  The last empty line before a paragraph begins in the range, so a reader need
+  not look back to know whether a line begins a paragraph. The first paragraph
+  of a file is in the range that has the first byte.
+  """
+  inside: list[bytes] = []
+  first, begun = 0, not start
+  for offset, line in _lines(path, start):
+    if line.strip():
+      if begun:
+        first = first if inside else offset
+        inside.append(line)
+      continue
+    if inside:
+      yield first, offset, b''.join(inside)
+      inside = []
+    if offset >= stop:
+      return
+    begun = True
+  if inside:
+    yield first, first + sum(map(len, inside)), b''.join(inside)
+
+
+def _fixed_folder(pattern: str) -> str:
+  """Returns the folder of a glob before its first wildcard."""
+  folder = os.path.dirname(pattern)
+  while glob.has_magic(folder):
+    folder = os.path.dirname(folder)
+  return folder or '.'
+
+
+def _sample(path: str) -> str:
+  """Returns a digest of a file's size, beginning, middle and end."""
+  size = os.path.getsize(path)
+  digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+  with open(path, 'rb') as file:
+    for start in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+      file.seek(start)
+      digest.update(file.read(_SAMPLE_BYTES))
+  return digest.hexdigest()
