@@ -164,15 +164,8 @@ def attention(
     Weighted sums of the values [B, T, N, H] in the dtype of `q`.
 
   Raises:
-    ValueError: the backend is unknown or cannot honour the call, or the
-      arguments do not fit each other.
+    ValueError: the backend cannot honour the call.
   """
-  if backend not in BACKENDS:
-    raise ValueError(
-      f'unknown attention backend {backend!r}; choose one of'
-      f' {", ".join(sorted(BACKENDS))}'
-    )
-  _check(q, k, v, spec, softcap, chunk)
   chosen = BACKENDS[backend]
   refused = unsupported(chosen, q, spec)
   if refused:
@@ -199,22 +192,3 @@ def attention(
     else:
       out = attend(q, k, v, spec)
   return checkpoint_name(out, SAVED)
-
-
-def _check(q, k, v, spec, softcap, chunk) -> None:
-  """Raises ValueError if the arguments do not fit each other."""
-  masks.check(spec, q.shape[0], q.shape[1], k.shape[1])
-  if q.shape[2] % k.shape[2]:
-    raise ValueError(
-      f'{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value'
-      ' heads'
-    )
-  if not q.dtype == k.dtype == v.dtype:
-    raise ValueError(
-      f'q, k and v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; cast them to'
-      ' one'
-    )
-  if softcap is not None and not softcap > 0:
-    raise ValueError(f'softcap is {softcap}; it is positive, or None for none')
-  if chunk < 1:
-    raise ValueError(f'chunk is {chunk}; it is at least 1 query')

@@ -27,9 +27,6 @@ class Teacher:
     temperature: temperature of both distributions, positive. Soft-capped
       logits are divided by it; the objective is multiplied by its square, which
       keeps the size of the gradient (Hinton et al. 2015, section 2).
-
-  Raises:
-    ValueError: share or temperature is out of range.
   """
 
   # Any: tree maps put other things in the place of arrays.
@@ -38,13 +35,6 @@ class Teacher:
   softcap: float | None = flax.struct.field(pytree_node=False, default=None)
   share: float = flax.struct.field(pytree_node=False, default=1.0)
   temperature: float = flax.struct.field(pytree_node=False, default=1.0)
-
-  def __post_init__(self):
-    if self.temperature <= 0 or not 0 <= self.share <= 1:
-      raise ValueError(
-        f'temperature={self.temperature} must be positive and'
-        f' share={self.share} in [0, 1]'
-      )
 
   def table_with_rows(self, rows: int) -> Float[Array, 'V E']:
     """Returns the table, padded like the student's to be sharded alike."""
@@ -66,11 +56,11 @@ def terms(
 
   Args:
     columns: the local columns.
-    logits: the student's, float32, before the soft-cap.
-    teacher_logits: the teacher's, likewise.
+    logits: logits of the student, float32, before the soft-cap.
+    teacher_logits: logits of the teacher, float32, before its soft-cap.
     weights: weight of each row, or None for no gradient.
-    teacher: its soft-cap, share and temperature.
-    softcap: the student's soft-cap, or None.
+    teacher: the teacher, whose soft-cap, share and temperature are read.
+    softcap: soft-cap of the student's logits, or None.
 
   Returns:
     'total' and 'kl', each [rows], without weights; the gradient [rows, v] of

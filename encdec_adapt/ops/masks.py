@@ -12,7 +12,6 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-KINDS = ('causal', 'prefix', 'full')
 WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
 Keys = tuple[Int[Array, 'B S'], Int[Array, 'B S']]
@@ -52,9 +51,6 @@ class MaskSpec:
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
     kv_prefix: [B, S] int32, 1 at keys of a prefix; for kind 'prefix' only.
-
-  Raises:
-    ValueError: a static field has a value that it cannot have.
   """
 
   kind: str = flax.struct.field(pytree_node=False)
@@ -68,18 +64,6 @@ class MaskSpec:
   q_positions: Any = None
   kv_positions: Any = None
   kv_prefix: Any = None
-
-  def __post_init__(self):
-    if self.kind not in KINDS:
-      raise ValueError(f'mask kind is {self.kind!r}; choose one of {KINDS}')
-    if self.window_rule not in WINDOW_RULES:
-      raise ValueError(
-        f'window_rule is {self.window_rule!r}; choose one of {WINDOW_RULES}'
-      )
-    if self.window is not None and self.window < 1:
-      raise ValueError(
-        f'window is {self.window}; it is at least 1, or None for no window'
-      )
 
   @property
   def needs_positions(self) -> bool:
@@ -188,25 +172,6 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
     aligned=False,
     memory=memory_segments.shape[1],
   )
-
-
-def check(spec: MaskSpec, batch: int, queries: int, keys: int) -> None:
-  """Checks the arrays of a spec against the shapes of an attention.
-
-  Raises:
-    ValueError: an array is missing or has another shape.
-  """
-  expected = {'q_segments': (batch, queries), 'kv_segments': (batch, keys)}
-  if spec.needs_positions:
-    expected |= {'q_positions': (batch, queries), 'kv_positions': (batch, keys)}
-  if spec.kind == 'prefix':
-    expected |= {'kv_prefix': (batch, keys)}
-  for name, shape in expected.items():
-    found = getattr(getattr(spec, name), 'shape', None)
-    if found != shape:
-      raise ValueError(
-        f'{name} of the mask has shape {found}; the attention needs {shape}'
-      )
 
 
 def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:

@@ -16,7 +16,7 @@ import math
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-MeshAxes = str | tuple[str, ...] | None
+MeshAxes = tuple[str, ...]
 
 # Logical axes of an array of tokens.
 TOKENS = ('batch', 'length')
@@ -40,21 +40,10 @@ class Partition:
     return None if self.mesh is None else self.mesh.devices.flat[0].platform
 
   def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
-    """Returns the mesh axes of these logical axes, () where none is sharded.
-
-    Raises:
-      ValueError: the rules do not name a logical axis.
-    """
-    found: tuple[str, ...] = ()
-    for name in names if self.mesh is not None else ():
-      if name is not None and name not in self.rules:
-        known = ', '.join(sorted(self.rules))
-        raise ValueError(
-          f'no sharding rule for logical axis {name!r}; known axes: {known}'
-        )
-      axes = self.rules[name] if name else ()
-      found += (axes,) if isinstance(axes, str) else tuple(axes or ())
-    return found
+    """Returns the mesh axes of these logical axes, () where none is sharded."""
+    if self.mesh is None:
+      return ()
+    return tuple(axis for name in names if name for axis in self.rules[name])
 
   def spec(self, *names: str | None) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes."""
@@ -171,11 +160,6 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
   partition = active()
   if partition.mesh is None:
     return x
-  if len(names) != x.ndim:
-    raise ValueError(
-      f'shard() got {len(names)} axis names {names} for an array of shape'
-      f' {x.shape}'
-    )
   return jax.lax.with_sharding_constraint(
     x, partition.sharding('array', x.shape, names)
   )

@@ -86,17 +86,9 @@ def cross_entropy(
     The sums; `total` is differentiable in hidden, table and weights.
 
   Raises:
-    ValueError: an argument out of range, or a partition that does not divide
-      the arrays.
+    ValueError: the partition does not divide the arrays.
   """
-  check = functools.partial(
-    vocabulary_parallel.check_arguments, vocab_size=vocab_size, chunk=chunk
-  )
-  check(hidden, table, softcap=softcap)
-  if not 0 <= label_smoothing < 1:
-    raise ValueError(f'label_smoothing={label_smoothing} must be in [0, 1)')
   if teacher is not None:
-    check(teacher.hidden, teacher.table, softcap=teacher.softcap)
     teacher = jax.lax.stop_gradient(teacher)
   run = functools.partial(
     _run,

@@ -180,33 +180,6 @@ def sweep(
   )(tokens, tables)
 
 
-def check_arguments(
-  hidden: Float[Array, '*L D'],
-  table: Float[Array, 'V W'],
-  *,
-  vocab_size: int,
-  softcap: float | None,
-  chunk: int,
-) -> None:
-  """Raises ValueError for arguments no loss over the vocabulary accepts."""
-  if hidden.shape[-1] != table.shape[-1]:
-    raise ValueError(
-      f'hidden has width {hidden.shape[-1]} and the table {table.shape[-1]};'
-      ' they must be the same'
-    )
-  if not 1 <= vocab_size <= table.shape[0]:
-    raise ValueError(
-      f'vocab_size={vocab_size} must be between 1 and the'
-      f' {table.shape[0]} rows of the table'
-    )
-  if softcap is not None and softcap <= 0:
-    raise ValueError(
-      f'softcap={softcap} must be positive; None means no soft-cap'
-    )
-  if chunk < 1:
-    raise ValueError(f'chunk={chunk} must be at least 1 token')
-
-
 def _sweep_device(
   step: ChunkStep,
   tokens: Sequence[jax.Array],

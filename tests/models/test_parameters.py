@@ -137,7 +137,7 @@ def test_init_and_table_ignore_mesh_and_partition(small_stack, redraw):
   stack = small_stack(layers=1, window=5)  # a table that is not cached yet
   model = build.build(model_config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  rules = dict.fromkeys(RULES, 'fsdp')
+  rules = dict.fromkeys(RULES, ('fsdp',))
   with jax.set_mesh(mesh), partition.use(mesh, rules):
     inside = jax.make_jaxpr(model.init)(jax.random.key(0))
     assert len(model.table) == len(inside.out_avals)

@@ -204,22 +204,3 @@ def test_platform_is_that_of_the_active_mesh(monkeypatch):
   active = types.SimpleNamespace(platform='tpu')
   monkeypatch.setattr(attention.partition, 'active', lambda: active)
   assert not attention.unsupported(*call)
-
-
-@pytest.mark.parametrize(
-  'change, message',
-  [
-    ({'heads': (3, 2)}, '3 query heads'),
-    ({'softcap': 0.0}, 'softcap is 0.0'),
-    ({'chunk': 0}, 'chunk is 0'),
-    ({'queries': 6}, 'q_segments'),
-    ({'backend': 'flash'}, "'flash'"),
-    ({'key_dtype': jnp.bfloat16}, 'bfloat16'),
-  ],
-)
-def test_arguments_that_do_not_fit_are_refused(change, message):
-  options = {'heads': (N, K), 'queries': 4, 'key_dtype': jnp.float32} | change
-  q, k, v = qkv(options.pop('queries'), 4, heads=options.pop('heads'))
-  k = k.astype(options.pop('key_dtype'))
-  with pytest.raises(ValueError, match=message):
-    attention.attention(q, k, v, spec_of('full', 4), scale=SCALE, **options)
