@@ -6,8 +6,6 @@ import pytest
 from configs import gemma2
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import placement
-from encdec_adapt.sharding import rules as rules_lib
 from tests.planning import toy
 
 pytestmark = [pytest.mark.aot, toy.needs_libtpu]
@@ -48,37 +46,3 @@ def test_the_groups_of_shipped_meshes_are_boxes(argument):
     places = np.array([device.coords for device in group])
     assert np.prod(places.max(0) - places.min(0) + 1) == len(group)
     assert slices == 1 or len({device.slice_index for device in group}) == 1
-
-
-@pytest.mark.parametrize(
-  'topology, slices, sizes, readers',
-  [
-    ('v5e:4x4', 1, dict(), 1),
-    # Groups of `tensor` or `sequence` on two hosts or on all four.
-    ('v5e:4x4', 1, dict(fsdp=4, tensor=4), 2),
-    ('v5e:4x4', 1, dict(fsdp=4, sequence=4), 2),
-    ('v5e:4x4', 1, dict(fsdp=1, sequence=4, tensor=4), 4),
-    ('v5e:4x4', 2, dict(replica=2, fsdp=4, tensor=4), 2),
-  ],
-)
-def test_processes_read_the_rows_of_their_devices(
-  topology, slices, sizes, readers
-):
-  """Together the whole batch; each row once per process of its group."""
-  mesh, where = _mesh(topology, slices, **sizes)
-  replica, fsdp, *group = mesh.devices.shape
-  groups = mesh.devices.reshape(replica * fsdp, -1)
-  processes = {device.process_index for device in groups.flat}
-  assert len(processes) == where.devices // where.chip.host_chips
-  rows, read = 2 * len(groups), []
-  for process in sorted(processes):
-    shards = placement.row_shards(mesh, rules_lib.named('fsdp'), process)
-    found = shards.rows(rows)
-    assert found == [
-      row
-      for row in range(rows)
-      if process in {device.process_index for device in groups[row // 2]}
-    ]
-    assert shards.shard_rows(len(found)) == 2
-    read += found
-  assert sorted(read) == sorted([*range(rows)] * readers)

@@ -86,11 +86,12 @@ def make_folder(path, shape, vocabulary=None, seed=0, tokenizer=()):
   """A Hugging Face folder with random weights and what comes with them.
 
   Args:
-    path: the folder.
+    path: folder to write.
     shape: fields of the stack.
-    vocabulary: its tokenizer.model.
+    vocabulary: tokenizer.model to put into the folder, or None.
     seed: seed of the weights.
-    tokenizer: files of a tokenizer with other ids than `IDS`.
+    tokenizer: files of a tokenizer with other ids than `IDS`; then the folder
+      has no other files.
   """
   generation = {
     **GENERATION,

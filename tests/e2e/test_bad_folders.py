@@ -91,20 +91,6 @@ def test_damaged_metadata_leaves_nothing_behind(
   assert os.listdir(tmp_path) == ['source']
 
 
-def test_the_command_says_it_once(gemma, tmp_path):
-  """Orbax, which reads the tensors, has tracebacks of its own."""
-  source = shutil.copytree(gemma, tmp_path / 'source')
-  _zeros(16, np.nan)(source)
-  done = tiny.run(
-    'convert', 'import', f'--source={source}', f'--output={tmp_path}/out'
-  )
-  assert done.returncode == 2
-  assert 'Traceback' not in done.stderr and 'Warning' not in done.stderr
-  assert len(done.stderr.splitlines()) < 4, done.stderr
-  assert done.stderr.splitlines()[-1].startswith('Error: ')
-  assert os.listdir(tmp_path) == ['source']
-
-
 def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
   source = shutil.copytree(gemma, tmp_path / 'source')
   names = [f'model.layers.{i}.self_attn.rotary_emb.inv_freq' for i in range(2)]
@@ -119,9 +105,7 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
 @pytest.mark.parametrize(
   'argv, words',
   [
-    (['exprot'], "'exprot' is not a command; .* one of import, export"),
     (['import'], '--source is missing'),
-    (['import', '--surce=x'], 'surce'),
     (['import', '--source=nowhere', '--output={tmp}/x'], 'nowhere holds no'),
     (['import', '--source={imported}', '--output={tmp}/x'], 'work directory'),
     (['import', '--source={gemma}', '--output={gemma}'], 'exists already'),
@@ -136,9 +120,6 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
      'of kind encoder_decoder'),
     (['adapt', '--encoder={wide}', '--decoder={gemma}', '--output={tmp}/x',
       '--cross_attention=copy'], 'as wide as the decoder'),
-    (['inspect'], 'inspect takes PATH, not nothing'),
-    (['inspect', '{gemma}', '{gemma}'], 'inspect takes PATH'),
-    (['diff', '{gemma}'], 'diff takes A B'),
     (['merge', '{gemma}', '{wide}', '--output={tmp}/x'], 'width is 16 and 24'),
     (['merge', '{gemma}', '{gemma}', '--weights=1,1', '--output={tmp}/x'],
      'sum to 2'),
@@ -160,12 +141,8 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
       (['--encoder={gemma}', '--eoi_token=5'], 'only a t5gemma2 has one'),
       (['--encoder={wide}', '--decoder={gemma}', '--cross_merged'],
        "the encoder's width"),
-      (['--encoder={gemma}', '--encoder_kv_heads=3'],
-       'is not a multiple of kv_heads'),
-      (['--encoder={gemma}', '--decoder_vocab_size=300'], 'extended, not cut'),
       (['--encoder={gemma}', '--cross_layers=global'],
        'no layer of the decoder reads'),
-      (['--encoder={llama}', '--tied_head'], 'tied_head to False'),
     )
   ],
 )  # fmt: skip

@@ -5,17 +5,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import types
 
 import jax
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, train
+from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import app, errors
-from encdec_adapt.cluster import preemption
+from encdec_adapt.cli import errors
 from encdec_adapt.conversion import run_artifacts, source_files
 from encdec_adapt.data import loader, records
 from encdec_adapt.models import parameters
@@ -164,21 +162,6 @@ def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
   assert (pair['kind'], alone['kind']) == ('encoder_decoder', 'decoder_only')
   for result in (pair, alone):
     assert result['eval_loss_shuffled_prefix'] != result['eval_loss']
-
-
-def test_generate_continues_every_prompt(folder, adapted, decoder):
-  for run in (adapted, decoder):
-    output = folder / 'out.json'
-    flags = [
-      f'--checkpoint={run}',
-      '--prompt=the quick brown',
-      '--prompt=two cats',
-      '--max_tokens=4',
-      f'--output={output}',
-    ]
-    assert tiny.call(generate, *flags) == 0
-    samples = folders.read(output)
-    assert [s['prompt'] for s in samples] == ['the quick brown', 'two cats']
 
 
 # Found by a dry run as well.
@@ -398,29 +381,3 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   assert wanted['kind'] == found['kind'] == 'eval'
   assert wanted['loss'] == found['loss']
   assert (copied / 'summary.json').exists()
-
-
-def test_a_second_signal_does_not_break_the_last_save_off(
-  folder, copied, monkeypatch, capsys
-):
-  def kill(*_):
-    raise AssertionError('the signal was not held')
-
-  close = manager.Checkpoints.close
-
-  def close_slowly(checkpoints):
-    os.kill(os.getpid(), signal.SIGTERM)
-    print('all is saved')
-    close(checkpoints)
-
-  monkeypatch.setattr(preemption.StopSignal, 'reached', lambda *_: True)
-  monkeypatch.setattr(manager.Checkpoints, 'close', close_slowly)
-  before = signal.signal(signal.SIGTERM, kill)
-  try:
-    status = _continue(folder, copied, '--config.train.steps=9')
-  finally:
-    signal.signal(signal.SIGTERM, before)
-  assert status == app.RESTART
-  _, _, late = capsys.readouterr().out.partition('all is saved')
-  assert 'asked to stop: saved step 5, exiting with 75' in late
-  assert manager.open_latest(copied).step == 5

@@ -15,7 +15,7 @@ import tokenizers
 from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
@@ -148,15 +148,6 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
   assert convert_('diff', workdir, adapted) == 1
 
 
-def test_a_tokenizer_with_other_ids_is_not_exported(gemma, tmp_path):
-  """Its tokenizer.json is not the form of its tokenizer.model."""
-  exported = _export(gemma, tmp_path / 'exported')
-  _other_vocabulary(exported / 'tokenizer.model')
-  with pytest.raises(errors.UserError, match='encodes a text differently'):
-    _export(exported, tmp_path / 'out')
-  assert not (tmp_path / 'out').exists()
-
-
 def test_a_tokenizer_that_is_not_ours_is_carried_with_a_note(gemma, tmp_path):
   source = shutil.copytree(gemma, tmp_path / 'source')
   (source / 'tokenizer.model').unlink()
@@ -248,19 +239,6 @@ def test_a_vocabulary_that_is_elsewhere_is_not_lost(
     assert not output.exists()
   monkeypatch.chdir(tmp_path / 'here')
   _export(workdir, output)
-
-
-def test_a_configuration_takes_its_model_from_folders(gemma, llama, imported):
-  def load(arg):
-    flags = [f'--config=configs/pretrained.py:{arg}']
-    return config_lib.load(command.parse(train.define_flags, flags).config)
-
-  settings = load(f'encoder={gemma},decoder={llama}')
-  assert settings.model.decoder.activation == 'silu'
-  assert settings.model.encoder.width == 16
-  assert settings.init.mode == 'adapt'
-  settings = load(f'source={imported}')
-  assert settings.model == config_lib.load_run(str(imported)).model
 
 
 def test_merge_averages_every_parameter(folder, imported):

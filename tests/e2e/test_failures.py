@@ -68,19 +68,3 @@ def test_what_is_being_saved_when_a_job_fails_is_completed(
   with pytest.raises(ValueError, match='the third step fails'):
     _train(*pairs, '--config.checkpoint.every=2', f'--workdir={tmp_path}/run')
   assert manager.open_latest(tmp_path / 'run').step == 2
-
-
-def test_a_save_that_fails_does_not_hide_why_a_job_did(
-  pairs, tmp_path, monkeypatch, capsys
-):
-  def refuse(*_):
-    raise ValueError('the first step fails')
-
-  def fail(_):
-    raise RuntimeError('nor does the store answer')
-
-  monkeypatch.setattr(step_lib, 'make_train_step', lambda *_: refuse)
-  monkeypatch.setattr(manager.Checkpoints, 'close', fail)
-  with pytest.raises(ValueError, match='the first step fails'):
-    _train(*pairs, f'--workdir={tmp_path}/run')
-  assert 'too: nor does the store answer' in capsys.readouterr().err

@@ -1,10 +1,7 @@
 """`encdec_adapt.load` and `generate` on Hugging Face folders."""
 
 import json
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -163,15 +160,8 @@ def test_evaluate_asks_for_an_import(gemma, folder):
 
 
 def test_importing_the_package_is_light():
-  code = (
+  done = tiny.run_code(
     'import sys, encdec_adapt; print(*sorted({"jax", "flax", "tensorflow",'
     ' "torch", "transformers", "seqio"} & set(sys.modules)))'
   )
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    cwd=pathlib.Path(tiny.ROOT),
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert done.stdout.strip() == ''
+  assert (done.returncode, done.stdout.strip()) == (0, '')

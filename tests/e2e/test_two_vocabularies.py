@@ -189,23 +189,3 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   loaded = encdec_adapt.load(exported)
   assert loaded.special_ids['eos'] == (opened.decoder.eos,)
   assert tiny.generate(exported, 'the quick', tmp_path / 'out.json') == 0
-
-
-@pytest.mark.parametrize(
-  'changes, message',
-  [
-    ({'data.objective': 'ul2'}, 'only prefix_lm and prefix_lm_uniform split'),
-    ({'model.encoder.vocab_size': 300}, "318 tokens.*encoder's table 300"),
-    ({'data.vocabulary': 'LLAMA'}, 'the decoder of this job.*other text'),
-  ],
-)
-def test_what_does_not_fit_is_refused(
-  folder, trained, tmp_path, changes, message
-):
-  del trained  # The records are there.
-  changes = {
-    key: str(value).replace('LLAMA', f'{folder}/llama')
-    for key, value in changes.items()
-  }
-  with pytest.raises(errors.UserError, match=message):
-    tiny.call(train, *_flags(folder, **changes), f'--workdir={tmp_path}/run')

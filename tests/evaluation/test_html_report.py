@@ -85,20 +85,6 @@ def test_findings(report):
   assert 'adapted is 0.450 nats lower' in control
 
 
-def test_findings_against_the_method(report):
-  runs = report['runs']
-  for end in ('', '_seed1'):
-    one, other = f'adapted{end}', f'scratch{end}'
-    runs[one], runs[other] = runs[other], runs[one]
-  start, scratch = _about(report, 'At step 0', 'scratch (')
-  assert 'adapted is 3.750 nats higher' in start
-  assert 'adapted is 0.850 nats higher' in scratch
-  for end in ('', '_seed1'):
-    runs[f'adapted{end}']['eval_loss'] = runs[f'scratch{end}']['eval_loss']
-  (scratch,) = _about(report, 'scratch (')
-  assert 'no difference (less than 0.01 nats); the seeds overlap' in scratch
-
-
 def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
   adapted, scratch, decoder = _about(
     report, 'adapted, encoder used', 'scratch, encoder not', 'decoder_only, val'

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import types
 
-import numpy as np
 import pytest
 
 from encdec_adapt import config as config_lib
@@ -85,17 +83,6 @@ def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
   assert json.loads(output.read_text()) == samples
   assert _run(*arguments, '--batch_size=8', '--seed=1') == 0
   assert json.loads(output.read_text()) != samples
-
-
-def test_frame_prompts():
-  reader = types.SimpleNamespace(bos=2, pad=0)
-  tokens, mask = generate.frame_prompts(
-    [np.array([7, 8]), None, np.arange(15)], reader
-  )
-  assert tokens.shape == (3, 16)
-  assert tokens[0, :4].tolist() == [2, 7, 8, 0]
-  assert mask.sum(axis=1).tolist() == [3, 0, 16] and mask[0, :3].all()
-  assert generate.frame_prompts([np.arange(16)], reader)[0].shape == (1, 32)
 
 
 @pytest.mark.parametrize(

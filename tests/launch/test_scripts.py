@@ -84,18 +84,6 @@ def test_bad_flags_of_install(cloud, flags, message):
   assert done.returncode == 1 and message in done.stderr
 
 
-def test_dry_run_of_install(cloud):
-  done = cloud.bash('launch/install.sh', '--platform=gpu-cuda12', '--dry_run')
-  assert done.stdout.splitlines() == [
-    '# unless uv is installed',
-    '$ python3 -m pip install --quiet --target .venv-uv-0.13.8 uv==0.13.8',
-    '$ uv venv --quiet --clear --python 3.12 .venv',
-    '$ uv pip install --quiet --python .venv/bin/python --requirement'
-    ' launch/locks/gpu-cuda12.txt',
-    '$ uv pip install --quiet --python .venv/bin/python --no-deps --editable .',
-  ]
-
-
 # The python3 of an externally managed environment (PEP 668): its pip installs
 # into a target folder only, here a uv that makes empty environments.
 MANAGED = """

@@ -12,7 +12,13 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
-from tests.models.test_sharded import EXPERTS
+
+EXPERTS = dict(
+  experts=4,
+  experts_per_token=2,
+  expert_mlp_width=12,
+  shared_expert_width=8,
+)
 
 
 def test_leading_layers_compute_what_scanned_ones_do(small_stack, redraw, pack):

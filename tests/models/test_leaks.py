@@ -13,59 +13,48 @@ def change(triple, where):
   return jnp.where(where, tokens % 50 + 1, tokens), segments, positions
 
 
-@pytest.fixture(scope='module', params=['chunked', 'reference'])
-def pair(request, small_pair, redraw, run):
+@pytest.fixture(scope='module')
+def pair(small_pair, redraw, run):
   """A function (encoder rows, decoder rows) -> logits."""
-  model = build.build(
-    small_pair,
-    execution.ComputeConfig(attention=request.param, attention_chunk=4),
-  )
+  compute = execution.ComputeConfig(attention_chunk=4)
+  model = build.build(small_pair, compute)
   logits, params = run(model), redraw(model)
   return lambda *rows: np.asarray(logits(params, *rows))
 
 
-def test_another_segment_is_not_seen(pair, pack):
-  encoder, decoder = pack([[5, 4]], 12), pack([[3, 5]], 10, seed=1)
-  before = pair(encoder, decoder)
-  first = np.asarray(decoder[1]) == 1
-  second = np.asarray(decoder[1]) == 2
-
-  encoder_changed = pair(change(encoder, encoder[1] == 2), decoder)
-  np.testing.assert_array_equal(encoder_changed[first], before[first])
-  assert (encoder_changed[second] != before[second]).any(-1).all()
-
-  both = pair(change(encoder, encoder[1] == 1), change(decoder, first))
-  np.testing.assert_array_equal(both[second], before[second])
-  assert (both[first] != before[first]).any(-1).all()
+PACKED, WHOLE = ([5, 4], [3, 5]), ([12], [10])
+NOWHERE = lambda segment, index: index < 0  # noqa: E731
 
 
-def test_padding_is_not_seen(pair, pack):
-  encoder, decoder = pack([[5, 4]], 12), pack([[3, 5]], 10, seed=1)
-  before = pair(encoder, decoder)
+# Of the encoder and the decoder: segments of a row, and which tokens change, by
+# segment and index; and which of the decoder's logits do not.
+@pytest.mark.parametrize(
+  'lengths, encoder, decoder, stays',
+  [
+    (PACKED, lambda s, i: s == 2, NOWHERE, lambda s, i: s == 1),
+    (PACKED, lambda s, i: s == 1, lambda s, i: s == 1, lambda s, i: s == 2),
+    (PACKED, lambda s, i: s == 0, lambda s, i: s == 0, lambda s, i: s > 0),
+    (WHOLE, NOWHERE, lambda s, i: i >= 5, lambda s, i: i < 5),
+    (WHOLE, lambda s, i: i == 11, NOWHERE, NOWHERE),
+  ],
+  ids=['segment', 'other segment', 'padding', 'future', 'encoder sees ahead'],
+)
+def test_what_is_not_visible_is_not_seen(
+  lengths, encoder, decoder, stays, pair, pack
+):
+  rows = pack([lengths[0]], 12), pack([lengths[1]], 10, seed=1)
   after = pair(
-    change(encoder, encoder[1] == 0), change(decoder, decoder[1] == 0)
+    *(
+      change(row, where(row[1], np.arange(row[1].shape[1])[None]))
+      for row, where in zip(rows, (encoder, decoder), strict=True)
+    )
   )
-  real = np.asarray(decoder[1]) > 0
-  np.testing.assert_array_equal(after[real], before[real])
-  assert (after[~real] != before[~real]).any()
+  before, segments = pair(*rows), np.asarray(rows[1][1])
+  same = stays(segments, np.arange(10)[None])
+  np.testing.assert_array_equal(after[same], before[same])
+  real = ~same & (segments > 0)
+  assert (after[real] != before[real]).any(-1).all()
   assert np.isfinite(after).all()
-
-
-def test_the_future_is_not_seen(pair, pack):
-  encoder, decoder = pack([[12]], 12), pack([[10]], 10, seed=1)
-  before = pair(encoder, decoder)
-  late = np.arange(10)[None] >= 5
-  after = pair(encoder, change(decoder, late))
-  np.testing.assert_array_equal(after[:, :5], before[:, :5])
-  assert (after[:, 5:] != before[:, 5:]).any(-1).all()
-
-
-def test_the_encoder_sees_ahead_and_every_decoder_token_sees_it(pair, pack):
-  encoder, decoder = pack([[12]], 12), pack([[10]], 10, seed=1)
-  before = pair(encoder, decoder)
-  last = np.arange(12)[None] == 11
-  after = pair(change(encoder, last), decoder)
-  assert (after != before).any(-1).all()
 
 
 def test_beyond_the_window_is_not_seen(small_stack, redraw, run, pack):

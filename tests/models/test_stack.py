@@ -59,6 +59,18 @@ def test_a_scanned_model_equals_its_layers_unrolled(
   )
 
 
+def test_the_program_does_not_grow_with_layers(small_stack):
+  def text(layers):
+    stack = small_stack(layers=layers)
+    model = build.build(model_config.DecoderOnlyConfig(stack))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    loss = lambda p, ids: model.decode(p, ids, ids, ids).sum()  # noqa: E731
+    return jax.jit(jax.grad(loss)).lower(params, ids).as_text()
+
+  assert len(text(16)) == pytest.approx(len(text(4)), rel=0.02)
+
+
 @pytest.fixture
 def gradients(small_stack, redraw, pack):
   """A function (**options) -> gradients and logits of 2 x 2 + 1 layers."""

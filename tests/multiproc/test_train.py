@@ -11,7 +11,7 @@ from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
-from encdec_adapt.telemetry import metrics, timing
+from encdec_adapt.telemetry import metrics
 from tests import tiny
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.long]
@@ -198,28 +198,6 @@ def test_two_processes_in_a_bucket(
   assert text.count('records: copying 1 of 1 shards') == 2  # Of two sets.
   assert _records(workdir) == _records(two)
   tiny.assert_same_params(workdir, two)
-
-
-def test_times_in_the_metrics(two):
-  by_kind = {'time': [], 'job': []}
-  for record in metrics.read_metrics(two):
-    by_kind.get(record['kind'], []).append(record)
-  assert len(by_kind['time']) == STEPS
-  for record in by_kind['time']:
-    parts = [record[f'seconds/{part}'] for part in timing.PARTS]
-    assert 0 < sum(parts) <= record['seconds/total'] * 1.001
-    assert record['tokens_per_second'] > 0 and record['mfu'] > 0
-  first, *rest = by_kind['time']
-  assert first['seconds/compile'] > 0
-  assert not any(record['seconds/compile'] for record in rest)
-  # The rate is that of the step, without compiling and evaluating before it.
-  other = first['seconds/compile'] + first['seconds/evaluate']
-  tokens = _records(two)['train', 1]['tokens']
-  rate = first['tokens_per_second']
-  assert rate * (first['seconds/total'] - other) >= tokens
-  last = by_kind['job'][-1]
-  assert 0 < last['goodput'] <= 1 and last['starts'] == 1
-  assert last['lost_steps'] == last['lost_seconds'] == 0
 
 
 def test_both_stop_after_one_step_and_resume_as_two_or_one(

@@ -177,27 +177,6 @@ def test_sigterm_saves_and_exits_with_its_own_status(
 
 
 @pytest.mark.long
-def test_a_second_job_on_the_directory_is_refused(folder, flags):
-  workdir = folder / 'shared'
-  first = tiny.start(
-    'train',
-    *flags,
-    '--config.train.steps=100000',
-    '--config.data.repeat=True',
-    f'--workdir={workdir}',
-    log=folder / 'shared.log',
-  )
-  try:
-    assert _wait(first, lambda: _last_step(workdir) >= 1)
-    second = tiny.run('train', *flags, f'--workdir={workdir}')
-    assert second.returncode == app.USER_ERROR
-    assert f'process {first.pid}' in second.stderr
-  finally:
-    first.kill()
-    first.wait()
-
-
-@pytest.mark.long
 def test_killed_while_records_are_made(folder, flags):
   workdir = folder / 'materializing'
   for index, document in enumerate(tiny.text(200)):

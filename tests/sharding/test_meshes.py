@@ -4,6 +4,7 @@ A few meshes run by default, every mesh with one rule set in the long tier, and
 the other rule sets in the slow one.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -36,6 +37,7 @@ DEFAULT = {
 }
 CASES = [
   pytest.param(
+    'dense',
     shape,
     name,
     marks=[]
@@ -47,6 +49,10 @@ CASES = [
   )
   for i, shape in enumerate(SHAPES)
   for j, name in enumerate(rules_lib.RULES)
+]
+CASES += [
+  pytest.param('experts', (1, 2, 2, 2), 'fsdp', marks=pytest.mark.long),
+  pytest.param('experts', (2, 2, 1, 2), 'fsdp', marks=pytest.mark.slow),
 ]
 # Every dimension that a rule names divides by eight.
 STACK = model_config.StackConfig(
@@ -62,9 +68,21 @@ STACK = model_config.StackConfig(
   window=3,
   query_scale=4.0,
 )
+EXPERTS = dict(
+  layers=2,
+  dense_layers=1,
+  experts=4,
+  experts_per_token=2,
+  expert_mlp_width=16,
+  norm_topk=True,
+  shared_expert_width=8,
+  shared_expert_gate=True,
+)
 LENGTHS = {'encoder': 16, 'decoder': 8}
 ROWS = 8
-LOSS = losses.LossConfig(z_loss=1e-2, chunk=4)
+LOSS = losses.LossConfig(
+  z_loss=1e-2, load_balance=1.0, router_z_loss=1.0, chunk=4
+)
 
 
 def _make_batch():
@@ -95,19 +113,22 @@ def _run(model, params, batch):
 
 
 @pytest.fixture(scope='module')
-def case():
+def case(request):
   """A model, its parameters, a batch, and what one device makes of them."""
-  model = build.build(
-    model_config.encoder_decoder(STACK, STACK),
-    execution.ComputeConfig(attention_chunk=4),
-  )
+  stack = STACK
+  if request.param == 'experts':
+    stack = dataclasses.replace(STACK, **EXPERTS)
+  pair = model_config.encoder_decoder(stack, stack)
+  compute = execution.ComputeConfig(remat='full', attention_chunk=4)
+  model, plain = build.build(pair, compute), build.build(pair)
   params = toy_models.params(model.config, seed=1, scale=0.3)
   batch = _make_batch()
-  expected = jax.jit(_run, static_argnums=0)(model, params, batch)
+  # Without rematerialisation, which changes nothing either.
+  expected = jax.jit(_run, static_argnums=0)(plain, params, batch)
   return model, params, batch, expected
 
 
-@pytest.mark.parametrize('shape, name', CASES)
+@pytest.mark.parametrize('case, shape, name', CASES, indirect=['case'])
 def test_every_mesh_equals_one_device(case, shape, name):
   model, params, batch, expected = case
   sizes = dict(zip(mesh_lib.AXES, shape, strict=True))

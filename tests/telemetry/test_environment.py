@@ -1,7 +1,6 @@
 """The environment report, and the compilation cache."""
 
 import json
-import shutil
 import subprocess
 import sys
 import types
@@ -36,28 +35,6 @@ def test_difference_names_keys_and_values():
     "new: 'not recorded' before, 3 now",
     "old: None before, 'not recorded' now",
   ]
-
-
-@pytest.mark.skipif(not shutil.which('git'), reason='runs git')
-def test_git_revision_follows_the_checkout(tmp_path, monkeypatch):
-  module = tmp_path / 'environment.py'
-  module.write_text('')
-  monkeypatch.setattr(environment, '__file__', str(module))
-
-  def git(*arguments):
-    user = '-c', 'user.name=n', '-c', 'user.email=e@example.org'
-    subprocess.check_call(['git', '-C', str(tmp_path), *user, *arguments])
-
-  git('init', '--quiet')
-  assert environment.git_revision() is None  # Not tracked.
-  git('add', '.')
-  git('commit', '--quiet', '-m', 'first')
-  found = environment.git_revision()
-  assert len(found) == 40
-  module.write_text('changed')
-  assert environment.git_revision() == f'{found}-dirty'
-  monkeypatch.setenv('PATH', str(tmp_path))
-  assert environment.git_revision() is None
 
 
 def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):

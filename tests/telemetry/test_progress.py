@@ -41,29 +41,3 @@ def test_time_away_is_left_out():
   line.update(2, 10)
   assert line.rates() == pytest.approx({'tokens_per_second': 5})
   assert line.line(1.0) == 'step  2/10  loss 1.0000  5 tok/s  16s left'
-
-
-@pytest.mark.parametrize(
-  'seconds, text',
-  [(0.4, '0s'), (59.6, '1m00s'), (187, '3m07s'), (7500, '2h05m')],
-)
-def test_format_seconds(seconds, text):
-  assert progress.format_seconds(seconds) == text
-
-
-def test_bytes_are_reported_every_few_seconds_and_at_the_end(capsys):
-  clock = _Clock()
-  report = progress.ByteProgress('read', every=5, clock=clock)
-  report(0, 4096)
-  clock.now += 4
-  report(1024, 4096)
-  clock.now += 4
-  report(2048, 4096)
-  clock.now += 1
-  report(3072, 4096)
-  clock.now += 7
-  report(4096, 4096)
-  assert capsys.readouterr().out.splitlines() == [
-    'read: 2.0 KiB of 4.0 KiB  256 bytes/s  8s left',
-    'read: 4.0 KiB in 16s  256 bytes/s',
-  ]

@@ -94,27 +94,6 @@ def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
   assert gemma.mode_ids == {'R': 103, 'S': 104, 'X': 105}
 
 
-def test_a_space_before_every_text(vocabulary, tmp_path):
-  """As Llama 2: it is put there, and taken away from a text's start alone."""
-  path = _changed(
-    vocabulary,
-    tmp_path / 'prefix.model',
-    lambda proto: setattr(proto.normalizer_spec, 'add_dummy_prefix', True),
-  )
-  raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
-  prefixed = vocabularies.open_vocabulary(path)
-  for text in ('a b', ' a', '', '<eos>', '\u2581', 'x\u2581 y\n', '  '):
-    ids, boundaries = prefixed.encode_with_boundaries(text)
-    if '\u2581' not in text:
-      assert ids.tolist() == raw.encode(text)
-    assert prefixed.decode(ids) == text
-    assert prefixed.decode(ids, start=False) == (' ' + text if text else '')
-    assert boundaries[0] == 0 and boundaries[-1] == len(text)
-  ids = [*prefixed.encode('a'), 1, *prefixed.encode('b')]
-  assert prefixed.decode(ids) == 'a b'
-  assert prefixed.decode([2, *ids], show_special=True) == '<bos>a<eos> b'
-
-
 def _without_bytes(proto):
   proto.trainer_spec.byte_fallback = False
   for piece in proto.pieces[107:]:
