@@ -1,6 +1,6 @@
 """Decoder-only training with published speed, for calibrating plans.
 
-    python -m encdec_adapt.plan --calibrate=all
+    python -m tests.benchmarks.calibration
 
 compiles each of `RUNS` and writes how far its estimate is from what was
 measured. Batches are the published recipes' (MaxText's benchmark files) where

@@ -13,10 +13,6 @@ The exit status is 3 if a program does not fit into memory.
 ranks meshes, remat policies and rows per chip with the cost model, compiles
 the best six, and ranks those again.
 
-    python -m encdec_adapt.plan --calibrate=all
-
-plans training whose speed was published, and stores the errors.
-
     python -m encdec_adapt.plan --table=configs/plans
 
 prints a table of plans that were written with --output.
@@ -71,11 +67,6 @@ define_flags = command.define(
     default=0,
     lower_bound=0,
   ),
-  command.flag(
-    'list',
-    'calibrate',
-    "Published runs to plan again, by parts of their names, or 'all'.",
-  ),
   command.string('table', 'Folder of stored plans.'),
   command.string('output', 'JSON file of the report.'),
 )
@@ -83,8 +74,6 @@ define_flags = command.define(
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  if values.calibrate:
-    return _calibrate(values.calibrate)
   if values.table:
     print(stored_plans.markdown(stored_plans.read(values.table)))
     print(f'\n{calibration.text(calibration.table())}')
@@ -234,31 +223,6 @@ def _search(
   print(search.text(fit) if fit else 'none of these fits; try --search=N')
   print(calibration.text(calibration.table()))
   return 0 if fit else DOES_NOT_FIT
-
-
-def _calibrate(parts: list[str]) -> int:
-  """Plans the published runs and writes the table of errors.
-
-  Raises:
-    UserError: a part is in no name of a run.
-  """
-  rows = calibration.table()
-  chosen = calibration.select(rows, parts)
-  slices = [chips.parse(row['topology']) for row in chosen]
-  # Stand-ins for the most GPUs come first.
-  gpus = [where for where in slices if where.chip.kind == 'gpu']
-  if gpus:
-    chips.devices_of(max(gpus, key=lambda where: where.devices))
-  for row, where in zip(chosen, slices, strict=True):
-    values = command.parse(define_flags, [f'--config={row["config"]}'])
-    settings = config_lib.load(values.config, sources=False)
-    plan = make(settings, where, ['train'])['train']
-    print(f'[{row["name"]}]\n{plan_report.text(plan)}', flush=True)
-    row['estimated'], row['by'] = plan['mfu'], plan['source']
-    row['gib'] = plan['memory']['peak'] / 2**30
-    calibration.write(rows)
-  print(calibration.text(rows))
-  return 0
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ attention counted half; and the `estimated` one, `by` which estimator, with the
 v5e counts causal attention whole, which gives 61.1% for 16B and 66.9% for 32B;
 it is 6.4% and 3.3% of these models' FLOPs then.
 
-    python -m encdec_adapt.plan --calibrate=all
+    python -m tests.benchmarks.calibration
 
 writes the estimates.
 """
@@ -17,9 +17,6 @@ from importlib import resources
 import json
 from typing import Any
 
-from encdec_adapt.cli import errors
-from encdec_adapt.files import atomic
-
 _FILE = resources.files(__package__) / 'calibration.json'
 Row = dict[str, Any]
 
@@ -27,30 +24,6 @@ Row = dict[str, Any]
 def table() -> list[Row]:
   """Returns the rows of calibration.json."""
   return json.loads(_FILE.read_text())
-
-
-def write(rows: list[Row]) -> None:
-  """Stores the rows in calibration.json."""
-  atomic.write_json(str(_FILE), rows)
-
-
-def select(rows: list[Row], parts: list[str]) -> list[Row]:
-  """Returns the rows whose names contain one of some parts, or 'all'.
-
-  Raises:
-    UserError: no name contains one of the parts.
-  """
-  for part in parts:
-    if part != 'all' and not any(part in row['name'] for row in rows):
-      raise errors.UserError(
-        f'--calibrate={part} is in no name of a published run; those are'
-        f' {"; ".join(row["name"] for row in rows)}.'
-      )
-  return [
-    row
-    for row in rows
-    if any(part == 'all' or part in row['name'] for part in parts)
-  ]
 
 
 def text(rows: list[Row]) -> str:

@@ -71,7 +71,6 @@ def test_a_search_ranks_what_fits(tmp_path):
     (['--output=README.md/plan.json'], 'cannot be written'),
     (['--config.mesh.tensor=3'], 'does not multiply'),
     (['--config.train.batch_size=6'], 'batch_size is 6'),
-    (['--calibrate=H100,Lama'], '--calibrate=Lama .* Llama 2 7B, H100 x 8'),
     (['--topology=v9:4x4'], 'v9:4x4 is not known'),
     (['--topology=v5e:4x4x4'], r'2 dimension\(s\).* such as v5e:4x4'),
     (['--topology=v5e:0x4'], 'v5e:0x4: .* at least 1 chip'),
