@@ -15,7 +15,9 @@ the next round, so no stream ever takes more rows than packing it in order.
 This module imports numpy only: neither TensorFlow nor jax.
 """
 
+import bisect
 from collections.abc import Iterable, Iterator
+import math
 
 import numpy as np
 
@@ -95,6 +97,9 @@ def _pack_in_order(
 def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
   """Packs pairs from the largest to the smallest.
 
+  Rows are kept by their free positions of the side with more demand, and there
+  in the order of the free positions of the other, so that few are looked at.
+
   Args:
     costs: positions of the pairs, [n, 2].
     capacity: positions of a row, [2].
@@ -104,24 +109,43 @@ def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
   """
   shares = costs / np.maximum(capacity, 1)
   demand = shares.sum(axis=0)
-  weights = demand / demand.max(initial=1e-9)
-  order = np.argsort(-shares.sum(axis=1), kind='stable')
+  weights = demand / demand.max(initial=1e-9) / np.maximum(capacity, 1)
+  order = np.argsort(-shares.sum(axis=1), kind='stable').tolist()
+  sides = [0, 1] if demand[0] >= demand[1] else [1, 0]
+  weight, other_weight = weights[sides].tolist()
+  size, other_size = capacity[sides].tolist()
+  needs = costs[:, sides].tolist()
   rows: list[list[int]] = []
-  free = np.zeros((2, len(costs)), np.int64)  # [side, row]
-  shared = weights / np.maximum(capacity, 1)
+  # By free positions: (free positions of the other side, row), sorted.
+  by_room: list[list[tuple[int, int]]] = [[] for _ in range(size + 1)]
+  occupied = 0  # Bit n: whether some row has n free positions.
   for i in order:
-    inputs, targets = costs[i]
-    left = free[:, : len(rows)] - costs[i][:, None]
-    fits = np.flatnonzero((left[0] >= 0) & (left[1] >= 0))
-    if len(fits):
-      encoder, decoder = left[:, fits] * shared[:, None]
-      row = fits[np.argmin(encoder * encoder + decoder * decoder)]
-    else:
-      row = len(rows)
+    need, other_need = needs[i]
+    best, found = math.inf, None
+    room, above = need, occupied >> need
+    while above:
+      skip = (above & -above).bit_length()
+      room, above = room + skip - 1, above >> skip
+      left = ((room - need) * weight) ** 2
+      if left >= best:
+        break
+      at = bisect.bisect_left(by_room[room], (other_need,))
+      if at < len(by_room[room]):
+        other = by_room[room][at][0]
+        left += ((other - other_need) * other_weight) ** 2
+        if left < best:
+          best, found = left, (room, at)
+      room += 1
+    if found is None:
+      room, other, row = size, other_size, len(rows)
       rows.append([])
-      free[:, row] = capacity
-    rows[row].append(int(i))
-    free[:, row] -= (inputs, targets)
+    else:
+      room, at = found
+      other, row = by_room[room].pop(at)
+      occupied ^= (not by_room[room]) << room
+    rows[row].append(i)
+    bisect.insort(by_room[room - need], (other - other_need, row))
+    occupied |= 1 << room - need
   return sorted(sorted(row) for row in rows)
 
 
