@@ -68,6 +68,7 @@ from encdec_adapt.data import batch, objectives
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.
+_FEW_SPANS = 12  # Up to this many, slices are faster than masks.
 POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
 
 _UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
@@ -287,17 +288,21 @@ class Denoising(objectives.WindowObjective):
       )
     if not len(mode):
       return pair
-    return pair._replace(inputs=np.concatenate([mode, pair.inputs]))
+    return batch.Pair(np.concatenate([mode, pair.inputs]), pair.targets)
 
   def _sentinels_of(self, spans: int) -> np.ndarray:
     """Returns the ids that stand for the spans of a window, in order."""
     if self._policy == 'single':
       return np.full(spans, self._sentinels[0])
+    if spans <= len(self._sentinels):
+      return self._sentinels[:spans]
     return self._sentinels[np.arange(spans) % len(self._sentinels)]
 
   def shared_spans(self, pair):
     if self._policy not in ('recycle', 'single'):
       return 0
+    if self._policy == 'recycle' and len(pair.targets) <= len(self._sentinels):
+      return 0  # There is a sentinel for every target.
     low = pair.targets[pair.targets < len(self._is_sentinel)]
     times = np.bincount(low[self._is_sentinel[low]])
     return int(times[times > 1].sum())
@@ -391,6 +396,17 @@ def corrupt_spans(
     Inputs kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
     hidden_0 sentinel_1 hidden_1 ...
   """
+  if len(kept) <= _FEW_SPANS:
+    inputs, targets, start = [], [], 0
+    for i, (keep, hide) in enumerate(
+      zip(kept.tolist(), hidden.tolist(), strict=True)
+    ):
+      sentinel = sentinels[i : i + 1]
+      middle, end = start + keep, start + keep + hide
+      inputs += window[start:middle], sentinel
+      targets += sentinel, window[middle:end]
+      start = end
+    return batch.Pair(np.concatenate(inputs), np.concatenate(targets))
   kept_before, hidden_after = kept.cumsum(), hidden.cumsum()
   hidden_before = hidden_after - hidden
   step = np.zeros(len(window) + 1, np.int8)
