@@ -40,8 +40,8 @@ A model with {count:,} parameters ({kind}), exported in {dtype} by encdec_adapt.
 Weights that were made from others are under the terms of those others.
 """
 _OWN = """No class of transformers can express this model. The folder is in
-the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and
-every field of both stacks; the tensors are named
+the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and, as
+`model`, the keys of `config.model`; the tensors are named
 `<stack>.layers.<number>.<part>`, kernels are stored as [in, out] with heads
 apart ([D, N, H] of a query, [N, H, D] of an output), and token tables without
 padding rows.
