@@ -29,7 +29,7 @@ class ByteVocabulary(vocabulary.Vocabulary):
       vocabulary.digest_of(NAME, specials),
       256 + len(specials),
       specials,
-      vocabulary.SpecialIds(**roles),
+      roles,
       added_sentinels=added_sentinels,
     )
 

@@ -172,7 +172,7 @@ def _plain(data: bytes) -> bytes:
 
 def _roles(
   model: sentencepiece.SentencePieceProcessor, path: str
-) -> vocabulary.SpecialIds:
+) -> dict[str, int]:
   """Returns the ids of special pieces by role.
 
   Raises:
@@ -193,6 +193,4 @@ def _roles(
   if found['pad'] < 0:
     found['pad'] = found['eos']  # Masked everywhere, so any id works.
   mask = model.piece_to_id('<mask>')
-  return vocabulary.SpecialIds(
-    **found, mask=None if mask == model.unk_id() else mask
-  )
+  return found if mask == model.unk_id() else {**found, 'mask': mask}

@@ -18,7 +18,6 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -88,7 +87,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       str(path),
       vocabulary.digest_of(
         hashlib.sha256(path.read_bytes()).hexdigest(),
-        dataclasses.asdict(roles),
+        {role: roles.get(role) for role in vocabulary.ROLES},
       ),
       max(self._by_id) + 1,
       specials,
@@ -168,7 +167,7 @@ def _roles(
   specials: Mapping[str, int],
   beside: list[paths.Path],
   path: str,
-) -> vocabulary.SpecialIds:
+) -> dict[str, int]:
   """Returns the ids by role.
 
   Raises:
@@ -195,4 +194,4 @@ def _roles(
         f'vocabulary {path!r} has no known {role.upper()}, which rows need;'
         f' name it as {role}_token in {_CONFIGS[0]} beside it'
       )
-  return vocabulary.SpecialIds(**{'pad': roles['eos'], **roles})
+  return {'pad': roles['eos'], **roles}

@@ -26,7 +26,6 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 import abc
 from collections.abc import Mapping, Sequence
-import dataclasses
 import functools
 import hashlib
 import json
@@ -67,19 +66,6 @@ class DamagedError(errors.UserError):
   """The file of a vocabulary is damaged, rather than unsuitable."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecialIds(special_ids.SideIds):
-  """Ids by role: those that frame rows, and others.
-
-  Attributes:
-    unk: id of unknown characters; None if there is none.
-    mask: mask of masked language models; None if there is none.
-  """
-
-  unk: int | None = None
-  mask: int | None = None
-
-
 class Vocabulary(abc.ABC):
   """Text to token ids and back, without any framing (no BOS, no EOS).
 
@@ -88,8 +74,9 @@ class Vocabulary(abc.ABC):
     size: V, ids are below it, added ones included.
     stored_size: size without ids that were added in memory.
     fingerprint: hex digest of everything that decides what an id means.
-    pad, eos, bos: ids, see `SpecialIds`.
-    unk, mask: ids or None.
+    ids: ids that frame rows; `pad`, `eos` and `bos` are the same ids.
+    unk: id of unknown characters; None if there is none.
+    mask: mask of masked language models; None if there is none.
     specials: name -> id of every special token.
     sentinels: ids of the sentinels in order; may be empty.
     mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
@@ -103,7 +90,7 @@ class Vocabulary(abc.ABC):
     digest: str,
     size: int,
     specials: Mapping[str, int],
-    ids: SpecialIds,
+    roles: Mapping[str, int],
     *,
     files: Sequence[paths.Path] = (),
     added_sentinels: int = 0,
@@ -115,7 +102,7 @@ class Vocabulary(abc.ABC):
       digest: fingerprint without added sentinels.
       size: largest id on disk, plus one.
       specials: name -> id of every special token.
-      ids: ids by role.
+      roles: ids by role, one of `ROLES`; `unk` and `mask` may be missing.
       files: files that the vocabulary was read from.
       added_sentinels: number of new sentinels at the end; mode tokens follow
         them if the vocabulary has none.
@@ -125,8 +112,9 @@ class Vocabulary(abc.ABC):
     """
     self.path = path
     self.files = tuple(files)
-    self.pad, self.eos, self.bos = ids.pad, ids.eos, ids.bos
-    self.unk, self.mask = ids.unk, ids.mask
+    self.pad, self.eos, self.bos = roles['pad'], roles['eos'], roles['bos']
+    self.ids = special_ids.SideIds(self.pad, self.eos, self.bos)
+    self.unk, self.mask = roles.get('unk'), roles.get('mask')
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
     self.stored_size = self.size = size
@@ -167,11 +155,6 @@ class Vocabulary(abc.ABC):
   def added(self) -> range:
     """Ids that were added in memory and are in no file."""
     return range(self.stored_size, self.size)
-
-  @property
-  def ids(self) -> special_ids.SideIds:
-    """Ids that frame rows."""
-    return special_ids.SideIds(self.pad, self.eos, self.bos)
 
   def describe(self) -> dict[str, Any]:
     """Returns the description in manifests and checkpoints, for JSON."""
