@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from encdec_adapt.checkpoints import state_leaves
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
+from encdec_adapt.sharding import placement
 
 # Files that mark a folder written by Orbax; the last one until 2024.
 _MARKS = ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint')
@@ -50,7 +50,7 @@ class OrbaxFolder:
         metadata.tree
       )
       self.arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]] = {
-        state_leaves.path_string(keys): (
+        placement.path_string(keys): (
           tuple(leaf.shape),
           np.dtype(leaf.dtype),
         )
@@ -87,7 +87,7 @@ class OrbaxFolder:
         ' incomplete or damaged: fetch it again.'
       ) from error
     return {
-      state_leaves.path_string(keys): np.asarray(leaf)
+      placement.path_string(keys): np.asarray(leaf)
       for keys, leaf in jax.tree_util.tree_leaves_with_path(restored)
-      if state_leaves.path_string(keys) in wanted
+      if placement.path_string(keys) in wanted
     }

@@ -3,26 +3,17 @@
 Independent of the storage format.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from encdec_adapt.sharding import placement
+
 # Shape and dtype by path.
 Stored = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-
-
-def path_string(path: Sequence[Any]) -> str:
-  """Formats a JAX key path as `a/0/b`, whatever the kinds of its keys."""
-  parts = []
-  for key in path:
-    for attribute in ('key', 'name', 'idx'):
-      if hasattr(key, attribute):
-        parts.append(str(getattr(key, attribute)))
-        break
-  return '/'.join(parts)
 
 
 def total_bytes(abstract_state: Any) -> int:
@@ -49,7 +40,7 @@ def differences(
     One line per leaf that does not fit, sorted by path.
   """
   wanted = {
-    path_string(path): stored_form(leaf)
+    placement.path_string(path): stored_form(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
   }
   lines = []
