@@ -51,7 +51,7 @@ class Settings:
   @property
   def rules(self) -> rules_lib.Rules:
     """Sharding rules that `config.mesh.rules` names."""
-    return rules_lib.named(self.mesh.rules)
+    return rules_lib.RULES[self.mesh.rules]
 
   def until_end(self, step: int, rows: int) -> 'Settings':
     """Returns the settings with the number of steps that the records last for.

@@ -204,7 +204,7 @@ def load(
   """
   multiple = None
   if mesh is not None:
-    axes = rules_lib.named(_RULES).vocab
+    axes = rules_lib.RULES[_RULES].vocab
     multiple = math.prod(mesh.shape[axis] for axis in axes)
   stored = stored_model.open_model(
     path, encoder_window=encoder_window, vocab_multiple=multiple
@@ -234,7 +234,7 @@ def read(
     )
   compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
   where = setup.place_model(
-    stored.model, compute, mesh, rules_lib.named(_RULES)
+    stored.model, compute, mesh, rules_lib.RULES[_RULES]
   )
   return LoadedModel(where.model, stored.read(where), stored)
 

@@ -138,7 +138,7 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
     sections.setdefault(section, {})[name] = value
   changed: dict[str, Any] = {}
   if mesh := sections.pop('mesh', None):
-    changed['rules'] = rules_lib.named(mesh['rules'])
+    changed['rules'] = rules_lib.RULES[mesh['rules']]
     changed['mesh'] = mesh_lib.make_mesh(
       mesh_lib.MeshConfig(**mesh), list(job.mesh.devices.flat)
     )
@@ -311,7 +311,7 @@ def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
   table = parameters.parameter_table(job.model)
   mesh = AbstractMesh(sizes, mesh_lib.AXES)
   try:
-    placement.parameter_shardings(table, mesh, rules_lib.named(rules))
+    placement.parameter_shardings(table, mesh, rules_lib.RULES[rules])
   except ValueError:
     return False
   return True

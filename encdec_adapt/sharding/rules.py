@@ -101,16 +101,3 @@ RULES = {
   ),
   'data_parallel': Rules(embed=(), vocab=()),
 }
-
-
-def named(name: str) -> Rules:
-  """Returns the rule set of this name.
-
-  Raises:
-    ValueError: unknown name; lists the known ones.
-  """
-  if name not in RULES:
-    raise ValueError(
-      f'no sharding rules named {name!r}; known: {", ".join(RULES)}'
-    )
-  return RULES[name]

@@ -50,7 +50,7 @@ def _measure(
   """One mesh: kinds of the sums, what they send, and the least."""
   sizes = mesh_lib.MeshConfig(replica=replica, fsdp=where.devices // replica)
   mesh = mesh_lib.make_mesh(sizes, chips.devices_of(where))
-  rules = rules_lib.named(name)
+  rules = rules_lib.RULES[name]
 
   def describe(shape, *axes):
     """An array on the mesh, by its logical axes."""

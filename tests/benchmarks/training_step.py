@@ -142,7 +142,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     make_pair(arguments),
     compute,
     mesh.make_mesh(mesh.MeshConfig()),
-    rules.named('fsdp'),
+    rules.RULES['fsdp'],
   )
   optimizer = optimizers.OptimizerConfig(
     arguments.optimizer,

@@ -54,7 +54,7 @@ def _evaluator(kind, devices=1):
     mesh_lib.MeshConfig(), devices=jax.devices()[:devices]
   )
   where = state_lib.Placement(
-    _loaded(kind).model, mesh, rules_lib.named('fsdp')
+    _loaded(kind).model, mesh, rules_lib.RULES['fsdp']
   )
   return perplexity.Evaluator(where, chunk=8), where
 

@@ -113,7 +113,7 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
 
   @jax.jit
   def run(params):
-    with partition.use(mesh, rules_lib.named('fsdp').as_dict()):
+    with partition.use(mesh, rules_lib.RULES['fsdp'].as_dict()):
       generated = generation.generate_tokens(
         loaded.model,
         params,

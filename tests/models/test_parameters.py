@@ -78,7 +78,7 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   model = build.build(model_config.DecoderOnlyConfig(stack))
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=8))
   shardings = placement.parameter_shardings(
-    model.table, mesh, rules.named('fsdp')
+    model.table, mesh, rules.RULES['fsdp']
   )
   init = jax.jit(
     model.init, out_shardings=traverse_util.unflatten_dict(shardings, sep='/')
@@ -100,7 +100,7 @@ def test_init_and_table_ignore_mesh_and_partition(small_stack, redraw):
   stack = small_stack(layers=1, window=5)  # a table that is not cached yet
   model = build.build(model_config.DecoderOnlyConfig(stack))
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  names = dict.fromkeys(rules.named('fsdp').as_dict(), ('fsdp',))
+  names = dict.fromkeys(rules.RULES['fsdp'].as_dict(), ('fsdp',))
   with jax.set_mesh(mesh), partition.use(mesh, names):
     inside = jax.make_jaxpr(model.init)(jax.random.key(0))
     assert len(model.table) == len(inside.out_avals)

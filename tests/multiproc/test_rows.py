@@ -30,7 +30,7 @@ for sizes, order in json.loads(sys.argv[4]):
     np.array(devices)[order].reshape(sizes)
   )
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(*sizes))
-  where = state.Placement(None, mesh, rules_lib.named('fsdp'))
+  where = state.Placement(None, mesh, rules_lib.RULES['fsdp'])
   shards = placement.row_shards(mesh, where.rules)
   local = shards.rows(rows)
   placed = step.place_batch({k: x[local] for k, x in fields.items()}, where)

@@ -23,7 +23,7 @@ from tests.ops.attention_cases import make_mesh, packed, spec_of
 
 pytestmark = pytest.mark.sharded
 
-RULES = rules.named('fsdp').as_dict()
+RULES = rules.RULES['fsdp'].as_dict()
 B, T, S, N, K, H = 4, 16, 24, 8, 4, 8
 # All meshes of eight devices that shard the length; some in the default run.
 DEFAULT = [(1, 1, 8, 1), (1, 2, 4, 1), (2, 1, 2, 2)]

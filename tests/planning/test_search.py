@@ -57,7 +57,7 @@ def test_meshes_that_shard_alike_are_tried_once(topology, slices, halves):
   job = toy.job(data__encoder_length=1024, data__decoder_length=1024)
   shards, whole = [], []
   for mesh in search.meshes(job, where):
-    rules = rules_lib.named(mesh['mesh.rules'])
+    rules = rules_lib.RULES[mesh['mesh.rules']]
     shards.append(
       tuple(
         math.prod(mesh[f'mesh.{axis}'] for axis in axes)

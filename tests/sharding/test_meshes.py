@@ -133,7 +133,7 @@ def test_every_mesh_equals_one_device(case, shape, name):
   model, params, batch, expected = case
   sizes = dict(zip(mesh_lib.AXES, shape, strict=True))
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(**sizes))
-  where = state_lib.Placement(model, mesh, rules_lib.named(name))
+  where = state_lib.Placement(model, mesh, rules_lib.RULES[name])
   shardings = where.shardings(params)
   fields = placement.batch_sharding(mesh, where.rules, batch)
 

@@ -39,7 +39,7 @@ def test_sizes_of_the_axes(config, devices, sizes):
 def place(shape, *names, rules='fsdp', **sizes):
   leaf = jax.ShapeDtypeStruct(shape, 'float32')
   table = {'leaf': parameters.ParamInfo(shape, leaf.dtype, names)}
-  mesh, rules = abstract(**sizes), rules_lib.named(rules)
+  mesh, rules = abstract(**sizes), rules_lib.RULES[rules]
   if names == ('batch',):
     return placement.batch_sharding(mesh, rules, {'leaf': leaf})
   return placement.parameter_shardings(table, mesh, rules)
@@ -52,7 +52,6 @@ def place(shape, *names, rules='fsdp', **sizes):
     (lambda: mesh_lib.MeshConfig(fsdp=4).sizes(8), 'fsdp=4'),
     (lambda: mesh_lib.MeshConfig(fsdp=0).sizes(8), 'fsdp=0'),
     (lambda: mesh_lib.MeshConfig(fsdp=-1, tensor=-1).sizes(8), 'tensor=-1'),
-    (lambda: rules_lib.named('fdsp'), 'data_parallel'),
     (lambda: place((8, 8), 'heads', 'mlp', tensor=2), "'heads' and 'mlp'.*lea"),
     (
       lambda: place((12, 3), 'embed', 'head_dim', fsdp=8),
@@ -95,7 +94,7 @@ def test_only_devices_with_different_tokens_count_as_parts():
 )
 def test_specs_of_a_toy_model(name, table, up):
   found = placement.parameter_shardings(
-    TABLE, abstract(replica=2, fsdp=4), rules_lib.named(name)
+    TABLE, abstract(replica=2, fsdp=4), rules_lib.RULES[name]
   )
   block = 'decoder/blocks/layer_0'
   assert found['decoder/embedder/table'].spec == PartitionSpec(table, None)

@@ -80,7 +80,7 @@ class Trainer:
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
-    self.where = state_lib.Placement(model, self.mesh, rules_lib.named('fsdp'))
+    self.where = state_lib.Placement(model, self.mesh, rules_lib.RULES['fsdp'])
     self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
