@@ -8,6 +8,13 @@ from encdec_adapt.conversion import loaded_model
 from encdec_adapt.models import build, model_config, parameters
 
 
+def stack(**changes):
+  """A stack like Gemma 2's, small enough to compile at once."""
+  fields = dict(layers=2, width=16, mlp_width=24, heads=4, kv_heads=2)
+  fields |= dict(head_dim=8, vocab_size=60, window=4, query_scale=8.0)
+  return model_config.StackConfig(**fields | changes)
+
+
 def params(config, seed=0, scale=0.5):
   """Random parameters of a model, nested."""
   rng = np.random.default_rng(seed)

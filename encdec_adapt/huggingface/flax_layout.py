@@ -95,7 +95,7 @@ class FlaxModel:
     extra = sorted(set(arrays) - used)
     if extra:
       raise errors.UserError(
-        f'{where}: {extra[0]} is no array of this model. Nothing is dropped'
+        f'{where}: {extra[0]} is not an array of this model. Nothing is dropped'
         ' silently: remove it, or give the right config with --model.'
       )
 

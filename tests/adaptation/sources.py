@@ -9,16 +9,8 @@ from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.models import layer_leaves, model_config, parameters
 from tests import toy_models
 
-STACK = model_config.StackConfig(
-  layers=3,
-  width=8,
-  mlp_width=12,
-  heads=4,
-  kv_heads=2,
-  head_dim=4,
-  vocab_size=11,
-  window=4,
-  query_scale=4.0,
+STACK = toy_models.stack(
+  layers=3, width=8, mlp_width=12, head_dim=4, vocab_size=11, query_scale=4.0
 )
 RNG = jax.random.key(7)
 

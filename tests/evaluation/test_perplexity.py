@@ -11,23 +11,12 @@ import pytest
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
 from tests import framing, toy_models
 
-STACK = model_config.StackConfig(
-  layers=1,
-  width=8,
-  mlp_width=12,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  vocab_size=19,
-  vocab_multiple=8,
-  query_scale=4.0,
-)
+STACK = toy_models.stack(layers=1, vocab_size=19, vocab_multiple=8)
 CONFIGS = toy_models.pair_and_decoder(STACK)
 LENGTHS = batch_lib.Lengths(encoder=8, decoder=6)
 

@@ -3,6 +3,7 @@
 `tests/parity/test_flax_authors.py` compares with what their own code saves.
 """
 
+import dataclasses
 import json
 import shutil
 
@@ -15,20 +16,11 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
-from tests import tiny
+from tests import tiny, toy_models
 
-SHAPE = dict(
-  layers=3,
-  width=8,
-  mlp_width=12,
-  heads=4,
-  kv_heads=2,
-  head_dim=6,
-  vocab_size=20,
-  window=4,
-)
-DECODER = presets.stack('toy_small', **SHAPE)
-ENCODER = presets.stack('toy_small', **{**SHAPE, 'width': 4, 'kv_heads': 4})
+SHAPE = dict(layers=3, width=8, mlp_width=12, head_dim=6, vocab_size=20)
+DECODER = toy_models.stack(**SHAPE, query_scale=6.0)
+ENCODER = dataclasses.replace(DECODER, width=4, kv_heads=4)
 PAIR = model_config.encoder_decoder(ENCODER, DECODER)
 ROWS = 24  # Of their tables.
 
@@ -131,7 +123,7 @@ def test_released_models_are_found_by_their_shapes(model):
   'name, array, words',
   [
     ('layer_1/mlp/linear', None, "no array 'layer_1/mlp/linear'"),
-    ('layer_1/stray', np.zeros(2), 'layer_1/stray is no array of this'),
+    ('layer_1/stray', np.zeros(2), 'layer_1/stray is not an array of this'),
     ('layer_1/mlp/linear', np.zeros((12, 9)), r'has shape \[12, 9\]'),
     ('embedder/input_embedding', np.zeros((19, 8)), r'has shape \[19, 8\]'),
     ('final_norm/scale', np.full(8, np.nan), 'has the value nan'),

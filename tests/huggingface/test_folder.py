@@ -3,6 +3,7 @@
 Folders are made by our own exporter and then changed.
 """
 
+import dataclasses
 import json
 import shutil
 
@@ -16,21 +17,11 @@ from safetensors import numpy as safetensors
 from encdec_adapt.cli import errors
 from encdec_adapt.huggingface import export, folder
 from encdec_adapt.models import model_config, parameters
+from tests import toy_models
 
-SIZES = dict(
-  layers=2,
-  width=8,
-  mlp_width=12,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  vocab_size=20,
-  window=4,
-  pattern=('local',),
-)
-GEMMA2 = model_config.StackConfig(**SIZES)
-GEMMA3 = model_config.StackConfig(
-  **SIZES,
+GEMMA2 = toy_models.stack(pattern=('local',))
+GEMMA3 = dataclasses.replace(
+  GEMMA2,
   qk_norm=True,
   attention_softcap=None,
   final_softcap=None,

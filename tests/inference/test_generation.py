@@ -15,19 +15,10 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from tests import toy_models
 
-# A scanned block and a tail; windows shorter than what is generated.
-STACK = model_config.StackConfig(
-  layers=3,
-  width=16,
-  mlp_width=24,
-  heads=4,
-  kv_heads=2,
-  head_dim=4,
-  vocab_size=23,
-  vocab_multiple=8,
-  window=3,
-  tied_head=False,  # random tied models repeat themselves
-  query_scale=4.0,
+# A scanned block and a tail; windows shorter than what is generated; random
+# models with a tied head repeat themselves.
+STACK = toy_models.stack(
+  layers=3, vocab_size=23, vocab_multiple=8, window=3, tied_head=False
 )
 CONFIGS = toy_models.pair_and_decoder(STACK)
 RNG = jax.random.key(11)
@@ -130,7 +121,7 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
   # Rows over fsdp, heads over tensor, of the scanned block and of the tail.
   for group, layers in (('blocks', (1,)), ('tail', ())):
     key = cache.layers[group]['layer_0'].key
-    assert key.addressable_shards[0].data.shape == (*layers, 1, STEPS, 1, 4)
+    assert key.addressable_shards[0].data.shape == (*layers, 1, STEPS, 1, 8)
   expected = _generate(kind, prompts)
   np.testing.assert_array_equal(found.tokens, expected.tokens)
   np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)

@@ -7,21 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config, presets
+from encdec_adapt.models import build, model_config
 from tests import toy_models
 
-SMALL = presets.stack(
-  'toy_small',
-  layers=3,
-  width=16,
-  mlp_width=24,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  vocab_size=53,
-  window=3,
-  query_scale=5.0,
-)
+SMALL = toy_models.stack(layers=3, vocab_size=53, window=3, query_scale=5.0)
 
 
 @pytest.fixture(scope='session')
@@ -33,16 +22,10 @@ def small_stack():
 @pytest.fixture(scope='session')
 def small_pair():
   """A small encoder-decoder whose stacks differ in every field."""
+  shape = dict(layers=4, width=24, mlp_width=16, heads=2, kv_heads=1)
+  pattern = ('global', 'local', 'local')
   encoder = dataclasses.replace(
-    SMALL,
-    layers=4,
-    width=24,
-    mlp_width=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    pattern=('global', 'local', 'local'),
-    window=2,
+    SMALL, **shape, head_dim=4, pattern=pattern, window=2
   )
   return model_config.encoder_decoder(encoder, SMALL)
 

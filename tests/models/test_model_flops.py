@@ -10,6 +10,7 @@ import pytest
 from encdec_adapt.models import execution, model_config, stack
 from encdec_adapt.models import model_flops as flops
 from encdec_adapt.ops import masks
+from tests import toy_models
 
 
 @pytest.mark.parametrize('causal', [True, False])
@@ -28,18 +29,9 @@ def test_visible_pairs_are_those_of_the_mask(causal, rule, window):
 
 
 def _stack(**changes):
-  values = dict(
-    layers=1,
-    width=16,
-    mlp_width=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocab_size=100,
-    pattern=('global',),
-    role='bidirectional',
-  )
-  return model_config.StackConfig(**(values | changes))
+  values = dict(layers=1, mlp_width=32, pattern=('global',))
+  values |= dict(role='bidirectional', vocab_size=100)
+  return toy_models.stack(**values | changes)
 
 
 def _products(jaxpr):

@@ -55,18 +55,8 @@ CASES += [
   pytest.param('experts', (2, 2, 1, 2), 'fsdp', marks=pytest.mark.slow),
 ]
 # Every dimension that a rule names divides by eight.
-STACK = model_config.StackConfig(
-  layers=1,
-  width=16,
-  mlp_width=24,
-  heads=8,
-  kv_heads=8,
-  head_dim=4,
-  vocab_size=61,
-  vocab_multiple=8,
-  pattern=('local',),
-  window=3,
-  query_scale=4.0,
+STACK = toy_models.stack(
+  layers=1, heads=8, kv_heads=8, vocab_multiple=8, pattern=('local',), window=3
 )
 EXPERTS = dict(
   layers=2,

@@ -16,24 +16,12 @@ from encdec_adapt.training import (
 )
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
-from tests import framing
+from tests import framing, toy_models
 
 VOCAB = 60
 LENGTHS = batch_lib.Lengths(encoder=12, decoder=8)
 
-STACK = model_config.StackConfig(
-  layers=2,
-  width=16,
-  mlp_width=32,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  vocab_size=VOCAB,
-  vocab_multiple=8,
-  pattern=('local',),
-  window=4,
-  query_scale=8.0,
-)
+STACK = toy_models.stack(vocab_size=VOCAB, vocab_multiple=8, pattern=('local',))
 PAIR = model_config.encoder_decoder(STACK, STACK)
 MODEL = build.build(PAIR)
 # Held, so that it is compiled once per mesh: jit forgets the programs of a
