@@ -298,7 +298,7 @@ def check_kind(model: model_config.ModelConfig, objective: str) -> None:
   """
   kind, fed = (
     model_section.kind_of(model),
-    _KINDS_OF[objective_names.feeds(objective)],
+    _KINDS_OF[objective_names.feeds(objective_names.split(objective)[0])],
   )
   if kind not in fed:
     raise errors.UserError(
@@ -314,7 +314,7 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   check_kind(model, data.objective)
   kind = model_section.kind_of(model)
-  feeds = objective_names.feeds(data.objective)
+  feeds = objective_names.feeds(data.objectives[0])
   if settings.loss.on_inputs and (kind, feeds) != ('decoder_only', 'pair'):
     raise errors.UserError(
       f'config.loss.on_inputs is set with config.model.kind {kind} and'
@@ -362,7 +362,8 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       ' empty; give the work directory or Hugging Face folder of a'
       ' decoder-only model, or set the distillation to 0.'
     )
-  if share > 0 and not objective.startswith('prefix_lm'):
+  names = settings.data.objectives
+  if share > 0 and not all(name.startswith('prefix_lm') for name in names):
     raise errors.UserError(
       f'config.loss.distillation is {share} with config.data.objective'
       f' {objective!r}; a teacher predicts the targets of prefix_lm only.'

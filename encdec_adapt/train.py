@@ -27,6 +27,7 @@ from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import row_rates
 from encdec_adapt.evaluation import perplexity
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -162,10 +163,25 @@ def train(
   order = {'records': data.train.digests, 'seed': settings.seed}
   if start is not None:
     resume_checks.check_same_rows(
-      saved['order'], order, cost.rows, data.train.starts
+      saved['order'], order, cost.rows_of_parts, data.train.ranges
     )
+  teacher_row = setup.reads_teacher_row(
+    model, lengths, settings.loss.distillation
+  )
+  batches = setup.training_batches(
+    data.train,
+    settings.train.batch_size,
+    where,
+    position=cost.rows,
+    consumed=cost.rows_of_parts or None,
+    first_step=start or 0,
+    seed=settings.seed,
+    repeat=settings.data.repeat,
+    rates=row_rates.parse(settings.data.rates),
+    teacher=teacher_row,
+  )
   if not steps:  # The records are the length of the job.
-    settings = settings.until_end(start or 0, len(data.train) - cost.rows)
+    settings = settings.until_end(start or 0, batches.total - cost.rows)
     steps = settings.train.steps
     phases = make_phases(settings.optimizer, settings.train)
     require_space(steps)
@@ -209,19 +225,6 @@ def train(
 
   # -- Loop objects ------------------------------------------------------------
 
-  teacher_row = setup.reads_teacher_row(
-    model, lengths, settings.loss.distillation
-  )
-  batches = setup.training_batches(
-    data.train,
-    settings.train.batch_size,
-    where,
-    position=cost.rows,
-    seed=settings.seed,
-    repeat=settings.data.repeat,
-    teacher=teacher_row,
-    first_step=start or 0,
-  )
   step = first = start or 0
   resume_checks.report_end(batches.left, first, steps, say)
   telemetry = job_telemetry.JobTelemetry(
@@ -333,6 +336,7 @@ def train(
         watchdog.beat(step, 'save')
         with telemetry.spent('save'):
           telemetry.flush()
+          cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
           checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
       if evaluating or saving:
         telemetry.pause()

@@ -21,7 +21,7 @@ from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command
-from encdec_adapt.data import batch, loader, records
+from encdec_adapt.data import batch, records, row_order
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import xla_flags
 
@@ -86,7 +86,9 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     vocabulary=vocabulary.fingerprint,
     encoder_vocabulary=vocabulary.fingerprint,
   )
-  with records.ShardWriter(folder, spec, 0, 0) as writer:
+  parts = [records.Part(objective, 'text:none')]
+  (key,) = records.shard_keys(spec, parts)
+  with records.ShardWriter(folder, spec, key) as writer:
     for index, document in enumerate(documents):
       tokens = vocabulary.encode(document)
       half = 15 if lengths.encoder else 0
@@ -97,7 +99,8 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
       writer.write([batch.Pair(tokens[:half], targets.astype(np.int32))])
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
   opened = vocabularies.Opened(vocabulary, vocabulary)
-  records.write_manifest(folder, spec, {(0, 0): entry}, opened.describe())
+  described = opened.describe()
+  records.write_manifest(folder, spec, parts, {key: entry}, described)
 
 
 def flags(folder: pathlib.Path, objective: str) -> list[str]:
@@ -137,7 +140,7 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
 def target_tokens(folder: pathlib.Path, rows: int | None = None) -> int:
   """Targets in the first rows of a training stream; in all rows for None."""
   found = records.RecordSet.open(folder)
-  order = loader.Order(found.starts)
+  order = row_order.Order(found)
   numbers = range(len(found)) if rows is None else map(order.row, range(rows))
   return sum(
     len(pair.targets) for row in found.read(list(numbers)) for pair in row

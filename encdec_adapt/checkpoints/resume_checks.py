@@ -38,16 +38,16 @@ def check_config(
 def check_same_rows(
   saved: Mapping[str, Any],
   now: Mapping[str, Any],
-  position: int,
-  starts: Sequence[int],
+  consumed: Sequence[int],
+  ranges: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
   """Checks that the saved position is a position in the same rows.
 
   Args:
     saved: digests of the records and seed of their order in the checkpoint.
     now: digests and seed of this start.
-    position: rows consumed.
-    starts: first row of each pass of this start, and the number of rows.
+    consumed: rows consumed of every part of a mixture, or of all together.
+    ranges: first row and end of every pass of every part, [pass][part].
 
   Raises:
     UserError: the rows differ, or passes were added before the position.
@@ -61,13 +61,20 @@ def check_same_rows(
         f' {saved[key]}, now {same[key]}. Set {name} back, or start in'
         ' another --workdir.'
       )
-  if after > before and position > starts[before]:
-    raise errors.UserError(
-      f'config.data.passes is {after}, but the checkpoint is in a repetition of'
-      f' {before} passes ({position:,} rows of {starts[before]:,} were read),'
-      f' so the added passes are behind it. Set it to {before}, or start in'
-      ' another --workdir.'
-    )
+  rows = [
+    sum(stop - start for start, stop in part)
+    for part in zip(*ranges[:before], strict=True)
+  ]
+  if len(consumed) == 1:
+    rows = [sum(rows)]
+  for position, count in zip(consumed, rows, strict=False):
+    if after > before and position > count:
+      raise errors.UserError(
+        f'config.data.passes is {after}, but the checkpoint is in a repetition'
+        f' of {before} passes ({position:,} rows of {count:,} were read), so'
+        f' the added passes are behind it. Set it to {before}, or start in'
+        ' another --workdir.'
+      )
 
 
 def report_environment(

@@ -12,6 +12,7 @@ from encdec_adapt.data import (
   objective_names,
   objectives,
   records,
+  row_rates,
   text_sources,
 )
 from encdec_adapt.files import paths
@@ -80,7 +81,18 @@ class DataConfig:
     'causal_lm',
     "What is predicted: 'causal_lm', 'prefix_lm' (cut in half, as"
     " Encoder-Decoder Gemma), 'prefix_lm_uniform' (Wang et al. 2022), 'ul2',"
-    ' .. with options; the table in this file has all of them.',
+    ' .. with options; the table in this file has all of them. Several that'
+    " share the training rows: 'prefix_lm | ul2'; held-out rows are of the"
+    ' first.',
+  )
+  rates: str = keys.key(
+    '',
+    'How often training rows are of each objective and source:'
+    " 'tokens:1,3' is one target token to three, likewise 'examples:' and"
+    " 'rows:'; 'examples:sizes,temperature=2,cap=10000' takes the numbers of"
+    ' examples, at most 10000 each, to the power 1/2;'
+    " 'tokens:1,0; 9000=tokens:0,1' switches at step 9000. '' reads every row"
+    ' once in a pass, or takes the rates of a SeqIO mixture.',
   )
   encoder_length: int = keys.key(
     0,
@@ -125,28 +137,39 @@ class DataConfig:
   def __post_init__(self):
     keys.check(self, 'config.data.')
     lengths = batch.Lengths(self.encoder_length, self.decoder_length)
-    objectives.check_lengths(
-      self.objective, objective_names.feeds(self.objective), lengths
-    )
-    needed = objective_names.source_of(self.objective)
-    for source, _ in mixtures.parse(self.source):
-      if source.startswith('seqio:') and needed != 'chat':
-        continue  # Its features show when it is read.
-      if text_sources.gives(source) != needed:
-        raise errors.UserError(
-          f'config.data.source is {source!r}, which has'
-          f' {text_sources.gives(source)}, but config.data.objective'
-          f' {self.objective!r} is made of {needed}; change one of them (pairs'
-          ' and chat have sources of the same names).'
-        )
+    for name in self.objectives:
+      objectives.check_lengths(name, objective_names.feeds(name), lengths)
+    self._check_sources()
+    row_rates.parse(self.rates)
     other = self.encoder_vocabulary not in ('', self.vocabulary)
-    if other and not self.objective.startswith('prefix_lm'):
+    if other and not all(n.startswith('prefix_lm') for n in self.objectives):
       raise errors.UserError(
         f'config.data.encoder_vocabulary is {self.encoder_vocabulary!r} with'
         f' objective {self.objective!r}; only prefix_lm and prefix_lm_uniform'
         ' split the text before encoding it. Other objectives hide tokens in'
         ' a window that both sides read. Change one of them.'
       )
+
+  def _check_sources(self) -> None:
+    """Checks that every objective has a source, and every source one."""
+    needed = {objective_names.source_of(name) for name in self.objectives}
+    given = set()
+    for source, _ in mixtures.parse(self.source):
+      if source.startswith('seqio:') and needed != {'chat'}:
+        return  # Its features show when it is read.
+      given.add(text_sources.gives(source))
+    if given != needed:
+      raise errors.UserError(
+        f'config.data.source is {self.source!r}, which has'
+        f' {" and ".join(sorted(given))}, but config.data.objective'
+        f' {self.objective!r} is made of {" and ".join(sorted(needed))}; change'
+        ' one of them (pairs and chat have sources of the same names).'
+      )
+
+  @property
+  def objectives(self) -> list[str]:
+    """The objectives that share the training rows."""
+    return objective_names.split(self.objective)
 
   def in_workdir(self, workdir: str) -> 'DataConfig':
     """Returns the section with the paths of a job's work directory."""
@@ -162,8 +185,9 @@ class DataConfig:
   @property
   def vocabularies(self) -> vocabularies.Choice:
     """Vocabularies of the two stacks."""
-    added = objective_names.added_sentinels(
-      self.objective, self.sentinels, self.train.lengths
+    added = max(
+      objective_names.added_sentinels(name, self.sentinels, self.train.lengths)
+      for name in self.objectives
     )
     return vocabularies.Choice(
       self.vocabulary,
@@ -175,14 +199,22 @@ class DataConfig:
   def train(self) -> records.RecordSpec:
     """Spec of the training records."""
     return self._spec(
-      split='train', passes=self.passes, pack=self.pack, max_rows=0
+      split='train',
+      objective=self.objective,
+      passes=self.passes,
+      pack=self.pack,
+      max_rows=0,
     )
 
   @functools.cached_property
   def evaluation(self) -> records.RecordSpec:
     """Spec of the held-out records: one example in a row."""
     return self._spec(
-      split='eval', passes=1, pack=False, max_rows=self.eval_rows
+      split='eval',
+      objective=self.objectives[0],
+      passes=1,
+      pack=False,
+      max_rows=self.eval_rows,
     )
 
   def _spec(self, **fields) -> records.RecordSpec:
@@ -192,7 +224,6 @@ class DataConfig:
       seqio_modules=self.seqio_modules,
       bad_documents=self.bad_documents,
       deduplicate=self.deduplicate,
-      objective=self.objective,
       encoder_length=self.encoder_length,
       decoder_length=self.decoder_length,
       sentinels=self.sentinels,

@@ -1,76 +1,29 @@
 """Batches of a record set as a pure function of the position.
 
-The position, the number of rows consumed, is the only saved state. The rows of
-a pass are permuted by a key of (seed, pass), so a stream resumes exactly even
-with another batch size or another number of hosts. Every process makes only
-the rows of each global batch that its devices hold; where several processes
-hold the same rows, each makes them.
+The saved state is the number of rows consumed, in all and of every part of a
+mixture (`data/row_order.py`), so a job resumes exactly even with another batch
+size or another number of hosts. Every process makes only the rows of each
+global batch that its devices hold; where several processes hold the same rows,
+each makes them.
 
 Grain prefetches in a thread. This module imports neither TensorFlow nor SeqIO.
 """
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
-import hashlib
 import sys
 
 import grain
-from grain import experimental
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names, records, shared_masks
-
-FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
-_ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
-
-
-class Order:
-  """The order of a training stream: position -> row number.
-
-  Attributes:
-    total: rows in the stream, None if it repeats without end.
-  """
-
-  def __init__(
-    self,
-    starts: Sequence[int],
-    *,
-    seed: int = 0,
-    repeat: bool = False,
-  ):
-    """Defines the order.
-
-    Args:
-      starts: first row of each pass, then the number of rows.
-      seed: seed of the permutations.
-      repeat: whether the stream starts over after the last pass, permuted
-        differently.
-    """
-    self._starts = list(starts)
-    self._seed = seed
-    self._rows = self._starts[-1]
-    self.total = None if repeat else self._rows
-
-  def row(self, position: int) -> int:
-    """Returns the row at a position, `FILLER` after the end of the stream."""
-    if self.total is not None and position >= self.total:
-      return FILLER
-    epoch, position = divmod(position, self._rows)
-    which = bisect.bisect_right(self._starts, position) - 1
-    start, stop = self._starts[which : which + 2]
-    return start + experimental.index_shuffle(
-      index=position - start,
-      max_index=stop - start - 1,
-      seed=_permutation_seed(self._seed, epoch, which),
-      rounds=_ROUNDS,
-    )
-
-
-def _permutation_seed(seed: int, epoch: int, pass_index: int) -> int:
-  """Returns the 32-bit key of the order of one pass in one repetition."""
-  text = f'order {seed} {epoch} {pass_index}'.encode()
-  return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+from encdec_adapt.data import (
+  batch,
+  objective_names,
+  records,
+  row_order,
+  row_rates,
+  shared_masks,
+)
 
 
 class Loader:
@@ -78,9 +31,10 @@ class Loader:
 
   A batch has the fields of `data/batch.py` and `row` [B] int32, the row
   numbers in the record set. The last batch of a stream is completed with
-  rows of weight 0 whose `row` is `FILLER`.
+  rows of weight 0 whose `row` is `row_order.FILLER`.
 
   Attributes:
+    order: the order of the rows.
     position: rows consumed by the batches returned so far; save it.
     total: rows in the stream, None if it repeats without end.
   """
@@ -92,10 +46,12 @@ class Loader:
     batch_size: int,
     *,
     position: int = 0,
+    consumed: Sequence[int] | None = None,
+    first_step: int = 0,
     seed: int = 0,
     repeat: bool = False,
+    rates: Sequence[row_rates.Phase] = (),
     teacher: bool = False,
-    first_step: int = 0,
     local: Sequence[int] | None = None,
     prefetch: int = 2,
   ):
@@ -106,21 +62,33 @@ class Loader:
       lengths: S and T of the batch, which must be the records' own.
       batch_size: rows of the global batch.
       position: rows consumed before.
-      seed: seed of the order of rows.
-      repeat: see `Order`; otherwise the stream ends after the last pass.
-      teacher: whether to make the teacher's fields.
+      consumed: rows consumed of every part; see `row_order.Order`.
       first_step: global step of the next batch, which decides MEAP's shared
-        masks.
+        masks and the phase of the rates.
+      seed: seed of the order of rows.
+      repeat: see `row_order.Order`; otherwise the stream ends after the last
+        pass.
+      rates: phases of a mixture; see `row_order.Order`.
+      teacher: whether to make the teacher's fields.
       local: rows of the global batch that this process makes, each 0 to
         batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
       prefetch: batches made ahead; 0 makes none.
 
     Raises:
-      UserError: the records have other lengths, or the position is beyond
-        the end.
+      UserError: the records have other lengths or do not suit the rates, or
+        the position is beyond the end.
     """
     _check_lengths(record_set, lengths)
-    order = Order(record_set.starts, seed=seed, repeat=repeat)
+    self.order = order = row_order.Order(
+      record_set,
+      seed=seed,
+      repeat=repeat,
+      rates=rates,
+      position=position,
+      consumed=consumed,
+      step=first_step,
+      batch_size=batch_size,
+    )
     self.total = order.total
     if self.total is not None and not 0 <= position <= self.total:
       raise errors.UserError(
@@ -130,7 +98,9 @@ class Loader:
     self.position = position
     self._batch_size = batch_size
     places = range(batch_size) if local is None else local
-    share = objective_names.shared_mask_share(record_set.spec.objective)
+    # Rows that share their masks have no other objective beside them.
+    name, *_ = objective_names.split(record_set.spec.objective)
+    share = objective_names.shared_mask_share(name)
 
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
@@ -207,7 +177,7 @@ def evaluation_batches(
 
   def make(step: int) -> batch.Batch:
     rows = [step * batch_size + i for i in places]
-    rows = [row if row < count else FILLER for row in rows]
+    rows = [row if row < count else row_order.FILLER for row in rows]
     return _frame(record_set, rows, lengths, teacher, prefix_offset)
 
   return _prefetched(make, -(-count // batch_size), prefetch)
@@ -234,13 +204,13 @@ def _frame(
   teacher: bool,
   prefix_offset: int = 0,
 ) -> batch.Batch:
-  """Reads and frames rows; `FILLER` gives a row of padding."""
-  some = [row for row in rows if row != FILLER]
+  """Reads and frames rows; `row_order.FILLER` gives a row of padding."""
+  some = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, some, prefix_offset))
   result = batch.stack_rows(
     [
       batch.frame_row(
-        next(content) if row != FILLER else [],
+        next(content) if row != row_order.FILLER else [],
         lengths,
         record_set.framing,
         teacher=teacher,

@@ -64,8 +64,8 @@ class ShardJob:
     folder: folder of the record set.
     spec: spec of the record set with its fingerprints.
     choice: vocabularies of the model.
-    pass_index: pass of the shard, 0 to spec.passes - 1.
-    shard: number of the shard, 0 to spec.shards - 1.
+    parts: parts of the record set.
+    key: place of the shard in the set.
     read: function that yields the shard's examples; must be importable by
       name, because worker processes call it.
     left_out: name of a source -> ids of documents that are not read.
@@ -76,8 +76,8 @@ class ShardJob:
   folder: str
   spec: records.RecordSpec
   choice: vocabularies.Choice
-  pass_index: int
-  shard: int
+  parts: Sequence[records.Part]
+  key: records.ShardKey
   read: Callable[['ShardJob'], Iterable[Example]]
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
@@ -87,10 +87,15 @@ class ShardJob:
     default_factory=collections.Counter
   )
 
+  @property
+  def part(self) -> records.Part:
+    """The part that the shard belongs to."""
+    return self.parts[self.key.part]
+
   def __str__(self) -> str:
     return (
-      f'shard {self.shard} of {self.spec.shards}, pass {self.pass_index},'
-      f' {self.spec.split} records in {self.folder}'
+      f'shard {self.key.shard} of {self.spec.shards}, {self.part}, pass'
+      f' {self.key.pass_index}, {self.spec.split} records in {self.folder}'
     )
 
   def generator(self, purpose: str) -> np.random.Generator:
@@ -98,9 +103,9 @@ class ShardJob:
     spec = self.spec
     return randomness.generator(
       spec.seed,
-      self.pass_index,
-      spec.source,
-      f'{purpose} of {spec.split} shard {self.shard} of {spec.shards}',
+      self.key.pass_index,
+      self.part.source,
+      f'{purpose} of {spec.split} shard {self.key.shard} of {spec.shards}',
     )
 
 
@@ -114,7 +119,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   # collection would go through again (a third of the time on short documents).
   gc.freeze()
   spec, opened = job.spec, job.choice.open()
-  name = spec.objective
+  name = job.part.objective
   if spec.split == 'eval':
     name = objective_names.for_evaluation(name)
   objective = objective_names.make_objective(
@@ -126,28 +131,33 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   if opened.differ and spec.encoder_length:
     objective = text_split.TextSplit(objective, opened)
   objective.skips_bad = spec.bad_documents == 'skip'
-  draw = _draw(spec, job.pass_index)
-  for part in _open_sources(spec, job.left_out, job.cut):
-    keyed = randomness.Keyed(spec.seed, job.pass_index, part.source.name)
+  draw = _draw(spec, job.key.pass_index)
+  (part,) = (
+    part
+    for part in _open_sources(spec, job.part.objective, job.left_out, job.cut)
+    if part.source.name == job.part.source
+  )
+  keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
+  shard = job.key.shard
 
-    def generator(name: str, keyed=keyed) -> np.random.Generator:
-      """Returns the generator of a window: of a document, or of the shard."""
-      if name.startswith('#'):
-        name = f'shard {job.shard} of {spec.shards}{name}'
-      return keyed(name)
+  def generator(name: str) -> np.random.Generator:
+    """Returns the generator of a window: of a document, or of the shard."""
+    if name.startswith('#'):
+      name = f'shard {shard} of {spec.shards}{name}'
+    return keyed(name)
 
-    documents = (
-      (
-        document.id,
-        document.text
-        if objective.reads == 'text'
-        else opened.decoder.encode(document.text),
-      )
-      for document in tasks.documents(part, draw, job.shard, spec.shards)
+  documents = (
+    (
+      document.id,
+      document.text
+      if objective.reads == 'text'
+      else opened.decoder.encode(document.text),
     )
-    for pair in objective.examples(documents, generator):
-      yield Example(pair, objective.shared_spans(pair))
-    job.counts['bad_documents'] += part.skipped(draw, job.shard)
+    for document in tasks.documents(part, draw, shard, spec.shards)
+  )
+  for pair in objective.examples(documents, generator):
+    yield Example(pair, objective.shared_spans(pair))
+  job.counts['bad_documents'] += part.skipped(draw, shard)
   job.counts.update(objective.counts)
 
 
@@ -170,13 +180,13 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
   )
   if spec.max_rows:
     # The shards' shares differ by at most one row and sum to max_rows.
+    index = job.key.part * spec.shards + job.key.shard
     first, stop = (
-      spec.max_rows * i // spec.shards for i in (job.shard, job.shard + 1)
+      spec.max_rows * i // (spec.shards * len(job.parts))
+      for i in (index, index + 1)
     )
     rows = sample_rows(rows, stop - first, job.generator('rows'))
-  with records.ShardWriter(
-    job.folder, spec, job.pass_index, job.shard
-  ) as writer:
+  with records.ShardWriter(job.folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
     return writer.finish(
@@ -197,6 +207,32 @@ def sample_rows(
 
 
 # -- Record sets -------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Set:
+  """A record set that is being made.
+
+  Attributes:
+    spec: its spec, with fingerprints.
+    folder: folder where it is read.
+    place: local folder where its shards are made.
+    parts: what its parts are made of.
+    entries: manifest entry of every shard; None for one that is to be made.
+    manifest: None until the set is finished.
+  """
+
+  spec: records.RecordSpec
+  folder: paths.Path
+  place: pathlib.Path
+  parts: Sequence[records.Part]
+  entries: dict[records.ShardKey, dict[str, Any] | None]
+  manifest: dict[str, Any] | None = None
+
+  def finish(self, described: Mapping[str, Any]) -> None:
+    """Writes the manifest if all shards are there; an empty set is an error."""
+    if self.manifest is None and None not in self.entries.values():
+      self.manifest = _finish(self, described)
 
 
 def materialize_sets(
@@ -223,6 +259,7 @@ def materialize_sets(
       of another spec, or another job is writing it.
   """
   opened = choice.open()
+  described = opened.describe()
   sets = [
     (_with_fingerprints(spec, opened), paths.at(folder))
     for spec, folder in sets
@@ -230,24 +267,17 @@ def materialize_sets(
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
       stack.enter_context(lock.hold(folder))
-    entries = {}
-    jobs = []
-    for spec, folder in sets:
-      place = _shard_folder(folder, spec)
-      for leftover in place.glob('pass-*/*.tmp'):  # From killed workers.
-        leftover.unlink()
-      for pass_index in range(spec.passes):
-        for shard in range(spec.shards):
-          done = records.finished_shard(place, spec, pass_index, shard)
-          entries[place, pass_index, shard] = done
-          if done is None:
-            jobs.append(
-              ShardJob(str(place), spec, choice, pass_index, shard, read)
-            )
+    found = [_open_set(spec, folder) for spec, folder in sets]
+    jobs = [
+      ShardJob(str(one.place), one.spec, choice, one.parts, key, read)
+      for one in found
+      for key, entry in one.entries.items()
+      if entry is None
+    ]
     if jobs:
       left_out = _duplicates(job.spec for job in jobs)
       cut = {
-        spec: mixtures.cut_sources(_open_sources(spec), _draw(spec, 0))
+        spec: mixtures.cut_sources(_all_sources(spec), _draw(spec, 0))
         for spec in dict.fromkeys(job.spec for job in jobs)
       }
       jobs = [
@@ -255,38 +285,53 @@ def materialize_sets(
         for job in jobs
       ]
       _print(
-        f'records: {len(jobs)} of {len(entries)} shards to make,'
-        f' {min(workers, len(jobs))} at a time'
+        f'records: {len(jobs)} of {sum(len(one.entries) for one in found)}'
+        f' shards to make, {min(workers, len(jobs))} at a time'
       )
-    manifests = {}
-
-    def finish_complete_sets() -> None:
-      """Finishes sets as their shards are there: an empty one ends the job."""
-      for spec, folder in sets:
-        place = record_copy.local_folder(folder)
-        own = [entry for key, entry in entries.items() if key[0] == place]
-        if folder not in manifests and None not in own:
-          manifests[folder] = _finish(spec, folder, entries, opened.describe())
-
-    finish_complete_sets()
+    for one in found:
+      one.finish(described)
     start = time.monotonic()
     made = workers_lib.run_jobs(write_shard, jobs, workers)
     for count, (job, entry) in enumerate(made, start=1):
-      key = pathlib.Path(job.folder), job.pass_index, job.shard
-      entries[key] = entry
+      (own,) = (one for one in found if str(one.place) == job.folder)
+      own.entries[job.key] = entry
       left = (time.monotonic() - start) / count * (len(jobs) - count)
       _print(
         f'records: {count}/{len(jobs)} shards,'
         f' {progress.format_seconds(left)} left'
       )
-      finish_complete_sets()
-    return [manifests[folder] for _, folder in sets]
+      own.finish(described)
+    return [one.manifest for one in found if one.manifest]
+
+
+def _open_set(spec: records.RecordSpec, folder: paths.Path) -> _Set:
+  """Finds the finished shards of a set, and removes unfinished ones."""
+  place = _shard_folder(folder, spec)
+  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+    leftover.unlink()
+  parts = list_parts(spec)
+  keys = records.shard_keys(spec, parts)
+  entries = {key: records.finished_shard(place, spec, key) for key in keys}
+  return _Set(spec, folder, place, parts, entries)
+
+
+def list_parts(spec: records.RecordSpec) -> list[records.Part]:
+  """Returns the parts of a record set: every objective on its sources.
+
+  Raises:
+    UserError: a source is missing or has no text.
+  """
+  return [
+    records.Part(objective, part.source.name, part.rate)
+    for objective in objective_names.split(spec.objective)
+    for part in _open_sources(spec, objective)
+  ]
 
 
 def _with_fingerprints(
   spec: records.RecordSpec, opened: vocabularies.Opened
 ) -> records.RecordSpec:
-  source = mixtures.fingerprint(_open_sources(spec))
+  source = mixtures.fingerprint(_all_sources(spec))
   return dataclasses.replace(
     spec, source_fingerprint=source, **opened.fingerprints
   )
@@ -298,7 +343,7 @@ def _duplicates(
   """Returns the documents to leave out of sets that are made of one source."""
   for spec in specs:
     if spec.deduplicate:
-      found = contamination.duplicates(_open_sources(spec))
+      found = contamination.duplicates(_all_sources(spec))
       _print(
         f'data: {sum(map(len, found.values())):,} documents are duplicates and'
         ' are left out'
@@ -309,18 +354,31 @@ def _duplicates(
 
 def _open_sources(
   spec: records.RecordSpec,
+  objective: str,
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
+  """Opens the sources that have what an objective is made of."""
+  needed = objective_names.source_of(objective)
   return mixtures.open_parts(
-    spec.source,
+    mixtures.having(spec.source, needed),
     max_bytes=spec.max_bytes,
     seqio_modules=spec.seqio_modules,
-    pairs=objective_names.source_of(spec.objective) == 'pairs',
+    pairs=needed == 'pairs',
     skip_bad=spec.bad_documents == 'skip',
     left_out=left_out or {},
     cut=cut,
   )
+
+
+def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
+  """Opens every source of a set once."""
+  found = {
+    part.source.name: part
+    for objective in objective_names.split(spec.objective)
+    for part in _open_sources(spec, objective)
+  }
+  return list(found.values())
 
 
 def _draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
@@ -345,22 +403,17 @@ def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
   return record_copy.local_folder(folder)
 
 
-def _finish(
-  spec: records.RecordSpec,
-  folder: paths.Path,
-  entries: Mapping[tuple[pathlib.Path, int, int], Mapping[str, Any]],
-  described: Mapping[str, Any],
-) -> dict[str, Any]:
+def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
   """Writes the manifest, uploads the set to its bucket, prints a summary."""
-  place = record_copy.local_folder(folder)
-  own = {key[1:]: value for key, value in entries.items() if key[0] == place}
-  if not any(entry['rows'] for entry in own.values()):
+  spec, folder, place = made.spec, made.folder, made.place
+  entries = {key: entry for key, entry in made.entries.items() if entry}
+  if not any(entry['rows'] for entry in entries.values()):
     raise errors.UserError(
       f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
       ' use more text, or another fraction'
     )
-  manifest = records.write_manifest(place, spec, own, described)
+  manifest = records.write_manifest(place, spec, made.parts, entries, described)
   if paths.is_bucket(folder):
     _print(f'{folder}: uploading the records')
     paths.upload(place, folder, records.MANIFEST)
@@ -369,7 +422,7 @@ def _finish(
 
 
 def summary(manifest: Mapping[str, Any]) -> str:
-  """Returns one line with the counts and fill of a record set."""
+  """Returns the counts and fill of a record set, and a line for each part."""
   spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
 
   def mean(name: str) -> float:
@@ -395,6 +448,11 @@ def summary(manifest: Mapping[str, Any]) -> str:
       line += f'; {totals[what]:,} examples longer than a row were {what}'
   if totals.get('bad_documents'):
     line += f'; {totals["bad_documents"]:,} documents could not be read'
+  for part in manifest['parts'] if len(manifest['parts']) > 1 else ():
+    line += (
+      f'\n  {part["objective"]} of {part["source"]}: {part["rows"]:,} rows,'
+      f' {part["pairs"]:,} examples, {part["target_tokens"]:,} target tokens'
+    )
   return line
 
 
@@ -463,7 +521,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabularies.Opened:
     )
     spec = data.train
     documents = mixtures.interleaved_documents(
-      _open_sources(spec), _draw(spec, 0)
+      _all_sources(spec), _draw(spec, 0)
     )
     vocabulary_training.train_vocabulary(
       (document.text for document in documents), path, size
@@ -488,7 +546,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     UserError: a source is missing or has no text.
   """
   spec = data.train
-  training = mixtures.interleaved_documents(_open_sources(spec), _draw(spec, 0))
+  training = mixtures.interleaved_documents(_all_sources(spec), _draw(spec, 0))
   sets = {
     part.source.name: part.source.documents()
     for part in mixtures.open_parts(evaluation)

@@ -69,6 +69,7 @@ class Part:
   Attributes:
     source: source of documents.
     weight: how often a pass draws each document; positive.
+    rate: rate by examples that a SeqIO mixture gives the source, else None.
     left_out: ids of documents that are not drawn (duplicates).
     cut: whether pieces of the documents are held out; None: found when the
       first document is drawn.
@@ -76,6 +77,7 @@ class Part:
 
   source: document_source.Source
   weight: float
+  rate: float | None = None
   left_out: frozenset[str] = frozenset()
   cut: bool | None = None
 
@@ -172,6 +174,19 @@ def parse(text: str) -> list[tuple[str, float]]:
   return list(found.items())
 
 
+def having(text: str, content: str) -> str:
+  """Returns the sources of a mixture that have 'text', 'pairs' or 'chat'.
+
+  SeqIO tasks have text and pairs.
+  """
+  return ' + '.join(
+    f'{name}@{weight}'
+    for name, weight in parse(text)
+    if text_sources.gives(name) == content
+    or (name.startswith('seqio:') and content != 'chat')
+  )
+
+
 def _name_and_weight(entry: str) -> tuple[str, float]:
   name, at, weight = entry.rpartition('@')
   try:
@@ -213,9 +228,9 @@ def open_parts(
       'encdec_adapt.data.seqio_source'
     )
     modules = [one for one in seqio_modules.split(',') if one]
-    for task, share in seqio_source.weights(name, modules):
+    for task, rate in seqio_source.rates(name, modules).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
-      parts.append(Part(source, weight * share))
+      parts.append(Part(source, weight, rate))
   for part in parts:
     part.source.skips_bad = skip_bad
   return [

@@ -10,6 +10,9 @@ A name may have options after a colon, separated by commas:
 
     pairs:too_long=truncate,prefix=summarize:
 
+Several objectives, which then share the training rows (`data/row_order.py`),
+are separated by ' | ': `prefix_lm | ul2`. The functions below take one.
+
 `concatenate` joins the documents of a shard before windows are cut; `share`
 and `span` are described in `data/noising.py`, the options of `pairs` and `chat`
 in `data/supervised.py`. What follows `denoise:` is a mixture of
@@ -112,6 +115,28 @@ def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
         f' {name}; it has {", ".join(_OPTIONS[one] for one in known)}'
       ) from None
   return name, options
+
+
+def split(text: str) -> list[str]:
+  """Returns the objectives of `config.data.objective`, at least one.
+
+  Raises:
+    UserError: one is not known or named twice, they fill other sides, or one
+      of several masks whole batches.
+  """
+  names = [name.strip() for name in text.split(' | ')]
+  sides = {name: feeds(name) for name in names}
+  if len(sides) < len(names) or len(set(sides.values())) > 1:
+    raise errors.UserError(
+      f'config.data.objective is {text!r}; several objectives must differ and'
+      f' fill the same sides of a row, but these fill {sides}'
+    )
+  if len(names) > 1 and any(shared_mask_share(name) for name in names):
+    raise errors.UserError(
+      f'config.data.objective is {text!r}; meap_shared masks the rows of a'
+      ' whole step and stands alone; use meap'
+    )
+  return names
 
 
 def feeds(text: str) -> str:

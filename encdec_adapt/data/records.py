@@ -2,12 +2,13 @@
 
 A record set is a folder:
 
-  manifest.json                                  written last
-  pass-00000/shard-00003-of-00008.array_record   rows (`data/row_codec.py`)
-  pass-00000/shard-00003-of-00008.json           counts and hash of the shard
+  manifest.json                                    written last
+  pass-00000/part-000/shard-00003-of-00008.array_record   rows (`row_codec.py`)
+  pass-00000/part-000/shard-00003-of-00008.json    counts and hash of the shard
 
-A pass is one draw of masks, splits and packing over the whole source. Rows are
-numbered through all shards of all passes, in that order.
+A pass is one draw of masks, splits and packing over the whole source. A part
+holds the rows of one objective on one source; `data/row_order.py` mixes parts.
+Rows are numbered through all shards of all parts of all passes, in that order.
 
 A shard is written under a temporary name, synced and renamed; its .json file,
 written next, marks it as finished. The manifest lists the shards of a finished
@@ -28,7 +29,7 @@ import itertools
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_record.python import array_record_module
 from grain import sources
@@ -54,11 +55,12 @@ class RecordSpec:
   Attributes:
     source: sources and weights, see `data/mixtures.py`.
     split: 'train' or 'eval'.
-    objective: name of the objective, such as 'prefix_lm', with its options.
+    objective: name of the objective, such as 'prefix_lm', with its options;
+      several are separated by ' | '.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
     decoder_length: T of the rows in tokens; 0 for an encoder-only model.
     passes: number of draws over the source, at least 1.
-    shards: files per pass; a shard is made and restarted as a whole.
+    shards: files per part and pass; a shard is made and restarted as a whole.
     seed: seed of all draws.
     pack: whether rows hold several pairs; otherwise one pair each, in order.
     sentinels: policy for windows with more spans than sentinels
@@ -107,15 +109,57 @@ class RecordSpec:
     return fields
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """What a part of a record set is made of.
+
+  Attributes:
+    objective: name and options of its objective.
+    source: name of its source.
+    rate: rate by examples that a SeqIO mixture gives the source, else None.
+  """
+
+  objective: str
+  source: str
+  rate: float | None = None
+
+  def __str__(self) -> str:
+    return f'{self.objective} of {self.source}'
+
+
 # -- Shards ------------------------------------------------------------------
 
 
+class ShardKey(NamedTuple):
+  """The place of a shard in its record set.
+
+  Attributes:
+    pass_index: 0 to spec.passes - 1.
+    part: 0-based number of the part.
+    shard: 0 to spec.shards - 1.
+  """
+
+  pass_index: int
+  part: int
+  shard: int
+
+
+def shard_keys(spec: RecordSpec, parts: Sequence[Part]) -> list[ShardKey]:
+  """Returns the places of all shards of a set, in the order of their rows."""
+  return [
+    ShardKey(*key)
+    for key in itertools.product(
+      range(spec.passes), range(len(parts)), range(spec.shards)
+    )
+  ]
+
+
 def shard_path(
-  folder: str | os.PathLike, spec: RecordSpec, pass_index: int, shard: int
+  folder: str | os.PathLike, spec: RecordSpec, key: ShardKey
 ) -> pathlib.Path:
   """Returns the path of a shard."""
-  name = f'shard-{shard:05d}-of-{spec.shards:05d}.array_record'
-  return pathlib.Path(folder) / f'pass-{pass_index:05d}' / name
+  place = pathlib.Path(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
+  return place / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
 
 
 class ShardWriter(contextlib.AbstractContextManager):
@@ -125,22 +169,17 @@ class ShardWriter(contextlib.AbstractContextManager):
   """
 
   def __init__(
-    self,
-    folder: str | os.PathLike,
-    spec: RecordSpec,
-    pass_index: int,
-    shard: int,
+    self, folder: str | os.PathLike, spec: RecordSpec, key: ShardKey
   ):
     """Opens a temporary file next to the shard's path.
 
     Args:
       folder: folder of the record set; made if missing.
       spec: spec of the record set, with its fingerprints.
-      pass_index: 0 to spec.passes - 1.
-      shard: 0 to spec.shards - 1.
+      key: place of the shard in the set.
     """
     self._spec = spec
-    self._path = shard_path(folder, spec, pass_index, shard)
+    self._path = shard_path(folder, spec, key)
     self._path.parent.mkdir(parents=True, exist_ok=True)
     self._temporary = self._path.with_suffix(f'.{os.getpid()}.tmp')
     self._writer = array_record_module.ArrayRecordWriter(
@@ -211,14 +250,14 @@ class ShardWriter(contextlib.AbstractContextManager):
 
 
 def finished_shard(
-  folder: str | os.PathLike, spec: RecordSpec, pass_index: int, shard: int
+  folder: str | os.PathLike, spec: RecordSpec, key: ShardKey
 ) -> dict[str, Any] | None:
   """Returns the manifest entry of a finished, undamaged shard of this spec.
 
   Returns:
     None if the shard has to be made.
   """
-  path = shard_path(folder, spec, pass_index, shard)
+  path = shard_path(folder, spec, key)
   try:
     entry = json.loads(path.with_suffix('.json').read_text())
   except (FileNotFoundError, json.JSONDecodeError):
@@ -234,7 +273,8 @@ def finished_shard(
 def write_manifest(
   folder: str | os.PathLike,
   spec: RecordSpec,
-  entries: Mapping[tuple[int, int], Mapping[str, Any]],
+  parts: Sequence[Part],
+  entries: Mapping[ShardKey, Mapping[str, Any]],
   vocabularies: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Writes the manifest of a finished record set.
@@ -242,39 +282,47 @@ def write_manifest(
   Args:
     folder: folder of the record set.
     spec: spec that the set was made from.
-    entries: result of `ShardWriter.finish` by (pass, shard).
+    parts: parts of the set, in order.
+    entries: result of `ShardWriter.finish` by place.
     vocabularies: description by `vocabularies.Opened.describe`; rows are
       framed with its special ids.
 
   Returns:
     The manifest: format, spec, vocabularies (fingerprints and special
-    tokens), totals of the shards' counts, fill of both sides (0 to 1), and
-    per pass the rows and the shards' entries.
+    tokens), totals of the shards' counts, fill of both sides (0 to 1), parts
+    with their totals, and per pass the rows of each part and the shards'
+    entries.
   """
-  passes = []
-  totals: collections.Counter[str] = collections.Counter()
-  for pass_index in range(spec.passes):
-    shards = []
-    for shard in range(spec.shards):
-      entry = entries[pass_index, shard]
-      path = shard_path(folder, spec, pass_index, shard)
-      name = path.relative_to(folder).as_posix()
-      shards.append({'file': name, **entry})
-      totals.update({k: n for k, n in entry.items() if k != 'sha256'})
-    count = sum(entry['rows'] for entry in shards)
-    passes.append({'rows': count, 'shards': shards})
-  count = max(totals['rows'], 1)
+  totals: list[collections.Counter[str]] = [
+    collections.Counter() for _ in parts
+  ]
+  passes: list[dict[str, Any]] = [
+    {'rows': [0] * len(parts), 'shards': []} for _ in range(spec.passes)
+  ]
+  for key in shard_keys(spec, parts):
+    entry = entries[key]
+    name = shard_path(folder, spec, key).relative_to(folder).as_posix()
+    passes[key.pass_index]['shards'].append({'file': name, **entry})
+    passes[key.pass_index]['rows'][key.part] += entry['rows']
+    totals[key.part].update({k: n for k, n in entry.items() if k != 'sha256'})
+  whole = collections.Counter[str]()
+  for counts in totals:
+    whole.update(counts)
+  count = max(whole['rows'], 1)
   manifest = {
     'format': FORMAT,
     'spec': dataclasses.asdict(spec),
     'vocabularies': dict(vocabularies),
-    'totals': dict(totals),
+    'totals': dict(whole),
     'fill': {
-      'encoder': totals['encoder_positions']
+      'encoder': whole['encoder_positions']
       / (count * max(spec.encoder_length, 1)),
-      'decoder': totals['target_tokens']
-      / (count * max(spec.decoder_length, 1)),
+      'decoder': whole['target_tokens'] / (count * max(spec.decoder_length, 1)),
     },
+    'parts': [
+      {**dataclasses.asdict(part), **counts}
+      for part, counts in zip(parts, totals, strict=True)
+    ],
     'passes': passes,
   }
   atomic.write_json(pathlib.Path(folder) / MANIFEST, manifest)
@@ -316,7 +364,8 @@ class RecordSet:
     spec: spec that the set was made from.
     framing: special ids that rows are framed with.
     manifest: content of the manifest.
-    starts: first row number of each pass, and the number of rows.
+    parts: parts of the set, as the manifest has them.
+    ranges: first row and end of every pass of every part, [pass][part].
   """
 
   def __init__(self, folder: pathlib.Path, manifest: dict[str, Any]):
@@ -327,8 +376,11 @@ class RecordSet:
       manifest['vocabularies']
     )
     self.manifest = manifest
-    counts = [entry['rows'] for entry in manifest['passes']]
-    self.starts = tuple(itertools.accumulate(counts, initial=0))
+    self.parts = manifest['parts']
+    rows = [count for one in manifest['passes'] for count in one['rows']]
+    bounds = list(itertools.pairwise(itertools.accumulate(rows, initial=0)))
+    parts = len(self.parts)
+    self.ranges = [bounds[i : i + parts] for i in range(0, len(bounds), parts)]
     self._source = sources.ArrayRecordDataSource(
       [str(folder / name) for name in shards(manifest)]
     )
@@ -393,12 +445,12 @@ class RecordSet:
 
   def __len__(self) -> int:
     """Returns the number of rows of all passes."""
-    return self.starts[-1]
+    return self.manifest['totals']['rows']
 
   @property
   def passes(self) -> int:
     """Number of passes."""
-    return len(self.starts) - 1
+    return len(self.ranges)
 
   def check_framing(self, rows: batch.Batch) -> None:
     """Checks a batch of these rows; see `batch.check_framing`.
@@ -406,14 +458,17 @@ class RecordSet:
     Raises:
       ValueError: names the broken rule, the row and the position.
     """
-    objective = self.spec.objective
-    # The EOS of some vocabularies ends a turn, and inputs have several.
-    chat = objective_names.source_of(objective) == 'chat'
+    names = objective_names.split(self.spec.objective)
     batch.check_framing(
       rows,
       self.framing,
-      masks=objective_names.masks_decoder_inputs(objective),
-      eos_inside=chat or objective_names.is_concatenated(objective),
+      masks=any(map(objective_names.masks_decoder_inputs, names)),
+      # The EOS of some vocabularies ends a turn, and inputs have several.
+      eos_inside=any(
+        objective_names.source_of(name) == 'chat'
+        or objective_names.is_concatenated(name)
+        for name in names
+      ),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:

@@ -1,10 +1,10 @@
 """Sources that are registered SeqIO tasks.
 
 `seqio:NAME` or `seqio:NAME:SPLIT` (train) reads a task; a mixture is read task
-by task (`weights`). An example gives its text: the feature `text`, or
-`inputs` and `targets` for the objective `pairs`. Features that the task has
-encoded are decoded with its own vocabulary, and encoded again with the
-model's.
+by task (`rates`), each a part of the records with the mixture's rate. An
+example gives its text: the feature `text`, or `inputs` and `targets` for the
+objective `pairs`. Features that the task has encoded are decoded with its own
+vocabulary, and encoded again with the model's.
 
 A task is read file by file, in SeqIO's own shards: as many as its source has
 files. Our shard i of n reads file i modulo n, or, where files are fewer, its
@@ -150,16 +150,16 @@ def _get(name: str) -> Any:
   return seqio.get_mixture_or_task(name)
 
 
-def weights(name: str, modules: Sequence[str] = ()) -> list[tuple[str, float]]:
-  """Returns the tasks of a source and how often a pass draws their examples.
-
-  SeqIO's rates are shares of the examples that are drawn; divided by the number
-  of a task's examples they are weights of its documents. They are scaled so
-  that the largest is 1: a pass has no example twice.
+def rates(name: str, modules: Sequence[str] = ()) -> dict[str, float | None]:
+  """Returns the tasks of a source and their rates in a mixture.
 
   Args:
     name: 'seqio:NAME[:SPLIT]', a task or a mixture.
     modules: modules to import first.
+
+  Returns:
+    Name of the source of every task with a rate above 0 -> its rate by
+    examples; None for a task that is named itself.
 
   Raises:
     UserError: a module cannot be imported, or nothing of the name is
@@ -175,19 +175,15 @@ def weights(name: str, modules: Sequence[str] = ()) -> list[tuple[str, float]]:
   task, split = _parse(name)
   found = _get(task)
   if not isinstance(found, seqio.Mixture):
-    return [(name, 1.0)]
-  rates = {}
-  for one in found.tasks:
-    if split not in one.splits:
-      continue  # As SeqIO does.
-    count = one.num_input_examples(split)
-    if count is None:
-      count = sum(1 for _ in one.get_dataset(None, split, shuffle=False))
-    rates[f'seqio:{one.name}:{split}'] = found.get_rate(one) / max(count, 1)
-  most = max(rates.values(), default=0)
-  if not most:
+    return {name: None}
+  given = {
+    f'seqio:{one.name}:{split}': float(found.get_rate(one))
+    for one in found.tasks
+    if split in one.splits  # As SeqIO does.
+  }
+  if not any(given.values()):
     raise errors.UserError(
       f'source {name!r}: no task of the mixture has a split {split!r} and a'
       ' rate above 0; name a split as seqio:NAME:SPLIT'
     )
-  return [(one, rate / most) for one, rate in rates.items() if rate]
+  return {one: rate for one, rate in given.items() if rate}

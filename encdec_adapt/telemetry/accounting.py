@@ -17,6 +17,8 @@ class Cost:
 
   Attributes:
     rows: record rows consumed, the position in the data.
+    rows_of_parts: rows consumed of every part of a mixture
+      (`data/row_order.py`).
     target_tokens: target tokens with nonzero weight.
     total_tokens: encoder and decoder tokens that are not padding.
     flops: model FLOPs as of `models.model_flops`, with the teacher's.
@@ -25,12 +27,13 @@ class Cost:
   """
 
   rows: int = 0
+  rows_of_parts: list[int] = dataclasses.field(default_factory=list)
   target_tokens: float = 0.0
   total_tokens: float = 0.0
   flops: float = 0.0
   seconds: float = 0.0
 
-  def as_dict(self) -> dict[str, int | float]:
+  def as_dict(self) -> dict[str, Any]:
     """Returns the totals by name."""
     return dataclasses.asdict(self)
 

@@ -76,11 +76,13 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
     shards=1,
   )
   rng = np.random.default_rng(0)
-  with records.ShardWriter(folder, spec, 0, 0) as writer:
+  parts = [records.Part('prefix_lm', 'random')]
+  (key,) = records.shard_keys(spec, parts)
+  with records.ShardWriter(folder, spec, key) as writer:
     for _ in range(arguments.rows):
       writer.write(_random_row(spec.lengths, rng))
     entry = writer.finish()
-  records.write_manifest(folder, spec, {(0, 0): entry}, framing.DESCRIBED)
+  records.write_manifest(folder, spec, parts, {key: entry}, framing.DESCRIBED)
   record_set = records.RecordSet.open(folder)
 
   def decode():

@@ -7,20 +7,21 @@ from encdec_adapt.cli import errors
 
 ONE = {'records': ['a'], 'seed': 0}
 TWO = {'records': ['a', 'b'], 'seed': 0}
+RANGES = [[(0, 96)], [(96, 190)]]
 
 
 @pytest.mark.parametrize('position', [0, 96])
 def test_passes_are_added_behind_the_position(position):
-  resume_checks.check_same_rows(ONE, TWO, position, [0, 96, 190])
+  resume_checks.check_same_rows(ONE, TWO, [position], RANGES)
 
 
 def test_passes_before_the_position_of_a_repetition_are_refused():
   said = 'passes is 2, .*97 rows of 96 were read.*Set it to 1'
   with pytest.raises(errors.UserError, match=said):
-    resume_checks.check_same_rows(ONE, TWO, 97, [0, 96, 190])
-  resume_checks.check_same_rows(ONE, ONE, 97, [0, 96])
+    resume_checks.check_same_rows(ONE, TWO, [97], RANGES)
+  resume_checks.check_same_rows(ONE, ONE, [97], RANGES[:1])
 
 
 def test_passes_that_are_gone_are_refused():
   with pytest.raises(errors.UserError, match='records was'):
-    resume_checks.check_same_rows(TWO, ONE, 8, [0, 96])
+    resume_checks.check_same_rows(TWO, ONE, [8], RANGES[:1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, loader, records, shared_masks
+from encdec_adapt.data import batch, loader, records, row_order, shared_masks
 from tests import framing
 
 LENGTHS = batch.Lengths(4, 3)
@@ -51,14 +51,15 @@ def write_set(folder, *, passes=2, pack=True):
     shards=len(SHARDS),
     pack=pack,
   )
+  parts = [records.Part('prefix_lm', 'python')]
   entries, number = {}, 0
-  for pass_index, shard in itertools.product(range(passes), range(len(SHARDS))):
-    with records.ShardWriter(folder, spec, pass_index, shard) as writer:
-      for _ in range(SHARDS[shard]):
+  for key in records.shard_keys(spec, parts):
+    with records.ShardWriter(folder, spec, key) as writer:
+      for _ in range(SHARDS[key.shard]):
         writer.write([make_pair(number)])
         number += 1
-      entries[pass_index, shard] = writer.finish()
-  records.write_manifest(folder, spec, entries, framing.DESCRIBED)
+      entries[key] = writer.finish()
+  records.write_manifest(folder, spec, parts, entries, framing.DESCRIBED)
   return records.RecordSet.open(folder, spec)
 
 
@@ -80,7 +81,7 @@ def rows_of(batches):
   for fields in batches:
     batch.check_framing(fields, framing.FRAMING)
     for i, number in enumerate(fields['row']):
-      if number == loader.FILLER:
+      if number == row_order.FILLER:
         assert fields['weights'][i].sum() == 0
         continue
       assert fields['encoder_tokens'][i, 1] == 100 + number
@@ -90,7 +91,7 @@ def rows_of(batches):
 
 
 def test_a_batch_holds_the_rows_of_the_order(record_set):
-  order = loader.Order(record_set.starts, seed=5)
+  order = row_order.Order(record_set, seed=5)
   expected = [order.row(position) for position in range(14)]
   stream = loader.Loader(record_set, LENGTHS, 4, seed=5)
   first = next(stream)
@@ -117,7 +118,7 @@ def test_the_stream_ends_after_the_last_pass(record_set):
   assert stream.total == 14
   batches = list(stream)
   assert [fields['row'].size for fields in batches] == [4, 4, 4, 4]
-  assert (batches[-1]['row'] == loader.FILLER).tolist() == [0, 0, 1, 1]
+  assert (batches[-1]['row'] == row_order.FILLER).tolist() == [0, 0, 1, 1]
   assert stream.position == 14
   with pytest.raises(StopIteration):
     next(stream)
@@ -170,7 +171,7 @@ def test_a_process_makes_the_places_it_holds(record_set, local):
   evaluation = loader.evaluation_batches(record_set, LENGTHS, 4, local=local)
   rows = [number for fields in evaluation for number in fields['row']]
   places = [4 * step + i for step in range(4) for i in local]
-  filler = loader.FILLER
+  filler = row_order.FILLER
   assert rows == [place if place < 14 else filler for place in places]
 
 

@@ -60,14 +60,14 @@ def fake_examples(job):
   kills its process where DIE_AT names its shard, once the pass before is made.
   """
   spec = job.spec
-  for document in range(job.shard, DOCUMENTS, spec.shards):
-    if os.environ.get('DIE_AT') == f'{job.pass_index}/{job.shard}':
-      before = pathlib.Path(job.folder) / f'pass-{job.pass_index - 1:05}'
-      while len(list(before.glob('*.json'))) < spec.shards:
+  for document in range(job.key.shard, DOCUMENTS, spec.shards):
+    if os.environ.get('DIE_AT') == f'{job.key.pass_index}/{job.key.shard}':
+      before = pathlib.Path(job.folder) / f'pass-{job.key.pass_index - 1:05}'
+      while len(list(before.rglob('*.json'))) < spec.shards:
         time.sleep(0.01)
       os.kill(os.getpid(), signal.SIGKILL)
     rng = randomness.generator(
-      spec.seed, job.pass_index, spec.source, str(document)
+      spec.seed, job.key.pass_index, spec.source, str(document)
     )
     for _ in range(4):
       m, n = rng.integers(0, 12), rng.integers(1, 12)
@@ -117,7 +117,7 @@ def test_finished_shards_survive_a_killed_worker(
   with pytest.raises(errors.UserError, match='a worker .* died'):
     make(text, tmp_path, workers=2)
   assert not (tmp_path / 'manifest.json').exists()
-  kept = sorted(tmp_path.glob('pass-00000/*.array_record'))
+  kept = sorted(tmp_path.glob('pass-00000/*/*.array_record'))
   assert len(kept) == 3
   times = [path.stat().st_mtime_ns for path in kept]
   monkeypatch.delenv('DIE_AT')
@@ -141,12 +141,14 @@ def test_passes_can_be_added_and_draw_anew(text, reference, tmp_path):
   assert both == reference
   assert all(both[name] == one[name] for name in one if 'shard' in name)
   name = 'shard-00000-of-00003.array_record'
-  assert both[f'pass-00000/{name}'] != both[f'pass-00001/{name}']
+  assert (
+    both[f'pass-00000/part-000/{name}'] != both[f'pass-00001/part-000/{name}']
+  )
 
 
 def test_a_damaged_shard_alone_is_made_again(text, reference, tmp_path):
   make(text, tmp_path)
-  path = tmp_path / 'pass-00001' / 'shard-00002-of-00003.array_record'
+  path = tmp_path / 'pass-00001/part-000/shard-00002-of-00003.array_record'
   path.write_bytes(path.read_bytes()[:1000])
   path.with_suffix('.999.tmp').write_bytes(b'of a killed worker')
   with pytest.raises(errors.UserError, match='materialise again'):

@@ -36,17 +36,19 @@ def make_row(number):
   return pairs[: 1 + number % 2]
 
 
+PARTS = [records.Part('prefix_lm', 'python')]
+
+
 def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
   """Writes rows 0, 1, .. ; returns the manifest."""
   entries, number = {}, 0
-  for pass_index in range(spec.passes):
-    for shard in range(spec.shards):
-      with records.ShardWriter(folder, spec, pass_index, shard) as writer:
-        for _ in range(rows_per_shard[shard]):
-          writer.write(make_row(number))
-          number += 1
-        entries[pass_index, shard] = writer.finish(documents=1)
-  return records.write_manifest(folder, spec, entries, framing.DESCRIBED)
+  for key in records.shard_keys(spec, PARTS):
+    with records.ShardWriter(folder, spec, key) as writer:
+      for _ in range(rows_per_shard[key.shard]):
+        writer.write(make_row(number))
+        number += 1
+      entries[key] = writer.finish(documents=1)
+  return records.write_manifest(folder, spec, PARTS, entries, framing.DESCRIBED)
 
 
 def assert_rows_equal(got, want):
@@ -65,7 +67,7 @@ def test_rows_are_numbered_through_shards_and_passes(tmp_path):
   assert found.spec == SPEC
   assert len(found) == 10
   assert found.passes == 2
-  assert found.starts == (0, 5, 10)
+  assert found.ranges == [[(0, 5)], [(5, 10)]]
   order = [9, 0, 4, 2, 2]
   assert_rows_equal(found.read(order), [make_row(i) for i in order])
   assert found.read([]) == []
@@ -80,18 +82,18 @@ def test_the_manifest_counts_and_measures_fill(tmp_path):
     'encoder_positions': 25,
     'target_tokens': 25,
     'documents': 6,
-    'bytes': sum(p.stat().st_size for p in tmp_path.glob('*/*.array_record')),
+    'bytes': sum(p.stat().st_size for p in tmp_path.rglob('*.array_record')),
   }
   assert manifest['fill'] == {'encoder': 25 / 80, 'decoder': 25 / 40}
   assert manifest['spec']['seed'] == 7
   assert json.loads((tmp_path / 'manifest.json').read_text()) == manifest
   names = [entry['file'] for entry in manifest['passes'][1]['shards']]
-  assert names[2] == 'pass-00001/shard-00002-of-00003.array_record'
+  assert names[2] == 'pass-00001/part-000/shard-00002-of-00003.array_record'
 
 
 def test_an_unfinished_shard_leaves_nothing(tmp_path):
   with pytest.raises(RuntimeError, match='stop'):
-    with records.ShardWriter(tmp_path, SPEC, 0, 1) as writer:
+    with records.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
       writer.write(make_row(0))
       raise RuntimeError('stop')
   assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
@@ -99,7 +101,7 @@ def test_an_unfinished_shard_leaves_nothing(tmp_path):
 
 def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path):
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with records.ShardWriter(tmp_path, SPEC, 0, 1) as writer:
+  with records.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
     writer.write(make_row(0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
     try:
@@ -114,19 +116,19 @@ def test_finished_shards_are_known_by_their_spec_and_content(tmp_path):
   manifest = write_set(tmp_path)
   entry = dict(manifest['passes'][1]['shards'][2])
   del entry['file']
-  assert records.finished_shard(tmp_path, SPEC, 1, 2) == entry
+  assert records.finished_shard(tmp_path, SPEC, (1, 0, 2)) == entry
   # Another number of passes changes no shard, anything else does.
   more = dataclasses.replace(SPEC, passes=5)
-  assert records.finished_shard(tmp_path, more, 1, 2) == entry
-  assert records.finished_shard(tmp_path, more, 2, 2) is None
+  assert records.finished_shard(tmp_path, more, (1, 0, 2)) == entry
+  assert records.finished_shard(tmp_path, more, (2, 0, 2)) is None
   for field, value in (('seed', 8), ('vocabulary', 'x'), ('pack', False)):
     other = dataclasses.replace(SPEC, **{field: value})
-    assert records.finished_shard(tmp_path, other, 1, 2) is None
-  flip_byte(records.shard_path(tmp_path, SPEC, 1, 2))
-  assert records.finished_shard(tmp_path, SPEC, 1, 2) is None
-  sidecar = records.shard_path(tmp_path, SPEC, 0, 0).with_suffix('.json')
+    assert records.finished_shard(tmp_path, other, (1, 0, 2)) is None
+  flip_byte(records.shard_path(tmp_path, SPEC, (1, 0, 2)))
+  assert records.finished_shard(tmp_path, SPEC, (1, 0, 2)) is None
+  sidecar = records.shard_path(tmp_path, SPEC, (0, 0, 0)).with_suffix('.json')
   sidecar.write_text(sidecar.read_text()[:20])
-  assert records.finished_shard(tmp_path, SPEC, 0, 0) is None
+  assert records.finished_shard(tmp_path, SPEC, (0, 0, 0)) is None
 
 
 def flip_byte(path):
@@ -156,7 +158,7 @@ def test_records_of_another_spec_are_refused_by_field(tmp_path, field, value):
 
 def test_damaged_shards_are_refused(tmp_path):
   write_set(tmp_path)
-  path = records.shard_path(tmp_path, SPEC, 1, 2)
+  path = records.shard_path(tmp_path, SPEC, (1, 0, 2))
   flip_byte(path)
   with pytest.raises(errors.UserError, match='another SHA-256'):
     records.RecordSet.open(tmp_path)

@@ -71,8 +71,8 @@ def _examples(part, vocabulary, objective, shard=0, shards=1):
       eval_fraction=0.3,
     ),
     choice=vocabularies.Choice(vocabulary.path),
-    pass_index=0,
-    shard=shard,
+    parts=[records.Part(objective, part.source.name)],
+    key=records.ShardKey(0, 0, shard),
     read=materialization.read_examples,
   )
   return list(materialization.read_examples(job))
@@ -280,8 +280,8 @@ def test_bad_documents_may_be_left_out_and_are_counted(vocabulary, tmp_path):
       bad_documents='skip',
     ),
     choice=vocabularies.Choice(vocabulary.path),
-    pass_index=0,
-    shard=1,
+    parts=[records.Part('prefix_lm', f'jsonl:{tmp_path}/a.jsonl')],
+    key=records.ShardKey(0, 0, 1),
     read=materialization.read_examples,
   )
   # A bad one takes no other with it.

@@ -15,7 +15,7 @@ from encdec_adapt import evaluate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import run_artifacts, source_files
-from encdec_adapt.data import loader, records
+from encdec_adapt.data import records, row_order
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.tokenizers import vocabularies
@@ -107,7 +107,7 @@ def test_continues_where_parameters_thaw_and_shows_the_first_batch(
   tiny.assert_same_params(at_thaw, adapted)
 
   found = records.RecordSet.open(folder / 'prefix_lm' / 'train')
-  (pair, *_) = found.read([loader.Order(found.starts).row(3 * 8)])[0]
+  (pair, *_) = found.read([row_order.Order(found).row(3 * 8)])[0]
   vocabulary = vocabularies.open_vocabulary(folder / 'vocabulary.model')
   for field, tokens in (
     ('encoder_tokens', pair.inputs),

@@ -1,0 +1,128 @@
+"""Rates of the parts of a mixture: how often training rows are of each.
+
+    tokens:1,3
+    examples:sizes,temperature=2,cap=10000
+    tokens:1,0; 9000=tokens:0,1
+
+Phases are separated by semicolons; each but the first starts with its step and
+an equals sign. A phase has a unit (rows, examples or target tokens), and one
+number for every part of the record set, in its order; `sizes` stands for the
+parts' own sizes in that unit. `cap` limits the numbers, then they are raised to
+the power 1 / `temperature`, as in T5 (Raffel et al. 2020, section 3.5.2). They
+need not sum to 1.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from typing import Any
+
+from encdec_adapt.cli import errors
+
+# Unit -> the count of a part in the manifest of its record set.
+UNITS = {'rows': 'rows', 'examples': 'pairs', 'tokens': 'target_tokens'}
+_SIZES = 'sizes'
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """Rates from a step on.
+
+  Attributes:
+    step: first step.
+    unit: one of `UNITS`.
+    rates: rate of every part, at least 0; None for the sizes of the parts.
+    temperature: above 0; 1 leaves the rates as they are.
+    cap: largest rate before the temperature applies.
+  """
+
+  step: int
+  unit: str
+  rates: tuple[float, ...] | None
+  temperature: float = 1.0
+  cap: float = math.inf
+
+  def row_shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the share of rows of every part; they sum to 1.
+
+    Args:
+      parts: `parts` of a manifest.
+
+    Raises:
+      UserError: there are not as many rates as parts, or a part with a rate
+        has no rows.
+    """
+    sizes = [part[UNITS[self.unit]] for part in parts]
+    rates = sizes if self.rates is None else self.rates
+    names = '; '.join(
+      f'{part["objective"]} of {part["source"]}' for part in parts
+    )
+    if len(rates) != len(parts):
+      raise errors.UserError(
+        f'config.data.rates has {len(rates)} rates for the {len(parts)} parts'
+        f' of the records: {names}; state one for each, in this order'
+      )
+    mixed = [min(rate, self.cap) ** (1 / self.temperature) for rate in rates]
+    # From shares of the unit to shares of rows.
+    shares = [
+      rate * part['rows'] / size if rate else 0.0
+      for rate, part, size in zip(mixed, parts, sizes, strict=True)
+      if size or not rate
+    ]
+    if len(shares) < len(parts) or not any(shares):
+      raise errors.UserError(
+        f'config.data.rates draws from a part without {self.unit}; the parts'
+        f' are {names}, with {sizes}'
+      )
+    return [share / sum(shares) for share in shares]
+
+
+def parse(text: str) -> tuple[Phase, ...]:
+  """Returns the phases of `config.data.rates`; none for ''.
+
+  Raises:
+    UserError: names the phase that cannot be read, and the form it should
+      have.
+  """
+  if not text:
+    return ()
+  phases: list[Phase] = []
+  for entry in text.split(';'):
+    try:
+      phase = _phase(entry.strip(), first=not phases)
+      if phases and phase.step <= phases[-1].step:
+        raise ValueError('steps must rise')
+    except ValueError as error:
+      raise errors.UserError(
+        f'config.data.rates is {text!r}; {entry.strip()!r} cannot be read'
+        f' ({error}). Write UNIT:RATE,RATE or UNIT:sizes, where UNIT is one of'
+        f' {", ".join(UNITS)}, then perhaps ,temperature=T or ,cap=N; and'
+        ' STEP= before every phase after the first'
+      ) from error
+    phases.append(phase)
+  return tuple(phases)
+
+
+def _phase(entry: str, first: bool) -> Phase:
+  """Reads one phase; raises ValueError."""
+  head, colon, rest = entry.partition(':')
+  step, equals, unit = head.rpartition('=')
+  if not colon or unit.strip() not in UNITS or first == bool(equals):
+    raise ValueError('no unit, or no step')
+  options, rates = {}, []
+  for field in rest.split(','):
+    name, given, value = field.strip().partition('=')
+    if given and name in ('temperature', 'cap'):
+      options[name] = float(value)
+    else:
+      rates.append(field.strip())
+  if not all(value > 0 for value in options.values()):
+    raise ValueError('temperature and cap must be above 0')
+  numbers = None
+  if rates != [_SIZES]:
+    numbers = tuple(float(rate) for rate in rates)
+    if not all(0 <= n < math.inf for n in numbers) or not any(numbers):
+      raise ValueError('rates must be at least 0 and not all 0')
+  return Phase(int(step or 0), unit.strip(), numbers, **options)
