@@ -209,7 +209,7 @@ def train(
     )
     for path in meta['sources']['not_counted']:
       say(f'the cost of {path} is unknown: the summary leaves it out')
-    state = phases.create(sources.read(settings.seed))
+    state = phases.create(sources.read(settings.seed), settings.seed)
     if sources.models and sources.coverage:
       say(sources.coverage.table())
     if distributed.is_lead():

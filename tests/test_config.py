@@ -155,6 +155,8 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['model.decoder.pattern[0]=3'], r'model.decoder.pattern\[0\]'),
     (['train.steps=-1'], 'train.steps is -1; it must be at least 0'),
     (['train.steps=0', 'data.repeat=True'], 'train.steps is 0.*never end'),
+    (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
+    (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),

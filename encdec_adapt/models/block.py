@@ -45,6 +45,7 @@ class Context:
     cross_mask: MaskSpec of cross-attention, or None.
     real: tokens that are not padding, bool [B, L]; None in a stack without
       experts.
+    dropout: rate of dropout, in [0, 1); it needs the random stream 'dropout'.
   """
 
   rotations: dict[str, Any]
@@ -53,13 +54,15 @@ class Context:
   encoded: Any = None
   cross_mask: Any = None
   real: Any = None
+  dropout: float = flax.struct.field(pytree_node=False, default=0.0)
 
 
 class Block(nn.Module):
   """Self-attention, cross-attention in a decoder that has it, feed-forward.
 
   Each is added to the residual stream as post_norm(f(pre_norm(x))), or as
-  f(pre_norm(x)) in a stack without post-norms.
+  f(pre_norm(x)) in a stack without post-norms. Dropout is of what is added, as
+  in T5Gemma (transformers, modeling_t5gemma.py).
 
   Attributes:
     config: the stack's shape.
@@ -89,6 +92,7 @@ class Block(nn.Module):
     def add(x, update, post_norm):
       if cfg.post_norms:
         update = norm(post_norm, update)
+      update = layers.dropout(update, context.dropout)
       return partition.shard(x + update, 'batch', 'length', 'act_embed')
 
     reads_encoder = cfg.reads_encoder(self.kind)

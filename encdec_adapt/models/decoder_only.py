@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -20,6 +20,18 @@ from encdec_adapt.models import (
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']
 Routing = list[Any] | None
+
+
+class Dropout(NamedTuple):
+  """Dropout of a forward pass in training.
+
+  Attributes:
+    rate: share of the values that is zeroed, in (0, 1).
+    key: random key of all masks of the pass.
+  """
+
+  rate: float
+  key: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +82,7 @@ class Decoder:
     name: str,
     *args: Any,
     routing: Routing = None,
+    dropout: Dropout | None = None,
     **kwargs: Any,
   ):
     """Applies the stack of that name (see `stack.Stack.__call__`).
@@ -80,11 +93,17 @@ class Decoder:
       *args: positional arguments of the stack.
       routing: list to which the router losses of its layers are appended, for
         `expert_layer.mean_losses`; None to skip them.
+      dropout: rate and key of dropout; None for none.
       **kwargs: keyword arguments of the stack.
     """
     shape = self.config.stacks[name]
     apply = stack.Stack(shape, self.compute).apply
     variables = {'params': params[name]}
+    if dropout is not None:
+      # Modules draw by their path, which the stacks of a pair share.
+      number = list(self.config.stacks).index(name)
+      key = jax.random.fold_in(dropout.key, number)
+      kwargs |= {'dropout': dropout.rate, 'rngs': {'dropout': key}}
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)
     collection = expert_layer.COLLECTION
@@ -103,6 +122,7 @@ class Decoder:
     *,
     prefix: Tokens | None = None,
     routing: Routing = None,
+    dropout: Dropout | None = None,
   ) -> Float[Array, 'B L D']:
     """Computes the decoder's states after its final norm.
 
@@ -115,6 +135,7 @@ class Decoder:
       encoder_segments: segments of the encoder's tokens.
       prefix: 1 at the inputs of each segment, for a prefix decoder.
       routing: see `run_stack`.
+      dropout: see `run_stack`.
     """
     hidden, _ = self.run_stack(
       params,
@@ -126,6 +147,7 @@ class Decoder:
       encoder_segments,
       prefix=prefix,
       routing=routing,
+      dropout=dropout,
     )
     return hidden
 

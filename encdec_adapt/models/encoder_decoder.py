@@ -34,6 +34,7 @@ class EncoderDecoder(decoder_only.Decoder):
     positions: Int[Array, 'B S'],
     *,
     routing: decoder_only.Routing = None,
+    dropout: decoder_only.Dropout | None = None,
   ) -> Float[Array, 'B S E']:
     """Computes the encoder's states after its final norm.
 
@@ -43,12 +44,19 @@ class EncoderDecoder(decoder_only.Decoder):
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
       routing: see `run_stack`.
+      dropout: see `run_stack`.
     """
     if self.config.shared_table:
       embedder = params['decoder']['embedder']
       params = {'encoder': {**params['encoder'], 'embedder': embedder}}
     encoded, _ = self.run_stack(
-      params, 'encoder', tokens, segments, positions, routing=routing
+      params,
+      'encoder',
+      tokens,
+      segments,
+      positions,
+      routing=routing,
+      dropout=dropout,
     )
     return encoded
 

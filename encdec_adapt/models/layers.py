@@ -75,6 +75,16 @@ class RMSNorm(nn.Module):
     return norm(self.config, x, scale)
 
 
+def dropout(x: Float[Array, 'B L D'], rate: float) -> Float[Array, 'B L D']:
+  """Zeroes a share of the values and scales the others by 1 / (1 - rate).
+
+  Called inside a module that has the random stream 'dropout', unless the rate
+  is 0. The masks are those of the whole array, however it is sharded
+  (`jax_threefry_partitionable`).
+  """
+  return nn.Dropout(rate, deterministic=False)(x) if rate else x
+
+
 class Embedder(nn.Module):
   """Token ids to the states that enter the first layer."""
 

@@ -69,6 +69,7 @@ class Stack(nn.Module):
     cached: caches.Cache | None = None,
     cross_cached: caches.CrossCache | None = None,
     prefix: Tokens | None = None,
+    dropout: float = 0.0,
   ) -> tuple[Float[Array, 'B L D'], caches.Cache | None]:
     """Runs the stack.
 
@@ -83,6 +84,8 @@ class Stack(nn.Module):
       cross_cached: instead of `encoded` and `encoder_segments`.
       prefix: for a prefix decoder, 1 at tokens that all of their segment see;
         None where there are none.
+      dropout: rate of dropout of the embeddings and of what each layer adds;
+        above 0 it needs the random stream 'dropout'.
 
     Returns:
       The states after the final norm and the cache, None without one.
@@ -106,10 +109,11 @@ class Stack(nn.Module):
       if cfg.cross_width is None
       else masks.cross(segments, encoder_segments),
       real=segments > 0 if cfg.experts else None,
+      dropout=dropout,
     )
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
-    x = embedder(tokens)
+    x = layers.dropout(embedder(tokens), dropout)
     if not cfg.tied_head:
       layers.Head(cfg, name='head')()
 
@@ -139,7 +143,7 @@ class Stack(nn.Module):
       scanned = nn.scan(
         _Group,
         variable_axes={'params': 0, expert_layer.COLLECTION: 0},
-        split_rngs={'params': True},
+        split_rngs={'params': True, 'dropout': True},
         length=cfg.repeats,
         in_axes=(nn.broadcast, 0, 0),
         unroll=unroll,

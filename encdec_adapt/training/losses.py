@@ -8,6 +8,7 @@ evaluation uses it too.
 
 from collections.abc import Mapping
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,7 @@ def predict(
   model: build.Model,
   params: decoder_only.Params,
   batch: Batch,
-  *,
-  routing: decoder_only.Routing = None,
+  **options: Any,
 ) -> Float[Array, 'B T D']:
   """Computes the hidden states that predict `batch['targets']`.
 
@@ -103,7 +103,7 @@ def predict(
     model: the model.
     params: parameters of the model.
     batch: fields of `data.batch`.
-    routing: see `decoder_only.Decoder.run_stack`.
+    **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
   """
 
   def side(name: str) -> list[Array]:
@@ -111,20 +111,18 @@ def predict(
 
   if isinstance(model.config, model_config.EncoderDecoderConfig):
     encoder = side('encoder')
-    encoded = model.encode(params, *encoder, routing=routing)
+    encoded = model.encode(params, *encoder, **options)
     return model.decode(
-      params, *side('decoder'), encoded, encoder[1], routing=routing
+      params, *side('decoder'), encoded, encoder[1], **options
     )
   if model.config.is_encoder:
-    return model.decode(params, *side('encoder'), routing=routing)
+    return model.decode(params, *side('encoder'), **options)
   if 'encoder_tokens' not in batch:
-    return model.decode(params, *side('decoder'), routing=routing)
+    return model.decode(params, *side('decoder'), **options)
   prefix = None
   if model.config.decoder.role == 'prefix':
     prefix = inputs_of(batch)
-  hidden = model.decode(
-    params, *side('teacher'), prefix=prefix, routing=routing
-  )
+  hidden = model.decode(params, *side('teacher'), prefix=prefix, **options)
   return jnp.take_along_axis(
     hidden, batch['teacher_index'][..., None], axis=1
   )  # [B, T, D]
@@ -148,6 +146,7 @@ def loss_sums(
   batch: Batch,
   config: LossConfig,
   teacher: tuple[build.Model, decoder_only.Params] | None = None,
+  dropout: decoder_only.Dropout | None = None,
 ) -> vocabulary_loss.LossSums:
   """Computes the loss of a batch as sums over its weights.
 
@@ -158,6 +157,7 @@ def loss_sums(
     config: weights of the parts.
     teacher: decoder-only model and parameters; needed where
       `config.distillation` is above 0. No gradient reaches it.
+    dropout: dropout of the trained model; the teacher has none.
 
   Returns:
     Sums; `total` carries the gradient.
@@ -174,7 +174,7 @@ def loss_sums(
     )
   stack, routing = model.config.decoder, []
   sums = vocabulary_loss.cross_entropy(
-    predict(model, params, batch, routing=routing),
+    predict(model, params, batch, routing=routing, dropout=dropout),
     model.head(params),
     batch['targets'],
     batch['weights'],

@@ -104,7 +104,7 @@ class Phases:
     self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
     self.groups = warmup_groups(where.model.table, train.cross_attention_warmup)
     self._loss, self._teacher = loss, teacher
-    self._microbatches = train.microbatches
+    self._microbatches, self._dropout = train.microbatches, train.dropout
 
   def begins(self, step: int) -> bool:
     """Whether groups that were frozen start to train at this step."""
@@ -118,10 +118,14 @@ class Phases:
       if step is None or group.start <= step
     }
 
-  def create(self, params: Any) -> state_lib.TrainState:
+  def create(self, params: Any, seed: int = 0) -> state_lib.TrainState:
     """Makes the state before the first step, which takes the parameters over.
 
     Only the groups that train first have optimizer state.
+
+    Args:
+      params: the parameters, sharded.
+      seed: seed of dropout's masks.
     """
     # Three arrays, not one: the step donates each of them.
     place = placement.replicated(self.where.mesh)
@@ -135,6 +139,9 @@ class Phases:
       skipped=skipped,
       skipped_in_row=in_row,
     )
+    if self._dropout:
+      make = jax.jit(lambda: jax.random.key(seed), out_shardings=place)
+      state = state.replace(dropout_key=make())
     return self.thaw(state, 0)
 
   def thaw(
@@ -162,8 +169,12 @@ class Phases:
     """
     params = self.where.abstract_params()
     flat = state_lib.flatten(params)
-    scalar = jax.ShapeDtypeStruct(
-      (), jnp.int32, sharding=placement.replicated(self.where.mesh)
+    key = jax.eval_shape(jax.random.key, 0)
+    scalar, key = (
+      jax.ShapeDtypeStruct(
+        (), dtype, sharding=placement.replicated(self.where.mesh)
+      )
+      for dtype in (jnp.int32, key.dtype)
     )
     groups = {}
     for name, paths in self.trainable(step).items():
@@ -182,6 +193,7 @@ class Phases:
       groups=groups,
       skipped=scalar,
       skipped_in_row=scalar,
+      dropout_key=key if self._dropout else None,
     )
 
   def abstract_saved(self, step: int) -> state_lib.TrainState:
@@ -204,6 +216,7 @@ class Phases:
       self.abstract(step),
       self._microbatches,
       self._teacher,
+      self._dropout,
     )
 
   def _shardings(self, shape: optimizers.GroupState) -> optimizers.GroupState:

@@ -30,6 +30,8 @@ class TrainState:
     groups: optimizer state of every group that has thawed.
     skipped: updates skipped so far because they were not finite, int32.
     skipped_in_row: consecutive updates skipped up to now, int32.
+    dropout_key: random key of all masks of dropout; None in a job without, so
+      that it has no such leaf.
   """
 
   step: Any
@@ -37,6 +39,7 @@ class TrainState:
   groups: dict[str, optimizers.GroupState]
   skipped: Any
   skipped_in_row: Any
+  dropout_key: Any = None
 
 
 def flatten(params: Any) -> Flat:

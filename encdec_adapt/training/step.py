@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import optax
 
-from encdec_adapt.models import build
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses, offload, optimizers
@@ -27,6 +27,7 @@ def make_train_step(
   abstract: state_lib.TrainState,
   microbatches: int = 1,
   teacher: build.Model | None = None,
+  dropout: float = 0.0,
 ) -> StepFunction:
   """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
 
@@ -42,6 +43,8 @@ def make_train_step(
     abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
     teacher: decoder-only model to distill from.
+    dropout: rate of dropout; above 0 the state has a key, from which every
+      step and microbatch draws its own masks.
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
@@ -65,16 +68,21 @@ def make_train_step(
       weight = jnp.sum(batch['weights'])
       divisor = jnp.where(weight > 0, weight, 1.0)
 
-      def objective(trained, part):
+      def objective(trained, part, key):
         """Returns a microbatch's share of the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
         source = (teacher, teacher_params) if teacher else None
-        sums = losses.loss_sums(where.model, params, part, loss, source)
+        masks = decoder_only.Dropout(dropout, key) if dropout else None
+        sums = losses.loss_sums(where.model, params, part, loss, source, masks)
         return sums.total / divisor, sums
 
       places = {path: where.parameters[path] for path in trained}
+      keys = None
+      if dropout:
+        key = jax.random.fold_in(state.dropout_key, state.step)
+        keys = jax.random.split(key, microbatches)
       gradients, sums = _accumulate(
-        objective, trained, batch, microbatches, places
+        objective, trained, batch, keys, microbatches, places
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
@@ -135,8 +143,10 @@ def _tokens(batch):
   return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
 
 
-def _accumulate(objective, trained, batch, microbatches, places):
+def _accumulate(objective, trained, batch, keys, microbatches, places):
   """Sums gradients and losses over microbatches, in fp32.
+
+  `keys` is an array with a random key for each, or None.
 
   Needs memory for one microbatch and one sum of gradients. The sum is sharded
   like the parameters: gradients of a microbatch are reduced to those shards
@@ -144,7 +154,7 @@ def _accumulate(objective, trained, batch, microbatches, places):
   """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
-    return grad(trained, batch)
+    return grad(trained, batch, None if keys is None else keys[0])
 
   def split(x):
     """Splits rows into microbatches."""
@@ -157,21 +167,22 @@ def _accumulate(objective, trained, batch, microbatches, places):
     """Shards gradients like their parameters."""
     return jax.lax.with_sharding_constraint(gradients, places)
 
-  def body(carry, part):
+  def body(carry, one):
     """Adds the gradients and sums of one microbatch."""
+    part, key = one
     names = ('batch', 'length')
     part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
-    gradients, sums = grad(trained, part)
+    gradients, sums = grad(trained, part, key)
     before, sums_before = carry
     gradients = jax.tree.map(jnp.add, before, place(gradients))
     sums = jax.tree.map(jnp.add, sums_before, sums)
     return (place(gradients), sums), None
 
-  parts = {name: split(value) for name, value in batch.items()}
-  first = {name: value[0] for name, value in parts.items()}
+  parts = {name: split(value) for name, value in batch.items()}, keys
+  first = jax.tree.map(lambda x: x[0], parts)
   gradients, sums = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype),
-    jax.eval_shape(grad, trained, first),
+    jax.eval_shape(grad, trained, *first),
   )
   total, _ = jax.lax.scan(body, (place(gradients), sums), parts)
   return total

@@ -21,6 +21,15 @@ class TrainConfig:
   microbatches: int = keys.key(
     1, 'Parts of a batch whose gradients are accumulated.', at_least=1
   )
+  dropout: float = keys.key(
+    0.0,
+    'Rate of dropout in training: of the embeddings, and of what attention,'
+    ' cross-attention and feed-forward of every layer add to the residual'
+    ' stream (after their post-norms). Teacher and evaluation have none. A job'
+    ' that is resumed keeps it above 0, or 0.',
+    at_least=0,
+    below=1,
+  )
   cross_attention_warmup: int = keys.key(
     0,
     'First steps in which only cross-attention trains; the paper uses 1000'

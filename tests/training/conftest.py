@@ -59,6 +59,7 @@ class Trainer:
     *,
     microbatches=1,
     warmup=0,
+    dropout=0.0,
     loss=None,
     rate=1e-2,
     optimizer=None,
@@ -83,7 +84,9 @@ class Trainer:
         weight_decay=0.1,
       ),
       train_section.TrainConfig(
-        microbatches=microbatches, cross_attention_warmup=warmup
+        microbatches=microbatches,
+        cross_attention_warmup=warmup,
+        dropout=dropout,
       ),
       teacher,
     )
