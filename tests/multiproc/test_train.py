@@ -34,6 +34,7 @@ def flags(folder):
     f'--config.train.steps={STEPS}',
     f'--config.train.batch_size={BATCH}',
     '--config.train.microbatches=2',
+    '--config.train.dropout=0.1',
     f'--config.train.eval_every={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
     # A job of fewer steps takes the same ones.
