@@ -81,33 +81,6 @@ def _changed(configs, one, other):
   return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
 
 
-def _sweep(run):
-  return tuple(f'{run}_lr_{rate}' for rate in RATES)
-
-
-def test_the_quickstart_evaluates_all_that_it_reports(loaded):
-  plan, configs = loaded
-  names = [stage.name for stage in plan.stages]
-  assert len(set(names)) == len(names)
-  assert names[-4:] == ['evaluate', 'generate', 'export', 'verify']
-  evaluated = [f'--checkpoint={plan.root}/{run}' for run in plan.runs]
-  assert list(plan.stages[-4].arguments[1:]) == evaluated
-  assert {'unbalanced', 'decoder_only'} <= set(plan.runs)
-  rate_of = {s.name: s.rate_of for s in plan.stages if s.rate_of}
-  if plan.size == 'default':
-    assert not rate_of and set(configs) < set(plan.runs)
-    return
-  assert set(configs) == set(plan.runs)
-  for run in ('adapted', 'scratch'):
-    sweep = tuple(f'{run}_lr_{rate}' for rate in RATES)
-    assert plan.best_of[run] == sweep
-    for rate, name in zip(RATES, sweep, strict=True):
-      assert configs[name].optimizer.learning_rate == float(rate)
-    for seed in (1, 2):
-      assert configs[f'{run}_seed{seed}'].seed == seed
-      assert rate_of[f'{run}_seed{seed}'] == sweep
-
-
 def test_runs_differ_in_what_is_compared_alone(loaded):
   plan, configs = loaded
   source = f'{plan.root}/decoder_only'

@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 
-from flax import traverse_util
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import recipes, weight_plan
+from encdec_adapt.adaptation import weight_plan
 from encdec_adapt.cli import errors
 from encdec_adapt.models import build, model_config, parameters, presets
 from tests.adaptation import sources
@@ -338,26 +337,6 @@ def test_a_causal_encoder_computes_what_its_source_did():
   )
   np.testing.assert_allclose(found, want, atol=1e-5)
   assert np.abs(both - want).max() > 1e-2
-
-
-def test_recipes_are_the_same_in_numpy():
-  """As `conversion` carries them out, array by array."""
-  given = sources.make(LLAMA)
-  target = model_config.encoder_decoder(
-    dataclasses.replace(LLAMA, vocab_size=12),
-    dataclasses.replace(LLAMA, vocab_size=10, vocab_multiple=4),
-    cross_layers='global',
-  )
-  want, coverage = sources.adapt(target, given)
-  configs = dict.fromkeys(('encoder_source', 'decoder_source'), given[0])
-  arrays = jax.tree.map(np.asarray, given[1])
-  flat = traverse_util.flatten_dict(arrays, sep='/')
-  want = traverse_util.flatten_dict(want, sep='/')
-  made = recipes.make_recipes(target, coverage, configs)
-  for path, recipe in made.items():
-    array = recipe.make(dict.fromkeys(configs, flat), np)
-    assert isinstance(array, np.ndarray)
-    np.testing.assert_allclose(array, want[path], atol=1e-6, err_msg=path)
 
 
 # Changes of stacks, of the pair and of the plan's options; and the error.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from encdec_adapt.cli import app, errors
 from encdec_adapt.cluster import lock
-from encdec_adapt.files import disk, paths
+from encdec_adapt.files import paths
 from tests import tiny
 
 _OWNER = """
@@ -91,24 +90,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
   with pytest.raises(errors.UserError, match='cannot be written'):
     with lock.hold(tmp_path / 'file' / 'below'):
       pass
-
-
-def test_a_full_disk(tmp_path):
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-  try:
-    with pytest.raises(errors.UserError, match='is full'):
-      with lock.hold(tmp_path):
-        pass
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  assert not list(tmp_path.iterdir())
-
-
-def test_space(tmp_path):
-  disk.require_space(tmp_path / 'not' / 'there', 1, what='the records')
-  with pytest.raises(errors.UserError, match='the records need 1.0 PiB'):
-    disk.require_space(tmp_path, 2**50, what='the records')
 
 
 def _forge(bucket, content=None):

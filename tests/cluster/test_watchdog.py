@@ -3,13 +3,11 @@
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 
 from encdec_adapt.cli import app
 from encdec_adapt.cluster import watchdog
-from encdec_adapt.files import paths
 from tests import tiny
 
 
@@ -74,17 +72,6 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     assert 'process 3 hangs: step at step 7' in text
     assert 'last barrier of this process: none' in text
     assert 'wait_forever' in text
-
-
-def test_a_hanging_file_system_does_not_keep_a_process_from_ending(
-  tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setattr(watchdog, '_REPORT_SECONDS', 0.1)
-  monkeypatch.setattr(paths, 'write', lambda *_: threading.Event().wait())
-  ended = threading.Event()
-  with watchdog.Watchdog(tmp_path, 0, 0.01, end=lambda _: ended.set()):
-    assert ended.wait(60)
-  assert 'process 0 hangs' in capsys.readouterr().err
 
 
 def test_a_job_that_ends_in_time_does_not_hang(tmp_path):

@@ -1,15 +1,14 @@
-"""Jobs and conversions of which nothing is on a disk, on a fake store."""
+"""A job and its export of which nothing is on a disk, on a fake store."""
 
 import json
 
 import pytest
 
 from encdec_adapt import evaluate, train
-from encdec_adapt.cli import errors
 from encdec_adapt.conversion import run_artifacts
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
-from encdec_adapt.huggingface import new_folder, tensor_writer
+from encdec_adapt.huggingface import new_folder
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -28,24 +27,6 @@ def put(bucket, gemma):
   target = paths.at(f'{bucket}/gemma')
   paths.upload(gemma, target, new_folder.MARKER)
   return str(target)
-
-
-def test_import_then_export_gives_the_same_bytes(
-  bucket, put, gemma, monkeypatch
-):
-  monkeypatch.setattr(tensor_writer, 'SHARD_BYTES', 10_000)
-  run = folders.import_folder(put, f'{bucket}/run')
-  output = folders.export(run, f'{bucket}/exported')
-  assert len(list(paths.at(output).glob('*.safetensors'))) > 1
-  assert tiny.convert('diff', output, gemma) == 0
-  assert tiny.convert('verify', run, put) == 0
-  for name in ('config.json', 'chat_template.json', 'tokenizer.model'):
-    found = (paths.at(output) / name).read_bytes()
-    assert found == (gemma / name).read_bytes(), name
-  card = (paths.at(output) / 'README.md').read_text()
-  assert 'convert import` of `gemma`' in card
-  with pytest.raises(errors.UserError, match='exists already'):
-    folders.export(run, output)
 
 
 def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
@@ -91,3 +72,5 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert tiny.generate(workdir, 'the quick', output) == 0
   (sample,) = json.loads(paths.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0
+  exported = folders.export(workdir, f'{bucket}/exported')
+  assert tiny.convert('verify', workdir, exported, folders.ROUNDED) == 0

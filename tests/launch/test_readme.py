@@ -9,7 +9,6 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import materialize, train
 from encdec_adapt.cli import command
-from launch import commands
 from tests import tiny
 
 
@@ -67,16 +66,3 @@ def test_training_reads_the_records_and_uploads_of_the_page(lines, monkeypatch):
   cache = values.config.compute.compile_cache
   assert named - {values.workdir, cache} == put
   assert records.folder == read.data.folder == 'records'
-
-
-def test_a_cluster_job_fits_its_machines(lines, monkeypatch):
-  monkeypatch.chdir(tiny.ROOT)
-  (launching,) = _after(lines, 'python3', '-m', 'launch.slurm', 'train')
-  flags = commands.flag_values(launching)
-  training = launching[launching.index('--') + 1 :]
-  values = command.parse(train.define_flags, training)
-  settings = config_lib.load(values.config, values.workdir)
-  gpus = int(flags['nodes']) * int(flags['gpus_per_node'])
-  assert f'topology=h100:{gpus}' in flags['config']
-  assert settings.mesh.sizes(gpus)
-  assert settings.compute.attention == 'triton'

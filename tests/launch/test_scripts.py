@@ -2,7 +2,6 @@
 
 import ast
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -119,43 +118,3 @@ def test_the_container_copies_files_that_its_ignore_file_keeps():
   for line in (docker / 'Dockerfile').read_text().splitlines():
     for path in line.split()[1:-1] if line.startswith('COPY') else ():
       assert (tiny.ROOT / path).exists() and path.startswith(kept), path
-
-
-# A python whose pip logs its arguments.
-PYTHON = """#!/usr/bin/env bash
-[ "$1 $2" != '-m pip' ] || {{ echo "$@" >>pip.log; exit; }}
-exec {python} "$@"
-"""
-
-
-@pytest.fixture
-def prepare(cloud):
-  """Prepares the environment with extras; returns what pip installed."""
-  python = cloud.root / '.venv' / 'bin' / 'python'
-  python.parent.mkdir(parents=True)
-  python.write_text(PYTHON.format(python=sys.executable))
-  python.chmod(0o755)
-  log = cloud.root / 'pip.log'
-
-  def call(extras):
-    """Runs prepare_environment."""
-    log.write_text('')
-    script = 'set -euo pipefail; source launch/environment.sh'
-    done = cloud.bash('-c', f"{script}; prepare_environment '{extras}'")
-    assert done.returncode == 0, done.stderr
-    return re.findall(r' install .*--editable (\S+)', log.read_text())
-
-  return call
-
-
-def test_an_environment_is_installed_once_until_setup_changes(prepare, cloud):
-  assert prepare('') == ['.'] and prepare('') == []
-  assert prepare('test,peer,tpu') == ['.[test,peer,tpu]']
-  # Fewer extras are installed already; others, or parts of names, are not.
-  for fewer in ('', 'test', 'peer', 'tpu,test'):
-    assert prepare(fewer) == [], fewer
-  assert prepare('te') == ['.[te]']
-  assert prepare('test,gcs') == ['.[test,gcs]']
-  with open(cloud.root / 'setup.py', 'a') as file:
-    file.write('# Another version.\n')
-  assert prepare('test') == ['.[test]']

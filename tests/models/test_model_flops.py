@@ -68,17 +68,6 @@ def test_a_layer_equals_the_products_of_its_program():
   assert _products(traced.jaxpr) == expected
 
 
-def test_layers_add_up_and_windows_limit():
-  causal = dict(role='causal', window=8)
-  one = flops.stack_forward(_stack(**causal), 64)
-  local = flops.stack_forward(_stack(**causal, pattern=('local',)), 64)
-  both = flops.stack_forward(
-    _stack(**causal, layers=2, pattern=('local', 'global')), 64
-  )
-  assert both == one + local
-  assert one - local == 4 * 4 * 8 * (64 * 65 // 2 - (8 * 64 - 28))
-
-
 def test_experts_count_where_a_token_takes_them():
   dense = flops.stack_forward(_stack(layers=3), 10)
   experts = dict(

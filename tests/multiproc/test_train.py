@@ -9,8 +9,6 @@ import pytest
 
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app
-from encdec_adapt.data import records
-from encdec_adapt.files import paths
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 
@@ -181,24 +179,6 @@ def test_meshes_that_cross_processes_equal_one_that_does_not(
   flags += [f'--config.mesh.{axis}={size}' for axis, size in mesh.items()]
   train_by_two(flags, workdir, command)
   _assert_close(workdir, two, tolerance, STEPS // 2)
-
-
-def test_two_processes_in_a_bucket(
-  folder, flags, train_by_two, two, bucket, tmp_path, monkeypatch
-):
-  """Work directory and records in a bucket; one local copy of the records."""
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-  for split in ('train', 'eval'):
-    local = folder / 'prefix_lm' / split
-    remote = paths.at(f'{bucket}/records/{split}')
-    paths.upload(local, remote, records.MANIFEST)
-  workdir = paths.at(bucket) / 'in_bucket'
-  flags = [*flags, f'--config.data.folder={bucket}/records']
-  flags.append(f'--config.checkpoint.every={STEPS // 2}')
-  text = train_by_two(flags, workdir)
-  assert text.count('records: copying 1 of 1 shards') == 2  # Of two sets.
-  assert _records(workdir) == _records(two)
-  tiny.assert_same_params(workdir, two)
 
 
 def test_both_stop_after_one_step_and_resume_as_two_or_one(

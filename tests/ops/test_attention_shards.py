@@ -11,7 +11,6 @@ import pytest
 
 from encdec_adapt.ops import (
   attention,
-  attention_shards,
   attention_splash,
   attention_triton,
   masks,
@@ -121,25 +120,6 @@ def test_windows_gather_their_neighbours_alone():
   assert 'collective-permute' in window and 'all-gather' not in window
   whole = collectives(found['causal'])
   assert 'all-gather' in whole and 'collective-permute' not in whole
-
-
-@pytest.mark.parametrize(
-  'name, expected',
-  [
-    ('causal window', (2, 0)),
-    ('full exclusive window', (2, 2)),
-    ('full inclusive window', (3, 3)),
-    ('full centered window', (1, 1)),
-    ('causal', None),
-    ('cross', None),
-    ('not by index', None),
-    ('merged', None),
-  ],
-)
-def test_halo(name, expected):
-  assert attention_shards.halo(specs()[name], 16, 4) == expected
-  # Not where all keys are no more.
-  assert attention_shards.halo(specs()[name], 2, 4) is None
 
 
 @pytest.mark.parametrize(

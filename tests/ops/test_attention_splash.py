@@ -49,20 +49,6 @@ def test_backward_is_one_kernel_where_all_see_all(name, monkeypatch):
   assert used[-1]['block_kv_dkv'] == (512 if fused else 128)
 
 
-@pytest.mark.parametrize(
-  'blocks, block_kib, count',
-  [
-    (8, 128, 4),
-    (8, 256, 2),
-    (32, 256, 1),  # 16 parts.
-    (8, 512, 1),  # Twice as many bytes.
-    (5, 256, 1),
-  ],
-)
-def test_blocks_of_a_part(blocks, block_kib, count):
-  assert attention_splash.joined(blocks, block_kib * 2**10) == count
-
-
 def test_cross_attention_of_other_lengths_and_rows_that_see_nothing():
   q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * 2, jnp.int32)
   kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * 2, jnp.int32)
