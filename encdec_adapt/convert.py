@@ -2,7 +2,7 @@ r"""Converts models between Hugging Face folders and our checkpoints.
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
-      [--target=t5gemma2] --output=CKPT
+      [--target=t5gemma2] [--model.encoder.kv_heads=8] --output=CKPT
     python -m encdec_adapt.convert export --checkpoint=CKPT --output=HF_DIR
     python -m encdec_adapt.convert inspect PATH
     python -m encdec_adapt.convert diff A B
@@ -41,52 +41,6 @@ _MULTIPLE = command.integer(
   'vocab_multiple',
   'Pad tables to a multiple of this many rows, to divide over a mesh.',
   default=128,
-)
-# Flags that change the target architecture; None leaves that of the sources.
-_ARCHITECTURE = (
-  command.choice(
-    'target',
-    ['t5gemma', 't5gemma2'],
-    'Family that transformers must be able to load: t5gemma from Gemma 2, or'
-    ' t5gemma2 from Gemma 3 (merged attention, one table, a vector for'
-    ' --eoi_token). Default: cross-attention and a table for each stack as in'
-    ' t5gemma, for any family.',
-  ),
-  command.boolean('causal_encoder', 'Keep the encoder causal.', default=False),
-  command.boolean(
-    'shared_table', "Let the encoder read the decoder's embedding table."
-  ),
-  command.boolean(
-    'cross_merged',
-    "Let the decoder's self-attention read the encoder too; needs equal"
-    ' widths.',
-  ),
-  command.choice(
-    'cross_layers',
-    ['all', 'global'],
-    'Layers of the decoder that read the encoder.',
-  ),
-  command.integer(
-    'encoder_kv_heads',
-    "Key/value heads of the encoder, a multiple of its source's; each is"
-    ' repeated.',
-  ),
-  command.integer(
-    'encoder_vocab_size',
-    "Vocabulary size of the encoder, at least its source's; a new token gets"
-    ' the mean embedding.',
-  ),
-  command.integer('decoder_vocab_size', 'The same for the decoder.'),
-  command.boolean(
-    'tied_head',
-    "Compute logits from the decoder's embedding table; --notied_head copies"
-    ' it into a head.',
-  ),
-  command.integer(
-    'eoi_token',
-    'Id of the token after an image, for t5gemma2. Default:'
-    f' {model_config.EOI_TOKEN}.',
-  ),
 )
 
 
@@ -198,7 +152,15 @@ COMMANDS = {
       ),
       command.integer('seed', 'Seed of fresh weights.', default=0),
       _MULTIPLE,
-      *_ARCHITECTURE,
+      command.choice(
+        'target',
+        ['t5gemma', 't5gemma2'],
+        'Family that transformers must be able to load: t5gemma from Gemma 2,'
+        ' or t5gemma2 from Gemma 3 (merged attention, one table, a vector for'
+        ' one token). Default: cross-attention and a table for each stack as'
+        ' in t5gemma, for any family.',
+      ),
+      adapting.define_model,
       command.boolean(
         'dry_run',
         'Print the coverage report and stop; reads no weights.',

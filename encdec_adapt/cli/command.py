@@ -119,13 +119,13 @@ def parse_operands(
   """Parses as `parse` does; also returns the arguments that are not flags."""
   values = flags.FlagValues()
   values.set_gnu_getopt(True)
-  define(values)
-  flags.DEFINE_bool(
-    'help', False, 'Print the flags.', short_name='h', flag_values=values
-  )
   arguments = [sys.argv[0], *argv]
   try:
     with _argv(arguments):
+      define(values)
+      flags.DEFINE_bool(
+        'help', False, 'Print the flags.', short_name='h', flag_values=values
+      )
       rest = values(arguments)
       if 'config' in values and values.config is not None:
         values.config.to_dict()  # Raises if the file failed to load.
@@ -252,7 +252,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     # ml_collections names the last part of the key, and the nearest one.
     name = re.search(r'\w+|$', text)[0]
     nearest = re.search(r'Did you mean "(\w+)"', text)
-    keys = re.findall(r'\bconfig\.([^= ]+)', ' '.join(arguments))
+    keys = re.findall(r'--(?:config|model)\.([^= ]+)', ' '.join(arguments))
     full = next((key for key in keys if name in key.split('.')), name)
     text = f'the configuration has no key {full!r}'
     if nearest:

@@ -6,12 +6,14 @@ array only.
 """
 
 from collections.abc import Callable
-import dataclasses
 import functools
 from typing import Any
 
 from absl import flags
+from flax import traverse_util
 import jax
+import ml_collections
+from ml_collections import config_dict, config_flags
 import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
@@ -25,16 +27,28 @@ from encdec_adapt.conversion import (
 )
 from encdec_adapt.files import lazy_array
 from encdec_adapt.huggingface import config_json, new_folder
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import model_config, model_section, parameters
 
-# Flags that are options of the pair, and flags that are fields of a stack.
-_PAIR_FLAGS = {'shared_table', 'cross_merged', 'cross_layers'}
-_STACK_FLAGS = {
-  'encoder_kv_heads': ('encoder', 'kv_heads'),
-  'encoder_vocab_size': ('encoder', 'vocab_size'),
-  'decoder_vocab_size': ('decoder', 'vocab_size'),
-  'tied_head': ('decoder', 'tied_head'),
-}
+
+def define_model(values: flags.FlagValues) -> None:
+  """Defines --model.KEY=VALUE for the keys of config.model, unset."""
+  unset = {
+    key: config_dict.placeholder(type(value))
+    for key, value in traverse_util.flatten_dict(
+      model_section.defaults(), sep='.'
+    ).items()
+    if key != 'kind'
+  }
+  config_flags.DEFINE_config_dict(
+    'model',
+    ml_collections.ConfigDict(traverse_util.unflatten_dict(unset, sep='.')),
+    'Keys of config.model (configs/README.md) in which the new model differs'
+    ' from its sources, such as --model.encoder.kv_heads=8 (each head is'
+    ' repeated), --model.decoder.vocab_size=256100 (a new token gets the mean'
+    ' embedding) or --model.shared_table.',
+    flag_values=values,
+  )
+  values['model'].default_as_str = 'as in the sources'  # For --help.
 
 
 def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
@@ -100,32 +114,18 @@ def _target(
   Raises:
     UserError: there is no such model, or it is not in --target's family.
   """
-  given = {
-    name: values[name].value
-    for name in (*_PAIR_FLAGS, *_STACK_FLAGS, 'eoi_token')
-    if values[name].value is not None
-  }
-  stacks = {'encoder': encoder, 'decoder': decoder}
-  for name in _STACK_FLAGS.keys() & given.keys():
-    stack, field = _STACK_FLAGS[name]
-    changed = {field: given.pop(name)}
-    stacks[stack] = dataclasses.replace(stacks[stack], **changed)
-  is_t5gemma2 = values.target == 't5gemma2'
-  for name in given.keys() & (_PAIR_FLAGS if is_t5gemma2 else {'eoi_token'}):
-    raise errors.UserError(
-      f'--{name} is {given[name]!r}; leave it out: '
-      + (
-        '--target=t5gemma2 decides it.'
-        if is_t5gemma2
-        else 'only a t5gemma2 has one.'
-      )
-    )
-  return config_json.pair_of(
-    **stacks,
-    **given,
-    target=values.target or '',
-    causal_encoder=values.causal_encoder,
-  )
+  given = traverse_util.flatten_dict(values.model.to_dict(), sep='.')
+  given = {key: value for key, value in given.items() if value is not None}
+  is_t5gemma2, options = values.target == 't5gemma2', {}
+  if is_t5gemma2 and 'eoi_token' in given:
+    options['eoi_token'] = given['eoi_token']
+  pair = config_json.pair_of(encoder, decoder, values.target or '', **options)
+  section = ml_collections.ConfigDict(model_section.section_from_model(pair))
+  section.update_from_flattened_dict(given)
+  target = model_section.model_from_section(section.to_dict())
+  if values.target:
+    config_json.raw_from_model(target)  # Raises if it left the family.
+  return target
 
 
 def _report_two_tokenizers(
@@ -142,7 +142,7 @@ def _report_two_tokenizers(
   both = f'{encoder.path} and {decoder.path} have different tokenizers'
   if shared:
     raise errors.UserError(
-      f'{both}: in a table that both stacks share (--shared_table,'
+      f'{both}: in a table that both stacks share (--model.shared_table,'
       ' --target=t5gemma2) an id would mean other text to each. Choose sources'
       ' with one vocabulary, or a table for each stack.'
     )

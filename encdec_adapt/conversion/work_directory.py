@@ -43,7 +43,7 @@ class Contents:
     choice: paths of the vocabularies; None for none.
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
-      `SIDE_vocab_size`.
+      `--model.SIDE.vocab_size`.
   """
 
   model: model_config.ModelConfig
@@ -193,7 +193,7 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
   if opened is None:
     return None
   for side, stack in contents.model.stacks.items():
-    key = f'--{side}_vocab_size' if contents.can_extend else ''
+    key = f'--model.{side}.vocab_size' if contents.can_extend else ''
     note = vocabularies.check_size(
       opened.sides[side], stack.vocab_size, side, key=key
     )

@@ -68,7 +68,7 @@ def test_a_dry_run_reads_no_weights(gemma, tmp_path, capsys):
   tensors = dict(safetensors.load_file(file))
   tensors['model.norm.weight'][:] = np.nan
   safetensors.save_file(tensors, file, {'format': 'pt'})
-  flags = [f'--encoder={source}', '--encoder_kv_heads=2', '--dry_run']
+  flags = [f'--encoder={source}', '--model.encoder.kv_heads=2', '--dry_run']
   assert convert_('adapt', *flags) == 0
   shown = capsys.readouterr().out
   assert re.search(r'encoder/layers/0-1/attention/key .*head 2 times', shown)
@@ -107,4 +107,4 @@ def test_two_vocabularies_share_no_table(gemma, tmp_path):
   with pytest.raises(
     errors.UserError, match='different tokenizers: in a table'
   ):
-    convert_('adapt', *flags, '--shared_table')
+    convert_('adapt', *flags, '--model.shared_table')

@@ -104,7 +104,7 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   assert 'transformers has no class for this model' in capsys.readouterr().out
   raw = _json(output / 'config.json')
   assert raw['model_type'] == 'encdec_adapt'
-  assert raw['decoder']['norm_gain'] == 'direct'
+  assert raw['model']['decoder']['norm_gain'] == 'direct'
   tensors = safetensors.load_file(output / 'model.safetensors')
   assert tensors['decoder.layers.1.attention.query'].shape == (16, 2, 8)
   assert tensors['encoder.embedder.table'].shape == (tiny.VOCAB, 16)
@@ -277,7 +277,7 @@ def test_a_tokenizer_larger_than_the_table(folder, pairs, tmp_path):
   )
   with pytest.raises(errors.UserError, match='400 tokens and .*300 rows'):
     folders.import_folder(source, tmp_path / 'out')
-  flags = [f'--encoder={source}', '--encoder_vocab_size=400']
-  with pytest.raises(errors.UserError, match='set --decoder_vocab_size=400'):
+  flags = [f'--encoder={source}', '--model.encoder.vocab_size=400']
+  with pytest.raises(errors.UserError, match='--model.decoder.vocab_size=400'):
     folders.adapt(tmp_path / 'out', *flags)
   assert not (tmp_path / 'out').exists()

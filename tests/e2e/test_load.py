@@ -106,7 +106,7 @@ def test_the_window_is_as_stored_unless_it_is_given(
   [
     (None, 'foo', "'foo'; it must be one of excl"),
     (None, 'exclusive', 'no bidirectional encoder'),
-    (['--cross_merged'], 'inclusive', 'has merged attention'),
+    (['--model.cross_merged'], 'inclusive', 'has merged attention'),
   ],
 )
 def test_unknown_and_unfit_windows(gemma, flags, window, words, tmp_path):

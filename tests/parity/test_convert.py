@@ -77,7 +77,7 @@ def t5gemma2(request, tmp_path):
       num_key_value_heads=1,
       sliding_window=4,
     )
-  flags = ['--target=t5gemma2', f'--eoi_token={EOI}']
+  flags = ['--target=t5gemma2', f'--model.eoi_token={EOI}']
   for seed, side in enumerate(('encoder', 'decoder')):
     settings = case.settings()
     settings.update(changes if side == 'encoder' else {})
