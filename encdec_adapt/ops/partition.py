@@ -85,10 +85,8 @@ class Partition:
       names: logical axis of each dimension.
 
     Raises:
-      ValueError: a dimension does not divide over the mesh, or two of them
-        are mapped to one mesh axis.
+      ValueError: a dimension does not divide over the mesh.
     """
-    owner: dict[str, str | None] = {}
     for size, name in zip(shape, names, strict=True):
       axes = self.mesh_axes(name)
       if size % self.devices(axes):
@@ -97,14 +95,6 @@ class Partition:
           f' of size {size} does not divide over mesh axes {axes} of'
           f' {self.devices(axes)} devices.'
         )
-      for axis in axes:
-        if axis in owner:
-          raise ValueError(
-            f'sharding rules map both {owner[axis]!r} and {name!r} of {what}'
-            f' with axes {tuple(names)} to mesh axis {axis!r}; an array uses a'
-            ' mesh axis once'
-          )
-        owner[axis] = name
 
   def sharding(
     self,
@@ -154,8 +144,7 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     `x`, unchanged on one device.
 
   Raises:
-    ValueError: a dimension does not divide over the active mesh, or two of
-      them are mapped to one mesh axis; names them.
+    ValueError: a dimension does not divide over the active mesh; names it.
   """
   partition = active()
   if partition.mesh is None:

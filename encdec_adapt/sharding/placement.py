@@ -32,8 +32,8 @@ def parameter_shardings(
     rules: mesh axes of the logical axes.
 
   Raises:
-    ValueError: a dimension of a parameter does not divide, a mesh axis is used
-      twice in one, or the vocabulary is split into too many parts.
+    ValueError: a dimension of a parameter does not divide, or the vocabulary
+      is split into too many parts.
   """
   if any('vocab' in info.axes for info in table.values()):
     rules.check_vocabulary(mesh.shape)

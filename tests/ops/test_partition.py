@@ -81,17 +81,10 @@ def test_shard_without_a_partition_is_the_identity():
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize(
-  'shape, names, message',
-  [
-    ((4, 5), ('batch', 'mlp'), r"\(4, 5\).*'mlp' of size 5.* 2 devices"),
-    ((4, 4), ('batch', 'kv'), "'batch' and 'kv'.*'fsdp'"),
-  ],
-)
-def test_what_cannot_be_sharded_is_refused(shape, names, message):
-  with partition.use(make_mesh(), {**RULES, 'kv': ('fsdp', 'tensor')}):
-    with pytest.raises(ValueError, match=message):
-      partition.shard(jnp.ones(shape), *names)
+def test_what_cannot_be_sharded_is_refused():
+  with partition.use(make_mesh(), RULES):
+    with pytest.raises(ValueError, match="'mlp' of size 5.* 2 devices"):
+      partition.shard(jnp.ones((4, 5)), 'batch', 'mlp')
 
 
 def gradient(sizes, rules):

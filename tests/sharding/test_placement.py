@@ -52,7 +52,6 @@ def place(shape, *names, rules='fsdp', **sizes):
     (lambda: mesh_lib.MeshConfig(fsdp=4).sizes(8), 'fsdp=4'),
     (lambda: mesh_lib.MeshConfig(fsdp=0).sizes(8), 'fsdp=0'),
     (lambda: mesh_lib.MeshConfig(fsdp=-1, tensor=-1).sizes(8), 'tensor=-1'),
-    (lambda: place((8, 8), 'heads', 'mlp', tensor=2), "'heads' and 'mlp'.*lea"),
     (
       lambda: place((12, 3), 'embed', 'head_dim', fsdp=8),
       "leaf .*'embed' of size 12",
