@@ -2,9 +2,8 @@
 
 On a file system it is an flock on a file. The kernel drops it when the last
 copy of the descriptor is closed, so that a restart after SIGKILL does not
-wait. Started programs do not inherit the descriptor (Python's default) and
-forked children close it, so that an orphaned worker cannot keep the directory
-locked.
+wait. Started programs and spawned workers do not inherit the descriptor
+(Python's default), so that an orphaned one cannot keep the directory locked.
 
 In a bucket it is an object, created and renewed every `BEAT` seconds by
 conditional writes of TensorStore. A lock that has not changed for `STALE`
@@ -34,8 +33,6 @@ BEAT = 10.0  # Seconds between two renewals.
 STALE = 6 * BEAT
 _POLL = 1.0  # Seconds between two reads of another job's lock.
 _UNKNOWN = {'pid': '?', 'host': '?', 'started': '?'}
-
-_held = set()  # Lock files that this process has locked.
 
 
 def hold(
@@ -71,18 +68,7 @@ def _hold_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
       raise _in_use(path.parent, path.read_bytes()) from None
     except OSError as error:
       raise disk.cannot_write(path, error) from error
-    _held.add(file)
-    stack.callback(_held.discard, file)
     yield
-
-
-def _release_in_child() -> None:
-  """Closes the parent's lock files in a forked child."""
-  for file in _held:
-    file.close()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
 
 
 class BucketLock:
