@@ -93,8 +93,8 @@ COMMANDS = {
       _OUTPUT,
       command.string(
         'model',
-        'For a Flax folder: a size (2b), a pair (9b_2b) or the path of a'
-        ' config.json. Default: the released model of its shapes.',
+        'For a Flax folder: the path of a config.json. Default: the released'
+        ' model of its shapes.',
       ),
       _WINDOW,
       _MULTIPLE,

@@ -1,14 +1,12 @@
 """Model folders of Gemma 2 or T5Gemma as their authors' Flax code saves."""
 
 import os
-import pathlib
 
 from encdec_adapt.checkpoints import orbax_folder
-from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import config_json, flax_layout
-from encdec_adapt.models import model_config, presets
+from encdec_adapt.models import model_config
 
 
 def open_flax(
@@ -22,9 +20,8 @@ def open_flax(
 
   Args:
     path: the folder.
-    config: where windows, caps and scales are taken from: a size ('2b'), a
-      pair of sizes ('9b_2b'), or the path of a config.json of Gemma 2 or
-      T5Gemma. None for the released model of these shapes.
+    config: path of a config.json of Gemma 2 or T5Gemma, which has windows,
+      caps and scales. None for the released model of these shapes.
     encoder_window: see `stored_model.open_model`.
     vocab_multiple: see `stored_model.open_model`.
 
@@ -37,7 +34,8 @@ def open_flax(
   if config is None:
     model = flax_layout.released_model(folder.arrays, str(path))
   else:
-    model = _config(config)
+    raw = atomic.read_json(config)
+    model = config_json.model_from_raw(raw, config)[0]
   model = stored_model.with_window(model, encoder_window, str(path))
   if vocab_multiple is not None:
     model = model_config.with_vocab_multiple(model, vocab_multiple)
@@ -49,18 +47,3 @@ def open_flax(
     found.arrays,
     unused=found.unused,
   )
-
-
-def _config(name: str) -> model_config.ModelConfig:
-  if pathlib.Path(name).suffix == '.json':
-    raw = atomic.read_json(name)
-    return config_json.model_from_raw(raw, name)[0]
-  if name in presets.STACKS:
-    return presets.decoder_only(name)
-  try:
-    return presets.t5gemma(name)
-  except errors.UserError as error:
-    raise errors.UserError(
-      f'--model={name} must be a size (2b), a pair (9b_2b) or the path of a'
-      f' config.json: {error}'
-    ) from error

@@ -180,7 +180,6 @@ def test_the_import_command(saved, tmp_path, capsys):
   'model, words',
   [
     (None, 'no released Gemma 2 or T5Gemma has'),
-    ('3b', "'3b'"),
     ('nowhere.json', 'nowhere.json cannot be read'),
     ('damaged', 'incomplete or damaged'),
   ],
