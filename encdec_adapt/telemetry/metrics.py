@@ -78,14 +78,8 @@ class MetricWriter:
         serialisable; TensorBoard shows the numbers, as `kind/name`.
 
     Raises:
-      ValueError: this kind has a record of this step or a later one.
       UserError: the disk is full, or gone.
     """
-    if step <= self._last.get(kind, -1):
-      raise ValueError(
-        f'metrics of kind {kind!r} go up to step {self._last[kind]}; a record'
-        f' of step {step} would be out of order.'
-      )
     plain = {name: _plain(value) for name, value in values.items()}
     record = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **record}

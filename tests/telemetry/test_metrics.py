@@ -68,9 +68,6 @@ def test_resume_drops_later_records_and_the_incomplete_line(tmp_path):
     for step in (4, 5, 6):
       writer.write('train', step, {'loss': -step})
     writer.write('eval', 4, {'loss': -4})
-    for step in (6, 5):
-      with pytest.raises(ValueError, match='go up to step 6'):
-        writer.write('train', step, {})
   losses = [r['loss'] for r in metrics.read_metrics(tmp_path)]
   assert losses == [1, 2, 2, 3, -4, -5, -6, -4]
   assert _steps(tmp_path) == [1, 2, 3, 4, 5, 6]
