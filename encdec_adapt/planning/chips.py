@@ -246,10 +246,4 @@ def devices_of(where: Slice) -> Sequence[jax.Device]:
       f' {reason[0] if reason else type(error).__name__}. Slices of'
       f' {where.chip.name} are {SHAPES[where.chip.dimensions]}.'
     ) from error
-  if len(found) != where.devices:
-    raise errors.UserError(
-      f'--topology={where.name} with {where.count} slice(s) has'
-      f' {where.devices} devices, but libtpu returns {len(found)}, whose memory'
-      ' and speed are unknown. Choose another topology.'
-    )
   return found
