@@ -46,11 +46,7 @@ _SPACE = '\u2581'
 _NEVER = -1e6
 
 
-def write(
-  folder: pathlib.Path,
-  one: vocabulary.Vocabulary,
-  chat_template: str | None = None,
-) -> str:
+def write(folder: pathlib.Path, one: vocabulary.Vocabulary) -> str:
   """Completes the tokenizer files of a folder.
 
   Files that are there already, carried along from the folder that the model
@@ -60,9 +56,6 @@ def write(
   Args:
     folder: local folder that exists, such as the draft of an export.
     one: the vocabulary.
-    chat_template: Jinja template of a conversation for a new
-      tokenizer_config.json; by default that of the vocabulary's family, if it
-      has the special tokens of one.
 
   Returns:
     A sentence on tokens that were added to the vocabulary, '' without any.
@@ -79,7 +72,7 @@ def write(
   if not (folder / JSON).exists():
     (folder / JSON).write_text(_convert(one).to_str(pretty=True) + '\n')
   if not (folder / CONFIG).exists():
-    _write_json(folder / CONFIG, _config(one, chat_template))
+    _write_json(folder / CONFIG, _config(one))
   if not one.added:
     return ''
   first, last = one.added[0], one.added[-1]
@@ -265,23 +258,22 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
   ]
 
 
-def _config(
-  one: vocabulary.Vocabulary, chat_template: str | None
-) -> dict[str, Any]:
-  """Returns the content of a new tokenizer_config.json."""
-  if chat_template is None:
-    family = chat_format.find_template(one)
-    chat_template = chat_format.jinja(family) if family else None
+def _config(one: vocabulary.Vocabulary) -> dict[str, Any]:
+  """Returns the content of a new tokenizer_config.json.
+
+  It has the chat template of the family whose special tokens there are.
+  """
+  family = chat_format.find_template(one)
   roles = {role: getattr(one, role) for role in vocabulary.ROLES}
   config = {
     'tokenizer_class': 'PreTrainedTokenizerFast',
     **{f'{r}_token': one.piece(i) for r, i in roles.items() if i is not None},
     'clean_up_tokenization_spaces': False,
     'model_input_names': ['input_ids', 'attention_mask'],
-    'split_special_tokens': chat_template is None,
+    'split_special_tokens': family is None,
   }
-  if chat_template is not None:
-    config['chat_template'] = chat_template
+  if family:
+    config['chat_template'] = chat_format.jinja(family)
   return config
 
 
