@@ -8,7 +8,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import disk
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import model_config, model_section, parameters
 
 
 def describe(stored: stored_model.StoredModel) -> str:
@@ -25,18 +25,12 @@ def transformers_class(model: model_config.ModelConfig) -> str | None:
   return raw['architectures'][0]
 
 
-def kind_of(model: model_config.ModelConfig) -> str:
-  """Returns 'encoder-decoder' or 'decoder-only'."""
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  return 'encoder-decoder' if is_pair else 'decoder-only'
-
-
 def _head(stored: stored_model.StoredModel) -> Iterator[str]:
   kind = 'Hugging Face folder'
   if stored.step is not None:
     kind = f'work directory, checkpoint of step {stored.step}'
   yield f'{stored.path}: {kind}'
-  yield f'model: {kind_of(stored.model)}'
+  yield f'model: {model_section.kind_of(stored.model)}'
   name = transformers_class(stored.model)
   name = name or 'none; export writes the layout of this project'
   yield f'class in transformers: {name}'
