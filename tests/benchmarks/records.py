@@ -34,16 +34,15 @@ from tests.benchmarks import results
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Measures and prints."""
-  parser = results.parser(__doc__)
-  parser.add_argument('--rows', type=int, default=4_000)
-  parser.add_argument('--batch_size', type=int, default=32)
-  parser.add_argument('--encoder_length', type=int, default=512)
-  parser.add_argument('--decoder_length', type=int, default=512)
-  parser.add_argument(
-    '--text_bytes', type=int, default=3_000_000, help='0: do not make records'
-  )
-  parser.add_argument('--vocab_size', type=int, default=4096)
-  arguments = parser.parse_args(argv)
+  arguments = results.parser(
+    __doc__,
+    rows=4_000,
+    batch_size=32,
+    encoder_length=512,
+    decoder_length=512,
+    text_bytes=3_000_000,  # 0: do not make records.
+    vocab_size=4096,
+  ).parse_args(argv)
   with tempfile.TemporaryDirectory() as folder:
     rows = _read(pathlib.Path(folder) / 'random', arguments)
     if arguments.text_bytes:

@@ -58,16 +58,6 @@ def test_a_split_inside_a_character_moves_before_it():
   assert pair.targets.tolist() == [*'\u20acx'.encode(), same.eos]
 
 
-def test_characters_longer_than_a_row_have_no_prefix():
-  same = vocabularies.open_vocabulary('bytes')
-  other = vocabularies.open_vocabulary('bytes', added_sentinels=1)
-  split = _split(vocabularies.Opened(same, other), (3, 2))
-  pairs = _pairs(split, '\U0001f600' * 3)
-  assert all(len(pair.inputs) == len(pair.prefix) == 0 for pair in pairs)
-  targets = np.concatenate([pair.targets for pair in pairs])
-  assert targets.tolist() == [*('\U0001f600' * 3).encode(), same.eos]
-
-
 @hypothesis.settings(
   deadline=None,
   max_examples=80,
@@ -108,15 +98,6 @@ def test_any_document(opened, text, lengths, name, turned):
       opened.decoder.encode(inputs), opened.decoder.encode(prefix)
     )
   assert tokens == opened.decoder.encode(text).tolist()
-
-
-def test_draws_come_from_the_generators_alone(opened):
-  split = _split(opened, name='prefix_lm_uniform')
-  one, same, other = (
-    [tuple(p.prefix.tolist()) for p in _pairs(split, TEXTS[0] * 5, seed)]
-    for seed in (1, 1, 2)
-  )
-  assert one == same != other
 
 
 def test_objectives_that_hide_tokens_are_refused(opened):

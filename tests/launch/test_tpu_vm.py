@@ -83,16 +83,6 @@ def test_a_preempted_resource_is_created_again_and_the_job_resumes(
     assert cloud.requests() == 'create delete create'
 
 
-@pytest.mark.long
-def test_a_resource_preempted_during_creation_is_created_again(cloud):
-  done = cloud.train(
-    ['finish'], creations=[['SUSPENDING', 'SUSPENDED'], ['ACTIVE']]
-  )
-  assert '# pair: SUSPENDED' in done.stdout
-  assert '[0.0] step 6' in done.stdout
-  assert cloud.requests() == 'create delete create'
-
-
 def test_stop_and_profile_reach_the_job_on_every_worker(cloud):
   log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
   deadline = time.monotonic() + 60
@@ -132,14 +122,6 @@ def test_a_broken_connection_and_failed_queries_do_not_end_the_job(cloud):
   logs = cloud.folder.glob('home-*/encdec_adapt.job/log')
   (log,) = [t for p in logs if 'resuming at' in (t := p.read_text())]
   assert log.count('resuming at') == 1 and 'resuming at step 0' in log
-
-
-@pytest.mark.long
-def test_consecutive_failures_end_the_launcher(cloud):
-  done = cloud.train(['crash', 'crash'], '--retries=1', status=2)
-  assert 'failed 2 times in a row' in done.stderr
-  assert 'Traceback' in done.stdout
-  assert cloud.requests() == 'create'
 
 
 def test_flags_reach_gcloud_and_refused_input_is_not_retried(cloud):

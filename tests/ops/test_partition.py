@@ -31,25 +31,6 @@ def make_mesh(*sizes):
 
 
 @pytest.mark.sharded
-def test_names_become_mesh_axes():
-  with partition.use(make_mesh(), RULES) as active:
-    assert active.mesh_axes('batch') == ('replica', 'fsdp')
-    assert active.mesh_axes('mlp') == ('tensor',)
-    assert active.mesh_axes('embed') == active.mesh_axes(None) == ()
-    assert active.spec('batch', None, 'mlp') == PartitionSpec(
-      ('replica', 'fsdp'), None, 'tensor'
-    )
-    sizes = [active.size(name) for name in ('batch', 'mlp', 'embed', None)]
-    assert sizes == [4, 2, 1, 1]
-    assert active.size('batch', 'mlp') == 8
-  rules = {'batch': ('replica', 'fsdp'), 'vocab': ('tensor', 'fsdp')}
-  active = partition.Partition(make_mesh(), rules)
-  assert active.common(['vocab'], ['batch']) == ('fsdp',)
-  assert active.only(['vocab'], ['batch']) == ('tensor',)
-  assert active.only(['batch'], ['vocab']) == ('replica',)
-
-
-@pytest.mark.sharded
 def test_active_inside_only_and_nested():
   mesh = make_mesh()
   with partition.use(mesh, RULES) as outer:

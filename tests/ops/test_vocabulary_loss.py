@@ -205,21 +205,6 @@ def test_padding_rows_change_nothing(teacher):
   assert np.all(np.any(dtable[:21], axis=-1))
 
 
-def test_microbatches_add_up_to_the_batch():
-  case = make_case(B=4)
-  run = with_gradients(vocab_size=21, chunk=3)
-  hidden, table, targets, weights, (states, rows) = case
-  whole, (_, dtable, _, _) = run(*case)
-  parts = []
-  for i in range(4):
-    one = slice(i, i + 1)
-    arrays = states[one], rows
-    parts.append(run(hidden[one], table, targets[one], weights[one], arrays))
-  sums = jax.tree.map(lambda *leaves: sum(leaves), *(p[0] for p in parts))
-  assert_same(sums, whole)
-  assert_same(sum(p[1][1] for p in parts), dtable)
-
-
 @with_teacher
 def test_microbatch_of_weight_zero_is_exactly_zero(teacher):
   *arrays, weights, others = make_case()

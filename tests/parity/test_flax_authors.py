@@ -19,32 +19,21 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config, presets
-from tests import tiny
+from encdec_adapt.models import model_config
+from tests import tiny, toy_models
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 _REASON = "the authors' code: pip install gemma, in an environment of its own"
 ROWS = 70  # Of their tables; the vocabulary is smaller.
 TOLERANCE = 2e-4
-DECODER = presets.stack(
-  'toy_small',
-  layers=4,
-  width=32,
-  mlp_width=40,
-  heads=4,
-  kv_heads=2,
-  head_dim=8,
-  vocab_size=67,
-  window=4,
-  query_scale=8.0,
-  attention_softcap=5.0,
-  final_softcap=8.0,
+CAPS = dict(attention_softcap=5.0, final_softcap=8.0)
+DECODER = toy_models.stack(
+  layers=4, width=32, mlp_width=40, vocab_size=67, **CAPS
 )
 ENCODER = dataclasses.replace(
   DECODER,
   layers=2,
   width=24,
-  mlp_width=48,
   heads=2,  # As many of keys: query, key and value in one array.
   head_dim=16,
   window=3,
@@ -126,18 +115,20 @@ def rows(length, seed):
 
 
 def assert_imported(theirs, inputs, config, folder, ours, form='nested'):
-  """Compares logits with those of an imported checkpoint.
+  """Compares the logits of a model of theirs with those of our import.
 
-  Saved as their `gm.ckpts.save_params` does, and imported by the command.
+  The checkpoint is saved as their `gm.ckpts.save_params` does, and imported by
+  the command.
 
   Args:
-    theirs: their model, whose weights are redrawn so that windows, caps and
-      gains matter.
-    inputs: its keyword arguments.
-    config: the same model for us.
-    folder: folder to work in.
+    theirs: their model; its weights are redrawn at a scale at which windows,
+      caps and gains matter.
+    inputs: keyword arguments of their model.
+    config: our configuration of the same model.
+    folder: folder for the checkpoint and the imported run.
     ours: arguments of our `logits`; the first is the decoder's tokens.
-    form: 'nested', or 'flat' as their first releases were.
+    form: form of the checkpoint's tree: 'nested', or 'flat' as their first
+      releases were.
   """
   params = theirs.init(jax.random.key(0), **inputs)['params']
   leaves, structure = jax.tree.flatten(params)

@@ -1,5 +1,7 @@
 """Blocks that attention kernels visit, against the dense masks."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,68 +11,26 @@ from encdec_adapt.models import presets
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo, kernels
 
-
-def dense_blocks(spec, queries, keys):
-  """Blocks of a dense mask in which anything is visible, and the most a row."""
-  sizes = attention_splash.block(queries), attention_splash.block(keys)
-  mask = np.asarray(masks.dense_mask(spec))[0]
-  blocks = mask.reshape(
-    queries // sizes[0], sizes[0], keys // sizes[1], sizes[1]
-  ).any(axis=(1, 3))
-  return blocks.sum(), blocks.sum(axis=1).max()
+CASES = [('causal', window) for window in (None, 1, 512, 700)]
+CASES += [(rule, w) for rule in masks.WINDOW_RULES for w in (513, 5000)]
 
 
-@pytest.mark.parametrize('window', [None, 1, 512, 513, 700])
-@pytest.mark.parametrize('kind', ['causal', *masks.WINDOW_RULES])
-def test_blocks_equal_those_of_the_dense_mask(kind, window):
-  length = 2048
-  segments = jnp.ones((1, length), jnp.int32)
-  positions = jnp.arange(length, dtype=jnp.int32)[None]
-  if kind == 'causal':
-    spec = masks.causal(segments, positions, window=window)
-    sides = (window and window - 1, 0)
-  else:
-    spec = masks.bidirectional(
-      segments, positions, window=window, window_rule=kind
-    )
-    sides = masks.sides(window, kind)
-  found = kernels.Attention(length, length, *sides)
-  assert found.blocks == dense_blocks(spec, length, length)
-  assert found.pairs() == found.blocks[0] * 512 * 512
-
-
-@pytest.mark.parametrize('shards', [2, 4])
-@pytest.mark.parametrize(
-  'kind, window',
-  [
-    ('causal', None),
-    ('causal', 700),
-    ('full', None),
-    ('full', 500),
-    ('full', 5000),
-  ],
-)
+@pytest.mark.parametrize('shards', [1, 2, 4])
+@pytest.mark.parametrize('kind, window', CASES)
 @pytest.mark.parametrize('length', [1024, 4096])
-def test_blocks_of_sharded_lengths_equal_the_kernels(
-  kind, window, shards, length
-):
+def test_blocks_equal_the_kernels(kind, window, shards, length):
   segments = jnp.ones((1, length), jnp.int32)
   positions = jnp.arange(length, dtype=jnp.int32)[None]
-  make = masks.causal if kind == 'causal' else masks.bidirectional
+  make = masks.causal
+  if kind != 'causal':
+    make = functools.partial(masks.bidirectional, window_rule=kind)
   spec = make(segments, positions, window=window, aligned=True)
   own = attention_splash.block(length // shards)
   states = jnp.zeros((1, length, 1, 128), jnp.bfloat16)
   kernel, _ = attention_splash._kernel(
-    spec,
-    states,
-    states,
-    (own, own),
-    None,
-    (1, shards),
-    True,
+    spec, states, states, (own, own), None, (1, shards), True
   )
-  sides = spec.reach
-  found = kernels.Attention(length, length, *sides).on_shard(shards)
+  found = kernels.Attention(length, length, *spec.reach).on_shard(shards)
   rows = found.visited().shape[0]
   mask = kernel.fwd_mask_info.block_mask
   if mask is None:  # All blocks.
@@ -79,6 +39,7 @@ def test_blocks_of_sharded_lengths_equal_the_kernels(
   assert mask.shape[-1] == found.blocks[1]
   counts = (np.asarray(mask[0]) > 0).sum(axis=1).reshape(-1, rows).sum(axis=1)
   assert counts.max() == found.blocks[0]
+  assert found.pairs() == found.blocks[0] * own**2
 
 
 def call(name, queries, keys, grid, rows=2, times=3, results=4):

@@ -177,25 +177,3 @@ def test_sigterm_saves_and_exits_with_its_own_status(
   done = tiny.run('train', *flags, f'--workdir={workdir}')
   assert f'resuming at step {saved}' in done.stdout
   _assert_same(workdir, uninterrupted)
-
-
-@pytest.mark.long
-def test_killed_while_records_are_made(folder, flags):
-  workdir = folder / 'materializing'
-  for index, document in enumerate(tiny.text(200)):
-    (folder / f'document-{index}.txt').write_text(document)
-  flags = flags + [
-    f'--config.data.source=text:{folder}/document-*.txt',
-    '--config.data.folder=',
-    '--config.data.workers=2',
-    '--config.data.eval_fraction=0.3',
-    '--config.data.pack=False',
-    '--config.train.steps=5',
-  ]
-  log = folder / 'materializing.log'
-  begun = lambda: 'shards to make, 2 at' in log.read_text()  # noqa: E731
-  assert _kill(flags, workdir, begun, log)
-  done = tiny.run('train', *flags, f'--workdir={workdir}', timeout=600)
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert 'shards to make' in done.stdout
-  assert _last_step(workdir) == 5

@@ -103,32 +103,6 @@ def test_specs_of_a_toy_model(name, table, up):
   )
 
 
-UP = 'decoder/blocks/layer_0/mlp/up'
-
-
-@pytest.mark.parametrize(
-  'shape, axes',
-  [
-    ((2, 16, 24), ('layers', 'embed', 'mlp')),
-    ((2, 16), ('layers', 'embed')),
-    ((2, 24), ('layers', 'mlp')),
-    ((1,), (None,)),
-  ],
-  ids=['moment', 'rows', 'columns', 'placeholder'],
-)
-def test_leaves_made_from_a_parameter_have_its_axes(shape, axes):
-  info = parameters.ParamInfo(
-    (2, 16, 24), np.dtype('float32'), ('layers', 'embed', 'mlp')
-  )
-  leaf = jax.ShapeDtypeStruct(shape, 'float32')
-  tree = {'flat': {UP: leaf}, 'count': jax.ShapeDtypeStruct((), 'int32')}
-  found = placement.axes_like_parameters(tree, {UP: info})
-  assert found == {'flat': {UP: axes}, 'count': ()}
-  nested = {'decoder': {'blocks': {'layer_0': {'mlp': {'up': leaf}}}}}
-  found = placement.axes_like_parameters(nested, {UP: info})
-  assert found['decoder']['blocks']['layer_0']['mlp']['up'] == axes
-
-
 def test_gpus_get_the_options_that_this_xla_knows():
   gpus = np.array([types.SimpleNamespace(platform='gpu')] * 2, object)
   mesh = types.SimpleNamespace(devices=gpus, size=2)

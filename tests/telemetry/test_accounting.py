@@ -10,7 +10,7 @@ TOTALS = ('target_tokens', 'total_tokens', 'flops', 'seconds')
 def _finish(folder, size, *sources):
   """Writes the summary of a run whose totals are all `size`; returns it."""
   folder.mkdir()
-  cost = accounting.Cost(size, *[float(size)] * 4)
+  cost = accounting.Cost(size, **dict.fromkeys(TOTALS, float(size)))
   found = accounting.read_sources(str(source) for source in sources)
   summary = accounting.summarise(folder, {'steps': 7}, cost, found)
   (folder / accounting.SUMMARY).write_text(json.dumps(summary))
