@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import errno
 import os
 import pathlib
 import secrets
@@ -17,6 +18,8 @@ MARKER = 'config.json'
 # Marks an unfinished upload in a bucket, until `MARKER` is written. A later
 # command may replace such a folder.
 UNFINISHED = '.unfinished'
+# Errors of renaming a folder onto one that is no longer empty.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @contextlib.contextmanager
@@ -72,6 +75,8 @@ def _write_errors(path: paths.Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
+    if error.errno in _TAKEN:
+      require_free(path)
     raise disk.cannot_write(path, error) from error
 
 
