@@ -172,6 +172,11 @@ def _entry(tree: dict[str, Any] | None, name: str) -> Any:
 def _write_tokens(
   cached: caches.Cache, segments: jax.Array, positions: jax.Array
 ) -> caches.Cache:
+  if segments.shape[1] > cached.segments.shape[1]:
+    raise ValueError(
+      f'{segments.shape[1]} tokens do not fit in a cache of length'
+      f' {cached.segments.shape[1]}; make it longer (init_cache).'
+    )
   return cached.replace(
     segments=caches.write(cached.segments, segments, cached.index),
     positions=caches.write(cached.positions, positions, cached.index),
