@@ -23,6 +23,7 @@ from encdec_adapt.huggingface import config_json, export, new_folder
 from encdec_adapt.huggingface import vision as vision_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import chat_format
 
 
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
@@ -51,7 +52,12 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   fields = source_files.config_fields(found, opened)
   is_pair = isinstance(stored.model, model_config.EncoderDecoderConfig)
   generation, dropped = source_files.generation_config(
-    found, fields, is_pair=is_pair
+    found,
+    fields,
+    is_pair=is_pair,
+    end_of_turn=chat_format.end_of_turn(opened.decoder)
+    if opened and stored.answers_chats
+    else None,
   )
   arrays = stored.arrays()
   dtype = np.dtype(values.dtype) if values.dtype else None

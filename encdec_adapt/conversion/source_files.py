@@ -228,7 +228,11 @@ def special_ids(
 
 
 def generation_config(
-  found: Folders, fields: Mapping[str, Mapping[str, Any]], *, is_pair: bool
+  found: Folders,
+  fields: Mapping[str, Mapping[str, Any]],
+  *,
+  is_pair: bool,
+  end_of_turn: int | None = None,
 ) -> tuple[dict[str, Any], str]:
   """Makes the content of an exported generation_config.json.
 
@@ -237,6 +241,8 @@ def generation_config(
     fields: see `config_fields`.
     is_pair: whether the model is an encoder-decoder, whose decoder starts
       from BOS.
+    end_of_turn: id that ends an answer of a model that was trained on
+      conversations; None for others.
 
   Returns:
     The content, and a note on kept fields that are left out, '' for none.
@@ -247,6 +253,10 @@ def generation_config(
   content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
+  if end_of_turn is not None:
+    ends = content.get('eos_token_id', [])
+    ends = ends if isinstance(ends, list) else [ends]
+    content['eos_token_id'] = [*dict.fromkeys([*ends, end_of_turn])]
   dropped = [
     f'{key} ({kept[key]!r})' for key in _CACHES if kept.get(key) is not None
   ]

@@ -15,6 +15,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, orbax_folder
 from encdec_adapt.cli import errors
+from encdec_adapt.data import objective_names
 from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
@@ -77,6 +78,14 @@ class StoredModel:
         for path, array in self.arrays().items()
       }
     )
+
+  @property
+  def answers_chats(self) -> bool:
+    """Whether the model is a run that was trained on conversations."""
+    if self.checkpoint is None:
+      return False
+    names = config_lib.load_run(str(self.path)).data.objectives
+    return any(objective_names.source_of(name) == 'chat' for name in names)
 
 
 def open_model(
