@@ -51,14 +51,3 @@ def test_flags_before_and_after_operands(argv, status):
 def test_bad_arguments_are_named(argv, words):
   with pytest.raises(errors.UserError, match=words):
     run(argv)
-
-
-def test_help_of_all_and_of_one(capsys):
-  assert run(['--help']) == 0
-  shown = capsys.readouterr().out
-  assert shown.startswith('A command.')
-  assert 'takes some' in shown
-  assert run(['many', '--help']) == 0
-  shown = capsys.readouterr().out
-  assert shown.startswith('many X Y ...: takes some')
-  assert '--count' in shown

@@ -134,16 +134,6 @@ def test_a_decoder_only_model_may_predict_the_inputs_too():
   np.testing.assert_array_equal(rows['teacher_index'], [np.arange(14)])
 
 
-def test_empty_inputs_give_an_encoder_of_bos_and_predict_from_it():
-  row = batch.frame_row(
-    [pair([], [11, 12])], LENGTHS, framing.FRAMING, teacher=True
-  )
-  np.testing.assert_array_equal(row['encoder_tokens'], [BOS] + [0] * 7)
-  np.testing.assert_array_equal(row['encoder_segments'], [1] + [0] * 7)
-  np.testing.assert_array_equal(row['teacher_tokens'][:4], [BOS, 11, 12, 0])
-  np.testing.assert_array_equal(row['teacher_index'], [0, 1, 0, 0, 0, 0])
-
-
 @pytest.mark.parametrize(
   'pairs, message',
   [

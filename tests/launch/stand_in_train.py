@@ -28,10 +28,6 @@ def main(argv: list[str]) -> int:
   if event == 'refuse':
     print('Error: config.data')
     return 2
-  if event == 'crash':
-    if LEAD:
-      print('Traceback')
-    return 1 if LEAD else 2
   if event == 'wait':
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))

@@ -1,7 +1,6 @@
 """Cloud TPU VMs on the fake cloud of fake_tools.py."""
 
 import shlex
-import subprocess
 import time
 
 import pytest
@@ -197,20 +196,3 @@ def test_a_worker_without_the_new_source_does_not_run_the_old_one(cloud):
   # The second attempt copies it again.
   assert [lines.count(f'[{w}] edited') for w in ('0.0', '0.1')] == [2, 1]
   assert len(cloud.calls('scp')) == 3
-
-
-def test_another_process_with_the_pid_of_the_job_is_left_alone(cloud, request):
-  cloud.train(['finish'])
-  other = subprocess.Popen(['sleep', '600'])
-  request.addfinalizer(other.kill)
-  for job in cloud.folder.glob('home-*/encdec_adapt.job'):
-    (job / 'pid').write_text(str(other.pid))
-    (job / 'status').unlink()
-  done = cloud.launch('tpu_vm', 'stop', *cloud_lib.PAIR, '--slices=2')
-  assert done.stdout.count('] launch: no job runs here') == 4
-  assert other.poll() is None
-  # The launcher looks for its job, which ended with the machine.
-  (cloud.root / 'runs' / 'launch' / 'pair' / 'attempts').unlink()
-  done = cloud.train(['finish', 'finish'])
-  assert '4 of 4 workers with status 137' in done.stdout
-  assert '[0.0] resuming at step 6' in done.stdout

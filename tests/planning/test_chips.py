@@ -1,6 +1,5 @@
 """Chips, topologies, and the devices that stand for them."""
 
-import importlib.util
 import itertools
 import types
 
@@ -57,17 +56,6 @@ def test_chips_have_the_peak_of_their_devices_and_matrix_units():
     chip = chips.CHIPS[name]
     flops = count * 2 * 128 * 128 * chip.clock
     assert flops == pytest.approx(chip.flops, rel=0.01)
-
-
-def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
-  known = importlib.util.find_spec
-  monkeypatch.setattr(
-    importlib.util,
-    'find_spec',
-    lambda name, *rest: None if name == 'libtpu' else known(name, *rest),
-  )
-  with pytest.raises(errors.UserError, match=r"pip install 'jax\[tpu\]=="):
-    chips.devices_of(chips.parse('v5e:2x2'))
 
 
 @toy.needs_libtpu
