@@ -11,8 +11,8 @@ runs the study below; each of its stages is a command of its own, for example
 from a Hugging Face folder, and takes 5 to 10 minutes on two cores. Expect
 adapted far below scratch after 140 steps, and an encoder that is used.
 
-`size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about 2
-hours. It sweeps three learning rates of `adapted` and `scratch`, repeats the
+`size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about an
+hour. It sweeps three learning rates of `adapted` and `scratch`, repeats the
 best with two more seeds, and trains the controls. `size=smoke` is for tests.
 """
 

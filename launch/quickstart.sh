@@ -4,7 +4,7 @@
 #   bash launch/quickstart.sh [--size=default|full] [flags of the study]
 #
 # After installing, the default size takes up to 10 minutes on two cores, full
-# about 2 hours. The same command resumes an interrupted run. PYTHON names an
+# about an hour. The same command resumes an interrupted run. PYTHON names an
 # interpreter.
 
 set -euo pipefail
