@@ -213,7 +213,7 @@ def _continue(
     stored: the model.
     opened: vocabularies of the model.
     prompts: the prompts.
-    encoded: their token ids.
+    encoded: token ids of each prompt.
     values: the flags of the command.
   """
   dtype = jnp.float32

@@ -126,6 +126,7 @@ def make_recipes(
   stored = layer_leaves.stored_leaves(targets)
 
   def piece(name: str) -> _Piece | float:
+    """Returns what fills one leaf of the target."""
     fill = coverage.filled[name]
     if fill.how == 'constant':
       return fill.value

@@ -34,6 +34,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
   """Writes leaves as NumPy arrays, each while the next is computed."""
 
   async def serialize(self, values, infos, args=None):
+    """Returns one future, which writes the leaves one after the other."""
     args = args or [ocp.SaveArgs()] * len(values)
     return [_Writes(super().serialize, values, infos, args)]
 

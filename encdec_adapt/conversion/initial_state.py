@@ -94,6 +94,7 @@ class Sources:
     ]
 
     def fill(rng, *params):
+      """Makes the target's parameters from those of its sources."""
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)

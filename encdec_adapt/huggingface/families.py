@@ -87,6 +87,7 @@ def _alternating(period: int) -> Callable[[Raw], list[str]]:
   """Every `period`-th layer is full; `sliding_window_pattern` overrides it."""
 
   def kinds(raw: Raw) -> list[str]:
+    """Returns the kinds of the layers of one period."""
     every = raw.get('sliding_window_pattern') or period
     return ['sliding_attention'] * (every - 1) + ['full_attention']
 

@@ -87,9 +87,11 @@ class Block(nn.Module):
     cfg, compute = self.config, self.compute
 
     def norm(name: str, x):
+      """Applies the RMSNorm of this name."""
       return layers.RMSNorm(cfg, name=name)(x)
 
     def add(x, update, post_norm):
+      """Adds an update, with its post-norm, to the residual stream."""
       if cfg.post_norms:
         update = norm(post_norm, update)
       update = layers.dropout(update, context.dropout)

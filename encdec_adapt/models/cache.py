@@ -71,6 +71,7 @@ def empty(
   shape = (batch, length, config.kv_heads, config.head_dim)
 
   def zeros(_: str, repeats: int | None) -> KeyValues:
+    """Makes the entries of one layer, or of the scanned ones."""
     full = shape if repeats is None else (repeats, *shape)
     return KeyValues(key=jnp.zeros(full, dtype), value=jnp.zeros(full, dtype))
 

@@ -81,6 +81,7 @@ class EncoderDecoder(decoder_only.Decoder):
       kernels = block[name]
 
       def fn(kernels):
+        """Projects keys and values of one layer."""
         return attention_layer.project_keys_values(stack, kernels, encoded)
 
       return (fn if repeats is None else jax.vmap(fn))(kernels)

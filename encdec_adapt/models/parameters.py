@@ -77,6 +77,7 @@ def init_one(
 
   @jax.jit  # XLA removes the computation of the others.
   def draw(rng):
+    """Draws the stack and returns the array."""
     value = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
     for key in keys:
       value = value[key]

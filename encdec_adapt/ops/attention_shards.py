@@ -64,7 +64,7 @@ def run(
     v: values.
     spec: the mask.
     operands: further arguments of `attend`.
-    operand_specs: their partition specs.
+    operand_specs: partition spec of each operand.
 
   Returns:
     The outputs [B, T, N, H], sharded like the queries.
@@ -81,6 +81,7 @@ def run(
   reach = halo(spec, k.shape[1], shards)
 
   def on_shard(q, k, v, spec, *operands):
+    """Attends from one device's queries to the keys that they may see."""
     if shards > 1:
       k, v, spec = _gather_keys(k, v, spec, active, reach)
     return attend(q, k, v, spec, *operands)

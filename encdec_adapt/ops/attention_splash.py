@@ -209,6 +209,7 @@ def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
   kv_segments = jnp.where(kv_segments > 0, kv_segments, _NO_KEY)
 
   def row(q, k, v, q_segments, kv_segments):
+    """Runs the kernel on one row."""
     segments = kernels.SegmentIds(q_segments, kv_segments)
     return kernel(*(x.swapaxes(0, 1) for x in (q, k, v)), segments)
 

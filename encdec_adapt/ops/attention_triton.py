@@ -34,6 +34,7 @@ class Tiles:
     """Returns tiles of a quarter of the size, for 32-bit numbers."""
 
     def halve(tile: flash_kernels.Tile) -> flash_kernels.Tile:
+      """Halves both sides of a tile."""
       return dataclasses.replace(
         tile, queries=tile.queries // 2, keys=tile.keys // 2
       )

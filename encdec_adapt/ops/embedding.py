@@ -176,6 +176,7 @@ class _Lookup:
     index = index * table.shape[0] + tokens % table.shape[0]
 
     def take(columns):
+      """Looks the tokens up in some columns of the gathered table."""
       whole = jax.lax.all_gather(columns, gathered, axis=0, tiled=True)
       return _take(whole, index, here, exists).astype(self.dtype)
 

@@ -180,6 +180,7 @@ def _on_device(
   inside = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None]
 
   def product(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+    """Multiplies each expert's rows by its kernel."""
     made = jax.lax.ragged_dot(rows, kernels, sizes.astype(jnp.int32))
     return checkpoint_name(made, PRODUCT)
 

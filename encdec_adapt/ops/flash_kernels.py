@@ -246,6 +246,7 @@ def _queries_kernel(
   log_sums, inners = sums[...][:, None], inner[...][:, None]
 
   def visit(j, gradient):
+    """Adds a block of keys to the gradient of the queries."""
     keys = pl.ds(j * tile.keys, tile.keys)
     block = k[keys, :]
     scores, slope = _scores(_dot(queries, block, 1, 1), call)
@@ -298,6 +299,7 @@ def _keys_kernel(
     return by_keys, by_values
 
   def visit_head(group, carry):
+    """Adds all visited blocks of the queries of one head."""
     return jax.lax.fori_loop(
       visits[0], visits[1], functools.partial(visit, group), carry
     )

@@ -164,6 +164,7 @@ def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   fill = jnp.zeros_like(memory_segments)
 
   def extend(keys, memory):
+    """Appends the memory's entries to those of the keys."""
     return jnp.concatenate([keys, memory], axis=1)
 
   return spec.replace(

@@ -101,9 +101,11 @@ def cross_entropy(
 
   @jax.custom_vjp
   def loss(*arrays):
+    """Computes the sums alone."""
     return run(*arrays, with_gradients=False)[0]
 
   def forward(*arrays):
+    """Computes the sums, and the gradients that `backward` scales."""
     return run(*arrays, with_gradients=True)
 
   def backward(gradients, cotangents):

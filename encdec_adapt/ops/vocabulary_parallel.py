@@ -162,6 +162,7 @@ def sweep(
   layout = _Layout(active)
 
   def on_device(tokens, tables):
+    """Sweeps one device's tokens and columns."""
     return _sweep_device(
       step, tokens, tables, layout, vocab_size, chunk, with_gradients
     )

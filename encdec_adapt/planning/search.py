@@ -186,7 +186,8 @@ def remedies(
 
   Args:
     job: the program that does not fit.
-    plan: its plan. If it was compiled, its memory scales the estimates.
+    plan: plan of the program. If it was compiled, its memory scales the
+      estimates.
     where: chips of the job.
 
   Returns:

@@ -151,6 +151,7 @@ class _EventFile:
     )
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds scalars of one step by tag."""
     summary = summary_pb2.Summary(
       value=[
         summary_pb2.Summary.Value(tag=tag, simple_value=value)
@@ -165,9 +166,11 @@ class _EventFile:
     self._writer.write(event.SerializeToString())
 
   def flush(self) -> None:
+    """Writes everything through."""
     self._file.flush()
 
   def close(self) -> None:
+    """Closes the file."""
     self._writer.close()
 
 
