@@ -13,7 +13,9 @@ vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
 1024 + 256); examples that are longer are dropped and counted, and short ones
 packed. A pass draws every example once and `config.train.steps` is 0, so that
 the job ends with its records: `--config.data.passes=3` are three epochs, which
-the learning rate's warm-up and decay follow.
+the learning rate's warm-up and decay follow. Every save is evaluated, and the
+checkpoint with the lowest held-out loss is kept and used
+(`config.checkpoint.keep_best`).
 """
 
 from configs import pretrained
@@ -34,5 +36,6 @@ def get_config(arg=None):
   config.data.passes = 3
   config.train.steps = 0
   config.train.eval_every = config.checkpoint.every = 200
+  config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4
   return config

@@ -74,7 +74,7 @@ class Run:
     path: work directory.
     loss: loss configuration.
     where: the model and the placement of its parameters.
-    found: newest undamaged checkpoint.
+    found: checkpoint of the run, see `stored_model.open_checkpoint`.
   """
 
   path: str
@@ -84,7 +84,7 @@ class Run:
 
 
 def open_run(path: str, record_set: records.RecordSet) -> Run:
-  """Opens the newest undamaged checkpoint of a run and checks the run.
+  """Opens the checkpoint of a run and checks the run.
 
   Args:
     path: work directory of the run.
@@ -98,7 +98,7 @@ def open_run(path: str, record_set: records.RecordSet) -> Run:
   settings = config_lib.load_run(path)
   config_lib.check_kind(settings.model, record_set.spec.objective)
   disk.require_writable(path)
-  found = manager.open_latest(path)
+  found = stored_model.open_checkpoint(path, settings)
   stored_model.open_vocabularies(found, settings.data.vocabularies)
   _check_vocabularies(settings, record_set)
   # The devices may differ from those of training.

@@ -3,10 +3,11 @@ r"""Continues prompts with a trained model: text in, text out.
     python -m encdec_adapt.generate --checkpoint=runs/adapted \
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]
 
-The model is the newest checkpoint of a run, or a Hugging Face folder. An
-encoder-decoder reads the prompt with its encoder, as in PrefixLM training; a
-decoder-only model continues it. With --chat a prompt is a user's turn, and
-the model answers in the chat format of its vocabulary.
+The model is a Hugging Face folder, or the newest checkpoint of a run (the best
+one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
+with its encoder, as in PrefixLM training; a decoder-only model continues it.
+With --chat a prompt is a user's turn, and the model answers in the chat format
+of its vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

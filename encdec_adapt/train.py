@@ -135,6 +135,7 @@ def train(
     paths.join(workdir, manager.FOLDER),
     keep=settings.checkpoint.keep,
     keep_every=settings.checkpoint.keep_every,
+    keep_best=settings.checkpoint.keep_best,
   )
 
   def require_space(steps):
@@ -253,7 +254,7 @@ def train(
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
 
   def evaluate(step, params):
-    """Measures the loss of the held-out rows."""
+    """Measures, records and returns the loss of the held-out rows."""
     watchdog.beat(step, 'evaluate')
     with telemetry.spent('evaluate'):
       held_out = setup.evaluation_batches(
@@ -264,6 +265,7 @@ def train(
       )
       result = evaluator(params, held_out)
     telemetry.record_evaluation(step, result.loss, result.accuracy)
+    return result.loss
 
   # -- Steps -------------------------------------------------------------------
 
@@ -324,20 +326,23 @@ def train(
       stopping = stop.reached(step)
       last = step == steps or batches.left == 0
       thawing = phases.begins(step)
+      saving = last or thawing or step % every == 0
       evaluating = last or step % settings.train.eval_every == 0
-      saving = last or stopping or thawing or step % every == 0
+      evaluating |= saving and settings.checkpoint.keep_best
+      saving |= stopping  # At once: a preemption leaves no time to evaluate.
       if evaluating or saving or compiling:
         telemetry.read()  # What is saved includes this step.
       if not compiling:
         cost.seconds += time.perf_counter() - began
-      if evaluating:
-        evaluate(step, state.params)
+      loss = evaluate(step, state.params) if evaluating else None
       if saving:
         watchdog.beat(step, 'save')
         with telemetry.spent('save'):
           telemetry.flush()
           cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
-          checkpoints.save(step, state, data=cost.as_dict(), meta=meta)
+          checkpoints.save(
+            step, state, data=cost.as_dict(), meta=meta, loss=loss
+          )
       if evaluating or saving:
         telemetry.pause()
       if thawing:

@@ -18,6 +18,13 @@ class CheckpointConfig:
     'Checkpoints of multiples of this step are kept too; 0: none.',
     at_least=0,
   )
+  keep_best: bool = keys.key(
+    False,
+    'Keep the checkpoint with the lowest held-out loss too, the earliest of'
+    ' several: every save is evaluated first, but that of a preempted job,'
+    ' which is never the best. Commands that read the work directory read the'
+    ' best; a job resumes from the newest.',
+  )
 
   def __post_init__(self):
     keys.check(self, 'config.checkpoint.')

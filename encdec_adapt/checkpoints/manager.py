@@ -26,10 +26,11 @@ broadcasts what it found; every process calls every public method. The folder
 is on a mounted file system or in a bucket.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent import futures
 import contextlib
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -50,6 +51,7 @@ from encdec_adapt.files import disk, paths
 
 FOLDER = step_folders.FOLDER  # Inside a work directory.
 
+_LOSS = 'held_out_loss'  # In `meta`, where a step was evaluated.
 _STATE, _DATA, _META = 'state', 'data', 'meta'
 _DIFFERENCES_SHOWN = 5
 
@@ -186,18 +188,26 @@ class Checkpoints:
   call `close`. Nothing can be saved after a save that failed.
   """
 
-  def __init__(self, folder: _Path, *, keep: int = 2, keep_every: int = 0):
+  def __init__(
+    self,
+    folder: _Path,
+    *,
+    keep: int = 2,
+    keep_every: int = 0,
+    keep_best: bool = False,
+  ):
     """Opens the folder; creates it if it does not exist.
 
     Args:
       folder: folder of the checkpoints.
       keep: number of newest verified steps that are kept, at least 1.
       keep_every: steps divisible by this are never deleted; 0 for none.
+      keep_best: whether to keep the step with the lowest held-out loss too.
 
     Raises:
       UserError: the folder cannot be written.
     """
-    self._retention = retention.Retention(keep, keep_every)
+    self._retention = retention.Retention(keep, keep_every, keep_best)
     self.folder = paths.absolute(folder)
     if distributed.is_lead():
       disk.require_writable(self.folder)
@@ -245,7 +255,13 @@ class Checkpoints:
     return step_folders.steps(self.folder)
 
   def save(
-    self, step: int, state: Any, *, data: dict[str, Any], meta: dict[str, Any]
+    self,
+    step: int,
+    state: Any,
+    *,
+    data: dict[str, Any],
+    meta: dict[str, Any],
+    loss: float | None = None,
   ) -> None:
     """Starts saving a step; returns once the state is in host memory.
 
@@ -257,11 +273,15 @@ class Checkpoints:
       state: a pytree of jax arrays.
       data: position in the data; JSON types.
       meta: config, versions, fingerprint; JSON types.
+      loss: held-out loss of the state; None where it was not evaluated.
 
     Raises:
       CheckpointError: this save or the one before it failed.
     """
     self.wait()
+    # One that is not finite is as good as none.
+    if loss is not None and math.isfinite(loss):
+      meta = {**meta, _LOSS: loss}
     try:
       started = self._orbax.save(
         step,
@@ -395,7 +415,10 @@ class Checkpoints:
       for step in self.all_steps()
       if checksums.has_manifest(self.at(step).path)
     ]
-    for step in self._retention.retired(complete):
+    best = None
+    if self._retention.keep_best:
+      best = next(iter(_by_loss(self.folder, complete)), None)
+    for step in self._retention.retired(complete, best):
       step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
@@ -425,8 +448,39 @@ def open_latest(path: _Path) -> Checkpoint:
     UserError: there is no complete checkpoint, or the step named is damaged.
   """
   folder, steps = step_folders.locate(path)
+  return _open_first(path, folder, lambda: reversed(steps))
+
+
+def open_best(path: _Path) -> Checkpoint:
+  """Finds the undamaged checkpoint of a run with the lowest held-out loss.
+
+  The newest where none has a loss; otherwise as `open_latest`.
+  """
+  folder, steps = step_folders.locate(path)
+
+  def order() -> list[int]:
+    found = _by_loss(folder, steps)
+    return found + [step for step in reversed(steps) if step not in found]
+
+  return _open_first(path, folder, order)
+
+
+def _by_loss(folder: paths.Path, steps: Iterable[int]) -> list[int]:
+  """Returns the steps that have a loss: the lowest first, then the earliest."""
+  losses = {}
+  for step in steps:
+    # Reading fails where it is damaged, or is being deleted.
+    with contextlib.suppress(Exception):
+      losses[step] = Checkpoint(folder, step).read_meta()[_LOSS]
+  return sorted(losses, key=lambda step: (losses[step], step))
+
+
+def _open_first(
+  path: _Path, folder: paths.Path, order: Callable[[], Iterable[int]]
+) -> Checkpoint:
+  """Opens the first undamaged step in an order that process 0 determines."""
   step = distributed.from_lead(
-    lambda: _newest_undamaged(folder, steps), 'checkpoints-open-latest'
+    lambda: _first_undamaged(folder, order()), 'checkpoints-open'
   )
   if step is None:
     raise errors.UserError(
@@ -436,8 +490,8 @@ def open_latest(path: _Path) -> Checkpoint:
   return Checkpoint(folder, step)
 
 
-def _newest_undamaged(folder: paths.Path, steps: Sequence[int]) -> int | None:
-  for step in reversed(steps):
+def _first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
+  for step in steps:
     path = folder / str(step)
     found = ['it has no checksum manifest (yet)']
     if checksums.has_manifest(path):

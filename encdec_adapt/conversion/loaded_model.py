@@ -186,7 +186,7 @@ def load(
   mesh: Mesh | None = None,
   encoder_window: str | None = None,
 ) -> LoadedModel:
-  """Loads a Hugging Face folder or the newest checkpoint of a run.
+  """Loads a Hugging Face folder or a run (`stored_model.open_checkpoint`).
 
   Args:
     path: the folder.

@@ -174,7 +174,8 @@ def _training(
   if summary:
     yield (
       f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
-      f' {summary["eval_loss"]:.4f} at the end, in nats per target token;'
+      f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
+      ' target token;'
       f' {summary["target_tokens"]:,.0f} target tokens,'
       f' {summary["flops"]:.3g} model FLOPs.'
     )

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import os
+import sys
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import manager, orbax_folder
 from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
 from encdec_adapt.data import objective_names
 from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
@@ -38,7 +40,8 @@ class StoredModel:
     vocabularies: paths of its vocabularies; None if it has none.
     arrays: returns path -> parameter, unread, in the order of the parameter
       table.
-    checkpoint: the newest undamaged checkpoint of a run; None for a folder.
+    checkpoint: the checkpoint of a run, see `open_checkpoint`; None for a
+      folder.
     unused: name of a stored tensor that the model does not use -> reason.
   """
 
@@ -126,7 +129,7 @@ def open_model(
 
 def _open_run(path: paths_lib.Path) -> StoredModel:
   settings = config_lib.load_run(str(path))
-  checkpoint = manager.open_latest(path)
+  checkpoint = open_checkpoint(path, settings)
   choice = settings.data.vocabularies
   opened = open_vocabularies(checkpoint, choice)
   return StoredModel(
@@ -136,6 +139,27 @@ def _open_run(path: paths_lib.Path) -> StoredModel:
     lambda: _checkpoint_arrays(checkpoint, settings.model),
     checkpoint,
   )
+
+
+def open_checkpoint(
+  path: str | os.PathLike[str], settings: config_lib.Settings
+) -> manager.Checkpoint:
+  """Opens the checkpoint by which a run is used, and prints its step.
+
+  Args:
+    path: work directory of the run.
+    settings: its configuration: with `checkpoint.keep_best` the checkpoint is
+      the undamaged one with the lowest held-out loss, otherwise the newest.
+
+  Raises:
+    UserError: there is no undamaged checkpoint.
+  """
+  best = settings.checkpoint.keep_best
+  found = (manager.open_best if best else manager.open_latest)(path)
+  if distributed.is_lead():
+    which = 'the lowest held-out loss' if best else 'the newest checkpoint'
+    print(f'{path}: step {found.step} ({which})', file=sys.stderr)
+  return found
 
 
 def with_window(

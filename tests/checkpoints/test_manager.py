@@ -103,6 +103,30 @@ def place(request, tmp_path):
   return paths.at(request.getfixturevalue('bucket'))
 
 
+def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
+  losses = {1: 3.0, 2: 1.5, 3: None, 4: 1.5, 5: 2.0, 6: float('nan')}
+
+  def save(checkpoints, step):
+    checkpoints.save(
+      step, {'x': jnp.float32(step)}, data={}, meta={}, loss=losses[step]
+    )
+    checkpoints.wait()
+
+  with manager.Checkpoints(place, keep=1, keep_best=True) as checkpoints:
+    for step in (1, 2, 3):
+      save(checkpoints, step)
+  # As after a kill: nothing is remembered.
+  with manager.Checkpoints(place, keep=1, keep_best=True) as checkpoints:
+    assert checkpoints.latest() == 3
+    for step in (4, 5, 6):
+      save(checkpoints, step)
+    assert checkpoints.all_steps() == [2, 6]
+  assert manager.open_best(place).step == 2
+  _flip(_largest(place / '2' / 'state'))
+  assert manager.open_best(place).step == 6
+  assert f'skipping {place / "2"}' in capsys.readouterr().err
+
+
 def _largest(folder):
   files = [folder / name for name in paths.tree(folder)]
   return max(files, key=paths.size)

@@ -130,7 +130,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
   files = 'summary.json', run_artifacts.EVALUATION, 'coverage.json'
   for name in files:
     (run / name).write_text('{"of": "others"}')
-  monkeypatch.setattr(setup, 'training_batches', _end)
+  monkeypatch.setattr(setup, 'step_flops', _end)
   with pytest.raises(InterruptedError):
     _train(*pairs, f'--workdir={run}')
   # Fresh parameters have a coverage report and no kept files.
@@ -347,6 +347,41 @@ def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
     # The learning rate falls to the same end, also after a kill.
     tiny.assert_same_params(open_end, given)
     shutil.rmtree(open_end / manager.FOLDER / '3')
+
+
+def test_the_best_checkpoint_is_kept_and_used(folder, tmp_path, capsys):
+  # The rate is far too high after the warm-up, so that the loss rises again.
+  workdir, flags = tmp_path / 'run', tiny.flags(folder, 'causal_lm')
+  flags += [
+    '--config.checkpoint.keep_best=True',
+    '--config.checkpoint.keep=1',
+    '--config.checkpoint.every=2',
+    '--config.optimizer.learning_rate=3.0',
+    '--config.optimizer.warmup_steps=12',
+    f'--workdir={workdir}',
+  ]
+  assert _train(*flags, '--config.train.steps=12') == 0
+  # Each save has the loss of its step, as does the last.
+  losses = {
+    record['step']: record['loss']
+    for record in metrics.read_metrics(workdir)
+    if record['kind'] == 'eval' and record['step']
+  }
+  assert list(losses) == [2, 4, 6, 8, 10, 12]
+  best = min(losses, key=losses.get)
+  assert best < 12
+  kept = manager.Checkpoints(workdir / manager.FOLDER).all_steps()
+  assert kept == [best, 12]
+  capsys.readouterr()
+  records_of = folder / 'causal_lm' / 'eval'
+  command = f'--checkpoint={workdir}', f'--records={records_of}'
+  assert tiny.call(evaluate, *command, '--batch_size=8') == 0
+  assert f'step {best} (the lowest held-out loss)' in capsys.readouterr().err
+  result = folders.read(workdir / run_artifacts.EVALUATION)
+  assert result['eval_loss'] == pytest.approx(losses[best], rel=1e-5)
+  # A job resumes from the newest.
+  assert _train(*flags, '--config.train.steps=12') == 0
+  assert 'resuming at step 12' in capsys.readouterr().out
 
 
 def test_steps_of_0_still_refuse_bad_input_before_records_are_made(

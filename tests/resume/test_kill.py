@@ -37,6 +37,7 @@ def flags(folder):
     # Masks that every step and microbatch draws anew.
     '--config.train.dropout=0.1',
     '--config.train.microbatches=2',
+    '--config.checkpoint.keep_best=True',
     f'--config.compute.compile_cache={folder}/compiled',
   ]
 
