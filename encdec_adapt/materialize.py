@@ -4,17 +4,20 @@ r"""Makes the vocabulary and the records of a configuration ahead of training.
       --workdir=runs/quickstart [--config.data.workers=4] [--show --n=8]
 
 Finished shards are kept when the command is interrupted and given again. With
+--runner=beam they are made by an Apache Beam pipeline, whose own options follow
+a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
 --show it then prints rows of the records as text, with their documents,
 sentinels, masks and weights; with --contamination=SOURCES, which evaluation
 examples stand in the training text. `encdec_adapt/data/materialization.py` does
 the work.
 """
 
+from collections.abc import Sequence
 import sys
 
 from absl import flags
 
-from encdec_adapt.cli import command
+from encdec_adapt.cli import command, errors
 from encdec_adapt.data import materialization, row_display
 
 define_flags = command.define(
@@ -23,6 +26,13 @@ define_flags = command.define(
     'workdir',
     'Folder of the job; records go below it if config.data.folder is empty.',
     default='',
+  ),
+  command.choice(
+    'runner',
+    ('local', 'beam'),
+    'What makes the shards: processes of this machine, or Apache Beam, whose'
+    ' options follow a --.',
+    default='local',
   ),
   command.boolean('show', 'Print rows of the records.', default=False),
   command.string(
@@ -37,8 +47,13 @@ define_flags = command.define(
 )
 
 
-def main(values: flags.FlagValues) -> int:
-  """Runs the command."""
+def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
+  """Runs the command.
+
+  Args:
+    values: values of the flags.
+    options: arguments after a --, for Apache Beam.
+  """
   # Not at the top: it is slow, and worker processes import this module.
   from encdec_adapt import config as config_lib
 
@@ -48,7 +63,12 @@ def main(values: flags.FlagValues) -> int:
   # Records depend on text and vocabularies only; sources of weights and the
   # teacher may not exist yet.
   settings = config_lib.load(values.config, values.workdir, sources=False)
-  materialization.materialize(settings.data)
+  on_beam = values.runner == 'beam'
+  if options and not on_beam:
+    raise errors.UserError(
+      f'argument {options[0]!r}: options of a pipeline need --runner=beam'
+    )
+  materialization.materialize(settings.data, options if on_beam else None)
   if values.contamination:
     print(
       materialization.contamination_report(settings.data, values.contamination)
@@ -63,4 +83,4 @@ def main(values: flags.FlagValues) -> int:
 
 
 if __name__ == '__main__':
-  command.main(__doc__, define_flags, main)
+  command.main(__doc__, define_flags, main, operands=True)

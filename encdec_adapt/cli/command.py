@@ -141,20 +141,32 @@ def parse_operands(
 
 
 def main(
-  description: str, define: DefineFlags, run: Callable[[flags.FlagValues], int]
+  description: str,
+  define: DefineFlags,
+  run: Callable[..., int],
+  *,
+  operands: bool = False,
 ) -> None:
   """Parses the command line, runs, and exits with the status of `run`.
 
   A `UserError` is printed as one paragraph, with status 2.
+
+  Args:
+    description: text for --help.
+    define: defines the flags.
+    run: takes the values of the flags; returns an exit status.
+    operands: whether `run` also takes the arguments that are not flags.
   """
 
   def start(argv: Sequence[str]) -> int:
     """Parses the flags and runs, or prints the help."""
-    values = parse(define, argv)
+    values, *rest = (
+      parse_operands(define, argv) if operands else (parse(define, argv),)
+    )
     if values.help:
       print(f'{description}\n\nflags:\n{values.get_help()}')
       return 0
-    return run(values)
+    return run(values, *rest)
 
   _run(start)
 

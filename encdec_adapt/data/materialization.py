@@ -6,204 +6,42 @@ what is drawn (`data/randomness.py`), so the bytes of a shard depend neither on
 the number of workers nor on restarts. Finished shards are kept, others made
 again.
 
-`read_examples` imports tokenisation, objectives and SeqIO (so TensorFlow)
-when a shard is made; a process that only opens records never does.
+`shard_jobs.read_examples` imports SeqIO (so TensorFlow) when a shard is made; a
+process that only opens records never does.
 """
 
-import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 import contextlib
 import dataclasses
-import gc
-import heapq
+import functools
 import os
-import pathlib
 import time
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data import (
-  batch,
+  beam_jobs,
   contamination,
   data_section,
   mixtures,
   objective_names,
-  packing,
-  randomness,
   record_copy,
   records,
-  tensorflow_import,
-  text_split,
+  shard_jobs,
 )
 from encdec_adapt.data import workers as workers_lib
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
+_THREADS = 16  # Shards looked at together, which is slow in a bucket.
+
 
 def _print(line: str) -> None:
   """Prints without buffering, so that progress shows in pipes too."""
   print(line, flush=True)
-
-
-class Example(NamedTuple):
-  """An (inputs, targets) pair and its number of spans that share a sentinel."""
-
-  pair: batch.Pair
-  shared_spans: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardJob:
-  """Describes one shard to make.
-
-  Attributes:
-    folder: folder of the record set.
-    spec: spec of the record set with its fingerprints.
-    choice: vocabularies of the model.
-    parts: parts of the record set.
-    key: place of the shard in the set.
-    read: function that yields the shard's examples; must be importable by
-      name, because worker processes call it.
-    left_out: name of a source -> ids of documents that are not read.
-    cut: names of the sources of which pieces are held out; None: unknown.
-    counts: examples that were dropped or cut, filled in by `read`.
-  """
-
-  folder: str
-  spec: records.RecordSpec
-  choice: vocabularies.Choice
-  parts: Sequence[records.Part]
-  key: records.ShardKey
-  read: Callable[['ShardJob'], Iterable[Example]]
-  left_out: Mapping[str, frozenset[str]] = dataclasses.field(
-    default_factory=dict
-  )
-  cut: frozenset[str] | None = None
-  counts: collections.Counter[str] = dataclasses.field(
-    default_factory=collections.Counter
-  )
-
-  @property
-  def part(self) -> records.Part:
-    """The part that the shard belongs to."""
-    return self.parts[self.key.part]
-
-  def __str__(self) -> str:
-    return (
-      f'shard {self.key.shard} of {self.spec.shards}, {self.part}, pass'
-      f' {self.key.pass_index}, {self.spec.split} records in {self.folder}'
-    )
-
-  def generator(self, purpose: str) -> np.random.Generator:
-    """Returns the generator of a shard-level draw such as the packing."""
-    spec = self.spec
-    return randomness.generator(
-      spec.seed,
-      self.key.pass_index,
-      self.part.source,
-      f'{purpose} of {spec.split} shard {self.key.shard} of {spec.shards}',
-    )
-
-
-# -- One shard ---------------------------------------------------------------
-
-
-def read_examples(job: ShardJob) -> Iterable[Example]:
-  """Yields the examples of a shard from SeqIO; imports TensorFlow."""
-  tasks = tensorflow_import.import_quietly('encdec_adapt.data.tasks')
-  # TensorFlow's modules have millions of objects, which every full garbage
-  # collection would go through again (a third of the time on short documents).
-  gc.freeze()
-  spec, opened = job.spec, job.choice.open()
-  name = job.part.objective
-  if spec.split == 'eval':
-    name = objective_names.for_evaluation(name)
-  objective = objective_names.make_objective(
-    name,
-    spec.lengths,
-    opened.decoder,
-    sentinel_policy=spec.sentinels,
-  )
-  if opened.differ and spec.encoder_length:
-    objective = text_split.TextSplit(objective, opened)
-  objective.skips_bad = spec.bad_documents == 'skip'
-  draw = _draw(spec, job.key.pass_index)
-  (part,) = (
-    part
-    for part in _open_sources(spec, job.part.objective, job.left_out, job.cut)
-    if part.source.name == job.part.source
-  )
-  keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
-  shard = job.key.shard
-
-  def generator(name: str) -> np.random.Generator:
-    """Returns the generator of a window: of a document, or of the shard."""
-    if name.startswith('#'):
-      name = f'shard {shard} of {spec.shards}{name}'
-    return keyed(name)
-
-  documents = (
-    (
-      document.id,
-      document.text
-      if objective.reads == 'text'
-      else opened.decoder.encode(document.text),
-    )
-    for document in tasks.documents(part, draw, shard, spec.shards)
-  )
-  for pair in objective.examples(documents, generator):
-    yield Example(pair, objective.shared_spans(pair))
-  job.counts['bad_documents'] += part.skipped(draw, shard)
-  job.counts.update(objective.counts)
-
-
-def write_shard(job: ShardJob) -> dict[str, Any]:
-  """Makes one shard and returns its entry in the manifest."""
-  spec = job.spec
-  examples = shared_spans = 0
-
-  def pairs():
-    nonlocal examples, shared_spans
-    for example in job.read(job):
-      examples += 1
-      shared_spans += example.shared_spans
-      yield example.pair
-
-  rows = (
-    packing.pack_pairs(pairs(), spec.lengths)
-    if spec.pack
-    else packing.single_pairs(pairs(), spec.lengths)
-  )
-  if spec.max_rows:
-    # The shards' shares differ by at most one row and sum to max_rows.
-    index = job.key.part * spec.shards + job.key.shard
-    first, stop = (
-      spec.max_rows * i // (spec.shards * len(job.parts))
-      for i in (index, index + 1)
-    )
-    rows = sample_rows(rows, stop - first, job.generator('rows'))
-  with records.ShardWriter(job.folder, spec, job.key) as writer:
-    for row in rows:
-      writer.write(row)
-    return writer.finish(
-      examples=examples, shared_sentinel_spans=shared_spans, **job.counts
-    )
-
-
-def sample_rows(
-  rows: Iterable[Sequence[batch.Pair]],
-  count: int,
-  rng: np.random.Generator,
-) -> list[Sequence[batch.Pair]]:
-  """Draws `count` of the rows in one pass over them, and keeps their order."""
-  keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
-  # The indices differ, so rows themselves are never compared.
-  kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
-  return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
 
 
 # -- Record sets -------------------------------------------------------------
@@ -216,7 +54,8 @@ class _Set:
   Attributes:
     spec: its spec, with fingerprints.
     folder: folder where it is read.
-    place: local folder where its shards are made.
+    place: folder where its shards are made: of a set in a bucket a local one,
+      or the bucket itself by workers on other machines.
     parts: what its parts are made of.
     entries: manifest entry of every shard; None for one that is to be made.
     manifest: None until the set is finished.
@@ -224,7 +63,7 @@ class _Set:
 
   spec: records.RecordSpec
   folder: paths.Path
-  place: pathlib.Path
+  place: paths.Path
   parts: Sequence[records.Part]
   entries: dict[records.ShardKey, dict[str, Any] | None]
   manifest: dict[str, Any] | None = None
@@ -240,7 +79,10 @@ def materialize_sets(
   choice: vocabularies.Choice,
   *,
   workers: int = 1,
-  read: Callable[[ShardJob], Iterable[Example]] = read_examples,
+  beam: Sequence[str] | None = None,
+  read: Callable[
+    [shard_jobs.ShardJob], Iterable[shard_jobs.Example]
+  ] = shard_jobs.read_examples,
 ) -> list[dict[str, Any]]:
   """Makes the missing shards and the manifests of record sets.
 
@@ -249,6 +91,7 @@ def materialize_sets(
       are filled in.
     choice: vocabularies of the model.
     workers: number of processes; 1 makes the shards in this one.
+    beam: options of the Apache Beam pipeline that makes the shards instead.
     read: function that yields a shard's examples; importable by name.
 
   Returns:
@@ -267,9 +110,11 @@ def materialize_sets(
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
       stack.enter_context(lock.hold(folder))
-    found = [_open_set(spec, folder) for spec, folder in sets]
+    found = [_open_set(spec, folder, beam is not None) for spec, folder in sets]
     jobs = [
-      ShardJob(str(one.place), one.spec, choice, one.parts, key, read)
+      shard_jobs.ShardJob(
+        str(one.place), one.spec, choice, one.parts, key, read
+      )
       for one in found
       for key, entry in one.entries.items()
       if entry is None
@@ -277,41 +122,75 @@ def materialize_sets(
     if jobs:
       left_out = _duplicates(job.spec for job in jobs)
       cut = {
-        spec: mixtures.cut_sources(_all_sources(spec), _draw(spec, 0))
+        spec: mixtures.cut_sources(
+          _all_sources(spec), shard_jobs.make_draw(spec, 0)
+        )
         for spec in dict.fromkeys(job.spec for job in jobs)
       }
       jobs = [
         dataclasses.replace(job, left_out=left_out, cut=cut[job.spec])
         for job in jobs
       ]
+    groups = shard_jobs.group_jobs(jobs)
+    if jobs:
+      how = f'{min(workers, len(groups))} at a time'
       _print(
         f'records: {len(jobs)} of {sum(len(one.entries) for one in found)}'
-        f' shards to make, {min(workers, len(jobs))} at a time'
+        f' shards to make, {how if beam is None else "on Apache Beam"}'
       )
     for one in found:
       one.finish(described)
-    start = time.monotonic()
-    made = workers_lib.run_jobs(write_shard, jobs, workers)
-    for count, (job, entry) in enumerate(made, start=1):
-      (own,) = (one for one in found if str(one.place) == job.folder)
-      own.entries[job.key] = entry
-      left = (time.monotonic() - start) / count * (len(jobs) - count)
-      _print(
-        f'records: {count}/{len(jobs)} shards,'
-        f' {progress.format_seconds(left)} left'
+    start, count = time.monotonic(), 0
+    run = functools.partial(workers_lib.run_jobs, workers=workers)
+    if beam is not None:
+      run = functools.partial(beam_jobs.run_jobs, options=beam)
+    for group, entries in run(shard_jobs.write_shards, groups):
+      (own,) = (one for one in found if str(one.place) == group.jobs[0].folder)
+      own.entries.update(
+        zip((job.key for job in group.jobs), entries, strict=True)
       )
+      count += len(entries)
+      left = (time.monotonic() - start) / count * (len(jobs) - count)
+      if beam is None:  # Of a pipeline, all shards are seen at its end.
+        _print(
+          f'records: {count}/{len(jobs)} shards,'
+          f' {progress.format_seconds(left)} left'
+        )
       own.finish(described)
     return [one.manifest for one in found if one.manifest]
 
 
-def _open_set(spec: records.RecordSpec, folder: paths.Path) -> _Set:
-  """Finds the finished shards of a set, and removes unfinished ones."""
-  place = _shard_folder(folder, spec)
-  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
-    leftover.unlink()
+def _open_set(
+  spec: records.RecordSpec, folder: paths.Path, elsewhere: bool
+) -> _Set:
+  """Finds the finished shards of a set, and removes unfinished ones.
+
+  Args:
+    spec: spec with fingerprints.
+    folder: folder of the set.
+    elsewhere: whether other machines make the shards.
+
+  Raises:
+    UserError: the folder has a finished set of another spec.
+  """
+  manifest = records.read_manifest(folder)
+  if manifest is not None:
+    # Shards do not depend on the number of passes.
+    passes = manifest['spec'].get('passes')
+    records.check_spec(
+      folder, manifest, dataclasses.replace(spec, passes=passes)
+    )
+  place = folder if elsewhere else record_copy.local_folder(folder)
+  if manifest is not None and place != folder:
+    record_copy.fetch(folder, records.shards(manifest))
+  if not paths.is_bucket(place):
+    for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+      leftover.unlink()
   parts = list_parts(spec)
   keys = records.shard_keys(spec, parts)
-  entries = {key: records.finished_shard(place, spec, key) for key in keys}
+  finished = functools.partial(records.finished_shard, place, spec)
+  with futures.ThreadPoolExecutor(_THREADS) as pool:
+    entries = dict(zip(keys, pool.map(finished, keys), strict=True))
   return _Set(spec, folder, place, parts, entries)
 
 
@@ -324,7 +203,7 @@ def list_parts(spec: records.RecordSpec) -> list[records.Part]:
   return [
     records.Part(objective, part.source.name, part.rate)
     for objective in objective_names.split(spec.objective)
-    for part in _open_sources(spec, objective)
+    for part in shard_jobs.open_sources(spec, objective)
   ]
 
 
@@ -352,55 +231,14 @@ def _duplicates(
   return {}
 
 
-def _open_sources(
-  spec: records.RecordSpec,
-  objective: str,
-  left_out: Mapping[str, frozenset[str]] | None = None,
-  cut: frozenset[str] | None = None,
-) -> list[mixtures.Part]:
-  """Opens the sources that have what an objective is made of."""
-  needed = objective_names.source_of(objective)
-  return mixtures.open_parts(
-    mixtures.having(spec.source, needed),
-    max_bytes=spec.max_bytes,
-    seqio_modules=spec.seqio_modules,
-    pairs=needed == 'pairs',
-    skip_bad=spec.bad_documents == 'skip',
-    left_out=left_out or {},
-    cut=cut,
-  )
-
-
 def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   found = {
     part.source.name: part
     for objective in objective_names.split(spec.objective)
-    for part in _open_sources(spec, objective)
+    for part in shard_jobs.open_sources(spec, objective)
   }
   return list(found.values())
-
-
-def _draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
-  return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
-
-
-def _shard_folder(folder: paths.Path, spec: records.RecordSpec) -> pathlib.Path:
-  """Returns the local folder in which the shards of a set are made.
-
-  Raises:
-    UserError: the folder has a finished set of another spec.
-  """
-  manifest = records.read_manifest(folder)
-  if manifest is not None:
-    # Shards do not depend on the number of passes.
-    passes = manifest['spec'].get('passes')
-    records.check_spec(
-      folder, manifest, dataclasses.replace(spec, passes=passes)
-    )
-    if paths.is_bucket(folder):
-      return record_copy.fetch(folder, records.shards(manifest))
-  return record_copy.local_folder(folder)
 
 
 def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
@@ -414,7 +252,7 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
       ' use more text, or another fraction'
     )
   manifest = records.write_manifest(place, spec, made.parts, entries, described)
-  if paths.is_bucket(folder):
+  if place != folder:
     _print(f'{folder}: uploading the records')
     paths.upload(place, folder, records.MANIFEST)
   _print(f'{folder}: {summary(manifest)}')
@@ -521,7 +359,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabularies.Opened:
     )
     spec = data.train
     documents = mixtures.interleaved_documents(
-      _all_sources(spec), _draw(spec, 0)
+      _all_sources(spec), shard_jobs.make_draw(spec, 0)
     )
     vocabulary_training.train_vocabulary(
       (document.text for document in documents), path, size
@@ -546,7 +384,9 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     UserError: a source is missing or has no text.
   """
   spec = data.train
-  training = mixtures.interleaved_documents(_all_sources(spec), _draw(spec, 0))
+  training = mixtures.interleaved_documents(
+    _all_sources(spec), shard_jobs.make_draw(spec, 0)
+  )
   sets = {
     part.source.name: part.source.documents()
     for part in mixtures.open_parts(evaluation)
@@ -554,8 +394,14 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
   return contamination.report(training, sets)
 
 
-def materialize(data: data_section.DataConfig) -> None:
+def materialize(
+  data: data_section.DataConfig, beam: Sequence[str] | None = None
+) -> None:
   """Makes the vocabulary and the records of a DataConfig that are missing.
+
+  Args:
+    data: section `data` of the configuration.
+    beam: see `materialize_sets`.
 
   Raises:
     UserError: bad input, see `materialize_sets`.
@@ -567,4 +413,4 @@ def materialize(data: data_section.DataConfig) -> None:
   # Held-out records first: they are few, and show whether there are any.
   found = set_folders(data)
   sets = [found['eval'], found['train']]
-  materialize_sets(sets, data.vocabularies, workers=data.workers)
+  materialize_sets(sets, data.vocabularies, workers=data.workers, beam=beam)

@@ -156,9 +156,9 @@ def shard_keys(spec: RecordSpec, parts: Sequence[Part]) -> list[ShardKey]:
 
 def shard_path(
   folder: str | os.PathLike, spec: RecordSpec, key: ShardKey
-) -> pathlib.Path:
+) -> paths.Path:
   """Returns the path of a shard."""
-  place = pathlib.Path(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
+  place = paths.at(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
   return place / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
 
 
@@ -325,7 +325,7 @@ def write_manifest(
     ],
     'passes': passes,
   }
-  atomic.write_json(pathlib.Path(folder) / MANIFEST, manifest)
+  atomic.write_json(paths.at(folder) / MANIFEST, manifest)
   return manifest
 
 

@@ -1,5 +1,6 @@
 """Materialising: the same bytes whoever makes them, kept across restarts."""
 
+import dataclasses
 import os
 import pathlib
 import pydoc_data.topics
@@ -19,6 +20,7 @@ from encdec_adapt.data import (
   materialization,
   randomness,
   records,
+  shard_jobs,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
@@ -73,7 +75,7 @@ def fake_examples(job):
       m, n = rng.integers(0, 12), rng.integers(1, 12)
       tokens = rng.integers(5, 600, m + n).astype(np.int32)
       tokens[0] = 10 + document
-      yield materialization.Example(batch.Pair(tokens[:m], tokens[m:]), 1)
+      yield shard_jobs.Example(batch.Pair(tokens[:m], tokens[m:]), 1)
 
 
 def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
@@ -270,7 +272,9 @@ def test_records_of_another_vocabulary_are_refused(text, tmp_path):
 
 def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   made = []
-  monkeypatch.setattr(materialization, 'materialize', made.append)
+  monkeypatch.setattr(
+    materialization, 'materialize', lambda data, _: made.append(data)
+  )
   arguments = [
     '--config=configs/gemma2.py:size=s_s',
     f'--config.data.folder={tmp_path}',
@@ -302,13 +306,18 @@ def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
     sentinels='recycle',
     decoder_length=24,
   )
+  read = shard_jobs.read_examples
   found = []
   for workers in (1, 2):
     folder = tmp_path / str(workers)
-    read = materialization.read_examples
     make(text, folder, workers, spec=spec, read=read)
     found.append(contents(folder))
   assert found[0] == found[1]
+  # Passes that are made one by one tokenise the text anew.
+  for passes in (1, 2):
+    one = dataclasses.replace(spec, passes=passes)
+    make(text, tmp_path / 'each', spec=one, read=read)
+  assert contents(tmp_path / 'each') == found[0]
 
 
 def test_rows_and_contamination_are_shown(text, tmp_path, capsys):

@@ -11,11 +11,11 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
   document_source,
-  materialization,
   mixtures,
   objective_names,
   randomness,
   records,
+  shard_jobs,
   text_sources,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
@@ -58,7 +58,7 @@ def _draw(split='train', eval_fraction=0.3, **options):
 
 def _examples(part, vocabulary, objective, shard=0, shards=1):
   """Examples of a shard, as records are made from them."""
-  job = materialization.ShardJob(
+  job = shard_jobs.ShardJob(
     folder='',
     spec=records.RecordSpec(
       source=f'{part.source.name}@{part.weight}',
@@ -73,9 +73,9 @@ def _examples(part, vocabulary, objective, shard=0, shards=1):
     choice=vocabularies.Choice(vocabulary.path),
     parts=[records.Part(objective, part.source.name)],
     key=records.ShardKey(0, 0, shard),
-    read=materialization.read_examples,
+    read=shard_jobs.read_examples,
   )
-  return list(materialization.read_examples(job))
+  return list(shard_jobs.read_examples(job))
 
 
 def _key(pair):
@@ -268,7 +268,7 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
 def test_bad_documents_may_be_left_out_and_are_counted(vocabulary, tmp_path):
   lines = [b'{"text": "fine"}', b'{"body": 1}', b'{"text": "\xff"}'] * 10
   (tmp_path / 'a.jsonl').write_bytes(b'\n'.join(lines))
-  job = materialization.ShardJob(
+  job = shard_jobs.ShardJob(
     folder='',
     spec=records.RecordSpec(
       source=f'jsonl:{tmp_path}/a.jsonl',
@@ -282,10 +282,10 @@ def test_bad_documents_may_be_left_out_and_are_counted(vocabulary, tmp_path):
     choice=vocabularies.Choice(vocabulary.path),
     parts=[records.Part('prefix_lm', f'jsonl:{tmp_path}/a.jsonl')],
     key=records.ShardKey(0, 0, 1),
-    read=materialization.read_examples,
+    read=shard_jobs.read_examples,
   )
   # A bad one takes no other with it.
-  assert len(list(materialization.read_examples(job))) == 5
+  assert len(list(shard_jobs.read_examples(job))) == 5
   assert job.counts['bad_documents'] == 10
 
 
