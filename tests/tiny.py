@@ -28,6 +28,8 @@ from tests import xla_flags
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORDS = 'the quick brown fox jumps over a lazy dog while two cats sleep'.split()
 VOCAB = 400
+STACK = dict(layers=2, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8)
+STACK |= dict(vocab_size=VOCAB, window=8, pattern=('local',))
 # Of a row's targets. They differ, so that what is divided by the weight of a
 # part of a batch is not what is divided by that of the whole.
 SHORTEST, LONGEST = 3, 16
@@ -126,12 +128,8 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'optimizer.warmup_steps': 2,
     'checkpoint.every': 3,
   }
-  stack = dict(
-    layers=2, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8
-  )
-  stack |= dict(vocab_size=VOCAB, window=8, pattern="('local',)")
   for side in ('encoder', 'decoder'):
-    values |= {f'model.{side}.{key}': value for key, value in stack.items()}
+    values |= {f'model.{side}.{key}': value for key, value in STACK.items()}
   return ['--config=configs/base.py'] + [
     f'--config.{key}={value}' for key, value in values.items()
   ]

@@ -3,17 +3,27 @@
 import dataclasses
 import functools
 
+from flax import traverse_util
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.adaptation import weight_plan
+from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.cli import errors
-from encdec_adapt.models import build, model_config, parameters, presets
-from tests.adaptation import sources
+from encdec_adapt.models import (
+  build,
+  layer_leaves,
+  model_config,
+  parameters,
+  presets,
+)
+from tests import toy_models
 
-STACK = sources.STACK
+STACK = toy_models.stack(
+  layers=3, width=8, mlp_width=12, head_dim=4, vocab_size=11, query_scale=4.0
+)
+RNG = jax.random.key(7)
 WIDE = dataclasses.replace(STACK, width=12, layers=2, heads=2)
 PAIR = model_config.encoder_decoder(STACK, STACK)
 _SMALL = dict(mlp_width=12, kv_heads=2, head_dim=4, query_scale=4.0)
@@ -31,14 +41,64 @@ QWEN = presets.stack(
 )
 
 
+def _make(stack, seed=0):
+  """A decoder-only model in which no two arrays are alike, norms too."""
+  config = model_config.DecoderOnlyConfig(stack)
+  return config, toy_models.params(config, seed, scale=0.3)
+
+
+def _adapt(target, *given, **options):
+  """Parameters of the target, and a report that covers each leaf once."""
+  configs = [config for config, _ in given]
+  coverage = weight_plan.make_plan(target, *configs, **options)
+  assert coverage.filled.keys() == coverage.target.keys()
+  for source, shapes in coverage.sources.items():
+    named = [*coverage.used(source), *coverage.unused[source]]
+    assert sorted(named) == sorted(shapes)
+
+  @jax.jit  # Many small programs are slow to compile.
+  def fill(trees, rng):
+    pairs = zip(configs, trees, strict=True)
+    return recipes.fill(target, coverage, *pairs, rng=rng)
+
+  made = fill([params for _, params in given], RNG)
+  flat = traverse_util.flatten_dict(made, sep='/')
+  table = parameters.parameter_table(target)
+  assert {path: (x.shape, x.dtype) for path, x in flat.items()} == {
+    path: (info.shape, info.dtype) for path, info in table.items()
+  }
+  return made, coverage
+
+
+def _by_name(config, params):
+  """Leaf name to array, cut out of the stored parameters."""
+  flat = traverse_util.flatten_dict(params, sep='/')
+  return {
+    name: np.asarray(
+      flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
+    )
+    for name, leaf in layer_leaves.leaves_of(config).items()
+  }
+
+
+def _quick_parameters(config, rng):
+  """In the place of `parameters.init`, which takes 15 s to compile."""
+  first = jnp.sum(jax.random.key_data(rng)).astype(jnp.float32)
+  flat = {}
+  for i, (path, info) in enumerate(parameters.parameter_table(config).items()):
+    count = jnp.arange(np.prod(info.shape), dtype=info.dtype)
+    flat[path] = jnp.sin(count + 10 * i + first).reshape(info.shape)
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
 @pytest.fixture(autouse=True)
 def _quick_init(monkeypatch):
-  monkeypatch.setattr(parameters, 'init', sources.quick_init)
+  monkeypatch.setattr(parameters, 'init', _quick_parameters)
 
 
 def _fresh(target):
   init = functools.partial(parameters.init, target)
-  return jax.jit(init)(sources.RNG)
+  return jax.jit(init)(RNG)
 
 
 def _tokens(length=7, vocabulary=9, seed=3):
@@ -78,17 +138,17 @@ EXPERTS = dict(
 )
 def test_balanced_copies_everything(changes, pattern):
   stack = dataclasses.replace(STACK, **changes)
-  config, params = sources.make(stack)
+  config, params = _make(stack)
   stack = dataclasses.replace(stack, pattern=pattern)
   target = model_config.encoder_decoder(stack, stack)
-  got, coverage = sources.adapt(target, (config, params))
+  got, coverage = _adapt(target, (config, params))
   # Each norm and kernel of self-attention serves the decoder twice.
   cross = {
     'pre_attention_norm': 'pre_cross_norm',
     'attention': 'cross_attention',
     'post_attention_norm': 'post_cross_norm',
   }
-  filled, own = sources.by_name(target, got), sources.by_name(config, params)
+  filled, own = _by_name(target, got), _by_name(config, params)
   _assert_equal(filled, own, 'encoder')
   _assert_equal(filled, own)
   twice = {
@@ -107,13 +167,13 @@ def test_balanced_copies_everything(changes, pattern):
   'encoder, decoder', [(WIDE, STACK), (LLAMA, QWEN)], ids=['gemma', 'families']
 )
 def test_two_sources_with_fresh_cross_attention(encoder, decoder):
-  given = sources.make(encoder, 1), sources.make(decoder, 2)
+  given = _make(encoder, 1), _make(decoder, 2)
   target = model_config.encoder_decoder(encoder, decoder)
-  got, coverage = sources.adapt(target, *given)
-  filled, own = sources.by_name(target, got), sources.by_name(*given[1])
-  fresh = sources.by_name(target, _fresh(target))
+  got, coverage = _adapt(target, *given)
+  filled, own = _by_name(target, got), _by_name(*given[1])
+  fresh = _by_name(target, _fresh(target))
   _assert_equal(filled, own)
-  theirs = sources.by_name(*given[0])
+  theirs = _by_name(*given[0])
   head = {'decoder/head/table'} & set(theirs)
   assert coverage.unused == {
     'encoder_source': dict.fromkeys(head, 'an encoder has no head'),
@@ -137,13 +197,11 @@ def test_two_sources_with_fresh_cross_attention(encoder, decoder):
 
 
 def test_zero_gain_leaves_the_decoders_function_unchanged():
-  given = sources.make(WIDE, 1), sources.make(STACK, 2)
+  given = _make(WIDE, 1), _make(STACK, 2)
   target = model_config.encoder_decoder(WIDE, STACK)
 
   def logits(gain):
-    return _logits(
-      target, sources.adapt(target, *given, post_norm_gain=gain)[0]
-    )
+    return _logits(target, _adapt(target, *given, post_norm_gain=gain)[0])
 
   want = _logits(*given[1])
   np.testing.assert_allclose(logits('zero'), want, rtol=1e-6, atol=1e-6)
@@ -177,8 +235,8 @@ def test_controls():
   """Fresh weights throughout, and all but the embedding tables."""
   coverage = weight_plan.plan_from_scratch(PAIR)
   assert {fill.how for fill in coverage.filled.values()} == {'fresh'}
-  source, leaves = sources.make(STACK), weight_plan.all_but_embeddings(PAIR)
-  got, coverage = sources.adapt(PAIR, source, fresh=leaves)
+  source, leaves = _make(STACK), weight_plan.all_but_embeddings(PAIR)
+  got, coverage = _adapt(PAIR, source, fresh=leaves)
   fresh = _fresh(PAIR)
   for side in ('encoder', 'decoder'):
     fresh[side]['embedder'] = source[1]['decoder']['embedder']
@@ -194,8 +252,8 @@ def test_controls():
 def test_padding_rows_are_added_and_dropped():
   padded = dataclasses.replace(STACK, vocab_multiple=8)  # 16 rows
   for stack, pair in ((padded, (STACK, padded)), (STACK, (padded, padded))):
-    given = sources.make(stack)
-    got, coverage = sources.adapt(model_config.encoder_decoder(*pair), given)
+    given = _make(stack)
+    got, coverage = _adapt(model_config.encoder_decoder(*pair), given)
     table = given[1]['decoder']['embedder']['table']
     for side in ('encoder', 'decoder'):
       found = got[side]['embedder']['table']
@@ -206,13 +264,13 @@ def test_padding_rows_are_added_and_dropped():
 
 def test_an_untied_head_is_the_sources_or_its_extended_table():
   untied = dataclasses.replace(STACK, tied_head=False)
-  given, target = sources.make(untied), model_config.encoder_decoder
-  got, _ = sources.adapt(target(untied, untied), given)
+  given, target = _make(untied), model_config.encoder_decoder
+  got, _ = _adapt(target(untied, untied), given)
   np.testing.assert_array_equal(
     got['decoder']['head']['table'], given[1]['decoder']['head']['table']
   )
   more = dataclasses.replace(untied, vocab_size=13)
-  got, _ = sources.adapt(target(STACK, more), sources.make(STACK))
+  got, _ = _adapt(target(STACK, more), _make(STACK))
   tables = [got['decoder'][part]['table'] for part in ('head', 'embedder')]
   assert tables[0].shape == (13, 8)
   np.testing.assert_array_equal(*tables)
@@ -220,10 +278,10 @@ def test_an_untied_head_is_the_sources_or_its_extended_table():
 
 def test_new_tokens_are_the_mean():
   stack = dataclasses.replace(STACK, tied_head=False, vocab_multiple=8)
-  given = sources.make(stack)  # 16 rows, 5 of them padding.
+  given = _make(stack)  # 16 rows, 5 of them padding.
   more = dataclasses.replace(stack, vocab_size=18)
   target = model_config.encoder_decoder(more, more)
-  params, coverage = sources.adapt(
+  params, coverage = _adapt(
     target, given, cross_attention='fresh', post_norm_gain='zero'
   )
   theirs = np.asarray(given[1]['decoder']['embedder']['table'])
@@ -248,31 +306,31 @@ def test_new_tokens_are_the_mean():
 
 def test_repeated_key_value_heads_compute_the_same():
   stack = dataclasses.replace(STACK, attention_bias='qkv')
-  given = sources.make(stack)
+  given = _make(stack)
   more = dataclasses.replace(stack, kv_heads=4)
   target = model_config.encoder_decoder(more, more)
-  params, coverage = sources.adapt(target, given)
+  params, coverage = _adapt(target, given)
   fill = coverage.filled['encoder/layers/2/attention/value']
   assert fill.describe().endswith('(each key/value head 2 times)')
   assert 'encoder.kv_heads is 4, in encoder_source 2' in coverage.changes
   plain = model_config.encoder_decoder(stack, stack)
-  want, _ = sources.adapt(plain, given)
+  want, _ = _adapt(plain, given)
   np.testing.assert_allclose(
     _logits(target, params), _logits(plain, want), atol=1e-5
   )
 
 
 def test_a_shared_table_is_taken_once():
-  given = sources.make(STACK)
+  given = _make(STACK)
   target = model_config.encoder_decoder(STACK, STACK, shared_table=True)
-  params, coverage = sources.adapt(target, given)
+  params, coverage = _adapt(target, given)
   assert 'embedder' not in params['encoder']
   assert coverage.unused['encoder_source'] == {
     'decoder/embedder/table': "the encoder reads the decoder's table"
   }
   assert "the encoder reads the decoder's embedding table" in coverage.changes
   # Equal tables, shared or not, are the same function.
-  want, _ = sources.adapt(PAIR, given)
+  want, _ = _adapt(PAIR, given)
   np.testing.assert_allclose(
     _logits(target, params), _logits(PAIR, want), atol=1e-6
   )
@@ -282,14 +340,14 @@ def test_a_shared_table_is_taken_once():
   'stack, shared', [(STACK, True), (LLAMA, False)], ids=['gemma', 'llama']
 )
 def test_merged_attention_is_the_decoders_own(stack, shared):
-  given = sources.make(stack)
+  given = _make(stack)
   target = model_config.encoder_decoder(
     stack, stack, cross_merged=True, shared_table=shared
   )
-  params, coverage = sources.adapt(target, given)
+  params, coverage = _adapt(target, given)
   assert {fill.how for fill in coverage.filled.values()} == {'copied'}
   assert not any('cross' in leaf for leaf in coverage.filled)
-  _assert_equal(sources.by_name(target, params), sources.by_name(*given))
+  _assert_equal(_by_name(target, params), _by_name(*given))
   # Where there is nothing to read, it computes what its source did.
   nothing = (TOKENS[0], jnp.zeros_like(TOKENS[1]), TOKENS[2])
   want = _logits(*given)
@@ -299,9 +357,9 @@ def test_merged_attention_is_the_decoders_own(stack, shared):
 
 def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
   stack = dataclasses.replace(STACK, qk_norm=True)
-  given = sources.make(stack)
+  given = _make(stack)
   target = model_config.t5gemma2(stack, stack, eoi_token=7)
-  params, coverage = sources.adapt(target, given)
+  params, coverage = _adapt(target, given)
   table = given[1]['decoder']['embedder']['table']
   np.testing.assert_allclose(
     params['decoder']['embedder']['eoi'], table[7] * np.sqrt(8), rtol=1e-6
@@ -317,7 +375,7 @@ def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
     encoder=dataclasses.replace(target.encoder, eoi_token=None),
     decoder=dataclasses.replace(target.decoder, eoi_token=None),
   )
-  want, _ = sources.adapt(without, given)
+  want, _ = _adapt(without, given)
   tokens = (TOKENS[0].at[:, 2].set(7), *TOKENS[1:])
   np.testing.assert_allclose(
     _logits(target, params, tokens, tokens),
@@ -327,9 +385,9 @@ def test_the_eoi_vector_of_t5gemma2_is_the_tokens_embedding():
 
 
 def test_a_causal_encoder_computes_what_its_source_did():
-  given = sources.make(STACK)
+  given = _make(STACK)
   target = model_config.encoder_decoder(STACK, STACK, causal_encoder=True)
-  params, coverage = sources.adapt(target, given)
+  params, coverage = _adapt(target, given)
   assert not any('role' in change for change in coverage.changes)
   want = build.build(given[0]).decode(given[1], *TOKENS)
   found, both = (

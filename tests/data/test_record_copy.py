@@ -4,7 +4,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
-from encdec_adapt.data import materialization, record_copy, records
+from encdec_adapt.data import materialization, records
 from encdec_adapt.files import paths
 from tests import tiny
 
@@ -76,7 +76,7 @@ def test_damage_in_the_bucket_is_refused(put):
 
 
 def test_made_here_and_put_there(bucket, tmp_path, store, capsys):
-  """Another machine adds a pass to what it finds in the bucket."""
+  """A job with more passes adds them to what it finds in the bucket."""
   text = tmp_path / 'text'
   text.mkdir()
   for number, document in enumerate(tiny.text(60)):
@@ -110,9 +110,6 @@ def test_made_here_and_put_there(bucket, tmp_path, store, capsys):
     materialization.open_sets(data, opened)[0] for data in (there, local)
   )
   assert found.digests == wanted.digests
-  record_copy.local_folder(paths.at(f'{bucket}/run/records/train')).rename(
-    tmp_path / 'gone'
-  )
   more = settings(f'{bucket}/run', 2)
   materialization.materialize(more)
   assert 'records: 1 of 3 shards to make' in capsys.readouterr().out

@@ -16,36 +16,20 @@ from encdec_adapt.models import model_config, parameters
 from tests import tiny
 
 # The model of `tiny.flags`.
-GEMMA = dict(
-  layers=2,
-  width=16,
-  mlp_width=32,
-  heads=2,
-  kv_heads=1,
-  head_dim=8,
-  vocab_size=tiny.VOCAB,
-  window=8,
-  pattern=('local',),
-  query_scale=32.0,
-)
-LLAMA = dict(
-  layers=2,
-  width=16,
-  mlp_width=24,
-  heads=2,
-  kv_heads=2,
-  head_dim=8,
-  vocab_size=50,
-  pattern=('global',),
-  query_scale=8.0,
-  norm_gain='direct',
-  post_norms=False,
-  scale_embeddings=False,
-  attention_softcap=None,
-  final_softcap=None,
-  activation='silu',
-  tied_head=False,
-)
+GEMMA = {**tiny.STACK, 'query_scale': 32.0}
+_SIZES = dict(mlp_width=24, kv_heads=2, vocab_size=50, pattern=('global',))
+LLAMA = {
+  **tiny.STACK,
+  **_SIZES,
+  'query_scale': 8.0,
+  'norm_gain': 'direct',
+  'post_norms': False,
+  'scale_embeddings': False,
+  'attention_softcap': None,
+  'final_softcap': None,
+  'activation': 'silu',
+  'tied_head': False,
+}
 # Tables padded otherwise are summed in another order.
 ROUNDED = '--tolerance=1e-5'
 IDS = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}

@@ -6,7 +6,6 @@ import os
 from etils import epath
 import pytest
 
-from encdec_adapt.checkpoints import checksums
 from encdec_adapt.cli import errors
 from encdec_adapt.files import disk, paths
 from tests import tiny
@@ -109,24 +108,6 @@ def test_markers_are_uploaded_last_and_removed_first(store, bucket, tmp_path):
   removed = [r for r in store.requests[start:] if r.startswith('DELETE')]
   assert removed[0].endswith('/x/a') and len(removed) == 3
   assert not (folder / 'x').exists()
-
-
-@pytest.mark.parametrize('up', [True, False], ids=['to a bucket', 'from one'])
-def test_a_checksum_manifest_holds_where_its_folder_was_copied(
-  bucket, tmp_path, up
-):
-  there, here = paths.at(bucket), tmp_path / 'x'
-  source, target = (here, there) if up else (there, here)
-  _fill(source)
-  checksums.write(source)
-  for name in paths.tree(source):
-    (tmp_path / 'x' / name).parent.mkdir(parents=True, exist_ok=True)
-    paths.copy(source / name, target / name)
-  assert checksums.problems(target) == []
-  paths.write(target / 'a', b'\n\r')
-  assert checksums.problems(target) == [
-    'a has other contents than were written'
-  ]
 
 
 def test_a_bucket_that_may_not_be_written(store, bucket):

@@ -156,17 +156,3 @@ def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
     jax.checkpoint(loss, policy=policy), states
   )
   assert capsys.readouterr().out.count(attention_shards.SAVED) == saved
-
-
-@pytest.mark.parametrize('head_dim', [32, 64, 128, 256])
-@pytest.mark.parametrize('itemsize', [2, 4])
-def test_blocks_fit_in_the_shared_memory_of_hopper(head_dim, itemsize):
-  tiles = attention_triton.choose_tiles(head_dim, itemsize)
-  row = head_dim * itemsize
-  for tile, kept, loaded in (
-    (tiles.forward, tiles.forward.queries, 2 * tiles.forward.keys),
-    (tiles.queries, 2 * tiles.queries.queries, 2 * tiles.queries.keys),
-    (tiles.keys, 2 * tiles.keys.keys, 2 * tiles.keys.queries),
-  ):
-    assert (kept + loaded * tile.stages) * row <= 192 * 1024
-    assert min(tile.queries, tile.keys) >= 16
