@@ -25,14 +25,6 @@ def hold_the_gil(pipe):
   ctypes.PyDLL(None).sleep(120)
 
 
-def sleep_on_another_system(pipe):
-  """Has no kernel that sends a signal."""
-  sys.platform = 'darwin'
-  parent_death.end_with_parent()
-  pipe.send(None)
-  time.sleep(120)
-
-
 def begin_late(pipe):
   """Starts to watch after its parent's death."""
   sys.platform = 'darwin'
@@ -54,9 +46,7 @@ def start(name):
   process.join()
 
 
-@pytest.mark.parametrize(
-  'name', ['hold_the_gil', 'sleep_on_another_system', 'begin_late']
-)
+@pytest.mark.parametrize('name', ['hold_the_gil', 'begin_late'])
 def test_a_child_dies_with_its_parent(name):
   program = 'from tests.cluster import test_parent_death as t; t.start'
   parent = subprocess.Popen(

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, model_config
-from encdec_adapt.models import cache as caches
 
 
 def decode_cached(model, params, triple, length, sizes, **cross):
@@ -78,38 +77,6 @@ def test_cached_equals_uncached(case, small_stack, redraw, pack):
   got = decode_cached(model, params, rows, 11, (5, 1, 1, 1, 1), **cross)
   real = np.asarray(rows[1]) > 0
   np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
-
-
-def test_every_leaf_of_a_cache_has_its_axes(small_stack):
-  """Experts after a dense layer, cross-attention in global layers only."""
-  stack = small_stack(
-    layers=6,
-    pattern=('local', 'global'),
-    experts=2,
-    experts_per_token=1,
-    dense_layers=1,
-  )
-  pair = model_config.encoder_decoder(stack, stack, cross_layers='global')
-  model = build.build(pair)
-
-  def make(params):
-    encoded, segments = jnp.zeros((2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
-    cross = model.prefill_cross(params, encoded, segments)
-    return model.init_cache(2, 7), cross
-
-  params = jax.eval_shape(model.init, jax.random.key(0))
-  shapes = jax.eval_shape(make, params)
-  sizes = dict(batch=(2,), kv_length=(5, 7), kv_heads=(2,), head_dim=(8,))
-  sizes['layers'] = (2,)
-  axes = caches.axes(shapes)
-
-  def check(leaf, names):
-    assert len(names) == leaf.ndim
-    for size, name in zip(leaf.shape, names, strict=True):
-      assert size in sizes[name]
-    return 1
-
-  assert sum(jax.tree.leaves(jax.tree.map(check, shapes, axes))) >= 12
 
 
 def test_more_tokens_than_the_cache_holds_are_refused(

@@ -3,12 +3,10 @@
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config, parameters
-from encdec_adapt.ops import partition
+from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement, rules
 
@@ -23,35 +21,6 @@ def test_init_agrees_with_the_table(small_pair):
     assert (params[path].shape, params[path].dtype) == (info.shape, info.dtype)
     assert len(info.axes) == len(info.shape)
     assert info.dtype == jnp.float32
-
-
-def test_an_untied_head_is_a_table_of_its_own(small_stack, redraw, pack, run):
-  model = build.build(
-    model_config.DecoderOnlyConfig(small_stack(tied_head=False))
-  )
-  assert model.table['decoder/head/table'].shape == (53, 16)
-  params = redraw(model)
-  assert model.head(params) is params['decoder']['head']['table']
-  part = parameters.count_by_stack(model.config)['decoder']
-  assert part.head == part.embedding == 53 * 16
-  rows = pack([[6]], 6)
-  before = run(model)(params, None, rows)
-  params['decoder']['head']['table'] *= 2
-  assert not np.allclose(run(model)(params, None, rows), before)
-
-
-def test_a_shared_table_is_counted_once(small_stack):
-  stack = small_stack(qk_norm=True, eoi_token=7)
-  pair = model_config.encoder_decoder(
-    stack, stack, cross_merged=True, shared_table=True
-  )
-  table = parameters.parameter_table(pair)
-  assert 'encoder/embedder/table' not in table
-  assert not [path for path in table if 'cross' in path]
-  counts = parameters.count_by_stack(pair)
-  assert counts['encoder'].embedding == 0
-  assert counts['decoder'].embedding == 53 * 16 + 16
-  assert counts['decoder'].cross == 0
 
 
 def test_distributions(small_stack):
@@ -93,18 +62,3 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
     sharded,
     alone,
   )
-
-
-def test_init_and_table_ignore_mesh_and_partition(small_stack, redraw):
-  """Traced only: with no constraint in it, the program is the same."""
-  stack = small_stack(layers=1, window=5)  # a table that is not cached yet
-  model = build.build(model_config.DecoderOnlyConfig(stack))
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  names = dict.fromkeys(rules.RULES['fsdp'].as_dict(), ('fsdp',))
-  with jax.set_mesh(mesh), partition.use(mesh, names):
-    inside = jax.make_jaxpr(model.init)(jax.random.key(0))
-    assert len(model.table) == len(inside.out_avals)
-    with pytest.raises(ValueError, match='divide'):  # the rules are active
-      model.decode(redraw(model), *[jnp.zeros((1, 1), jnp.int32)] * 3)
-  assert 'random_bits' in str(inside)
-  assert 'sharding_constraint' not in str(inside)

@@ -31,17 +31,6 @@ def make_mesh(*sizes):
 
 
 @pytest.mark.sharded
-def test_active_inside_only_and_nested():
-  mesh = make_mesh()
-  with partition.use(mesh, RULES) as outer:
-    with pytest.raises(KeyError), partition.use(mesh, {}) as inner:
-      assert partition.active() is inner
-      raise KeyError
-    assert partition.active() is outer
-  assert partition.active() is partition.ONE_DEVICE
-
-
-@pytest.mark.sharded
 def test_shard_constrains():
   mesh = make_mesh()
 
