@@ -132,10 +132,7 @@ def train(
 
   every = settings.checkpoint.every
   checkpoints = manager.Checkpoints(
-    paths.join(workdir, manager.FOLDER),
-    keep=settings.checkpoint.keep,
-    keep_every=settings.checkpoint.keep_every,
-    keep_best=settings.checkpoint.keep_best,
+    paths.join(workdir, manager.FOLDER), settings.checkpoint
   )
 
   def require_space(steps):

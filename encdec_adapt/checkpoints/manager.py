@@ -39,9 +39,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from encdec_adapt.checkpoints import (
+  checkpoint_section,
   checksums,
   orbax_folder,
-  retention,
   state_leaves,
   step_folders,
 )
@@ -191,23 +191,20 @@ class Checkpoints:
   def __init__(
     self,
     folder: _Path,
-    *,
-    keep: int = 2,
-    keep_every: int = 0,
-    keep_best: bool = False,
+    config: checkpoint_section.CheckpointConfig = (
+      checkpoint_section.CheckpointConfig()
+    ),
   ):
     """Opens the folder; creates it if it does not exist.
 
     Args:
       folder: folder of the checkpoints.
-      keep: number of newest verified steps that are kept, at least 1.
-      keep_every: steps divisible by this are never deleted; 0 for none.
-      keep_best: whether to keep the step with the lowest held-out loss too.
+      config: section `checkpoint`, which says what is kept.
 
     Raises:
       UserError: the folder cannot be written.
     """
-    self._retention = retention.Retention(keep, keep_every, keep_best)
+    self._config = config
     self.folder = paths.absolute(folder)
     if distributed.is_lead():
       disk.require_writable(self.folder)
@@ -372,7 +369,7 @@ class Checkpoints:
       UserError: there is too little free space.
     """
     existing = self.all_steps()
-    missing = self._retention.most(existing, saves) - len(existing)
+    missing = self._config.most(existing, saves) - len(existing)
     disk.require_space(
       self.folder,
       missing * state_leaves.total_bytes(abstract_state),
@@ -416,9 +413,9 @@ class Checkpoints:
       if checksums.has_manifest(self.at(step).path)
     ]
     best = None
-    if self._retention.keep_best:
+    if self._config.keep_best:
       best = next(iter(_by_loss(self.folder, complete)), None)
-    for step in self._retention.retired(complete, best):
+    for step in self._config.retired(complete, best):
       step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:

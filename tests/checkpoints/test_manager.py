@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from encdec_adapt.checkpoints import checksums, manager
+from encdec_adapt.checkpoints import checkpoint_section, checksums, manager
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 
@@ -25,6 +25,12 @@ class _State:
   params: dict
   groups: dict
   key: jax.Array
+
+
+def _open(folder, **keys):
+  """Opens checkpoints with these keys of `config.checkpoint`."""
+  config = checkpoint_section.CheckpointConfig(**keys)
+  return manager.Checkpoints(folder, config)
 
 
 def _sharding(mesh_shape, *axes):
@@ -112,11 +118,15 @@ def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
     )
     checkpoints.wait()
 
-  with manager.Checkpoints(place, keep=1, keep_best=True) as checkpoints:
+  with manager.Checkpoints(
+    place, checkpoint_section.CheckpointConfig(keep=1, keep_best=True)
+  ) as checkpoints:
     for step in (1, 2, 3):
       save(checkpoints, step)
   # As after a kill: nothing is remembered.
-  with manager.Checkpoints(place, keep=1, keep_best=True) as checkpoints:
+  with manager.Checkpoints(
+    place, checkpoint_section.CheckpointConfig(keep=1, keep_best=True)
+  ) as checkpoints:
     assert checkpoints.latest() == 3
     for step in (4, 5, 6):
       save(checkpoints, step)
@@ -143,7 +153,9 @@ def _truncate(path):
 
 
 def test_round_trip_of_the_newest_and_every_third(place):
-  with manager.Checkpoints(place, keep=2, keep_every=3) as checkpoints:
+  with manager.Checkpoints(
+    place, checkpoint_section.CheckpointConfig(keep=2, keep_every=3)
+  ) as checkpoints:
     assert checkpoints.latest() is None
     for step in range(1, 6):
       _save(checkpoints, step)
@@ -183,7 +195,9 @@ def test_the_old_step_is_there_until_the_new_one_is_complete(
   def fail(_):
     raise OSError('no manifest today')
 
-  with manager.Checkpoints(tmp_path, keep=1) as checkpoints:
+  with manager.Checkpoints(
+    tmp_path, checkpoint_section.CheckpointConfig(keep=1)
+  ) as checkpoints:
     _save(checkpoints, 1)
     monkeypatch.setattr(checksums, 'write', fail)
     with pytest.raises(manager.CheckpointError, match='no manifest today'):

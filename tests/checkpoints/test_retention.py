@@ -5,7 +5,7 @@ What is deleted, and when, is in test_checkpoint.
 
 import pytest
 
-from encdec_adapt.checkpoints import retention
+from encdec_adapt.checkpoints import checkpoint_section
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ from encdec_adapt.checkpoints import retention
 def test_what_is_kept_for_ever_and_what_is_being_written_count(
   there, saves, most
 ):
-  assert retention.Retention(keep=2, keep_every=3).most(there, saves) == most
+  kept = checkpoint_section.CheckpointConfig(keep=2, keep_every=3)
+  assert kept.most(there, saves) == most
 
 
 @pytest.mark.parametrize(
@@ -34,5 +35,7 @@ def test_what_is_kept_for_ever_and_what_is_being_written_count(
   [([], range(1, 4), 3), ([], range(1, 5), 4), ([], range(1, 10), 6)],
 )
 def test_the_best_is_one_more_than_the_newest(there, saves, most):
-  kept = retention.Retention(keep=2, keep_every=3, keep_best=True)
+  kept = checkpoint_section.CheckpointConfig(
+    keep=2, keep_every=3, keep_best=True
+  )
   assert kept.most(there, saves) == most
