@@ -149,20 +149,6 @@ def make_plan(
   )
 
 
-def plan_from_scratch(
-  target: model_config.ModelConfig,
-) -> coverage_lib.Coverage:
-  """Returns the coverage of a model whose every weight is drawn fresh."""
-  shapes = _shapes(layer_leaves.leaves_of(target))
-  return coverage_lib.Coverage(
-    target=shapes,
-    filled=dict.fromkeys(shapes, coverage_lib.Fill('fresh')),
-    sources={},
-    unused={},
-    padding=parameters.padding(target),
-  )
-
-
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
   """Lists the leaves to draw fresh so that only embeddings are copied."""
   names = layer_leaves.leaves_of(target)

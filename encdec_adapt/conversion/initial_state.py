@@ -36,8 +36,8 @@ class Sources:
     where: the trained model and its mesh.
     models: the opened sources, the encoder's first; one where both stacks
       come from the same, none for random parameters.
-    coverage: how every weight is filled; None if training continues from a
-      checkpoint of the same model.
+    coverage: how every weight is filled by an adaptation; None for other
+      modes.
   """
 
   init: init_section.InitConfig
@@ -124,12 +124,10 @@ def open_sources(
   target = where.model.config
   folders = [folder for folder in (init.encoder, init.decoder) if folder]
   models = tuple(_open(folder, target) for folder in folders)
-  if init.mode == 'random':
-    report = weight_plan.plan_from_scratch(target)
-  elif init.mode == 'checkpoint':
+  report = None
+  if init.mode == 'checkpoint':
     _check_same_model(models[0], where)
-    report = None
-  else:
+  elif init.mode != 'random':
     for source in models:
       stored_model.require_decoder_only(source)
     report = weight_plan.make_plan(
