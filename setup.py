@@ -35,8 +35,8 @@ REPORT = ['matplotlib>=3.9']
 # Buckets: gs:// paths. It brings what Orbax asks of them, too.
 GCS = ['gcsfs>=2026.9']
 # Records made on Apache Beam (launch/beam.md); `gcp` is for Dataflow. It needs
-# protobuf 6.
-BEAM = ['apache-beam[gcp]>=2.77', *GCS]
+# protobuf 6, and sentencepiece 0.2.3 is made for 7.
+BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS]
 # Parity and the benchmark against Hugging Face; a CPU build is enough.
 PEER = ['torch==2.13.0', 'transformers>=5.0,<6']
 # Converts exported T5Gemma folders; tests/parity compares its scores.

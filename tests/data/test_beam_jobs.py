@@ -4,7 +4,7 @@ import pytest
 
 from encdec_adapt import materialize
 from encdec_adapt.cli import command, errors
-from encdec_adapt.data import materialization, records
+from encdec_adapt.data import materialization, records, shard_jobs
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabularies
 from tests.data import test_materialization as local
@@ -17,19 +17,24 @@ reference = local.reference
 OPTIONS = ('--runner=DirectRunner', '--direct_num_workers=1')
 
 
-def _make(text, folder, **changes):
+def _make(text, folder, read=local.fake_examples, **changes):
   (manifest,) = materialization.materialize_sets(
     [(local.make_spec(text, **changes), folder)],
     vocabularies.Choice(str(text / 'vocabulary.model')),
     beam=OPTIONS,
-    read=local.fake_examples,
+    read=read,
   )
   return manifest
 
 
-def test_a_pipeline_makes_the_same_bytes(text, reference, tmp_path):
-  _make(text, tmp_path)
-  assert local.contents(tmp_path) == reference
+def test_a_pipeline_makes_the_same_bytes(text, tmp_path):
+  read = shard_jobs.read_examples
+  _make(text, tmp_path / 'beam', read=read)
+  local.make(text, tmp_path / 'local', read=read)
+  found, expected = (
+    local.contents(tmp_path / name) for name in ('beam', 'local')
+  )
+  assert found == expected and len(found) == 2 * 3 * 2 + 1
 
 
 def test_a_pipeline_writes_to_a_bucket(
