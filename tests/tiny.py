@@ -4,14 +4,12 @@ Records are written directly, without SeqIO, so that a test needs neither
 TensorFlow nor the ten seconds that importing it takes.
 """
 
-import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import types
-from typing import Any
 
 from flax import traverse_util
 import jax
@@ -196,12 +194,14 @@ def generate(checkpoint, prompt: str, output) -> int:
   )
 
 
-def _popen(arguments, devices: int = 1, **options) -> subprocess.Popen:
+def _popen(
+  arguments, devices: int = 1, variables=None, **options
+) -> subprocess.Popen:
   """Starts Python in the repository."""
   return subprocess.Popen(
     [sys.executable, *map(str, arguments)],
     cwd=ROOT,
-    env=environment(devices),
+    env=environment(devices) | (variables or {}),
     **options,
   )
 
@@ -247,23 +247,30 @@ def start_several(
   ]
 
 
-def run_pair(
-  program: str, folder: pathlib.Path, *arguments: str, devices: int = 1
-) -> list[Any]:
-  """Runs Python text in two processes; returns what each made.
+def start_programs(
+  program: str,
+  folder: pathlib.Path,
+  count: int,
+  *arguments: str,
+  devices: int = 1,
+  missing: int | None = None,
+  **variables: str,
+) -> list[subprocess.Popen]:
+  """Starts Python text in the processes of a job, except a missing one.
 
-  Its arguments are the address of a coordinator, the index of the process, a
-  file to which it writes JSON (the runtime prints whenever it likes) and
-  `arguments`.
+  The program's arguments are the address of a coordinator, the number of
+  processes, its own index, and `arguments`. Process INDEX writes to
+  `INDEX.log` in the folder; `{}` in its environment variables is the index.
   """
   coordinator = f'127.0.0.1:{free_port()}'
-  results = [folder / f'{index}.json' for index in range(2)]
-  members = [
-    _popen(['-c', program, coordinator, index, path, *arguments], devices)
-    for index, path in enumerate(results)
-  ]
-  assert wait_all(members) == [0, 0]
-  return [json.loads(path.read_text()) for path in results]
+  processes = []
+  for index in set(range(count)) - {missing}:
+    own = {key: value.format(index) for key, value in variables.items()}
+    command = ['-c', program, coordinator, count, index, *arguments]
+    with open(folder / f'{index}.log', 'w') as log:
+      options = {'stdout': log, 'stderr': subprocess.STDOUT}
+      processes.append(_popen(command, devices, own, **options))
+  return processes
 
 
 def wait_all(

@@ -3,8 +3,6 @@
 import pathlib
 import platform
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -22,29 +20,9 @@ coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 """
 
 
-def _start(program, folder, count, *arguments, missing=None, **environment):
-  """Starts a program in the processes of a job, except a missing one.
-
-  The program follows `_HEADER`; process INDEX writes to `INDEX.log`.
-  """
-  coordinator = f'127.0.0.1:{tiny.free_port()}'
-  command = [sys.executable, '-c', _HEADER + program, coordinator, str(count)]
-  processes = []
-  for index in range(count):
-    if index == missing:
-      continue
-    own = {key: value.format(index) for key, value in environment.items()}
-    with open(folder / f'{index}.log', 'w') as log:
-      processes.append(
-        subprocess.Popen(
-          [*command, str(index), *arguments],
-          cwd=tiny.ROOT,
-          env=tiny.environment() | own,
-          stdout=log,
-          stderr=subprocess.STDOUT,
-        )
-      )
-  return processes
+def _start(program, *arguments, **options):
+  """Starts a program that follows `_HEADER`, see `tiny.start_programs`."""
+  return tiny.start_programs(_HEADER + program, *arguments, **options)
 
 
 def _logs(folder: pathlib.Path) -> list[str]:

@@ -18,7 +18,7 @@ from encdec_adapt.sharding import mesh as mesh_lib, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state, step
 
-distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+distributed.initialize(sys.argv[1], 2, int(sys.argv[3]))
 rows, length = 16, 8
 fields = {
   'tokens': np.arange(rows * length, dtype=np.int32).reshape(rows, length),
@@ -43,7 +43,8 @@ for sizes, order in json.loads(sys.argv[4]):
   total = jax.jit(lambda batch: batch['tokens'].sum())(placed)
   assert int(total) == fields['tokens'].sum()
   held.append(shards.held)
-pathlib.Path(sys.argv[3]).write_text(json.dumps(held))
+folder, me = pathlib.Path(sys.argv[5]), sys.argv[3]
+(folder / f'{me}.json').write_text(json.dumps(held))
 distributed.barrier('the end')
 """
 
@@ -68,5 +69,8 @@ CASES = [
 
 def test_every_device_gets_its_rows_on_any_mesh(tmp_path):
   given = json.dumps([case[:2] for case in CASES])
-  held = zip(*tiny.run_pair(_MEMBER, tmp_path, given, devices=4), strict=True)
-  assert [list(pair) for pair in held] == [case[2] for case in CASES]
+  arguments = _MEMBER, tmp_path, 2, given, tmp_path
+  assert tiny.wait_all(tiny.start_programs(*arguments, devices=4)) == [0, 0]
+  held = [json.loads((tmp_path / f'{i}.json').read_text()) for i in range(2)]
+  pairs = [list(pair) for pair in zip(*held, strict=True)]
+  assert pairs == [case[2] for case in CASES]

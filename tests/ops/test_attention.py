@@ -1,7 +1,6 @@
 """Backends against a loop in float64, each other, and their promises."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -191,16 +190,3 @@ def test_what_a_backend_cannot_honour_is_refused(
   message = f"'{backend}' cannot honour .*{what}.*that can: chunked, reference"
   with pytest.raises(ValueError, match=message):
     attention.attention(*arrays, spec, scale=SCALE, backend=backend)
-
-
-def test_platform_is_that_of_the_active_mesh(monkeypatch):
-  # Compiling for a TPU topology happens on a machine without one.
-  call = (
-    attention.BACKENDS['splash'],
-    qkv(4, 4)[0],
-    attention_cases.spec_of('causal', 4),
-  )
-  assert attention.unsupported(*call) == ["platform 'cpu'"]
-  active = types.SimpleNamespace(platform='tpu')
-  monkeypatch.setattr(attention.partition, 'active', lambda: active)
-  assert not attention.unsupported(*call)

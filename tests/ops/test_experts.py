@@ -109,17 +109,3 @@ def test_losses_by_hand():
   np.testing.assert_allclose(found.z, 0.0, atol=1e-12)
   found = experts.losses(logits + 2.0, real, chosen)
   np.testing.assert_allclose(found.z, 4.0, rtol=1e-6)
-
-
-def test_the_balance_loss_spreads_the_load(case):
-  _, logits, real, _ = case
-  logits = logits.at[..., 1].add(3.0)
-
-  def balance(logits):
-    chosen, _ = experts.route(logits, real, K, normalise=False)
-    return experts.losses(logits, real, chosen).balance
-
-  gradient = jax.grad(balance)(logits)
-  assert float(balance(logits)) > 1.1
-  assert float(gradient[..., 1].sum()) > 0  # The favourite gets less.
-  assert not np.asarray(gradient)[~np.asarray(real)].any()

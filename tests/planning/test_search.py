@@ -16,7 +16,6 @@ from encdec_adapt.planning import (
   stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import rules as rules_lib
 from tests import tiny
 from tests.planning import toy
 
@@ -36,37 +35,6 @@ def test_candidates_are_ranked_and_divide():
     assert one.job.rows % (mesh['replica'] * mesh['fsdp']) == 0
     assert f'--config.compute.remat={one.job.compute.remat}' in one.flags
   assert {one.job.mesh.shape['tensor'] for one in found} == {1, 2}
-
-
-@pytest.mark.parametrize(
-  'topology, slices, halves',
-  [
-    # The second if two devices share a row.
-    ('v5e:4x4', 1, [(8, 1), (4, 2)]),
-    ('v5e:8x8', 1, [(32, 1), (16, 2)]),
-    ('v5e:4x4', 2, []),
-    ('v5e:16x16', 1, []),
-    ('h100:16', 1, []),
-  ],
-)
-def test_meshes_that_shard_alike_are_tried_once(topology, slices, halves):
-  """Shapes cannot tell them apart; a TPU's compiler likes two halves best."""
-  where = chips.parse(topology, slices)
-  job = toy.job(data__encoder_length=1024, data__decoder_length=1024)
-  shards, whole = [], []
-  for mesh in search.meshes(job, where):
-    rules = rules_lib.RULES[mesh['mesh.rules']]
-    shards.append(
-      tuple(
-        math.prod(mesh[f'mesh.{axis}'] for axis in axes)
-        for axes in (rules.length, rules.heads, rules.embed, rules.vocab)
-      )
-    )
-    if rules.summed_first:
-      assert mesh['mesh.replica'] == 2 and mesh['mesh.tensor'] == 1
-      whole.append((mesh['mesh.fsdp'], mesh['mesh.sequence']))
-  assert len(set(shards)) == len(shards)
-  assert whole == halves
 
 
 def _remedies(budget, name='train', **changes):
