@@ -43,17 +43,17 @@ def fields_from_raw(
       f'{file} scales its rotary embedding by {kind!r}; supported are default,'
       ' linear and llama3.'
     )
-  numbers = {}
+  numbers = []
   for number in rope.NUMBERS[kind]:
     if NAMES[number] not in full:
       raise errors.UserError(
         f'{file} scales its rotary embedding by {kind!r} without'
         f' {NAMES[number]!r}.'
       )
-    numbers[number] = float(full[NAMES[number]])
+    numbers.append(float(full[NAMES[number]]))
   fields: dict[str, Any] = {
     'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
-    'rope_scaling': str(rope.Scaling(kind, **numbers)),
+    'rope_scaling': str(rope.Scaling(kind, tuple(numbers))),
   }
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
   if local != full:
@@ -95,7 +95,8 @@ def raw_from_stack(
   scaling = rope.Scaling.parse(stack.rope_scaling)
   kind = 'default' if scaling.kind == 'none' else scaling.kind
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
-  for number, value in scaling.numbers.items():
+  named = zip(rope.NUMBERS[scaling.kind], scaling.numbers, strict=True)
+  for number, value in named:
     # Their class takes a length that is an integer only.
     whole = number == 'original_length'
     full[NAMES[number]] = int(value) if whole else value

@@ -10,7 +10,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# The numbers that each kind of scaling has, fields of `Scaling`.
+# The numbers of each kind of scaling, in the order of `Scaling.numbers`.
 NUMBERS = {
   'none': (),
   'linear': ('factor',),
@@ -22,24 +22,19 @@ NUMBERS = {
 class Scaling:
   """How frequencies are changed for rows longer than those trained on.
 
-  'linear' divides all by `factor`. 'llama3' (Llama 3.1's) divides those whose
-  wavelength is above original_length / low_factor, keeps those below
-  original_length / high_factor, and blends in between. As a text it is the
-  kind and its numbers: 'none', 'linear:8' or 'llama3:32,1,4,8192'.
+  'linear' divides all by the factor. 'llama3' (Llama 3.1's) divides those
+  whose wavelength is above original_length / low_factor, keeps those below
+  original_length / high_factor, and blends in between; the original length is
+  that of the training rows. As a text a scaling is its kind and its numbers:
+  'none', 'linear:8' or 'llama3:32,1,4,8192'.
 
   Attributes:
     kind: 'none', 'linear' or 'llama3'.
-    factor: divisor of the frequencies.
-    low_factor: low frequency factor of 'llama3'.
-    high_factor: high frequency factor of 'llama3', above `low_factor`.
-    original_length: context length of the original training ('llama3').
+    numbers: numbers of the kind, as `NUMBERS` names them.
   """
 
   kind: str = 'none'
-  factor: float = 1.0
-  low_factor: float = 1.0
-  high_factor: float = 4.0
-  original_length: float = 8192.0
+  numbers: tuple[float, ...] = ()
 
   @classmethod
   def parse(cls, text: str) -> 'Scaling':
@@ -50,24 +45,18 @@ class Scaling:
         not positive and finite, or a low factor not below the high one.
     """
     kind, _, rest = text.partition(':')
-    numbers = [float(number) for number in rest.split(',')] if rest else []
-    if kind not in NUMBERS or len(numbers) != len(NUMBERS[kind]):
-      raise ValueError(f'{text!r} is not a kind of scaling and its numbers')
-    scaling = cls(kind, *numbers)
+    numbers = tuple(float(number) for number in rest.split(',') if rest)
     if (
-      not all(0 < number < math.inf for number in numbers)
-      or scaling.low_factor >= scaling.high_factor
+      kind not in NUMBERS
+      or len(numbers) != len(NUMBERS[kind])
+      or not all(0 < number < math.inf for number in numbers)
+      or (kind == 'llama3' and numbers[1] >= numbers[2])
     ):
-      raise ValueError(f'{text!r} has numbers out of range')
-    return scaling
-
-  @property
-  def numbers(self) -> dict[str, float]:
-    """The numbers that this kind has, by field."""
-    return {name: getattr(self, name) for name in NUMBERS[self.kind]}
+      raise ValueError(f'{text!r} is not a kind of scaling and its numbers')
+    return cls(kind, numbers)
 
   def __str__(self) -> str:
-    numbers = [repr(x).removesuffix('.0') for x in self.numbers.values()]
+    numbers = [repr(number).removesuffix('.0') for number in self.numbers]
     return f'{self.kind}:{",".join(numbers)}' if numbers else self.kind
 
 
@@ -79,15 +68,14 @@ def frequencies(
   frequency = theta**-exponent
   if scaling.kind == 'none':
     return frequency
-  slow = frequency / scaling.factor
+  factor, *bounds = scaling.numbers
+  slow = frequency / factor
   if scaling.kind == 'linear':
     return slow
+  low, high, length = bounds
   # Periods in the original length; 0 of the blend at the low factor.
-  periods = scaling.original_length * frequency / (2 * math.pi)
-  blend = (periods - scaling.low_factor) / (
-    scaling.high_factor - scaling.low_factor
-  )
-  blend = jnp.clip(blend, 0.0, 1.0)
+  periods = length * frequency / (2 * math.pi)
+  blend = jnp.clip((periods - low) / (high - low), 0.0, 1.0)
   return (1 - blend) * slow + blend * frequency
 
 
