@@ -155,7 +155,7 @@ def _plan(job: programs.Job, where: chips.Slice) -> dict[str, Any]:
       compiled program is not understood.
   """
   program = job.program()
-  copies = layout_report.held_twice(program.rows())
+  copies = {'replicated': layout_report.replicated(program.rows())}
   if where.chip.kind == 'gpu':
     given = cost_model.Arguments.of(job, program)
     return cost_model.describe(job, where, given) | copies

@@ -169,7 +169,8 @@ def text(plan: Mapping[str, Any]) -> str:
     **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }
   lines += [f'  {k:<18}{disk.format_bytes(v):>12}' for k, v in parts.items()]
-  lines += [f'  {line}' for line in layout_report.held_twice_text(plan)]
+  replicated = layout_report.replicated_text(plan['replicated'])
+  lines += [f'  {line}' for line in replicated]
   lines += [
     f'  would fit by the cost model: {way}' for way in plan.get('remedies', ())
   ]

@@ -9,7 +9,7 @@ from jax import tree_util
 
 from encdec_adapt.sharding import memory, placement
 
-# Bytes from which copies of the same data on several devices are reported.
+# Bytes from which an array that every device holds is reported.
 LARGE = 64 * 2**20
 
 
@@ -22,7 +22,6 @@ class Row:
     dimensions: 'embed 2304/fsdp, mlp 9216': logical name, size and mesh axes.
     dtype: dtype of the elements.
     bytes: bytes of one device's shard.
-    copied: mesh axes along which devices hold the same data.
     replicated: every device of several holds the whole array.
     host: the array is in the host's memory.
   """
@@ -31,7 +30,6 @@ class Row:
   dimensions: str
   dtype: str
   bytes: int
-  copied: tuple[str, ...]
   replicated: bool
   host: bool
 
@@ -91,7 +89,6 @@ def describe(
           dimensions=', '.join(dimensions) or 'scalar',
           dtype=str(leaf.dtype),
           bytes=_bytes(leaf),
-          copied=tuple(a for a in mesh if mesh[a] > 1 and a not in used),
           replicated=not used and math.prod(mesh.values()) > 1,
           host=leaf.sharding.memory_kind == memory.HOST,
         )
@@ -99,51 +96,30 @@ def describe(
   return rows
 
 
-def held_twice(rows: Iterable[Row]) -> dict[str, list[dict[str, Any]]]:
-  """Returns data of at least `LARGE` bytes that several devices hold.
+def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
+  """Returns arrays of at least `LARGE` bytes that every device holds whole.
 
   Returns:
-    `replicated`, arrays that every device holds, as `name` and `bytes`; and
-    `copies`, data replicated along a mesh axis, the largest first: `part` of
-    the arguments, mesh `axes`, number of `arrays`, and their `bytes` on one
-    device.
+    `name` and `bytes` of each.
   """
-  rows = list(rows)
-  found: dict[tuple[str, str], list[int]] = {}
-  for row in rows:
-    if row.copied and not row.host:
-      key = row.part, '+'.join(row.copied)
-      found.setdefault(key, []).append(row.bytes)
-  copies = [
-    {'part': part, 'axes': axes, 'arrays': len(sizes), 'bytes': sum(sizes)}
-    for (part, axes), sizes in found.items()
-    if sum(sizes) >= LARGE
-  ]
-  return {
-    'replicated': [
-      {'name': row.name, 'bytes': row.bytes}
-      for row in rows
-      if row.replicated and row.bytes >= LARGE
-    ],
-    'copies': sorted(copies, key=lambda one: -one['bytes']),
-  }
-
-
-def held_twice_text(found: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each entry of `held_twice`."""
   return [
-    f'{one["part"]}: {one["bytes"] / 2**20:,.1f} MiB per device'
-    f' ({one["arrays"]} arrays) are the same along {one["axes"]}'
-    for one in found['copies']
-  ] + [
+    {'name': row.name, 'bytes': row.bytes}
+    for row in rows
+    if row.replicated and row.bytes >= LARGE
+  ]
+
+
+def replicated_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Returns a line for each entry of `replicated`."""
+  return [
     f'REPLICATED: {one["name"]}, {one["bytes"] / 2**20:,.1f} MiB on every'
     ' device'
-    for one in found['replicated']
+    for one in found
   ]
 
 
 def text(rows: Iterable[Row]) -> str:
-  """Returns a line for every row, sums by part, copies and large replicas."""
+  """Returns a line for every row, sums by part, and large replicas."""
   rows = list(rows)
   width = max((len(row.name) for row in rows), default=0)
   lines, sums = [], {}
@@ -157,5 +133,5 @@ def text(rows: Iterable[Row]) -> str:
   lines += [
     f'{part}: {size / 2**20:,.1f} MiB per device' for part, size in sums.items()
   ]
-  lines += held_twice_text(held_twice(rows))
+  lines += replicated_text(replicated(rows))
   return '\n'.join(lines)

@@ -37,7 +37,7 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   for one in stored_plans.programs(written).values():
     assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
     assert toy.KEYS < set(one)
-    assert one['kernels'] == [] and 'copies' in one
+    assert one['kernels'] == [] and 'replicated' in one
   assert written['calibration'] == calibration.table()
   assert tiny.call(plan, f'--table={tmp_path}') == 0
   rows = [r for r in capsys.readouterr().out.splitlines() if 'h100:8' in r]

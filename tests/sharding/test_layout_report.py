@@ -1,4 +1,4 @@
-"""The sharding report: bytes, dimensions, copies."""
+"""The sharding report: bytes, dimensions, replicas."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ AXES = {
 }
 
 
-def test_rows_copies_and_text(monkeypatch):
+def test_rows_replicas_and_text():
   rows = layout_report.describe(ARGUMENTS, AXES)
   assert {row.name: row.bytes for row in rows} == {
     'parameters/up': 1024 * 48 * 4 // 8,
@@ -47,15 +47,8 @@ def test_rows_copies_and_text(monkeypatch):
   }
   assert [row.name for row in rows if row.host] == ['optimizer/0']
   table = {'name': 'parameters/table', 'bytes': 2**26}
-  assert layout_report.held_twice(rows)['replicated'] == [table]
+  assert layout_report.replicated(rows) == [table]
   lines = layout_report.text(rows).splitlines()
   assert any('embed 1024/replica.fsdp, mlp 48' in line for line in lines)
   assert 'optimizer on the host: 0.0 MiB per device' in lines
   assert lines[-1].startswith('REPLICATED: parameters/table, 64.0 MiB')
-  monkeypatch.setattr(layout_report, 'LARGE', 4)
-  found = layout_report.held_twice(rows)['copies']
-  assert [(c['part'], c['axes'], c['bytes']) for c in found] == [
-    ('parameters', 'replica+fsdp', 2**26),
-    ('caches', 'replica', 16),
-    ('optimizer', 'replica+fsdp', 4),  # The host's memory is not counted.
-  ]
