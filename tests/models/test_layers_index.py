@@ -45,25 +45,3 @@ def test_leaves_are_a_bijection_onto_the_stored_arrays(name, small_stack):
   # 4 norms and 4 + 3 kernels.
   assert sorted(parts) == list(range(stack.layers))
   assert {len(names) for names in parts.values()} == {11}
-
-
-def test_dense_layers_lead(small_stack):
-  experts = dict(experts=4, experts_per_token=2, expert_mlp_width=12)
-  stack = small_stack(
-    **experts, layers=8, dense_layers=2, pattern=('local', 'local', 'global')
-  )
-  # What follows the dense layers goes on in the pattern.
-  assert stack.lead == ('local', 'local')
-  assert stack.cycle == ('global', 'local', 'local')
-  assert (stack.repeats, stack.tail) == (2, ())
-  found = layer_leaves.leaves_of(model_config.DecoderOnlyConfig(stack))
-  for layer in range(8):
-    parts = {name.split('/')[3] for name in found if f'/{layer}/' in name}
-    assert ('mlp' in parts) == (layer < 2)
-    assert ('experts' in parts) == (layer >= 2)
-  assert found['decoder/layers/1/mlp/up'] == layer_leaves.Leaf(
-    (16, 24), 'decoder/lead/layer_1/mlp/up', None
-  )
-  assert found['decoder/layers/5/experts/gate'] == layer_leaves.Leaf(
-    (4, 16, 12), 'decoder/blocks/layer_0/experts/gate', 1
-  )

@@ -94,11 +94,11 @@ def test_kernels_on_a_sharded_length(backend):
   found = specs(2 * block, 4 * block, window=17)
   found = {n: found[n] for n in ('causal', 'full centered window', 'cross')}
   wide = specs(2 * block, window=block + 40)['causal window']
-  cases = cases_of(found | {'wide': wide}, heads=(2, 1), head_dim=64)
+  cases = cases_of(found | {'wide': wide}, heads=(4, 2), head_dim=64)
   kernel = functools.partial(backend.attend, interpret=True)
   reference = functools.partial(attention.attention, backend='reference')
   expected = results(reference, None, cases)
-  got = results(kernel, (2, 1, 2, 1), cases)
+  got = results(kernel, (2, 1, 2, 2), cases)
   attention_cases.assert_same(got, expected, 5e-5)
 
 

@@ -2,19 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from encdec_adapt.ops import attention_splash, masks, partition
+from encdec_adapt.ops import attention_splash, masks
 from tests.ops import attention_cases
 from tests.ops.attention_cases import assert_like_reference, spec_of
 
-RULES = {
-  'batch': ('replica', 'fsdp'),
-  'length': ('sequence',),
-  'act_heads': ('tensor',),
-}
 interpreted = functools.partial(attention_splash.attend, interpret=True)
 qkv = functools.partial(attention_cases.qkv, head_dim=64)
 
@@ -60,23 +54,3 @@ def test_bfloat16():
   arrays = qkv(130, 130, dtype=jnp.bfloat16)
   spec = spec_of('causal', 130)
   assert_like_reference(interpreted, *arrays, spec, tolerance=0.03)
-
-
-@pytest.mark.sharded
-@pytest.mark.parametrize(
-  'sizes, name',
-  [
-    ((1, 1, 1, 2), 'full exclusive window'),
-    ((2, 1, 2, 2), 'full exclusive window'),
-    ((2, 1, 2, 2), 'full'),  # Its backward pass is one kernel.
-  ],
-)
-def test_on_a_mesh(sizes, name):
-  mesh = attention_cases.make_mesh(sizes)
-
-  @functools.partial(jax.jit, static_argnames=('scale', 'softcap'))
-  def attend(q, k, v, spec, scale, softcap):
-    with partition.use(mesh, RULES):
-      return interpreted(q, k, v, spec, scale=scale, softcap=softcap)
-
-  assert_like_reference(attend, *qkv(256, 256), spec_of(name, 256))

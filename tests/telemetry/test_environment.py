@@ -26,16 +26,6 @@ def test_report_and_fingerprint(monkeypatch):
   assert environment.difference(read, environment.fingerprint()) == []
 
 
-def test_difference_names_keys_and_values():
-  assert environment.difference(
-    {'jax': '1', 'cores': 2, 'old': None}, {'jax': '2', 'cores': 2, 'new': 3}
-  ) == [
-    "jax: '1' before, '2' now",
-    "new: 'not recorded' before, 3 now",
-    "old: None before, 'not recorded' now",
-  ]
-
-
 _COMPILE = """
 import sys
 import jax
