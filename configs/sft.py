@@ -15,7 +15,8 @@ packed. A pass draws every example once and `config.train.steps` is 0, so that
 the job ends with its records: `--config.data.passes=3` are three epochs, which
 the learning rate's warm-up and decay follow. Every save is evaluated, and the
 checkpoint with the lowest held-out loss is kept and used
-(`config.checkpoint.keep_best`).
+(`config.checkpoint.keep_best`); every evaluation prints the model's answers to
+two held-out examples (`config.train.samples`).
 """
 
 from configs import pretrained
@@ -35,6 +36,7 @@ def get_config(arg=None):
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
   config.train.steps = 0
+  config.train.samples = 2
   config.train.eval_every = config.checkpoint.every = 200
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4

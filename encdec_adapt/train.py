@@ -28,7 +28,7 @@ from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import row_rates
-from encdec_adapt.evaluation import perplexity
+from encdec_adapt.evaluation import perplexity, samples
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
@@ -249,6 +249,9 @@ def train(
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
   evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+  sampler = None
+  if count := settings.train.samples:
+    sampler = samples.Sampler(workdir, where, data, count, telemetry.evaluated)
 
   def evaluate(step, params):
     """Measures, records and returns the loss of the held-out rows."""
@@ -261,6 +264,9 @@ def train(
         teacher=teacher_row,
       )
       result = evaluator(params, held_out)
+      if sampler:
+        watchdog.beat(step, 'evaluate')
+        sampler(step, params)
     telemetry.record_evaluation(step, result.loss, result.accuracy)
     return result.loss
 

@@ -155,6 +155,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['model.decoder.pattern[0]=3'], r'model.decoder.pattern\[0\]'),
     (['train.steps=-1'], 'train.steps is -1; it must be at least 0'),
     (['train.steps=0', 'data.repeat=True'], 'train.steps is 0.*never end'),
+    (['train.samples=2'], "train.samples is 2 .*'causal_lm', .*no inputs"),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),

@@ -43,6 +43,12 @@ class TrainConfig:
     at_least=1,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
+  samples: int = keys.key(
+    0,
+    'Held-out examples whose inputs the model continues, greedily, at every'
+    ' evaluation; printed, and appended to WORKDIR/samples.jsonl.',
+    at_least=0,
+  )
   max_skipped: int = keys.key(
     10, 'Non-finite updates in a row before the job stops.', at_least=1
   )

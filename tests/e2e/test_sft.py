@@ -48,5 +48,12 @@ def test_pairs_fine_tune_a_decoder(tmp_path, request):
   )
   assert manifest['spec']['passes'] == 3
   assert summary['steps'] == -(-manifest['totals']['rows'] // 8)
+  samples = (tmp_path / 'run' / 'samples.jsonl').read_text().splitlines()
+  samples = [json.loads(line) for line in samples]
+  assert [(s['step'], s['row']) for s in samples] == [
+    (step, row) for step in (0, summary['steps']) for row in (0, 1)
+  ]
+  assert all('The name of number' in sample['prompt'] for sample in samples)
+  assert all('value_' in sample['reference'] for sample in samples)
   # Answers of more than 50 tokens have a masked copy.
   assert manifest['totals']['pairs'] > 3 * 90

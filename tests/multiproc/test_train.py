@@ -1,5 +1,6 @@
 """Two real processes train and stop as one, and resume as two or one."""
 
+import json
 import pathlib
 import shutil
 import signal
@@ -9,6 +10,7 @@ import pytest
 
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import app
+from encdec_adapt.evaluation import samples
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 
@@ -32,6 +34,7 @@ def flags(folder):
     f'--config.train.steps={STEPS}',
     f'--config.train.batch_size={BATCH}',
     '--config.train.microbatches=2',
+    '--config.train.samples=1',
     '--config.train.dropout=0.1',
     f'--config.train.eval_every={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
@@ -157,6 +160,9 @@ def test_two_processes_equal_one(folder, flags, two):
   # weight would show.
   _train_by_one(flags, folder / 'one')
   _assert_close(folder / 'one', two, 2e-5)
+  lines = (two / samples.FILE).read_text().splitlines()
+  steps = [json.loads(line)['step'] for line in lines]
+  assert steps == [0, STEPS // 2, STEPS]
 
 
 def test_a_mesh_that_crosses_processes_equals_one_that_does_not(

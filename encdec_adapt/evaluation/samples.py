@@ -1,0 +1,137 @@
+"""Samples of a model in training: greedy answers to held-out inputs.
+
+They are printed and appended to `samples.jsonl`, a line per sample with `step`,
+`row` (of the held-out records), `prompt`, `reference` and `output`: text with
+special tokens by name, the prompt's beginning left out if it is long.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from encdec_adapt.cluster import distributed
+from encdec_adapt.data import batch, objective_names
+from encdec_adapt.files import append_log, paths
+from encdec_adapt.inference import generation
+from encdec_adapt.models import decoder_only
+from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
+
+FILE = 'samples.jsonl'
+_LONGEST = 1000  # Characters of a prompt that are kept.
+_SHOWN = 160  # Characters of a text that are printed.
+
+
+class Sampler:
+  """Continues the inputs of some held-out rows; compiles one program."""
+
+  def __init__(
+    self,
+    workdir: str,
+    where: state_lib.Placement,
+    data: setup.Data,
+    count: int,
+    evaluated: int | None,
+  ):
+    """Reads the rows, and drops samples that are to be made again.
+
+    Args:
+      workdir: gets `samples.jsonl`.
+      where: the model, which reads pairs, and the placement of its parameters.
+      data: vocabularies and held-out rows, of one pair each.
+      count: number of rows, from the first; all where there are fewer.
+      evaluated: the last step that was evaluated, None for none; samples of
+        later steps are dropped.
+    """
+    self._path = paths.at(workdir) / FILE
+    if distributed.is_lead() and append_log.exists(self._path):
+      _drop_beyond(self._path, -1 if evaluated is None else evaluated)
+    held_out, self._sides = data.evaluation, data.vocabularies.sides
+    self._rows = held_out.read(range(min(count, len(held_out))))
+    lengths, framing = held_out.spec.lengths, held_out.framing
+    framed = batch.stack_rows(
+      [batch.frame_row(row, lengths, framing) for row in self._rows]
+    )
+    # A decoder-only model reads the same tokens before its own.
+    self._prompts = [
+      framed[f'encoder_{name}'] for name in ('tokens', 'segments', 'positions')
+    ]
+    ends = [framing.decoder.eos]
+    if objective_names.source_of(held_out.spec.objective) == 'chat':
+      ends.append(chat_format.end_of_turn(self._sides['decoder']))
+    # Without the rules of the mesh: a single token does not divide over it.
+    # XLA shards the work as the parameters are, which kernels do not allow.
+    compute = dataclasses.replace(where.model.compute, attention='chunked')
+    model = dataclasses.replace(where.model, compute=compute)
+
+    def run(params, *prompts):
+      """Returns greedy continuations [n, T] and their lengths [n]."""
+      return generation.generate_tokens(
+        model,
+        params,
+        *prompts,
+        rng=jax.random.key(0),
+        max_tokens=lengths.decoder,
+        bos=framing.decoder.bos,
+        eos=jnp.array(ends),
+        pad=framing.decoder.pad,
+      )[:2]
+
+    self._run = jax.jit(
+      run,
+      out_shardings=placement.replicated(where.mesh),
+      compiler_options=compiler.options(where.mesh),
+    )
+
+  def __call__(self, step: int, params: decoder_only.Params) -> None:
+    """Prints and appends samples; every process takes part.
+
+    Args:
+      step: the step that the parameters are of.
+      params: parameters of the model.
+    """
+    outputs, lengths = jax.device_get(self._run(params, *self._prompts))
+    if not distributed.is_lead():
+      return
+    lines = []
+    for row, (pair, *_) in enumerate(self._rows):
+      sample = {
+        'prompt': self._text('encoder', pair.inputs)[-_LONGEST:],
+        'reference': self._text('decoder', pair.targets),
+        'output': self._text('decoder', outputs[row, : lengths[row]]),
+      }
+      print(f'step {step}: sample {row + 1} of {len(self._rows)}')
+      for name, text in sample.items():
+        shown = text
+        if len(text) > _SHOWN and name == 'prompt':
+          shown = f'... {text[-_SHOWN:]}'
+        elif len(text) > _SHOWN:
+          shown = f'{text[:_SHOWN]} ...'
+        print(f'  {name:<9} {shown!r}')
+      lines.append(json.dumps({'step': step, 'row': row, **sample}) + '\n')
+    log = append_log.append(self._path)
+    log.write(''.join(lines).encode())
+    log.close()
+
+  def _text(self, side: str, tokens: np.ndarray) -> str:
+    """Decodes tokens of a side."""
+    vocabulary = self._sides[side]
+    # A table may have more rows than the vocabulary has tokens.
+    known = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
+    return vocabulary.decode(known, show_special=True, start=False)
+
+
+def _drop_beyond(path: paths.Path, step: int) -> None:
+  """Drops the samples beyond a step, and a half-written line."""
+  lines = append_log.read(path).splitlines(keepends=True)
+  kept = [
+    line
+    for line in lines
+    if line.endswith(b'\n') and json.loads(line)['step'] <= step
+  ]
+  append_log.replace(path, b''.join(kept))

@@ -1,0 +1,89 @@
+"""Samples during training are what the saved model generates."""
+
+import functools
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import train
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.data import records
+from encdec_adapt.evaluation import samples
+from encdec_adapt.tokenizers import vocabularies
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  os.chdir(tiny.ROOT)
+  folder = tmp_path_factory.mktemp('samples')
+  tiny.make_records(folder)
+  return folder
+
+
+def _train(folder, workdir, *flags):
+  given = [
+    *tiny.flags(folder, 'prefix_lm'),
+    '--config.train.samples=3',
+    '--config.train.eval_every=2',
+    '--config.checkpoint.every=2',
+    '--config.optimizer.learning_rate=0.03',
+    *(f'--config.{flag}' for flag in flags),
+  ]
+  assert tiny.call(train, *given, f'--workdir={workdir}') == 0
+  return (workdir / samples.FILE).read_bytes()
+
+
+def _wanted(folder, workdir):
+  """What `encdec_adapt.load` continues the same rows with."""
+  held_out = records.RecordSet.open(folder / 'prefix_lm' / 'eval')
+  vocabulary = vocabularies.open_vocabulary(folder / 'vocabulary.model')
+  model = encdec_adapt.load(workdir)
+  wanted = []
+  for (pair,) in held_out.read(range(3)):
+    prompt = np.append(vocabulary.bos, pair.inputs)[None]
+    found = jax.device_get(model.generate(prompt, max_tokens=16))
+    tokens = found.tokens[0, : found.lengths[0]]
+    wanted.append(
+      tuple(
+        vocabulary.decode(some, show_special=True, start=False)
+        for some in (pair.inputs, pair.targets, tokens)
+      )
+    )
+  return wanted
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(
+  'kind, mesh',
+  [
+    ('encoder_decoder', 'mesh.fsdp=-1'),
+    ('prefix_decoder', 'mesh.tensor=2'),
+    pytest.param('decoder_only', 'mesh.sequence=2', marks=pytest.mark.long),
+  ],
+)
+def test_samples_are_what_the_saved_model_generates(
+  kind, mesh, folder, tmp_path, capsys
+):
+  heads = ['model.encoder.kv_heads=2', 'model.decoder.kv_heads=2']
+  flags = [f'model.kind={kind}', mesh, 'train.steps=2', *heads]
+  job = functools.partial(_train, folder, tmp_path, *flags)
+  text = job()
+  lines = [json.loads(line) for line in text.splitlines()]
+  places = [(line['step'], line['row']) for line in lines]
+  assert places == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
+  found = [
+    tuple(line[name] for name in ('prompt', 'reference', 'output'))
+    for line in lines[3:]
+  ]
+  assert found == _wanted(folder, tmp_path)
+  assert 'step 2: sample 3 of 3' in capsys.readouterr().out
+  # As after a kill between the samples of step 2 and its save.
+  shutil.rmtree(tmp_path / manager.FOLDER)
+  (tmp_path / samples.FILE).write_bytes(text + b'{"step": 2, "ro')
+  assert job() == text
