@@ -10,17 +10,20 @@ from absl import flags
 import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.adaptation import merge
 from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import (
-  flax_folder,
   source_files,
   stored_model,
   work_directory,
 )
-from encdec_adapt.files import lazy_array, paths
-from encdec_adapt.huggingface import new_folder, tensor_folder
+from encdec_adapt.files import atomic, lazy_array, paths
+from encdec_adapt.huggingface import (
+  config_json,
+  flax_layout,
+  new_folder,
+  tensor_folder,
+)
 from encdec_adapt.models import model_config
 
 
@@ -44,12 +47,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
     path / tensor_folder.CONFIG
   ).exists() and orbax_folder.is_orbax_folder(path)
   if is_flax:
-    source = flax_folder.open_flax(
-      path,
-      values.model,
-      encoder_window=values.encoder_window,
-      vocab_multiple=values.vocab_multiple,
-    )
+    source = _open_flax(path, values)
   else:
     if not stored_model.is_folder(path):
       raise errors.UserError(
@@ -79,6 +77,33 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   return 0
 
 
+def _open_flax(
+  path: paths.Path, values: flags.FlagValues
+) -> stored_model.StoredModel:
+  """Opens a model as its authors' Flax code saves it; reads no arrays.
+
+  Raises:
+    UserError: it is damaged, it is not the model of --model, or it has no
+      such window.
+  """
+  folder = orbax_folder.OrbaxFolder(path)
+  if values.model:
+    raw = atomic.read_json(values.model)
+    model = config_json.model_from_raw(raw, values.model)[0]
+  else:
+    model = flax_layout.released_model(folder.arrays, str(path))
+  model = stored_model.with_window(model, values.encoder_window, str(path))
+  model = model_config.with_vocab_multiple(model, values.vocab_multiple)
+  found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+  return stored_model.StoredModel(
+    path,
+    model,
+    stored_model.vocabularies_in(path),
+    found.arrays,
+    unused=found.unused,
+  )
+
+
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   """Runs `convert merge`: averages models of one shape.
 
@@ -89,7 +114,6 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   command.require(values, 'output')
   new_folder.require_free(values.output)
   weights = _weights(values.weights, len(operands))
-  merge.check_weights(weights, len(operands))
   first = stored_model.open_model(operands[0])
   multiple = first.model.decoder.vocab_multiple
   others = [
@@ -121,15 +145,23 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
 
 
 def _weights(text: str | None, models: int) -> list[float]:
-  """Parses --weights; equal weights where none are given."""
+  """Parses --weights; equal weights where none are given.
+
+  Raises:
+    UserError: they are not one number for each model, or do not sum to 1.
+  """
   if not text:
     return [1 / models] * models
   try:
-    return [float(part) for part in text.split(',')]
-  except ValueError as error:
+    weights = [float(part) for part in text.split(',')]
+  except ValueError:
+    weights = []
+  if len(weights) != models or not abs(sum(weights) - 1) < 1e-6:
     raise errors.UserError(
-      f'--weights={text} must be numbers separated by commas, such as 0.5,0.5.'
-    ) from error
+      f'--weights={text} must be {models} numbers, one for each model, that sum'
+      ' to 1, separated by commas.'
+    )
+  return weights
 
 
 def _averages(
@@ -140,8 +172,9 @@ def _averages(
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads part of a parameter of every source and averages it."""
-    return merge.average(
-      [arrays[path].read(index) for arrays in sources], weights
+    return sum(
+      np.float32(weight) * np.asarray(arrays[path].read(index), np.float32)
+      for weight, arrays in zip(weights, sources, strict=True)
     )
 
   return {

@@ -122,9 +122,9 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
       '--cross_attention=copy'], 'as wide as the decoder'),
     (['merge', '{gemma}', '{wide}', '--output={tmp}/x'], 'width is 16 and 24'),
     (['merge', '{gemma}', '{gemma}', '--weights=1,1', '--output={tmp}/x'],
-     'sum to 2'),
+     'must be 2 numbers'),
     (['merge', '{gemma}', '{gemma}', '--weights=a,b', '--output={tmp}/x'],
-     'must be numbers'),
+     '=a,b must be 2 numbers'),
     (['verify', '{gemma}', '{llama}'], 'no tokens in common'),
     (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows=0'),
   ]
