@@ -16,6 +16,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
+import codecs
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
@@ -208,7 +209,8 @@ def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
     UserError: it is not UTF-8; names the place and the byte.
   """
   try:
-    return data.decode('utf-8-sig')
+    # The codec utf-8-sig is ten times slower.
+    return data.removeprefix(codecs.BOM_UTF8).decode('utf-8')
   except UnicodeDecodeError as error:
     where = where if isinstance(where, str) else where()
     raise errors.UserError(
@@ -219,4 +221,6 @@ def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
 
 def encodable(text: str) -> str:
   """Replaces lone surrogates, which UTF-8 cannot hold, by U+FFFD."""
+  if text.isascii():
+    return text
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

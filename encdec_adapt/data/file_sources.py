@@ -37,7 +37,7 @@ class FileSource(document_source.Source):
     super().__init__(name, max_bytes)
     self.pattern = self._pattern(self.name.partition(':')[2])
     expanded = os.path.expanduser(self.pattern)
-    self._root = _fixed_folder(expanded)
+    root = _fixed_folder(expanded)
     self._digests = {}  # The store's checksums of files in a bucket.
     if paths.is_bucket(expanded):
       try:
@@ -60,15 +60,11 @@ class FileSource(document_source.Source):
         f'source {self.name!r}: no file matches {self.pattern!r} in'
         f' {searched}; check the path, and quote the glob in the shell'
       )
+    self._ids = {path: _relative(path, root) for path in self._sizes}
 
   def _pattern(self, rest: str) -> str:
     """Returns the glob of a source's name, and takes what follows it."""
     return rest
-
-  def _id(self, path: str) -> str:
-    """Returns the path below the glob's fixed folder, without any '::'."""
-    relative = os.path.relpath(path, self._root).replace(os.sep, '/')
-    return relative.replace('::', ':_:')
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
@@ -107,7 +103,7 @@ class FileSource(document_source.Source):
 
   def _name(self, path: str, offset: int) -> str:
     """Returns the id of the document at an offset of a file."""
-    return f'{self._id(path)}:{offset}'
+    return f'{self._ids[path]}:{offset}'
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
     """Returns the text of a document."""
@@ -126,7 +122,7 @@ class FileSource(document_source.Source):
 
   def _content(self) -> Iterator[object]:
     for path in self._sizes:
-      yield self._id(path)
+      yield self._ids[path]
       yield self._digests.get(path) or _sample(path)
 
 
@@ -153,7 +149,7 @@ class TextSource(FileSource):
       yield 0, self._sizes[path], b''  # Read when it is wanted.
 
   def _name(self, path: str, offset: int) -> str:
-    return super()._name(path, offset) if self._unit else self._id(path)
+    return super()._name(path, offset) if self._unit else self._ids[path]
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
     if self._unit:
@@ -271,6 +267,12 @@ def _paragraphs(
     begun = True
   if inside:
     yield first, first + sum(map(len, inside)), b''.join(inside)
+
+
+def _relative(path: str, root: str) -> str:
+  """Returns the path below a folder, without any '::'."""
+  relative = os.path.relpath(path, root).replace(os.sep, '/')
+  return relative.replace('::', ':_:')
 
 
 def _fixed_folder(pattern: str) -> str:

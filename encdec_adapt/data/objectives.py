@@ -219,7 +219,7 @@ class WindowObjective(Objective):
       for pair in self.pairs(
         content, lambda i, name=name: generator(f'{name}#{i}')
       ):
-        yield pair._replace(documents=(name,))
+        yield batch.Pair(*pair[:-1], (name,))
 
   def pairs(
     self,
@@ -250,11 +250,14 @@ class WindowObjective(Objective):
 
   def _with_eos(self, pair: batch.Pair) -> batch.Pair:
     """Appends EOS to the targets, and what belongs to it to other fields."""
-    read, weights = pair.decoder_inputs, pair.weights
-    return pair._replace(
-      targets=np.concatenate([pair.targets, self._eos]),
-      decoder_inputs=read if read is None else np.append(read, self._eos),
-      weights=weights if weights is None else np.append(weights, weights[-1:]),
+    inputs, targets, prefix, read, weights, documents = pair
+    return batch.Pair(
+      inputs,
+      np.concatenate([targets, self._eos]),
+      prefix,
+      read if read is None else np.append(read, self._eos),
+      weights if weights is None else np.append(weights, weights[-1:]),
+      documents,
     )
 
   def _from_stream(self, documents, generator) -> Iterator[batch.Pair]:

@@ -8,6 +8,7 @@ draws again.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+from collections.abc import Iterable
 import hashlib
 
 import numpy as np
@@ -15,12 +16,17 @@ import numpy as np
 
 def digest(*parts: object) -> int:
   """Hashes parts to 128 bits; ('a', 'bc') and ('ab', 'c') differ."""
-  key = hashlib.blake2b(digest_size=16)
+  key = hashlib.blake2b(_joined(parts), digest_size=16)
+  return int.from_bytes(key.digest(), 'little')
+
+
+def _joined(parts: Iterable[object]) -> bytes:
+  """Returns the parts, each after its length."""
+  found = []
   for part in parts:
     data = str(part).encode('utf-8', 'surrogatepass')
-    key.update(len(data).to_bytes(8, 'little'))
-    key.update(data)
-  return int.from_bytes(key.digest(), 'little')
+    found += len(data).to_bytes(8, 'little'), data
+  return b''.join(found)
 
 
 class Keyed:
@@ -31,15 +37,17 @@ class Keyed:
 
   def __init__(self, seed: int, pass_index: int, source: str):
     """Takes the part of the key that all examples share; see `generator`."""
-    self._shared = seed, pass_index, source
+    shared = _joined((seed, pass_index, source))
+    self._shared = hashlib.blake2b(shared, digest_size=16)
     self._philox = np.random.Philox(key=0)
     self._generator = np.random.Generator(self._philox)
     self._start = self._philox.state
 
   def __call__(self, example_id: str) -> np.random.Generator:
     """Returns the generator of an example: draws as that of `generator`."""
-    key = digest(*self._shared, example_id)
-    self._start['state']['key'][:] = key & (2**64 - 1), key >> 64
+    key = self._shared.copy()
+    key.update(_joined((example_id,)))
+    self._start['state']['key'][:] = np.frombuffer(key.digest(), '<u8')
     self._philox.state = self._start
     return self._generator
 
