@@ -86,6 +86,7 @@ def test_a_model_tuned_on_chats_answers_alike(tmp_path):
     '--config.model.decoder.vocab_size=600',
     f'--config.data.source=chat:{file}',
     '--config.data.objective=chat',
+    '--config.train.samples=1',
     f'--config.data.folder={tmp_path}/records',
     '--config.data.encoder_length=64',
     '--config.data.eval_fraction=0.1',
@@ -99,6 +100,9 @@ def test_a_model_tuned_on_chats_answers_alike(tmp_path):
     f'--workdir={run}',
   ]
   assert tiny.call(train, *flags) == 0
+  sample = json.loads((run / 'samples.jsonl').read_text().splitlines()[-1])
+  assert sample['output'] == sample['reference']
+  assert sample['output'].endswith('<end_of_turn>')
   exported = folders.export(run, tmp_path / 'exported')
   prompts = [f'--prompt={text}' for text in texts]
   ours = _ours(run, tmp_path / 'out.json', '--chat', *prompts)
