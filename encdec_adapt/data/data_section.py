@@ -56,7 +56,10 @@ class DataConfig:
     False, 'Leave out documents whose text an earlier document has.'
   )
   max_bytes: int = keys.key(
-    0, "Bytes used of each source's text; 0 for all.", at_least=0
+    0,
+    'Only the first bytes of each source, of its files or else of its text, are'
+    ' used; 0 for all.',
+    at_least=0,
   )
   folder: str = keys.key('', "Folder of the records; '' for WORKDIR/records.")
   vocabulary: str = keys.key(

@@ -69,7 +69,7 @@ class RecordSpec:
     seqio_modules: modules that register the SeqIO tasks of the source.
     bad_documents: 'fail', or 'skip' to leave out what cannot be read.
     deduplicate: whether documents with the text of an earlier one are left out.
-    max_bytes: bytes of text used of each source; 0 uses all.
+    max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
     max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
     source_fingerprint: digest of the text; '' in a configuration, which is
       filled in when records are made and is not compared.
