@@ -67,10 +67,6 @@ class Recipe:
         `FRESH` the parameters of a freshly drawn model.
       xp: `numpy` or `jax.numpy`.
     """
-    whole = self._whole(trees)
-    if whole is not None:
-      made = _apply(self.pieces[0].transforms, xp.asarray(whole), xp)
-      return made.astype(self.info.dtype, copy=False)
     layers = []
     for piece in self.pieces:
       if isinstance(piece, _Piece):
@@ -82,25 +78,6 @@ class Recipe:
     # One layer may be stored with a `layers` axis of 1 or without one.
     stacked = xp.stack(layers).reshape(self.info.shape)
     return stacked.astype(self.info.dtype, copy=False)
-
-  def _whole(self, trees: Mapping[str, Tree]) -> Any:
-    """Returns the source array that the pieces cut up in order, if there is.
-
-    With equal layouts the array passes through at once instead of being cut
-    into layers and stacked again.
-    """
-    first = self.pieces[0]
-    if not isinstance(first, _Piece):
-      return None
-    array = trees[first.tree][first.path]
-    if self.info.shape == self.layer_shape:
-      return array if first.index is None else None
-    if first.index is None:
-      return None
-    in_order = tuple(
-      dataclasses.replace(first, index=i) for i in range(array.shape[0])
-    )
-    return array if self.pieces == in_order else None
 
 
 def _apply(transforms, array: Any, xp: types.ModuleType) -> Any:
