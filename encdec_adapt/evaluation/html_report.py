@@ -101,7 +101,6 @@ def _render(
     'Models': _models(runs),
     'Cost': _table([_cost(name, run) for name, run in runs.items()])
     + '<p>Tokens include prefixes; time is that of training steps.</p>',
-    'Learning rates': _learning_rates(runs),
     'Continuations': ''.join(map(_sample, report['samples'])),
     'Stages': _stages(report['stages']),
     'Text': _facts(report['text']),
@@ -132,11 +131,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _models(runs: numbers.Runs) -> str:
-  """Losses of every run outside the sweeps."""
+  """Losses of every run."""
   rows = []
   for name, run in runs.items():
-    if numbers.is_sweep(name):
-      continue
     loss, wrong = run['eval_loss'], run['eval_loss_shuffled_prefix']
     rate, seed = run['learning_rate'], run['seed']
     rows.append(
@@ -169,20 +166,6 @@ def _cost(name: str, run: Mapping[str, Any]) -> dict[str, str]:
     cells[f'FLOPs{suffix}'] = f'{part["flops"]:.2e}'
     cells[f'time{suffix}'] = progress.format_seconds(part['seconds'])
   return cells
-
-
-def _learning_rates(runs: numbers.Runs) -> str:
-  """Losses of the sweeps."""
-  rows = [
-    {
-      'model': numbers.model_of(name),
-      'learning rate': f'{run["learning_rate"]:g}',
-      'loss': numbers.loss(run['eval_loss']),
-    }
-    for name, run in runs.items()
-    if numbers.is_sweep(name)
-  ]
-  return _table(rows) if rows else ''
 
 
 def _sample(sample: Mapping[str, str]) -> str:
