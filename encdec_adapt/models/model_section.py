@@ -164,12 +164,6 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     eoi_token=decoder.eoi_token,
     vocab_multiple=decoder.vocab_multiple,
   )
-  for name in ('eoi_token', 'vocab_multiple'):
-    if getattr(encoder, name) != getattr(decoder, name):
-      raise errors.UserError(
-        f'the encoder has {name} {getattr(encoder, name)} and the decoder'
-        f' {getattr(decoder, name)}; a configuration has one for both.'
-      )
   return {
     **keys.values_of(section),
     **{
