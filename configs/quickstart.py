@@ -109,8 +109,10 @@ def get_config(arg=None):
   config = config_lib.defaults()
   large, small = _stack(4, 128), _stack(3, 96)
   is_small = run in ('decoder_only_small', 'unbalanced')
-  config_lib.set_stack(config.model.encoder, large)
-  config_lib.set_stack(config.model.decoder, small if is_small else large)
+  config_lib.set_model(
+    config.model,
+    model_config.encoder_decoder(large, small if is_small else large),
+  )
   config.compute.scan_unroll = 4
   config.compute.compile_cache = f'{size.root}/compiled'
   config.data.source = f'python:{DECODERS}/held_out.txt'

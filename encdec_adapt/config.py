@@ -183,21 +183,6 @@ def load(
   return settings
 
 
-def set_stack(section: ml_collections.ConfigDict, stack: Any) -> None:
-  """Sets the keys of `config.model.encoder` or `.decoder`.
-
-  Keys that both stacks share (`vocab_multiple`, `eoi_token`, `window_rule`)
-  are set by `set_model`.
-
-  Args:
-    section: keys to set.
-    stack: `StackConfig` with the values.
-  """
-  for name, value in keys.values_of(stack).items():
-    if name in section:
-      section[name] = value
-
-
 def set_model(
   section: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> None:
