@@ -5,8 +5,9 @@ r"""Loss per target token of trained models on one set of held-out records.
 
 Every model is measured on the same target tokens, and again with the prefixes
 of other examples: where that is not clearly worse, an encoder-decoder does not
-use its encoder, and a decoder-only model hardly uses the prefix. Writes
-evaluation.json into each run's folder.
+use its encoder, and a decoder-only model hardly uses the prefix. A row is exact
+if greedy decoding gives its targets to the last token. Writes evaluation.json
+into each run's folder.
 """
 
 import dataclasses
@@ -59,7 +60,8 @@ def main(values: flags.FlagValues) -> int:
     shuffled = result['eval_loss_shuffled_prefix']
     print(
       f'{run.path}: {result["eval_loss"]:.4f} nats per target token'
-      + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes'),
+      + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes')
+      + f'; {result["exact_match"]:.1%} of the rows exact',
       flush=True,
     )
     atomic.write_json(paths.join(run.path, run_artifacts.EVALUATION), result)
@@ -148,7 +150,8 @@ def evaluate(
   Returns:
     The content of evaluation.json: among others `kind`, and `eval_loss` and
     `eval_loss_shuffled_prefix` in nats per target token (the latter None for
-    rows without inputs or with several pairs, and for a single row).
+    rows without inputs or with several pairs, and for a single row), and
+    `exact_match`, a share of rows.
   """
   spec = record_set.spec
   params = run.found.restore_params(run.where.abstract_params())
@@ -179,6 +182,7 @@ def evaluate(
     'records_spec': dataclasses.asdict(record_set.spec),
     'target_tokens': own.target_tokens,
     'accuracy': own.accuracy,
+    'exact_match': own.exact_match,
     'eval_loss': own.loss,
     'eval_loss_shuffled_prefix': shuffled,
   }

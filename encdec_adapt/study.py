@@ -213,7 +213,9 @@ def _report(study: study_stages.Study) -> None:
     },
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
-    'samples': json.loads(paths.at(study.samples).read_text()),
+    'samples': (
+      json.loads(paths.at(study.samples).read_text()) if study.samples else []
+    ),
     'environment': environment.report(),
   }
   findings = html_report.write(collected, root)
@@ -236,6 +238,7 @@ def _run(root: paths.Path, folder: str) -> dict[str, Any]:
     **_summary(root, folder),
     'kind': evaluation['kind'],
     'eval_loss': evaluation['eval_loss'],
+    'exact_match': evaluation['exact_match'],
     'eval_loss_shuffled_prefix': evaluation['eval_loss_shuffled_prefix'],
     'curve': {
       'step': [record['step'] for record in evals],

@@ -90,6 +90,11 @@ class PythonSource(document_source.Source):
     group = document_id.rpartition('::')[0] or document_id
     return (group in self._held_out) == (split == 'eval')
 
+  def modules(self) -> Iterator[str]:
+    """Yields the source of every module."""
+    for module in self._modules:
+      yield _python(self._root / module)
+
   def _wanted(self, path: pathlib.Path) -> bool:
     return not (
       self._LEFT_OUT.intersection(path.parts)

@@ -5,6 +5,8 @@
 | python                   | the text that this Python carries              |
 |                          | (`data/python_source.py`)                      |
 | python:FILE              | the same, with a list of held-out documents    |
+| lookups                  | questions on tables made of its docstrings,    |
+|                          | pairs (`data/lookup_source.py`)                |
 | text:GLOB                | each file that matches is one document         |
 | text:GLOB#paragraphs     | each paragraph (between empty lines) is one    |
 | text:GLOB#lines          | each line that is not empty is one             |
@@ -36,17 +38,19 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   document_source,
   file_sources,
+  lookup_source,
   python_source,
   tfds_source,
 )
 
 _FORMS = (
-  'python[:FILE], text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
+  'python[:FILE], lookups, text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
   ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD],'
   ' seqio:NAME[:SPLIT], tfds:NAME:SPLIT[:FIELD]'
 )
 _SOURCES = {
   'python': python_source.PythonSource,
+  'lookups': lookup_source.LookupSource,
   'text': file_sources.TextSource,
   'jsonl': file_sources.JsonlSource,
   'pairs': file_sources.PairSource,
@@ -70,7 +74,7 @@ def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
     from encdec_adapt.data import prompt_source  # Only it needs Jinja.
 
     return prompt_source.PromptSource(name, max_bytes)
-  if kind not in _SOURCES or not rest and name != 'python':
+  if kind not in _SOURCES or (not rest and name not in ('python', 'lookups')):
     raise errors.UserError(
       f'source {name!r}: not a source; the forms are {_FORMS}'
     )
@@ -80,6 +84,6 @@ def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
 def gives(name: str) -> str:
   """Returns what a source has: 'text', 'pairs' or 'chat'."""
   kind = name.partition(':')[0]
-  return {'pairs': 'pairs', 'prompts': 'pairs', 'chat': 'chat'}.get(
-    kind, 'text'
-  )
+  if kind in ('pairs', 'prompts', 'lookups'):
+    return 'pairs'
+  return 'chat' if kind == 'chat' else 'text'

@@ -9,8 +9,9 @@ A report is a dictionary:
                 `parameters`, `steps`, `target_tokens`, `total_tokens`,
                 `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
                 `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (loss with
-                the prefixes of other examples, or None), `curve` (lists
-                `step`, `target_tokens`, `eval_loss`) and `inclusive`
+                the prefixes of other examples, or None), `exact_match` (share
+                of rows), `curve` (lists `step`, `target_tokens`, `eval_loss`)
+                and `inclusive`
                 (`target_tokens`, `total_tokens`, `flops`, `seconds` of the
                 run and of all its sources)
   stages        `name`, `command`, `budget_seconds`, `seconds`
@@ -148,6 +149,7 @@ def _models(runs: numbers.Runs) -> str:
         'loss': numbers.loss(loss),
         "others' prefixes": numbers.loss(wrong),
         'difference': '-' if wrong is None else f'{wrong - loss:+.3f}',
+        'exact': f'{run["exact_match"]:.1%}',
       }
     )
   return _table(rows) + (

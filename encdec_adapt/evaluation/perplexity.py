@@ -19,7 +19,7 @@ from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
-_SUMS = ('cross_entropy', 'correct', 'weight')
+_SUMS = ('cross_entropy', 'correct', 'weight', 'exact_rows', 'rows')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,14 @@ class Result:
     loss: cross-entropy to the data in nats per target token.
     accuracy: share of target tokens with the largest logit.
     target_tokens: sum of the weights.
+    exact_match: share of rows whose targets greedy decoding gives; it is a
+      share of answers where a row is one pair.
   """
 
   loss: float
   accuracy: float
   target_tokens: float
+  exact_match: float
 
 
 class Evaluator:
@@ -91,13 +94,15 @@ class Evaluator:
       # Read one batch late, while the next is prepared.
       totals += _read(previous)
     totals += _read(running)
-    cross_entropy, correct, weight = (float(total) for total in totals)
+    cross_entropy, correct, weight, exact, rows = map(float, totals)
     if weight == 0:
       raise errors.UserError(
         'the evaluation has no target tokens: there are no held-out rows, or'
         ' all weights are 0. Materialise an evaluation split with text in it.'
       )
-    return Result(cross_entropy / weight, correct / weight, weight)
+    return Result(
+      cross_entropy / weight, correct / weight, weight, exact / rows
+    )
 
 
 def _read(sums: Mapping[str, jax.Array] | None) -> np.ndarray:

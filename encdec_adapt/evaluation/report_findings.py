@@ -24,6 +24,7 @@ _COMPARED = {
   'adapted_embeddings': 'control: all weights fresh but the embeddings',
   'decoder_only': 'the decoder it was made from',
   'decoder_only_continued': 'that decoder, trained for as many tokens more',
+  'adapted_meap': "adapted, tuned with MEAP's masked copies as well",
 }
 
 
@@ -44,7 +45,9 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     for name, run in runs.items()
     if not math.isfinite(run['eval_loss'])
   ]
-  return not_finite + _start(runs) + _end(runs) + _encoder_use(runs)
+  return (
+    not_finite + _start(runs) + _end(runs) + _exact(runs) + _encoder_use(runs)
+  )
 
 
 def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
@@ -63,6 +66,11 @@ def _compare(first: Sequence[float], second: Sequence[float]) -> str:
     text = f'adapted is {abs(difference):.3f} nats {side}'
   if len(first) == len(second) == 1:
     return text
+  if len(first) == len(second):
+    low, high = numbers.paired_interval(first, second)
+    return (
+      f'{text} (95 % interval of the paired seeds {low:+.3f} to {high:+.3f})'
+    )
   if max(first) < min(second) or max(second) < min(first):
     return text + '; the seeds do not overlap'
   return text + '; the seeds overlap, so this is within their variation'
@@ -96,6 +104,19 @@ def _end(runs: numbers.Runs) -> list[str]:
         f' {_compare(adapted, other)}.'
       )
   return found
+
+
+def _exact(runs: numbers.Runs) -> list[str]:
+  """States exact match where a model has any."""
+  shares = {
+    model: _finite(runs, model, 'exact_match') for model in numbers.models(runs)
+  }
+  if not any(max(found, default=0) for found in shares.values()):
+    return []
+  found = ', '.join(
+    f'{model} {numbers.values(share)}' for model, share in shares.items()
+  )
+  return [f'Share of held-out rows that are exact: {found}.']
 
 
 def _encoder_use(runs: numbers.Runs) -> list[str]:

@@ -58,6 +58,27 @@ def values(losses: Sequence[float]) -> str:
   )
 
 
+def paired_interval(
+  first: Sequence[float], second: Sequence[float]
+) -> tuple[float, float]:
+  """Returns the 95 % interval of the mean of first - second.
+
+  Args:
+    first: values of at least two seeds.
+    second: values of the same seeds, in the same order.
+
+  Returns:
+    The bounds of Student's t interval.
+  """
+  from scipy import stats  # jax depends on it; importing it takes a second.
+
+  differences = [a - b for a, b in zip(first, second, strict=True)]
+  mean = statistics.fmean(differences)
+  error = statistics.stdev(differences) / len(differences) ** 0.5
+  half = float(stats.t.ppf(0.975, len(differences) - 1)) * error
+  return mean - half, mean + half
+
+
 def count(value: float) -> str:
   """Formats a count with three digits, such as '1.23 M'."""
   for size, unit in ((1e9, ' G'), (1e6, ' M'), (1e3, ' k')):

@@ -40,7 +40,8 @@ class Study:
     runs: run folders below the root, in the order of the report.
     best_of: maps a name in the report to run folders; the one with the lowest
       held-out loss is shown under that name.
-    samples: path of the continuations that a `generate` stage writes.
+    samples: path of the continuations that a `generate` stage writes; '' for
+      none.
   """
 
   root: str
@@ -48,5 +49,7 @@ class Study:
   size: str
   stages: tuple[Stage, ...]
   runs: tuple[str, ...]
-  best_of: Mapping[str, tuple[str, ...]]
-  samples: str
+  best_of: Mapping[str, tuple[str, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  samples: str = ''

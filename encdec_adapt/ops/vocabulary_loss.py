@@ -33,6 +33,9 @@ class LossSums:
     correct: weight of the tokens whose target has the largest logit (ties
       count as correct).
     weight: sum of the weights.
+    rows: number of rows with a weight above 0.
+    exact_rows: number of those rows whose targets all have the largest logit:
+      greedy decoding gives the targets of a row of one pair.
     routing: `experts.RouterLosses` times `weight`, set by `training.losses` for
       models with experts.
   """
@@ -43,6 +46,8 @@ class LossSums:
   z_loss: vocabulary_parallel.Sum
   correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
+  rows: vocabulary_parallel.Sum
+  exact_rows: vocabulary_parallel.Sum
   routing: Any = None
 
 
@@ -190,6 +195,11 @@ def _run(
   }
   sums.setdefault('kl', jnp.zeros((), jnp.float32))
   sums['weight'] = jnp.sum(weights)
+  counted = weights > 0  # [B, T]
+  has_weight = jnp.any(counted, axis=1)
+  exact = jnp.all((values['correct'] > 0) | ~counted, axis=1)
+  sums['rows'] = jnp.sum(has_weight, dtype=jnp.float32)
+  sums['exact_rows'] = jnp.sum(has_weight & exact, dtype=jnp.float32)
   return LossSums(**sums), (dhidden, dtable, values['total'])
 
 

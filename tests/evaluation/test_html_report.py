@@ -5,7 +5,11 @@ import math
 
 import pytest
 
-from encdec_adapt.evaluation import html_report, report_findings
+from encdec_adapt.evaluation import (
+  html_report,
+  report_findings,
+  report_numbers,
+)
 from encdec_adapt.files import paths
 
 
@@ -19,6 +23,7 @@ def _run(start, end, shuffled=None, **fields):
     'learning_rate': 1e-3,
     'seed': 0,
     'eval_loss': end,
+    'exact_match': 0.25,
     'eval_loss_at_step_0': start,
     'eval_loss_shuffled_prefix': shuffled,
     'curve': {
@@ -80,9 +85,15 @@ def test_findings(report):
   assert '4.650 (mean of 2 seeds, 4.600 to 4.700)' in start
   assert 'adapted is 3.750 nats lower' in start
   assert '3.150 (mean of 2 seeds' in end
-  assert 'adapted is 0.850 nats lower; the seeds do not overlap' in scratch
+  assert 'adapted is 0.850 nats lower (95 % interval' in scratch
   assert 'adapted is 0.350 nats lower' in decoder
   assert 'adapted is 0.450 nats lower' in control
+
+
+def test_the_interval_is_of_paired_seeds():
+  low, high = report_numbers.paired_interval([1.0, 2.0, 3.0], [0.0, 0.0, 3.0])
+  # t of 2 degrees of freedom is 4.3027, the standard error 1 / sqrt(3).
+  assert (low, high) == pytest.approx((1 - 2.4841, 1 + 2.4841), abs=1e-3)
 
 
 def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):

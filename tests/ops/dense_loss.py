@@ -61,11 +61,17 @@ def cross_entropy(
     kl = to_teacher + jnp.sum(jnp.exp(theirs) * theirs, axis=-1)
     objective = share * heat**2 * to_teacher + (1 - share) * objective
   z_term = z_loss * jnp.square(log_normaliser)
+  right = jnp.argmax(scores, axis=-1) == targets
+  counted = weights > 0
   return vocabulary_loss.LossSums(
     total=jnp.sum(weights * (objective + z_term)),
     cross_entropy=jnp.sum(weights * nll),
     kl=jnp.sum(weights * kl),
     z_loss=jnp.sum(weights * z_term),
-    correct=jnp.sum(weights * (jnp.argmax(scores, axis=-1) == targets)),
+    correct=jnp.sum(weights * right),
     weight=jnp.sum(weights),
+    rows=jnp.sum(jnp.any(counted, axis=1)),
+    exact_rows=jnp.sum(
+      jnp.any(counted, axis=1) & jnp.all(right | ~counted, axis=1)
+    ),
   )

@@ -331,3 +331,15 @@ def test_mesh_memory_is_split():
   # Per device: 8 gathered chunks of 8 tokens times an eighth of the columns.
   local_logits = 8 * 8 * 4096 // 8 * 4
   assert memory.temp_size_in_bytes < 6 * local_logits
+
+
+def test_a_row_is_exact_if_all_that_counts_is_right():
+  table = 5.0 * jnp.eye(4)
+  targets = jnp.array([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 3, 3]])
+  predicted = jnp.array([[0, 1, 2], [0, 3, 2], [0, 1, 3], [3, 3, 3]])
+  # The wrong token of the third row does not count, nor does the last row.
+  weights = jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]], jnp.float32)
+  sums = vocabulary_loss.cross_entropy(
+    table[predicted], table, targets, weights, vocab_size=4
+  )
+  assert (sums.exact_rows, sums.rows) == (2, 3)

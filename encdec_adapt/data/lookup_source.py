@@ -1,0 +1,75 @@
+"""The source `lookups`: questions on tables of names and their descriptions.
+
+A table has four names of classes and functions of the standard library, each
+with the beginning of its docstring, 180 to 240 characters up to the end of a
+word. A question asks for one of them, and the answer is that text, word for
+word: what is measured is whether a model finds it in what it reads. Every
+docstring is in one table; all four questions on a table are on the same side of
+the split.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import ast
+from collections.abc import Iterator
+import functools
+import itertools
+import json
+import textwrap
+import warnings
+
+from encdec_adapt.data import document_source, python_source, randomness
+
+_SHORTEST, _LONGEST = 180, 240  # Characters of a description.
+_ROWS = 4  # Rows of a table.
+_NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class LookupSource(python_source.PythonSource):
+  """`lookups`: pairs of a table with a question, and the answer."""
+
+  divisible = False
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields every n-th question; all shards read the standard library."""
+    found = dict(itertools.chain.from_iterable(map(_described, self.modules())))
+    # Names in the order of their hashes, each description once.
+    names = {
+      text: name
+      for name, text in sorted(
+        found.items(), key=lambda item: randomness.digest('table', item[0])
+      )
+    }
+    rows = [(name, text) for text, name in names.items()]
+    tables = [rows[i : i + _ROWS] for i in range(0, len(rows) - 3, _ROWS)]
+    entries = (
+      (f'{table[0][0]}::{asked}', functools.partial(_pair, table, asked))
+      for table in tables
+      for asked in range(_ROWS)
+    )
+    return self._every(entries, shard_index, num_shards)
+
+
+def _pair(table: list[tuple[str, str]], asked: int) -> str:
+  """Returns the JSON of a table with a question, and the answer."""
+  rows = ''.join(f'{name}: {text}\n' for name, text in table)
+  name, text = table[asked]
+  return json.dumps([f'{rows}What is {name}?\n', text], ensure_ascii=False)
+
+
+def _described(source: str) -> Iterator[tuple[str, str]]:
+  """Yields names in a module and the beginnings of their docstrings."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # About invalid escapes in strings.
+      tree = ast.parse(source)
+  except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
+    return
+  for node in ast.walk(tree):
+    if isinstance(node, _NODES):
+      text = ' '.join((ast.get_docstring(node) or '').split())
+      text = textwrap.shorten(text, _LONGEST, placeholder='')
+      if len(text) >= _SHORTEST:
+        yield node.name, document_source.encodable(text)
