@@ -299,7 +299,7 @@ def train(
       with telemetry.spent('data'):
         rows = next(batches)
       if step == first:
-        data.train.check_framing(rows)
+        data.train.check_framing(rows, data.vocabularies.decoder)
         say(setup.describe_batch(rows, data.vocabularies))
         if distributed.is_lead():
           run_artifacts.remove_results(workdir)  # Of a shorter, finished job.

@@ -235,7 +235,7 @@ def check_framing(
   batch: Mapping[str, np.ndarray],
   framing: special_ids.Framing,
   *,
-  masks: bool = False,
+  mask: int | None = None,
   eos_inside: bool = False,
 ) -> None:
   """Checks that a batch obeys the tables in the module's docstring.
@@ -243,7 +243,8 @@ def check_framing(
   Args:
     batch: fields of the batch.
     framing: special ids that frame its rows.
-    masks: whether the decoder may read other tokens than the targets.
+    mask: token that the decoder may read in place of any target (MEAP), or
+      None.
     eos_inside: whether inputs may hold EOS, of a document or a turn.
 
   Raises:
@@ -258,9 +259,9 @@ def check_framing(
   if ids.pad != ids.eos:
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
-    rules |= _decoder_rules(batch, framing.decoder, masks)
+    rules |= _decoder_rules(batch, framing.decoder, mask)
   rules |= _encoder_rules(batch, framing.encoder, eos_inside)
-  rules |= _teacher_rules(batch, masks)
+  rules |= _teacher_rules(batch, mask)
   for rule, holds in rules.items():
     if not holds.all():
       row, position = np.argwhere(~holds)[0]
@@ -271,7 +272,7 @@ def check_framing(
 
 
 def _decoder_rules(
-  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, masks: bool
+  batch: Mapping[str, np.ndarray], ids: special_ids.SideIds, mask: int | None
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, T]."""
   segments, tokens = batch['decoder_segments'], batch['decoder_tokens']
@@ -279,11 +280,12 @@ def _decoder_rules(
   # Within a segment, each input is the target before it.
   later = (segments > 0) & ~first
   previous = np.roll(batch['targets'], 1, axis=-1)
+  masked = tokens == (-1 if mask is None else mask)
   return {
-    'a decoder segment starts with BOS': ~first | (tokens == ids.bos) | masks,
+    'a decoder segment starts with BOS': ~first | (tokens == ids.bos) | masked,
     'decoder inputs are the targets shifted right': ~later
     | (tokens == previous)
-    | masks,
+    | masked,
   }
 
 
@@ -305,7 +307,7 @@ def _encoder_rules(
 
 
 def _teacher_rules(
-  batch: Mapping[str, np.ndarray], masks: bool
+  batch: Mapping[str, np.ndarray], mask: int | None
 ) -> dict[str, np.ndarray]:
   """Returns rule -> positions where it holds, [B, T]."""
   if 'teacher_index' not in batch:
@@ -313,9 +315,10 @@ def _teacher_rules(
   weights, index = batch['weights'], batch['teacher_index']
   after = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
   predicted = np.take_along_axis(batch['teacher_tokens'], after, axis=-1)
+  masked = predicted == (-1 if mask is None else mask)
   segments = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
   own = np.take_along_axis(batch['teacher_segments'], after, axis=-1)
   return {
     'the teacher predicts the targets': (weights == 0)
-    | ((predicted == batch['targets']) | masks) & (segments == own)
+    | ((predicted == batch['targets']) | masked) & (segments == own)
   }

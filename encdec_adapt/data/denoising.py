@@ -101,6 +101,13 @@ class Denoiser:
   normal: bool = False
   weight: float = 1.0
 
+  @functools.cached_property
+  def label(self) -> str:
+    """The setting as a mixture names it, without the weight."""
+    setting = self.kind if self.kind != 'spans' else f'{self.mean:g}'
+    share = f':{self.density:g}' * bool(self.density)
+    return f'{self.mode or "-"}:{setting}{share}' + ':normal' * self.normal
+
   def counts(self, length: int) -> tuple[int, int]:
     """Returns hidden tokens and spans of a window, at least one of each."""
     noise = min(max(round(length * self.density), 1), max(length - 1, 1))
@@ -277,6 +284,7 @@ class Denoising(objectives.WindowObjective):
     if denoiser.kind == 'uniform':
       middle = objectives.uniform_split(rng.random(), len(window))
       pair = batch.Pair(window[:middle], window[middle:])
+      noise = len(window) - middle
     else:
       noise, spans = denoiser.counts(len(window))
       hide = normal_partition if denoiser.normal else partition
@@ -286,6 +294,7 @@ class Denoising(objectives.WindowObjective):
         hide(noise, spans, rng),
         self._sentinels_of(spans),
       )
+    self.count_hidden(denoiser.label, len(window), noise)
     if not len(mode):
       return pair
     return batch.Pair(np.concatenate([mode, pair.inputs]), pair.targets)

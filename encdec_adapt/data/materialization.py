@@ -273,8 +273,8 @@ def summary(manifest: Mapping[str, Any]) -> str:
     f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
     f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
     f' tokens, {sides}; a mean example has'
-    f' {mean("encoder_positions"):.0f} inputs and'
-    f' {mean("target_tokens"):.0f} targets'
+    f' {mean("encoder_positions"):.0f} of {spec["encoder_length"]} inputs and'
+    f' {mean("target_tokens"):.0f} of {spec["decoder_length"]} targets'
   )
   if totals['shared_sentinel_spans']:
     line += (
@@ -286,12 +286,31 @@ def summary(manifest: Mapping[str, Any]) -> str:
       line += f'; {totals[what]:,} examples longer than a row were {what}'
   if totals.get('bad_documents'):
     line += f'; {totals["bad_documents"]:,} documents could not be read'
-  for part in manifest['parts'] if len(manifest['parts']) > 1 else ():
-    line += (
-      f'\n  {part["objective"]} of {part["source"]}: {part["rows"]:,} rows,'
-      f' {part["pairs"]:,} examples, {part["target_tokens"]:,} target tokens'
-    )
-  return line
+  lines = [line]
+  for part in manifest['parts']:
+    if len(manifest['parts']) > 1:
+      lines.append(
+        f'  {part["objective"]} of {part["source"]}: {part["rows"]:,} rows,'
+        f' {part["pairs"]:,} examples, {part["target_tokens"]:,} target tokens'
+      )
+    lines += _hidden(part)
+  return '\n'.join(lines)
+
+
+def _hidden(part: Mapping[str, Any]) -> list[str]:
+  """Compares what was hidden in a part with what its objective asks for."""
+  asked = objective_names.asked(part['objective'])
+  windows = sum(part.get(f'{noise}: windows', 0) for noise in asked)
+  lines = []
+  for noise, (share, hidden) in asked.items():
+    if own := part.get(f'{noise}: windows', 0):
+      found = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
+      wanted = '' if hidden is None else f' (asked {hidden:.1%})'
+      lines.append(
+        f'    {noise}: {own / windows:.1%} of {windows:,} windows (asked'
+        f' {share:.1%}), {found:.1%} of their tokens hidden{wanted}'
+      )
+  return lines
 
 
 # -- The data of a job -------------------------------------------------------

@@ -122,10 +122,16 @@ class Noising(objectives.WindowObjective):
     """Returns the hidden tokens of a window: its share, at least 1."""
     return max(round(size * self._share), 1)
 
+  def _hide(self, size: int) -> int:
+    """Returns the hidden tokens of a window that is made, and counts them."""
+    count = self._count(size)
+    self.count_hidden(self.name, size, count)
+    return count
+
   def _hidden(self, size: int, rng: np.random.Generator) -> np.ndarray:
     """Draws which tokens of a window are hidden, bool [size]."""
     hidden = np.zeros(size, bool)
-    hidden[rng.choice(size, self._count(size), replace=False)] = True
+    hidden[rng.choice(size, self._hide(size), replace=False)] = True
     return hidden
 
 
@@ -245,7 +251,7 @@ class Mass(Noising):
     return (self._longest(lambda window: (window, self._count(window))),)
 
   def split(self, window, plan, rng):
-    size = self._count(len(window))
+    size = self._hide(len(window))
     start = int(rng.integers(len(window) - size + 1))
     inputs = window.copy()
     inputs[start : start + size] = self._mask
@@ -266,7 +272,7 @@ class Infilling(Noising):
     Spans are drawn until they hide the share; the last one is cut to it. They
     lie in random order between the visible tokens.
     """
-    count = self._count(len(window))
+    count = self._hide(len(window))
     drawn = rng.poisson(_POISSON, count + 8)  # Nearly always more than enough.
     while drawn.sum() < count:
       drawn = np.append(drawn, rng.poisson(_POISSON, count))
@@ -368,6 +374,7 @@ class Meap(Noising):
 
   def split(self, window, plan, rng):
     masked = self._masked(len(window), rng)
+    self.count_hidden(self.name, len(window), int(masked.sum()))
     read = np.where(masked, np.int32(self._mask), window)
     return batch.Pair(np.zeros(0, np.int32), window, decoder_inputs=read)
 

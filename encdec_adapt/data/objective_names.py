@@ -197,6 +197,24 @@ def added_sentinels(text: str, policy: str, lengths: batch.Lengths) -> int:
   return denoising.most_spans(mixture, lengths)
 
 
+def asked(text: str) -> dict[str, tuple[float, float | None]]:
+  """Returns what an objective is to hide.
+
+  Returns:
+    Name of a noise, as in `Objective.count_hidden` -> its share of the windows,
+    and the share of hidden tokens; None where that is drawn for every window.
+  """
+  name, options = _parse(text)
+  if mixture := _mixture(name, options):
+    total = sum(one.weight for one in mixture)
+    return {
+      one.label: (one.weight / total, one.density or None) for one in mixture
+    }
+  if issubclass(_class(name), noising.Noising):
+    return {text: (1.0, options.get('share', _class(name).default_share))}
+  return {}
+
+
 def _class(name: str) -> type[objectives.Objective]:
   return _CLASSES.get(name, denoising.Denoising)
 

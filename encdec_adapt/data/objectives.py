@@ -76,7 +76,8 @@ class Objective(abc.ABC):
     concatenate: whether examples cross documents.
     lengths: row lengths that every pair fits.
     skips_bad: whether documents that it cannot read are left out and counted.
-    counts: examples that were dropped or cut, by what happened to them.
+    counts: examples that were dropped or cut, by what happened to them, and
+      what was hidden (`count_hidden`); they stand in the manifest.
   """
 
   feeds = 'pair'
@@ -120,6 +121,12 @@ class Objective(abc.ABC):
     Yields:
       Pairs that fit the lengths, with the ids of their documents.
     """
+
+  def count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
+    """Counts a window of a noise, its tokens, and those that were hidden."""
+    self.counts[f'{noise}: windows'] += 1
+    self.counts[f'{noise}: tokens'] += tokens
+    self.counts[f'{noise}: hidden'] += hidden
 
   def shared_spans(self, pair: batch.Pair) -> int:
     """Returns the number of spans that share their sentinel with another."""

@@ -35,9 +35,15 @@ from array_record.python import array_record_module
 from grain import sources
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names, record_copy, row_codec
+from encdec_adapt.data import (
+  batch,
+  noising,
+  objective_names,
+  record_copy,
+  row_codec,
+)
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.tokenizers import special_ids, vocabulary
 
 # Version of rows, file names, windows, packing and manifest.
 FORMAT = 7
@@ -452,17 +458,24 @@ class RecordSet:
     """Number of passes."""
     return len(self.ranges)
 
-  def check_framing(self, rows: batch.Batch) -> None:
+  def check_framing(
+    self, rows: batch.Batch, decoder: vocabulary.Vocabulary
+  ) -> None:
     """Checks a batch of these rows; see `batch.check_framing`.
+
+    Args:
+      rows: the batch.
+      decoder: the decoder's vocabulary.
 
     Raises:
       ValueError: names the broken rule, the row and the position.
     """
     names = objective_names.split(self.spec.objective)
+    masked = [*filter(objective_names.masks_decoder_inputs, names)]
     batch.check_framing(
       rows,
       self.framing,
-      masks=any(map(objective_names.masks_decoder_inputs, names)),
+      mask=noising.mask_token(masked[0], decoder) if masked else None,
       # The EOS of some vocabularies ends a turn, and inputs have several.
       eos_inside=any(
         objective_names.source_of(name) == 'chat'

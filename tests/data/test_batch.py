@@ -85,9 +85,10 @@ def test_decoder_inputs_and_weights_of_a_pair():
     row['teacher_tokens'][:6], [BOS, 11, 12, 4, 14, 0]
   )
   rows = batch.stack_rows([row])
-  batch.check_framing(rows, framing.FRAMING, masks=True)
-  with pytest.raises(ValueError, match='shifted right'):
-    batch.check_framing(rows, framing.FRAMING)
+  batch.check_framing(rows, framing.FRAMING, mask=4)
+  for other in (None, 5):
+    with pytest.raises(ValueError, match='shifted right'):
+      batch.check_framing(rows, framing.FRAMING, mask=other)
 
 
 def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():

@@ -183,3 +183,28 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
 def test_refuses(arguments, message):
   with pytest.raises(errors.UserError, match=message):
     cases.make(*arguments)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    n
+    for n in objective_names.NAMES
+    if n != 'denoise' and objective_names.asked(n)
+  ],
+)
+def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
+  objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
+  cases.pairs(objective, np.arange(500, 1000).repeat(100))
+  asked = objective_names.asked(name)
+  counts = [
+    [objective.counts[f'{noise}: {what}'] for noise in asked]
+    for what in ('windows', 'tokens', 'hidden')
+  ]
+  windows, tokens, hidden = np.array(counts)
+  if not windows.sum():
+    return  # Permutation and rotation hide nothing.
+  shares, rates = zip(*asked.values(), strict=True)
+  np.testing.assert_allclose(windows / windows.sum(), shares, atol=0.1)
+  wanted = [0.5 if rate is None else rate for rate in rates]
+  np.testing.assert_allclose(hidden / tokens, wanted, atol=0.05)

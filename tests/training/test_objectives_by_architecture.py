@@ -67,7 +67,9 @@ def _rows(name, kind):
   batch_lib.check_framing(
     framed,
     framing.FRAMING,
-    masks=objective_names.masks_decoder_inputs(name),
+    mask=objective_cases.MASK
+    if objective_names.masks_decoder_inputs(name)
+    else None,
     eos_inside=objective.concatenate,
   )
   return framed
