@@ -75,6 +75,7 @@ def get_config(arg=None):
   config.optimizer.learning_rate = 2e-3
   config.compute.compile_cache = f'{_root(args)}/compiled'
   config.compute.remat = 'none'
+  config.train.samples = 0
   return config
 
 
