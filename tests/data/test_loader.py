@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, loader, records, row_order, shared_masks
+from encdec_adapt.data import (
+  batch,
+  loader,
+  records,
+  row_order,
+  row_rates,
+  shared_masks,
+)
 from tests import framing
 
 LENGTHS = batch.Lengths(4, 3)
@@ -40,7 +47,7 @@ def make_pair(number):
   )
 
 
-def write_set(folder, *, passes=2, pack=True):
+def write_set(folder, *, passes=2, pack=True, sources=('python',)):
   spec = records.RecordSpec(
     source='python',
     split='train',
@@ -51,7 +58,7 @@ def write_set(folder, *, passes=2, pack=True):
     shards=len(SHARDS),
     pack=pack,
   )
-  parts = [records.Part('prefix_lm', 'python')]
+  parts = [records.Part('prefix_lm', source) for source in sources]
   entries, number = {}, 0
   for key in records.shard_keys(spec, parts):
     with records.ShardWriter(folder, spec, key) as writer:
@@ -157,6 +164,41 @@ def test_a_saved_position_goes_on_with_another_batch_size(record_set, prefetch):
     parts += rows_of(open_at(stream.position, then_size))
     assert parts == whole
     stream.close()
+
+
+@pytest.mark.parametrize('hosts', [1, 2, 4])
+def test_a_mixture_resumes_on_any_number_of_hosts(tmp_path, hosts):
+  mixed = write_set(tmp_path, sources=('a', 'b'))
+
+  def open_at(position, consumed, step, text, local=None):
+    return loader.Loader(
+      mixed,
+      LENGTHS,
+      4,
+      position=position,
+      consumed=consumed,
+      first_step=step,
+      rates=row_rates.parse(text),
+      seed=5,
+      local=local,
+    )
+
+  switch = 'rows:3,1; 2=rows:0,1; 4=rows:1,1'
+  whole = [fields['row'].tolist() for fields in open_at(0, None, 0, switch)]
+  first = open_at(0, None, 0, 'rows:3,1; 2=rows:0,1')
+  rows = [next(first)['row'].tolist() for _ in range(3)]
+  saved = first.position, first.order.consumed(first.position).tolist()
+  # The phase from step 4 on is new; every host holds some places of a batch.
+  parts = [
+    open_at(*saved, 3, switch, local=range(host, 4, hosts))
+    for host in range(hosts)
+  ]
+  for batches in zip(*parts, strict=True):
+    row = np.zeros(4, int)
+    for host, fields in enumerate(batches):
+      row[host::hosts] = fields['row']
+    rows.append(row.tolist())
+  assert rows == whole and len(whole) >= 5
 
 
 @pytest.mark.parametrize('local', [[0, 3], [2]])
