@@ -99,13 +99,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     """Encodes a text without the character of spaces."""
     if not self._by_line:
       return self._model.encode(text)
-    # A run of newlines may be one piece. Encoding a list starts threads, which
-    # costs more than a few calls.
-    lines = _LINE.findall(text)
-    if len(lines) < 32:
-      parts = map(self._model.encode, lines)
-    else:
-      parts = self._model.encode(lines, num_threads=1)
+    # A run of newlines may be one piece.
+    parts = map(self._model.encode, _LINE.findall(text))
     return list(itertools.chain.from_iterable(parts))
 
   def _encode_with_boundaries(self, text):
