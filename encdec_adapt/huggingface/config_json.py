@@ -7,8 +7,8 @@ import types
 from typing import Any
 
 from encdec_adapt.cli import errors
-from encdec_adapt.huggingface import families, own_config, raw_fields, weights
-from encdec_adapt.models import model_config
+from encdec_adapt.huggingface import families, raw_fields, weights
+from encdec_adapt.models import model_config, model_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,8 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
   }
 )
 
+# `model_type` of our own layout, for models that transformers has no class for.
+OWN_TYPE = 'encdec_adapt'
 # Our field in the config.json of a T5Gemma whose encoder has another window
 # rule than its authors'. transformers ignores it.
 WINDOW = 'encoder_window'
@@ -106,6 +108,12 @@ def raw_from_model(
   raise errors.UserError(
     'transformers has no class for this model. ' + ' '.join(reasons)
   )
+
+
+def own_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the config.json of our own layout, which any model has."""
+  section = model_section.section_from_model(config)
+  return {'model_type': OWN_TYPE, 'model': section}
 
 
 def pair_of(
@@ -227,7 +235,7 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
     raw: parsed config.json of a supported model.
   """
   kind = raw.get('model_type')
-  if kind == own_config.MODEL_TYPE:
+  if kind == OWN_TYPE:
     return {k: dict(v) for k, v in raw.get('carried', {}).items()}
   if kind in PAIRS:
     parts = {
@@ -248,11 +256,11 @@ def with_fields(
   """Returns a config.json with carried fields added.
 
   Args:
-    raw: result of `raw_from_model` or `own_config.raw_from_model`.
+    raw: result of `raw_from_model` or `own_from_model`.
     fields: result of `carried_fields`.
   """
   kind = raw['model_type']
-  if kind == own_config.MODEL_TYPE:
+  if kind == OWN_TYPE:
     return {**raw, 'carried': {k: dict(v) for k, v in fields.items()}}
   own = dict(fields.get('decoder', {}))
   if kind not in PAIRS:
@@ -286,8 +294,8 @@ def model_from_raw(
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
     kind = 'gemma3_text'
-  if kind == own_config.MODEL_TYPE:
-    return own_config.model_from_raw(raw, file), weights.OWN
+  if kind == OWN_TYPE:
+    return _own_from_raw(raw, file), weights.OWN
   if kind in families.FAMILIES:
     family = families.FAMILIES[kind]
     stack = families.stack_from_raw(raw, family, file)
@@ -296,9 +304,29 @@ def model_from_raw(
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are'
       f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])} and'
-      f' {own_config.MODEL_TYPE}.'
+      f' {OWN_TYPE}.'
     )
   return _pair_from_raw(raw, PAIRS[kind], file), PAIRS[kind].layout
+
+
+def _own_from_raw(
+  raw: Mapping[str, Any], file: str
+) -> model_config.ModelConfig:
+  """Returns the model that a config.json of our own layout describes.
+
+  Raises:
+    UserError: a key is missing, unknown (written by another version) or has a
+      value that no model has.
+  """
+  try:
+    return model_section.model_from_section(raw['model'])
+  except errors.UserError as error:
+    raise errors.UserError(f'{file}: {error}') from error
+  except (KeyError, TypeError, AttributeError) as error:
+    raise errors.UserError(
+      f"{file} has no valid object 'model' ({type(error).__name__}: {error})."
+      ' Export the model again, or download the file again.'
+    ) from error
 
 
 def _pair_from_raw(

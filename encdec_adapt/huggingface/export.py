@@ -14,7 +14,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.huggingface import (
   config_json,
   new_folder,
-  own_config,
   tensor_folder,
   tensor_writer,
   transposed_copy,
@@ -60,7 +59,7 @@ def write(
       finite (in `dtype`), or the folder cannot be written.
   """
   if own:
-    raw, layout = own_config.raw_from_model(config), weights.OWN
+    raw, layout = config_json.own_from_model(config), weights.OWN
   else:
     raw, layout = config_json.raw_from_model(config)
   raw = config_json.with_fields(raw, fields or {})

@@ -9,7 +9,6 @@ from encdec_adapt.cli import errors
 from encdec_adapt.huggingface import (
   config_json,
   families,
-  own_config,
   weights,
 )
 from encdec_adapt.models import model_config
@@ -138,7 +137,7 @@ def test_models_of_one_stack_that_are_not_causal_have_our_layout(role):
   model = model_config.DecoderOnlyConfig(model_config.StackConfig(role=role))
   with pytest.raises(errors.UserError, match=f'is causal, and not {role}'):
     config_json.raw_from_model(model)
-  raw = own_config.raw_from_model(model)
+  raw = config_json.own_from_model(model)
   assert config_json.model_from_raw(raw) == (model, weights.OWN)
 
 
