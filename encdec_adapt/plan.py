@@ -104,7 +104,7 @@ def main(values: flags.FlagValues) -> int:
     print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
   job = {'job': stored_plans.setup(settings)}
-  _write(values, where, job | stored_plans.content(plans))
+  _write(values, where, job | {'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 

@@ -17,22 +17,6 @@ from encdec_adapt.sharding import mesh
 _GIB = 2**30
 
 
-def content(plans: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the plan of the first program, with the others under `others`.
-
-  Args:
-    plans: program name to plan, at least one.
-  """
-  first, *rest = plans
-  others = {name: plans[name] for name in rest}
-  return {'program': first, **plans[first], 'others': others}
-
-
-def programs(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-  """Returns the plans of a file by program name, in their order."""
-  return {stored['program']: stored, **stored['others']}
-
-
 def request(config_flag, where: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
   try:
@@ -92,7 +76,7 @@ def read(folder: str) -> list[dict[str, Any]]:
   """
   paths = sorted(paths_lib.at(folder).glob('*.json'))
   found = [atomic.read_json(path) for path in paths]
-  plans = [one for one in found if 'program' in one]
+  plans = [one for one in found if 'programs' in one]
   if not plans:
     raise errors.UserError(
       f'--table={folder} has no plans; write one there with --output.'
@@ -110,7 +94,7 @@ def markdown(plans: list[dict[str, Any]]) -> str:
   for one in plans:
     slices = f'{one["num_slices"]} x ' if one['num_slices'] > 1 else ''
     path, _, argument = one['config'].partition(':')
-    for program, plan in programs(one).items():
+    for program, plan in one['programs'].items():
       of = '' if program == 'train' else f', {program}'
       lines.append(
         f'| `{argument or path}`{of} | {slices}{one["topology"]}'

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import chips, out_of_memory, stored_plans
+from encdec_adapt.planning import chips, out_of_memory
 from tests import tiny
 from tests.planning import toy
 
@@ -33,7 +33,7 @@ def make(folder, *flags):
   """Plans with these flags; returns the plans by program."""
   output = folder / 'plan.json'
   assert tiny.call(plan, *FLAGS, *flags, f'--output={output}') == 0
-  return stored_plans.programs(json.loads(output.read_text()))
+  return json.loads(output.read_text())['programs']
 
 
 @pytest.fixture(scope='module')

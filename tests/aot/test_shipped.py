@@ -61,14 +61,15 @@ def test_every_planned_configuration_has_its_plan():
 @EACH
 def test_a_shipped_plan_fits(path):
   written, where, settings = load(path)
-  assert written['program'] == 'train' and written['source'] == 'compiled'
-  assert all(plan['fits'] for plan in stored_plans.programs(written).values())
-  memory = written['memory']
+  assert all(plan['fits'] for plan in written['programs'].values())
+  train = written['programs']['train']
+  assert train['source'] == 'compiled'
+  memory = train['memory']
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
-  assert not written['replicated']
+  assert not train['replicated']
   # Few gradients are summed whole: kernels of attention of which a chip has no
   # multiple of 16 rows, most of them in 9B among 64 chips.
-  whole, scattered = sums(written)
+  whole, scattered = sums(train)
   assert whole < 0.7 * scattered
   # The configuration still has the values that were compiled.
   assert settings.mesh.sizes(where.devices)
@@ -96,7 +97,8 @@ def test_the_cost_model_is_near_the_compiled_plan(path):
   job = programs.Job.of('train', settings, mesh)
   given = cost_model.Arguments.of(job, job.program())
   found = cost_model.describe(job, where, given)
-  ratio = found['memory']['peak'] / written['memory']['peak']
+  peak = written['programs']['train']['memory']['peak']
+  ratio = found['memory']['peak'] / peak
   # A search may compile candidates that do not fit, but must not skip one
   # that does.
   assert 0.87 < ratio < search.DOUBT
@@ -114,8 +116,9 @@ def make(output, flags):
 @EACH
 def test_a_shipped_plan_is_reproduced(path, tmp_path):
   before = json.loads(path.read_text())
-  flags = stored_plans.flags(before, stored_plans.programs(before))
+  flags = stored_plans.flags(before, before['programs'])
   now = make(tmp_path / 'plan.json', flags)
+  before, now = (one['programs']['train'] for one in (before, now))
   assert now['memory']['peak'] == pytest.approx(
     before['memory']['peak'], rel=0.02
   )
@@ -163,7 +166,7 @@ def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   ]
   for side, changed in (('encoder', shape | wider), ('decoder', shape)):
     flags += [f'--config.model.{side}.{k}={v}' for k, v in changed.items()]
-  found = make(tmp_path / 'plan.json', flags)
+  found = make(tmp_path / 'plan.json', flags)['programs']['train']
   assert found['fits'] and found['kernels'] and 0 < found['mfu'] < 1
   # Most gradients of the layers' products are scattered, not summed whole.
   whole, scattered = sums(found)

@@ -6,7 +6,7 @@ import pytest
 
 from encdec_adapt import plan
 from encdec_adapt.cli import errors
-from encdec_adapt.planning import calibration, stored_plans
+from encdec_adapt.planning import calibration
 from tests import tiny
 from tests.planning import toy
 
@@ -33,8 +33,8 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   assert calibration.text(calibration.table()) in printed
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
-  assert list(stored_plans.programs(written)) == ['train', 'eval', 'decode']
-  for one in stored_plans.programs(written).values():
+  assert list(written['programs']) == ['train', 'eval', 'decode']
+  for one in written['programs'].values():
     assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
     assert toy.KEYS < set(one)
     assert one['kernels'] == [] and 'replicated' in one

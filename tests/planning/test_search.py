@@ -132,7 +132,7 @@ def test_a_program_out_of_memory_fits_no_budget(monkeypatch):
   assert 'DOES NOT FIT' in plan_report.text(found | {'replicated': []})
   assert search.Candidate(toy.job(), (), found).rate == 0
   request = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
-  written = {**request, **stored_plans.content({'decode': found})}
+  written = {**request, 'programs': {'decode': found}}
   (row,) = stored_plans.markdown([written]).splitlines()[2:]
   assert row.startswith('| `a.py`, decode | v5e:4x4 | 15.6 of 15.8 | - | - | ')
 
@@ -141,7 +141,7 @@ def test_plans_are_read_from_a_bucket(bucket):
   folder = f'{bucket}/plans'
   with pytest.raises(errors.UserError, match='plans has no plans'):
     stored_plans.read(folder)
-  plan = {'config': 'a.py', **stored_plans.content({'train': {'fits': True}})}
+  plan = {'config': 'a.py', 'programs': {'train': {'fits': True}}}
   atomic.write_json(f'{folder}/plan.json', plan)
   atomic.write_json(f'{folder}/search.json', {'candidates': []})
   assert stored_plans.read(folder) == [plan]
