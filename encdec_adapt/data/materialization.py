@@ -29,6 +29,7 @@ from encdec_adapt.data import (
   objective_names,
   record_copy,
   records,
+  row_rates,
   shard_jobs,
 )
 from encdec_adapt.data import workers as workers_lib
@@ -429,6 +430,9 @@ def materialize(
   for vocabulary in {one.path: one for one in opened.sides.values()}.values():
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
+  names = [str(part) for part in list_parts(data.train)]
+  for phase in row_rates.parse(data.rates):
+    phase.check_parts(names)
   # Held-out records first: they are few, and show whether there are any.
   found = set_folders(data)
   sets = [found['eval'], found['train']]

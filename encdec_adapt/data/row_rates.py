@@ -54,16 +54,10 @@ class Phase:
       UserError: there are not as many rates as parts, or a part with a rate
         has no rows.
     """
+    names = [f'{part["objective"]} of {part["source"]}' for part in parts]
+    self.check_parts(names)
     sizes = [part[UNITS[self.unit]] for part in parts]
     rates = sizes if self.rates is None else self.rates
-    names = '; '.join(
-      f'{part["objective"]} of {part["source"]}' for part in parts
-    )
-    if len(rates) != len(parts):
-      raise errors.UserError(
-        f'config.data.rates has {len(rates)} rates for the {len(parts)} parts'
-        f' of the records: {names}; state one for each, in this order'
-      )
     mixed = [min(rate, self.cap) ** (1 / self.temperature) for rate in rates]
     # From shares of the unit to shares of rows.
     shares = [
@@ -74,9 +68,22 @@ class Phase:
     if len(shares) < len(parts) or not any(shares):
       raise errors.UserError(
         f'config.data.rates draws from a part without {self.unit}; the parts'
-        f' are {names}, with {sizes}'
+        f' are {"; ".join(names)}, with {sizes}'
       )
     return [share / sum(shares) for share in shares]
+
+  def check_parts(self, names: Sequence[str]) -> None:
+    """Checks that there is a rate for every part, given their names.
+
+    Raises:
+      UserError: there are more or fewer rates.
+    """
+    if self.rates is not None and len(self.rates) != len(names):
+      raise errors.UserError(
+        f'config.data.rates has {len(self.rates)} rates for the'
+        f' {len(names)} parts of the records: {"; ".join(names)}; state one'
+        ' for each, in this order'
+      )
 
 
 def parse(text: str) -> tuple[Phase, ...]:
