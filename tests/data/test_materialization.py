@@ -222,7 +222,7 @@ def data_config(text, folder, **changes):
     train=make_spec(text, passes=1),
     evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
   )
-  return types.SimpleNamespace(**{**fields, **changes})
+  return types.SimpleNamespace(rates='', **{**fields, **changes})
 
 
 def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
