@@ -15,8 +15,6 @@ ROLES = {
   'encoder_only': 'bidirectional',
 }
 KINDS = (*ROLES, 'encoder_decoder')
-# The encoder has no head.
-_DECODER_ONLY_KEYS = {'tied_head'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,25 +68,12 @@ class ModelSection:
     keys.check(self, 'config.model.')
 
 
-def stack_keys(side: str, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the keys that a stack has in a configuration.
-
-  Args:
-    side: 'encoder' or 'decoder'.
-    values: values of all keys of `StackConfig`.
-  """
-  left_out = _DECODER_ONLY_KEYS if side == 'encoder' else set()
-  return {k: v for k, v in values.items() if k not in left_out}
-
-
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
-  stack = keys.defaults(model_config.StackConfig)
-  return {
-    **keys.defaults(ModelSection),
-    'encoder': stack_keys('encoder', stack),
-    'decoder': stack_keys('decoder', stack),
-  }
+  decoder = keys.defaults(model_config.StackConfig)
+  encoder = {k: v for k, v in decoder.items() if k != 'tied_head'}  # No head.
+  stacks = {'encoder': encoder, 'decoder': decoder}
+  return {**keys.defaults(ModelSection), **stacks}
 
 
 def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
@@ -164,10 +149,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     eoi_token=decoder.eoi_token,
     vocab_multiple=decoder.vocab_multiple,
   )
-  return {
-    **keys.values_of(section),
-    **{
-      side: stack_keys(side, keys.values_of(stack))
-      for side, stack in model.stacks.items()
-    },
-  }
+  stacks = {side: keys.values_of(one) for side, one in model.stacks.items()}
+  if pair:
+    del stacks['encoder']['tied_head']
+  return {**keys.values_of(section), **stacks}
