@@ -155,7 +155,7 @@ def _params(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   found = manager.open_latest(workdir)
   abstract = {
     tuple(path.split('/')): jax.ShapeDtypeStruct(*info)
-    for path, info in found.stored_leaves().items()
+    for path, info in found.open_state().arrays.items()
     if path.startswith('params/')
   }
   state = found.restore(traverse_util.unflatten_dict(abstract), partial=True)

@@ -35,7 +35,6 @@ import os
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from encdec_adapt.checkpoints import (
@@ -91,15 +90,11 @@ class Checkpoint:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
       return checkpointer.restore(self.path / item)
 
-  def stored_leaves(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype of every array of the state, by path.
-
-    Reads no array. Random keys appear as the integers they are stored as.
-    """
-    return self.open_state().arrays
-
   def open_state(self) -> orbax_folder.OrbaxFolder:
-    """Opens the state, to read arrays of it by name."""
+    """Opens the state, to read arrays of it by name.
+
+    Random keys appear as the integers they are stored as.
+    """
     return orbax_folder.OrbaxFolder(self.path / _STATE)
 
   def require_same(self, abstract: Any, *, partial: bool = False) -> None:
@@ -113,7 +108,7 @@ class Checkpoint:
       UserError: a leaf is missing or has another shape or dtype.
     """
     differences = state_leaves.differences(
-      self.stored_leaves(), abstract, partial=partial
+      self.open_state().arrays, abstract, partial=partial
     )
     if differences:
       more = len(differences) - _DIFFERENCES_SHOWN
