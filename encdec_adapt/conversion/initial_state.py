@@ -4,9 +4,7 @@ Opening reads configs and headers, checks them before any long work, and plans
 how every weight is filled; `read` then reads the weights.
 """
 
-from collections.abc import Mapping
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -130,8 +128,13 @@ def open_sources(
   elif init.mode != 'random':
     for source in models:
       stored_model.require_decoder_only(source)
+    fresh = init.mode == 'embeddings'
     report = weight_plan.make_plan(
-      target, *(source.model for source in models), **_options(init, target)
+      target,
+      *(source.model for source in models),
+      cross_attention=init.cross_attention,
+      post_norm_gain=init.post_norm_gain,
+      fresh=weight_plan.all_but_embeddings(target) if fresh else (),
     )
     report = stored_model.with_outside(report, models[0], models[-1])
   return Sources(init, compute, where, models, report)
@@ -203,18 +206,6 @@ def _open(
   """Opens a source or teacher, its tables padded as the model's own."""
   multiple = target.decoder.vocab_multiple
   return stored_model.open_model(path, vocab_multiple=multiple)
-
-
-def _options(
-  init: init_section.InitConfig, target: model_config.ModelConfig
-) -> Mapping[str, Any]:
-  """Returns the options of `weight_plan.make_plan` for a configuration."""
-  if init.mode == 'embeddings':
-    return {'fresh': weight_plan.all_but_embeddings(target)}
-  return {
-    'cross_attention': init.cross_attention,
-    'post_norm_gain': init.post_norm_gain,
-  }
 
 
 def _check_same_model(
