@@ -17,17 +17,14 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import records, shard_jobs
 from encdec_adapt.files import paths
 
-_THREADS = 16  # Entries read at a time.
-
 
 def run_jobs(
-  function: Any, jobs: Sequence[shard_jobs.ShardGroup], options: Sequence[str]
+  groups: Sequence[shard_jobs.ShardGroup], options: Sequence[str]
 ) -> Iterator[tuple[shard_jobs.ShardGroup, list[dict[str, Any]]]]:
-  """Calls `function(job)` for every group, and yields them when all have ended.
+  """Writes the shards of all groups, and yields these when all have ended.
 
   Args:
-    function: `shard_jobs.write_shards`, or another that is importable by name.
-    jobs: groups of shards.
+    groups: groups of shards.
     options: options of the pipeline, such as --runner=DataflowRunner.
 
   Yields:
@@ -47,21 +44,21 @@ def run_jobs(
     ) from error
   parsed = pipeline_options.PipelineOptions(list(options))
   runner = parsed.view_as(pipeline_options.StandardOptions).runner
-  folders = {job.folder for group in jobs for job in group.jobs}
+  folders = {job.folder for group in groups for job in group.jobs}
   for folder in sorted(folders):
     if runner == 'DataflowRunner' and not paths.is_bucket(folder):
       raise errors.UserError(
         f'the workers of {runner} cannot write to {folder}; set'
         ' config.data.folder to a bucket'
       )
-  if jobs:
+  if groups:
     with apache_beam.Pipeline(options=parsed) as pipeline:
-      groups = pipeline | apache_beam.Create(jobs, reshuffle=False)
+      listed = pipeline | apache_beam.Create(groups, reshuffle=False)
       # Otherwise the groups would be made where they were listed.
-      spread = groups | apache_beam.Reshuffle()
-      _ = spread | 'WriteShards' >> apache_beam.Map(function)
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
-    yield from zip(jobs, pool.map(_entries, jobs), strict=True)
+      spread = listed | apache_beam.Reshuffle()
+      _ = spread | 'WriteShards' >> apache_beam.Map(shard_jobs.write_shards)
+  with futures.ThreadPoolExecutor(shard_jobs.THREADS) as pool:
+    yield from zip(groups, pool.map(_entries, groups), strict=True)
 
 
 def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:

@@ -94,7 +94,17 @@ class Source(abc.ABC):
   def in_split(
     self, document_id: str, split: str, eval_fraction: float, seed: int
   ) -> bool:
-    """Returns whether a document belongs to `split`; see `in_split`."""
+    """Returns whether a document belongs to `split`.
+
+    Args:
+      document_id: document id of this source.
+      split: 'train' or 'eval'.
+      eval_fraction: share of the documents in 'eval', in [0, 1].
+      seed: seed of the split.
+
+    Returns:
+      `document_source.in_split`, unless the source knows its own splits.
+    """
     return in_split(document_id, split, eval_fraction, seed)
 
   def documents(

@@ -37,8 +37,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 
-_THREADS = 16  # Shards looked at together, which is slow in a bucket.
-
 
 def _print(line: str) -> None:
   """Prints without buffering, so that progress shows in pipes too."""
@@ -142,10 +140,11 @@ def materialize_sets(
     for one in found:
       one.finish(described)
     start, count = time.monotonic(), 0
-    run = functools.partial(workers_lib.run_jobs, workers=workers)
-    if beam is not None:
-      run = functools.partial(beam_jobs.run_jobs, options=beam)
-    for group, entries in run(shard_jobs.write_shards, groups):
+    if beam is None:
+      done = workers_lib.run_jobs(shard_jobs.write_shards, groups, workers)
+    else:
+      done = beam_jobs.run_jobs(groups, beam)
+    for group, entries in done:
       (own,) = (one for one in found if str(one.place) == group.jobs[0].folder)
       own.entries.update(
         zip((job.key for job in group.jobs), entries, strict=True)
@@ -190,7 +189,7 @@ def _open_set(
   parts = list_parts(spec)
   keys = records.shard_keys(spec, parts)
   finished = functools.partial(records.finished_shard, place, spec)
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
+  with futures.ThreadPoolExecutor(shard_jobs.THREADS) as pool:
     entries = dict(zip(keys, pool.map(finished, keys), strict=True))
   return _Set(spec, folder, place, parts, entries)
 

@@ -32,6 +32,9 @@ from encdec_adapt.data import (
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabularies
 
+# Entries of finished shards read at a time, which is slow in a bucket.
+THREADS = 16
+
 
 class Example(NamedTuple):
   """An (inputs, targets) pair and its number of spans that share a sentinel."""
@@ -124,7 +127,20 @@ def open_sources(
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
-  """Opens the sources that have what an objective is made of."""
+  """Opens the sources that have what an objective is made of.
+
+  Args:
+    spec: spec of the record set.
+    objective: name of the objective.
+    left_out: name of a source -> ids of documents that are not read.
+    cut: names of the sources of which pieces are held out; None: unknown.
+
+  Returns:
+    The sources with their weights.
+
+  Raises:
+    UserError: a source is missing or has no text.
+  """
   needed = objective_names.source_of(objective)
   return mixtures.open_parts(
     mixtures.having(spec.source, needed),
@@ -138,6 +154,12 @@ def open_sources(
 
 
 def make_draw(spec: records.RecordSpec, pass_index: int) -> mixtures.Draw:
+  """Returns what decides which documents a pass over a source reads.
+
+  Args:
+    spec: spec of the record set.
+    pass_index: 0 to spec.passes - 1.
+  """
   return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
 
 
@@ -262,7 +284,16 @@ def sample_rows(
   count: int,
   rng: np.random.Generator,
 ) -> list[Sequence[batch.Pair]]:
-  """Draws `count` of the rows in one pass over them, and keeps their order."""
+  """Draws rows in one pass over them, and keeps their order.
+
+  Args:
+    rows: rows to draw from, without replacement.
+    count: rows drawn, at least 0.
+    rng: generator of one number for every row.
+
+  Returns:
+    `count` rows, or all if there are fewer.
+  """
   keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
   # The indices differ, so rows themselves are never compared.
   kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
