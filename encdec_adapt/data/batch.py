@@ -138,7 +138,6 @@ def frame_row(
   Raises:
     ValueError: the pairs do not fit, or a pair has no targets.
   """
-  bos, pad = framing.decoder.bos, framing.decoder.pad
   sizes = {
     'encoder': lengths.encoder,
     'decoder': lengths.decoder,
@@ -146,18 +145,7 @@ def frame_row(
   }
   sizes = {side: size for side, size in sizes.items() if size}
   aligned = 'decoder' if lengths.decoder else 'encoder'  # With the targets.
-  row = {
-    'targets': np.full(sizes[aligned], pad, np.int32),
-    'weights': np.zeros(sizes[aligned], np.float32),
-  }
-  for side, size in sizes.items():
-    fill = framing.encoder.pad if side == 'encoder' else pad
-    row[f'{side}_tokens'] = np.full(size, fill, np.int32)
-    row[f'{side}_segments'] = np.zeros(size, np.int32)
-    row[f'{side}_positions'] = np.zeros(size, np.int32)
-  if teacher:
-    row['teacher_index'] = np.zeros(sizes[aligned], np.int32)
-
+  row = _padding(sizes, aligned, framing)
   at = dict.fromkeys(sizes, 0)
   for segment, pair in enumerate(pairs, start=1):
     m, n = len(pair.teacher_inputs), len(pair.targets)
@@ -165,8 +153,8 @@ def frame_row(
       raise ValueError(f'pair {segment} of the row has no targets')
     streams = {
       'encoder': [[framing.encoder.bos], pair.inputs],
-      'decoder': [[bos], pair.read[:-1]],
-      'teacher': [[bos], pair.teacher_inputs, pair.read],
+      'decoder': [[framing.decoder.bos], pair.read[:-1]],
+      'teacher': [[framing.decoder.bos], pair.teacher_inputs, pair.read],
     }
     start = dict(at)
     for side in sizes:
@@ -180,6 +168,31 @@ def frame_row(
     row['weights'][places] = 1.0 if pair.weights is None else pair.weights
     if teacher:
       row['teacher_index'][places] = start['teacher'] + m + np.arange(n)
+  return row
+
+
+def _padding(
+  sizes: Mapping[str, int], aligned: str, framing: special_ids.Framing
+) -> Batch:
+  """Returns a row of padding.
+
+  Args:
+    sizes: positions of each side of the row.
+    aligned: the side that targets and weights are aligned with.
+    framing: special ids.
+  """
+  length, pad = sizes[aligned], framing.decoder.pad
+  row = {
+    'targets': np.full(length, pad, np.int32),
+    'weights': np.zeros(length, np.float32),
+  }
+  for side, size in sizes.items():
+    fill = framing.encoder.pad if side == 'encoder' else pad
+    row[f'{side}_tokens'] = np.full(size, fill, np.int32)
+    row[f'{side}_segments'] = np.zeros(size, np.int32)
+    row[f'{side}_positions'] = np.zeros(size, np.int32)
+  if 'teacher' in sizes:
+    row['teacher_index'] = np.zeros(length, np.int32)
   return row
 
 

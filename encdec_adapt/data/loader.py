@@ -90,17 +90,11 @@ class Loader:
       batch_size=batch_size,
     )
     self.total = order.total
-    if self.total is not None and not 0 <= position <= self.total:
-      raise errors.UserError(
-        f'position {position} is not within the {self.total} rows of'
-        f' {record_set.folder}; the saved position belongs to other records'
-      )
+    _check_position(record_set, position, self.total)
     self.position = position
     self._batch_size = batch_size
     places = range(batch_size) if local is None else local
-    # Rows that share their masks have no other objective beside them.
-    name, *_ = objective_names.split(record_set.spec.objective)
-    share = objective_names.shared_mask_share(name)
+    share = _shared_mask_share(record_set)
 
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
@@ -232,6 +226,23 @@ def _prefetched(
   )
   dataset = grain.MapDataset.range(batches).map(make)
   return iter(dataset.to_iter_dataset(options))
+
+
+def _shared_mask_share(record_set: records.RecordSet) -> float:
+  """Returns the masked share of rows that share their masks, else 0 (MEAP)."""
+  # Rows that share their masks have no other objective beside them.
+  name, *_ = objective_names.split(record_set.spec.objective)
+  return objective_names.shared_mask_share(name)
+
+
+def _check_position(
+  record_set: records.RecordSet, position: int, total: int | None
+) -> None:
+  if total is not None and not 0 <= position <= total:
+    raise errors.UserError(
+      f'position {position} is not within the {total} rows of'
+      f' {record_set.folder}; the saved position belongs to other records'
+    )
 
 
 def _check_lengths(

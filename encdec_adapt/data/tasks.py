@@ -42,6 +42,7 @@ from encdec_adapt.data import (
   document_source,
   mixtures,
   objective_names,
+  objectives,
   randomness,
   text_sources,
 )
@@ -50,6 +51,18 @@ from encdec_adapt.tokenizers import vocabularies, vocabulary
 _DOCUMENTS_AT_ONCE = 256
 # Sentinels of the registered tasks.
 _SENTINELS = 100
+# Of a pair, as SeqIO has them.
+_FIELDS: dict[str, Any] = {
+  'inputs': np.int32,
+  'targets': np.int32,
+  'decoder_inputs': np.int32,
+  'weights': np.float32,
+}
+# Of `_flatten`: tokens and lengths of every field, and the documents' ids.
+_FLAT_TYPES = (
+  *(kind for dtype in _FIELDS.values() for kind in (dtype, np.int64)),
+  tf.string,
+)
 
 
 class SeqioVocabulary(seqio.Vocabulary):
@@ -268,45 +281,14 @@ def make_pairs(
   )
   key = randomness.Keyed(seed, pass_index, source)
 
-  def make(names: np.ndarray, texts: np.ndarray):
-    """Returns tokens and lengths of every field, flat, and the ids."""
-    found = (
-      (name.decode(), one.encode(text.decode('utf-8')))
-      for name, text in zip(names, texts, strict=True)
+  def make(names: np.ndarray, texts: np.ndarray) -> list[np.ndarray]:
+    return _flatten(_pairs_of(made, one, key, names, texts))
+
+  def pairs_of(some: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+    flat = tf.numpy_function(
+      make, [some['id'], some['text']], _FLAT_TYPES, stateful=False
     )
-
-    def generator(name: str) -> np.random.Generator:
-      """Windows over several documents are named by the first of the batch."""
-      first = names[0].decode() if name.startswith('#') else ''
-      return key(first + name)
-
-    pairs = list(made.examples(found, generator))
-    columns = []
-    for field, dtype in _FIELDS.items():
-      parts = [getattr(pair, field) for pair in pairs]
-      parts = [np.zeros(0, dtype) if part is None else part for part in parts]
-      columns += [
-        np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype),
-        np.array([len(part) for part in parts], np.int64),
-      ]
-    ids = np.array(
-      [' '.join(pair.documents).encode() for pair in pairs], object
-    )
-    return (*columns, ids)
-
-  types = [kind for dtype in _FIELDS.values() for kind in (dtype, np.int64)]
-
-  def pairs_of(some):
-    made = tf.numpy_function(
-      make, [some['id'], some['text']], (*types, tf.string), stateful=False
-    )
-    *columns, ids = [tf.ensure_shape(column, [None]) for column in made]
-    result = {'documents': ids}
-    for i, field in enumerate(_FIELDS):
-      result[field] = tf.RaggedTensor.from_row_lengths(
-        columns[2 * i], columns[2 * i + 1], validate=False
-      )
-    return result
+    return _rows_from_flat(flat)
 
   if 'id' not in dataset.element_spec:
     dataset = dataset.enumerate().map(
@@ -315,12 +297,55 @@ def make_pairs(
   return dataset.batch(_DOCUMENTS_AT_ONCE).map(pairs_of).unbatch()
 
 
-_FIELDS: dict[str, Any] = {
-  'inputs': np.int32,
-  'targets': np.int32,
-  'decoder_inputs': np.int32,
-  'weights': np.float32,
-}
+def _pairs_of(
+  made: objectives.Objective,
+  one: vocabulary.Vocabulary,
+  key: randomness.Keyed,
+  names: np.ndarray,
+  texts: np.ndarray,
+) -> list[batch.Pair]:
+  """Makes the pairs of a batch of documents; ids and texts are UTF-8, [n]."""
+  found = (
+    (name.decode(), one.encode(text.decode('utf-8')))
+    for name, text in zip(names, texts, strict=True)
+  )
+
+  def generator(name: str) -> np.random.Generator:
+    """Windows over several documents are named by the first of the batch."""
+    first = names[0].decode() if name.startswith('#') else ''
+    return key(first + name)
+
+  return list(made.examples(found, generator))
+
+
+def _flatten(pairs: Sequence[batch.Pair]) -> list[np.ndarray]:
+  """Returns what TensorFlow takes of pairs, in the order of `_FLAT_TYPES`.
+
+  Returns:
+    The tokens of all pairs and the length of each, for every field, and the
+    ids of their documents.
+  """
+  columns = []
+  for field, dtype in _FIELDS.items():
+    parts = [getattr(pair, field) for pair in pairs]
+    parts = [np.zeros(0, dtype) if part is None else part for part in parts]
+    columns += [
+      np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype),
+      np.array([len(part) for part in parts], np.int64),
+    ]
+  ids = np.array([' '.join(pair.documents).encode() for pair in pairs], object)
+  return [*columns, ids]
+
+
+def _rows_from_flat(flat: Sequence[tf.Tensor]) -> dict[str, Any]:
+  """Returns the fields of a dataset, a row for every pair, from `_flatten`."""
+  *columns, ids = [tf.ensure_shape(column, [None]) for column in flat]
+  result = {'documents': ids}
+  for i, field in enumerate(_FIELDS):
+    result[field] = tf.RaggedTensor.from_row_lengths(
+      columns[2 * i], columns[2 * i + 1], validate=False
+    )
+  return result
 
 
 def make_task(
