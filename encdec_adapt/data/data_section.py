@@ -158,9 +158,10 @@ class DataConfig:
     needed = {objective_names.source_of(name) for name in self.objectives}
     given = set()
     for source, _ in mixtures.parse(self.source):
-      if source.startswith('seqio:') and needed != {'chat'}:
-        return  # Its features show when it is read.
-      given.add(text_sources.gives(source))
+      if source.startswith('seqio:'):
+        given |= needed - {'chat'}  # Its features show when it is read.
+      else:
+        given.add(text_sources.gives(source))
     if given != needed:
       raise errors.UserError(
         f'config.data.source is {self.source!r}, which has'

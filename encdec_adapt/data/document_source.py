@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import itertools
+import json
 import re
 
 from encdec_adapt.cli import errors
@@ -60,6 +61,7 @@ class Source(abc.ABC):
   Attributes:
     name: name that the source was opened by.
     divisible: whether documents may be cut, because they are text.
+    holds_json: whether documents are the JSON of pairs or conversations.
     skips_bad: whether documents that cannot be read are left out.
     skipped: number of wanted documents that were left out so far.
     max_bytes: only the beginning of the source is used, 0 for all of it: the
@@ -68,6 +70,7 @@ class Source(abc.ABC):
   """
 
   divisible = True
+  holds_json = False
 
   def __init__(self, name: str, max_bytes: int = 0):
     """Opens the source.
@@ -143,6 +146,16 @@ class Source(abc.ABC):
         f'source {self.name!r} has no text within max_bytes={self.max_bytes};'
         ' check its files, the field and the cap'
       )
+
+  def plain(self, document: Document) -> Document:
+    """Returns a document with the bare text of a pair or a conversation."""
+    if not self.holds_json:
+      return document
+    texts = (
+      part if isinstance(part, str) else part['content']
+      for part in json.loads(document.text)
+    )
+    return dataclasses.replace(document, text='\n'.join(texts))
 
   def fingerprint(self) -> str:
     """Returns a hex digest of the content and the cap.

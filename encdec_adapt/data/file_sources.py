@@ -154,7 +154,7 @@ class TextSource(FileSource):
   def _read(self, data: bytes, path: str, offset: int) -> str:
     if self._unit:
       where = functools.partial(self._where, path, offset)
-      return document_source.decode(data.strip(b'\n'), self.name, where)
+      return document_source.decode(data.strip(b'\r\n'), self.name, where)
     with paths.open_to_read(path) as file:
       return document_source.decode(file.read(), self.name, path)
 
@@ -199,6 +199,7 @@ class PairSource(JsonlSource):
   """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
 
   divisible = False
+  holds_json = True
 
   def _pattern(self, rest: str) -> str:
     pattern, _, fields = rest.partition('#')
@@ -219,6 +220,7 @@ class ChatSource(JsonlSource):
   """`chat:GLOB[#FIELD]`: a list of messages in each line."""
 
   divisible = False
+  holds_json = True
 
   def _pattern(self, rest: str) -> str:
     pattern, _, field = rest.partition('#')

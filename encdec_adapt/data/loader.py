@@ -241,7 +241,8 @@ def _check_position(
   if total is not None and not 0 <= position <= total:
     raise errors.UserError(
       f'position {position} is not within the {total} rows of'
-      f' {record_set.folder}; the saved position belongs to other records'
+      f' {record_set.folder}; the saved position belongs to other records, or'
+      ' to a job with config.data.repeat'
     )
 
 

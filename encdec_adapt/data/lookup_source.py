@@ -29,6 +29,7 @@ class LookupSource(python_source.PythonSource):
   """`lookups`: pairs of a table with a question, and the answer."""
 
   divisible = False
+  holds_json = True
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1

@@ -119,7 +119,7 @@ def materialize_sets(
       if entry is None
     ]
     if jobs:
-      left_out = _duplicates(job.spec for job in jobs)
+      left_out = _duplicates([one.spec for one in found])
       cut = {
         spec: mixtures.cut_sources(
           _all_sources(spec), shard_jobs.make_draw(spec, 0)
@@ -217,18 +217,18 @@ def _with_fingerprints(
 
 
 def _duplicates(
-  specs: Iterable[records.RecordSpec],
+  specs: Sequence[records.RecordSpec],
 ) -> Mapping[str, frozenset[str]]:
-  """Returns the documents to leave out of sets that are made of one source."""
-  for spec in specs:
-    if spec.deduplicate:
-      found = contamination.duplicates(_all_sources(spec))
-      _print(
-        f'data: {sum(map(len, found.values())):,} documents are duplicates and'
-        ' are left out'
-      )
-      return found
-  return {}
+  """Returns the documents to leave out of the sets of a job."""
+  if not any(spec.deduplicate for spec in specs):
+    return {}
+  # Held-out rows may have fewer sources than training rows.
+  found = contamination.duplicates(max(map(_all_sources, specs), key=len))
+  _print(
+    f'data: {sum(map(len, found.values())):,} documents are duplicates and'
+    ' are left out'
+  )
+  return found
 
 
 def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
@@ -402,12 +402,14 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
   Raises:
     UserError: a source is missing or has no text.
   """
-  spec = data.train
-  training = mixtures.interleaved_documents(
-    _all_sources(spec), shard_jobs.make_draw(spec, 0)
+  draw = shard_jobs.make_draw(data.train, 0)
+  training = (
+    part.source.plain(document)
+    for part in _all_sources(data.train)
+    for document in part.documents(draw)
   )
   sets = {
-    part.source.name: part.source.documents()
+    part.source.name: map(part.source.plain, part.source.documents())
     for part in mixtures.open_parts(evaluation)
   }
   return contamination.report(training, sets)

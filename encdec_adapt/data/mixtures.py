@@ -137,11 +137,14 @@ class Part:
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
+      before = self.source.skipped
       for document in source.documents(keep, shard_index, num_shards):
         if number:
           name = f'{document.id}::{number}'
           document = dataclasses.replace(document, id=name)
         yield document
+      if number:
+        self.source.skipped = before  # Bad documents count once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
     """Returns a document's number in [0, 1), which differs by pass."""

@@ -11,7 +11,8 @@ A name may have options after a colon, separated by commas:
     pairs:too_long=truncate,prefix=summarize:
 
 Several objectives, which then share the training rows (`data/row_order.py`),
-are separated by ' | ': `prefix_lm | ul2`. The functions below take one.
+are separated by ' | ': `prefix_lm | ul2` (`split`). All other functions take
+one.
 
 `concatenate` joins the documents of a shard before windows are cut; `share`
 and `span` are described in `data/noising.py`, the options of `pairs` and `chat`

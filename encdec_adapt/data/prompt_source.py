@@ -113,6 +113,7 @@ class PromptSource(file_sources.FileSource):
   """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
 
   divisible = False
+  holds_json = True
 
   def _pattern(self, rest: str) -> str:
     pattern, _, templates = rest.partition('#')
@@ -140,12 +141,13 @@ class PromptSource(file_sources.FileSource):
     try:
       row = json.loads(data)
       pair = template.render(row, place)
-    except (ValueError, TypeError, jinja2.TemplateError) as error:
+    except Exception as error:  # Templates are a user's code.
       raise errors.UserError(
         f'source {self.name!r}: {self._where(path, offset)}: the template'
         f' {template.name!r} cannot be rendered ({error})'
       ) from error
-    return json.dumps(pair, ensure_ascii=False) if pair else ''
+    text = json.dumps(pair, ensure_ascii=False) if pair else ''
+    return document_source.encodable(text)
 
   def _content(self) -> Iterator[object]:
     yield from super()._content()

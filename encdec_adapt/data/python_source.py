@@ -64,7 +64,8 @@ class PythonSource(document_source.Source):
       )
     path = self.name.partition(':')[2]
     self._held_out = self._read_list(path) if path else None
-    self.divisible = self._held_out is None  # A list says what is held out.
+    # A list says what is held out.
+    self.divisible = self.divisible and self._held_out is None
 
   def _read_list(self, path: str) -> frozenset[str]:
     """Returns the topics and modules whose contents a file lists."""

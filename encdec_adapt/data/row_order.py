@@ -3,14 +3,15 @@
 A stream permutes the rows of one pass after another by a key of (seed, pass).
 Without rates one stream reads every row of the record set once in a pass. With
 rates (`data/row_rates.py`) every part of the set has a stream of its own, and
-an interleaving of a fixed length decides whose turn it is, so that the order is
-a pure function of the position, the same on any number of hosts. A job resumes
+an interleaving decides whose turn it is. The order is a pure function of the
+position, so it is the same on any number of hosts. A job resumes
 exactly from the position and the number of rows read of every stream; later
 phases may then have other rates.
 """
 
 import bisect
 from collections.abc import Sequence
+import functools
 import hashlib
 import itertools
 
@@ -22,8 +23,7 @@ from encdec_adapt.data import records, row_rates
 
 FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
 _ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
-# Rows after which an interleaving repeats: shares hold to a ten-thousandth.
-_CYCLE = 10_000
+_BLOCK = 4096  # Positions of an interleaving that are computed together.
 
 
 class _Stream:
@@ -57,50 +57,75 @@ def _permutation_seed(seed: int, epoch: int, pass_index: int) -> int:
   return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
 
 
-class _Interleaving:
-  """Assigns positions to streams by their shares, and repeats.
+class Interleaving:
+  """Gives the positions in turn to streams, in proportion to their shares.
 
-  Attributes:
-    turns: stream of every position of a cycle, [length] int.
+  Turn k of a stream with share p has the time (k + 1/2) / p; positions are all
+  turns in the order of their times. Any part of it can be computed by itself.
   """
 
   def __init__(self, shares: Sequence[float]):
-    """Spreads the turns of every stream evenly over the cycle.
+    """Defines the interleaving.
 
     Args:
       shares: share of the positions of every stream; they sum to 1.
     """
-    length = _CYCLE if len(shares) > 1 else 1
-    exact = np.array(shares) * length
-    quotas = np.floor(exact).astype(int)
-    # Largest remainders; a stream with a share has at least one turn.
-    rest = np.argsort(quotas - exact, kind='stable')[: length - quotas.sum()]
-    quotas[rest] += 1
-    missing = (quotas == 0) & (exact > 0)
-    quotas[missing] = 1
-    quotas[quotas.argmax()] -= missing.sum()
-    streams = np.repeat(np.arange(len(quotas)), quotas)
-    within = np.concatenate([np.arange(quota) for quota in quotas])
-    order = np.argsort((within + 0.5) / quotas[streams], kind='stable')
-    self.turns = streams[order]
-    self._quotas = quotas
-    taken = self.turns[:, None] == np.arange(len(quotas))
-    self._before = np.concatenate(
-      [np.zeros((1, len(quotas)), int), taken.cumsum(axis=0)]
+    self._shares = np.array(shares)
+    self._block = functools.lru_cache(maxsize=2)(self._make_block)
+
+  def _before(self, time: float) -> np.ndarray:
+    """Returns the number of turns of every stream before a time, [streams]."""
+    with np.errstate(divide='ignore'):
+      counts = np.maximum(np.ceil(self._shares * time - 0.5), 0)
+      # Rounded; times are compared, so that all blocks agree.
+      counts += (counts + 0.5) / self._shares < time
+      counts -= (counts > 0) & ((counts - 0.5) / self._shares >= time)
+    return counts.astype(int)
+
+  def _make_block(
+    self, index: int
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Computes a block of positions.
+
+    Returns:
+      Streams and turns of the positions, [_BLOCK] each, and the turns of every
+      stream before the block, [streams].
+    """
+    slack = len(self._shares)  # Counts by time may be off by one per stream.
+    before = self._before(index * _BLOCK - slack)
+    more = np.ceil(self._shares * (_BLOCK + 3 * slack)).astype(int) + 2
+    more[self._shares == 0] = 0
+    streams = np.repeat(np.arange(slack), more)
+    turns = np.concatenate(
+      [np.arange(i, i + n) for i, n in zip(before, more, strict=True)]
     )
+    times = (turns + 0.5) / self._shares[streams]
+    order = np.lexsort((streams, times))
+    start = index * _BLOCK - before.sum()
+    before = before + np.bincount(streams[order[:start]], minlength=slack)
+    order = order[start : start + _BLOCK]
+    return streams[order], turns[order], before
+
+  def turn(self, position: int) -> tuple[int, int]:
+    """Returns the stream of a position, and which of its turns it is."""
+    index, offset = divmod(position, _BLOCK)
+    streams, turns, _ = self._block(index)
+    return int(streams[offset]), int(turns[offset])
 
   def counts(self, position: int) -> np.ndarray:
     """Returns the turns of every stream before a position, [streams]."""
-    cycles, offset = divmod(position, len(self.turns))
-    return cycles * self._quotas + self._before[offset]
+    index, offset = divmod(position, _BLOCK)
+    streams, _, before = self._block(index)
+    return before + np.bincount(streams[:offset], minlength=len(before))
 
-  def turn(self, stream: int, count: int) -> float:
-    """Returns the position of a stream's turn after `count` others."""
-    if not self._quotas[stream]:
+  def position(self, stream: int, turn: int) -> float:
+    """Returns the position of a turn of a stream; infinite without a share."""
+    if not self._shares[stream]:
       return np.inf
-    cycles, offset = divmod(count, int(self._quotas[stream]))
-    (places,) = np.nonzero(self.turns == stream)
-    return cycles * len(self.turns) + int(places[offset])
+    time = (turn + 0.5) / self._shares[stream]
+    before = self._before(time)
+    same = self._before(np.nextafter(time, np.inf)) - before
+    return int(before.sum() + same[:stream].sum())
 
 
 class Order:
@@ -159,34 +184,35 @@ class Order:
       )
     shares = [phase.row_shares(record_set.parts) for phase in rates] or [[1.0]]
     steps = [phase.step for phase in rates] or [0]
-    # First positions, interleavings and rows read before them, by phase.
+    # By phase: first position; interleaving, and the rows of every stream that
+    # were read beyond its turns.
     self._starts: list[int] = []
-    self._phases: list[tuple[_Interleaving, np.ndarray]] = []
-    for phase in range(
-      max(bisect.bisect_right(steps, step) - 1, 0), len(steps)
-    ):
+    self._phases: list[tuple[Interleaving, np.ndarray]] = []
+    now = max(bisect.bisect_right(steps, step) - 1, 0)
+    for phase in range(now, len(steps)):
       start = position + max(steps[phase] - step, 0) * batch_size
       if self._starts:
         counts = self.consumed(start)
       self._starts.append(start)
-      self._phases.append((_Interleaving(shares[phase]), np.array(counts)))
+      turns = Interleaving(shares[phase])
+      self._phases.append((turns, np.array(counts) - turns.counts(start)))
     self.total = None if repeat else self._end()
 
   def _end(self) -> int:
     """Returns the first position whose stream has no row left."""
-    for i, (turns, counts) in enumerate(self._phases):
-      before = turns.counts(self._starts[i]) - counts
+    for start, (turns, beyond) in zip(
+      [*self._starts[1:], np.inf], self._phases, strict=True
+    ):
       end = min(
-        turns.turn(stream, before[stream] + each.rows)
-        for stream, each in enumerate(self._streams)
+        turns.position(i, stream.rows - beyond[i])
+        for i, stream in enumerate(self._streams)
       )
-      if self._starts[i + 1 :] and end >= self._starts[i + 1]:
-        continue
-      return int(end)
-    raise AssertionError('the last phase has no end')
+      if end < start:
+        break
+    return int(end)
 
-  def _phase(self, position: int) -> int:
-    return max(bisect.bisect_right(self._starts, position) - 1, 0)
+  def _phase(self, position: int) -> tuple[Interleaving, np.ndarray]:
+    return self._phases[max(bisect.bisect_right(self._starts, position) - 1, 0)]
 
   def consumed(self, position: int) -> np.ndarray:
     """Returns the rows of every stream before a position, [streams].
@@ -194,18 +220,16 @@ class Order:
     Args:
       position: at least the position that the order was defined from.
     """
-    phase = self._phase(position)
-    turns, counts = self._phases[phase]
-    first = self._starts[phase]
-    return counts + turns.counts(position) - turns.counts(first)
+    turns, beyond = self._phase(position)
+    return beyond + turns.counts(position)
 
   def row(self, position: int) -> int:
     """Returns the row at a position, `FILLER` after the end of the order."""
     if self.total is not None and position >= self.total:
       return FILLER
-    turns, _ = self._phases[self._phase(position)]
-    stream = turns.turns[position % len(turns.turns)]
-    return self._streams[stream].row(int(self.consumed(position)[stream]))
+    turns, beyond = self._phase(position)
+    stream, turn = turns.turn(position)
+    return self._streams[stream].row(int(turn + beyond[stream]))
 
 
 def _own_rates(record_set: records.RecordSet) -> Sequence[row_rates.Phase]:

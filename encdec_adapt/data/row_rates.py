@@ -58,7 +58,10 @@ class Phase:
     self.check_parts(names)
     sizes = [part[UNITS[self.unit]] for part in parts]
     rates = sizes if self.rates is None else self.rates
-    mixed = [min(rate, self.cap) ** (1 / self.temperature) for rate in rates]
+    capped = [min(rate, self.cap) for rate in rates]
+    # Of the largest, as powers of counts may be beyond what a float holds.
+    most = max(capped) or 1.0
+    mixed = [(rate / most) ** (1 / self.temperature) for rate in capped]
     # From shares of the unit to shares of rows.
     shares = [
       rate * part['rows'] / size if rate else 0.0

@@ -54,6 +54,7 @@ class SeqioSource(document_source.Source):
     """
     super().__init__(name, max_bytes)
     self.divisible = not pairs
+    self.holds_json = pairs
     task, self._split = _parse(name)
     self._task = _get(task)
     if self._split not in self._task.splits:

@@ -1,5 +1,7 @@
 """Duplicates, and evaluation examples within training text."""
 
+import json
+
 from encdec_adapt.data import contamination, mixtures
 from encdec_adapt.data.document_source import Document
 
@@ -35,3 +37,20 @@ def test_runs_of_thirteen_words_are_found():
   long, short = contamination.report(training, evaluation).splitlines()
   assert long.startswith('long: 1 of 2 examples') and long.endswith(': in')
   assert short.startswith('short: 1 of 2 examples') and short.endswith(': in')
+
+
+def test_pairs_and_conversations_are_searched_as_text(tmp_path):
+  words = [f'word{i}' for i in range(14)]
+  text = '\n'.join(words)
+  (tmp_path / 'a.jsonl').write_text(json.dumps({'q': 'x', 'a': text}))
+  messages = [{'role': 'user', 'content': text}]
+  (tmp_path / 'b.jsonl').write_text(json.dumps({'messages': messages}))
+  (tmp_path / 'c.jsonl').write_text(json.dumps({'text': text}))
+  names = ('pairs:{}/a.jsonl#q,a', 'chat:{}/b.jsonl', 'jsonl:{}/c.jsonl')
+  plain = [
+    part.source.plain(document)
+    for name in names
+    for part in mixtures.open_parts(name.format(tmp_path))
+    for document in part.source.documents()
+  ]
+  assert [one.text for one in plain] == [f'x\n{text}', text, text]

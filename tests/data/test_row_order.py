@@ -77,6 +77,30 @@ def test_the_order_ends_before_a_part_starts_over():
   assert _order(rows, 'rows:1,1', repeat=True).total is None
 
 
+@pytest.mark.parametrize(
+  'rows', [[1_000_000, 5], [30_000, 7_000, 3], [1_000_000, 300_001, 7, 1]]
+)
+def test_rates_by_size_read_every_part_to_its_end(rows):
+  order = _order(Rows(rows, passes=1), 'rows:sizes')
+  assert sum(rows) - len(rows) < order.total <= sum(rows)
+  left = np.array(rows) - order.consumed(order.total)
+  assert (left >= 0).all() and (left <= 1).all()
+
+
+def test_positions_are_a_partition_of_the_turns():
+  """Across blocks too, with shares that floats cannot hold."""
+  shares = np.array([1 / 3, 0.1, 0, 17 / 30])
+  turns = row_order.Interleaving(shares)
+  seen = np.zeros(4, int)
+  for position in range(9_000):
+    assert position % 997 or (turns.counts(position) == seen).all()
+    stream, turn = turns.turn(position)
+    assert turn == seen[stream]
+    assert turns.position(stream, turn) == position
+    seen[stream] += 1
+  np.testing.assert_allclose(seen, 9_000 * shares, atol=1)
+
+
 def test_a_switch_reads_one_part_and_then_the_other():
   rows = Rows([100, 100])
   order = _order(rows, 'tokens:1,0; 5=tokens:0,1', batch_size=8)
