@@ -19,7 +19,7 @@ from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command
-from encdec_adapt.data import batch, records, row_order
+from encdec_adapt.data import batch, record_writing, records, row_order
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import xla_flags
 
@@ -87,8 +87,8 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     encoder_vocabulary=vocabulary.fingerprint,
   )
   parts = [records.Part(objective, 'text:none')]
-  (key,) = records.shard_keys(spec, parts)
-  with records.ShardWriter(folder, spec, key) as writer:
+  (key,) = record_writing.shard_keys(spec, parts)
+  with record_writing.ShardWriter(folder, spec, key) as writer:
     for index, document in enumerate(documents):
       tokens = vocabulary.encode(document)
       half = 15 if lengths.encoder else 0
@@ -100,7 +100,7 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
   opened = vocabularies.Opened(vocabulary, vocabulary)
   described = opened.describe()
-  records.write_manifest(folder, spec, parts, {key: entry}, described)
+  record_writing.write_manifest(folder, spec, parts, {key: entry}, described)
 
 
 def flags(folder: pathlib.Path, objective: str) -> list[str]:

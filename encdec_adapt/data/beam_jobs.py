@@ -14,7 +14,7 @@ from concurrent import futures
 from typing import Any
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import records, shard_jobs
+from encdec_adapt.data import record_writing, shard_jobs
 from encdec_adapt.files import paths
 
 
@@ -57,7 +57,7 @@ def run_jobs(
       # Otherwise the groups would be made where they were listed.
       spread = listed | apache_beam.Reshuffle()
       _ = spread | 'WriteShards' >> apache_beam.Map(shard_jobs.write_shards)
-  with futures.ThreadPoolExecutor(shard_jobs.THREADS) as pool:
+  with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:
     yield from zip(groups, pool.map(_entries, groups), strict=True)
 
 
@@ -69,7 +69,7 @@ def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:
   """
   found = []
   for job in group.jobs:
-    entry = records.finished_shard(job.folder, job.spec, job.key)
+    entry = record_writing.finished_shard(job.folder, job.spec, job.key)
     if entry is None:
       raise errors.UserError(
         f'{job}: the pipeline has ended and the shard is not there; the'

@@ -28,6 +28,7 @@ from encdec_adapt.data import (
   mixtures,
   objective_names,
   record_copy,
+  record_writing,
   records,
   row_rates,
   shard_jobs,
@@ -64,7 +65,7 @@ class _Set:
   folder: paths.Path
   place: paths.Path
   parts: Sequence[records.Part]
-  entries: dict[records.ShardKey, dict[str, Any] | None]
+  entries: dict[record_writing.ShardKey, dict[str, Any] | None]
   manifest: dict[str, Any] | None = None
 
   def finish(self, described: Mapping[str, Any]) -> None:
@@ -187,9 +188,9 @@ def _open_set(
     for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
       leftover.unlink()
   parts = list_parts(spec)
-  keys = records.shard_keys(spec, parts)
-  finished = functools.partial(records.finished_shard, place, spec)
-  with futures.ThreadPoolExecutor(shard_jobs.THREADS) as pool:
+  keys = record_writing.shard_keys(spec, parts)
+  finished = functools.partial(record_writing.finished_shard, place, spec)
+  with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:
     entries = dict(zip(keys, pool.map(finished, keys), strict=True))
   return _Set(spec, folder, place, parts, entries)
 
@@ -251,7 +252,9 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
       ' use more text, or another fraction'
     )
-  manifest = records.write_manifest(place, spec, made.parts, entries, described)
+  manifest = record_writing.write_manifest(
+    place, spec, made.parts, entries, described
+  )
   if place != folder:
     _print(f'{folder}: uploading the records')
     paths.upload(place, folder, records.MANIFEST)

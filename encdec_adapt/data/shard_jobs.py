@@ -24,6 +24,7 @@ from encdec_adapt.data import (
   objective_names,
   packing,
   randomness,
+  record_writing,
   records,
   tensorflow_import,
   text_split,
@@ -31,9 +32,6 @@ from encdec_adapt.data import (
 )
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabularies
-
-# Entries of finished shards read at a time, which is slow in a bucket.
-THREADS = 16
 
 
 class Example(NamedTuple):
@@ -65,7 +63,7 @@ class ShardJob:
   spec: records.RecordSpec
   choice: vocabularies.Choice
   parts: Sequence[records.Part]
-  key: records.ShardKey
+  key: record_writing.ShardKey
   read: Callable[['ShardJob'], Iterable[Example]]
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
@@ -242,7 +240,7 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
       for i in (index, index + 1)
     )
     rows = sample_rows(rows, stop - first, job.generator('rows'))
-  with records.ShardWriter(job.folder, spec, job.key) as writer:
+  with record_writing.ShardWriter(job.folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
     return writer.finish(
@@ -265,7 +263,7 @@ def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
   entries = []
   with token_cache.TokenCache(here) as tokens:
     for job in group.jobs:
-      entry = records.finished_shard(job.folder, job.spec, job.key)
+      entry = record_writing.finished_shard(job.folder, job.spec, job.key)
       if entry is None:
         with paths.staged(job.folder) as place:
           entry = write_shard(

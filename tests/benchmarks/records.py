@@ -24,6 +24,7 @@ from encdec_adapt.data import (
   batch,
   loader,
   materialization,
+  record_writing,
   records,
   text_sources,
 )
@@ -76,12 +77,14 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
   )
   rng = np.random.default_rng(0)
   parts = [records.Part('prefix_lm', 'random')]
-  (key,) = records.shard_keys(spec, parts)
-  with records.ShardWriter(folder, spec, key) as writer:
+  (key,) = record_writing.shard_keys(spec, parts)
+  with record_writing.ShardWriter(folder, spec, key) as writer:
     for _ in range(arguments.rows):
       writer.write(_random_row(spec.lengths, rng))
     entry = writer.finish()
-  records.write_manifest(folder, spec, parts, {key: entry}, framing.DESCRIBED)
+  record_writing.write_manifest(
+    folder, spec, parts, {key: entry}, framing.DESCRIBED
+  )
   record_set = records.RecordSet.open(folder)
 
   def decode():

@@ -10,6 +10,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
   loader,
+  record_writing,
   records,
   row_order,
   row_rates,
@@ -60,13 +61,13 @@ def write_set(folder, *, passes=2, pack=True, sources=('python',)):
   )
   parts = [records.Part('prefix_lm', source) for source in sources]
   entries, number = {}, 0
-  for key in records.shard_keys(spec, parts):
-    with records.ShardWriter(folder, spec, key) as writer:
+  for key in record_writing.shard_keys(spec, parts):
+    with record_writing.ShardWriter(folder, spec, key) as writer:
       for _ in range(SHARDS[key.shard]):
         writer.write([make_pair(number)])
         number += 1
       entries[key] = writer.finish()
-  records.write_manifest(folder, spec, parts, entries, framing.DESCRIBED)
+  record_writing.write_manifest(folder, spec, parts, entries, framing.DESCRIBED)
   return records.RecordSet.open(folder, spec)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, records
+from encdec_adapt.data import batch, record_writing, records
 from tests import framing
 
 SPEC = records.RecordSpec(
@@ -42,13 +42,15 @@ PARTS = [records.Part('prefix_lm', 'python')]
 def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
   """Writes rows 0, 1, .. ; returns the manifest."""
   entries, number = {}, 0
-  for key in records.shard_keys(spec, PARTS):
-    with records.ShardWriter(folder, spec, key) as writer:
+  for key in record_writing.shard_keys(spec, PARTS):
+    with record_writing.ShardWriter(folder, spec, key) as writer:
       for _ in range(rows_per_shard[key.shard]):
         writer.write(make_row(number))
         number += 1
       entries[key] = writer.finish(documents=1)
-  return records.write_manifest(folder, spec, PARTS, entries, framing.DESCRIBED)
+  return record_writing.write_manifest(
+    folder, spec, PARTS, entries, framing.DESCRIBED
+  )
 
 
 def assert_rows_equal(got, want):
@@ -93,7 +95,7 @@ def test_the_manifest_counts_and_measures_fill(tmp_path):
 
 def test_an_unfinished_shard_leaves_nothing(tmp_path):
   with pytest.raises(RuntimeError, match='stop'):
-    with records.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
+    with record_writing.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
       writer.write(make_row(0))
       raise RuntimeError('stop')
   assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
@@ -101,7 +103,7 @@ def test_an_unfinished_shard_leaves_nothing(tmp_path):
 
 def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path):
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  with records.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
+  with record_writing.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
     writer.write(make_row(0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
     try:
@@ -116,19 +118,21 @@ def test_finished_shards_are_known_by_their_spec_and_content(tmp_path):
   manifest = write_set(tmp_path)
   entry = dict(manifest['passes'][1]['shards'][2])
   del entry['file']
-  assert records.finished_shard(tmp_path, SPEC, (1, 0, 2)) == entry
+  assert record_writing.finished_shard(tmp_path, SPEC, (1, 0, 2)) == entry
   # Another number of passes changes no shard, anything else does.
   more = dataclasses.replace(SPEC, passes=5)
-  assert records.finished_shard(tmp_path, more, (1, 0, 2)) == entry
-  assert records.finished_shard(tmp_path, more, (2, 0, 2)) is None
+  assert record_writing.finished_shard(tmp_path, more, (1, 0, 2)) == entry
+  assert record_writing.finished_shard(tmp_path, more, (2, 0, 2)) is None
   for field, value in (('seed', 8), ('vocabulary', 'x'), ('pack', False)):
     other = dataclasses.replace(SPEC, **{field: value})
-    assert records.finished_shard(tmp_path, other, (1, 0, 2)) is None
-  flip_byte(records.shard_path(tmp_path, SPEC, (1, 0, 2)))
-  assert records.finished_shard(tmp_path, SPEC, (1, 0, 2)) is None
-  sidecar = records.shard_path(tmp_path, SPEC, (0, 0, 0)).with_suffix('.json')
+    assert record_writing.finished_shard(tmp_path, other, (1, 0, 2)) is None
+  flip_byte(record_writing.shard_path(tmp_path, SPEC, (1, 0, 2)))
+  assert record_writing.finished_shard(tmp_path, SPEC, (1, 0, 2)) is None
+  sidecar = record_writing.shard_path(tmp_path, SPEC, (0, 0, 0)).with_suffix(
+    '.json'
+  )
   sidecar.write_text(sidecar.read_text()[:20])
-  assert records.finished_shard(tmp_path, SPEC, (0, 0, 0)) is None
+  assert record_writing.finished_shard(tmp_path, SPEC, (0, 0, 0)) is None
 
 
 def flip_byte(path):
@@ -158,7 +162,7 @@ def test_records_of_another_spec_are_refused_by_field(tmp_path, field, value):
 
 def test_damaged_shards_are_refused(tmp_path):
   write_set(tmp_path)
-  path = records.shard_path(tmp_path, SPEC, (1, 0, 2))
+  path = record_writing.shard_path(tmp_path, SPEC, (1, 0, 2))
   flip_byte(path)
   with pytest.raises(errors.UserError, match='another SHA-256'):
     records.RecordSet.open(tmp_path)

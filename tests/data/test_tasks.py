@@ -14,6 +14,7 @@ from encdec_adapt.data import (
   mixtures,
   objective_names,
   randomness,
+  record_writing,
   records,
   shard_jobs,
   text_sources,
@@ -72,7 +73,7 @@ def _examples(part, vocabulary, objective, shard=0, shards=1):
     ),
     choice=vocabularies.Choice(vocabulary.path),
     parts=[records.Part(objective, part.source.name)],
-    key=records.ShardKey(0, 0, shard),
+    key=record_writing.ShardKey(0, 0, shard),
     read=shard_jobs.read_examples,
   )
   return list(shard_jobs.read_examples(job))
@@ -281,7 +282,7 @@ def test_bad_documents_may_be_left_out_and_are_counted(vocabulary, tmp_path):
     ),
     choice=vocabularies.Choice(vocabulary.path),
     parts=[records.Part('prefix_lm', f'jsonl:{tmp_path}/a.jsonl')],
-    key=records.ShardKey(0, 0, 1),
+    key=record_writing.ShardKey(0, 0, 1),
     read=shard_jobs.read_examples,
   )
   # A bad one takes no other with it.
