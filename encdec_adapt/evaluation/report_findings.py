@@ -4,7 +4,7 @@ Every sentence is written for both outcomes: a comparison that goes against
 the method is stated as plainly as one that goes for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import math
 import statistics
 from typing import Any
@@ -56,8 +56,12 @@ def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
   return found if all(x is not None and math.isfinite(x) for x in found) else []
 
 
-def _compare(first: Sequence[float], second: Sequence[float]) -> str:
-  """States by how much the mean of `first` is lower than that of `second`."""
+def _compare(runs: numbers.Runs, model: str, key: str) -> str:
+  """States by how much the mean of `adapted` is lower than a model's.
+
+  An interval is stated only where both have the same seeds.
+  """
+  first, second = (_finite(runs, m, key) for m in ('adapted', model))
   difference = statistics.fmean(first) - statistics.fmean(second)
   if abs(difference) < NO_DIFFERENCE:
     text = f'no difference (less than {NO_DIFFERENCE} nats)'
@@ -66,7 +70,7 @@ def _compare(first: Sequence[float], second: Sequence[float]) -> str:
     text = f'adapted is {abs(difference):.3f} nats {side}'
   if len(first) == len(second) == 1:
     return text
-  if len(first) == len(second):
+  if numbers.seed_names(runs, 'adapted') == numbers.seed_names(runs, model):
     low, high = numbers.paired_interval(first, second)
     return (
       f'{text} (95 % interval of the paired seeds {low:+.3f} to {high:+.3f})'
@@ -81,9 +85,10 @@ def _start(runs: numbers.Runs) -> list[str]:
   adapted, scratch = (_finite(runs, m, key) for m in ('adapted', 'scratch'))
   if not (adapted and scratch):
     return []
+  difference = _compare(runs, 'scratch', key)
   return [
     f'At step 0, adapted has {numbers.values(adapted)} nats per target token'
-    f' and scratch {numbers.values(scratch)}: {_compare(adapted, scratch)}.'
+    f' and scratch {numbers.values(scratch)}: {difference}.'
   ]
 
 
@@ -99,9 +104,9 @@ def _end(runs: numbers.Runs) -> list[str]:
   for model, description in _COMPARED.items():
     other = _finite(runs, model, 'eval_loss')
     if other:
+      difference = _compare(runs, model, 'eval_loss')
       found.append(
-        f'{model} ({description}) has {numbers.values(other)}:'
-        f' {_compare(adapted, other)}.'
+        f'{model} ({description}) has {numbers.values(other)}: {difference}.'
       )
   return found
 

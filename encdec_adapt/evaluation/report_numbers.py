@@ -33,6 +33,11 @@ def seeds(runs: Runs, model: str) -> list[str]:
   )
 
 
+def seed_names(runs: Runs, model: str) -> list[str]:
+  """Returns what the names in `seeds` add to the model's: '', '_seed1'."""
+  return [name.removeprefix(model) for name in seeds(runs, model)]
+
+
 def models(runs: Runs) -> list[str]:
   """Returns the models in the order of their first run, without sweeps."""
   return list(dict.fromkeys(model_of(n) for n in runs if not is_sweep(n)))

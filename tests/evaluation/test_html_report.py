@@ -90,6 +90,13 @@ def test_findings(report):
   assert 'adapted is 0.450 nats lower' in control
 
 
+def test_no_interval_where_the_seeds_differ(report):
+  runs = report['runs']
+  runs['scratch_seed2'] = runs.pop('scratch_seed1')
+  (scratch,) = _about(report, 'scratch (')
+  assert 'lower' in scratch and 'interval' not in scratch
+
+
 def test_the_interval_is_of_paired_seeds():
   low, high = report_numbers.paired_interval([1.0, 2.0, 3.0], [0.0, 0.0, 3.0])
   # t of 2 degrees of freedom is 4.3027, the standard error 1 / sqrt(3).
