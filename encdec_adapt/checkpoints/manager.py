@@ -65,6 +65,8 @@ class CheckpointError(RuntimeError):
 class Checkpoint:
   """One step in a folder of checkpoints, for reading.
 
+  All processes restore together; each may call the other methods alone.
+
   Attributes:
     folder: folder of checkpoints.
     step: number of the step.
@@ -86,9 +88,13 @@ class Checkpoint:
     """Returns the `data` given to `save`."""
     return self._read_json(_DATA)
 
+  def read_loss(self) -> float | None:
+    """Returns the finite `loss` given to `save`; None if there was none."""
+    return self.read_meta().get(_LOSS)
+
   def _read_json(self, item: str) -> dict[str, Any]:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-      return checkpointer.restore(self.path / item)
+    # Without a Checkpointer, whose `restore` waits for all processes.
+    return ocp.JsonCheckpointHandler().restore(self.path / item)
 
   def open_state(self) -> orbax_folder.OrbaxFolder:
     """Opens the state, to read arrays of it by name.
@@ -137,7 +143,7 @@ class Checkpoint:
       UserError: a leaf is missing or has another shape or dtype; found
         before any array is read.
     """
-    abstract = jax.tree.map(_with_sharding, abstract)
+    abstract = jax.tree.map(state_leaves.with_sharding, abstract)
     self.require_same(abstract, partial=partial)
     arguments = ocp.args.PyTreeRestore(
       item=abstract,
@@ -271,7 +277,7 @@ class Checkpoints:
       CheckpointError: this save or the one before it failed.
     """
     self.wait()
-    # One that is not finite is as good as none.
+    # A loss that is not finite is not stored: it compares with no other.
     if loss is not None and math.isfinite(loss):
       meta = {**meta, _LOSS: loss}
     try:
@@ -463,8 +469,9 @@ def _by_loss(folder: paths.Path, steps: Iterable[int]) -> list[int]:
   for step in steps:
     # Reading fails where it is damaged, or is being deleted.
     with contextlib.suppress(Exception):
-      losses[step] = Checkpoint(folder, step).read_meta()[_LOSS]
-  return sorted(losses, key=lambda step: (losses[step], step))
+      losses[step] = Checkpoint(folder, step).read_loss()
+  found = [step for step, loss in losses.items() if loss is not None]
+  return sorted(found, key=lambda step: (losses[step], step))
 
 
 def _open_first(
@@ -472,7 +479,7 @@ def _open_first(
 ) -> Checkpoint:
   """Opens the first undamaged step in an order that process 0 determines."""
   step = distributed.from_lead(
-    lambda: _first_undamaged(folder, order()), 'checkpoints-open'
+    lambda: step_folders.first_undamaged(folder, order()), 'checkpoints-open'
   )
   if step is None:
     raise errors.UserError(
@@ -480,18 +487,6 @@ def _open_first(
       f' a folder {FOLDER!r}, that folder, or one step in it.'
     )
   return Checkpoint(folder, step)
-
-
-def _first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
-  for step in steps:
-    path = folder / str(step)
-    found = ['it has no checksum manifest (yet)']
-    if checksums.has_manifest(path):
-      found = checksums.problems(path)
-    if not found:
-      return step
-    step_folders.warn(f'skipping {path}: {"; ".join(found)}')
-  return None
 
 
 def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
@@ -503,10 +498,3 @@ def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
   checksums.write(checkpoint.path)
   step_folders.warn(f'{checkpoint.path} had no checksum manifest; it has now.')
   return []
-
-
-def _with_sharding(leaf: Any) -> Any:
-  if getattr(leaf, 'sharding', None) is not None:
-    return leaf
-  sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

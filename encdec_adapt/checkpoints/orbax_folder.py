@@ -63,7 +63,7 @@ class OrbaxFolder:
       ) from error
 
   def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays in their stored dtypes.
+    """Reads some arrays in their stored dtypes; waits for no other process.
 
     Args:
       names: array names, keys of `arrays`.
@@ -78,8 +78,15 @@ class OrbaxFolder:
       item=self._structure.unflatten(item),
       restore_args=self._structure.unflatten(how),
     )
+    # By default Orbax ends a restore with a barrier of all processes.
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+      primary_host=process, active_processes={process}
+    )
     try:
-      with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      with ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone
+      ) as checkpointer:
         restored = checkpointer.restore(self.path, args=arguments)
     except Exception as error:
       raise errors.UserError(

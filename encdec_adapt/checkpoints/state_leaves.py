@@ -71,3 +71,11 @@ def stored_form(leaf: Any) -> Any:
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, leaf)
   return leaf
+
+
+def with_sharding(leaf: Any) -> Any:
+  """Returns the leaf, on the first local device if it has no sharding."""
+  if getattr(leaf, 'sharding', None) is not None:
+    return leaf
+  sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

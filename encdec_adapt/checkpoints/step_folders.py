@@ -1,11 +1,11 @@
-"""Layout of a checkpoint folder: naming, listing and renaming of steps.
+"""Layout of a checkpoint folder: naming, finding and renaming of steps.
 
 There is one folder per step, named by the number. Any other name is not a
 step, and in a bucket neither is a folder without the object by which Orbax
 commits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import os
 import sys
 
@@ -56,6 +56,25 @@ def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
       return path.parent, [int(path.name)]
   folder = path / FOLDER if (path / FOLDER).is_dir() else path
   return folder, steps(folder)
+
+
+def first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
+  """Returns the first step that agrees with its manifest; None if none does.
+
+  Steps before it are skipped with a warning.
+
+  Raises:
+    UserError: a step cannot be read.
+  """
+  for step in steps:
+    path = folder / str(step)
+    found = ['it has no checksum manifest (yet)']
+    if checksums.has_manifest(path):
+      found = checksums.problems(path)
+    if not found:
+      return step
+    warn(f'skipping {path}: {"; ".join(found)}')
+  return None
 
 
 def clean(folder: paths.Path) -> None:

@@ -144,7 +144,7 @@ def _open_run(path: paths_lib.Path) -> StoredModel:
 def open_checkpoint(
   path: str | os.PathLike[str], settings: config_lib.Settings
 ) -> manager.Checkpoint:
-  """Opens the checkpoint by which a run is used, and prints its step.
+  """Opens the checkpoint by which a run is used; prints its step and loss.
 
   Args:
     path: work directory of the run.
@@ -157,8 +157,9 @@ def open_checkpoint(
   best = settings.checkpoint.keep_best
   found = (manager.open_best if best else manager.open_latest)(path)
   if distributed.is_lead():
-    which = 'the lowest held-out loss' if best else 'the newest checkpoint'
-    print(f'{path}: step {found.step} ({which})', file=sys.stderr)
+    loss = found.read_loss()
+    which = '' if loss is None else f', held-out loss {loss:.4f}'
+    print(f'{path}: step {found.step}{which}', file=sys.stderr)
   return found
 
 

@@ -131,9 +131,11 @@ def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
     for step in (4, 5, 6):
       save(checkpoints, step)
     assert checkpoints.all_steps() == [2, 6]
-  assert manager.open_best(place).step == 2
+  best = manager.open_best(place)
+  assert (best.step, best.read_loss()) == (2, 1.5)
   _flip(_largest(place / '2' / 'state'))
-  assert manager.open_best(place).step == 6
+  newest = manager.open_best(place)
+  assert (newest.step, newest.read_loss()) == (6, None)
   assert f'skipping {place / "2"}' in capsys.readouterr().err
 
 

@@ -375,7 +375,7 @@ def test_the_best_checkpoint_is_kept_and_used(folder, tmp_path, capsys):
   records_of = folder / 'causal_lm' / 'eval'
   command = f'--checkpoint={workdir}', f'--records={records_of}'
   assert tiny.call(evaluate, *command, '--batch_size=8') == 0
-  assert f'step {best} (the lowest held-out loss)' in capsys.readouterr().err
+  assert f'step {best}, held-out loss ' in capsys.readouterr().err
   result = folders.read(workdir / run_artifacts.EVALUATION)
   assert result['eval_loss'] == pytest.approx(losses[best], rel=1e-5)
   # A job resumes from the newest.
