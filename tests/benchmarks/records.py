@@ -1,4 +1,4 @@
-"""Making records and reading them: tokens per second per core.
+"""Making records and reading them: tokens per second per core, and packing.
 
 Reading: rows of random tokens, as training reads them. `rows` only reads and
 decodes, `batches` frames them too, `batches, teacher` also makes the
@@ -9,6 +9,10 @@ Making: Python's own text through tokenising, objective and packing in one
 process, TensorFlow's import left out, as whole documents and as paragraphs;
 the ratio is to the tokenizer alone on the same texts. `SeqIO live` is the same
 task read as a SeqIO user reads it, one example at a time and unpacked.
+
+Packing: fill of both sides of the made rows, from their manifest; processor
+time of packing their pairs again; and the rows as a share of those that packing
+the pairs in the order they come needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +28,16 @@ from encdec_adapt.data import (
   batch,
   loader,
   materialization,
+  packing,
   record_writing,
   records,
+  shard_jobs,
   text_sources,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
 from tests import framing
 from tests.benchmarks import results
+from tests.data import test_packing
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -156,28 +163,50 @@ def _make(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
 def _make_records(
   folder, file, vocabulary, tokens, length, objective, arguments
 ) -> dict[str, Any]:
-  """The row on making records of an objective."""
+  """The row on making records of an objective, and on their packing."""
+  lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
+  pairs: list[batch.Pair] = []
+
+  def read(job):
+    for example in shard_jobs.read_examples(job):
+      pairs.append(example.pair)
+      yield example
 
   def make(max_bytes, name):
     spec = records.RecordSpec(
       source=f'jsonl:{file}',
       split='train',
       objective=objective,
-      encoder_length=arguments.encoder_length,
-      decoder_length=arguments.decoder_length,
+      encoder_length=lengths.encoder,
+      decoder_length=lengths.decoder,
       sentinels='recycle',
       shards=1,
       max_bytes=max_bytes,
     )
+    pairs.clear()
     materialization.materialize_sets(
       [(spec, folder / f'{objective}-{length}-{name}')],
       vocabularies.Choice(vocabulary.path),
+      read=read,
     )
 
   make(20_000, 'warm')  # Imports TensorFlow.
-  return _measure(
+  row = _measure(
     f'{objective}, {length} documents', tokens, lambda: make(0, 'records')
   )
+  start = time.process_time()
+  packed = sum(1 for _ in packing.pack_pairs(pairs, lengths))
+  seconds = time.process_time() - start
+  in_order = test_packing.count_in_order(
+    [(len(pair.inputs), len(pair.targets)) for pair in pairs], lengths
+  )
+  manifest = records.read_manifest(folder / f'{objective}-{length}-records')
+  return row | {
+    'encoder fill': manifest['fill']['encoder'],
+    'decoder fill': manifest['fill']['decoder'],
+    'us/pair': 1e6 * seconds / len(pairs),
+    'rows of in order': packed / in_order,
+  }
 
 
 def _live(file, vocabulary, tokens, length, arguments) -> dict[str, Any]:

@@ -72,14 +72,16 @@ def report(
 
   Args:
     name: name of the benchmark.
-    rows: the table's rows; the keys of the first are its header.
+    rows: the table's rows; the keys of all are its header.
     arguments: parsed flags; they are written too.
 
   Returns:
     The written content: 'benchmark', 'machine', 'settings' and 'rows'.
   """
-  header = list(rows[0])
-  lines = [header] + [[_show(row[key]) for key in header] for row in rows]
+  header = list(dict.fromkeys(key for row in rows for key in row))
+  lines = [header] + [
+    [_show(row.get(key, '')) for key in header] for row in rows
+  ]
   widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
   print(f'\n{name}')
   for line in lines:

@@ -32,13 +32,18 @@ def test_vocabulary_loss():
 
 
 def test_records():
-  content = records.main(['--rows=40', '--batch_size=8', '--text_bytes=0'])
-  assert [row['task'] for row in content['rows']] == [
+  rows = records.main(
+    ['--rows=40', '--batch_size=8', '--text_bytes=200000', '--vocab_size=600']
+  )['rows']
+  assert [row['task'] for row in rows[:3]] == [
     'rows',
     'batches',
     'batches, teacher',
   ]
-  assert all(row['tokens/s per core'] > 0 for row in content['rows'])
+  assert all(row['tokens/s per core'] > 0 for row in rows)
+  packed = [row for row in rows if 'rows of in order' in row]
+  assert len(packed) == 4  # Two objectives, long and short documents.
+  assert all(row['rows of in order'] <= 1 for row in packed)
 
 
 def test_exchange(tmp_path):
