@@ -26,7 +26,7 @@ broadcasts what it found; every process calls every public method. The folder
 is on a mounted file system or in a bucket.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -413,11 +413,14 @@ class Checkpoints:
       for step in self.all_steps()
       if checksums.has_manifest(self.at(step).path)
     ]
-    best = None
-    if self._config.keep_best:
-      best = next(iter(_by_loss(self.folder, complete)), None)
+    if not self._config.keep_best:
+      losses, best = dict.fromkeys(complete), None
+    else:
+      losses = _read_losses(self.folder, complete)
+      best = next(iter(_by_loss(losses)), None)
     for step in self._config.retired(complete, best):
-      step_folders.delete(self.folder, step)
+      if step in losses:  # One that cannot be read now may be the best.
+        step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
     """Returns the newest undamaged step; moves the ones above it aside."""
@@ -457,19 +460,26 @@ def open_best(path: _Path) -> Checkpoint:
   folder, steps = step_folders.locate(path)
 
   def order() -> list[int]:
-    found = _by_loss(folder, steps)
+    found = _by_loss(_read_losses(folder, steps))
     return found + [step for step in reversed(steps) if step not in found]
 
   return _open_first(path, folder, order)
 
 
-def _by_loss(folder: paths.Path, steps: Iterable[int]) -> list[int]:
-  """Returns the steps that have a loss: the lowest first, then the earliest."""
+def _read_losses(
+  folder: paths.Path, steps: Iterable[int]
+) -> dict[int, float | None]:
+  """Reads the losses of steps; those that cannot be read now are left out."""
   losses = {}
   for step in steps:
     # Reading fails where it is damaged, or is being deleted.
     with contextlib.suppress(Exception):
       losses[step] = Checkpoint(folder, step).read_loss()
+  return losses
+
+
+def _by_loss(losses: Mapping[int, float | None]) -> list[int]:
+  """Returns the steps that have a loss: the lowest first, then the earliest."""
   found = [step for step, loss in losses.items() if loss is not None]
   return sorted(found, key=lambda step: (losses[step], step))
 

@@ -111,26 +111,7 @@ def materialize_sets(
     for _, folder in sets:
       stack.enter_context(lock.hold(folder))
     found = [_open_set(spec, folder, beam is not None) for spec, folder in sets]
-    jobs = [
-      shard_jobs.ShardJob(
-        str(one.place), one.spec, choice, one.parts, key, read
-      )
-      for one in found
-      for key, entry in one.entries.items()
-      if entry is None
-    ]
-    if jobs:
-      left_out = _duplicates([one.spec for one in found])
-      cut = {
-        spec: mixtures.cut_sources(
-          _all_sources(spec), shard_jobs.make_draw(spec, 0)
-        )
-        for spec in dict.fromkeys(job.spec for job in jobs)
-      }
-      jobs = [
-        dataclasses.replace(job, left_out=left_out, cut=cut[job.spec])
-        for job in jobs
-      ]
+    jobs = _missing_shards(found, choice, read)
     groups = shard_jobs.group_jobs(jobs)
     if jobs:
       how = f'{min(workers, len(groups))} at a time'
@@ -152,13 +133,40 @@ def materialize_sets(
       )
       count += len(entries)
       left = (time.monotonic() - start) / count * (len(jobs) - count)
-      if beam is None:  # Of a pipeline, all shards are seen at its end.
+      if beam is None:  # A pipeline returns all its shards at its end.
         _print(
           f'records: {count}/{len(jobs)} shards,'
           f' {progress.format_seconds(left)} left'
         )
       own.finish(described)
     return [one.manifest for one in found if one.manifest]
+
+
+def _missing_shards(
+  sets: Sequence[_Set],
+  choice: vocabularies.Choice,
+  read: Callable[[shard_jobs.ShardJob], Iterable[shard_jobs.Example]],
+) -> list[shard_jobs.ShardJob]:
+  """Describes the shards of sets that are to be made."""
+  jobs = [
+    shard_jobs.ShardJob(str(one.place), one.spec, choice, one.parts, key, read)
+    for one in sets
+    for key, entry in one.entries.items()
+    if entry is None
+  ]
+  if not jobs:
+    return []
+  left_out = _duplicates([one.spec for one in sets])
+  cut = {
+    spec: mixtures.cut_sources(
+      _all_sources(spec), shard_jobs.make_draw(spec, 0)
+    )
+    for spec in dict.fromkeys(job.spec for job in jobs)
+  }
+  return [
+    dataclasses.replace(job, left_out=left_out, cut=cut[job.spec])
+    for job in jobs
+  ]
 
 
 def _open_set(
