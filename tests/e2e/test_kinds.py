@@ -12,8 +12,16 @@ from tests import tiny
   'kind, flags',
   [
     ('encoder_only', ['data.objective=bert', 'data.decoder_length=0']),
-    ('decoder_only', ['data.objective=prefix_lm', 'loss.on_inputs=1']),
-    ('decoder_only', ['data.objective=meap_shared', 'data.encoder_length=0']),
+    pytest.param(
+      'decoder_only',
+      ['data.objective=prefix_lm', 'loss.on_inputs=1'],
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
+      'decoder_only',
+      ['data.objective=meap_shared', 'data.encoder_length=0'],
+      marks=pytest.mark.long,
+    ),
   ],
 )
 def test_a_job_starts_from_a_causal_decoder(kind, flags, tmp_path):

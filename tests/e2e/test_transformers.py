@@ -8,6 +8,7 @@ from encdec_adapt import generate, train
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
 
+transformers = pytest.importorskip('transformers')
 pytestmark = [pytest.mark.e2e, pytest.mark.parity]
 PROMPTS = (
   'the quick brown fox jumps over a lazy dog while two cats sleep',
@@ -30,7 +31,6 @@ def _ours(run, output, *flags):
 
 def _theirs(exported, prompts, encode):
   """Continuations by transformers of `encode(tokenizer, prompt)`."""
-  transformers = pytest.importorskip('transformers')
   import torch
 
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
