@@ -20,7 +20,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import study_stages
 
 # Set -> lengths of inputs and answers in tokens, and bytes of text used.
-SETS = {'lookups': (384, 128, 0), 'gsm8k': (192, 256, 600_000)}
+SETS = {'lookups': (384, 128, 0), 'gsm8k': (192, 256, 300_000)}
 # Run -> what it starts from, below the folder of the models.
 RUNS = {
   'adapted': 'adapted',
