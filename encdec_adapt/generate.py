@@ -52,6 +52,10 @@ define_flags = command.define(
     'top_p',
     'Draw among the likeliest tokens that reach this probability only.',
   ),
+  command.number(
+    'min_p',
+    "Draw among tokens with this share of the likeliest one's probability.",
+  ),
   command.integer('seed', 'Seed of all draws.', default=0),
   command.integer('batch_size', 'Prompts at a time.', default=8, lower_bound=1),
   command.boolean('chat', "Take prompts as a user's turns and answer them."),
@@ -64,7 +68,9 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
   # Refuses bad options before anything is opened.
-  sampling_lib.SamplingConfig(values.temperature, values.top_k, values.top_p)
+  sampling_lib.SamplingConfig(
+    values.temperature, values.top_k, values.top_p, values.min_p
+  )
   if values.output:
     disk.require_output(values.output)
   stored = stored_model.open_model(values.checkpoint)
@@ -236,6 +242,7 @@ def _continue(
       temperature=values.temperature,
       top_k=values.top_k,
       top_p=values.top_p,
+      min_p=values.min_p,
       seed=values.seed,
       eos=ends,
     )

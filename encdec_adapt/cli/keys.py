@@ -86,7 +86,7 @@ def check(section: Any, prefix: str) -> None:
 
   Args:
     section: frozen dataclass instance.
-    prefix: what precedes the key in messages, such as 'config.train.'.
+    prefix: text before the key in messages, such as 'config.train.'.
 
   Raises:
     UserError: names the key, its value and what it must be.
@@ -149,7 +149,7 @@ def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:
   Args:
     section: frozen dataclass.
     values: value of every key, by key name.
-    prefix: what precedes the key, such as 'config.train.'.
+    prefix: text before the key, such as 'config.train.'.
 
   Returns:
     For each key its documentation as comment lines, then `prefix.key = value`.

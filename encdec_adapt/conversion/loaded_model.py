@@ -109,6 +109,7 @@ class LoadedModel:
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     rows: Int[Array, 'B'] | None = None,
     bos: int | None = None,
@@ -124,6 +125,7 @@ class LoadedModel:
       temperature: 0 is greedy.
       top_k: draw among the k likeliest tokens only.
       top_p: draw among the likeliest tokens that reach this probability.
+      min_p: draw among tokens with this share of the largest probability.
       seed: seed of all draws.
       rows: index of each prompt, which with `seed` decides its draws; None for
         0 .. B-1.
@@ -152,7 +154,7 @@ class LoadedModel:
       rng=jax.random.key(seed),
       rows=rows,
       max_tokens=max_tokens,
-      sampling=sampling.SamplingConfig(temperature, top_k, top_p),
+      sampling=sampling.SamplingConfig(temperature, top_k, top_p, min_p),
       bos=ids['bos'],
       eos=np.atleast_1d(ids['eos']),
       pad=ids['pad'],

@@ -148,8 +148,9 @@ def open_checkpoint(
 
   Args:
     path: work directory of the run.
-    settings: its configuration: with `checkpoint.keep_best` the checkpoint is
-      the undamaged one with the lowest held-out loss, otherwise the newest.
+    settings: configuration of the run. With `checkpoint.keep_best` the
+      undamaged checkpoint with the lowest held-out loss is opened, otherwise
+      the newest.
 
   Raises:
     UserError: there is no undamaged checkpoint.

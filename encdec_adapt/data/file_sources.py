@@ -9,6 +9,7 @@ file and the offset of its first byte there, a whole file by its name.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+import abc
 from collections.abc import Iterator
 import functools
 import glob
@@ -105,13 +106,13 @@ class FileSource(document_source.Source):
     """Returns the id of the document at an offset of a file."""
     return f'{self._ids[path]}:{offset}'
 
+  @abc.abstractmethod
   def _read(self, data: bytes, path: str, offset: int) -> str:
     """Returns the text of a document."""
-    raise NotImplementedError
 
   def _where(self, path: str, offset: int) -> str:
     """Returns a file and the number of its line at an offset."""
-    if self.skips_bad:  # Nobody sees it, and counting reads the file.
+    if self.skips_bad:  # No message is printed, so no line is counted.
       return path
     count, left = 1, offset
     with paths.open_to_read(path) as file:
@@ -162,9 +163,11 @@ class TextSource(FileSource):
 class JsonlSource(FileSource):
   """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
 
+  default_field = 'text'
+
   def _pattern(self, rest: str) -> str:
     pattern, _, field = rest.partition('#')
-    self._field = field or 'text'
+    self._field = field or self.default_field
     return pattern
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
@@ -221,11 +224,7 @@ class ChatSource(JsonlSource):
 
   divisible = False
   holds_json = True
-
-  def _pattern(self, rest: str) -> str:
-    pattern, _, field = rest.partition('#')
-    self._field = field or 'messages'
-    return pattern
+  default_field = 'messages'
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
     messages = self._value(data, path, offset, self._field, list)

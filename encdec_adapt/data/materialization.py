@@ -52,11 +52,11 @@ class _Set:
   """A record set that is being made.
 
   Attributes:
-    spec: its spec, with fingerprints.
+    spec: spec of the record set, with fingerprints.
     folder: folder where it is read.
     place: folder where its shards are made: of a set in a bucket a local one,
       or the bucket itself by workers on other machines.
-    parts: what its parts are made of.
+    parts: source and objective of each part.
     entries: manifest entry of every shard; None for one that is to be made.
     manifest: None until the set is finished.
   """

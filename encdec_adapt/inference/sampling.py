@@ -1,7 +1,8 @@
-"""Chooses the next token from logits: greedy, temperature, top-k, top-p.
+"""Chooses the next token from logits: greedy, or drawn from a filtered set.
 
 Pure functions of one step's logits. Ties go to the lower token id everywhere,
-so greedy, top-k and top-p agree with each other.
+so greedy, top-k and top-p agree with each other. The vocabulary is not sorted:
+the least likely token that is kept is found among the likeliest ones.
 """
 
 import dataclasses
@@ -10,6 +11,9 @@ import jax
 from jax import numpy as jnp
 
 from encdec_adapt.cli import errors
+
+# Tokens among which top-p looks for its last one; beyond them it sorts all.
+_CANDIDATES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +25,14 @@ class SamplingConfig:
     top_k: draw among the k likeliest tokens; None for all.
     top_p: draw among the smallest set of likeliest tokens whose probability
       (after temperature and top-k) reaches p; None for all.
+    min_p: draw among tokens with at least this share of the likeliest token's
+      probability (after temperature); None for all.
   """
 
   temperature: float = 0.0
   top_k: int | None = None
   top_p: float | None = None
+  min_p: float | None = None
 
   def __post_init__(self):
     if not 0 <= self.temperature < float('inf'):
@@ -41,11 +48,15 @@ class SamplingConfig:
       raise errors.UserError(
         f'top_p is {self.top_p}; it must be above 0 and at most 1, or left out.'
       )
-    if self.temperature == 0 and (self.top_k or self.top_p):
+    if self.min_p is not None and not 0 < self.min_p <= 1:
       raise errors.UserError(
-        f'top_k ({self.top_k}) and top_p ({self.top_p}) do nothing at'
-        ' temperature 0, which is greedy; set a temperature, 1.0 say, or'
-        ' leave them out.'
+        f'min_p is {self.min_p}; it must be above 0 and at most 1, or left out.'
+      )
+    if self.temperature == 0 and (self.top_k or self.top_p or self.min_p):
+      raise errors.UserError(
+        f'top_k ({self.top_k}), top_p ({self.top_p}) and min_p ({self.min_p})'
+        ' do nothing at temperature 0, which is greedy; set a temperature, 1.0'
+        ' say, or leave them out.'
       )
 
 
@@ -59,7 +70,8 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
   Returns:
     [..., V].
   """
-  return jnp.where(_ranks(logits) < k, logits, -jnp.inf)
+  values, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+  return _keep_until(logits, values[..., -1:], ids[..., -1:])
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
@@ -72,25 +84,56 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
   Returns:
     [..., V], -inf outside the set.
   """
-  ranks = _ranks(logits)
+  size = logits.shape[-1]
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-  ordered = -jnp.sort(-probabilities, axis=-1)
-  # A token stays while those ahead of it have not reached p.
-  ahead = jnp.cumsum(ordered, axis=-1) - ordered
-  stays = jnp.take_along_axis(ahead < p, ranks, axis=-1)
-  return jnp.where(stays, logits, -jnp.inf)
+
+  def find_last(count: int) -> tuple[jax.Array, ...]:
+    """Finds the last token of the set among the `count` likeliest.
+
+    Returns:
+      Its logit and id [..., 1], and whether these tokens reach p [...].
+    """
+    values, ids = jax.lax.top_k(logits, count)
+    reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
+    # A token stays while those ahead of it have not reached p.
+    last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
+    found = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+    return *found, reached[..., -1] >= p
+
+  *last, enough = find_last(min(size, _CANDIDATES))
+  if size > _CANDIDATES:
+    last = jax.lax.cond(
+      jnp.all(enough), lambda: last, lambda: list(find_last(size)[:2])
+    )
+  return _keep_until(logits, *last)
+
+
+def keep_min_p(logits: jax.Array, p: float) -> jax.Array:
+  """Keeps tokens with at least `p` times the largest probability.
+
+  Args:
+    logits: [..., V].
+    p: in (0, 1].
+
+  Returns:
+    [..., V], -inf for the others.
+  """
+  least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p)
+  return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def filter_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
   """Returns the logits of the distribution to draw from, [..., V].
 
-  Applies temperature, which must be above 0, then top-k, then top-p.
+  Applies temperature, which must be above 0, then top-k, top-p and min-p.
   """
   logits = logits.astype(jnp.float32) / config.temperature
   if config.top_k is not None:
     logits = keep_top_k(logits, config.top_k)
   if config.top_p is not None:
     logits = keep_top_p(logits, config.top_p)
+  if config.min_p is not None:
+    logits = keep_min_p(logits, config.min_p)
   return logits
 
 
@@ -114,8 +157,15 @@ def choose(
   return tokens.astype(jnp.int32)
 
 
-def _ranks(logits: jax.Array) -> jax.Array:
-  """Ranks the logits of each row: 0 is the largest, lower ids first."""
-  order = jnp.argsort(-logits, axis=-1, stable=True)
-  # The inverse permutation.
-  return jnp.argsort(order, axis=-1, stable=True)
+def _keep_until(
+  logits: jax.Array, value: jax.Array, token: jax.Array
+) -> jax.Array:
+  """Sets logits [..., V] below the last token that is kept to -inf.
+
+  Args:
+    logits: [..., V].
+    value: logit of the last token, [..., 1].
+    token: its id, [..., 1]; of equal logits those up to this id are kept.
+  """
+  ties = (logits == value) & (jnp.arange(logits.shape[-1]) <= token)
+  return jnp.where((logits > value) | ties, logits, -jnp.inf)

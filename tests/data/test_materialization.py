@@ -135,7 +135,7 @@ def test_finished_records_are_left_alone(text, tmp_path):
   assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
-def test_passes_can_be_added_and_draw_anew(text, reference, tmp_path):
+def test_added_passes_have_their_own_draws(text, reference, tmp_path):
   make(text, tmp_path, passes=1)
   one = contents(tmp_path)
   make(text, tmp_path, passes=2)
@@ -313,7 +313,7 @@ def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
     make(text, folder, workers, spec=spec, read=read)
     found.append(contents(folder))
   assert found[0] == found[1]
-  # Passes that are made one by one tokenise the text anew.
+  # Passes that are made one by one tokenise the text again.
   for passes in (1, 2):
     one = dataclasses.replace(spec, passes=passes)
     make(text, tmp_path / 'each', spec=one, read=read)

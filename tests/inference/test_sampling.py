@@ -47,6 +47,41 @@ def test_top_p_keeps_the_smallest_set(p, kept):
   assert _kept(sampling.keep_top_p(logits, p)) == kept
 
 
+def _sorted_top_p(logits, p):
+  """Top-p of one row by a stable sort."""
+  order = np.argsort(-logits, kind='stable')
+  ordered = np.asarray(jax.nn.softmax(logits))[order]
+  kept = np.searchsorted(np.cumsum(ordered)[:-1], p) + 1
+  return sorted(order[:kept].tolist())
+
+
+@pytest.mark.parametrize('p', [0.3, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary_equals_sorting(p):
+  # Flat rows need more tokens than are looked at first; quarters give ties.
+  scale = np.array([[0.1], [6.0]])
+  logits = np.random.default_rng(0).normal(size=(2, 5000)) * scale
+  logits = (np.round(logits * 4) / 4).astype(np.float32) + 0.0  # No -0.0.
+  kept = jax.jit(sampling.keep_top_p, static_argnums=1)(logits, p)
+  counts = [len(_kept(row)) for row in kept]
+  assert counts[0] > 1024 > counts[1]
+  alone = sampling.keep_top_p(logits[1:], p)
+  np.testing.assert_array_equal(alone[0], kept[1])
+  for row, result in zip(logits, kept, strict=True):
+    assert abs(len(_sorted_top_p(row, p)) - len(_kept(result))) <= 1
+    longer = np.argsort(-row, kind='stable')[: len(_kept(result))]
+    assert _kept(result) == sorted(longer.tolist())
+
+
+def test_min_p_compares_with_the_likeliest():
+  logits = _log(0.2, 0.5, 0.26, 0.04)
+  assert _kept(sampling.keep_min_p(logits, 0.5)) == [1, 2]
+  assert _kept(sampling.keep_min_p(logits, 0.3)) == [0, 1, 2]
+  assert _kept(sampling.keep_min_p(logits, 1.0)) == [1]
+  config = sampling.SamplingConfig(temperature=0.5, min_p=0.3)
+  # Squared, 0.26 has 0.27 of the probability of 0.5.
+  assert _kept(sampling.filter_logits(logits, config)) == [1]
+
+
 def test_top_p_leaves_out_what_is_out():
   logits = jnp.array([0.0, -INF, 0.0, -INF])
   assert _kept(sampling.keep_top_p(logits, 1.0)) == [0, 2]
@@ -97,8 +132,11 @@ def test_draws_follow_the_distribution_and_the_keys():
     {'temperature': 1.0, 'top_k': 0},
     {'temperature': 1.0, 'top_p': 0.0},
     {'temperature': 1.0, 'top_p': 1.5},
+    {'temperature': 1.0, 'min_p': 0.0},
+    {'temperature': 1.0, 'min_p': 1.5},
     {'top_k': 5},
     {'top_p': 0.5},
+    {'min_p': 0.5},
   ],
 )
 def test_bad_settings_are_named(bad):

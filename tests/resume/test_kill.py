@@ -34,7 +34,7 @@ def flags(folder):
     f'--config.train.steps={STEPS}',
     # Cross-attention alone first, so that a phase begins on the way.
     '--config.train.cross_attention_warmup=4',
-    # Masks that every step and microbatch draws anew.
+    # Masks that every step and microbatch draws again.
     '--config.train.dropout=0.1',
     '--config.train.microbatches=2',
     '--config.checkpoint.keep_best=True',
