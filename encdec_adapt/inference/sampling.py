@@ -70,7 +70,7 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
   Returns:
     [..., V].
   """
-  values, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+  values, ids = _top_k(logits, min(k, logits.shape[-1]))
   return _keep_until(logits, values[..., -1:], ids[..., -1:])
 
 
@@ -93,7 +93,7 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     Returns:
       Its logit and id [..., 1], and whether these tokens reach p [...].
     """
-    values, ids = jax.lax.top_k(logits, count)
+    values, ids = _top_k(logits, count)
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
     # A token stays while those ahead of it have not reached p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
@@ -155,6 +155,12 @@ def choose(
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   tokens = jax.vmap(jax.random.categorical)(keys, filter_logits(logits, config))
   return tokens.astype(jnp.int32)
+
+
+def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the k largest logits, descending, and their ids, [..., k]."""
+  # XLA:CPU sorts the vocabulary where it can merge a slice into top_k.
+  return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))
 
 
 def _keep_until(
