@@ -54,7 +54,7 @@ class TextSplit(objectives.Objective):
   """A PrefixLM objective over two vocabularies.
 
   Attributes:
-    plans: those of the wrapped objective.
+    plans: plans of the wrapped objective.
   """
 
   reads = 'text'

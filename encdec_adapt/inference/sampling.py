@@ -171,7 +171,7 @@ def _keep_until(
   Args:
     logits: [..., V].
     value: logit of the last token, [..., 1].
-    token: its id, [..., 1]; of equal logits those up to this id are kept.
+    token: id of the last token, [..., 1]; equal logits are kept up to this id.
   """
   ties = (logits == value) & (jnp.arange(logits.shape[-1]) <= token)
   return jnp.where((logits > value) | ties, logits, -jnp.inf)

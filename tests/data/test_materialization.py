@@ -1,4 +1,4 @@
-"""Materialising: the same bytes whoever makes them, kept across restarts."""
+"""Materialising: bytes do not depend on workers and survive restarts."""
 
 import dataclasses
 import os
