@@ -9,6 +9,7 @@ file and the offset of its first byte there, a whole file by its name.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+import abc
 from collections.abc import Iterator
 import functools
 import glob
@@ -71,7 +72,7 @@ class FileSource(document_source.Source):
   ) -> Iterator[document_source.Entry]:
     """Yields the documents that begin in the shard's range of the files."""
     for name, *unit in self._units(shard_index, num_shards):
-      yield name, functools.partial(self._read, *unit)
+      yield from self._documents(name, *unit)
 
   def _units(
     self, shard_index: int, num_shards: int
@@ -105,9 +106,18 @@ class FileSource(document_source.Source):
     """Returns the id of the document at an offset of a file."""
     return f'{self._ids[path]}:{offset}'
 
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    """Returns the text of a document."""
-    raise NotImplementedError
+  @abc.abstractmethod
+  def _documents(
+    self, name: str, data: bytes, path: str, offset: int
+  ) -> Iterator[document_source.Entry]:
+    """Yields ids and readers of the documents of one unit of a file.
+
+    Args:
+      name: id of the unit.
+      data: its content.
+      path: path of the file.
+      offset: first byte of the unit in the file.
+    """
 
   def _where(self, path: str, offset: int) -> str:
     """Returns a file and the number of its line at an offset."""
@@ -151,7 +161,13 @@ class TextSource(FileSource):
   def _name(self, path: str, offset: int) -> str:
     return super()._name(path, offset) if self._unit else self._ids[path]
 
+  def _documents(
+    self, name: str, data: bytes, path: str, offset: int
+  ) -> Iterator[document_source.Entry]:
+    yield name, functools.partial(self._read, data, path, offset)
+
   def _read(self, data: bytes, path: str, offset: int) -> str:
+    """Returns the text of a document."""
     if self._unit:
       where = functools.partial(self._where, path, offset)
       return document_source.decode(data.strip(b'\r\n'), self.name, where)
@@ -169,7 +185,13 @@ class JsonlSource(FileSource):
     self._field = field or self.default_field
     return pattern
 
+  def _documents(
+    self, name: str, data: bytes, path: str, offset: int
+  ) -> Iterator[document_source.Entry]:
+    yield name, functools.partial(self._read, data, path, offset)
+
   def _read(self, data: bytes, path: str, offset: int) -> str:
+    """Returns the text or the JSON of a line."""
     text = self._value(data, path, offset, self._field, str)
     return document_source.encodable(text)
 

@@ -192,7 +192,10 @@ class WindowObjective(Objective):
     """
 
     def capacity(eos: int) -> int:
+      """Returns the longest window whose targets have room for EOS (0, 1)."""
+
       def exceeds(window: int) -> bool:
+        """Returns whether a window of this size may not fit a row."""
         inputs, targets = sizes(window)
         too_long = bool(self.lengths.encoder) and (
           inputs + 1 > self.lengths.encoder

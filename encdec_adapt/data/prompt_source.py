@@ -125,15 +125,16 @@ class PromptSource(file_sources.FileSource):
     self._templates = read_templates(templates)
     return pattern
 
-  def entries(
-    self, shard_index: int = 0, num_shards: int = 1
+  def _documents(
+    self, name: str, data: bytes, path: str, offset: int
   ) -> Iterator[document_source.Entry]:
-    """Yields the lines of a shard, each in all templates."""
-    for name, *unit in self._units(shard_index, num_shards):
-      for template in self._templates:
-        # The part before '::' is held out: a line in all templates or in none.
-        place = f'{name}::{template.name.replace("::", ":_:")}'
-        yield place, functools.partial(self._render, template, place, *unit)
+    for template in self._templates:
+      # The part before '::' is held out: a line in all templates or in none.
+      place = f'{name}::{template.name.replace("::", ":_:")}'
+      yield (
+        place,
+        functools.partial(self._render, template, place, data, path, offset),
+      )
 
   def _render(
     self, template: Template, place: str, data: bytes, path: str, offset: int
