@@ -54,7 +54,7 @@ define_flags = command.define(
   ),
   command.number(
     'min_p',
-    "Draw among tokens with this share of the likeliest one's probability.",
+    'Draw among tokens with at least this share of the largest probability.',
   ),
   command.integer('seed', 'Seed of all draws.', default=0),
   command.integer('batch_size', 'Prompts at a time.', default=8, lower_bound=1),

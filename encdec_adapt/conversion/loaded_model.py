@@ -125,7 +125,8 @@ class LoadedModel:
       temperature: 0 is greedy.
       top_k: draw among the k likeliest tokens only.
       top_p: draw among the likeliest tokens that reach this probability.
-      min_p: draw among tokens with this share of the largest probability.
+      min_p: draw among tokens with at least this share of the largest
+        probability.
       seed: seed of all draws.
       rows: index of each prompt, which with `seed` decides its draws; None for
         0 .. B-1.

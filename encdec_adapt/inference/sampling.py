@@ -84,6 +84,8 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
   Returns:
     [..., V], -inf outside the set.
   """
+  if p == 1:
+    return logits
   size = logits.shape[-1]
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
@@ -159,6 +161,7 @@ def choose(
 
 def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   """Returns the k largest logits, descending, and their ids, [..., k]."""
+  logits = jnp.where(logits == 0, 0, logits)  # -0 would come after 0.
   # XLA:CPU sorts the vocabulary where it can merge a slice into top_k.
   return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))
 
