@@ -1,11 +1,11 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -15,7 +15,8 @@ import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import source_files, stored_model
-from encdec_adapt.inference import generation, sampling
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import sampling
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -24,6 +25,21 @@ from encdec_adapt.training import setup
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
+
+
+class Generated(NamedTuple):
+  """Continuations of a batch of prompts.
+
+  Attributes:
+    tokens: generated tokens [B, n], EOS included; pad after the end of a row.
+    lengths: number of tokens of each row [B], EOS included.
+    log_probs: natural log of the probability of each token [B, n] under the
+      model itself, before penalty, temperature and filters; 0 after the end.
+  """
+
+  tokens: Int[np.ndarray, 'B n']
+  lengths: Int[np.ndarray, 'B']
+  log_probs: Float[np.ndarray, 'B n']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,44 +116,32 @@ class LoadedModel:
       self._require_encoder()
     return _logits(self.model, self.params, decoder, encoder)
 
-  def generate(
+  def engine(
     self,
-    tokens: Tokens,
-    mask: Mask | None = None,
     *,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int = 0,
-    rows: Int[Array, 'B'] | None = None,
+    rows: int = 8,
+    int8: bool = False,
+    decode: Callable[[np.ndarray], str] | None = None,
     bos: int | None = None,
     eos: int | Sequence[int] | None = None,
     pad: int | None = None,
-  ) -> generation.Generated:
-    """Continues prompts; see `inference.generation.generate`.
+    steps: int = 16,
+  ) -> engine_lib.Engine:
+    """Makes an inference engine; see `inference.engine.Engine`.
 
     Args:
-      tokens: prompts, BOS first, [B, S].
-      mask: mask of the prompts, which may be padded on either side.
-      max_tokens: maximum number of generated tokens.
-      temperature: 0 is greedy.
-      top_k: draw among the k likeliest tokens only.
-      top_p: draw among the likeliest tokens that reach this probability.
-      min_p: draw among tokens with at least this share of the largest
-        probability.
-      seed: seed of all draws.
-      rows: index of each prompt, which with `seed` decides its draws; None for
-        0 .. B-1.
+      rows: rows of the batch.
+      int8: whether to keep kernels as 8-bit integers.
+      decode: turns token ids into text; needed for stop strings.
       bos: first token of an encoder-decoder's decoder. Default of `bos`, `eos`
         and `pad`: `special_ids`.
       eos: token, or several, that ends a row.
-      pad: token after the end of a row.
+      pad: fills what is not read.
+      steps: tokens between two looks for stop strings.
 
     Raises:
       UserError: `bos`, `eos` or `pad` is neither given nor known, or see
-        `_framed`.
+        `Engine`.
     """
     given = {'bos': bos, 'eos': eos, 'pad': pad}
     ids = {name: i for name, i in given.items() if i is not None}
@@ -148,18 +152,84 @@ class LoadedModel:
         'generate: the model has no tokenizer that defines its special ids;'
         f' give {" and ".join(sorted(missing))}.'
       )
-    return generation.generate(
+    sharding = jax.tree.leaves(self.params)[0].sharding
+    return engine_lib.Engine(
       self.model,
       self.params,
-      *self._framed(tokens, mask, next(iter(self.config.stacks))),
-      rng=jax.random.key(seed),
+      engine_lib.SpecialIds(
+        bos=ids['bos'],
+        eos=tuple(int(i) for i in np.atleast_1d(ids['eos'])),
+        pad=ids['pad'],
+      ),
       rows=rows,
-      max_tokens=max_tokens,
-      sampling=sampling.SamplingConfig(temperature, top_k, top_p, min_p),
-      bos=ids['bos'],
-      eos=np.atleast_1d(ids['eos']),
-      pad=ids['pad'],
+      decode=decode,
+      mesh=getattr(sharding, 'mesh', None),
+      rules=rules_lib.RULES[_RULES],
+      int8=int8,
+      steps=steps,
     )
+
+  def generate(
+    self,
+    tokens: Tokens,
+    mask: Mask | None = None,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    **engine: Any,
+  ) -> Generated:
+    """Continues prompts.
+
+    Args:
+      tokens: prompts, BOS first, [B, S].
+      mask: mask of the prompts, which may be padded on either side.
+      max_tokens: maximum number of generated tokens.
+      temperature: 0 is greedy.
+      top_k: draw among the k likeliest tokens only.
+      top_p: draw among the likeliest tokens that reach this probability.
+      min_p: draw among tokens with at least this share of the largest
+        probability.
+      repetition_penalty: see `inference.sampling.SamplingConfig`.
+      seed: seed of all draws; each row draws on its own.
+      **engine: arguments of `engine`; `rows` is B by default.
+
+    Raises:
+      UserError: a row has no token, or see `engine` and `_framed`.
+    """
+    side = next(iter(self.config.stacks))
+    tokens, segments, _ = map(np.asarray, self._framed(tokens, mask, side))
+    made = self.engine(**{'rows': len(tokens), **engine})
+    requests = [
+      engine_lib.Request(
+        row[real > 0],
+        max_tokens,
+        sampling.SamplingConfig(
+          temperature,
+          top_k,
+          top_p,
+          min_p,
+          repetition_penalty,
+          sampling.seed_of(seed, i),
+        ),
+      )
+      for i, (row, real) in enumerate(zip(tokens, segments, strict=True))
+    ]
+    found = Generated(
+      np.full((len(tokens), max_tokens), made.ids.pad, np.int32),
+      np.zeros(len(tokens), np.int32),
+      np.zeros((len(tokens), max_tokens), np.float32),
+    )
+    for i, completion in made.run(requests):
+      count = len(completion.tokens)
+      found.lengths[i] = count
+      found.tokens[i, :count] = completion.tokens
+      found.log_probs[i, :count] = completion.log_probs
+    return found
 
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'

@@ -6,18 +6,16 @@ special tokens by name, the prompt's beginning left out if it is long.
 """
 
 import dataclasses
+import functools
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import batch, objective_names
 from encdec_adapt.files import append_log, paths
-from encdec_adapt.inference import generation
+from encdec_adapt.inference import engine
 from encdec_adapt.models import decoder_only
-from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
@@ -28,7 +26,7 @@ _SHOWN = 160  # Characters of a text that are printed.
 
 
 class Sampler:
-  """Continues the inputs of some held-out rows; compiles one program."""
+  """Continues the inputs of some held-out rows."""
 
   def __init__(
     self,
@@ -58,34 +56,28 @@ class Sampler:
       [batch.frame_row(row, lengths, framing) for row in self._rows]
     )
     # A decoder-only model reads the same tokens before its own.
-    self._prompts = [
-      framed[f'encoder_{name}'] for name in ('tokens', 'segments', 'positions')
+    segments = framed['encoder_segments']
+    self._requests = [
+      engine.Request(tokens[real > 0], lengths.decoder)
+      for tokens, real in zip(framed['encoder_tokens'], segments, strict=True)
     ]
     ends = [framing.decoder.eos]
     if objective_names.source_of(held_out.spec.objective) == 'chat':
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
-    # Without the rules of the mesh: a single token does not divide over it.
-    # XLA shards the work as the parameters are, which kernels do not allow.
-    compute = dataclasses.replace(where.model.compute, attention='chunked')
-    model = dataclasses.replace(where.model, compute=compute)
-
-    def run(params, *prompts):
-      """Returns greedy continuations [n, T] and their lengths [n]."""
-      return generation.generate_tokens(
-        model,
-        params,
-        *prompts,
-        rng=jax.random.key(0),
-        max_tokens=lengths.decoder,
-        bos=framing.decoder.bos,
-        eos=jnp.array(ends),
-        pad=framing.decoder.pad,
-      )[:2]
-
-    self._run = jax.jit(
-      run,
-      out_shardings=placement.replicated(where.mesh),
-      compiler_options=compiler.options(where.mesh),
+    shards = where.rules.on(where.mesh).size('batch')
+    self._make_engine = functools.partial(
+      engine.Engine,
+      # Kernels are not for the prompts of a few rows.
+      dataclasses.replace(
+        where.model,
+        compute=dataclasses.replace(where.model.compute, attention='chunked'),
+      ),
+      ids=engine.SpecialIds(
+        framing.decoder.bos, tuple(ends), framing.decoder.pad
+      ),
+      rows=-(-len(self._rows) // shards) * shards,
+      mesh=where.mesh,
+      rules=where.rules,
     )
 
   def __call__(self, step: int, params: decoder_only.Params) -> None:
@@ -95,7 +87,8 @@ class Sampler:
       step: the step that the parameters are of.
       params: parameters of the model.
     """
-    outputs, lengths = jax.device_get(self._run(params, *self._prompts))
+    # The engine's copy of the parameters lives no longer than the samples.
+    outputs = dict(self._make_engine(params=params).run(self._requests))
     if not distributed.is_lead():
       return
     lines = []
@@ -103,7 +96,7 @@ class Sampler:
       sample = {
         'prompt': self._text('encoder', pair.inputs)[-_LONGEST:],
         'reference': self._text('decoder', pair.targets),
-        'output': self._text('decoder', outputs[row, : lengths[row]]),
+        'output': self._text('decoder', outputs[row].tokens),
       }
       print(f'step {step}: sample {row + 1} of {len(self._rows)}')
       for name, text in sample.items():

@@ -1,14 +1,17 @@
 """Chooses the next token from logits: greedy, or drawn from a filtered set.
 
-Pure functions of one step's logits. Ties go to the lower token id everywhere,
+Pure functions of one step's logits, with options for each row. Ties go to the lower token id everywhere,
 so greedy, top-k and top-p agree with each other. The vocabulary is not sorted:
 the least likely token that is kept is found among the likeliest ones.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
+from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 
 from encdec_adapt.cli import errors
 
@@ -27,12 +30,18 @@ class SamplingConfig:
       (after temperature and top-k) reaches p; None for all.
     min_p: draw among tokens with at least this share of the likeliest token's
       probability (after temperature); None for all.
+    repetition_penalty: divisor of positive logits, and factor of negative
+      ones, of tokens that the decoder has read (Keskar et al. 2019, section
+      4.1, as in transformers); 1 for none.
+    seed: decides the draws, in 0 .. 2^32 - 1.
   """
 
   temperature: float = 0.0
   top_k: int | None = None
   top_p: float | None = None
   min_p: float | None = None
+  repetition_penalty: float = 1.0
+  seed: int = 0
 
   def __post_init__(self):
     if not 0 <= self.temperature < float('inf'):
@@ -52,6 +61,15 @@ class SamplingConfig:
       raise errors.UserError(
         f'min_p is {self.min_p}; it must be above 0 and at most 1, or left out.'
       )
+    if not 0 < self.repetition_penalty < float('inf'):
+      raise errors.UserError(
+        f'repetition_penalty is {self.repetition_penalty}; it must be a'
+        ' positive number, 1 for none.'
+      )
+    if not 0 <= self.seed < 2**32:
+      raise errors.UserError(
+        f'seed is {self.seed}; it must be in 0 .. 2^32 - 1.'
+      )
     if self.temperature == 0 and (self.top_k or self.top_p or self.min_p):
       raise errors.UserError(
         f'top_k ({self.top_k}), top_p ({self.top_p}) and min_p ({self.min_p})'
@@ -60,103 +78,184 @@ class SamplingConfig:
       )
 
 
-def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
+def seed_of(seed: int, index: int) -> int:
+  """Returns the seed of request number `index` of a job with a seed."""
+  return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+class Options(NamedTuple):
+  """Sampling options of a batch, [B] each; see `SamplingConfig`."""
+
+  temperature: jax.Array
+  top_k: jax.Array  # The largest integer for all.
+  top_p: jax.Array  # 1 for all.
+  min_p: jax.Array  # 0 for all.
+  repetition_penalty: jax.Array
+  seed: jax.Array
+
+
+def stack(configs: Sequence[SamplingConfig]) -> Options:
+  """Returns the options of rows as arrays."""
+
+  def of(name: str, dtype: type, absent: float | None = None) -> np.ndarray:
+    """Returns one option of every row."""
+    values = (getattr(config, name) for config in configs)
+    return np.array([absent if x is None else x for x in values], dtype)
+
+  return Options(
+    temperature=of('temperature', np.float32),
+    top_k=of('top_k', np.int32, np.iinfo(np.int32).max),
+    top_p=of('top_p', np.float32, 1),
+    min_p=of('min_p', np.float32, 0),
+    repetition_penalty=of('repetition_penalty', np.float32),
+    seed=of('seed', np.uint32),
+  )
+
+
+def keep_top_k(logits: jax.Array, k: jax.Array | int) -> jax.Array:
   """Sets all but the k largest logits to -inf.
 
   Args:
     logits: [..., V].
-    k: number of logits to keep; lower ids win ties.
+    k: number of logits to keep, at least 1, [...]; lower ids win ties.
 
   Returns:
     [..., V].
   """
-  values, ids = _top_k(logits, min(k, logits.shape[-1]))
-  return _keep_until(logits, values[..., -1:], ids[..., -1:])
+  size = logits.shape[-1]
+  k = jnp.broadcast_to(jnp.asarray(k), logits.shape[:-1])
+
+  def find_last(count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns logit and id [..., 1] of the k-th of the `count` likeliest."""
+    values, ids = _top_k(logits, count)
+    last = jnp.minimum(k, count)[..., None] - 1
+    return tuple(jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+
+  last = find_last(min(size, _CANDIDATES))
+  if size > _CANDIDATES:
+    enough = jnp.all((k <= _CANDIDATES) | (k >= size))
+    last = jax.lax.cond(enough, lambda: last, lambda: find_last(size))
+  return jnp.where(k[..., None] >= size, logits, _keep_until(logits, *last))
 
 
-def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
+def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   """Keeps the smallest set of likeliest tokens with probability >= p.
 
   Args:
     logits: [..., V]; -inf for tokens that are excluded already.
-    p: in (0, 1]. The likeliest token is always kept, and lower ids win ties.
+    p: in (0, 1], [...]; 1 keeps all. The likeliest token is always kept, and
+      lower ids win ties.
 
   Returns:
     [..., V], -inf outside the set.
   """
-  if p == 1:
-    return logits
   size = logits.shape[-1]
+  p = jnp.broadcast_to(jnp.asarray(p), logits.shape[:-1])[..., None]
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
   def find_last(count: int) -> tuple[jax.Array, ...]:
     """Finds the last token of the set among the `count` likeliest.
 
     Returns:
-      Its logit and id [..., 1], and whether these tokens reach p [...].
+      Its logit and id, and whether these tokens reach p, [..., 1].
     """
     values, ids = _top_k(logits, count)
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
     # A token stays while those ahead of it have not reached p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
     found = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
-    return *found, reached[..., -1] >= p
+    return *found, reached[..., -1:] >= p
 
   *last, enough = find_last(min(size, _CANDIDATES))
   if size > _CANDIDATES:
     last = jax.lax.cond(
-      jnp.all(enough), lambda: last, lambda: list(find_last(size)[:2])
+      jnp.all(enough | (p >= 1)),
+      lambda: last,
+      lambda: list(find_last(size)[:2]),
     )
-  return _keep_until(logits, *last)
+  return jnp.where(p >= 1, logits, _keep_until(logits, *last))
 
 
-def keep_min_p(logits: jax.Array, p: float) -> jax.Array:
+def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   """Keeps tokens with at least `p` times the largest probability.
 
   Args:
     logits: [..., V].
-    p: in (0, 1].
+    p: in [0, 1], [...]; 0 keeps all.
 
   Returns:
     [..., V], -inf for the others.
   """
-  least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p)
-  return jnp.where(logits >= least, logits, -jnp.inf)
+  least = jnp.max(logits, axis=-1) + jnp.log(p)
+  return jnp.where(logits >= least[..., None], logits, -jnp.inf)
 
 
-def filter_logits(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-  """Returns the logits of the distribution to draw from, [..., V].
+def penalise(
+  logits: jax.Array, seen: jax.Array, penalty: jax.Array
+) -> jax.Array:
+  """Makes tokens that were read less likely; see `SamplingConfig`.
+
+  Args:
+    logits: [B, V].
+    seen: whether the decoder has read a token, bool [B, V].
+    penalty: repetition penalty [B].
+  """
+  penalty = penalty[:, None]
+  lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
+  return jnp.where(seen, lower, logits)
+
+
+def filter_logits(logits: jax.Array, options: Options) -> jax.Array:
+  """Returns the logits of the distribution to draw from, [B, V].
 
   Applies temperature, which must be above 0, then top-k, top-p and min-p.
   """
-  logits = logits.astype(jnp.float32) / config.temperature
-  if config.top_k is not None:
-    logits = keep_top_k(logits, config.top_k)
-  if config.top_p is not None:
-    logits = keep_top_p(logits, config.top_p)
-  if config.min_p is not None:
-    logits = keep_min_p(logits, config.min_p)
-  return logits
+  logits = logits.astype(jnp.float32) / options.temperature[:, None]
+  # Filters that no row asks for cost nothing.
+  logits = _where_needed(
+    keep_top_k, logits, options.top_k, options.top_k < logits.shape[-1]
+  )
+  logits = _where_needed(keep_top_p, logits, options.top_p, options.top_p < 1)
+  return keep_min_p(logits, options.min_p)
 
 
-def choose(
-  logits: jax.Array, keys: jax.Array, config: SamplingConfig
+def _where_needed(
+  keep: Callable[..., jax.Array],
+  logits: jax.Array,
+  option: jax.Array,
+  needed: jax.Array,
 ) -> jax.Array:
-  """Chooses the next token of each row.
+  """Applies a filter if a row needs it."""
+  return jax.lax.cond(
+    jnp.any(needed), lambda: keep(logits, option), lambda: logits
+  )
+
+
+def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:
+  """Draws the next token of each row; greedily at temperature 0.
 
   Args:
     logits: [B, V].
     keys: PRNG keys [B], one per row, so that the draws of a row do not depend
-      on other rows of the batch; unused by greedy decoding.
-    config: sampling options.
+      on other rows of the batch.
+    options: sampling options [B].
 
   Returns:
     [B] int32.
   """
-  if config.temperature == 0:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  tokens = jax.vmap(jax.random.categorical)(keys, filter_logits(logits, config))
-  return tokens.astype(jnp.int32)
+  is_greedy = options.temperature == 0
+  positive = options._replace(
+    temperature=jnp.where(is_greedy, 1, options.temperature)
+  )
+  drawn = jax.vmap(jax.random.categorical)(
+    keys, filter_logits(logits, positive)
+  )
+  return jnp.where(is_greedy, choose_likeliest(logits), drawn.astype(jnp.int32))
+
+
+def choose_likeliest(logits: jax.Array) -> jax.Array:
+  """Chooses the likeliest token of each row [B, V]; lower ids win ties."""
+  return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -147,40 +147,37 @@ class SelfAttention(_Attention):
     rotation: tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']],
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
-    index: Int[Array, ''] | None,
-    memory: caches.KeyValues | Float[Array, 'B S D'] | None = None,
-  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues | None]:
+    slot: Int[Array, 'B'] | None,
+    memory: Float[Array, 'B S D'] | None = None,
+  ) -> tuple[Float[Array, 'B L D'], caches.KeyValues]:
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
-      x: normalised states.
+      x: normalised states; L is 1 with a cache.
       rotation: cosines and sines of the positions (`rope.angles`).
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
-      index: first entry of the cache to write.
-      memory: in merged attention the encoder's output, or its keys and
-        values: keys without a rotation that follow the others in `mask`.
+      slot: where the cache keeps the token of each row.
+      memory: in merged attention without a cache the encoder's output, whose
+        keys, without a rotation, follow the others in `mask`.
 
     Returns:
-      The output, and the cache with `x` in it (None without one).
+      The output, and keys and values: the cache with `x` in it, or those of
+      `x` [B, L, K, H] without one.
     """
     q = rope.rotate(self.queries(x), *rotation)
-    source = project_keys_values(self.config, self.weights, x)
-    source = source.replace(key=rope.rotate(source.key, *rotation))
+    entries = project_keys_values(self.config, self.weights, x)
+    entries = entries.replace(key=rope.rotate(entries.key, *rotation))
+    source = entries
     if cached is not None:
-      source = cached = caches.write(cached, source, index)
-    if memory is not None:
-      source = self._with_memory(source, memory)
-    out = self.attend(q, source, mask, cached=cached is not None)
-    return out, cached
-
-  def _with_memory(
-    self, source: caches.KeyValues, memory: caches.KeyValues | jax.Array
-  ) -> caches.KeyValues:
-    """Appends the memory's entries to the source's."""
-    if not isinstance(memory, caches.KeyValues):
-      memory = project_keys_values(self.config, self.weights, memory)
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), source, memory)
+      entries = caches.write(cached, entries, slot)
+      source = caches.transposed(entries)
+    elif memory is not None:
+      added = project_keys_values(self.config, self.weights, memory)
+      source = jax.tree.map(
+        lambda *x: jnp.concatenate(x, axis=1), entries, added
+      )
+    return self.attend(q, source, mask, cached=cached is not None), entries
 
 
 class CrossAttention(_Attention):
@@ -194,7 +191,8 @@ class CrossAttention(_Attention):
     cached: caches.KeyValues | None,
   ) -> Float[Array, 'B T D']:
     """Attends to `cached` if given, otherwise to `encoded`."""
-    source = cached
-    if source is None:
+    if cached is not None:
+      source = caches.transposed(cached)
+    else:
       source = project_keys_values(self.config, self.weights, encoded)
     return self.attend(self.queries(x), source, mask, cached=cached is not None)

@@ -38,23 +38,25 @@ class Context:
       layer.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       its last keys are the encoder's.
-    index: first entry of the cache to write, int32 scalar; None without a
-      cache.
+    slots: where the cache keeps the token of each row, int32 [B], by kind of
+      layer; None without a cache.
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
       where its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
     real: tokens that are not padding, bool [B, L]; None in a stack without
       experts.
     dropout: rate of dropout, in [0, 1); it needs the random stream 'dropout'.
+    collect: whether layers return keys and values without a cache.
   """
 
   rotations: dict[str, Any]
   masks: dict[str, Any]
-  index: Any = None
+  slots: Any = None
   encoded: Any = None
   cross_mask: Any = None
   real: Any = None
   dropout: float = flax.struct.field(pytree_node=False, default=0.0)
+  collect: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 class Block(nn.Module):
@@ -100,15 +102,15 @@ class Block(nn.Module):
     reads_encoder = cfg.reads_encoder(self.kind)
     memory = None
     if reads_encoder and cfg.cross_merged:
-      memory = context.encoded if cross_cached is None else cross_cached
-    y, cached = attention_layer.SelfAttention(
+      memory = context.encoded
+    y, entries = attention_layer.SelfAttention(
       cfg, compute, cfg.width, name='attention'
     )(
       norm('pre_attention_norm', x),
       context.rotations[self.kind],
       context.masks[self.kind],
       cached,
-      context.index,
+      None if cached is None else context.slots[self.kind],
       memory,
     )
     x = add(x, y, 'post_attention_norm')
@@ -131,4 +133,5 @@ class Block(nn.Module):
       y = feed_forward(y, context.real)
     else:
       y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
-    return add(x, y, 'post_mlp_norm'), cached
+    keep = context.collect or cached is not None
+    return add(x, y, 'post_mlp_norm'), entries if keep else None

@@ -1,9 +1,13 @@
 """Builds a model from its config, for training and inference."""
 
+import dataclasses
+from typing import Any
+
 from encdec_adapt.models import (
   decoder_only,
   encoder_decoder,
   execution,
+  layers_index,
   model_config,
 )
 
@@ -24,3 +28,19 @@ def build(
   if isinstance(config, model_config.EncoderDecoderConfig):
     return encoder_decoder.EncoderDecoder(config, compute)
   return decoder_only.DecoderOnly(config, compute)
+
+
+def unroll(model: Model) -> Model:
+  """Returns the model with a decoder whose layers are not scanned.
+
+  Decoding needs it: a scan would copy each layer's cache for every token.
+  """
+  decoder = layers_index.unroll(model.config.decoder)
+  config = dataclasses.replace(model.config, decoder=decoder)
+  return dataclasses.replace(model, config=config)
+
+
+def unroll_params(model: Model, params: decoder_only.Params) -> dict[str, Any]:
+  """Returns parameters of the model as those of `unroll(model)`."""
+  decoder = layers_index.unroll_params(model.config.decoder, params['decoder'])
+  return {**params, 'decoder': decoder}

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import cache as caches
@@ -72,9 +73,13 @@ class Decoder:
       self.head(params), hidden, cfg.vocab_size, cfg.final_softcap
     )
 
-  def init_cache(self, batch: int, length: int) -> caches.Cache:
-    """Makes an empty cache of `length` tokens per row for `decode_step`."""
-    return caches.empty(self.config.decoder, batch, length, self.compute.dtype)
+  def init_cache(
+    self, batch: int, length: int, source: int = 0
+  ) -> caches.Cache:
+    """Makes an empty cache for `decode_step`; see `caches.empty`."""
+    return caches.empty(
+      self.config.decoder, batch, length, source, self.compute.dtype
+    )
 
   def run_stack(
     self,
@@ -151,44 +156,58 @@ class Decoder:
     )
     return hidden
 
-  def decode_step(
+  def prefill(
     self,
     params: Params,
     tokens: Tokens,
-    *,
     segments: Tokens,
     positions: Tokens,
-    cache: caches.Cache,
-    cross: caches.CrossCache | None = None,
-    prefix: Tokens | None = None,
-  ) -> tuple[Float[Array, 'B L D'], caches.Cache]:
-    """Decodes the next tokens of each row, one or many.
-
-    The caller must not write more tokens than the cache has entries; segments
-    and positions decide which entries are visible.
+  ) -> Any:
+    """Reads prompts, which a prefix decoder reads from both sides.
 
     Args:
       params: the model's parameters.
       tokens: token ids.
-      segments: segment of each token, from 1; 0 is padding.
-      positions: position of each token within its segment.
-      cache: cache of earlier tokens.
-      cross: cross-attention cache of an encoder-decoder.
-      prefix: 1 at the tokens of a prompt, for a prefix decoder.
+      segments: 1 at tokens, 0 at padding.
+      positions: position of each token.
 
     Returns:
-      States of the new tokens, and the cache with them added.
+      Keys and values by layer, [B, L, K, H], for `caches.insert`.
     """
-    return self.run_stack(
+    _, entries = self.run_stack(
       params,
       'decoder',
       tokens,
       segments,
       positions,
-      cached=cache,
-      cross_cached=cross,
-      prefix=prefix,
+      prefix=segments,
+      collect=True,
     )
+    return entries
+
+  def decode_step(
+    self, params: Params, tokens: Int[Array, 'B'], cache: caches.Cache
+  ) -> tuple[Float[Array, 'B D'], caches.Cache]:
+    """Reads the next token of each row.
+
+    Args:
+      params: the model's parameters.
+      tokens: token ids.
+      cache: cache of earlier tokens, whose indices are the tokens' positions.
+
+    Returns:
+      States of the tokens, and the cache with them added.
+    """
+    tokens = tokens[:, None]
+    hidden, cache = self.run_stack(
+      params,
+      'decoder',
+      tokens,
+      jnp.ones_like(tokens),
+      cache.index[:, None],
+      cached=cache,
+    )
+    return hidden[:, 0], cache
 
 
 @dataclasses.dataclass(frozen=True)

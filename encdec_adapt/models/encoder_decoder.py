@@ -1,6 +1,7 @@
 """An encoder-decoder: two stacks, the second with cross-attention."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -61,14 +62,13 @@ class EncoderDecoder(decoder_only.Decoder):
     return encoded
 
   def prefill_cross(
-    self,
-    params: Params,
-    encoded: Float[Array, 'B S E'],
-    encoder_segments: Int[Array, 'B S'],
-  ) -> caches.CrossCache:
-    """Computes the cross-attention cache of `decode_step`.
+    self, params: Params, encoded: Float[Array, 'B S E']
+  ) -> dict[str, Any]:
+    """Computes keys and values of an encoding for `caches.insert`.
 
-    Layers that do not attend to the encoder have None.
+    Returns:
+      Keys and values by layer, [B, S, K, H]; None for layers that do not
+      attend to the encoder.
     """
     stack = self.config.decoder
 
@@ -86,8 +86,4 @@ class EncoderDecoder(decoder_only.Decoder):
 
       return (fn if repeats is None else jax.vmap(fn))(kernels)
 
-    cross = caches.CrossCache(
-      layers=layers_index.map_blocks(stack, project),
-      segments=encoder_segments,
-    )
-    return caches.shard(cross)
+    return layers_index.map_blocks(stack, project)

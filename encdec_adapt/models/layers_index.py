@@ -9,7 +9,11 @@ their own too, under 'lead'.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
+import operator
 from typing import Any
+
+import jax
 
 from encdec_adapt.models import model_config
 
@@ -79,7 +83,36 @@ def map_blocks(
   return tree
 
 
-def get_block(params: Tree, prefix: str) -> Tree:
+def get_block(params: Tree, prefix: str) -> Any:
   """Returns the subtree at a prefix from `layer_location` or `map_blocks`."""
   group, name = prefix.split('/')
   return params[group][name]
+
+
+def unroll(stack: model_config.StackConfig) -> model_config.StackConfig:
+  """Returns the same stack with leaves of its own for every layer.
+
+  A pattern longer than the stack is never repeated, so nothing is scanned.
+  """
+  kinds = [stack.layer_kind(i) for i in range(stack.layers)]
+  return dataclasses.replace(stack, pattern=(*kinds, kinds[-1]))
+
+
+def unroll_params(
+  stack: model_config.StackConfig, params: Tree
+) -> dict[str, Any]:
+  """Returns a stack's parameters as those of `unroll(stack)`."""
+  unrolled = {
+    name: tree
+    for name, tree in params.items()
+    if name not in (_LEAD, _BLOCKS, _TAIL)
+  }
+  longer = unroll(stack)
+  for i in range(stack.layers):
+    prefix, index = layer_location(stack, i)
+    leaves = get_block(params, prefix)
+    if index is not None:
+      leaves = jax.tree.map(operator.itemgetter(index), leaves)
+    group, name = layer_location(longer, i)[0].split('/')
+    unrolled.setdefault(group, {})[name] = leaves
+  return unrolled

@@ -38,17 +38,15 @@ class _Group(nn.Module):
       make_block = nn.remat(
         block.Block, policy=policy, prevent_cse=self.prevent_cse
       )
-    updated = None if cached is None else {}
+    updated = {}
     for j, kind in enumerate(self.kinds):
       name = f'layer_{j}'
       layer = make_block(
         self.config, self.compute, kind, self.sparse, name=name
       )
-      x, entries = layer(
+      x, updated[name] = layer(
         x, context, _entry(cached, name), _entry(cross_cached, name)
       )
-      if updated is not None:
-        updated[name] = entries
     return x, updated
 
 
@@ -67,10 +65,10 @@ class Stack(nn.Module):
     encoded: Float[Array, 'B S E'] | None = None,
     encoder_segments: Int[Array, 'B S'] | None = None,
     cached: caches.Cache | None = None,
-    cross_cached: caches.CrossCache | None = None,
     prefix: Tokens | None = None,
     dropout: float = 0.0,
-  ) -> tuple[Float[Array, 'B L D'], caches.Cache | None]:
+    collect: bool = False,
+  ) -> tuple[Float[Array, 'B L D'], Any]:
     """Runs the stack.
 
     Args:
@@ -80,21 +78,21 @@ class Stack(nn.Module):
         they rise by one from token to token (`MaskSpec.aligned`).
       encoded: for a stack with cross-attention, the encoder's output.
       encoder_segments: segments of the encoder's tokens.
-      cached: cache of earlier tokens, to which this call's are added.
-      cross_cached: instead of `encoded` and `encoder_segments`.
+      cached: cache of earlier tokens and of the encoder's, to which this
+        call's, one per row at the row's index, are added.
       prefix: for a prefix decoder, 1 at tokens that all of their segment see;
         None where there are none.
       dropout: rate of dropout of the embeddings and of what each layer adds;
         above 0 it needs the random stream 'dropout'.
+      collect: whether to return keys and values without a cache.
 
     Returns:
-      The states after the final norm and the cache, None without one.
+      The states after the final norm, and the cache; without one, keys and
+      values by layer, [B, L, K, H], if they are collected.
     """
     cfg = self.config
     if cached is not None:
-      cached = _write_tokens(cached, segments, positions)
-    if cross_cached is not None:
-      encoder_segments = cross_cached.segments
+      encoder_segments = cached.encoder_segments
     context = block.Context(
       rotations={
         kind: _rotation(cfg, kind, positions, self.compute.dtype)
@@ -103,13 +101,14 @@ class Stack(nn.Module):
       masks=_self_masks(
         cfg, segments, positions, cached, encoder_segments, prefix
       ),
-      index=None if cached is None else cached.index,
+      slots=None if cached is None else _slots(cfg, cached),
       encoded=encoded,
       cross_mask=None
       if cfg.cross_width is None
       else masks.cross(segments, encoder_segments),
       real=segments > 0 if cfg.experts else None,
       dropout=dropout,
+      collect=collect,
     )
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
@@ -118,18 +117,17 @@ class Stack(nn.Module):
       layers.Head(cfg, name='head')()
 
     entries = None if cached is None else cached.layers
-    cross_entries = None if cross_cached is None else cross_cached.layers
+    cross_entries = None if cached is None else cached.cross
     updated = {}
     for name, group in self._groups().items():
       x, updated[name] = group(
         x, context, _entry(entries, name), _entry(cross_entries, name)
       )
     x = layers.RMSNorm(cfg, name='final_norm')(x)
-    if cached is not None:
-      index = cached.index + tokens.shape[1]
-      cached = cached.replace(layers=updated, index=index)
-      cached = caches.shard(cached)
-    return x, cached
+    if cached is None:
+      return x, updated
+    cached = cached.replace(layers=updated, index=cached.index + 1)
+    return x, caches.shard(cached)
 
   def _groups(self) -> dict[str, nn.Module]:
     """Returns modules of leading layers, scanned pattern and tail, if any."""
@@ -169,18 +167,14 @@ def _entry(tree: dict[str, Any] | None, name: str) -> Any:
   return None if tree is None else tree[name]
 
 
-def _write_tokens(
-  cached: caches.Cache, segments: jax.Array, positions: jax.Array
-) -> caches.Cache:
-  if segments.shape[1] > cached.segments.shape[1]:
-    raise ValueError(
-      f'{segments.shape[1]} tokens do not fit in a cache of length'
-      f' {cached.segments.shape[1]}; make it longer (init_cache).'
-    )
-  return cached.replace(
-    segments=caches.write(cached.segments, segments, cached.index),
-    positions=caches.write(cached.positions, positions, cached.index),
-  )
+def _slots(
+  config: model_config.StackConfig, cached: caches.Cache
+) -> dict[str, jax.Array]:
+  """Returns where each kind of layer keeps the next token of each row, [B]."""
+  return {
+    kind: cached.index % caches.slots(config, kind, cached.length)
+    for kind in sorted(set(config.pattern))
+  }
 
 
 def _rotation(
@@ -211,19 +205,20 @@ def _self_masks(
       masks.bidirectional, window_rule=config.window_rule
     )
   elif config.role == 'prefix' and prefix is not None:
-    if cached is not None:
-      # Earlier tokens are visible anyway, and later ones are not in the cache.
-      none = jnp.zeros_like(cached.segments)
-      prefix = caches.write(none, prefix, cached.index)
     make = functools.partial(masks.prefix, kv_prefix=prefix)
 
   def make_kind(kind: model_config.LayerKind) -> masks.MaskSpec:
     """Makes a kind's mask; in merged attention the encoder's keys follow."""
+    entries = None
+    if cached is not None:
+      count = caches.slots(config, kind, cached.length)
+      found = caches.slot_positions(cached.index, count)
+      entries = (found >= 0).astype(jnp.int32), found
     spec = make(
       segments,
       positions,
       window=config.window if kind == 'local' else None,
-      keys=None if cached is None else (cached.segments, cached.positions),
+      keys=entries,
       aligned=cached is None,
     )
     if config.cross_merged and config.reads_encoder(kind):

@@ -18,8 +18,9 @@ from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation import perplexity
+from encdec_adapt.inference import engine
+from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import execution, model_config
 from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement
@@ -254,55 +255,47 @@ def _evaluate(job: Job) -> Program:
 
 
 def _decode(job: Job) -> Program:
-  """Returns one step of generation at the end of a full cache.
+  """Returns one step of the inference engine, with caches for whole rows.
 
   It has the rows of an evaluation batch, and parameters in the compute dtype.
   """
-  where = dataclasses.replace(job.where, dtype=job.compute.dtype)
-  model, mesh, lengths = where.model, job.mesh, job.lengths
+  mesh, lengths, source = job.mesh, job.lengths, 0
+  # A step has one token per row, which does not divide over a sequence axis.
+  rules = dataclasses.replace(job.rules, length=())
+  if isinstance(job.model, model_config.EncoderDecoderConfig):
+    source = lengths.encoder
+  model = build.unroll(job.where.model)
+  where = dataclasses.replace(job.where, model=model, dtype=job.compute.dtype)
   params = where.abstract_params()
+  state = jax.eval_shape(
+    functools.partial(engine.start, model, job.rows, lengths.decoder, source)
+  )
+  state, cache = state._replace(cache=None), state.cache
+  eos = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-  def make_caches(params):
-    """Caches of self-attention and, with an encoder, of cross-attention."""
-    cache = model.init_cache(job.rows, lengths.decoder)
-    if not isinstance(job.model, model_config.EncoderDecoderConfig):
-      return cache, None
-    encoded = jnp.zeros(
-      (job.rows, lengths.encoder, job.model.encoder.width), where.dtype
-    )
-    segments = jnp.zeros(encoded.shape[:2], jnp.int32)
-    return cache, model.prefill_cross(params, encoded, segments)
+  def step(params, state, cache, eos):
+    """Generates one token of every row."""
+    with partition.use(mesh, rules.as_dict()):
+      state = state._replace(cache=cache)
+      return engine.advance(model, params, state, eos, sampled=False)
 
-  def step(params, tokens, cache, cross):
-    """One token of every row, which sees all earlier ones."""
-    with partition.use(mesh, job.rules.as_dict()):
-      hidden, cache = model.decode_step(
-        params,
-        tokens,
-        segments=jnp.ones_like(tokens),
-        positions=jnp.full_like(tokens, lengths.decoder - 1),
-        cache=cache,
-        cross=cross,
-      )
-      return model.logits(params, hidden), cache
-
-  shapes = jax.eval_shape(make_caches, params)
   axes = {
     'parameters': where.axes(params),
-    'batch': ('batch', None),
-    'caches': caches.axes(shapes),
+    'batch': jax.tree.map(lambda leaf: (None,) * leaf.ndim, state),
+    'caches': caches.axes(cache),
   }
-  tokens = jax.ShapeDtypeStruct((job.rows, 1), jnp.int32)
   return Program(
-    jax.jit(step, donate_argnums=2, compiler_options=compiler.options(mesh)),
+    jax.jit(
+      step, donate_argnums=(1, 2), compiler_options=compiler.options(mesh)
+    ),
     {
       'parameters': params,
-      'batch': _sharded(job, tokens, axes['batch']),
-      'caches': _sharded(job, shapes, axes['caches']),
+      'batch': _sharded(job, state, axes['batch']),
+      'caches': _sharded(job, cache, axes['caches']),
     },
-    lambda a: (a['parameters'], a['batch'], *a['caches']),
+    lambda a: (a['parameters'], a['batch'], a['caches'], eos),
     axes,
-    donated=('caches',),
+    donated=('batch', 'caches'),
   )
 
 

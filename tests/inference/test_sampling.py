@@ -19,6 +19,11 @@ def _kept(logits):
   return np.flatnonzero(np.isfinite(np.asarray(logits))).tolist()
 
 
+def _filter(logits, config):
+  """Filters one row."""
+  return sampling.filter_logits(logits[None], sampling.stack([config]))[0]
+
+
 def test_top_k_keeps_exactly_k_and_lower_ids_win_ties():
   logits = jnp.array([1.0, 3.0, 2.0, 3.0, 2.0])
   assert _kept(sampling.keep_top_k(logits, 1)) == [1]
@@ -81,7 +86,7 @@ def test_min_p_compares_with_the_likeliest():
   assert _kept(sampling.keep_min_p(logits, 1.0)) == [1]
   config = sampling.SamplingConfig(temperature=0.5, min_p=0.3)
   # Squared, 0.26 has 0.27 of the probability of 0.5.
-  assert _kept(sampling.filter_logits(logits, config)) == [1]
+  assert _kept(_filter(logits, config)) == [1]
 
 
 def test_top_p_leaves_out_what_is_out():
@@ -96,12 +101,12 @@ def test_temperature_then_top_k_then_top_p():
   # leaves 16 : 9 : 4, of which 16 / 29 > 0.55; without the renormalisation
   # 16 / 30 would be below it.
   config = sampling.SamplingConfig(temperature=0.5, top_k=3, top_p=0.55)
-  assert _kept(sampling.filter_logits(logits, config)) == [0]
+  assert _kept(_filter(logits, config)) == [0]
   config = sampling.SamplingConfig(temperature=0.5, top_k=3, top_p=0.56)
-  assert _kept(sampling.filter_logits(logits, config)) == [0, 1]
+  assert _kept(_filter(logits, config)) == [0, 1]
   plain = sampling.SamplingConfig(temperature=0.5, top_k=3)
   np.testing.assert_allclose(
-    jax.nn.softmax(sampling.filter_logits(logits, plain)),
+    jax.nn.softmax(_filter(logits, plain)),
     [16 / 29, 9 / 29, 4 / 29, 0],
     rtol=1e-5,
   )
@@ -110,19 +115,45 @@ def test_temperature_then_top_k_then_top_p():
 def test_greedy_is_argmax_lower_id_first():
   logits = jnp.array([[0.0, 2.0, 2.0], [5.0, 1.0, 2.0]])
   keys = jax.random.split(jax.random.key(0), 2)
-  greedy = sampling.choose(logits, keys, sampling.SamplingConfig())
-  np.testing.assert_array_equal(greedy, [1, 0])
+  np.testing.assert_array_equal(sampling.choose_likeliest(logits), [1, 0])
+  # Rows of a batch have options of their own.
+  options = [sampling.SamplingConfig(), sampling.SamplingConfig(1.0, top_k=1)]
+  drawn = sampling.draw(logits, keys, sampling.stack(options))
+  np.testing.assert_array_equal(drawn, [1, 0])
+
+
+def test_options_are_of_rows():
+  logits = jnp.tile(_log(0.4, 0.3, 0.2, 0.1), (4, 1))
+  options = sampling.stack(
+    [
+      sampling.SamplingConfig(1.0),
+      sampling.SamplingConfig(1.0, top_k=2),
+      sampling.SamplingConfig(1.0, top_p=0.8),
+      sampling.SamplingConfig(1.0, min_p=0.3),
+    ]
+  )
+  kept = [_kept(row) for row in sampling.filter_logits(logits, options)]
+  assert kept == [[0, 1, 2, 3], [0, 1], [0, 1, 2], [0, 1, 2]]
+
+
+def test_a_penalty_lowers_what_was_seen():
+  logits = jnp.array([[2.0, -2.0, 2.0, -2.0]])
+  seen = jnp.array([[True, True, False, False]])
+  np.testing.assert_array_equal(
+    sampling.penalise(logits, seen, jnp.array([2.0])), [[1, -4, 2, -2]]
+  )
 
 
 def test_draws_follow_the_distribution_and_the_keys():
   logits = jnp.tile(_log(0.6, 0.3, 0.1), (4000, 1))
   keys = jax.random.split(jax.random.key(1), 4000)
   config = sampling.SamplingConfig(temperature=1.0, top_k=2)
-  tokens = sampling.choose(logits, keys, config)
+  options = sampling.stack([config] * 4000)
+  tokens = sampling.draw(logits, keys, options)
   counts = np.bincount(tokens, minlength=3) / 4000
   # Four standard deviations of a proportion of 4000 draws are 0.03.
   np.testing.assert_allclose(counts, [2 / 3, 1 / 3, 0], atol=0.03)
-  again = sampling.choose(logits[:7], keys[:7], config)
+  again = sampling.draw(logits[:7], keys[:7], sampling.stack([config] * 7))
   np.testing.assert_array_equal(again, tokens[:7])
 
 
@@ -136,6 +167,8 @@ def test_draws_follow_the_distribution_and_the_keys():
     {'temperature': 1.0, 'top_p': 1.5},
     {'temperature': 1.0, 'min_p': 0.0},
     {'temperature': 1.0, 'min_p': 1.5},
+    {'repetition_penalty': 0.0},
+    {'seed': -1},
     {'top_k': 5},
     {'top_p': 0.5},
     {'min_p': 0.5},

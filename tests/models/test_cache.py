@@ -1,33 +1,13 @@
-"""Cached logits equal uncached ones."""
+"""Caches of decoding: cached states equal uncached ones, slots, lengths."""
 
 import jax
-import jax.numpy as jnp
+from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, model_config
-
-
-def decode_cached(model, params, triple, length, sizes, **cross):
-  """States of successive `decode_step`s of these sizes, joined."""
-  step = jax.jit(model.decode_step)
-  cache = model.init_cache(triple[0].shape[0], length)
-  states, start = [], 0
-  for size in sizes:
-    tokens, segments, positions = (x[:, start : start + size] for x in triple)
-    hidden, cache = step(
-      params,
-      tokens,
-      segments=segments,
-      positions=positions,
-      cache=cache,
-      **cross,
-    )
-    states.append(hidden)
-    start += size
-  assert int(cache.index) == start
-  return jnp.concatenate(states, axis=1)
-
+from encdec_adapt.models import build, layers_index, model_config
+from encdec_adapt.models import cache as caches
+from tests import toy_models
 
 LLAMA = dict(
   post_norms=False,
@@ -57,31 +37,103 @@ CASES = {
     {**GEMMA3, 'eoi_token': 7},
     {'cross_merged': True, 'shared_table': True},
   ),
+  'experts': (dict(experts=4, experts_per_token=2, dense_layers=1), None),
 }
+LENGTH = 36  # More than twice the 16 slots of a local layer.
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_cached_equals_uncached(case, small_stack, redraw, pack):
   fields, pair = CASES[case]
-  stack, rows = small_stack(**fields), pack([[9], [7]], 9, seed=1)
+  stack = small_stack(**fields)
+  tokens, segments, positions = pack([[LENGTH], [LENGTH]], LENGTH, seed=1)
   if pair is None:
     model = build.build(model_config.DecoderOnlyConfig(stack))
-    params, inputs, cross = redraw(model), (), {}
+    encoder = None
   else:
     model = build.build(model_config.encoder_decoder(stack, stack, **pair))
-    params, encoder = redraw(model), pack([[9], [6]], 9)
-    inputs = jax.jit(model.encode)(params, *encoder), encoder[1]
-    cross = {'cross': jax.jit(model.prefill_cross)(params, *inputs)}
-  expected = jax.jit(model.decode)(params, *rows, *inputs)
-  # A prompt of several tokens, then one at a time.
-  got = decode_cached(model, params, rows, 11, (5, 1, 1, 1, 1), **cross)
-  real = np.asarray(rows[1]) > 0
-  np.testing.assert_allclose(got[real], expected[real], atol=2e-5)
+    encoder = pack([[9], [6]], 9)
+  params = redraw(model)
+  unrolled = build.unroll(model)
+  weights = build.unroll_params(model, params)
+  cache = unrolled.init_cache(2, 48, 0 if encoder is None else 16)
+  inputs, start = (), jnp.zeros(2, jnp.int32)
+  rows = jnp.array([1, 0])  # Rows of the cache need not be in order.
+  if encoder is None:
+    # Prompts of different lengths, one of them longer than the window.
+    start = jnp.array([3, 20])
+    real = jnp.int32(jnp.arange(LENGTH) < start[:, None])
+    entries = unrolled.prefill(weights, tokens, real, positions)
+    cache = caches.insert(
+      stack_of(unrolled), cache, rows, prompt=entries, lengths=start
+    )
+    start -= 1  # The last token of a prompt is read again.
+  else:
+    encoded = jax.jit(model.encode)(params, *encoder)
+    inputs = encoded, encoder[1]
+    cache = caches.insert(
+      stack_of(unrolled),
+      cache,
+      rows,
+      cross=unrolled.prefill_cross(weights, encoded),
+      encoder_segments=encoder[1],
+    )
+  expected = jax.jit(model.decode)(params, tokens, segments, positions, *inputs)
+  step = jax.jit(unrolled.decode_step)
+  for i in range(LENGTH - start.max()):
+    new = jnp.take_along_axis(tokens, (start + i)[:, None], axis=1)[:, 0]
+    hidden, cache = step(weights, new[rows], cache)
+    want = expected[jnp.arange(2), start + i]
+    np.testing.assert_allclose(hidden[rows], want, atol=3e-5)
+    if i == 4:  # Lengths may change on the way.
+      cache = caches.resize(stack_of(unrolled), cache, 64, cache.source and 32)
+  assert (cache.index[rows] == start + i + 1).all()
 
 
-def test_more_tokens_than_the_cache_holds_are_refused(
-  small_stack, redraw, pack
-):
-  model = build.build(model_config.DecoderOnlyConfig(small_stack()))
-  with pytest.raises(ValueError, match='12 tokens.*length 8'):
-    decode_cached(model, redraw(model), pack([[12]], 12), 8, (12,))
+def stack_of(model):
+  return model.config.decoder
+
+
+def test_slots_hold_the_newest_positions():
+  stack = toy_models.stack(window=5)
+  assert caches.slots(stack, 'global', 64) == 64
+  assert caches.slots(stack, 'local', 64) == 16
+  assert caches.slots(stack, 'local', 8) == 8
+  np.testing.assert_array_equal(
+    caches.slot_positions(jnp.array([0, 2, 6]), 4),
+    [[0, -3, -2, -1], [0, 1, 2, -1], [4, 5, 6, 3]],
+  )
+
+
+def test_rows_beyond_the_batch_are_dropped():
+  stack = layers_index.unroll(toy_models.stack())
+  model = build.build(model_config.DecoderOnlyConfig(stack))
+  params = toy_models.params(model.config)
+  ones = jnp.ones((2, 3), jnp.int32)
+  entries = model.prefill(params, ones, ones, jnp.tile(jnp.arange(3), (2, 1)))
+  cache = caches.insert(
+    stack,
+    model.init_cache(2, 16),
+    jnp.array([1, 2]),
+    prompt=entries,
+    lengths=jnp.array([3, 2]),
+  )
+  np.testing.assert_array_equal(cache.index, [0, 2])
+  for leaf in jax.tree.leaves(cache.layers):
+    assert (leaf[0] == 0).all()
+    assert (leaf[1, :, :3] != 0).all()
+
+
+def test_unrolled_parameters_are_the_same(small_stack, redraw, pack):
+  for fields in ({'layers': 5}, CASES['experts'][0]):
+    stack = small_stack(**fields)
+    model = build.build(model_config.DecoderOnlyConfig(stack))
+    params, rows = redraw(model), pack([[9]], 9)
+    unrolled = build.unroll(model)
+    weights = build.unroll_params(model, params)
+    assert not unrolled.config.decoder.repeats
+    np.testing.assert_allclose(
+      unrolled.decode(weights, *rows),
+      model.decode(params, *rows),
+      atol=2e-5,
+    )

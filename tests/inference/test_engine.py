@@ -1,0 +1,286 @@
+"""The engine against a loop that knows no cache."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.cli import errors
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import sampling
+from encdec_adapt.models import model_config
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests import toy_models
+
+# Scanned blocks and a tail; windows shorter than what is generated; random
+# models with a tied head repeat themselves.
+STACK = toy_models.stack(
+  layers=3, vocab_size=23, vocab_multiple=8, window=3, tied_head=False
+)
+CONFIGS = {
+  **toy_models.pair_and_decoder(STACK),
+  'merged': model_config.encoder_decoder(STACK, STACK, cross_merged=True),
+  'global': model_config.encoder_decoder(STACK, STACK, cross_layers='global'),
+  'prefix': model_config.DecoderOnlyConfig(
+    dataclasses.replace(STACK, role='prefix')
+  ),
+}
+KINDS = ['encoder_decoder', 'decoder_only']
+NEVER = -1  # an EOS that no model generates
+IDS = dict(bos=2, eos=NEVER, pad=0)
+SAMPLED = sampling.SamplingConfig(temperature=1.5, top_k=12, top_p=0.95)
+# Two lengths of buckets. Cut to 8 tokens and at most 40 generated, rows need
+# caches of 16, 32 and 64, and the 16 slots of local layers wrap around.
+PROMPTS = [
+  np.array([2, *(3 + np.arange(n) * (n + 5) % 20)])
+  for n in (4, 1, 20, 7, 2, 18)
+]
+COUNTS = [7, 40, 5, 12, 30, 2]
+
+
+@functools.cache
+def _loaded(kind):
+  return toy_models.load(CONFIGS[kind], scale=0.4)
+
+
+def _requests(config=sampling.SamplingConfig(), **options):
+  return [
+    engine_lib.Request(
+      prompt, count, dataclasses.replace(config, seed=i), **options
+    )
+    for i, (prompt, count) in enumerate(zip(PROMPTS, COUNTS, strict=True))
+  ]
+
+
+def _run(kind, requests, **options):
+  made = _loaded(kind).engine(**{**IDS, **options})
+  return [found for _, found in sorted(made.run(requests), key=lambda x: x[0])]
+
+
+def _log_probs(kind, prompt, tokens):
+  """Uncached log-probabilities [n, V] of the tokens that follow a prompt."""
+  loaded = _loaded(kind)
+  start, source = prompt, ()
+  if hasattr(loaded.config, 'encoder'):
+    start, source = [2], (prompt[None],)
+  text = np.array([[*start, *tokens]])
+  if kind == 'prefix':
+    positions = jnp.arange(text.shape[1])[None]
+    hidden = loaded.model.decode(
+      loaded.params,
+      jnp.asarray(text),
+      jnp.ones_like(positions),
+      positions,
+      prefix=jnp.int32(positions < len(prompt)),
+    )
+    logits = loaded.model.logits(loaded.params, hidden)
+  else:
+    logits = loaded.logits(text, *source)
+  return np.asarray(jax.nn.log_softmax(logits[0])[len(start) - 1 : -1])
+
+
+@pytest.mark.parametrize('config', [sampling.SamplingConfig(), SAMPLED])
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_tokens_have_the_uncached_log_probs(kind, config):
+  # Two rows for six prompts: rows are refilled while the other goes on.
+  found = _run(kind, _requests(config), rows=2)
+  for prompt, count, got in zip(PROMPTS, COUNTS, found, strict=True):
+    assert len(got.tokens) == count
+    assert got.ended == 'length'
+    want = _log_probs(kind, prompt, got.tokens)
+    if config.temperature == 0:
+      np.testing.assert_array_equal(got.tokens, want.argmax(axis=1))
+    want = np.take_along_axis(want, got.tokens[:, None], axis=1)[:, 0]
+    # Programs that are not optimised round a little more.
+    np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
+  # The rows differ, or the prompts would not have been read.
+  assert len({tuple(got.tokens[:2]) for got in found}) > 1
+
+
+def test_rows_do_not_depend_on_their_batch():
+  kind = 'encoder_decoder'
+  one = _run(kind, _requests(SAMPLED), rows=1)
+  for rows in (3, 8):
+    for a, b in zip(
+      one, _run(kind, _requests(SAMPLED), rows=rows), strict=True
+    ):
+      np.testing.assert_array_equal(a.tokens, b.tokens)
+  other = _run(kind, _requests(dataclasses.replace(SAMPLED, seed=9))[:1])
+  again = dataclasses.replace(
+    _requests(SAMPLED)[0], sampling=dataclasses.replace(SAMPLED, seed=9)
+  )
+  assert (other[0].tokens == one[0].tokens).all()
+  assert (_run(kind, [again])[0].tokens != one[0].tokens).any()
+
+
+@pytest.mark.long
+@pytest.mark.sharded
+@pytest.mark.parametrize('kind', KINDS)
+def test_on_a_mesh_the_tokens_are_the_same(kind):
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=4, tensor=2))
+  loaded = _loaded(kind)
+  made = engine_lib.Engine(
+    loaded.model,
+    loaded.params,
+    engine_lib.SpecialIds(2, (NEVER,), 0),
+    rows=4,
+    mesh=mesh,
+  )
+  found = dict(made.run(_requests()))
+  # Rows over fsdp, heads over tensor.
+  key = made.programs.start(4, 16, 0).cache.layers['tail']['layer_0'].key
+  assert key.addressable_shards[0].data.shape == (1, 1, 16, 8)
+  for i, want in enumerate(_run(kind, _requests())):
+    np.testing.assert_array_equal(found[i].tokens, want.tokens)
+    np.testing.assert_allclose(found[i].log_probs, want.log_probs, atol=1e-4)
+  with pytest.raises(errors.UserError, match='6 rows .* multiple of 4'):
+    engine_lib.Engine(loaded.model, loaded.params, made.ids, rows=6, mesh=mesh)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_rows_end_at_eos_or_a_stop_string(kind):
+  free = [found.tokens for found in _run(kind, _requests(SAMPLED))]
+  ends = (int(free[0][2]), 22)  # Any of several tokens.
+
+  def decode(tokens):
+    return ''.join(chr(65 + token) for token in tokens)
+
+  # Two tokens before a row's end.
+  stop = next(
+    decode(tokens[n : n + 2])
+    for tokens in free[1:]
+    for n in range(1, len(tokens) - 2)
+    if not np.isin(tokens[: n + 2], ends).any()
+  )
+  reported = {i: [] for i in range(len(free))}
+  made = _loaded(kind).engine(bos=2, eos=ends, pad=0, decode=decode, steps=3)
+  found = dict(
+    made.run(
+      _requests(SAMPLED, stop=(stop, 'no such text')),
+      lambda i, tokens: reported[i].extend(tokens),
+    )
+  )
+  endings = set()
+  for i, tokens in enumerate(free):
+    eos = np.flatnonzero(np.isin(tokens, ends))[:1] + 1
+    start = decode(tokens).find(stop)
+    stopped = [] if start < 0 else [start + len(stop)]
+    count = min(*eos.tolist(), *stopped, len(tokens), len(tokens))
+    np.testing.assert_array_equal(found[i].tokens, tokens[:count])
+    assert len(found[i].log_probs) == count
+    want = 'eos' if [count] == eos.tolist() else 'length'
+    text = decode(tokens[: count - (want == 'eos')])
+    if want != 'eos' and [count] == stopped:
+      want, text = 'stop', decode(tokens[:start])
+    assert (found[i].ended, found[i].text) == (want, text)
+    endings.add(want)
+    np.testing.assert_array_equal(reported[i], found[i].tokens)
+  assert endings == {'eos', 'length', 'stop'}
+
+
+def test_a_repetition_penalty_counts_what_the_decoder_read():
+  penalty = sampling.SamplingConfig(repetition_penalty=1.8)
+  for kind in KINDS:
+    plain = _run(kind, _requests())
+    changed = 0
+    for i, got in enumerate(_run(kind, _requests(penalty), rows=4)):
+      log_probs = _log_probs(kind, PROMPTS[i], got.tokens)
+      read = set(PROMPTS[i].tolist() if kind == 'decoder_only' else [2])
+      # The penalty is of logits; soft-capped ones follow up to a constant.
+      logits = np.asarray(_logits(kind, PROMPTS[i], got.tokens))
+      for n, token in enumerate(got.tokens):
+        row = logits[n].copy()
+        seen = sorted(read)
+        row[seen] = np.where(row[seen] > 0, row[seen] / 1.8, row[seen] * 1.8)
+        assert token == row.argmax()
+        read.add(int(token))
+      np.testing.assert_allclose(
+        got.log_probs,
+        np.take_along_axis(log_probs, got.tokens[:, None], axis=1)[:, 0],
+        atol=5e-5,
+      )
+      changed += (got.tokens[:3] != plain[i].tokens[:3]).any()
+    assert changed
+
+
+def _logits(kind, prompt, tokens):
+  """Uncached logits [n, V] of the tokens that follow a prompt."""
+  loaded = _loaded(kind)
+  start, source = prompt, ()
+  if kind == 'encoder_decoder':
+    start, source = [2], (prompt[None],)
+  logits = loaded.logits(np.array([[*start, *tokens]]), *source)
+  return logits[0, len(start) - 1 : -1]
+
+
+def test_requests_come_and_go():
+  made = _loaded('encoder_decoder').engine(rows=2, **IDS)
+  want = _run('encoder_decoder', _requests())
+  numbers = [made.submit(request) for request in _requests()[:3]]
+  found = dict(made.step())
+  made.cancel(numbers[1])
+  numbers += [made.submit(request) for request in _requests()[3:]]
+  while made.busy:
+    found |= dict(made.step())
+  assert found.keys() == set(numbers) - {numbers[1]}
+  for number, got in found.items():
+    np.testing.assert_array_equal(got.tokens, want[number].tokens)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_integer_kernels_give_nearly_the_same(kind):
+  plain = _run(kind, _requests())
+  found = _run(kind, _requests(), int8=True)
+  assert (
+    sum(
+      (a.tokens[:2] == b.tokens[:2]).all()
+      for a, b in zip(plain, found, strict=True)
+    )
+    > len(plain) // 2
+  )
+  first = [[got.log_probs[0] for got in results] for results in (plain, found)]
+  np.testing.assert_allclose(*first, atol=0.2)
+  assert np.abs(np.subtract(*first)).max() > 0
+
+
+def test_arrays_of_prompts():
+  loaded = _loaded('encoder_decoder')
+  tokens, mask = np.zeros((2, 2, 8), np.int32)
+  for row, prompt in enumerate([PROMPTS[0], PROMPTS[3]]):
+    tokens[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+  eos = int(_run('encoder_decoder', _requests())[0].tokens[2])
+  got = loaded.generate(tokens, mask, max_tokens=6, bos=2, eos=eos, pad=3)
+  left = [np.zeros_like(tokens), np.zeros_like(mask)]
+  for row, count in enumerate(mask.sum(axis=1)):
+    left[0][row, -count:], left[1][row, -count:] = tokens[row, :count], 1
+  same = loaded.generate(*left, max_tokens=6, bos=2, eos=eos, pad=3)
+  np.testing.assert_array_equal(same.tokens, got.tokens)
+  assert got.tokens.shape == (2, 6)
+  for row in range(2):
+    length = got.lengths[row]
+    assert (got.tokens[row, length:] == 3).all()
+    assert (got.log_probs[row, length:] == 0).all()
+  assert got.lengths[0] <= 3
+  with pytest.raises(errors.UserError, match='the prompt has no tokens'):
+    loaded.generate(tokens, mask * [[0], [1]], **IDS)
+
+
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (lambda: engine_lib.Request(PROMPTS[0], 0), 'max_tokens is 0'),
+    (lambda: engine_lib.Request(PROMPTS[0], stop=('',)), 'stop string is'),
+    (lambda: engine_lib.Request(PROMPTS[0][:0]), 'prompt has no tokens'),
+    (
+      lambda: _run('decoder_only', _requests(stop=('a',))),
+      'stop strings need a tokenizer',
+    ),
+    (lambda: _loaded('decoder_only').engine(rows=0, **IDS), '0 rows'),
+  ],
+)
+def test_bad_input_is_named(make, message):
+  with pytest.raises(errors.UserError, match=message):
+    make()
