@@ -204,7 +204,7 @@ def get_study(arg=None):
   if not size.pretrains:
     runs.append('decoder_only')
   adapted = f'{root}/adapted_seed1' if size.pretrains else f'{root}/adapted'
-  samples, exported = f'{root}/samples.json', f'{root}/t5gemma'
+  samples, exported = f'{root}/samples.jsonl', f'{root}/t5gemma'
   last = [
     study_stages.Stage(
       'evaluate',

@@ -2,35 +2,51 @@ r"""Continues prompts with a trained model: text in, text out.
 
     python -m encdec_adapt.generate --checkpoint=runs/adapted \
       --prompt='The quick' [--temperature=0.8 --top_p=0.95]
+    python -m encdec_adapt.generate --checkpoint=runs/adapted \
+      --prompts=prompts.jsonl --output=continuations.jsonl
 
 The model is a Hugging Face folder, or the newest checkpoint of a run (the best
 one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
 with its encoder, as in PrefixLM training; a decoder-only model continues it.
 With --chat a prompt is a user's turn, and the model answers in the chat format
-of its vocabulary.
+of its vocabulary. With --embed the encoder's states are written instead.
+
+--output gets a line of JSON per prompt as it ends, in the order of the prompts
+once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
+special tokens), `tokens` (their number, EOS included), `log_prob` (the sum of
+their natural log-probabilities under the model) and `ended` ('eos', 'length',
+which is --max_tokens, or 'stop'); or `embedding`, a list of floats. The same
+command again continues a file that is not complete.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import hashlib
 import json
 import pathlib
+import sys
+import time
 from typing import Any
 
 from absl import flags
-import jax
 from jax import numpy as jnp
 import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import loaded_model, source_files, stored_model
+from encdec_adapt.files import append_log, disk, paths
+from encdec_adapt.inference import beam_search, embeddings, engine
 from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format, vocabularies, vocabulary
 
 # Where a prompt was given, for messages -> a text, or with --chat the messages
 # of a conversation.
 Prompts = Mapping[str, str | chat_format.Messages]
-_SHORTEST = 16  # Rows are padded to a multiple of this and a power of two.
+# What a prompt gave: fields of its line of JSON.
+Result = dict[str, Any]
+_EVERY = 5.0  # Seconds between two lines of progress.
 
 
 define_flags = command.define(
@@ -40,11 +56,19 @@ define_flags = command.define(
   ),
   command.string(
     'prompts',
-    'File with a prompt per line; with a JSON string per line if it ends in'
-    ' .jsonl, or with --chat also a list of messages ("role", "content").',
+    'File with a prompt per line, - for standard input; with a JSON string per'
+    ' line if it ends in .jsonl, or with --chat also a list of messages'
+    ' ("role", "content").',
   ),
   command.integer(
     'max_tokens', 'Maximum generated tokens.', default=64, lower_bound=1
+  ),
+  command.integer(
+    'max_prompt',
+    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS and its'
+    ' last tokens. Without it, prompts longer than max_position_embeddings of'
+    " the model's config.json are refused.",
+    lower_bound=2,
   ),
   command.number('temperature', '0 is greedy.', default=0.0),
   command.integer('top_k', 'Draw among the k likeliest tokens only.'),
@@ -56,10 +80,45 @@ define_flags = command.define(
     'min_p',
     'Draw among tokens with at least this share of the largest probability.',
   ),
-  command.integer('seed', 'Seed of all draws.', default=0),
+  command.number(
+    'repetition_penalty',
+    'Divides positive logits, and multiplies negative ones, of tokens that the'
+    ' decoder has read; 1 for none.',
+    default=1.0,
+  ),
+  command.integer(
+    'seed', 'Seed of all draws; each prompt draws on its own.', default=0
+  ),
+  command.integer(
+    'beams',
+    'Beams of a beam search; 1 for none.',
+    default=1,
+    lower_bound=1,
+  ),
+  command.number(
+    'length_penalty',
+    'Beams are compared by their log-probability divided by their length to'
+    ' this power.',
+    default=1.0,
+  ),
+  command.flag(
+    'multi_string',
+    'stop',
+    'Text that ends a continuation, which does not contain it; may be'
+    ' repeated.',
+    default=[],
+  ),
   command.integer('batch_size', 'Prompts at a time.', default=8, lower_bound=1),
+  command.boolean('int8', 'Keep kernels as 8-bit integers.'),
   command.boolean('chat', "Take prompts as a user's turns and answer them."),
-  command.string('output', 'JSON file to write the continuations to.'),
+  command.choice(
+    'embed',
+    list(embeddings.POOLINGS),
+    "Write the encoder's states instead: their mean, or that of the last"
+    ' token.',
+  ),
+  command.string('output', 'File of JSON lines to write the results to.'),
+  command.define_processes,
 )
 
 
@@ -67,26 +126,60 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
-  # Refuses bad options before anything is opened.
-  sampling_lib.SamplingConfig(
-    values.temperature, values.top_k, values.top_p, values.min_p
-  )
+  _check_options(values)
   if values.output:
     disk.require_output(values.output)
-  stored = stored_model.open_model(values.checkpoint)
-  opened = _open_vocabularies(stored)
-  encoded = _encode(prompts, stored, opened, chat=values.chat)
-  done = []
-  for samples in _continue(stored, opened, prompts, encoded, values):
-    for sample in samples:
-      done.append(sample)
-      end = 'ended' if sample['ended'] else 'cut'
-      print(f'--- prompt {len(done)} of {len(prompts)}\n{sample["prompt"]}')
-      print(f'--- continuation ({sample["tokens"]} tokens, {end})')
-      print(sample['continuation'])
-    if values.output:  # Written after each batch, in case of an interruption.
-      atomic.write_json(values.output, done)
+  # What decides the results, as a file that is continued must agree on it.
+  names = 'checkpoint max_tokens max_prompt temperature top_k top_p min_p'
+  names += ' repetition_penalty seed beams length_penalty stop int8 chat embed'
+  given = {name: values[name].value for name in names.split()}
+  with command.processes(values, given):
+    stored = stored_model.open_model(values.checkpoint)
+    opened = _open_vocabularies(stored)
+    encoded = _encode(prompts, stored, opened, values)
+    results = _Results(values.output, prompts, {**given, 'step': stored.step})
+    done = distributed.from_lead(lambda: sorted(results.done))
+    left = [i for i in range(len(prompts)) if i not in done]
+    if left:
+      make = _embed if values.embed else _continue
+      for i, found in make(
+        stored, opened, [encoded[i] for i in left], left, values
+      ):
+        results.add(i, {'run': pathlib.Path(values.checkpoint).name, **found})
+    results.finish()
   return 0
+
+
+def _check_options(values: flags.FlagValues) -> None:
+  """Refuses options that do not go together, before anything is opened."""
+  drawn = _sampling(values, 0)
+  if values.beams > 1 and (drawn.temperature or drawn.repetition_penalty != 1):
+    raise errors.UserError(
+      f'--beams={values.beams} searches without drawing; leave out'
+      ' --temperature and --repetition_penalty.'
+    )
+  if values.beams > 1 and values.stop:
+    raise errors.UserError(
+      f'--stop does not work with --beams={values.beams}; leave out one.'
+    )
+  if not all(values.stop):
+    raise errors.UserError('--stop is empty; give a text, or leave it out.')
+  if values.seed < 0:
+    raise errors.UserError(f'--seed is {values.seed}; it must be at least 0.')
+
+
+def _sampling(
+  values: flags.FlagValues, index: int
+) -> sampling_lib.SamplingConfig:
+  """Returns how tokens of a prompt are chosen."""
+  return sampling_lib.SamplingConfig(
+    values.temperature,
+    values.top_k,
+    values.top_p,
+    values.min_p,
+    values.repetition_penalty,
+    sampling_lib.seed_of(max(values.seed, 0), index),
+  )
 
 
 def read_prompts(
@@ -96,7 +189,7 @@ def read_prompts(
 
   Args:
     texts: prompts given one by one.
-    file: path of a file of prompts, or None.
+    file: path of a file of prompts, '-' for standard input, or None.
     chat: whether a line of JSON may be a conversation.
 
   Raises:
@@ -112,7 +205,11 @@ def read_prompts(
   else:
     try:
       # Not splitlines(), which also splits at form feeds and the like.
-      content = paths.at(file).read_text(encoding='utf-8')
+      content = (
+        sys.stdin.read()
+        if file == '-'
+        else paths.at(file).read_text(encoding='utf-8')
+      )
     except (OSError, UnicodeDecodeError) as error:
       raise errors.UserError(
         f'--prompts={file} cannot be read as UTF-8 text ({error}).'
@@ -175,120 +272,230 @@ def _encode(
   prompts: Prompts,
   stored: stored_model.StoredModel,
   opened: vocabularies.Opened,
-  *,
-  chat: bool,
+  values: flags.FlagValues,
 ) -> list[np.ndarray]:
-  """Encodes each prompt as token ids, int32 [n], without BOS.
+  """Encodes each prompt as token ids, int32 [n], BOS first.
 
   Raises:
     UserError: a vocabulary has no chat template and one is needed, or a
-      prompt cannot be encoded; names the prompt.
+      prompt cannot be encoded or is too long; names the prompt.
   """
   reader = _reader(stored, opened)
-  if chat:
+  if values.chat:
     for one in opened.sides.values():
       chat_format.template_of(one)
+  longest = source_files.max_positions(source_files.folders(stored.path))
   encoded = []
   for place, prompt in prompts.items():
     try:
-      if not chat:
-        encoded.append(reader.encode(prompt))
-        continue
-      messages = prompt
-      if isinstance(prompt, str):
-        messages = [{'role': 'user', 'content': prompt}]
-      encoded.append(chat_format.encode(messages, reader, open_turn=True).ids)
+      if values.chat:
+        messages = prompt
+        if isinstance(prompt, str):
+          messages = [{'role': 'user', 'content': prompt}]
+        ids = chat_format.encode(messages, reader, open_turn=True).ids
+      else:
+        ids = reader.encode(prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{place}: {error}') from error
+    if values.max_prompt:
+      ids = ids[-(values.max_prompt - 1) :]
+    elif longest is not None and len(ids) + 1 > longest:
+      raise errors.UserError(
+        f'{place} has {len(ids) + 1} tokens, and the model was made for'
+        f' {longest} (max_position_embeddings of its config.json); give'
+        f' --max_prompt={longest} to keep the last ones, or shorten it.'
+      )
+    encoded.append(np.array([reader.bos, *ids], np.int32))
   return encoded
+
+
+def _load(
+  stored: stored_model.StoredModel,
+) -> loaded_model.LoadedModel:
+  """Reads the parameters, over all devices, to compute as the run did."""
+  dtype = jnp.dtype('float32')
+  if stored.step is not None:
+    dtype = jnp.dtype(config_lib.load_run(str(stored.path)).compute.dtype)
+  mesh = loaded_model.inference_mesh(stored.model)
+  return loaded_model.read(stored, dtype=dtype, mesh=mesh)
 
 
 def _continue(
   stored: stored_model.StoredModel,
   opened: vocabularies.Opened,
-  prompts: Prompts,
   encoded: Sequence[np.ndarray],
+  indices: Sequence[int],
   values: flags.FlagValues,
-) -> Iterator[list[dict[str, Any]]]:
-  """Reads the parameters and yields samples batch by batch, in order.
-
-  A sample has `run`, `prompt`, `continuation` (its text, without special
-  tokens), `tokens` (their number, EOS included) and `ended` (whether the model
-  ended it; otherwise --max_tokens did).
+) -> Iterator[tuple[int, Result]]:
+  """Continues prompts and yields results as they end.
 
   Args:
     stored: the model.
     opened: vocabularies of the model.
-    prompts: the prompts.
     encoded: token ids of each prompt.
+    indices: index of each prompt.
     values: the flags of the command.
   """
-  dtype = jnp.float32
-  if stored.step is not None:
-    dtype = jnp.dtype(config_lib.load_run(str(stored.path)).compute.dtype)
-  loaded = loaded_model.read(stored, dtype=dtype)
-  reader, writer = _reader(stored, opened), opened.decoder
+  loaded, writer = _load(stored), opened.decoder
   ends = list(loaded.special_ids['eos'])
   if values.chat:
     ends.append(chat_format.end_of_turn(writer))
-  texts, name = list(prompts.values()), pathlib.Path(values.checkpoint).name
-  size = min(values.batch_size, len(texts))
-  for start in range(0, len(texts), size):
-    ids = encoded[start : start + size]
-    result = loaded.generate(
-      *frame_prompts([*ids, *[None] * (size - len(ids))], reader),
-      rows=np.arange(start, start + size, dtype=np.int32),
+
+  def decode(tokens: np.ndarray) -> str:
+    """Returns the text of generated tokens."""
+    # A table may have more rows than the vocabulary has tokens; no text has
+    # those ids.
+    known = np.where(tokens < writer.size, tokens, writer.pad)
+    return writer.decode(known, start=False)
+
+  rows = _rows(loaded, values.batch_size, len(encoded) * values.beams)
+  made = loaded.engine(rows=rows, int8=values.int8, eos=ends, decode=decode)
+  if values.beams > 1:
+    completions = beam_search.search(
+      made,
+      encoded,
+      beams=values.beams,
       max_tokens=values.max_tokens,
-      temperature=values.temperature,
-      top_k=values.top_k,
-      top_p=values.top_p,
-      min_p=values.min_p,
-      seed=values.seed,
-      eos=ends,
+      length_penalty=values.length_penalty,
     )
-    result = jax.device_get(result)
-    samples = []
-    for row in range(len(ids)):
-      tokens = result.tokens[row, : result.lengths[row]]
-      # A table may have more rows than the vocabulary has tokens; no text has
-      # those ids.
-      known = np.where(tokens < writer.size, tokens, writer.pad)
-      samples.append(
-        {
-          'run': name,
-          'prompt': texts[start + row],
-          'continuation': writer.decode(known, start=False),
-          'tokens': len(tokens),
-          'ended': bool(tokens[-1] in ends),
-        }
+  else:
+    completions = made.run(
+      engine.Request(
+        ids, values.max_tokens, _sampling(values, i), tuple(values.stop)
       )
-    yield samples
+      for i, ids in zip(indices, encoded, strict=True)
+    )
+  for number, found in completions:
+    yield (
+      indices[number],
+      {
+        'continuation': found.text,
+        'tokens': len(found.tokens),
+        'log_prob': float(found.log_probs.sum()),
+        'ended': found.ended,
+      },
+    )
 
 
-def frame_prompts(
-  prompts: Sequence[np.ndarray | None], reader: vocabulary.Vocabulary
-) -> tuple[np.ndarray, np.ndarray]:
-  """Frames prompts as rows [B, S]: BOS and the prompt, then padding.
+def _embed(
+  stored: stored_model.StoredModel,
+  opened: vocabularies.Opened,
+  encoded: Sequence[np.ndarray],
+  indices: Sequence[int],
+  values: flags.FlagValues,
+) -> Iterator[tuple[int, Result]]:
+  """Embeds prompts and yields results; arguments as `_continue`."""
+  del opened
+  loaded = _load(stored)
+  found = embeddings.embed(
+    loaded.model,
+    loaded.params,
+    encoded,
+    pooling=values.embed,
+    rows=_rows(loaded, values.batch_size, len(encoded)),
+  )
+  for number, states in found:
+    yield indices[number], {'embedding': [float(x) for x in states]}
 
-  Args:
-    prompts: token ids [n] of each row, None for a row of padding only.
-    reader: the vocabulary of the prompts.
 
-  Returns:
-    Tokens, int32, and a mask, True at tokens; S is a power of two, so that few
-    lengths are compiled.
-  """
-  longest = max(len(ids) + 1 for ids in prompts if ids is not None)
-  length = _SHORTEST
-  while length < longest:
-    length *= 2
-  tokens = np.full((len(prompts), length), reader.pad, np.int32)
-  mask = np.zeros(tokens.shape, bool)
-  for row, ids in enumerate(prompts):
-    if ids is not None:
-      tokens[row, : len(ids) + 1] = [reader.bos, *ids]
-      mask[row, : len(ids) + 1] = True
-  return tokens, mask
+def _rows(
+  loaded: loaded_model.LoadedModel, batch_size: int, needed: int
+) -> int:
+  """Returns the rows of a batch, rounded up to divide over the devices."""
+  shards = loaded.batch_shards
+  return -(-min(batch_size, needed) // shards) * shards
+
+
+class _Results:
+  """Prints results, or writes them to a file that can be continued."""
+
+  def __init__(self, output: str | None, prompts: Prompts, given: Any):
+    """Reads what an earlier run left.
+
+    Args:
+      output: path of the file, or None.
+      prompts: all prompts.
+      given: what decides the results.
+
+    Raises:
+      UserError: the file is of other prompts or options.
+    """
+    self._texts = list(prompts.values())
+    described = json.dumps([given, self._texts], sort_keys=True)
+    self._of = hashlib.sha256(described.encode()).hexdigest()[:12]
+    self.done: dict[int, str] = {}
+    self._path = self._log = None
+    self._clock = self._told = time.monotonic()
+    if output is None or not distributed.is_lead():
+      return
+    self._path = paths.at(output)
+    if append_log.exists(self._path):
+      for line in append_log.read(self._path).decode().splitlines(True):
+        if line.endswith('\n'):  # Otherwise the last one is half written.
+          self._read_line(line)
+      append_log.replace(self._path, ''.join(self.done.values()).encode())
+    self._before = len(self.done)
+    self._log = append_log.append(self._path)
+    if self.done:
+      print(f'{output}: {len(self.done)} of {len(self._texts)} are done')
+
+  def _read_line(self, line: str) -> None:
+    """Keeps a line of an earlier run."""
+    try:
+      found = json.loads(line)
+      index, of = found['index'], found['of']
+    except (ValueError, TypeError, KeyError):
+      index, of = None, None
+    if of != self._of:
+      raise errors.UserError(
+        f'--output={self._path} exists, and is of other prompts or options;'
+        ' remove it, or name another file.'
+      )
+    self.done[index] = line
+
+  def add(self, index: int, found: Result) -> None:
+    """Prints a result, or writes it and prints progress now and then."""
+    if not distributed.is_lead():
+      return
+    prompt = self._texts[index]
+    if self._log is None:
+      print(f'--- prompt {index + 1} of {len(self._texts)}\n{prompt}')
+      print(_describe(found), flush=True)
+      return
+    line = {'index': index, **found, 'prompt': prompt, 'of': self._of}
+    self.done[index] = json.dumps(line) + '\n'
+    self._log.write(self.done[index].encode())
+    now, count = time.monotonic(), len(self.done) - self._before
+    if now - self._told >= _EVERY:
+      self._told = now
+      rate = count / (now - self._clock)
+      left = (len(self._texts) - len(self.done)) / rate
+      print(
+        f'{len(self.done)} of {len(self._texts)} prompts  {rate:.3g} prompts/s'
+        f'  {progress.format_seconds(left)} left',
+        flush=True,
+      )
+
+  def finish(self) -> None:
+    """Brings the lines into the order of the prompts."""
+    if self._log is None:
+      return
+    self._log.close()
+    ordered = [self.done[i] for i in range(len(self._texts))]
+    append_log.replace(self._path, ''.join(ordered).encode())
+    took = progress.format_seconds(time.monotonic() - self._clock)
+    print(f'{len(ordered)} results in {self._path} ({took})')
+
+
+def _describe(found: Result) -> str:
+  """Describes a result for the screen."""
+  if 'embedding' in found:
+    shown = ' '.join(f'{x:.4f}' for x in found['embedding'][:6])
+    return f'--- embedding ({len(found["embedding"])} numbers)\n{shown} ..'
+  return (
+    f'--- continuation ({found["tokens"]} tokens, ended by {found["ended"]})\n'
+    f'{found["continuation"]}'
+  )
 
 
 if __name__ == '__main__':

@@ -214,7 +214,12 @@ def _report(study: study_stages.Study) -> None:
     'runs': {name: _run(root, folder) for name, folder in folders.items()},
     'stages': stages,
     'samples': (
-      json.loads(paths.at(study.samples).read_text()) if study.samples else []
+      [
+        json.loads(line)
+        for line in paths.at(study.samples).read_text().splitlines()
+      ]
+      if study.samples
+      else []
     ),
     'environment': environment.report(),
   }

@@ -42,14 +42,7 @@ define_flags = command.define(
   command.string('workdir', 'Work directory of the job.'),
   command.boolean('print_config', 'Print the configuration and exit.'),
   command.boolean('dry_run', 'Print shapes, memory and adaptation; exit.'),
-  command.string('coordinator', 'host:port of process 0, or auto.'),
-  command.integer('processes', 'Number of processes.'),
-  command.integer('process', '0-based index of this process.'),
-  command.integer(
-    'start_seconds',
-    'Seconds to wait for all processes at the start.',
-    default=distributed.START_TIMEOUT,
-  ),
+  command.define_processes,
 )
 
 
@@ -59,18 +52,12 @@ def main(values: flags.FlagValues) -> int:
   if values.print_config:
     print(config_lib.page(values.config.to_dict()))
     return 0
-  with profiling.listening(), distributed.fail_together():
-    distributed.initialize(
-      values.coordinator,
-      values.processes,
-      values.process,
-      flags={
-        'config': values.config.to_dict(),
-        'workdir': values.workdir,
-        'dry_run': values.dry_run,
-      },
-      timeout=values.start_seconds,
-    )
+  given = {
+    'config': values.config.to_dict(),
+    'workdir': values.workdir,
+    'dry_run': values.dry_run,
+  }
+  with profiling.listening(), command.processes(values, given):
     if values.dry_run:
       workdir = values.workdir or ''
       settings = config_lib.load(values.config, workdir, sources=False)

@@ -4,7 +4,7 @@ A main defines its flags in a function, so that importing it defines none and
 a study can run several mains in one process, parsed as from a shell.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from encdec_adapt.cli import app, errors
+from encdec_adapt.cluster import distributed
 
 # What absl and ml_collections raise for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
@@ -80,6 +81,40 @@ def define(*definitions: DefineFlags) -> DefineFlags:
       definition(values)
 
   return define_flags
+
+
+# Flags of a command that may run as several processes.
+define_processes = define(
+  string('coordinator', 'host:port of process 0, or auto.'),
+  integer('processes', 'Number of processes.'),
+  integer('process', '0-based index of this process.'),
+  integer(
+    'start_seconds',
+    'Seconds to wait for all processes at the start.',
+    default=distributed.START_TIMEOUT,
+  ),
+)
+
+
+@contextlib.contextmanager
+def processes(
+  values: flags.FlagValues, given: Mapping[str, Any]
+) -> Iterator[None]:
+  """Runs a job of one or several processes, which fail together.
+
+  Args:
+    values: flags of the command, `define_processes` among them.
+    given: what must be the same in every process.
+  """
+  with distributed.fail_together():
+    distributed.initialize(
+      values.coordinator,
+      values.processes,
+      values.process,
+      flags=given,
+      timeout=values.start_seconds,
+    )
+    yield
 
 
 def define_config(values: flags.FlagValues) -> None:

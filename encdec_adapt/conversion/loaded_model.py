@@ -152,7 +152,6 @@ class LoadedModel:
         'generate: the model has no tokenizer that defines its special ids;'
         f' give {" and ".join(sorted(missing))}.'
       )
-    sharding = jax.tree.leaves(self.params)[0].sharding
     return engine_lib.Engine(
       self.model,
       self.params,
@@ -163,7 +162,7 @@ class LoadedModel:
       ),
       rows=rows,
       decode=decode,
-      mesh=getattr(sharding, 'mesh', None),
+      mesh=self._mesh,
       rules=rules_lib.RULES[_RULES],
       int8=int8,
       steps=steps,
@@ -231,6 +230,18 @@ class LoadedModel:
       found.log_probs[i, :count] = completion.log_probs
     return found
 
+  @property
+  def _mesh(self) -> Mesh | None:
+    """Mesh of the parameters; None for arrays of one device."""
+    return getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
+
+  @property
+  def batch_shards(self) -> int:
+    """Number of parts that the devices divide a batch into."""
+    if self._mesh is None:
+      return 1
+    return rules_lib.RULES[_RULES].on(self._mesh).size('batch')
+
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -250,6 +261,23 @@ class LoadedModel:
   def _require_encoder(self) -> None:
     if not isinstance(self.config, model_config.EncoderDecoderConfig):
       raise errors.UserError('a decoder-only model has no encoder.')
+
+
+def inference_mesh(config: model_config.ModelConfig) -> Mesh:
+  """Returns a mesh of all devices for a model.
+
+  Heads and feed-forwards are divided as often as they can be, because a step
+  of decoding gathers what is divided otherwise; then rows.
+  """
+  sizes = [
+    size
+    for stack in config.stacks.values()
+    for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
+  ]
+  tensor = math.gcd(jax.device_count(), *sizes)
+  return mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(fsdp=jax.device_count() // tensor, tensor=tensor)
+  )
 
 
 def load(

@@ -186,6 +186,20 @@ def config_fields(
   return fields
 
 
+def max_positions(found: Folders) -> int | None:
+  """Returns the most tokens of a prompt by the kept config.json, if it says.
+
+  Args:
+    found: see `folders`.
+
+  Raises:
+    UserError: a kept file is damaged.
+  """
+  fields = config_fields(found)
+  side = 'encoder' if 'encoder' in fields else 'decoder'
+  return fields[side].get('max_position_embeddings')
+
+
 def special_ids(
   found: Folders, opened: vocabularies.Opened | None
 ) -> dict[str, Any]:

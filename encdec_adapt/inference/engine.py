@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.inference import quantization
+from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import build, decoder_only, model_config
 from encdec_adapt.models import cache as caches
@@ -33,7 +33,6 @@ from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 
-_SHORTEST = 16  # Tokens of the shortest prompts and caches.
 _NO_LIMIT = 1 << 30
 
 Ended = Literal['eos', 'length', 'stop']
@@ -186,7 +185,7 @@ class Engine:
       )
     # A step has one token per row, which does not divide over a sequence axis.
     rules = dataclasses.replace(rules, length=())
-    shards = rules.on(mesh).size('batch')
+    self.shards = shards = rules.on(mesh).size('batch')
     if rows < 1 or rows % shards:
       raise errors.UserError(
         f'{rows} rows of the batch do not divide over {shards} devices; choose'
@@ -198,6 +197,7 @@ class Engine:
     self.programs = Programs(build.unroll(model), mesh, rules)
     self._prepare = functools.partial(_prepare, model, int8=int8)
     self.params = self._prepare(params)
+    self.vocab_size = model.config.decoder.vocab_size
     self._reads_encoder = isinstance(
       model.config, model_config.EncoderDecoderConfig
     )
@@ -261,9 +261,12 @@ class Engine:
     """
     requests = list(requests)
     order = sorted(
-      range(len(requests)), key=lambda i: -self._positions(requests[i])[1]
+      range(len(requests)),
+      key=lambda i: (
+        -lengths.bucket(len(requests[i].tokens)),
+        -requests[i].max_tokens,
+      ),
     )
-    order.sort(key=lambda i: -_bucket(len(requests[i].tokens)))
     indices = {self.submit(requests[i]): i for i in order}
 
     def report(number: int, tokens: np.ndarray) -> None:
@@ -332,26 +335,45 @@ class Engine:
     done: bool,
   ) -> Completion | None:
     """Returns the completion of a row that has ended, None for others."""
-    is_eos = len(tokens) > 0 and int(tokens[-1]) in self.ids.eos
-    ended: Ended = 'eos' if is_eos else 'length'
-    text = None
-    if self._decode is not None and (done or request.stop):
-      text = self._decode(tokens[: len(tokens) - is_eos])
-      if any(stop in text for stop in request.stop):
-        # The first token that completes a stop string is the last.
-        count = next(
-          n
-          for n in range(1, len(tokens) + 1)
-          if any(stop in self._decode(tokens[:n]) for stop in request.stop)
-        )
-        tokens, done, ended = tokens[:count], True, 'stop'
-        text = self._decode(tokens)
-        text = text[: min(text.find(s) for s in request.stop if s in text)]
-    if not done:
+    if not (done or request.stop):
       return None
-    return Completion(
-      tokens.copy(), log_probs[: len(tokens)].copy(), ended, text
+    whole = self.complete(tokens, log_probs[: len(tokens)])
+    if not any(stop in whole.text for stop in request.stop):
+      return whole if done else None
+    # The first token that completes a stop string is the last.
+    count, text = next(
+      (n, text)
+      for n in range(1, len(tokens) + 1)
+      if any(
+        stop in (text := self._decode(tokens[:n])) for stop in request.stop
+      )
     )
+    text = text[: min(text.find(stop) for stop in request.stop if stop in text)]
+    return Completion(
+      whole.tokens[:count], whole.log_probs[:count], 'stop', text
+    )
+
+  def complete(
+    self, tokens: Int[np.ndarray, 'n'], log_probs: Float[np.ndarray, 'n']
+  ) -> Completion:
+    """Returns the completion of tokens that end with EOS or at their limit."""
+    is_eos = len(tokens) > 0 and int(tokens[-1]) in self.ids.eos
+    text = None
+    if self._decode is not None:
+      text = self._decode(tokens[: len(tokens) - is_eos])
+    ended: Ended = 'eos' if is_eos else 'length'
+    return Completion(tokens.copy(), log_probs.copy(), ended, text)
+
+  def read(self, requests: Sequence[Request], rows: int) -> State:
+    """Returns a state of its own with prompts that were read, for a search.
+
+    Args:
+      requests: prompts, in the order of the rows.
+      rows: rows of the state, at least as many.
+    """
+    state = self.programs.start(rows, *self._lengths(requests))
+    group = self._frame(requests, range(len(requests)), rows, rows)
+    return self.programs.prefill(self.params, state, group, self.ids.bos)
 
   def _free(self, rows: Sequence[int]) -> None:
     """Marks rows as free."""
@@ -360,11 +382,14 @@ class Engine:
     done = self._state.done.at[np.array(rows)].set(True)
     self._state = self._state._replace(done=done)
 
-  def _positions(self, request: Request) -> tuple[int, int]:
-    """Returns the cache's positions that a request needs: encoder, decoder."""
+  def _lengths(self, requests: Sequence[Request]) -> tuple[int, int]:
+    """Returns the positions that requests need: of the decoder, the encoder."""
+    prompt = max(len(request.tokens) for request in requests)
     if self._reads_encoder:
-      return _bucket(len(request.tokens)), _bucket(request.max_tokens)
-    return 0, _bucket(len(request.tokens) + request.max_tokens)
+      most = max(request.max_tokens for request in requests)
+      return lengths.bucket(most), lengths.bucket(prompt)
+    most = max(len(request.tokens) + request.max_tokens for request in requests)
+    return lengths.bucket(most), 0
 
   def _fill(self) -> None:
     """Puts queued prompts into free rows, a group at a time."""
@@ -377,17 +402,16 @@ class Engine:
         self._active[row] = _Active(number, request)
       requests = [active.request for active in self._active if active]
       self._fit(requests)
-      group = self._frame([request for _, request in chosen], rows)
+      group = self._frame(
+        [request for _, request in chosen], rows, self.group, self.rows
+      )
       self._state = self.programs.prefill(
         self.params, self._state, group, self.ids.bos
       )
 
   def _fit(self, requests: Sequence[Request]) -> None:
     """Gives the state the lengths that these requests need."""
-    source, length = (
-      max(sizes)
-      for sizes in zip(*(self._positions(r) for r in requests), strict=True)
-    )
+    length, source = self._lengths(requests)
     penalised = any(r.sampling.repetition_penalty != 1 for r in requests)
     if self._state is None:
       self._state = self.programs.start(self.rows, length, source)
@@ -397,23 +421,25 @@ class Engine:
     if penalised and self._state.seen is None:
       self._state = self.programs.track_seen(self._state)
 
-  def _frame(self, requests: Sequence[Request], rows: Sequence[int]) -> Group:
-    """Pads prompts to a group."""
-    fill = self.group - len(requests)
-    length = max(_bucket(len(request.tokens)) for request in requests)
-    tokens = np.full((self.group, length), self.ids.pad, np.int32)
-    for i, request in enumerate(requests):
-      tokens[i, : len(request.tokens)] = request.tokens
-    none = sampling_lib.SamplingConfig()
+  def _frame(
+    self,
+    requests: Sequence[Request],
+    rows: Sequence[int],
+    size: int,
+    beyond: int,
+  ) -> Group:
+    """Pads prompts to a group of this size; the rest is for rows `beyond`."""
+    fill = size - len(requests)
+    prompts = [request.tokens for request in requests]
+    tokens, counts = lengths.pad(prompts, size, self.ids.pad)
+    none = [sampling_lib.SamplingConfig()] * fill
     return Group(
       tokens=tokens,
-      lengths=np.array(
-        [len(request.tokens) for request in requests] + [1] * fill, np.int32
-      ),
-      rows=np.array([*rows] + [self.rows] * fill, np.int32),
+      lengths=counts,
+      rows=np.array([*rows, *[beyond] * fill], np.int32),
       limit=np.array([r.max_tokens for r in requests] + [1] * fill, np.int32),
       options=sampling_lib.stack(
-        [request.sampling for request in requests] + [none] * fill
+        [request.sampling for request in requests] + none
       ),
     )
 
@@ -430,25 +456,31 @@ class Programs:
       mesh: the device mesh.
       rules: meaning of logical axes on it.
     """
-    self.model = model
-    self.mesh, self.rules = mesh, rules
-
-    def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-      """Compiles a function of the model under the mesh."""
-
-      @functools.wraps(fn)
-      def run(*args, **kwargs):
-        with partition.use(mesh, rules.as_dict()):
-          return fn(model, *args, **kwargs)
-
-      return jax.jit(run, compiler_options=compiler.options(mesh), **options)
-
+    self.model, self.mesh, self.rules = model, mesh, rules
     # The state is updated in place.
-    self.prefill = compiled(prefill, donate_argnums=1)
-    self.decode = compiled(decode, donate_argnums=1, static_argnames='sampled')
-    self.start = compiled(start, static_argnums=(0, 1, 2))
-    self.resize = compiled(resize, static_argnums=(1, 2))
-    self.track_seen = compiled(track_seen, donate_argnums=0)
+    self.prefill = self.compile(prefill, donate_argnums=1)
+    self.decode = self.compile(
+      decode, donate_argnums=1, static_argnames='sampled'
+    )
+    self.start = self.compile(start, static_argnums=(0, 1, 2))
+    self.resize = self.compile(resize, static_argnums=(1, 2))
+    self.track_seen = self.compile(track_seen, donate_argnums=0)
+
+  @functools.cache  # noqa: B019  Programs live as long as their cache.
+  def compile(self, fn: Callable[..., Any], **options: Any) -> Any:
+    """Returns `fn` of the model, compiled under the mesh; equal calls share it.
+
+    Args:
+      fn: takes the model first.
+      **options: of `jax.jit`, for the other arguments.
+    """
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+      with partition.use(self.mesh, self.rules.as_dict()):
+        return fn(self.model, *args, **kwargs)
+
+    return jax.jit(run, compiler_options=compiler.options(self.mesh), **options)
 
 
 def start(model: build.Model, rows: int, length: int, source: int) -> State:
@@ -654,8 +686,3 @@ def _prepare(
   if int8:
     params = quantization.quantize(params, model.table)
   return build.unroll_params(model, params)
-
-
-def _bucket(length: int) -> int:
-  """Returns the power of two that holds a length, at least 16."""
-  return max(_SHORTEST, 1 << (length - 1).bit_length())

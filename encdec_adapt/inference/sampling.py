@@ -1,8 +1,9 @@
 """Chooses the next token from logits: greedy, or drawn from a filtered set.
 
-Pure functions of one step's logits, with options for each row. Ties go to the lower token id everywhere,
-so greedy, top-k and top-p agree with each other. The vocabulary is not sorted:
-the least likely token that is kept is found among the likeliest ones.
+Pure functions of one step's logits, with options for each row. Ties go to the
+lower token id everywhere, so greedy, top-k and top-p agree with each other. The
+vocabulary is not sorted: the least likely token that is kept is found among the
+likeliest ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ def keep_top_k(logits: jax.Array, k: jax.Array | int) -> jax.Array:
 
   def find_last(count: int) -> tuple[jax.Array, jax.Array]:
     """Returns logit and id [..., 1] of the k-th of the `count` likeliest."""
-    values, ids = _top_k(logits, count)
+    values, ids = top_k(logits, count)
     last = jnp.minimum(k, count)[..., None] - 1
     return tuple(jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
 
@@ -159,7 +160,7 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     Returns:
       Its logit and id, and whether these tokens reach p, [..., 1].
     """
-    values, ids = _top_k(logits, count)
+    values, ids = top_k(logits, count)
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
     # A token stays while those ahead of it have not reached p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
@@ -258,8 +259,11 @@ def choose_likeliest(logits: jax.Array) -> jax.Array:
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the k largest logits, descending, and their ids, [..., k]."""
+def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the k largest logits, descending, and their ids, [..., k].
+
+  Lower ids come first among equal ones.
+  """
   logits = jnp.where(logits == 0, 0, logits)  # -0 would come after 0.
   # XLA:CPU sorts the vocabulary where it can merge a slice into top_k.
   return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))

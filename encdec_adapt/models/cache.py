@@ -277,8 +277,14 @@ def resize(
 
 
 def take_rows(cache: Cache, rows: Int[Array, 'b']) -> Cache:
-  """Returns a cache of these rows; its layers are not scanned."""
+  """Returns a cache of these rows."""
   return shard(jax.tree.map(lambda x: x[rows], cache))
+
+
+def reorder(cache: Cache, rows: Int[Array, 'B']) -> Cache:
+  """Exchanges what rows with equal prompts and lengths have generated."""
+  layers = jax.tree.map(lambda x: x[rows], cache.layers)
+  return shard(cache.replace(layers=layers))
 
 
 def transposed(entries: KeyValues) -> KeyValues:

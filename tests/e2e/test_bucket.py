@@ -70,7 +70,7 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   assert folders.read(place / run_artifacts.EVALUATION)['eval_loss'] > 0
   output = f'{bucket}/out/samples.json'
   assert tiny.generate(workdir, 'the quick', output) == 0
-  (sample,) = json.loads(paths.at(output).read_text())
+  sample = json.loads(paths.at(output).read_text())
   assert sample['run'] == 'adapted' and sample['tokens'] > 0
   exported = folders.export(workdir, f'{bucket}/exported')
   assert tiny.convert('verify', workdir, exported, folders.ROUNDED) == 0

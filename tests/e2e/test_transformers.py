@@ -26,7 +26,8 @@ def _ours(run, output, *flags):
     *flags,
   ]
   assert tiny.call(generate, *flags) == 0
-  return [s['continuation'] for s in json.loads(output.read_text())]
+  lines = output.read_text().splitlines()
+  return [json.loads(line)['continuation'] for line in lines]
 
 
 def _theirs(exported, prompts, encode):

@@ -1,9 +1,13 @@
 """The command `generate` on a run of a toy model."""
 
+import io
 import json
+import sys
 
+import numpy as np
 import pytest
 
+import encdec_adapt
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.checkpoints import manager
@@ -55,33 +59,111 @@ def _run(*arguments):
   return tiny.call(generate, *arguments)
 
 
-def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
-  prompts = tmp_path / 'prompts.jsonl'
-  prompts.write_text(''.join(json.dumps(p) + '\n' for p in PROMPTS))
-  output = tmp_path / 'new' / 'samples.json'
+def _lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _prompts(tmp_path):
+  file = tmp_path / 'prompts.jsonl'
+  file.write_text(''.join(json.dumps(p) + '\n' for p in PROMPTS))
+  return f'--prompts={file}'
+
+
+def test_writes_continuations_in_order(run_folder, tmp_path, capsys):
+  output = tmp_path / 'new' / 'samples.jsonl'
   arguments = [
     f'--checkpoint={run_folder}',
-    f'--prompts={prompts}',
-    f'--output={output}',
+    _prompts(tmp_path),
     '--max_tokens=6',
-    '--temperature=1',
   ]
-  assert _run(*arguments, '--batch_size=3') == 0
-  samples = json.loads(output.read_text())
+  drawn = [*arguments, '--temperature=1', f'--output={output}']
+  assert _run(*drawn, '--batch_size=2') == 0
+  samples = _lines(output)
   assert [sample['prompt'] for sample in samples] == PROMPTS
+  assert [sample['index'] for sample in samples] == list(range(5))
   assert all(sample['run'] == run_folder.name for sample in samples)
   assert all(1 <= sample['tokens'] <= 6 for sample in samples)
+  assert all(sample['log_prob'] < 0 for sample in samples)
   assert len({sample['continuation'] for sample in samples}) > 1
-  printed = capsys.readouterr().out
-  for number, sample in enumerate(samples, start=1):
-    assert f'prompt {number} of 5\n{sample["prompt"]}\n' in printed
-    assert f'\n{sample["continuation"]}\n' in printed
+  assert f'5 results in {output}' in capsys.readouterr().out
 
   # A prompt draws alike in any batch, and otherwise with another seed.
-  assert _run(*arguments, '--batch_size=8') == 0
-  assert json.loads(output.read_text()) == samples
-  assert _run(*arguments, '--batch_size=8', '--seed=1') == 0
-  assert json.loads(output.read_text()) != samples
+  output.unlink()
+  assert _run(*drawn, '--batch_size=8') == 0
+  again = _lines(output)
+  for sample, same in zip(samples, again, strict=True):
+    assert same['log_prob'] == pytest.approx(sample['log_prob'], abs=1e-4)
+    assert {**same, 'log_prob': 0} == {**sample, 'log_prob': 0}
+  with pytest.raises(errors.UserError, match='other prompts or options'):
+    _run(*drawn, '--seed=1')
+  assert _run(*arguments, '--temperature=1', '--seed=1') == 0
+  printed = capsys.readouterr().out
+  for number, prompt in enumerate(PROMPTS, start=1):
+    assert f'prompt {number} of 5\n{prompt}\n' in printed
+  assert f'\n{samples[0]["continuation"]}\n' not in printed
+
+
+def test_a_file_is_continued(run_folder, tmp_path, capsys, monkeypatch):
+  output = tmp_path / 'samples.jsonl'
+  flags = [f'--checkpoint={run_folder}', f'--output={output}', '--max_tokens=3']
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(PROMPTS[2:])))
+  assert _run(*flags, '--prompts=-') == 0
+  whole = output.read_text()
+  lines = whole.splitlines(keepends=True)
+  # Killed after the second line, within the third.
+  output.write_text(lines[2] + lines[0] + lines[1][:20])
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(PROMPTS[2:])))
+  capsys.readouterr()
+  assert _run(*flags, '--prompts=-') == 0
+  found = [json.loads(line) for line in whole.splitlines()]
+  for line, want in zip(_lines(output), found, strict=True):
+    assert line | {'log_prob': 0} == want | {'log_prob': 0}
+  assert f'{output}: 2 of 3 are done' in capsys.readouterr().out
+
+
+def test_beams_integers_and_stop_strings(run_folder, tmp_path):
+  flags = [f'--checkpoint={run_folder}', _prompts(tmp_path), '--max_tokens=6']
+
+  def run(name, *more):
+    """Results of the command with more flags."""
+    output = tmp_path / name
+    assert _run(*flags, f'--output={output}', *more) == 0
+    return _lines(output)
+
+  greedy = run('greedy')
+  beams = run('beams', '--beams=3', '--length_penalty=0')
+  total = [sum(line['log_prob'] for line in lines) for lines in (greedy, beams)]
+  assert total[0] < total[1]
+  assert [s['continuation'] for s in beams] != [
+    s['continuation'] for s in greedy
+  ]
+  assert len(run('int8', '--int8')) == 5
+  stop = greedy[0]['continuation'][2:4]
+  found = run('stop', f'--stop={stop}')[0]
+  assert found['ended'] == 'stop'
+  assert found['continuation'] == greedy[0]['continuation'].split(stop)[0]
+  short = run('short', '--max_prompt=3')
+  assert short[2]['continuation'] != greedy[2]['continuation']
+
+
+def test_embeddings_are_of_the_encoder(run_folder, tmp_path):
+  output = tmp_path / 'embeddings.jsonl'
+  flags = [f'--checkpoint={run_folder}', _prompts(tmp_path)]
+  flags += [f'--output={output}', '--batch_size=2']
+  if run_folder.name.startswith('decoder_only'):
+    with pytest.raises(errors.UserError, match='has no encoder'):
+      _run(*flags, '--embed=mean')
+    return
+  loaded = encdec_adapt.load(run_folder)
+  reader = loaded.stored.open_vocabularies().sides['encoder']
+  for pooling in ('mean', 'last'):
+    output.unlink(missing_ok=True)
+    assert _run(*flags, f'--embed={pooling}') == 0
+    for prompt, line in zip(PROMPTS, _lines(output), strict=True):
+      rows = np.array([[reader.bos, *reader.encode(prompt)]])
+      states = np.asarray(loaded.encode(rows))[0]
+      want = states[-1] if pooling == 'last' else states.mean(axis=0)
+      np.testing.assert_allclose(line['embedding'], want, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +180,16 @@ def test_prints_and_writes_continuations(run_folder, tmp_path, capsys):
     (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'be a JSON string: 3'),
     (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], 'max_tokens=0'),
     (['--checkpoint=c', '--prompt=x', '--top_k=5'], 'do nothing at'),
+    (['--checkpoint=c', '--prompt=x', '--seed=-1'], 'seed is -1'),
+    (['--checkpoint=c', '--prompt=x', '--stop='], '--stop is empty'),
+    (
+      ['--checkpoint=c', '--prompt=x', '--beams=2', '--temperature=1'],
+      '--beams=2 searches without drawing',
+    ),
+    (
+      ['--checkpoint=c', '--prompt=x', '--beams=2', '--stop=a'],
+      'does not work with --beams=2',
+    ),
     (['--checkpoint=c', '--prompt=x'], 'c holds no model'),
     (
       ['--checkpoint=c', '--prompt=x', '--output=EMPTY/out.json'],

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.inference import beam_search
 from tests import tiny, tiny_tokenizers
 
 _REASON = 'parity with Hugging Face needs torch and transformers'
@@ -450,31 +451,59 @@ def prompts(rows: Batch) -> tuple[np.ndarray, np.ndarray]:
   return rows.decoder[[0, 2]], rows.decoder_mask[[0, 2]]
 
 
-def their_text(model, rows: Batch) -> np.ndarray:
-  """Returns the greedy continuation without prompt and BOS, [B, n]."""
+def their_text(model, rows: Batch, **options: Any) -> np.ndarray:
+  """Returns the continuation without prompt and BOS, [B, n].
+
+  Args:
+    model: model of transformers.
+    rows: batch with the prompts.
+    **options: of `generate`; greedy without.
+  """
   tokens, mask = prompts(rows)
   text = model.generate(
     input_ids=torch.tensor(tokens).long(),
     attention_mask=torch.tensor(mask).long(),
     max_new_tokens=_GENERATED,
     do_sample=False,
+    **options,
   ).numpy()
   # An encoder-decoder's text begins with BOS, a prompt's with the prompt.
   return text[:, 1 if rows.encoder is not None else tokens.shape[1] :]
 
 
 def assert_same_text(ours, theirs, rows: Batch) -> None:
-  """Compares greedy generation from padded prompts token for token.
+  """Compares generation from padded prompts token for token.
+
+  Greedy, with a repetition penalty, and by beam search with two length
+  penalties.
 
   Args:
     ours: model that `encdec_adapt.load` returned.
     theirs: corresponding model in torch.
     rows: batch with the prompts.
   """
-  expected = their_text(theirs, rows)
-  generated = ours.generate(*prompts(rows), max_tokens=_GENERATED)
-  texts, lengths = np.asarray(generated.tokens), np.asarray(generated.lengths)
-  assert lengths.max() > 1
-  for row, length in enumerate(lengths):
-    np.testing.assert_array_equal(texts[row, :length], expected[row, :length])
-    assert not expected[row, length:].any()  # Padding, on both sides.
+  for penalty in (1.0, 1.4):
+    expected = their_text(theirs, rows, repetition_penalty=penalty)
+    generated = ours.generate(
+      *prompts(rows), max_tokens=_GENERATED, repetition_penalty=penalty
+    )
+    assert generated.lengths.max() > 1
+    for row, length in enumerate(generated.lengths):
+      _assert_text(generated.tokens[row, :length], expected[row])
+  requests = [row[real > 0] for row, real in zip(*prompts(rows), strict=True)]
+  # Two prompts at a time; the last ones are fewer.
+  engine = ours.engine(rows=6)
+  for penalty in (0.5, 2.0):
+    expected = their_text(theirs, rows, num_beams=3, length_penalty=penalty)
+    found = beam_search.search(
+      engine, requests, beams=3, max_tokens=_GENERATED, length_penalty=penalty
+    )
+    for row, completion in found:
+      _assert_text(completion.tokens, expected[row])
+
+
+def _assert_text(tokens: np.ndarray, expected: np.ndarray) -> None:
+  """Compares a row's tokens; the rest of theirs is padding."""
+  np.testing.assert_array_equal(tokens, expected[: len(tokens)])
+  # transformers fills up with EOS instead where padding is token 0.
+  assert set(expected[len(tokens) :]) <= {0, 1}, (tokens, expected)

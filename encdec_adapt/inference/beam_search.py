@@ -1,0 +1,226 @@
+"""Beam search, as transformers' `generate` does it without early stopping.
+
+A hypothesis is compared by its log-probability divided by its number of
+generated tokens, EOS included, to the power of the length penalty. The search
+of a prompt ends when the likeliest open beam, at its present length, is below
+the worst of its finished hypotheses: a heuristic, as a longer hypothesis may
+still win with a penalty above 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import quantization, sampling
+from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import cache as caches
+
+_NEVER = -1e9  # Below every score; of hypotheses that do not count.
+
+
+class Beams(NamedTuple):
+  """Hypotheses of b prompts, n each.
+
+  Attributes:
+    tokens: generated tokens, [b, n, T].
+    log_probs: log-probabilities of the tokens, [b, n, T].
+    scores: of open ones the sum of the log-probabilities, of finished ones
+      divided by the penalty, [b, n].
+    done: which are finished, [b, n].
+    lengths: number of tokens, [b, n].
+  """
+
+  tokens: Int[Array, 'b n T']
+  log_probs: Float[Array, 'b n T']
+  scores: Float[Array, 'b n']
+  done: Bool[Array, 'b n']
+  lengths: Int[Array, 'b n']
+
+  def take(self, indices: Int[Array, 'b m']) -> 'Beams':
+    """Returns the hypotheses at these indices of each prompt."""
+
+    def of(x: jax.Array) -> jax.Array:
+      """Takes from one field."""
+      extended = indices.reshape(*indices.shape, *[1] * (x.ndim - 2))
+      return jnp.take_along_axis(x, extended, axis=1)
+
+    return Beams(*map(of, self))
+
+
+class _Loop(NamedTuple):
+  """State of the search: `improving` are prompts that are not done, [b]."""
+
+  step: jax.Array
+  last: jax.Array  # [b * n]
+  cache: caches.Cache
+  open: Beams
+  finished: Beams
+  improving: jax.Array
+
+
+def search(
+  engine: engine_lib.Engine,
+  prompts: Sequence[np.ndarray],
+  *,
+  beams: int,
+  max_tokens: int,
+  length_penalty: float = 1.0,
+) -> Iterator[tuple[int, engine_lib.Completion]]:
+  """Finds the best continuation of each prompt.
+
+  Args:
+    engine: its rows are those of rows / beams prompts, at least one.
+    prompts: token ids of each, BOS first.
+    beams: beams per prompt, at least 1.
+    max_tokens: most tokens to generate, EOS included.
+    length_penalty: power of the length; above 0 it favours long ones.
+
+  Yields:
+    Index of a prompt and its continuation, as they end.
+
+  Raises:
+    UserError: `beams` is below 1, or above half of the vocabulary.
+  """
+  if not 1 <= beams <= engine.vocab_size // 2:
+    raise errors.UserError(
+      f'beams is {beams}; it must be 1 to {engine.vocab_size // 2}, half of the'
+      ' vocabulary.'
+    )
+  shards = engine.shards
+  at_once = max(1, engine.rows // beams // shards) * shards
+  requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]
+  order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+  program = engine.programs.compile(
+    _search, static_argnames=('beams', 'max_tokens')
+  )
+  for start in range(0, len(order), at_once):
+    chosen = order[start : start + at_once]
+    state = engine.read([requests[i] for i in chosen], at_once)
+    best = jax.device_get(
+      program(
+        engine.params,
+        state,
+        np.array(engine.ids.eos, np.int32),
+        np.float32(length_penalty),
+        np.arange(at_once) < len(chosen),
+        beams=beams,
+        max_tokens=max_tokens,
+      )
+    )
+    for row, i in enumerate(chosen):
+      count = best.lengths[row, 0]
+      tokens, log_probs = best.tokens[row, 0], best.log_probs[row, 0]
+      yield i, engine.complete(tokens[:count], log_probs[:count])
+
+
+def _search(
+  model: build.Model,
+  params: decoder_only.Params,
+  state: engine_lib.State,
+  eos: Int[Array, 'k'],
+  penalty: Float[Array, ''],
+  real: Bool[Array, 'b'],
+  *,
+  beams: int,
+  max_tokens: int,
+) -> Beams:
+  """Searches for prompts that were read; returns their best, n = 1.
+
+  Args:
+    model: a model from `build.unroll`.
+    params: its parameters, as the engine prepares them.
+    state: the engine's state with a row per prompt.
+    eos: tokens that end a hypothesis.
+    penalty: length penalty.
+    real: which rows have a prompt.
+    beams: beams per prompt, n.
+    max_tokens: most tokens of a hypothesis, T.
+  """
+  batch = len(real)
+  # As many candidates as leave n open ones if all the others end.
+  candidates = max(2, 1 + len(eos)) * beams
+  rows = jnp.repeat(jnp.arange(batch), beams)
+  nothing = Beams(
+    tokens=jnp.zeros((batch, beams, max_tokens), jnp.int32),
+    log_probs=jnp.zeros((batch, beams, max_tokens), jnp.float32),
+    scores=jnp.full((batch, beams), _NEVER),
+    done=jnp.zeros((batch, beams), bool),
+    lengths=jnp.zeros((batch, beams), jnp.int32),
+  )
+  loop = _Loop(
+    step=jnp.zeros((), jnp.int32),
+    last=state.last[rows],
+    cache=caches.take_rows(state.cache, rows),
+    # The beams of a prompt are equal at first: one of them counts.
+    open=nothing._replace(scores=nothing.scores.at[:, 0].set(0.0)),
+    finished=nothing,
+    improving=real,
+  )
+
+  def advance(loop: _Loop) -> _Loop:
+    """Extends every open hypothesis by a token."""
+    weights = quantization.dequantize(params, model.compute.dtype)
+    hidden, cache = model.decode_step(weights, loop.last, loop.cache)
+    logits = model.logits(weights, hidden[:, None])[:, 0]
+    log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
+    size = log_probs.shape[-1]
+    total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)
+    scores, found = sampling.top_k(total, candidates)  # [b, candidates]
+    source, tokens = found // size, found % size
+    extended = loop.open.take(source)
+    gained = jnp.take_along_axis(log_probs.reshape(batch, -1), found, axis=1)
+    ended = jnp.isin(tokens, eos) | (loop.step + 1 >= max_tokens)
+    extended = extended._replace(
+      tokens=extended.tokens.at[:, :, loop.step].set(tokens),
+      log_probs=extended.log_probs.at[:, :, loop.step].set(gained),
+      lengths=extended.lengths + 1,
+      scores=scores,
+      done=ended,
+    )
+    # Open ones: the likeliest that have not ended.
+    _, chosen = sampling.top_k(scores + jnp.where(ended, _NEVER, 0.0), beams)
+    still_open = extended.take(chosen)
+    still_open = still_open._replace(
+      scores=still_open.scores + jnp.where(still_open.done, _NEVER, 0.0)
+    )
+    # Finished ones: those among the n likeliest that have ended.
+    counts = ended & (jnp.arange(candidates) < beams)
+    length = (loop.step + 1).astype(jnp.float32) ** penalty
+    out = ~counts | ~loop.improving[:, None]
+    merged = jax.tree.map(
+      lambda *x: jnp.concatenate(x, axis=1),
+      loop.finished,
+      extended._replace(
+        scores=scores / length + jnp.where(out, _NEVER, 0.0), done=counts
+      ),
+    )
+    finished = merged.take(sampling.top_k(merged.scores, beams)[1])
+    # Whether the likeliest open one may still be among the finished.
+    worst = jnp.where(
+      finished.done, finished.scores.min(axis=1, keepdims=True), _NEVER
+    )
+    may_win = jnp.any(still_open.scores[:, :1] / length > worst, axis=1)
+    origin = jnp.take_along_axis(source, chosen, axis=1)
+    order = (jnp.arange(batch)[:, None] * beams + origin).reshape(-1)
+    last = jnp.take_along_axis(tokens, chosen, axis=1).reshape(-1)
+    return _Loop(
+      step=loop.step + 1,
+      last=last,
+      cache=caches.reorder(cache, order),
+      open=still_open,
+      finished=finished,
+      improving=loop.improving & may_win,
+    )
+
+  def is_going_on(loop: _Loop) -> Any:
+    """Returns whether any prompt may still improve."""
+    return (loop.step < max_tokens) & jnp.any(loop.improving)
+
+  loop = jax.lax.while_loop(is_going_on, advance, loop)
+  return jax.tree.map(lambda x: x[:, :1], loop.finished)

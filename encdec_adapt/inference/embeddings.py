@@ -1,0 +1,79 @@
+"""Embeddings of texts: the encoder's states after its final norm, pooled."""
+
+from collections.abc import Iterator, Sequence
+import functools
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.inference import lengths
+from encdec_adapt.models import build, decoder_only, model_config
+
+# The mean over all tokens, or the state of the last one.
+POOLINGS = ('mean', 'last')
+
+
+def embed(
+  model: build.Model,
+  params: decoder_only.Params,
+  texts: Sequence[Int[np.ndarray, 'n']],
+  *,
+  pooling: str,
+  rows: int,
+) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
+  """Embeds texts, long ones first.
+
+  Args:
+    model: an encoder-decoder or an encoder-only model.
+    params: its parameters.
+    texts: token ids of each, BOS first.
+    pooling: one of `POOLINGS`.
+    rows: texts at a time.
+
+  Yields:
+    Index of a text and its embedding, float32.
+
+  Raises:
+    UserError: the model has no encoder, or there is no such pooling.
+  """
+  is_pair = isinstance(model.config, model_config.EncoderDecoderConfig)
+  if not is_pair and not model.config.is_encoder:
+    raise errors.UserError(
+      'a decoder-only model has no encoder, whose states embeddings are; use an'
+      ' encoder-decoder or an encoder-only model.'
+    )
+  if pooling not in POOLINGS:
+    raise errors.UserError(
+      f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
+    )
+  order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+  for start in range(0, len(order), rows):
+    chosen = order[start : start + rows]
+    tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
+    states = jax.device_get(_pool(model, pooling, params, tokens, counts))
+    yield from zip(chosen, states, strict=False)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pool(
+  model: build.Model,
+  pooling: str,
+  params: decoder_only.Params,
+  tokens: Int[Array, 'B S'],
+  counts: Int[Array, 'B'],
+) -> Float[Array, 'B E']:
+  """Encodes padded rows and pools their states."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  real = positions < counts[:, None]
+  run = model.decode
+  if isinstance(model.config, model_config.EncoderDecoderConfig):
+    run = model.encode
+  states = run(params, tokens, real.astype(jnp.int32), positions)
+  states = states.astype(jnp.float32)
+  if pooling == 'last':
+    return states[jnp.arange(len(counts)), counts - 1]
+  total = jnp.sum(jnp.where(real[:, :, None], states, 0), axis=1)
+  return total / counts[:, None]
