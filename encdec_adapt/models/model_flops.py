@@ -21,6 +21,8 @@ activations, soft-caps, the embedding lookup and rematerialisation are not
 counted, and rows count as full: packing and padding do not change the number.
 """
 
+import dataclasses
+
 from encdec_adapt.models import model_config as configs
 from encdec_adapt.ops import masks
 
@@ -63,6 +65,63 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)
+
+
+def generation(
+  model: configs.ModelConfig, prompt: int, generated: int
+) -> tuple[int, int]:
+  """Returns the FLOPs of reading a prompt and of generating, for one row.
+
+  Args:
+    model: a model with a decoder.
+    prompt: tokens of the prompt, which the encoder reads where there is one.
+    generated: generated tokens.
+
+  Returns:
+    FLOPs of the prefill, which has no vocabulary product, and of all decoding
+    steps. They add up to `forward` on rows of these lengths.
+  """
+  stack = model.decoder
+  if isinstance(model, configs.EncoderDecoderConfig):
+    cross = stack_forward(stack, 0, source_length=prompt)
+    prefill = stack_forward(model.encoder, prompt) + cross
+    decode = stack_forward(stack, generated, source_length=prompt) - cross
+  else:
+    prefill = stack_forward(stack, prompt)
+    decode = stack_forward(stack, prompt + generated) - prefill
+  return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
+
+
+def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
+  """Returns inference FLOPs as figure 3 of the T5Gemma paper counts them.
+
+  The convention (arXiv 2504.06225, from its 13 numbers) counts each stack
+  as a causal decoder with logits at all its positions, and leaves out
+  cross-attention and encoders' bidirectional scores; `generation` counts what
+  is computed.
+
+  Args:
+    model: the model.
+    prompt: tokens of the prompt; an encoder's positions, or a decoder-only
+      model's first ones.
+    generated: generated tokens.
+  """
+
+  def alone(stack: configs.StackConfig, length: int) -> int:
+    """FLOPs of a stack as a causal decoder."""
+    causal = dataclasses.replace(
+      stack,
+      role='causal',
+      window_rule='exclusive',
+      cross_width=None,
+      cross_merged=False,
+    )
+    logits = vocabulary(stack.width, stack.vocab_size, length)
+    return stack_forward(causal, length) + logits
+
+  if isinstance(model, configs.EncoderDecoderConfig):
+    return alone(model.encoder, prompt) + alone(model.decoder, generated)
+  return alone(model.decoder, prompt + generated)
 
 
 def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:

@@ -62,14 +62,6 @@ def test_parameters_of_table_1(size, millions):
   assert _count(pair, without=('cross',)) == 2 * count
 
 
-def _published_flops(size, length):
-  """FLOPs of one stack as figure 3 counts them, of a causal decoder."""
-  model = _decoder(size)
-  scores = model_flops.scores(model.decoder, length)
-  head = model_flops.vocabulary(model.decoder.width, _ROWS, length)
-  return 2 * _count(model) * length + head + scores
-
-
 # In units of 1e14 FLOPs: 4096 inputs and 4096 targets, 8192 of a decoder.
 @pytest.mark.parametrize(
   'sizes, published, corrected',
@@ -92,11 +84,25 @@ def _published_flops(size, length):
 def test_inference_flops_of_figure_3(sizes, published, corrected):
   # The paper counts an encoder as a causal decoder with logits, and leaves
   # cross-attention out.
-  length = 8192 // len(sizes)
-  counted = sum(_published_flops(size, length) for size in sizes)
+  model = _pair(*sizes) if len(sizes) == 2 else _decoder(*sizes)
+  counted = model_flops.published(model, 4096, 4096)
   assert counted / 1e14 == pytest.approx(published, rel=0.005)
   if corrected is not None:
-    model = _pair(*sizes) if len(sizes) == 2 else _decoder(*sizes)
+    length = 8192 // len(sizes)
     source = length if len(sizes) == 2 else 0
     own = model_flops.forward(model, source, length, source)
     assert own / 1e14 == pytest.approx(corrected, rel=0.005)
+
+
+@pytest.mark.parametrize('model', [_pair('9b', '2b'), _decoder('2b')])
+def test_prefill_and_decode_add_up(model):
+  prompt, generated = 5000, 700
+  prefill, decode = model_flops.generation(model, prompt, generated)
+  whole = model_flops.forward(model, prompt, generated, prompt + generated)
+  assert prefill + decode == whole
+  # The steps, one at a time.
+  whole = prompt * (len(model.stacks) == 1)
+  steps = [
+    model_flops.decoding(model, prompt, whole + n + 1) for n in range(generated)
+  ]
+  assert decode == sum(steps)
