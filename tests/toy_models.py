@@ -1,11 +1,18 @@
 """Toy models with random parameters."""
 
+import pathlib
+
 from flax import traverse_util
 from jax import numpy as jnp
 import numpy as np
 
+import encdec_adapt
 from encdec_adapt.conversion import loaded_model
+from encdec_adapt.huggingface import export
 from encdec_adapt.models import build, model_config, parameters
+from tests import tiny_tokenizers
+
+GEMMA_SIZE = 512  # Above the ids of `save`'s vocabulary.
 
 
 def stack(**changes):
@@ -37,3 +44,25 @@ def pair_and_decoder(stack):
     'encoder_decoder': model_config.encoder_decoder(stack, stack),
     'decoder_only': model_config.DecoderOnlyConfig(stack),
   }
+
+
+def save(
+  folder: pathlib.Path, config: model_config.ModelConfig, **options
+) -> loaded_model.LoadedModel:
+  """Writes a model with Gemma-like tokens to a folder and loads it.
+
+  Args:
+    folder: folder that does not exist.
+    config: model with a vocabulary of at least `GEMMA_SIZE` tokens.
+    **options: of `params`.
+  """
+  tokens = folder.with_name(f'{folder.name}_tokens')
+  tiny_tokenizers.save(tokens, 'gemma', tiny_tokenizers.TEXTS, 400)
+  flat = traverse_util.flatten_dict(params(config, **options), sep='/')
+  export.write(
+    folder,
+    config,
+    {path: np.asarray(array) for path, array in flat.items()},
+    files={file.name: file for file in tokens.iterdir()},
+  )
+  return encdec_adapt.load(folder)

@@ -27,6 +27,13 @@ Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
 
 
+class Place(NamedTuple):
+  """A mesh and the meaning of logical axes on it."""
+
+  mesh: Mesh
+  rules: rules_lib.Rules
+
+
 class Generated(NamedTuple):
   """Continuations of a batch of prompts.
 
@@ -162,8 +169,8 @@ class LoadedModel:
       ),
       rows=rows,
       decode=decode,
-      mesh=self._mesh,
-      rules=rules_lib.RULES[_RULES],
+      mesh=self.place.mesh,
+      rules=self.place.rules,
       int8=int8,
       steps=steps,
     )
@@ -230,17 +237,16 @@ class LoadedModel:
       found.log_probs[i, :count] = completion.log_probs
     return found
 
-  @property
-  def _mesh(self) -> Mesh | None:
-    """Mesh of the parameters; None for arrays of one device."""
-    return getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
+  @functools.cached_property
+  def place(self) -> Place:
+    """Mesh and sharding rules of the parameters."""
+    mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
+    return Place(mesh or _one_device(), rules_lib.RULES[_RULES])
 
   @property
   def batch_shards(self) -> int:
     """Number of parts that the devices divide a batch into."""
-    if self._mesh is None:
-      return 1
-    return rules_lib.RULES[_RULES].on(self._mesh).size('batch')
+    return self.place.rules.on(self.place.mesh).size('batch')
 
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'
@@ -329,15 +335,19 @@ def read(
   Raises:
     UserError: the model does not divide over the mesh.
   """
-  if mesh is None:
-    mesh = mesh_lib.make_mesh(
-      mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
-    )
+  mesh = mesh or _one_device()
   compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
   where = setup.place_model(
     stored.model, compute, mesh, rules_lib.RULES[_RULES]
   )
   return LoadedModel(where.model, stored.read(where), stored)
+
+
+def _one_device() -> Mesh:
+  """Returns a mesh of this process's first device."""
+  return mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
+  )
 
 
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:

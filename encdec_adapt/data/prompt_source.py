@@ -36,11 +36,13 @@ class Template:
     name: name of the template.
     jinja: text with the inputs, '|||' and the targets.
     choices: answer choices, divided by '|||'; '' for none.
+    original: whether it asks what the data set asks.
   """
 
   name: str
   jinja: str
   choices: str
+  original: bool = True
 
   def render(self, row: dict[str, Any], example_id: str) -> list[str]:
     """Returns inputs and targets of a row; [] if it has no targets.
@@ -52,15 +54,23 @@ class Template:
     Raises:
       jinja2.TemplateError: the template cannot be rendered.
     """
-    environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-    environment.globals['zip'] = zip
+    environment = _environment()
     environment.filters['choice'] = random.Random(example_id).choice
-    environment.filters['most_frequent'] = _most_frequent
     if self.choices:
-      choices = environment.from_string(self.choices).render(row)
-      row = row | {'answer_choices': _divided(choices)}
+      row = row | {'answer_choices': self.render_choices(row)}
     parts = _divided(environment.from_string(self.jinja).render(row))
     return parts[:2] if len(parts) > 1 and parts[1] else []
+
+  def render_choices(self, row: dict[str, Any]) -> list[str]:
+    """Returns the answer choices of a row, of a template that has some."""
+    return _divided(_environment().from_string(self.choices).render(row))
+
+
+def _environment() -> sandbox.SandboxedEnvironment:
+  environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+  environment.globals['zip'] = zip
+  environment.filters['most_frequent'] = _most_frequent
+  return environment
 
 
 def _divided(text: str) -> list[str]:
@@ -92,7 +102,12 @@ def read_templates(path: str) -> list[Template]:
   try:
     content = yaml.load(paths.at(path).read_text(), _Loader)
     found = [
-      Template(one['name'], one['jinja'], one.get('answer_choices') or '')
+      Template(
+        one['name'],
+        one['jinja'],
+        one.get('answer_choices') or '',
+        bool(one.get('metadata', {}).get('original_task', True)),
+      )
       for one in content['templates'].values()
     ]
   except (
@@ -153,4 +168,4 @@ class PromptSource(file_sources.FileSource):
   def _content(self) -> Iterator[object]:
     yield from super()._content()
     for template in self._templates:
-      yield from dataclasses.astuple(template)
+      yield from (template.name, template.jinja, template.choices)

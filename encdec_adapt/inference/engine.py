@@ -4,9 +4,9 @@ Two compiled programs share one state on the devices. `prefill` reads a group
 of prompts (an encoder-decoder with its encoder, whose keys and values it
 computes once) and puts them into free rows of the batch; `decode` generates
 tokens until enough rows are free for the next group. Shapes are static:
-prompts and caches have lengths that are powers of two, and a program is
-compiled per length. Rows end on their own (EOS, number of tokens, stop string)
-and are refilled while the others go on.
+prompts and caches are padded to a few lengths (`inference.lengths`), and a
+program is compiled per length. Rows end on their own (EOS, number of tokens,
+stop string) and are refilled while the others go on.
 
 Every process of a job runs the same calls on the same requests.
 """
@@ -30,10 +30,9 @@ from encdec_adapt.models import build, decoder_only, model_config
 from encdec_adapt.models import cache as caches
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
-from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 
-_NO_LIMIT = 1 << 30
+UNLIMITED = 1 << 30  # More tokens than there are.
 
 Ended = Literal['eos', 'length', 'stop']
 
@@ -151,8 +150,8 @@ class Engine:
     *,
     rows: int = 8,
     decode: Callable[[np.ndarray], str] | None = None,
-    mesh: Mesh | None = None,
-    rules: rules_lib.Rules = rules_lib.RULES['fsdp'],
+    mesh: Mesh,
+    rules: rules_lib.Rules,
     int8: bool = False,
     steps: int = 16,
   ):
@@ -165,7 +164,7 @@ class Engine:
       ids: special tokens.
       rows: rows of the batch, at least 1.
       decode: turns token ids into text; needed for stop strings.
-      mesh: mesh of the parameters; None for one device.
+      mesh: mesh of the parameters.
       rules: meaning of logical axes on it; rows must divide over 'batch'.
       int8: whether to keep kernels as 8-bit integers.
       steps: tokens after which stop strings are looked for and tokens are
@@ -179,10 +178,6 @@ class Engine:
         'an encoder-only model predicts masked tokens and generates no text;'
         ' use a decoder or an encoder-decoder.'
       )
-    if mesh is None:
-      mesh = mesh_lib.make_mesh(
-        mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
-      )
     # A step has one token per row, which does not divide over a sequence axis.
     rules = dataclasses.replace(rules, length=())
     self.shards = shards = rules.on(mesh).size('batch')
@@ -193,7 +188,7 @@ class Engine:
       )
     self.ids, self.rows, self._decode, self._steps = ids, rows, decode, steps
     # Prompts that are read together: few, so that a row is not free for long.
-    self.group = max(shards, rows // 4 // shards * shards)
+    self.group = max(shards, rows // 8 // shards * shards)
     self.programs = Programs(build.unroll(model), mesh, rules)
     self._prepare = functools.partial(_prepare, model, int8=int8)
     self.params = self._prepare(params)
@@ -298,7 +293,7 @@ class Engine:
       np.array(self.ids.eos, np.int32),
       # Rows that are free when the next group is read; all at the end.
       np.int32(min(self.group, len(self._queue)) or self.rows),
-      np.int32(self._steps if checks else _NO_LIMIT),
+      np.int32(self._steps if checks else UNLIMITED),
       sampled=any(config.temperature > 0 for config in configs),
     )
     done, count = jax.device_get((self._state.done, self._state.count))

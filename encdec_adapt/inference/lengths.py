@@ -1,4 +1,4 @@
-"""Length buckets: rows are padded to powers of two, so few are compiled."""
+"""Length buckets: rows are padded to few lengths, as each is compiled."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,14 @@ _SHORTEST = 16
 
 
 def bucket(length: int) -> int:
-  """Returns the power of two that holds a length, at least 16."""
-  return max(_SHORTEST, 1 << (length - 1).bit_length())
+  """Returns the least bucket that holds a length.
+
+  Buckets are powers of two from 16 on, and three quarters of those from 64 on:
+  at most half of the smaller one is padding.
+  """
+  power = max(_SHORTEST, 1 << (length - 1).bit_length())
+  between = power // 4 * 3
+  return between if power >= 64 and length <= between else power
 
 
 def pad(

@@ -2,8 +2,9 @@
 
 Greedy and beam search in fp32. Latency: one prompt, tokens after each other
 until `--tokens`. Throughput: a file of `--prompts` prompts of mixed lengths,
-whose continuations end at mixed lengths too: `--ends` tokens, drawn from those
-that follow the prompts, are EOS. The engine refills its rows; transformers runs
+whose continuations end at mixed lengths too: of the tokens that the model
+generates one in `--ends` is an EOS, and a repetition penalty keeps a random
+model from repeating itself. The engine refills its rows; transformers runs
 batches of prompts sorted by length, padded, each until its last row has ended.
 Both generate the same tokens (checked), and take turns. Compiling is left out.
 Ratios are the peer's seconds over ours. Needs `pip install -e .[peer]`.
@@ -39,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     __doc__,
     **SIZES,
     prompts=64,
+    penalty=1.5,
     longest=256,
     tokens=64,
-    ends=12,
+    ends=40,
     batch_size=8,
     beams=4,
     beam_prompts=8,
@@ -113,14 +115,12 @@ class _Compared:
     self._ours, self._theirs, self._arguments = ours, theirs, arguments
 
   def draw_ends(self, prompts: Sequence[np.ndarray], rng) -> list[int]:
-    """Returns tokens of free continuations, at random places."""
+    """Returns one in `--ends` of the tokens that follow the prompts."""
     found: dict[str, list[list[int]]] = {}
     self._our_run(prompts, self._arguments.batch_size, (-1,), 1, found)()
-    texts = found['ours']
-    chosen = rng.choice(len(texts), self._arguments.ends, replace=False)
-    return [
-      texts[i][rng.integers(len(texts[i]) // 4, len(texts[i]))] for i in chosen
-    ]
+    tokens = np.unique(np.concatenate(found['ours']))
+    count = -(-len(tokens) // self._arguments.ends)
+    return rng.choice(tokens, count, replace=False).tolist()
 
   def row(
     self,
@@ -165,10 +165,13 @@ class _Compared:
     }
 
   def _our_run(self, prompts, batch, ends, beams, found) -> Callable[[], None]:
-    from encdec_adapt.inference import beam_search
+    from encdec_adapt.inference import beam_search, sampling
     from encdec_adapt.inference import engine as engine_lib
 
     count = self._arguments.tokens
+    chosen = sampling.SamplingConfig(
+      repetition_penalty=self._penalty(prompts, beams)
+    )
     engine = self._ours.engine(rows=batch, bos=BOS, eos=ends, pad=PAD)
 
     def run() -> None:
@@ -178,7 +181,9 @@ class _Compared:
           engine, prompts, beams=beams, max_tokens=count
         )
       else:
-        completions = engine.run(engine_lib.Request(p, count) for p in prompts)
+        completions = engine.run(
+          engine_lib.Request(prompt, count, chosen) for prompt in prompts
+        )
       texts = {i: list(map(int, c.tokens)) for i, c in completions}
       found['ours'] = [texts[i] for i in range(len(prompts))]
 
@@ -209,6 +214,7 @@ class _Compared:
             max_new_tokens=self._arguments.tokens,
             do_sample=False,
             num_beams=beams,
+            repetition_penalty=self._penalty(prompts, beams),
             eos_token_id=eos,
             pad_token_id=PAD,
             decoder_start_token_id=BOS,
@@ -220,6 +226,10 @@ class _Compared:
       found['transformers'] = [texts[i] for i in range(len(prompts))]
 
     return run
+
+  def _penalty(self, prompts: Sequence[np.ndarray], beams: int) -> float:
+    """Returns the repetition penalty of a task: of greedy files only."""
+    return self._arguments.penalty if len(prompts) > 1 and beams == 1 else 1.0
 
   def int8(self, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
     """Compares 8-bit kernels with fp32 ones on the same forced tokens."""

@@ -13,6 +13,7 @@ from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling
 from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
 from tests import toy_models
 
 # Scanned blocks and a tail; windows shorter than what is generated; random
@@ -128,6 +129,7 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
     engine_lib.SpecialIds(2, (NEVER,), 0),
     rows=4,
     mesh=mesh,
+    rules=rules_lib.RULES['fsdp'],
   )
   found = dict(made.run(_requests()))
   # Rows over fsdp, heads over tensor.
@@ -137,7 +139,14 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
     np.testing.assert_array_equal(found[i].tokens, want.tokens)
     np.testing.assert_allclose(found[i].log_probs, want.log_probs, atol=1e-4)
   with pytest.raises(errors.UserError, match='6 rows .* multiple of 4'):
-    engine_lib.Engine(loaded.model, loaded.params, made.ids, rows=6, mesh=mesh)
+    engine_lib.Engine(
+      loaded.model,
+      loaded.params,
+      made.ids,
+      rows=6,
+      mesh=mesh,
+      rules=rules_lib.RULES['fsdp'],
+    )
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -1,0 +1,250 @@
+"""Our models in lm-eval (EleutherAI's harness, the extra `eval`).
+
+`loglikelihood` follows the rules of lm-eval's own Hugging Face backend, so that
+the numbers are comparable. An encoder-decoder gets the context, after BOS, in
+its encoder and the continuation, encoded on its own, in its decoder, which
+starts from BOS; spaces at the end of the context are moved to the continuation,
+EOS is not scored, and an empty context is BOS alone. A decoder-only model gets
+both together, after BOS.
+
+It differs on purpose where that backend does not suit encoder-decoders:
+ - rolling likelihood: the encoder reads the tokens before those that the
+   decoder scores, as in PrefixLM (theirs gives the encoder BOS alone), and
+   every token is scored once, BOS not;
+ - generation: `max_gen_toks` counts generated tokens only (theirs counts the
+   context, too), and the context keeps its last `max_length` tokens, by the
+   model's config.json instead of always 2,048.
+
+Process 0 runs lm-eval, which sees one rank; the others `follow` it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import loaded_model, source_files
+from encdec_adapt.evaluation import scoring
+from encdec_adapt.inference import engine, sampling
+from encdec_adapt.models import model_config
+
+try:
+  from lm_eval.api import model as lm_eval_model
+except ImportError as error:
+  raise errors.UserError(
+    "these tasks need lm-eval: pip install 'encdec_adapt[eval]'"
+  ) from error
+
+# Tokens that are scored at a time, and those before them, in rolling
+# likelihoods.
+WINDOW = 1024
+_MAX_TOKENS = 256  # As in lm-eval.
+
+Report = Callable[[int, int], None]
+
+
+class Adapter(lm_eval_model.TemplateLM):
+  """A model of ours with the interface of lm-eval; see the module."""
+
+  def __init__(
+    self,
+    loaded: loaded_model.LoadedModel,
+    *,
+    batch_size: int = 8,
+    report: Report | None = None,
+  ):
+    """Opens the model's vocabulary.
+
+    Args:
+      loaded: a model with a decoder.
+      batch_size: rows at a time.
+      report: called with the number of requests done and of all, as they end.
+
+    Raises:
+      UserError: the model has no tokenizer.
+    """
+    super().__init__()
+    opened = loaded.stored.open_vocabularies()
+    if opened is None:
+      raise errors.UserError(
+        f'{loaded.stored.path} has no tokenizer to read tasks with; put its'
+        ' tokenizer.model or tokenizer.json into the folder of the weights.'
+      )
+    self._loaded, self._batch_size = loaded, batch_size
+    self._report = report or (lambda done, total: None)
+    self._reader = opened.sides[next(iter(loaded.config.stacks))]
+    self._writer = opened.decoder
+    is_pair = isinstance(loaded.config, model_config.EncoderDecoderConfig)
+    self.backend = 'seq2seq' if is_pair else 'causal'
+    limit = source_files.max_positions(source_files.folders(loaded.stored.path))
+    self.max_length = limit or engine.UNLIMITED
+
+  # -- What lm-eval asks of a model --------------------------------------------
+
+  @property
+  def eot_token_id(self) -> int:
+    """EOS of the decoder."""
+    return self._writer.eos
+
+  @property
+  def prefix_token_id(self) -> int:
+    """Context of a text without one: BOS."""
+    return self._reader.bos
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **_: Any
+  ) -> list[int]:
+    """Encodes a context, BOS first, or a continuation without BOS."""
+    if add_special_tokens is False:
+      return [int(i) for i in self._writer.encode(string)]
+    return [self._reader.bos, *(int(i) for i in self._reader.encode(string))]
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[Any], **_: Any
+  ) -> list[tuple[float, bool]]:
+    """Scores (texts, context ids, continuation ids)."""
+    pairs = [self._truncated(*ids) for _, *ids in requests]
+    scored = self._score(pairs)
+    return [(one.log_prob, one.greedy) for one in scored]
+
+  def _truncated(
+    self, context: Sequence[int], continuation: Sequence[int]
+  ) -> scoring.Pair:
+    """Keeps the last tokens of a context that is too long."""
+    room = self.max_length
+    if self.backend == 'causal':
+      room = max(1, room + 1 - len(continuation))
+    return scoring.Pair(list(context)[-room:], list(continuation))
+
+  def loglikelihood_rolling(
+    self, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[float]:
+    """Scores whole texts, window by window."""
+    del disable_tqdm
+    pairs, owners = [], []
+    for number, request in enumerate(requests):
+      (text,) = request.args
+      tokens = self.tok_encode(text, add_special_tokens=False)
+      size = min(WINDOW, max(1, self.max_length // 2))
+      for start in range(0, len(tokens), size):
+        before = tokens[max(0, start - size) : start]
+        pairs.append(
+          scoring.Pair(
+            [self.prefix_token_id, *before], tokens[start : start + size]
+          )
+        )
+        owners.append(number)
+    totals = [0.0] * len(requests)
+    for owner, one in zip(owners, self._score(pairs), strict=True):
+      totals[owner] += one.log_prob
+    return totals
+
+  def generate_until(
+    self, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[str]:
+    """Continues contexts up to one of the texts that end them."""
+    del disable_tqdm
+    wanted = []
+    for request in requests:
+      context, options = request.args
+      wanted.append([self.tok_encode(context), _read_options(options)])
+    return self._together('generate', wanted)
+
+  # -- All processes -----------------------------------------------------------
+
+  def follow(self) -> None:
+    """Takes part in what process 0 asks for until it calls `stop`."""
+    while self._together('', None) is not None:
+      pass
+
+  def stop(self) -> None:
+    """Ends `follow` on the other processes."""
+    self._together('stop', None)
+
+  def _score(self, pairs: Sequence[scoring.Pair]) -> list[scoring.Scored]:
+    if not pairs:
+      return []
+    found = self._together('score', [list(pair) for pair in pairs])
+    return [scoring.Scored(*one) for one in found]
+
+  def _together(self, kind: str, work: Any) -> Any:
+    """Runs what process 0 asks for on every process."""
+    kind, work = distributed.from_lead(lambda: [kind, work], 'evaluation')
+    if kind == 'stop':
+      return None
+    made = self._run_score if kind == 'score' else self._run_generate
+    found: list[Any] = [None] * len(work)
+    for done, (i, one) in enumerate(made(work), 1):
+      found[i] = one
+      self._report(done, len(work))
+    return found
+
+  def _run_score(self, work: Sequence[Any]) -> Any:
+    return scoring.score(
+      self._loaded,
+      [scoring.Pair(*pair) for pair in work],
+      batch_size=self._batch_size,
+      bos=self._writer.bos,
+    )
+
+  def _run_generate(self, work: Sequence[Any]) -> Any:
+    def decode(tokens: np.ndarray) -> str:
+      """Returns the text of generated tokens."""
+      known = np.where(tokens < self._writer.size, tokens, self._writer.pad)
+      return self._writer.decode(known, start=False)
+
+    shards = self._loaded.batch_shards
+    made = self._loaded.engine(
+      rows=-(-self._batch_size // shards) * shards, decode=decode
+    )
+    requests = [
+      engine.Request(
+        np.array(tokens[-self.max_length :], np.int32),
+        options['max_tokens'],
+        sampling.SamplingConfig(
+          **options['sampling'], seed=sampling.seed_of(0, i)
+        ),
+        tuple(options['stop']),
+      )
+      for i, (tokens, options) in enumerate(work)
+    ]
+    for i, completion in made.run(requests):
+      yield i, completion.text
+
+
+def _read_options(options: dict[str, Any]) -> dict[str, Any]:
+  """Reads lm-eval's options of generation.
+
+  Raises:
+    UserError: an option is not supported.
+  """
+  options = dict(options)
+  until = options.pop('until', [])
+  stop = [until] if isinstance(until, str) else list(until)
+  limits = [
+    options.pop(name, None)
+    for name in ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_length')
+  ]
+  drawn = options.pop('do_sample', None)
+  chosen = {
+    name: value
+    for name in ('temperature', 'top_k', 'top_p', 'min_p')
+    if (value := options.pop(name, None)) is not None
+  }
+  penalty = options.pop('repetition_penalty', 1.0)
+  if not drawn or not chosen.get('temperature', 1.0):
+    chosen = {}
+  else:
+    chosen.setdefault('temperature', 1.0)
+  if options.pop('num_beams', 1) != 1 or options:
+    raise errors.UserError(
+      f'generation options {sorted(options) or ["num_beams"]} of a task are not'
+      ' supported; remove them from its generation_kwargs.'
+    )
+  return {
+    'max_tokens': next((n for n in limits if n is not None), _MAX_TOKENS),
+    'stop': [text for text in stop if text],
+    'sampling': {**chosen, 'repetition_penalty': penalty},
+  }

@@ -1,0 +1,206 @@
+"""Log-likelihoods of continuations, the base of all likelihood tasks.
+
+An encoder-decoder reads the context with its encoder and the continuation with
+its decoder, after BOS; a decoder-only model reads both, a prefix decoder the
+context from both sides. EOS is not scored. Requests are scored from the longest
+on, in batches that are padded to a few lengths (`inference.lengths`).
+"""
+
+from collections.abc import Iterator, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import loaded_model
+from encdec_adapt.inference import lengths
+from encdec_adapt.models import build, model_config
+from encdec_adapt.ops import partition
+
+# Continuation tokens whose logits are in memory at once, per row.
+_CHUNK = 16
+
+
+class Pair(NamedTuple):
+  """Token ids of a context, BOS first, and of its continuation."""
+
+  context: Sequence[int]
+  continuation: Sequence[int]
+
+
+class Scored(NamedTuple):
+  """Score of a continuation.
+
+  Attributes:
+    log_prob: sum of the natural log-probabilities of its tokens.
+    greedy: whether greedy decoding gives the continuation.
+    tokens: number of its tokens.
+  """
+
+  log_prob: float
+  greedy: bool
+  tokens: int
+
+
+class Batch(NamedTuple):
+  """A padded batch.
+
+  Attributes:
+    encoder: tokens of the contexts; None for a decoder-only model.
+    encoder_counts: number of them per row.
+    decoder: tokens that the decoder reads.
+    prefix_counts: number of the decoder's tokens that are context.
+    first: the decoder's position that predicts the first continuation token.
+    targets: tokens of the continuations.
+    counts: number of them per row.
+  """
+
+  encoder: Int[Array, 'B S'] | None
+  encoder_counts: Int[Array, 'B'] | None
+  decoder: Int[Array, 'B T']
+  prefix_counts: Int[Array, 'B']
+  first: Int[Array, 'B']
+  targets: Int[Array, 'B n']
+  counts: Int[Array, 'B']
+
+
+def score(
+  loaded: loaded_model.LoadedModel,
+  pairs: Sequence[Pair],
+  *,
+  batch_size: int = 8,
+  bos: int,
+) -> Iterator[tuple[int, Scored]]:
+  """Scores continuations and yields them with their index, long ones first.
+
+  Args:
+    loaded: a model with a decoder.
+    pairs: contexts and continuations, neither empty.
+    batch_size: rows of a batch, rounded up to divide over the devices.
+    bos: first token of an encoder-decoder's decoder.
+
+  Raises:
+    UserError: the model is encoder-only, or a side is empty.
+  """
+  if getattr(loaded.config, 'is_encoder', False):
+    raise errors.UserError(
+      'an encoder-only model predicts masked tokens and scores no'
+      ' continuations; use a decoder or an encoder-decoder.'
+    )
+  for pair in pairs:
+    if not len(pair.context) or not len(pair.continuation):
+      raise errors.UserError(
+        f'nothing to score: {len(pair.context)} tokens of context and'
+        f' {len(pair.continuation)} of continuation; both need one.'
+      )
+  shards = loaded.batch_shards
+  rows = -(-batch_size // shards) * shards
+  order = sorted(
+    range(len(pairs)),
+    key=lambda i: [-len(pairs[i].context), -len(pairs[i].continuation)],
+  )
+  for start in range(0, len(order), rows):
+    chosen = order[start : start + rows]
+    batch = _frame(loaded.config, [pairs[i] for i in chosen], rows, bos)
+    sums, greedy = jax.device_get(
+      _score(loaded.model, loaded.place, loaded.params, batch)
+    )
+    for row, i in enumerate(chosen):
+      count = len(pairs[i].continuation)
+      yield i, Scored(float(sums[row]), bool(greedy[row]), count)
+
+
+def _frame(
+  config: model_config.ModelConfig,
+  pairs: Sequence[Pair],
+  rows: int,
+  bos: int,
+) -> Batch:
+  """Pads pairs to a batch."""
+  targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
+  fill = [0] * (rows - len(pairs))
+  if isinstance(config, model_config.EncoderDecoderConfig):
+    encoder, encoder_counts = lengths.pad([p.context for p in pairs], rows)
+    read = [[bos, *pair.continuation[:-1]] for pair in pairs]
+    prefixes = [0] * rows
+    first = prefixes
+  else:
+    encoder = encoder_counts = None
+    read = [[*pair.context, *pair.continuation[:-1]] for pair in pairs]
+    prefixes = [len(pair.context) for pair in pairs] + fill
+    first = [len(pair.context) - 1 for pair in pairs] + fill
+  return Batch(
+    encoder,
+    encoder_counts,
+    lengths.pad(read, rows)[0],
+    np.array(prefixes, np.int32),
+    np.array(first, np.int32),
+    targets,
+    counts,
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(
+  model: build.Model,
+  place: loaded_model.Place,
+  params: Any,
+  batch: Batch,
+) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
+  """Returns the log-probability of each continuation, and whether greedy."""
+  with partition.use(place.mesh, place.rules.as_dict()):
+
+    def positions(tokens: jax.Array) -> jax.Array:
+      """Returns 0, 1, .. for every row."""
+      return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    inputs: tuple[Any, ...] = ()
+    if batch.encoder is not None:
+      where = positions(batch.encoder)
+      real = (where < batch.encoder_counts[:, None]).astype(jnp.int32)
+      encoded = model.encode(params, batch.encoder, real, where)
+      inputs = encoded, real
+    where = positions(batch.decoder)
+    hidden = model.decode(
+      params,
+      batch.decoder,
+      (where < (batch.first + batch.counts)[:, None]).astype(jnp.int32),
+      where,
+      *inputs,
+      prefix=(where < batch.prefix_counts[:, None]).astype(jnp.int32),
+    )
+    width = batch.targets.shape[1]
+    places = jnp.minimum(
+      batch.first[:, None] + jnp.arange(width), hidden.shape[1] - 1
+    )
+    hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
+    real = jnp.arange(width) < batch.counts[:, None]
+
+    def add_chunk(
+      sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+      """Adds a chunk of tokens: hidden [B, c, D], targets and real [B, c]."""
+      total, greedy = sums
+      states, targets, counts = chunk
+      logits = model.logits(params, states)
+      chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=2)[..., 0]
+      log_probs = chosen - jax.nn.logsumexp(logits, axis=2)
+      is_best = jnp.argmax(logits, axis=2) == targets
+      total += jnp.sum(jnp.where(counts, log_probs, 0), axis=1)
+      return (total, greedy & jnp.all(is_best | ~counts, axis=1)), None
+
+    def chunks(x: jax.Array) -> jax.Array:
+      """[B, n, ...] -> [n / c, B, c, ...]."""
+      return jnp.moveaxis(
+        x.reshape(len(x), width // _CHUNK, _CHUNK, *x.shape[2:]), 1, 0
+      )
+
+    start = jnp.zeros(len(real), jnp.float32), jnp.ones(len(real), bool)
+    (total, greedy), _ = jax.lax.scan(
+      add_chunk, start, (chunks(hidden), chunks(batch.targets), chunks(real))
+    )
+    return partition.shard(total, None), partition.shard(greedy, None)

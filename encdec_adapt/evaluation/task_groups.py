@@ -1,0 +1,459 @@
+"""Tasks and named groups of tasks: what to run, with which shots and metric.
+
+A task is a YAML file in a folder of local tasks, in lm-eval's own format or
+with prompt templates (`prompted_task`), or a task of lm-eval, whose data come
+from the Hugging Face hub. Local tasks come before lm-eval's of the same name.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import importlib.util
+import logging
+import statistics
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+import yaml
+
+from encdec_adapt.cli import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import loaded_model
+from encdec_adapt.evaluation import code_execution, prompted_task, results
+from encdec_adapt.files import paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """A task of a group.
+
+  Attributes:
+    task: name of the task in lm-eval or in the folder of local tasks.
+    shots: examples in the context; None for the task's own number.
+    metric: the metric that counts.
+  """
+
+  task: str
+  shots: int | None
+  metric: str
+
+
+# Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
+# table has no number of shots the task's own is taken.
+_PT = (
+  Member('boolq', 0, 'acc'),
+  Member('social_iqa', 0, 'acc'),
+  Member('piqa', 0, 'acc'),
+  Member('arc_challenge', 25, 'acc_norm'),
+  Member('arc_easy', 0, 'acc'),
+  Member('mmlu', 5, 'acc'),
+  Member('mmlu_pro', 5, 'exact_match'),
+  Member('hellaswag', 10, 'acc_norm'),
+  Member('winogrande', 5, 'acc'),
+  Member('truthfulqa_mc2', 0, 'acc'),
+  Member('agieval_en', 3, 'acc'),
+  Member('bbh_cot_fewshot', 3, 'exact_match'),
+  Member('drop', 3, 'f1'),
+  Member('gpqa_main_zeroshot', 0, 'acc'),
+  Member('gsm8k', 5, 'exact_match'),
+  Member('humaneval', 0, 'pass@1'),
+  Member('lambada_openai', 0, 'acc'),
+  Member('minerva_math500', 4, 'exact_match'),
+  Member('mbpp', 3, 'pass_at_1'),
+  Member('nq_open', 5, 'exact_match'),
+  Member('triviaqa', 5, 'exact_match'),
+  Member('wmt23', None, 'bleurt'),
+)
+_IT = (
+  Member('gsm8k', 11, 'exact_match'),
+  Member('mmlu', 5, 'acc'),
+  Member('mmlu_pro', 5, 'exact_match'),
+  Member('mbpp', 3, 'pass_at_1'),
+  Member('humaneval', 0, 'pass@1'),
+  Member('minerva_math500', 0, 'exact_match'),
+  Member('bbh_cot_fewshot', 3, 'exact_match'),
+  Member('gpqa_diamond_zeroshot', 0, 'acc'),
+  Member('wmt23', 5, 'bleurt'),
+  Member('mgsm_direct_en', 8, 'exact_match'),
+)
+# Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
+_EAI = tuple(
+  Member(task, 0, metric)
+  for task, metric in (
+    *((f'anli_r{i}', 'acc') for i in (1, 2, 3)),
+    ('arc_challenge', 'acc'),
+    ('arc_easy', 'acc'),
+    ('boolq', 'acc'),
+    ('cb', 'acc'),
+    ('copa', 'acc'),
+    ('headqa_en', 'acc'),
+    ('hellaswag', 'acc'),
+    ('lambada_openai', 'acc'),
+    ('logiqa', 'acc'),
+    ('mathqa', 'acc'),
+    ('mrpc', 'acc'),
+    ('multirc', 'acc'),
+    ('openbookqa', 'acc'),
+    ('piqa', 'acc'),
+    ('prost', 'acc'),
+    ('pubmedqa', 'acc'),
+    ('qnli', 'acc'),
+    ('qqp', 'acc'),
+    ('race', 'acc'),
+    ('rte', 'acc'),
+    ('sciq', 'acc'),
+    ('sst2', 'acc'),
+    ('triviaqa', 'exact_match'),
+    ('webqs', 'exact_match'),
+    ('wic', 'acc'),
+    ('winogrande', 'acc'),
+    ('wnli', 'acc'),
+    ('wsc', 'acc'),
+  )
+)
+# The same, section 3.3: rank classification over all prompts of P3; the mean
+# of the medians. All are local tasks with templates, named like this.
+_T0 = tuple(
+  Member(task, None, 'median')
+  for task in (
+    *(f'anli_r{i}' for i in (1, 2, 3)),
+    *('cb', 'rte', 'copa', 'hellaswag', 'story_cloze', 'wic', 'wsc'),
+    'winogrande',
+  )
+)
+GROUPS: Mapping[str, tuple[Member, ...]] = {
+  'pt': _PT,
+  'it': _IT,
+  'eai': _EAI,
+  't0': _T0,
+}
+_TEXTS = ('doc_to_text', 'doc_to_target', 'doc_to_choice')
+_ADD_FOLDER = (
+  'put a task file of that name and its JSONL into a folder and give it as'
+  ' --task_folder (encdec_adapt/evaluation/README.md shows one)'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Tasks that were checked.
+
+  Attributes:
+    tasks: (name, content of its file, shots) of each; the content is None for
+      tasks of the hub, and a `PromptedTask` for those with templates.
+    groups: members of the groups that were asked for, by name.
+    absent: members that neither the folder nor lm-eval has.
+  """
+
+  tasks: Sequence[tuple[str, Any, int | None]]
+  groups: Mapping[str, tuple[Member, ...]]
+  absent: Sequence[str]
+
+
+def plan(
+  names: Sequence[str],
+  folder: str | None = None,
+  *,
+  shots: int | None = None,
+  limit: int | None = None,
+) -> Plan:
+  """Finds tasks and checks local ones, before a model is read.
+
+  Args:
+    names: names of tasks and groups; none for all of the folder.
+    folder: folder of local tasks, or None.
+    shots: examples in the context; None for the group's or task's own.
+    limit: most examples of a task.
+
+  Raises:
+    UserError: lm-eval is not installed, there is no such task, or a file of a
+      local task is wrong; names the file and the line.
+  """
+  local = _read_folder(folder, limit) if folder else {}
+  groups = {name: GROUPS[name] for name in names if name in GROUPS}
+  members = [
+    member
+    for name in names or sorted(local)
+    for member in GROUPS.get(name, (Member(name, None, ''),))
+  ]
+  known, absent = None, []
+  found: dict[tuple[str, int | None], Any] = {}
+  for member in members:
+    count = member.shots if shots is None else shots
+    if member.task in local:
+      found[member.task, count] = local[member.task]
+      continue
+    is_prompted = member.metric == 'median'  # lm-eval has no such tasks.
+    if known is None and not is_prompted:
+      known = _hub_tasks()
+    if not is_prompted and member.task in known:
+      found[member.task, count] = None
+    elif groups:
+      absent.append(member.task)
+    else:
+      raise errors.UserError(
+        f'there is no task {member.task!r}; {_ADD_FOLDER}.'
+      )
+  if not found:
+    raise errors.UserError(f'none of {absent} is there; {_ADD_FOLDER}.')
+  tasks = [(name, content, count) for (name, count), content in found.items()]
+  return Plan(tasks, groups, absent)
+
+
+def run(
+  loaded: loaded_model.LoadedModel,
+  planned: Plan,
+  *,
+  limit: int | None = None,
+  batch_size: int = 8,
+  allow_code: bool = False,
+  report: Any = None,
+) -> Iterator[results.Score]:
+  """Evaluates a model; every process of a job takes part.
+
+  Args:
+    loaded: the model.
+    planned: the tasks.
+    limit: most examples of a task.
+    batch_size: rows at a time.
+    allow_code: whether generated programs may run.
+    report: called with the task's name, and the requests done and of all.
+
+  Yields:
+    Scores on process 0, nothing on others: of every task, and the mean of each
+    group that has all of its members.
+
+  Raises:
+    UserError: the data of a task cannot be had.
+  """
+  from encdec_adapt.evaluation import lm_eval_adapter
+
+  name = ''
+  adapter = lm_eval_adapter.Adapter(
+    loaded,
+    batch_size=batch_size,
+    report=lambda done, total: report and report(name, done, total),
+  )
+  if not distributed.is_lead():
+    adapter.follow()
+    return
+  found: dict[tuple[str, str], results.Score] = {}
+  try:
+    with code_execution.allowed(allow_code):
+      for name, content, shots in planned.tasks:
+        if isinstance(content, prompted_task.PromptedTask):
+          scores = _run_prompted(adapter, content)
+        else:
+          scores = _run_lm_eval(
+            adapter, name, content, shots, limit, allow_code
+          )
+        for score in scores:
+          found[score.task, score.metric] = score
+          yield score
+  finally:
+    adapter.stop()
+  for group, members in planned.groups.items():
+    values = [
+      found[key].value
+      for member in members
+      if (key := (member.task, member.metric)) in found
+    ]
+    if values:
+      of = '' if len(values) == len(members) else f' of {len(values)}'
+      yield results.Score(
+        group, f'mean{of}', statistics.fmean(values), None, len(values)
+      )
+
+
+def _run_prompted(
+  adapter: Any, task: prompted_task.PromptedTask
+) -> Iterator[results.Score]:
+  """Runs a task with templates."""
+  from lm_eval.api import instance
+
+  requests = [
+    instance.Instance('loglikelihood', {}, pair, i)
+    for i, pair in enumerate(task.pairs())
+  ]
+  scored = adapter.loglikelihood(requests, disable_tqdm=True)
+  return task.score([log_prob for log_prob, _ in scored])
+
+
+def _run_lm_eval(
+  adapter: Any,
+  name: str,
+  content: Mapping[str, Any] | None,
+  shots: int | None,
+  limit: int | None,
+  allow_code: bool,
+) -> Iterator[results.Score]:
+  """Runs a task of lm-eval."""
+  import datasets
+  import lm_eval
+  from lm_eval import tasks as lm_eval_tasks
+
+  datasets.disable_progress_bars()
+  logging.getLogger('lm_eval').setLevel(logging.ERROR)
+  manager = lm_eval_tasks.TaskManager(include_defaults=content is None)
+  try:
+    answer = lm_eval.simple_evaluate(
+      adapter,
+      tasks=[name if content is None else dict(content)],
+      num_fewshot=shots,
+      limit=limit,
+      task_manager=manager,
+      bootstrap_iters=0,
+      # Seeding torch would import it.
+      torch_random_seed=None,
+      confirm_run_unsafe_code=allow_code,
+    )
+  except errors.UserError:
+    raise
+  except Exception as error:
+    if content is not None:
+      raise errors.UserError(
+        f'lm-eval cannot run the local task {name!r}: {error!r:.400}'
+      ) from error
+    raise errors.UserError(
+      f'the data of task {name!r} cannot be had from the hub'
+      f' ({type(error).__name__}: {error!s:.200}); {_ADD_FOLDER}.'
+    ) from error
+  yield from _scores(answer)
+
+
+def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
+  """Returns the scores in lm-eval's results."""
+  for task, values in answer['results'].items():
+    samples = answer.get('samples', {}).get(task, [])
+    for key, value in values.items():
+      metric, _, kept = key.partition(',')
+      if not isinstance(value, int | float) or metric.endswith('_stderr'):
+        continue
+      if not kept:  # 'alias' and the like.
+        continue
+      own = sorted(
+        (s for s in samples if s.get('filter', 'none') == kept),
+        key=lambda sample: sample['doc_id'],
+      )
+      scores = tuple(
+        float(sample[metric])
+        for sample in own
+        if isinstance(sample.get(metric), int | float)
+      )
+      error = None
+      if len(scores) > 1:
+        error = statistics.stdev(scores) / len(scores) ** 0.5
+      counted = answer.get('n-samples', {}).get(task, {})
+      yield results.Score(
+        task,
+        metric if kept == 'none' else f'{metric},{kept}',
+        float(value),
+        error,
+        len(scores) or counted.get('effective', 0),
+        scores,
+      )
+
+
+def _hub_tasks() -> frozenset[str]:
+  """Returns the names of all tasks, groups and tags of lm-eval."""
+  if importlib.util.find_spec('lm_eval') is None:
+    raise errors.UserError(
+      "these tasks need lm-eval: pip install 'encdec_adapt[eval]'"
+    )
+  from lm_eval import tasks as lm_eval_tasks
+
+  print('reading the list of tasks of lm-eval', flush=True)
+  return frozenset(lm_eval_tasks.TaskManager().all_tasks)
+
+
+def _read_folder(folder: str, limit: int | None) -> dict[str, Any]:
+  """Reads and checks the local tasks of a folder, by name."""
+  files = sorted(paths.at(folder).glob('*.yaml'))
+  found: dict[str, Any] = {}
+  for file in files:
+    place = str(file)
+    content = _read_yaml(place)
+    if 'task' not in content:
+      continue  # Prompt templates, or something else.
+    name = content['task']
+    if name in found:
+      raise errors.UserError(f'{place}: a second task is named {name!r}.')
+    if 'templates' in content:
+      found[name] = prompted_task.read(place, content, limit)
+    else:
+      found[name] = _check_lm_eval(place, content)
+  if not found:
+    raise errors.UserError(
+      f'{folder} has no task: no YAML file with a field `task`'
+      ' (encdec_adapt/evaluation/README.md shows one).'
+    )
+  return found
+
+
+def _read_yaml(place: str) -> dict[str, Any]:
+  """Reads a YAML file; functions and other tagged values stay text."""
+
+  class Loader(yaml.SafeLoader):
+    """Takes any tag."""
+
+  Loader.add_multi_constructor(
+    '!', lambda loader, suffix, node: f'!{suffix} {getattr(node, "value", "")}'
+  )
+  try:
+    content = yaml.load(paths.at(place).read_text(), Loader)
+  except (OSError, yaml.YAMLError) as error:
+    raise errors.UserError(f'{place} is not YAML ({error}).') from error
+  if not isinstance(content, dict):
+    raise errors.UserError(f'{place} must have fields, `task` among them.')
+  return content
+
+
+def _check_lm_eval(place: str, content: Mapping[str, Any]) -> dict[str, Any]:
+  """Checks a task in lm-eval's format and makes its paths absolute."""
+  needed = ('dataset_path', 'doc_to_text', 'doc_to_target', 'dataset_kwargs')
+  missing = [name for name in needed if name not in content]
+  files = content.get('dataset_kwargs', {}).get('data_files')
+  if missing or content['dataset_path'] != 'json' or not files:
+    raise errors.UserError(
+      f'{place}: fields {missing} are missing, or the data are not local; a'
+      ' local task has `dataset_path: json`, `dataset_kwargs: {data_files:'
+      ' {test: FILE.jsonl}}`, doc_to_text and doc_to_target.'
+    )
+  if isinstance(files, str):
+    files = {'test': files}
+  folder = paths.at(place).parent
+  files = {split: str(folder / file) for split, file in files.items()}
+  tested = content.get('test_split') or content.get('validation_split')
+  if tested not in files:
+    raise errors.UserError(
+      f'{place}: test_split is {tested!r}; it must be one of {sorted(files)},'
+      ' the names in data_files.'
+    )
+  for file in files.values():
+    for where, row in prompted_task.read_rows(file):
+      for field in _TEXTS:
+        _check_fields(f'{place}: {field}', content.get(field), where, row)
+  from lm_eval.tasks import _yaml_loader
+
+  # With the functions that the file names.
+  whole = _yaml_loader.load_yaml(place)
+  kwargs = {**whole['dataset_kwargs'], 'data_files': files}
+  return {**whole, 'dataset_kwargs': kwargs}
+
+
+def _check_fields(
+  what: str, template: Any, where: str, row: Mapping[str, Any]
+) -> None:
+  """Checks that a row has the fields that a template uses."""
+  if not isinstance(template, str) or template.startswith('!'):
+    return
+  try:
+    parsed = jinja2.Environment().parse(template)
+  except jinja2.TemplateError as error:
+    raise errors.UserError(f'{what} is not a template ({error}).') from error
+  for name in sorted(meta.find_undeclared_variables(parsed)):
+    if name not in row:
+      raise errors.UserError(
+        f'{where} has no field {name!r}, which {what} uses; its fields are'
+        f' {sorted(row)}.'
+      )
