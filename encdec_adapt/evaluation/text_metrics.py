@@ -1,0 +1,128 @@
+"""Metrics of generated texts against references: ROUGE, BLEU, chrF, EM, F1.
+
+ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`). Exact
+match and F1 are SQuAD's (Rajpurkar et al. 2016, evaluate-v1.1.py): without
+case, punctuation, articles and repeated spaces; the best over the references.
+"""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+import re
+import statistics
+import string
+
+from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import results
+
+_ARTICLES = re.compile(r'\b(a|an|the)\b')
+_PUNCTUATION = str.maketrans('', '', string.punctuation)
+_ROUGE = ('rouge1', 'rouge2', 'rougeL')
+
+
+def score(
+  task: str,
+  predictions: Sequence[str],
+  references: Sequence[Sequence[str]],
+  language: str = '13a',
+) -> list[results.Score]:
+  """Scores predictions by all metrics, from 0 to 1.
+
+  Args:
+    task: name of the task.
+    predictions: one text per example.
+    references: at least one text per example.
+    language: sacreBLEU's tokenizer: '13a', 'intl', 'zh', 'ja-mecab', 'char', ..
+
+  Raises:
+    UserError: the extra `eval` is not installed, there are no predictions, or
+      their number is another.
+  """
+  try:
+    from rouge_score import rouge_scorer
+    import sacrebleu
+  except ImportError as error:
+    raise errors.UserError(
+      'metrics of texts need rouge-score and sacreBLEU: pip install'
+      " 'encdec_adapt[eval]'"
+    ) from error
+  if not predictions or len(predictions) != len(references):
+    raise errors.UserError(
+      f'{task}: {len(predictions)} predictions and {len(references)} references;'
+      ' there must be as many, and at least one.'
+    )
+  for number, some in enumerate(references, 1):
+    if not some:
+      raise errors.UserError(f'{task}: example {number} has no reference.')
+  scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True)
+  chrf = sacrebleu.CHRF()
+  bleu = sacrebleu.BLEU(tokenize=language, effective_order=True)
+  own: dict[str, list[float]] = collections.defaultdict(list)
+  for text, some in zip(predictions, references, strict=True):
+    best = scorer.score_multi(some, text)
+    for name in _ROUGE:
+      own[name].append(best[name].fmeasure)
+    own['exact_match'].append(_best(_exact, text, some))
+    own['f1'].append(_best(_f1, text, some))
+    # Of sentences, for paired tests; the value is that of the corpus.
+    own['bleu'].append(bleu.sentence_score(text, list(some)).score / 100)
+    own['chrf'].append(chrf.sentence_score(text, list(some)).score / 100)
+  columns = _columns(references)
+  corpus = {
+    'bleu': sacrebleu.BLEU(tokenize=language).corpus_score(
+      predictions, columns
+    ),
+    'chrf': chrf.corpus_score(predictions, columns),
+  }
+  return [_score(task, name, values, corpus) for name, values in own.items()]
+
+
+def _score(
+  task: str,
+  name: str,
+  values: Sequence[float],
+  corpus: Mapping[str, object],
+) -> results.Score:
+  """Returns one metric over all examples."""
+  n = len(values)
+  if name in corpus:
+    value = corpus[name].score / 100
+    return results.Score(task, name, value, None, n, tuple(values))
+  error = statistics.stdev(values) / n**0.5 if n > 1 else None
+  return results.Score(
+    task, name, statistics.fmean(values), error, n, tuple(values)
+  )
+
+
+def _columns(references: Sequence[Sequence[str]]) -> list[list[str | None]]:
+  """Returns the first references of all examples, the second, .."""
+  most = max(len(some) for some in references)
+  return [
+    [some[i] if i < len(some) else None for some in references]
+    for i in range(most)
+  ]
+
+
+def _best(
+  metric: Callable[[str, str], float], text: str, references: Sequence[str]
+) -> float:
+  return max(metric(text, reference) for reference in references)
+
+
+def _normal(text: str) -> list[str]:
+  """Returns the words that SQuAD's metrics compare."""
+  plain = text.lower().translate(_PUNCTUATION)
+  return _ARTICLES.sub(' ', plain).split()
+
+
+def _exact(text: str, reference: str) -> float:
+  return float(_normal(text) == _normal(reference))
+
+
+def _f1(text: str, reference: str) -> float:
+  """Returns the F1 of the words; texts without words are right together."""
+  found, wanted = _normal(text), _normal(reference)
+  if not found or not wanted:
+    return float(found == wanted)
+  common = collections.Counter(found) & collections.Counter(wanted)
+  shared = sum(common.values())
+  return 2 * shared / (len(found) + len(wanted))
