@@ -47,8 +47,8 @@ def score(
     ) from error
   if not predictions or len(predictions) != len(references):
     raise errors.UserError(
-      f'{task}: {len(predictions)} predictions and {len(references)} references;'
-      ' there must be as many, and at least one.'
+      f'{task}: {len(predictions)} predictions and {len(references)}'
+      ' references; there must be as many, and at least one.'
     )
   for number, some in enumerate(references, 1):
     if not some:
@@ -66,12 +66,11 @@ def score(
     # Of sentences, for paired tests; the value is that of the corpus.
     own['bleu'].append(bleu.sentence_score(text, list(some)).score / 100)
     own['chrf'].append(chrf.sentence_score(text, list(some)).score / 100)
+  whole = {'bleu': sacrebleu.BLEU(tokenize=language), 'chrf': chrf}
   columns = _columns(references)
   corpus = {
-    'bleu': sacrebleu.BLEU(tokenize=language).corpus_score(
-      predictions, columns
-    ),
-    'chrf': chrf.corpus_score(predictions, columns),
+    name: metric.corpus_score(predictions, columns)
+    for name, metric in whole.items()
   }
   return [_score(task, name, values, corpus) for name, values in own.items()]
 

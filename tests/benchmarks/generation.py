@@ -9,6 +9,11 @@ batches of prompts sorted by length, padded, each until its last row has ended.
 Both generate the same tokens (checked), and take turns. Compiling is left out.
 Ratios are the peer's seconds over ours. Needs `pip install -e .[peer]`.
 
+`--ctranslate2` compares with CTranslate2 instead, on such a model without
+soft-caps and with a window that holds every text, the only ones whose scores
+its T5Gemma has right; forced to `--tokens` tokens, on as many threads, fp32.
+Needs `pip install -e .[peer,ctranslate2]`.
+
 `--int8` also measures our engine with 8-bit kernels, and prints how many
 greedy tokens agree with fp32 and the difference of log-probabilities.
 """
@@ -49,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     beam_prompts=8,
     steps=3,
     int8=False,
+    ctranslate2=False,
   ).parse_args(argv)
+  if arguments.ctranslate2:
+    rows = _ctranslate2(arguments)
+    return results.report('generation', rows, arguments)
   import torch
   import transformers
 
@@ -106,6 +115,91 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   if arguments.int8:
     rows.append(compared.int8(prompts))
   return results.report('generation', rows, arguments)
+
+
+def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
+  """Compares with CTranslate2 on batches of prompts of one length."""
+  import os
+
+  import ctranslate2
+  import transformers
+
+  from encdec_adapt.inference import engine as engine_lib
+  from encdec_adapt.models import model_config as configs
+  from tests import toy_models
+
+  sizes = {name: getattr(arguments, name) for name in SIZES}
+  stack = configs.StackConfig(
+    **sizes,
+    query_scale=float(arguments.head_dim),
+    attention_softcap=None,
+    final_softcap=None,
+    window=4096,
+  )
+  count = arguments.tokens
+  rng = np.random.default_rng(0)
+  rows = []
+  with tempfile.TemporaryDirectory() as folder:
+    place = pathlib.Path(folder)
+    ours = toy_models.save(
+      place / 'model', configs.encoder_decoder(stack, stack), scale=0.1
+    )
+    converter = ctranslate2.converters.TransformersConverter(
+      str(place / 'model')
+    )
+    converter.convert(str(place / 'converted'))
+    peer = ctranslate2.Translator(
+      str(place / 'converted'),
+      compute_type='float32',
+      inter_threads=1,
+      intra_threads=os.cpu_count(),
+    )
+    tokens = transformers.AutoTokenizer.from_pretrained(str(place / 'model'))
+    for batch in (1, arguments.batch_size):
+      prompts = [
+        np.array([BOS, *rng.integers(150, 400, arguments.longest // 2)])
+        for _ in range(batch)
+      ]
+      engine = ours.engine(rows=batch, bos=BOS, eos=-1, pad=PAD)
+      requests = [engine_lib.Request(prompt, count) for prompt in prompts]
+      sources = [tokens.convert_ids_to_tokens(p.tolist()) for p in prompts]
+      found: dict[str, list[list[int]]] = {}
+
+      def run_ours(engine=engine, requests=requests, found=found) -> None:
+        texts = {i: c.tokens.tolist() for i, c in engine.run(requests)}
+        found['ours'] = [texts[i] for i in range(len(requests))]
+
+      def run_peer(sources=sources, found=found) -> None:
+        answers = peer.translate_batch(
+          sources,
+          beam_size=1,
+          max_decoding_length=count,
+          min_decoding_length=count,
+          max_input_length=0,
+        )
+        found['peer'] = [
+          tokens.convert_tokens_to_ids(a.hypotheses[0]) for a in answers
+        ]
+
+      times = results.take_turns(
+        {
+          'ours': lambda run=run_ours: results.seconds(run),
+          'peer': lambda run=run_peer: results.seconds(run),
+        },
+        arguments.steps,
+      )
+      ours_s, peer_s = (np.median(times[name][1:]) for name in times)
+      same = [a == b for a, b in zip(found['ours'], found['peer'], strict=True)]
+      rows.append(
+        {
+          'task': f'{batch} rows',
+          'tokens/s': float(batch * count / ours_s),
+          'ctranslate2': float(batch * count / peer_s),
+          'ratio': float(peer_s / ours_s),
+          'equal texts': f'{sum(same)} of {batch}',
+        }
+      )
+  return rows
 
 
 class _Compared:
