@@ -126,21 +126,23 @@ def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
 
   from encdec_adapt.inference import engine as engine_lib
   from encdec_adapt.models import model_config as configs
-  from tests import toy_models
+  from tests import tiny_tokenizers, toy_models
 
-  sizes = {name: getattr(arguments, name) for name in SIZES}
-  stack = configs.StackConfig(
-    **sizes,
-    query_scale=float(arguments.head_dim),
-    attention_softcap=None,
-    final_softcap=None,
-    window=4096,
-  )
   count = arguments.tokens
   rng = np.random.default_rng(0)
   rows = []
   with tempfile.TemporaryDirectory() as folder:
     place = pathlib.Path(folder)
+    tiny_tokenizers.save(place / 'tokens', 'gemma', tiny_tokenizers.TEXTS, 400)
+    tokens = transformers.AutoTokenizer.from_pretrained(str(place / 'tokens'))
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    stack = configs.StackConfig(
+      **{**sizes, 'vocab_size': len(tokens)},
+      query_scale=float(arguments.head_dim),
+      attention_softcap=None,
+      final_softcap=None,
+      window=4096,
+    )
     ours = toy_models.save(
       place / 'model', configs.encoder_decoder(stack, stack), scale=0.1
     )
@@ -154,7 +156,6 @@ def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
       inter_threads=1,
       intra_threads=os.cpu_count(),
     )
-    tokens = transformers.AutoTokenizer.from_pretrained(str(place / 'model'))
     for batch in (1, arguments.batch_size):
       prompts = [
         np.array([BOS, *rng.integers(150, 400, arguments.longest // 2)])
