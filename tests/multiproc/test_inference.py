@@ -1,0 +1,93 @@
+"""Generation and evaluation of a job of two processes equal one's."""
+
+import json
+
+import pytest
+
+from tests import tiny, toy_models
+
+pytestmark = pytest.mark.multiproc
+PROMPTS = ['The quick', 'two cats and a dog', 'again', 'a' * 40, 'x y z']
+_SCORE = """
+import json, pathlib, sys
+import jax
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.evaluation import task_groups
+
+if len(sys.argv) > 4:
+  distributed.initialize(sys.argv[1], 2, int(sys.argv[3]))
+stored = stored_model.open_model(sys.argv[-2])
+mesh = loaded_model.inference_mesh(stored.model)
+loaded = loaded_model.read(stored, mesh=mesh)
+planned = task_groups.plan([], sys.argv[-1])
+found = [
+  [s.task, s.metric, s.value, s.scores]
+  for s in task_groups.run(loaded, planned, batch_size=2)
+]
+if distributed.is_lead():
+  pathlib.Path(sys.argv[-1], f'{jax.process_count()}.json').write_text(
+    json.dumps(found)
+  )
+"""
+TASK = {
+  'task': 'animals',
+  'dataset_path': 'json',
+  'dataset_kwargs': {'data_files': {'test': 'rows.jsonl'}},
+  'test_split': 'test',
+  'output_type': 'multiple_choice',
+  'doc_to_text': 'A {{name}} is',
+  'doc_to_choice': '{{[" small", " large"]}}',
+  'doc_to_target': '{{answer}}',
+  'metric_list': [{'metric': 'acc'}],
+}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A T5Gemma of random weights."""
+  place = tmp_path_factory.mktemp('models') / 'pair'
+  # One key head: the devices divide the rows.
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, kv_heads=1)
+  config = toy_models.pair_and_decoder(stack)['encoder_decoder']
+  toy_models.save(place, config, scale=0.3)
+  return place
+
+
+def test_two_processes_generate_what_one_does(folder, tmp_path):
+  prompts = tmp_path / 'prompts.jsonl'
+  prompts.write_text(''.join(json.dumps(p) + '\n' for p in PROMPTS))
+  flags = [f'--checkpoint={folder}', f'--prompts={prompts}', '--max_tokens=6']
+  found = []
+  for count in (1, 2):
+    output = tmp_path / f'{count}.jsonl'
+    flags_of = [*flags, f'--output={output}']
+    if count == 1:
+      assert not tiny.run('generate', *flags_of).returncode
+    else:
+      started = tiny.start_several(2, 'generate', *flags_of, logs=tmp_path)
+      assert tiny.wait_all(started) == [0, 0], (
+        tmp_path / 'process_0.log'
+      ).read_text()
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    found.append([(line['prompt'], line['continuation']) for line in lines])
+  assert found[0] == found[1]
+  assert [prompt for prompt, _ in found[0]] == PROMPTS
+
+
+@pytest.mark.long
+def test_the_other_processes_follow_an_evaluation(folder, tmp_path):
+  pytest.importorskip('lm_eval', reason="needs pip install -e '.[eval]'")
+  (tmp_path / 'task.yaml').write_text(json.dumps(TASK))
+  rows = [{'name': name, 'answer': i % 2} for i, name in enumerate(PROMPTS)]
+  (tmp_path / 'rows.jsonl').write_text(
+    ''.join(json.dumps(row) + '\n' for row in rows)
+  )
+  arguments = str(folder), str(tmp_path)
+  alone = tiny.run_code(_SCORE, *arguments)
+  assert not alone.returncode, alone.stderr
+  started = tiny.start_programs(_SCORE, tmp_path, 2, *arguments)
+  assert tiny.wait_all(started) == [0, 0], (tmp_path / '0.log').read_text()
+  one, two = (json.loads((tmp_path / f'{n}.json').read_text()) for n in (1, 2))
+  assert one == two
+  assert one[0][:2] == ['animals', 'acc']
