@@ -193,6 +193,7 @@ class Engine:
     self._prepare = functools.partial(_prepare, model, int8=int8)
     self.params = self._prepare(params)
     self.vocab_size = model.config.decoder.vocab_size
+    self._prompt_size = next(iter(model.config.stacks.values())).vocab_size
     self._reads_encoder = isinstance(
       model.config, model_config.EncoderDecoderConfig
     )
@@ -217,8 +218,15 @@ class Engine:
       Its number, which counts from 0.
 
     Raises:
-      UserError: it has stop strings and the engine cannot decode.
+      UserError: it has stop strings and the engine cannot decode, or tokens
+        outside the vocabulary.
     """
+    least, most = int(request.tokens.min()), int(request.tokens.max())
+    if least < 0 or most >= self._prompt_size:
+      raise errors.UserError(
+        f'tokens of the prompt are {least} to {most}; the vocabulary has the'
+        f' ids 0 to {self._prompt_size - 1}.'
+      )
     if request.stop and self._decode is None:
       raise errors.UserError(
         'stop strings need a tokenizer; the engine has no `decode`.'
@@ -234,7 +242,8 @@ class Engine:
     )
     for row, active in enumerate(self._active):
       if active is not None and active.number == number:
-        self._free([row])
+        self._active[row] = None
+        self._stop(row)
 
   def run(
     self,
@@ -319,7 +328,9 @@ class Engine:
         active.reported = len(new)
       if completion is not None:
         ended.append((active.number, completion))
-        self._free([row])
+        self._active[row] = None
+        if not done[row]:
+          self._stop(row)
     return ended
 
   def _complete(
@@ -370,11 +381,9 @@ class Engine:
     group = self._frame(requests, range(len(requests)), rows, rows)
     return self.programs.prefill(self.params, state, group, self.ids.bos)
 
-  def _free(self, rows: Sequence[int]) -> None:
-    """Marks rows as free."""
-    for row in rows:
-      self._active[row] = None
-    done = self._state.done.at[np.array(rows)].set(True)
+  def _stop(self, row: int) -> None:
+    """Ends a row on the devices."""
+    done = self._state.done.at[row].set(True)
     self._state = self._state._replace(done=done)
 
   def _lengths(self, requests: Sequence[Request]) -> tuple[int, int]:

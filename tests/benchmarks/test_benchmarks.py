@@ -4,6 +4,8 @@ import pytest
 
 from tests.benchmarks import (
   exchange,
+  generation,
+  gpu_generation,
   gpu_kernels,
   gpu_step,
   gradient_sums,
@@ -44,6 +46,29 @@ def test_records():
   packed = [row for row in rows if 'rows of in order' in row]
   assert len(packed) == 4  # Two objectives, long and short documents.
   assert all(row['rows of in order'] <= 1 for row in packed)
+
+
+@pytest.mark.parity
+def test_generation():
+  pytest.importorskip('transformers')
+  sizes = ['--layers=2', '--width=32', '--mlp_width=32', '--heads=2']
+  sizes += ['--kv_heads=1', '--head_dim=16', '--vocab_size=300', '--ends=9']
+  rows = generation.main(
+    [*sizes, '--prompts=6', '--tokens=8', '--steps=1', '--int8']
+  )['rows']
+  assert len(rows) == 5
+  for row in rows[:4]:
+    count = row['equal texts'].split(' of ')
+    assert count[0] == count[1]
+
+
+def test_gpu_generation():
+  rows = gpu_generation.main(
+    ['--pair=toy_toy', '--prompt=16', '--tokens=8', '--steps=2', '--int8']
+    + ['--dtype=float32', '--rows', '1', '2']
+  )['rows']
+  assert [row['rows'] for row in rows] == [1, 2]
+  assert all(0 < row['of bandwidth'] < 1 for row in rows)
 
 
 def test_exchange(tmp_path):

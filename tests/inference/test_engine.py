@@ -288,6 +288,10 @@ def test_arrays_of_prompts():
       'stop strings need a tokenizer',
     ),
     (lambda: _loaded('decoder_only').engine(rows=0, **IDS), '0 rows'),
+    (
+      lambda: _run('decoder_only', [engine_lib.Request(np.array([2, 23]))]),
+      'tokens of the prompt are 2 to 23; .* 0 to 22',
+    ),
   ],
 )
 def test_bad_input_is_named(make, message):
