@@ -4,8 +4,8 @@
 
 The 2B-2B pair in bf16 with random weights and prompts of `--prompt` tokens. A
 decoding step reads the decoder's weights and every row's caches: `of bandwidth`
-is the time that these bytes take at the chip's memory bandwidth over the time of
-a step. `MFU` of a prefill counts the encoder and the keys and values of the
+is the time that these bytes take at the chip's memory bandwidth over the time
+of a step. `MFU` of a prefill counts the encoder and the keys and values of the
 encoding by `models.model_flops`. `--int8` keeps kernels as 8-bit integers.
 """
 
