@@ -7,6 +7,8 @@ The limits keep mistakes small; they are no sandbox against malice.
 from collections.abc import Iterator
 import contextlib
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +19,10 @@ from encdec_adapt.cli import errors
 _VARIABLE = 'HF_ALLOW_CODE_EVAL'
 SECONDS = 10
 MEGABYTES = 1024
-# The new process limits itself, which it cannot undo, before it reads.
+# The new process limits itself, which it cannot undo, before it reads the
+# program, and writes a word that the program does not know once that has ended.
 _START = """
-import math, resource, sys
+import math, os, resource, sys
 for kind, most in (
   (resource.RLIMIT_CPU, math.ceil(float(sys.argv[1])) + 1),
   (resource.RLIMIT_AS, int(sys.argv[2]) << 20),
@@ -27,7 +30,12 @@ for kind, most in (
   (resource.RLIMIT_CORE, 0),
 ):
   resource.setrlimit(kind, (most, most))
-exec(compile(sys.stdin.read(), 'program', 'exec'), {'__name__': '__main__'})
+def run(word, program):
+  answer = os.dup(1)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  exec(compile(program, 'program', 'exec'), {'__name__': '__main__'})
+  os.write(answer, word)
+run(*sys.stdin.buffer.read().split(b'\\n', 1))
 """
 
 
@@ -48,7 +56,7 @@ def allowed(allow: bool) -> Iterator[None]:
 def passes(
   program: str, *, seconds: float = SECONDS, megabytes: int = MEGABYTES
 ) -> bool:
-  """Runs a Python program and returns whether it ends without an error.
+  """Runs a Python program and returns whether it reaches its end.
 
   Args:
     program: source text, which ends with its tests.
@@ -64,19 +72,28 @@ def passes(
       ' give --allow_code to run them, in a container best.'
     )
 
+  word = secrets.token_hex(16).encode()
   with tempfile.TemporaryDirectory() as folder:
+    process = subprocess.Popen(
+      [sys.executable, '-I', '-c', _START, str(seconds), str(megabytes)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      cwd=folder,
+      env={'PATH': os.defpath},
+      start_new_session=True,
+    )
+    given = word + b'\n' + program.encode('utf-8', 'replace')
     try:
-      done = subprocess.run(
-        [sys.executable, '-I', '-c', _START, str(seconds), str(megabytes)],
-        input=program.encode('utf-8', 'replace'),
-        cwd=folder,
-        env={'PATH': os.defpath},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        timeout=seconds,
-        start_new_session=True,
-        check=False,
-      )
-    except subprocess.TimeoutExpired:
+      process.stdin.write(given)
+      process.stdin.close()
+      process.wait(seconds)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
       return False
-  return done.returncode == 0
+    finally:
+      # With its children.
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+    with process.stdout as answer:
+      return answer.read() == word

@@ -5,15 +5,16 @@ the numbers are comparable. An encoder-decoder gets the context, after BOS, in
 its encoder and the continuation, encoded on its own, in its decoder, which
 starts from BOS; spaces at the end of the context are moved to the continuation,
 EOS is not scored, and an empty context is BOS alone. A decoder-only model gets
-both together, after BOS.
+both together, after BOS. A context that is too long keeps its last tokens: as
+many as the model's config.json allows (`max_position_embeddings`), where theirs
+gives any encoder-decoder 2,048.
 
 It differs on purpose where that backend does not suit encoder-decoders:
  - rolling likelihood: the encoder reads the tokens before those that the
    decoder scores, as in PrefixLM (theirs gives the encoder BOS alone), and
    every token is scored once, BOS not;
- - generation: `max_gen_toks` counts generated tokens only (theirs counts the
-   context, too), and the context keeps its last `max_length` tokens, by the
-   model's config.json instead of always 2,048.
+ - generation: `max_gen_toks` counts generated tokens only; theirs counts the
+   context, too.
 
 Process 0 runs lm-eval, which sees one rank; the others `follow` it.
 """
@@ -118,6 +119,11 @@ class Adapter(lm_eval_model.TemplateLM):
       room = max(1, room + 1 - len(continuation))
     return scoring.Pair(list(context)[-room:], list(continuation))
 
+  def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
+    """Keeps the last tokens of a prompt that is too long to be continued."""
+    room = self.max_length - (generated if self.backend == 'causal' else 0)
+    return tokens[-max(1, room) :]
+
   def loglikelihood_rolling(
     self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[float]:
@@ -201,7 +207,7 @@ class Adapter(lm_eval_model.TemplateLM):
     )
     requests = [
       engine.Request(
-        np.array(tokens[-self.max_length :], np.int32),
+        np.array(self._prompt(tokens, options['max_tokens']), np.int32),
         options['max_tokens'],
         sampling.SamplingConfig(
           **options['sampling'], seed=sampling.seed_of(0, i)

@@ -30,7 +30,7 @@ class Member:
   Attributes:
     task: name of the task in lm-eval or in the folder of local tasks.
     shots: examples in the context; None for the task's own number.
-    metric: the metric that counts.
+    metric: the metric that counts, with lm-eval's filter after a comma.
   """
 
   task: str
@@ -47,34 +47,34 @@ _PT = (
   Member('arc_challenge', 25, 'acc_norm'),
   Member('arc_easy', 0, 'acc'),
   Member('mmlu', 5, 'acc'),
-  Member('mmlu_pro', 5, 'exact_match'),
+  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
   Member('hellaswag', 10, 'acc_norm'),
   Member('winogrande', 5, 'acc'),
   Member('truthfulqa_mc2', 0, 'acc'),
   Member('agieval_en', 3, 'acc'),
-  Member('bbh_cot_fewshot', 3, 'exact_match'),
+  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
   Member('drop', 3, 'f1'),
   Member('gpqa_main_zeroshot', 0, 'acc'),
-  Member('gsm8k', 5, 'exact_match'),
-  Member('humaneval', 0, 'pass@1'),
+  Member('gsm8k', 5, 'exact_match,strict-match'),
+  Member('humaneval', 0, 'pass@1,create_test'),
   Member('lambada_openai', 0, 'acc'),
   Member('minerva_math500', 4, 'exact_match'),
   Member('mbpp', 3, 'pass_at_1'),
-  Member('nq_open', 5, 'exact_match'),
-  Member('triviaqa', 5, 'exact_match'),
+  Member('nq_open', 5, 'exact_match,remove_whitespace'),
+  Member('triviaqa', 5, 'exact_match,remove_whitespace'),
   Member('wmt23', None, 'bleurt'),
 )
 _IT = (
-  Member('gsm8k', 11, 'exact_match'),
+  Member('gsm8k', 11, 'exact_match,strict-match'),
   Member('mmlu', 5, 'acc'),
-  Member('mmlu_pro', 5, 'exact_match'),
+  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
   Member('mbpp', 3, 'pass_at_1'),
-  Member('humaneval', 0, 'pass@1'),
+  Member('humaneval', 0, 'pass@1,create_test'),
   Member('minerva_math500', 0, 'exact_match'),
-  Member('bbh_cot_fewshot', 3, 'exact_match'),
+  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
   Member('gpqa_diamond_zeroshot', 0, 'acc'),
   Member('wmt23', 5, 'bleurt'),
-  Member('mgsm_direct_en', 8, 'exact_match'),
+  Member('mgsm_direct_en', 8, 'exact_match,remove_whitespace'),
 )
 # Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
 _EAI = tuple(
@@ -103,7 +103,7 @@ _EAI = tuple(
     ('rte', 'acc'),
     ('sciq', 'acc'),
     ('sst2', 'acc'),
-    ('triviaqa', 'exact_match'),
+    ('triviaqa', 'exact_match,remove_whitespace'),
     ('webqs', 'exact_match'),
     ('wic', 'acc'),
     ('winogrande', 'acc'),
@@ -295,35 +295,36 @@ def _run_lm_eval(
   datasets.disable_progress_bars()
   logging.getLogger('lm_eval').setLevel(logging.ERROR)
   manager = lm_eval_tasks.TaskManager(include_defaults=content is None)
+  wanted = [name if content is None else dict(content)]
   try:
-    answer = lm_eval.simple_evaluate(
-      adapter,
-      tasks=[name if content is None else dict(content)],
-      num_fewshot=shots,
-      limit=limit,
-      task_manager=manager,
-      bootstrap_iters=0,
-      # Seeding torch would import it.
-      torch_random_seed=None,
-      confirm_run_unsafe_code=allow_code,
-    )
-  except errors.UserError:
-    raise
+    manager.load(wanted)  # Reads the data.
   except Exception as error:
+    what = 'the data of task'
     if content is not None:
-      raise errors.UserError(
-        f'lm-eval cannot run the local task {name!r}: {error!r:.400}'
-      ) from error
+      what = 'the file or the data of the local task'
     raise errors.UserError(
-      f'the data of task {name!r} cannot be had from the hub'
-      f' ({type(error).__name__}: {error!s:.200}); {_ADD_FOLDER}.'
+      f'{what} {name!r} cannot be read ({type(error).__name__}:'
+      f' {error!s:.200}); tasks of the hub need the network and no data script.'
+      f' Otherwise {_ADD_FOLDER}.'
     ) from error
+  answer = lm_eval.simple_evaluate(
+    adapter,
+    tasks=wanted,
+    num_fewshot=shots,
+    limit=limit,
+    task_manager=manager,
+    bootstrap_iters=0,
+    # Seeding torch would import it.
+    torch_random_seed=None,
+    confirm_run_unsafe_code=allow_code,
+  )
   yield from _scores(answer)
 
 
 def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
   """Returns the scores in lm-eval's results."""
-  for task, values in answer['results'].items():
+  found = {**answer['results'], **answer.get('groups', {})}
+  for task, values in found.items():
     samples = answer.get('samples', {}).get(task, [])
     for key, value in values.items():
       metric, _, kept = key.partition(',')

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -205,6 +206,51 @@ def test_rolling_scores_every_token_once(models, monkeypatch):
     assert seen[2].context == [2, *tokens[7:14]]
 
 
+def test_generated_programs_are_a_local_task(models, tmp_path):
+  """A task file may name a function of the user's, which runs programs."""
+  (tmp_path / 'code.py').write_text(
+    'from encdec_adapt.evaluation import code_execution\n'
+    'def check(doc, answers):\n'
+    '  program = doc["start"] + "\\n" + doc["test"]\n'
+    '  return {"pass": float(code_execution.passes(program))}\n'
+  )
+  (tmp_path / 'code.yaml').write_text(
+    json.dumps({**GENERATE, 'task': 'code', 'doc_to_text': '{{start}}'})[:-1]
+    + ', "process_results": !function code.check}'
+  )
+  content = (tmp_path / 'code.yaml').read_text()
+  (tmp_path / 'code.yaml').write_text(
+    content.replace('echo.jsonl', 'code.jsonl')
+    .replace('{{word}}', '{{test}}')
+    .replace('exact_match', 'pass')
+    .replace('"metric": "pass"', '"metric": "pass", "aggregation": "mean"')
+  )
+  rows = [{'start': 'x = 1', 'test': f'assert x == {i}'} for i in range(2)]
+  (tmp_path / 'code.jsonl').write_text(
+    ''.join(json.dumps(row) + '\n' for row in rows)
+  )
+  planned = tasks.plan([], str(tmp_path))
+  loaded = models['encoder_decoder']
+  (score,) = tasks.run(loaded, planned, allow_code=True)
+  assert (score.metric, score.scores) == ('pass', (0, 1))
+  with pytest.raises(errors.UserError, match='give --allow_code'):
+    list(tasks.run(loaded, planned))
+
+
+def test_a_filter_is_a_part_of_a_metric():
+  answer = {
+    'results': {'gsm8k': {'exact_match,strict-match': 0.5, 'alias': 'x'}},
+    'groups': {'mmlu': {'acc,none': 0.25}},
+  }
+  found = {(s.task, s.metric): s.value for s in tasks._scores(answer)}
+  assert found == {
+    ('gsm8k', 'exact_match,strict-match'): 0.5,
+    ('mmlu', 'acc'): 0.25,
+  }
+  asked = {(m.task, m.metric) for m in tasks.GROUPS['pt']}
+  assert asked >= set(found)
+
+
 def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
   monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
   folder = _write(tmp_path)
@@ -228,6 +274,17 @@ def test_programs_run_apart_and_only_when_asked_for(tmp_path):
     place = tmp_path / 'written'
     code_execution.passes(f'open({str(place)!r}, "wb").write(b"x" * (2 << 20))')
     assert place.stat().st_size <= 1 << 20
+    # Neither an early exit nor a child outlives the tests.
+    assert not code_execution.passes('import sys; sys.exit(0)')
+    assert not code_execution.passes('import os; os._exit(0)')
+    late = tmp_path / 'late'
+    child = f'import time; time.sleep(1); open({str(late)!r}, "w")'
+    code_execution.passes(
+      f'import subprocess, sys; subprocess.Popen([sys.executable, "-c",'
+      f' {child!r}])'
+    )
+    time.sleep(1.5)
+    assert not late.exists()
     # Not within this process's folder or environment.
     program = 'import os; assert not os.listdir() and len(os.environ) < 4'
     assert code_execution.passes(program)
@@ -269,15 +326,15 @@ def test_bad_tasks_are_named(names, changes, message, tmp_path, monkeypatch):
 
 
 def test_data_of_the_hub_need_a_folder(models, monkeypatch):
-  import lm_eval
+  class Manager:
+    """A task manager without a network."""
 
-  def fail(*_, **__):
-    raise ConnectionError('no route to the hub')
+    def load(self, _):
+      raise ConnectionError('no route to the hub')
 
-  monkeypatch.setattr(lm_eval, 'simple_evaluate', fail)
   planned = tasks.Plan([('boolq', None, 0)], {}, [])
-  monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda **_: None)
-  with pytest.raises(errors.UserError, match="'boolq' cannot be had.*folder"):
+  monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda **_: Manager())
+  with pytest.raises(errors.UserError, match='boolq.*no route.*folder'):
     list(tasks.run(models['encoder_decoder'], planned))
 
 
