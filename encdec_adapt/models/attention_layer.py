@@ -44,9 +44,10 @@ def project_keys_values(
   if config.qk_norm:
     key = layers.norm(config, key, params['key_norm'])
   value = _project(params, 'value', source)
+  # The single token of a decoding step does not divide.
+  length = 'kv_length' if source.shape[1] > 1 else None
   key, value = (
-    partition.shard(x, 'batch', 'kv_length', 'kv_heads', None)
-    for x in (key, value)
+    partition.shard(x, 'batch', length, 'kv_heads', None) for x in (key, value)
   )
   return caches.KeyValues(key=key, value=value)
 

@@ -10,6 +10,7 @@ the mesh of each.
 import importlib
 import json
 import pathlib
+import re
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -94,9 +95,18 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
     }
     for part, tree in trees.items()
   }
+  arrays['caches'] = _fold_layers(arrays['caches'])
   arrays['optimizer'] = _fold(arrays['optimizer'], arrays['parameters'])
   sizes = (f'{axis}={size}' for axis, size in mesh.shape.items())
   return ', '.join([axes.rules, *sizes]), arrays
+
+
+def _fold_layers(leaves: dict[str, str]) -> dict[str, str]:
+  """Names the layers alike, as they have equal axes and differ in number."""
+  found: dict[str, set[str]] = {}
+  for path, axes in leaves.items():
+    found.setdefault(re.sub(r'layer_\d+', 'layer_*', path), set()).add(axes)
+  return {path: ' or '.join(sorted(axes)) for path, axes in found.items()}
 
 
 def _fold(
