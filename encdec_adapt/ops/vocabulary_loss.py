@@ -33,9 +33,6 @@ class LossSums:
     correct: weight of the tokens whose target has the largest logit (ties
       count as correct).
     weight: sum of the weights.
-    rows: number of rows with a weight above 0.
-    exact_rows: number of those rows whose targets all have the largest logit:
-      greedy decoding gives the targets of a row of one pair.
     routing: `experts.RouterLosses` times `weight`, set by `training.losses` for
       models with experts.
   """
@@ -46,8 +43,6 @@ class LossSums:
   z_loss: vocabulary_parallel.Sum
   correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
-  rows: vocabulary_parallel.Sum
-  exact_rows: vocabulary_parallel.Sum
   routing: Any = None
 
 
@@ -127,7 +122,68 @@ def cross_entropy(
   return loss(hidden, table, weights, targets, teacher)
 
 
+def per_token(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+) -> tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
+  """Computes the cross-entropy of every token, without gradients.
+
+  Args (see `cross_entropy`):
+    hidden: final hidden states.
+    table: output table.
+    targets: ids in [0, vocab_size).
+    vocab_size: number of real tokens.
+    softcap: soft-cap of the logits.
+    chunk: most tokens of one device whose logits exist at a time.
+
+  Returns:
+    -log p(target) in nats, and 1 where the target has the largest logit (ties
+    count), else 0; float32.
+  """
+  values, _, _ = _sweep(
+    hidden,
+    table,
+    jnp.ones(targets.shape, jnp.float32),
+    targets,
+    None,
+    with_gradients=False,
+    vocab_size=vocab_size,
+    chunk=chunk,
+    softcap=softcap,
+  )
+  return values['cross_entropy'], values['correct']
+
+
 def _run(
+  hidden: jax.Array,
+  table: jax.Array,
+  weights: jax.Array,
+  *others: Any,
+  **options: Any,
+) -> tuple[LossSums, tuple[jax.Array | None, jax.Array | None, jax.Array]]:
+  """Computes the sums, and the gradients of `total`; arguments as `_sweep`.
+
+  Returns:
+    The sums; gradients in `hidden` and `table`, None without gradients, and in
+    `weights`, in which `total` is linear.
+  """
+  values, dhidden, dtable = _sweep(hidden, table, weights, *others, **options)
+  # A weight of zero hides any value.
+  sums = {
+    name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
+    for name, value in values.items()
+  }
+  sums.setdefault('kl', jnp.zeros((), jnp.float32))
+  sums['weight'] = jnp.sum(weights)
+  return LossSums(**sums), (dhidden, dtable, values['total'])
+
+
+def _sweep(
   hidden: jax.Array,
   table: jax.Array,
   weights: jax.Array,
@@ -138,14 +194,14 @@ def _run(
   vocab_size: int,
   chunk: int,
   softcap: float | None,
-  z_loss: float,
-  label_smoothing: float,
-) -> tuple[LossSums, tuple[jax.Array | None, jax.Array | None, jax.Array]]:
-  """Computes the sums, and the gradients of `total`.
+  z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
+) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
+  """Computes the terms of every token, and gradients of their weighted sum.
 
   Returns:
-    The sums; gradients in `hidden` and `table`, None without gradients, and in
-    `weights`, in which `total` is linear.
+    Terms [B, T] by name; gradients in `hidden` and `table`, None without
+    gradients.
   """
   share = 1.0
   tokens, tables = [hidden, targets, weights], [table.astype(hidden.dtype)]
@@ -180,7 +236,7 @@ def _run(
     values |= {'kl': more['kl'], 'total': values['total'] + more['total']}
     return values, dwanted if dlogits is None else dwanted + dlogits
 
-  values, dhidden, dtable = vocabulary_parallel.sweep(
+  return vocabulary_parallel.sweep(
     step,
     tokens,
     tables,
@@ -188,19 +244,6 @@ def _run(
     chunk=chunk,
     with_gradients=with_gradients,
   )
-  # A weight of zero hides any value.
-  sums = {
-    name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
-    for name, value in values.items()
-  }
-  sums.setdefault('kl', jnp.zeros((), jnp.float32))
-  sums['weight'] = jnp.sum(weights)
-  counted = weights > 0  # [B, T]
-  has_weight = jnp.any(counted, axis=1)
-  exact = jnp.all((values['correct'] > 0) | ~counted, axis=1)
-  sums['rows'] = jnp.sum(has_weight, dtype=jnp.float32)
-  sums['exact_rows'] = jnp.sum(has_weight & exact, dtype=jnp.float32)
-  return LossSums(**sums), (dhidden, dtable, values['total'])
 
 
 def terms(

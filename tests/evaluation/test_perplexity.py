@@ -95,6 +95,18 @@ def test_equals_a_sum_by_hand_for_any_batch_size(kind, size):
   assert got.target_tokens == count == 14
   np.testing.assert_allclose(got.loss, loss, rtol=2e-6)
   np.testing.assert_allclose(got.accuracy, accuracy, rtol=1e-6)
+  assert len(got.weight) == len(ROWS)
+
+
+def test_scores_are_the_linearised_ratio():
+  result = perplexity.Result(*np.array([[4.0, 9.0], [1, 2], [2, 3], [0, 1]]))
+  loss, accuracy, exact = result.scores('held_out')
+  assert loss.value == result.loss == pytest.approx(13 / 5)
+  # 13 / 5 plus the residuals 4 - 2 * 13 / 5 and 9 - 3 * 13 / 5 over 5 / 2.
+  assert loss.scores == pytest.approx((2.12, 3.08))
+  assert loss.stderr == pytest.approx(0.48)
+  assert (accuracy.value, exact.value) == (3 / 5, 1 / 2)
+  assert exact.scores == (0.0, 1.0)
 
 
 def test_a_causal_batch():

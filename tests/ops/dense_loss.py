@@ -62,7 +62,6 @@ def cross_entropy(
     objective = share * heat**2 * to_teacher + (1 - share) * objective
   z_term = z_loss * jnp.square(log_normaliser)
   right = jnp.argmax(scores, axis=-1) == targets
-  counted = weights > 0
   return vocabulary_loss.LossSums(
     total=jnp.sum(weights * (objective + z_term)),
     cross_entropy=jnp.sum(weights * nll),
@@ -70,8 +69,4 @@ def cross_entropy(
     z_loss=jnp.sum(weights * z_term),
     correct=jnp.sum(weights * right),
     weight=jnp.sum(weights),
-    rows=jnp.sum(jnp.any(counted, axis=1)),
-    exact_rows=jnp.sum(
-      jnp.any(counted, axis=1) & jnp.all(right | ~counted, axis=1)
-    ),
   )

@@ -333,13 +333,15 @@ def test_mesh_memory_is_split():
   assert memory.temp_size_in_bytes < 6 * local_logits
 
 
-def test_a_row_is_exact_if_all_that_counts_is_right():
-  table = 5.0 * jnp.eye(4)
-  targets = jnp.array([[0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 3, 3]])
-  predicted = jnp.array([[0, 1, 2], [0, 3, 2], [0, 1, 3], [3, 3, 3]])
-  # The wrong token of the third row does not count, nor does the last row.
-  weights = jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]], jnp.float32)
-  sums = vocabulary_loss.cross_entropy(
-    table[predicted], table, targets, weights, vocab_size=4
+def test_per_token():
+  hidden, table, targets, weights, *_ = make_case()
+  losses, correct = vocabulary_loss.per_token(
+    hidden, table, targets, vocab_size=21, softcap=3.0, chunk=2
   )
-  assert (sums.exact_rows, sums.rows) == (2, 3)
+  sums = dense_loss.cross_entropy(
+    hidden, table, targets, weights, vocab_size=21, softcap=3.0
+  )
+  np.testing.assert_allclose(
+    (weights * losses).sum(), sums.cross_entropy, rtol=1e-5
+  )
+  np.testing.assert_allclose((weights * correct).sum(), sums.correct)
