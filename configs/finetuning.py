@@ -121,6 +121,8 @@ def get_study(arg=None):
       'evaluate',
       (
         f'--records={root}/records/eval',
+        f'--output={root}/evaluation',
+        '--cost=',
         *(f'--checkpoint={root}/{name}' for name in runs),
       ),
       budget_seconds=10 * len(runs),
@@ -132,4 +134,5 @@ def get_study(arg=None):
     size=args['set'],
     stages=tuple(stages),
     runs=tuple(runs),
+    results=f'{root}/evaluation',
   )

@@ -211,6 +211,8 @@ def get_study(arg=None):
       'evaluate',
       (
         f'--records={root}/records/prefix_lm/eval',
+        f'--output={root}/evaluation',
+        '--cost=',
         *(f'--checkpoint={root}/{run}' for run in runs),
       ),
       budget_seconds=6 * len(runs),
@@ -248,6 +250,7 @@ def get_study(arg=None):
     size=name,
     stages=(*first, *training, *last),
     runs=tuple(runs),
+    results=f'{root}/evaluation',
     best_of={run: _sweep(run) for run in swept},
     samples=samples,
   )

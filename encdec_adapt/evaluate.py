@@ -1,197 +1,282 @@
-r"""Loss per target token of trained models on one set of held-out records.
+r"""Evaluates models, compares them, and measures what they cost.
 
     python -m encdec_adapt.evaluate --checkpoint=runs/adapted \
-      --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval
+      --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval \
+      --tasks=FOLDER --output=runs/evaluation
 
-Every model is measured on the same target tokens, and again with the prefixes
-of other examples: where that is not clearly worse, an encoder-decoder does not
-use its encoder, and a decoder-only model hardly uses the prefix. A row is exact
-if greedy decoding gives its targets to the last token. Writes evaluation.json
-into each run's folder.
+A checkpoint is the work directory of a run or a Hugging Face folder. Scores go
+to OUTPUT/results.jsonl; those that are there for the same model and options are
+not computed again. Then it prints every score with its interval, paired tests
+between the models, and their cost, and writes OUTPUT/report.html. See
+`evaluation/README.md`.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import functools
-from typing import Any
+import time
 
 from absl import flags
-import jax
+import jax.numpy as jnp
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import run_artifacts, stored_model
+from encdec_adapt.cluster import lock
+from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
-from encdec_adapt.evaluation import perplexity
-from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.models import model_section
-from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses, setup
-from encdec_adapt.training import state as state_lib
+from encdec_adapt.evaluation import (
+  comparisons,
+  costs,
+  held_out,
+  html_report,
+  results,
+  score_tables,
+)
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import environment, progress
 
 define_flags = command.define(
   command.flag(
     'multi_string',
     'checkpoint',
-    'Work directory of a run; may be repeated.',
+    'Work directory of a run or Hugging Face folder; may be repeated.',
     default=[],
   ),
+  command.string('output', 'Folder of results and report.'),
   command.string('records', 'Folder of a held-out record set.'),
+  command.string(
+    'cost',
+    'PROMPT,GENERATED: tokens of a request whose cost is measured; empty for'
+    ' no measurement.',
+    default='128,32',
+  ),
+  command.string(
+    'correlate',
+    'TASK,TASK: rank correlation of two tasks over the models; tasks joined'
+    ' by + are averaged, TASK/METRIC names another metric than the first.',
+  ),
   command.integer('batch_size', 'Rows at a time.', default=16, lower_bound=1),
+  command.boolean('redo', 'Evaluate again what the results have.'),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """One unit of work, whose scores are stored together.
+
+  Attributes:
+    name: name in progress lines.
+    options: all that decides the scores of a model.
+    run: returns the scores of a model; the number of rows at a time divides
+      over its devices.
+    check: raises a `UserError` for a model that it does not suit.
+  """
+
+  name: str
+  options: results.Options
+  run: Callable[[loaded_model.LoadedModel, int], Iterable[results.Score]]
+  check: Callable[[stored_model.StoredModel], None] = lambda stored: None
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  command.require(values, 'checkpoint', 'records')
-  devices = jax.device_count()
-  if values.batch_size % devices:
+  command.require(values, 'checkpoint', 'output')
+  given = [path.rstrip('/') for path in values.checkpoint]
+  _check_repeated(given)
+  evaluations = _evaluations(values)
+  if values.correlate and len(values.checkpoint) < 3:
     raise errors.UserError(
-      f'--batch_size is {values.batch_size}; it must be a multiple of the'
-      f' {devices} devices.'
+      f'--correlate={values.correlate} needs at least 3 models;'
+      f' {len(values.checkpoint)} are given.'
     )
-  record_set = records.RecordSet.open(values.records)
-  # Opens every run, so that bad input is refused before the first hours.
-  runs = [open_run(path, record_set) for path in values.checkpoint]
-  print(f'{len(record_set):,} rows of {values.records}')
-  for run in runs:
-    result = evaluate(run, record_set, values.batch_size)
-    shuffled = result['eval_loss_shuffled_prefix']
-    print(
-      f'{run.path}: {result["eval_loss"]:.4f} nats per target token'
-      + ('' if shuffled is None else f', {shuffled:.4f} with other prefixes')
-      + f'; {result["exact_match"]:.1%} of the rows exact',
-      flush=True,
-    )
-    atomic.write_json(paths.join(run.path, run_artifacts.EVALUATION), result)
+  # Opens every model, so that bad input is refused before the first hours.
+  models = {path: stored_model.open_model(path) for path in given}
+  for stored in models.values():
+    for evaluation in evaluations:
+      evaluation.check(stored)
+  names = score_tables.short_names(list(models))
+  scores: dict[str, list[results.Score]] = {}
+  with lock.hold(values.output), results.Store(values.output) as store:
+    for path, stored in models.items():
+      scores[names[path]] = evaluate(
+        results.Model(path, stored.step, stored.fingerprint),
+        stored,
+        evaluations,
+        store,
+        values,
+      )
+    _report(values, models, scores)
   return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """A run that was checked against the records; its parameters are not read.
-
-  Attributes:
-    path: work directory.
-    loss: loss configuration.
-    where: the model and the placement of its parameters.
-    found: checkpoint of the run, see `stored_model.open_checkpoint`.
-  """
-
-  path: str
-  loss: losses.LossConfig
-  where: state_lib.Placement
-  found: manager.Checkpoint
+def _check_repeated(paths: Sequence[str]) -> None:
+  repeated = sorted({path for path in paths if paths.count(path) > 1})
+  if repeated:
+    raise errors.UserError(
+      f'--checkpoint={repeated[0]} is given twice; give every model once.'
+    )
 
 
-def open_run(path: str, record_set: records.RecordSet) -> Run:
-  """Opens the checkpoint of a run and checks the run.
-
-  Args:
-    path: work directory of the run.
-    record_set: held-out rows.
+def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
+  """Returns what the flags ask for.
 
   Raises:
-    UserError: the run has no checkpoint, the folder cannot be written, model
-      and records have different vocabularies, or the model differs from the
-      checkpoint or does not divide over the devices.
+    UserError: a flag is wrong, or there is nothing to do.
   """
-  settings = config_lib.load_run(path)
-  config_lib.check_kind(settings.model, record_set.spec.objective)
-  disk.require_writable(path)
-  found = stored_model.open_checkpoint(path, settings)
-  stored_model.open_vocabularies(found, settings.data.vocabularies)
-  _check_vocabularies(settings, record_set)
-  # The devices may differ from those of training.
-  mesh = mesh_lib.make_mesh(
-    mesh_lib.in_groups(jax.device_count(), rules_lib.VOCABULARY_GROUP)
-  )
-  compute = setup.with_attention_for(settings.compute, mesh)
-  where = setup.place_model(settings.model, compute, mesh, settings.rules)
-  found.require_same({'params': where.abstract_params()}, partial=True)
-  return Run(path, settings.loss, where, found)
-
-
-def _check_vocabularies(
-  settings: config_lib.Settings, record_set: records.RecordSet
-) -> None:
-  """Refuses records that were made with other vocabularies than the model's.
-
-  Raises:
-    UserError: names both.
-  """
-  opened = settings.data.vocabularies.open()
-  spec = record_set.spec
-  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
-  for side in settings.model.stacks:
-    own = opened.sides[side]
-    if own.fingerprint != made[side]:
-      raise errors.UserError(
-        f'the records {record_set.folder} were made with the vocabulary'
-        f' {made[side][:12]} of the {side}, the model with {own.path}'
-        f" ({own.fingerprint[:12]}); make records with the model's"
-        ' vocabularies.'
+  found = []
+  if values.records:
+    record_set = records.RecordSet.open(values.records)
+    found.append(
+      Evaluation(
+        held_out.TASK,
+        held_out.options(record_set),
+        lambda loaded, rows: held_out.scores(loaded, record_set, rows),
+        lambda stored: held_out.check(stored, record_set),
       )
+    )
+  if values.cost:
+    prompt, generated = _lengths(values.cost)
+    found.append(
+      Evaluation(
+        costs.TASK,
+        costs.options(prompt, generated, values.batch_size),
+        lambda loaded, rows: costs.scores(loaded, prompt, generated, rows),
+        costs.check,
+      )
+    )
+  if not found:
+    raise errors.UserError('nothing to evaluate: give --records or --tasks.')
+  return found
+
+
+def _lengths(value: str) -> tuple[int, int]:
+  """Parses --cost."""
+  parts = value.split(',')
+  if len(parts) != 2 or not all(x.isdecimal() and int(x) > 0 for x in parts):
+    raise errors.UserError(
+      f'--cost={value} must be two numbers of tokens, such as 128,32.'
+    )
+  return int(parts[0]), int(parts[1])
 
 
 def evaluate(
-  run: Run,
-  record_set: records.RecordSet,
-  batch_size: int,
-) -> dict[str, Any]:
-  """Evaluates a run.
+  model: results.Model,
+  stored: stored_model.StoredModel,
+  evaluations: Sequence[Evaluation],
+  store: results.Store,
+  values: flags.FlagValues,
+) -> list[results.Score]:
+  """Evaluates a model on what the store does not have; returns all scores.
 
   Args:
-    run: result of `open_run`.
-    record_set: the rows that the run was opened for.
-    batch_size: rows of a batch.
-
-  Returns:
-    The content of evaluation.json: among others `kind`, and `eval_loss` and
-    `eval_loss_shuffled_prefix` in nats per target token (the latter None for
-    rows without inputs or with several pairs, and for a single row), and
-    `exact_match`, a share of rows.
+    model: its identity in the store.
+    stored: the model, whose parameters are read when they are needed.
+    evaluations: what to evaluate.
+    store: gets the scores.
+    values: the flags of the command.
   """
-  spec = record_set.spec
-  params = run.found.restore_params(run.where.abstract_params())
-
-  def measure(**options: int) -> perplexity.Result:
-    """Evaluates the parameters on the rows."""
-    batches = setup.evaluation_batches(
-      record_set,
-      batch_size,
-      run.where,
-      teacher=setup.reads_teacher_row(
-        run.where.model.config, spec.lengths, 0.0
-      ),
-      **options,
+  missing = [
+    evaluation
+    for evaluation in evaluations
+    if values.redo or not store.find(model, evaluation.options)
+  ]
+  done = len(evaluations) - len(missing)
+  print(f'{model.run}: {len(missing)} evaluations, {done} done before')
+  if missing:
+    loaded = load(stored)
+    shards = loaded.batch_shards
+    rows = -(-values.batch_size // shards) * shards
+  for number, evaluation in enumerate(missing, 1):
+    began = time.monotonic()
+    found = list(evaluation.run(loaded, rows))
+    store.add(model, evaluation.options, found)
+    took = progress.format_seconds(time.monotonic() - began)
+    shown = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in found[:4])
+    print(
+      f'{model.run} [{number}/{len(missing)}] {evaluation.name} ({took}):'
+      f' {shown}{" .." * (len(found) > 4)}',
+      flush=True,
     )
-    return _evaluator(run.where, run.loss.chunk)(params, batches)
+  return [
+    score
+    for evaluation in evaluations
+    for score in store.find(model, evaluation.options)
+  ]
 
-  own = measure()
-  sizes = spec.lengths.encoder, spec.lengths.decoder
-  shuffled = None
-  if min(sizes) and not spec.pack and len(record_set) > 1:
-    # Half of the set away: the prefix of another document.
-    shuffled = measure(prefix_offset=len(record_set) // 2).loss
-  return {
-    'kind': model_section.kind_of(run.where.model.config),
-    'checkpoint_step': run.found.step,
-    'records': str(record_set.folder),
-    'records_spec': dataclasses.asdict(record_set.spec),
-    'target_tokens': own.target_tokens,
-    'accuracy': own.accuracy,
-    'exact_match': own.exact_match,
-    'eval_loss': own.loss,
-    'eval_loss_shuffled_prefix': shuffled,
+
+def load(stored: stored_model.StoredModel) -> loaded_model.LoadedModel:
+  """Reads the parameters, over all devices, to compute as the run did."""
+  dtype = jnp.dtype('float32')
+  if stored.step is not None:
+    dtype = jnp.dtype(config_lib.load_run(str(stored.path)).compute.dtype)
+  mesh = loaded_model.inference_mesh(stored.model)
+  return loaded_model.read(stored, dtype=dtype, mesh=mesh)
+
+
+def _report(
+  values: flags.FlagValues,
+  models: Mapping[str, stored_model.StoredModel],
+  scores: score_tables.Scores,
+) -> None:
+  """Prints the tables and writes the report."""
+  notes = [
+    'Values with 95 % intervals, and paired tests on the same examples; p is'
+    ' also corrected for the number of comparisons on a metric (Holm).'
+  ]
+  sizes = [_size(stored) for stored in models.values()]
+  if values.correlate:
+    notes.append(_correlation(values.correlate, sizes, scores))
+  tables = {
+    'Scores': score_tables.score_rows(scores),
+    'Comparisons': score_tables.comparison_rows(scores),
+    'Cost': score_tables.cost_rows(scores),
   }
+  per_query = {}
+  if values.cost:
+    _, generated = _lengths(values.cost)
+    per_query = score_tables.per_query(scores, generated)
+    notes.append(
+      f'Cost is of {values.cost.replace(",", " prompt tokens and ")} generated'
+      f' tokens; throughput and memory are of {values.batch_size} prompts.'
+    )
+  for title, rows in tables.items():
+    if rows:
+      print(f'\n{title}\n{score_tables.text(rows)}')
+  print('\n'.join(['', *notes]))
+  quality = score_tables.quality(scores)
+  html_report.write_evaluation(
+    {
+      'title': f'Evaluation of {", ".join(scores)}',
+      'notes': notes,
+      'tables': tables,
+      'quality': quality,
+      'per_query': per_query if quality[1] else {},
+      'environment': environment.report(),
+    },
+    values.output,
+  )
+  print(f'report: {paths.join(values.output, "report.html")}')
 
 
-@functools.cache
-def _evaluator(where: state_lib.Placement, chunk: int) -> perplexity.Evaluator:
-  """Returns an evaluator; equal models share one, which compiles once."""
-  return perplexity.Evaluator(where, chunk)
+def _size(stored: stored_model.StoredModel) -> str:
+  """Returns the size class of a model: layers and width of its decoder."""
+  stack = stored.model.decoder
+  return f'{stack.layers}x{stack.width}'
+
+
+def _correlation(
+  spec: str, sizes: Sequence[str], scores: score_tables.Scores
+) -> str:
+  """Describes the rank correlation that --correlate asks for."""
+  names = spec.split(',')
+  if len(names) != 2:
+    raise errors.UserError(f'--correlate={spec} must be TASK,TASK.')
+  columns = [score_tables.column(scores, name) for name in names]
+  pooled, within = comparisons.correlations(zip(sizes, *columns, strict=True))
+  shown = 'no size has three models' if within is None else f'{within:.2f}'
+  return (
+    f'Spearman correlation of {names[0]} with {names[1]}: {pooled:.2f} over'
+    f' {len(scores)} models; within a size (mean): {shown}.'
+  )
 
 
 if __name__ == '__main__':

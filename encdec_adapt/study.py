@@ -11,6 +11,7 @@ given again.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -26,11 +27,17 @@ from typing import Any
 
 from absl import flags
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import run_artifacts
-from encdec_adapt.data import workers
-from encdec_adapt.evaluation import html_report, study_stages
+from encdec_adapt.data import records, workers
+from encdec_adapt.evaluation import (
+  held_out,
+  html_report,
+  results,
+  study_stages,
+)
 from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.models import model_section
 from encdec_adapt.telemetry import (
   accounting,
   environment,
@@ -202,16 +209,22 @@ def _report(study: study_stages.Study) -> None:
   for name, candidates in study.best_of.items():
     folders = {name: _best(root, candidates), **folders}
   stages = [atomic.read_json(_marker(root, s)) for s in study.stages]
-  held_out = atomic.read_json(root / study.runs[0] / run_artifacts.EVALUATION)
+  with results.Store(study.results) as store:
+    runs = {name: _run(root, folder, store) for name, folder in folders.items()}
+    measured = store.of_run(
+      paths.join(study.root, study.runs[0]), held_out.TASK
+    )
+  options, tokens = measured[held_out.TARGET_TOKENS]
+  spec = records.RecordSet.open(options['records']).spec
   collected = {
     'title': study.title,
     'size': study.size,
     'text': {
-      'held-out records': held_out['records'],
-      'target tokens': held_out['target_tokens'],
-      **held_out['records_spec'],
+      'held-out records': options['records'],
+      'target tokens': tokens.value,
+      **dataclasses.asdict(spec),
     },
-    'runs': {name: _run(root, folder) for name, folder in folders.items()},
+    'runs': runs,
     'stages': stages,
     'samples': (
       [
@@ -230,21 +243,28 @@ def _report(study: study_stages.Study) -> None:
   print(f'\n{total} in all; report: {root / "report.html"}')
 
 
-def _run(root: paths.Path, folder: str) -> dict[str, Any]:
+def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
   """The results of one run; an imported model has no curve."""
-  evaluation = atomic.read_json(root / folder / run_artifacts.EVALUATION)
+  scores = {
+    metric: score.value
+    for metric, (_, score) in store.of_run(
+      paths.join(root, folder), held_out.TASK
+    ).items()
+  }
   is_trained = (root / folder / metrics.FILE).exists()
-  records = metrics.read_metrics(root / folder) if is_trained else []
-  evals = [record for record in records if record['kind'] == 'eval']
+  lines = metrics.read_metrics(root / folder) if is_trained else []
+  evals = [line for line in lines if line['kind'] == 'eval']
   return {
     'eval_loss_at_step_0': None,
     'learning_rate': None,
     'seed': None,
     **_summary(root, folder),
-    'kind': evaluation['kind'],
-    'eval_loss': evaluation['eval_loss'],
-    'exact_match': evaluation['exact_match'],
-    'eval_loss_shuffled_prefix': evaluation['eval_loss_shuffled_prefix'],
+    'kind': model_section.kind_of(
+      config_lib.load_run(str(root / folder)).model
+    ),
+    'eval_loss': scores['loss'],
+    'exact_match': scores['exact_match'],
+    'eval_loss_shuffled_prefix': scores.get(held_out.SHUFFLED),
     'curve': {
       'step': [record['step'] for record in evals],
       'target_tokens': [record['target_tokens'] for record in evals],

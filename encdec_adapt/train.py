@@ -289,7 +289,7 @@ def train(
         data.train.check_framing(rows, data.vocabularies.decoder)
         say(setup.describe_batch(rows, data.vocabularies))
         if distributed.is_lead():
-          run_artifacts.remove_results(workdir)  # Of a shorter, finished job.
+          run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
       if settings.loss.on_inputs:
         pad = data.train.framing.decoder.pad

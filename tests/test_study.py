@@ -47,9 +47,7 @@ def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = (f'--config={tiny.ROOT}/configs/base.py', '--config.sead=3')
   stage = study_stages.Stage('a', 'train', flags, 1.0)
-  plan = study_stages.Study(
-    'runs/x', 'title', 'small', (stage,), ('a',), {}, 'x'
-  )
+  plan = study_stages.Study('runs/x', 'title', 'small', (stage,), ('a',), 'x')
   with pytest.raises(errors.UserError, match='sead'):
     study.run(plan, 'digest')
   assert not any(tmp_path.iterdir())

@@ -21,17 +21,11 @@ from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
 
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
-
-
-class Place(NamedTuple):
-  """A mesh and the meaning of logical axes on it."""
-
-  mesh: Mesh
-  rules: rules_lib.Rules
 
 
 class Generated(NamedTuple):
@@ -61,11 +55,13 @@ class LoadedModel:
     model: functions of parameters (`models.build`).
     params: the parameters, nested, fp32.
     stored: the files it was read from.
+    rules: meaning of logical axes on the mesh of the parameters.
   """
 
   model: build.Model
   params: Any
   stored: stored_model.StoredModel
+  rules: rules_lib.Rules = rules_lib.RULES[_RULES]
 
   @property
   def config(self) -> model_config.ModelConfig:
@@ -169,8 +165,8 @@ class LoadedModel:
       ),
       rows=rows,
       decode=decode,
-      mesh=self.place.mesh,
-      rules=self.place.rules,
+      mesh=self.where.mesh,
+      rules=self.where.rules,
       int8=int8,
       steps=steps,
     )
@@ -238,15 +234,15 @@ class LoadedModel:
     return found
 
   @functools.cached_property
-  def place(self) -> Place:
-    """Mesh and sharding rules of the parameters."""
+  def where(self) -> state_lib.Placement:
+    """The model with mesh and sharding rules of its parameters."""
     mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
-    return Place(mesh or _one_device(), rules_lib.RULES[_RULES])
+    return state_lib.Placement(self.model, mesh or _one_device(), self.rules)
 
   @property
   def batch_shards(self) -> int:
     """Number of parts that the devices divide a batch into."""
-    return self.place.rules.on(self.place.mesh).size('batch')
+    return self.where.rules.on(self.where.mesh).size('batch')
 
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'

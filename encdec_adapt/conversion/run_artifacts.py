@@ -17,7 +17,6 @@ from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import accounting, metrics
 from encdec_adapt.tokenizers import vocabularies
 
-EVALUATION = 'evaluation.json'  # Written by `evaluate`.
 ENVIRONMENT = 'environment.json'
 
 
@@ -33,7 +32,7 @@ def write_initial(
     sources: source models of the job's parameters.
     opened: vocabularies of the job.
   """
-  remove_results(workdir)
+  remove_summary(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE
   path.unlink(missing_ok=True)
   if sources.coverage:
@@ -52,10 +51,9 @@ def write_config(
   atomic.write_json(paths.join(workdir, ENVIRONMENT), environment)
 
 
-def remove_results(workdir: str | os.PathLike[str]) -> None:
-  """Removes the results of a finished job that trains further."""
-  for name in (accounting.SUMMARY, EVALUATION):
-    (paths.at(workdir) / name).unlink(missing_ok=True)
+def remove_summary(workdir: str | os.PathLike[str]) -> None:
+  """Removes the summary of a finished job that trains further."""
+  (paths.at(workdir) / accounting.SUMMARY).unlink(missing_ok=True)
 
 
 def write_summary(

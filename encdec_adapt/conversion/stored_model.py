@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.checkpoints import manager, orbax_folder
+from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import objective_names
@@ -56,6 +57,22 @@ class StoredModel:
   def step(self) -> int | None:
     """Step of the checkpoint; None for a folder."""
     return self.checkpoint.step if self.checkpoint else None
+
+  @property
+  def fingerprint(self) -> str:
+    """Digest that changes with the configuration or the parameters.
+
+    Of a run it covers the configuration and the checksums of the checkpoint;
+    of a folder config.json, and sizes and times of the files of weights.
+    """
+    parts = [(self.path / tensor_folder.CONFIG).read_bytes()]
+    if self.checkpoint:
+      manifest = self.checkpoint.path / checksums.FILE
+      parts += [manifest.read_bytes()] if manifest.exists() else []
+    else:
+      for file in sorted(self.path.glob('*.safetensors')):
+        parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
+    return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()
 
   def open_vocabularies(self) -> vocabularies.Opened | None:
     """Opens the vocabularies; None if there are none."""

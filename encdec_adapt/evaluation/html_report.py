@@ -1,6 +1,6 @@
-"""A study's report: `report.json`, `curves.png` and `report.html`.
+"""Reports of studies and evaluations: `report.json`, figures, `report.html`.
 
-A report is a dictionary:
+A study's report is a dictionary:
 
   title         title of the page
   size          name of the study's size
@@ -21,6 +21,11 @@ A report is a dictionary:
 Losses are nats per target token. Runs named `<model>_seed<n>` repeat
 `<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep. An
 imported model has no learning rate, no seed and an empty curve.
+
+An evaluation's report is a dictionary with `title`, `notes` (sentences),
+`environment`, `quality` (label, and a number per model) and `per_query` (cost
+per model and axis) of the figure, and `tables`: rows by section, see
+`evaluation.score_tables`.
 """
 
 import base64
@@ -76,6 +81,32 @@ def write(report: Report, folder: str | os.PathLike) -> list[str]:
   return findings
 
 
+def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
+  """Writes the report of an evaluation; files of an earlier one are replaced.
+
+  Args:
+    report: the dictionary that the module's docstring documents.
+    folder: folder of `report.json` and `report.html`, and of `costs.png` where
+      cost was measured.
+  """
+  content = json.dumps(_finite(report), indent=1, allow_nan=False)
+  sections = {
+    name: _table(rows) for name, rows in report['tables'].items() if rows
+  }
+  with paths.staged(folder) as place:
+    (place / 'report.json').write_text(content + '\n', encoding='utf-8')
+    if report['per_query']:
+      picture = place / 'costs.png'
+      report_figures.draw_costs(
+        *report['quality'], report['per_query'], picture
+      )
+      sections['Quality against cost'] = _image('quality against cost', picture)
+    sections['Environment'] = _facts(report['environment'])
+    intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in report['notes'])
+    page = _page(report['title'], intro, sections)
+    (place / 'report.html').write_text(page, encoding='utf-8')
+
+
 def _finite(value: Any) -> Any:
   """Replaces numbers that JSON does not have by None."""
   if isinstance(value, Mapping):
@@ -91,14 +122,11 @@ def _render(
   report: Report, findings: Sequence[str], picture: pathlib.Path
 ) -> str:
   """Renders the page."""
-  runs, title = report['runs'], html.escape(report['title'])
+  runs = report['runs']
   items = ''.join(f'<li>{html.escape(text)}</li>' for text in findings)
-  data = base64.b64encode(picture.read_bytes()).decode()
   sections = {
     'Findings': f'<ol>{items}</ol>',
-    'Learning curves': (
-      f'<img alt="learning curves" src="data:image/png;base64,{data}">'
-    ),
+    'Learning curves': _image('learning curves', picture),
     'Models': _models(runs),
     'Cost': _table([_cost(name, run) for name, run in runs.items()])
     + '<p>Tokens include prefixes; time is that of training steps.</p>',
@@ -107,16 +135,31 @@ def _render(
     'Text': _facts(report['text']),
     'Environment': _facts(report['environment']),
   }
+  intro = (
+    f'<p>Size: {html.escape(report["size"])}. Losses are nats per target token'
+    ' on held-out text. The last loss of every model is on the same target'
+    ' tokens; curves, and losses at step 0, are on the held-out rows of a'
+    " model's own training, which for decoder-only models are not cut into"
+    ' prefix and target.</p>\n'
+  )
+  return _page(report['title'], intro, sections)
+
+
+def _page(title: str, intro: str, sections: Mapping[str, str]) -> str:
+  """Renders a page of sections; empty ones are left out."""
+  title = html.escape(title)
   body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
     f'<title>{title}</title>\n<style>{_CSS}</style></head>\n<body><main>\n'
-    f'<h1>{title}</h1>\n<p>Size: {html.escape(report["size"])}. Losses are'
-    ' nats per target token on held-out text. The last loss of every model is'
-    ' on the same target tokens; curves, and losses at step 0, are on the'
-    " held-out rows of a model's own training, which for decoder-only models"
-    f' are not cut into prefix and target.</p>\n{body}</main></body></html>\n'
+    f'<h1>{title}</h1>\n{intro}{body}</main></body></html>\n'
   )
+
+
+def _image(name: str, picture: pathlib.Path) -> str:
+  """Embeds a PNG."""
+  data = base64.b64encode(picture.read_bytes()).decode()
+  return f'<img alt="{name}" src="data:image/png;base64,{data}">'
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ import pathlib
 import statistics
 from typing import Any
 
+from encdec_adapt.evaluation import costs
 from encdec_adapt.evaluation import report_numbers as numbers
 
 # Colours that colour-blind readers tell apart.
@@ -110,3 +111,51 @@ def _draw_model(axes, runs, model, colour, sources=False) -> None:
     for each in zip(*curves, strict=True)
   ]
   axes.plot(*middle, color=colour, linewidth=2, label=label)
+
+
+def draw_costs(
+  label: str,
+  quality: Mapping[str, float],
+  per_query: Mapping[str, Mapping[str, float]],
+  path: pathlib.Path,
+) -> None:
+  """Draws quality against cost, with the Pareto front, into a PNG.
+
+  Args:
+    label: name of the quality, of which more is better.
+    quality: quality of every model.
+    per_query: cost of every model, by axis; one panel for each axis.
+    path: path of the PNG.
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  names = [name for name in quality if name in per_query]
+  panels = list(next(iter(per_query.values())))
+  with pyplot.style.context([_COLOURS, _STYLE]):
+    figure, axes = pyplot.subplots(
+      1, len(panels), figsize=(5.2 * len(panels), 3.8), layout='constrained'
+    )
+    for axis, panel in zip(axes, panels, strict=True):
+      points = [(per_query[name][panel], quality[name]) for name in names]
+      front = [points[i] for i in costs.pareto_front(points)]
+      axis.plot(
+        *zip(*front, strict=True),
+        color='0.6',
+        linewidth=1,
+        label='Pareto front',
+      )
+      for i, (name, point) in enumerate(zip(names, points, strict=True)):
+        axis.plot(*point, 'o', color=f'C{i % 10}')
+        axis.annotate(
+          name, point, xytext=(6, 4), textcoords='offset points', fontsize=9
+        )
+      axis.set_xscale('log')
+      axis.margins(0.2)
+      axis.set_xlabel(f'{panel}, one prompt')
+      axis.set_ylabel(label)
+      axis.legend(fontsize=9)
+    figure.savefig(path, dpi=150, metadata={'Software': None})
+    pyplot.close(figure)

@@ -18,8 +18,9 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model
 from encdec_adapt.inference import lengths
-from encdec_adapt.models import build, model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.ops import partition
+from encdec_adapt.training import state as state_lib
 
 # Continuation tokens whose logits are in memory at once, per row.
 _CHUNK = 16
@@ -106,9 +107,7 @@ def score(
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     batch = _frame(loaded.config, [pairs[i] for i in chosen], rows, bos)
-    sums, greedy = jax.device_get(
-      _score(loaded.model, loaded.place, loaded.params, batch)
-    )
+    sums, greedy = jax.device_get(_score(loaded.where, loaded.params, batch))
     for row, i in enumerate(chosen):
       count = len(pairs[i].continuation)
       yield i, Scored(float(sums[row]), bool(greedy[row]), count)
@@ -144,14 +143,14 @@ def _frame(
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _score(
-  model: build.Model,
-  place: loaded_model.Place,
+  place: state_lib.Placement,
   params: Any,
   batch: Batch,
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
   """Returns the log-probability of each continuation, and whether greedy."""
+  model = place.model
   with partition.use(place.mesh, place.rules.as_dict()):
 
     def positions(tokens: jax.Array) -> jax.Array:

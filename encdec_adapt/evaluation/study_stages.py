@@ -40,6 +40,7 @@ class Study:
     runs: run folders below the root, in the order of the report.
     best_of: maps a name in the report to run folders; the one with the lowest
       held-out loss is shown under that name.
+    results: folder of the results that an `evaluate` stage writes.
     samples: path of the continuations that a `generate` stage writes; '' for
       none.
   """
@@ -49,6 +50,7 @@ class Study:
   size: str
   stages: tuple[Stage, ...]
   runs: tuple[str, ...]
+  results: str
   best_of: Mapping[str, tuple[str, ...]] = dataclasses.field(
     default_factory=dict
   )

@@ -87,6 +87,12 @@ def size(path: Path) -> int:
   return found.length if is_bucket(path) else found.st_size
 
 
+def version(path: Path) -> str:
+  """Returns size and time of a file, which change when it is replaced."""
+  found = path.stat()
+  return f'{size(path)} {found.mtime if is_bucket(path) else found.st_mtime}'
+
+
 def tree(folder: Path) -> list[str]:
   """Returns the sorted names of all files below a folder, relative to it."""
   if is_bucket(folder):

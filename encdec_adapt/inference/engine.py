@@ -377,9 +377,20 @@ class Engine:
       requests: prompts, in the order of the rows.
       rows: rows of the state, at least as many.
     """
+    return self.programs.prefill(*self.prefill_arguments(requests, rows))
+
+  def prefill_arguments(
+    self, requests: Sequence[Request], rows: int
+  ) -> tuple[decoder_only.Params, State, Group, int]:
+    """Returns the arguments with which `read` calls `programs.prefill`.
+
+    Args:
+      requests: prompts, in the order of the rows.
+      rows: rows of the state, at least as many.
+    """
     state = self.programs.start(rows, *self._lengths(requests))
     group = self._frame(requests, range(len(requests)), rows, rows)
-    return self.programs.prefill(self.params, state, group, self.ids.bos)
+    return self.params, state, group, self.ids.bos
 
   def _stop(self, row: int) -> None:
     """Ends a row on the devices."""

@@ -1,4 +1,4 @@
-"""Progress lines of a training job, and of a long transfer of bytes."""
+"""Progress lines: of a training job, of a transfer, of a list of examples."""
 
 import collections
 from collections.abc import Callable
@@ -126,6 +126,47 @@ class ByteProgress:
       return
     self._last = now
     print('  '.join(part for part in parts if part))
+
+
+class CountProgress:
+  """Prints the progress of a list of examples every few seconds."""
+
+  def __init__(
+    self,
+    what: str,
+    total: int,
+    *,
+    every: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts the clock.
+
+    Args:
+      what: name of the activity, such as a task.
+      total: number of examples.
+      every: seconds between two lines.
+      clock: returns seconds.
+    """
+    self._what, self._total, self._every = what, total, every
+    self._clock = clock
+    self._start = self._last = clock()
+
+  def __call__(self, done: int) -> None:
+    """Prints a line if one is due.
+
+    Args:
+      done: number of examples that are done.
+    """
+    now = self._clock()
+    if not done or now - self._last < self._every:
+      return
+    self._last, rate = now, done / (now - self._start)
+    left = format_seconds(max(self._total - done, 0) / rate)
+    print(
+      f'{self._what}: {min(done, self._total):,} of {self._total:,} examples '
+      f' {rate:.3g} examples/s  {left} left',
+      flush=True,
+    )
 
 
 def format_seconds(seconds: float) -> str:

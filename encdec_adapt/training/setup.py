@@ -6,7 +6,6 @@ reads other models on disk; `conversion.initial_state` does.
 
 from collections.abc import Iterator, Mapping
 import dataclasses
-import sys
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -109,32 +108,6 @@ def check_attention(chosen: str, platform: str) -> None:
       f' {" or ".join(needed)}; the devices are {platform}, which can run'
       f' {", ".join(able)}.'
     )
-
-
-def with_attention_for(
-  compute: execution.ComputeConfig, mesh: Mesh
-) -> execution.ComputeConfig:
-  """Replaces an attention backend that the devices cannot run.
-
-  The chunked backend, which supports every mask, takes its place; a line on
-  standard error reports that.
-
-  Args:
-    compute: section `compute` of the configuration.
-    mesh: the device mesh.
-
-  Returns:
-    The section, with another `attention` where needed.
-  """
-  platform = mesh.devices.flat[0].platform
-  if compute.attention in attention.on_platform(platform):
-    return compute
-  print(
-    f'attention: {compute.attention!r} does not run on {platform}; chunked is'
-    ' used',
-    file=sys.stderr,
-  )
-  return dataclasses.replace(compute, attention='chunked')
 
 
 def place_model(

@@ -10,7 +10,10 @@ from flax import traverse_util
 import jax
 import numpy as np
 
+from encdec_adapt import evaluate as evaluate_lib
 from encdec_adapt.conversion import stored_model
+from encdec_adapt.evaluation import results
+from encdec_adapt.files import paths
 from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
 from tests import tiny
@@ -47,6 +50,16 @@ def arrays(path):
   """Returns every parameter of a model, by its stored path."""
   opened = stored_model.open_model(path, vocab_multiple=128)
   return {path: np.asarray(array) for path, array in opened.arrays().items()}
+
+
+def evaluate(run, held_out):
+  """Returns the scores of a model on records, by metric."""
+  output = paths.join(run, 'evaluation')
+  flags = [f'--checkpoint={run}', f'--records={held_out}', f'--output={output}']
+  assert tiny.call(evaluate_lib, *flags, '--cost=', '--batch_size=8') == 0
+  with results.Store(output) as store:
+    found = store.of_run(str(run), 'held_out')
+  return {metric: score.value for metric, (_, score) in found.items()}
 
 
 def import_folder(source, output, *flags):

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from encdec_adapt import evaluate, train
-from encdec_adapt.conversion import run_artifacts
+from encdec_adapt import train
 from encdec_adapt.data import records
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder
@@ -65,9 +64,8 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
   capsys.readouterr()
   assert tiny.call(train, *flags) == 0
   assert 'resuming at step 4' in capsys.readouterr().out
-  flags = [f'--checkpoint={workdir}', f'--records={bucket}/records/eval']
-  assert tiny.call(evaluate, *flags) == 0
-  assert folders.read(place / run_artifacts.EVALUATION)['eval_loss'] > 0
+  assert folders.evaluate(workdir, f'{bucket}/records/eval')['loss'] > 0
+  assert paths.at(f'{workdir}/evaluation/report.html').exists()
   output = f'{bucket}/out/samples.json'
   assert tiny.generate(workdir, 'the quick', output) == 0
   sample = json.loads(paths.at(output).read_text())

@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, train
+from encdec_adapt import train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import run_artifacts, source_files
+from encdec_adapt.conversion import source_files
 from encdec_adapt.data import records, row_order
 from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
@@ -127,7 +127,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
 ):
   run = tmp_path / 'run'
   (run / source_files.FOLDER / 'decoder').mkdir(parents=True)
-  files = 'summary.json', run_artifacts.EVALUATION, 'coverage.json'
+  files = 'summary.json', 'coverage.json'
   for name in files:
     (run / name).write_text('{"of": "others"}')
   monkeypatch.setattr(setup, 'step_flops', _end)
@@ -147,20 +147,12 @@ def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):
 
 
 def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
-  flags = [
-    f'--checkpoint={adapted}',
-    f'--checkpoint={decoder}',
-    f'--records={folder}/prefix_lm/eval',
-  ]
-  assert tiny.call(evaluate, *flags) == 0
-  pair, alone = (
-    folders.read(run / run_artifacts.EVALUATION) for run in (adapted, decoder)
-  )
-  wanted = tiny.target_tokens(folder / 'prefix_lm' / 'eval')
+  held_out = folder / 'prefix_lm' / 'eval'
+  pair, alone = (folders.evaluate(run, held_out) for run in (adapted, decoder))
+  wanted = tiny.target_tokens(held_out)
   assert pair['target_tokens'] == alone['target_tokens'] == wanted
-  assert (pair['kind'], alone['kind']) == ('encoder_decoder', 'decoder_only')
   for result in (pair, alone):
-    assert result['eval_loss_shuffled_prefix'] != result['eval_loss']
+    assert result['loss_shuffled_prefix'] != result['loss']
 
 
 # Found by a dry run as well.
@@ -194,17 +186,14 @@ def test_bad_input_before_any_work(tmp_path, pairs, flags, words):
       _train(*pairs, *flags, '--dry_run')
 
 
-def test_attention_of_a_run_that_these_devices_cannot_run(
-  folder, adapted, tmp_path, capsys
+def test_a_run_whose_attention_these_devices_lack_is_used(
+  folder, adapted, tmp_path
 ):
   copy = shutil.copytree(adapted, tmp_path / 'copy')
   saved = folders.read(copy / 'config.json')
   saved['compute']['attention'] = 'splash'
   (copy / 'config.json').write_text(json.dumps(saved))
-  records = f'--records={folder}/prefix_lm/eval'
-  said = "'splash' does not run on cpu; chunked is used"
-  assert tiny.call(evaluate, f'--checkpoint={copy}', records) == 0
-  assert said in capsys.readouterr().err
+  assert folders.evaluate(copy, folder / 'prefix_lm' / 'eval')['loss'] > 0
   assert tiny.generate(copy, 'two cats', tmp_path / 'out.json') == 0
 
 
@@ -372,12 +361,9 @@ def test_the_best_checkpoint_is_kept_and_used(folder, tmp_path, capsys):
   kept = manager.Checkpoints(workdir / manager.FOLDER).all_steps()
   assert kept == [best, 12]
   capsys.readouterr()
-  records_of = folder / 'causal_lm' / 'eval'
-  command = f'--checkpoint={workdir}', f'--records={records_of}'
-  assert tiny.call(evaluate, *command, '--batch_size=8') == 0
+  result = folders.evaluate(workdir, folder / 'causal_lm' / 'eval')
   assert f'step {best}, held-out loss ' in capsys.readouterr().err
-  result = folders.read(workdir / run_artifacts.EVALUATION)
-  assert result['eval_loss'] == pytest.approx(losses[best], rel=1e-5)
+  assert result['loss'] == pytest.approx(losses[best], rel=1e-5)
   # A job resumes from the newest.
   assert _train(*flags, '--config.train.steps=12') == 0
   assert 'resuming at step 12' in capsys.readouterr().out

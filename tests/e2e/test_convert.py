@@ -13,7 +13,7 @@ from safetensors import numpy as safetensors
 import tokenizers
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, train
+from encdec_adapt import train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
@@ -57,9 +57,7 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
   # It can be read like any other run, also where it was moved.
   moved = shutil.copytree(imported, folder / 'moved')
   assert tiny.generate(moved, 'the quick', f'{folder}/out.json') == 0
-  flags = [f'--checkpoint={moved}', f'--records={folder}/causal_lm/eval']
-  assert tiny.call(evaluate, *flags) == 0
-  assert _json(moved / 'evaluation.json')['eval_loss'] > 0
+  assert folders.evaluate(moved, folder / 'causal_lm' / 'eval')['loss'] > 0
   with pytest.raises(errors.UserError, match='config.init.encoder'):
     tiny.call(train, *tiny.flags(folder, 'causal_lm'), f'--workdir={moved}')
 

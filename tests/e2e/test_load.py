@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt import evaluate, generate
+from encdec_adapt import generate
 from encdec_adapt.cli import errors
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
@@ -151,15 +151,6 @@ def test_generate_needs_a_tokenizer(wide):
   flags = [f'--checkpoint={wide}', '--prompt=x']
   with pytest.raises(errors.UserError, match='has no tokenizer'):
     tiny.call(generate, *flags)
-
-
-def test_evaluate_asks_for_an_import(gemma, folder):
-  flags = [f'--checkpoint={gemma}', f'--records={folder}/prefix_lm/eval']
-  flags.append(f'--batch_size={jax.device_count()}')
-  with pytest.raises(
-    errors.UserError, match='is a Hugging Face folder.*import'
-  ):
-    tiny.call(evaluate, *flags)
 
 
 def test_importing_the_package_is_light():

@@ -7,7 +7,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import config as config_lib
-from encdec_adapt import evaluate, generate, train
+from encdec_adapt import generate, train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.data import records
@@ -133,10 +133,8 @@ def test_it_trains_evaluates_and_continues(folder, trained, capsys):
   found = manager.open_latest(workdir)
   opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
   assert found.read_meta()['vocabularies'] == opened.describe()
-  arguments = [f'--records={folder}/records/eval', '--batch_size=8']
-  assert tiny.call(evaluate, f'--checkpoint={workdir}', *arguments) == 0
-  result = folders.read(workdir / 'evaluation.json')
-  assert result['eval_loss'] == pytest.approx(summary['eval_loss'], rel=1e-5)
+  result = folders.evaluate(workdir, folder / 'records' / 'eval')
+  assert result['loss'] == pytest.approx(summary['eval_loss'], rel=1e-5)
 
 
 def test_it_generates_and_chats(trained, tmp_path, capsys):
@@ -162,14 +160,12 @@ def test_a_decoder_is_measured_through_its_own_tokens(
   """On the pair's rows."""
   del trained  # The records are there.
   output = folders.import_folder(folder / 'qwen', tmp_path / 'qwen')
-  arguments = [f'--records={folder}/records/eval', '--batch_size=8']
-  assert tiny.call(evaluate, f'--checkpoint={output}', *arguments) == 0
-  found = folders.read(output / 'evaluation.json')
-  assert found['target_tokens'] > 0
+  held_out = folder / 'records' / 'eval'
+  assert folders.evaluate(output, held_out)['target_tokens'] > 0
   # The encoder's vocabulary is none of its own.
   other = folders.import_folder(folder / 'llama', tmp_path / 'llama')
   with pytest.raises(errors.UserError, match='of the decoder, the model with'):
-    tiny.call(evaluate, f'--checkpoint={other}', *arguments)
+    folders.evaluate(other, held_out)
 
 
 def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):

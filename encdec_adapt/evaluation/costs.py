@@ -1,0 +1,190 @@
+"""Cost of generating with a model: FLOPs, latency, throughput, memory.
+
+Reading the prompt (prefill) and generating (decode) are counted and measured
+apart, by the two compiled programs of the inference engine. FLOPs are those of
+`models.model_flops`: `generation`, and the published convention. Times are
+medians after compilation. Memory is what the compiled program needs on one
+device: arguments, results and temporaries.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.evaluation import report_numbers as numbers
+from encdec_adapt.evaluation import results
+from encdec_adapt.files import disk
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.models import model_flops, model_section, parameters
+
+TASK = 'cost'
+_REPEATS = 5
+_NO_LIMIT = np.int32(1 << 30)
+
+
+def options(prompt: int, generated: int, rows: int) -> results.Options:
+  """Returns what decides the cost: lengths, batch and devices."""
+  device = jax.local_devices()[0]
+  return {
+    'prompt': prompt,
+    'generated': generated,
+    'rows': rows,
+    'devices': f'{jax.device_count()} {device.device_kind}',
+  }
+
+
+def check(stored: stored_model.StoredModel) -> None:
+  """Checks that a model can generate.
+
+  Raises:
+    UserError: it is encoder-only.
+  """
+  if model_section.kind_of(stored.model) == 'encoder_only':
+    raise errors.UserError(
+      f'{stored.path} is encoder-only and generates nothing; give --cost= to'
+      ' measure no cost.'
+    )
+
+
+def scores(
+  loaded: loaded_model.LoadedModel, prompt: int, generated: int, rows: int
+) -> list[results.Score]:
+  """Counts and measures a model.
+
+  Args:
+    loaded: a model with a decoder.
+    prompt: tokens of each prompt.
+    generated: tokens generated for each prompt.
+    rows: prompts of the batch that throughput is measured with.
+
+  Returns:
+    Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
+    and `published_flops` of one prompt; at batch 1 `prefill_ms`, and
+    `decode_ms` of one token; with `rows` prompts `prefill_tokens_per_second`
+    and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
+    memory on one device.
+  """
+  config = loaded.config
+  prefill, decode = model_flops.generation(config, prompt, generated)
+  values = {
+    'parameters': parameters.count(config),
+    'prefill_flops': prefill,
+    'decode_flops': decode,
+    'published_flops': model_flops.published(config, prompt, generated),
+  }
+  shards = loaded.batch_shards
+  one = _measure(loaded, prompt, generated, shards)
+  many = _measure(loaded, prompt, generated, -(-rows // shards) * shards)
+  return [
+    results.Score(TASK, name, float(value), None, 1)
+    for name, value in {
+      **values,
+      'prefill_ms': 1e3 * one['prefill'],
+      'decode_ms': 1e3 * one['decode'] / generated,
+      'prefill_tokens_per_second': rows * prompt / many['prefill'],
+      'decode_tokens_per_second': rows * generated / many['decode'],
+      'prefill_bytes': many['prefill_bytes'],
+      'decode_bytes': many['decode_bytes'],
+    }.items()
+  ]
+
+
+def _measure(
+  loaded: loaded_model.LoadedModel, prompt: int, generated: int, rows: int
+) -> dict[str, float]:
+  """Returns seconds and bytes of both programs on a batch of `rows`."""
+  # No token ends a row, so that all have the same length.
+  engine = loaded.engine(rows=rows, bos=0, eos=-1, pad=0)
+  size = loaded.config.stacks[next(iter(loaded.config.stacks))].vocab_size
+  rng = np.random.default_rng(0)
+  requests = [
+    engine_lib.Request(
+      rng.integers(size, size=prompt, dtype=np.int32), generated
+    )
+    for _ in range(rows)
+  ]
+  given = engine.prefill_arguments(requests, rows)
+  prefill = engine.programs.prefill.lower(*given).compile()
+  last = np.array([-1], np.int32), np.int32(rows), _NO_LIMIT
+  state = prefill(*given)
+  decode = engine.programs.decode.lower(
+    engine.params, state, *last, sampled=False
+  ).compile()
+  seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
+  for _ in range(_REPEATS):
+    given = engine.prefill_arguments(requests, rows)
+    state = _timed(seconds['prefill'], prefill, *given)
+    _timed(seconds['decode'], decode, engine.params, state, *last)
+  return {
+    **{name: statistics.median(times) for name, times in seconds.items()},
+    'prefill_bytes': _memory(prefill),
+    'decode_bytes': _memory(decode),
+  }
+
+
+def _timed(times: list[float], program: Callable[..., Any], *given: Any) -> Any:
+  """Runs a program and adds its time in seconds."""
+  jax.block_until_ready(given)
+  began = time.perf_counter()
+  found = jax.block_until_ready(program(*given))
+  times.append(time.perf_counter() - began)
+  return found
+
+
+def _memory(program: jax.stages.Compiled) -> float:
+  """Returns the bytes that a program needs on one device."""
+  found = program.memory_analysis()
+  return float(
+    found.argument_size_in_bytes
+    + found.output_size_in_bytes
+    + found.temp_size_in_bytes
+    - found.alias_size_in_bytes
+  )
+
+
+def per_query(values: Mapping[str, float], generated: int) -> dict[str, float]:
+  """Returns the whole cost of one prompt, by the axis of a figure."""
+  return {
+    'FLOPs': values['prefill_flops'] + values['decode_flops'],
+    'ms at batch 1': values['prefill_ms'] + generated * values['decode_ms'],
+  }
+
+
+def describe(values: Mapping[str, float]) -> dict[str, str]:
+  """Formats the metrics of a model for a table."""
+  total = values['prefill_flops'] + values['decode_flops']
+  return {
+    'parameters': numbers.count(values['parameters']),
+    'FLOPs': f'{total:.3g}',
+    'of prefill': f'{values["prefill_flops"] / total:.0%}',
+    'FLOPs, published convention': f'{values["published_flops"]:.3g}',
+    'prefill, batch 1': f'{values["prefill_ms"]:.2f} ms',
+    'decode, batch 1': f'{values["decode_ms"]:.3f} ms/token',
+    'prefill': f'{numbers.count(values["prefill_tokens_per_second"])} tok/s',
+    'decode': f'{numbers.count(values["decode_tokens_per_second"])} tok/s',
+    'prefill memory': disk.format_bytes(values['prefill_bytes']),
+    'decode memory': disk.format_bytes(values['decode_bytes']),
+  }
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+  """Returns the points that no other one dominates, in the order of cost.
+
+  Args:
+    points: cost and quality of each model; less cost and more quality are
+      better.
+  """
+  front, best = [], -np.inf
+  for i in sorted(
+    range(len(points)), key=lambda i: (points[i][0], -points[i][1])
+  ):
+    if points[i][1] > best:
+      front.append(i)
+      best = points[i][1]
+  return front

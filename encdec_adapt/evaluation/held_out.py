@@ -1,0 +1,125 @@
+"""Scores of a model on held-out records: loss per target token, exact rows.
+
+Every model is measured on the same target tokens, and again with the prefixes
+of other examples: where that is not clearly worse, an encoder-decoder does not
+use its encoder, and a decoder-only model hardly uses the prefix.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import hashlib
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.data import records
+from encdec_adapt.evaluation import perplexity, results
+from encdec_adapt.telemetry import progress
+from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
+
+TASK = 'held_out'
+SHUFFLED = 'loss_shuffled_prefix'
+TARGET_TOKENS = 'target_tokens'
+
+
+def options(record_set: records.RecordSet) -> results.Options:
+  """Returns what decides the scores: the rows."""
+  digest = ' '.join(record_set.digests).encode()
+  return {
+    'records': str(record_set.folder),
+    'rows': hashlib.blake2b(digest, digest_size=8).hexdigest(),
+  }
+
+
+def check(
+  stored: stored_model.StoredModel, record_set: records.RecordSet
+) -> None:
+  """Checks that a model can read the records.
+
+  Raises:
+    UserError: the objective is for another kind of model, the model has no
+      vocabularies, or the records were made with others.
+  """
+  config_lib.check_kind(stored.model, record_set.spec.objective)
+  opened = stored.open_vocabularies()
+  if opened is None:
+    raise errors.UserError(
+      f'{stored.path} has no tokenizer, so that the records'
+      f' {record_set.folder} cannot be checked against it.'
+    )
+  spec = record_set.spec
+  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
+  for side in stored.model.stacks:
+    own = opened.sides[side]
+    if own.fingerprint != made[side]:
+      raise errors.UserError(
+        f'the records {record_set.folder} were made with the vocabulary'
+        f' {made[side][:12]} of the {side}, the model with {own.path}'
+        f" ({own.fingerprint[:12]}); make records with the model's"
+        ' vocabularies.'
+      )
+
+
+def scores(
+  loaded: loaded_model.LoadedModel,
+  record_set: records.RecordSet,
+  batch_size: int,
+) -> list[results.Score]:
+  """Measures a model.
+
+  Args:
+    loaded: the model.
+    record_set: held-out rows.
+    batch_size: rows at a time; divides over the model's devices.
+
+  Returns:
+    Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
+    (share of target tokens), `exact_match` (share of rows that greedy decoding
+    gives to the last token), `target_tokens`, and `loss_shuffled_prefix`,
+    which rows without inputs or with several pairs, and a single row, do not
+    have.
+  """
+  where, spec = loaded.where, record_set.spec
+  teacher = setup.reads_teacher_row(loaded.config, spec.lengths, 0.0)
+
+  def measure(**options: int) -> perplexity.Result:
+    """Evaluates the parameters on the rows."""
+    batches = setup.evaluation_batches(
+      record_set, batch_size, where, teacher=teacher, **options
+    )
+    told = progress.CountProgress(TASK, len(record_set))
+    return _evaluator(where)(loaded.params, _counted(batches, told, batch_size))
+
+  own = measure()
+  found = own.scores(TASK)
+  tokens = own.target_tokens
+  found.append(results.Score(TASK, TARGET_TOKENS, tokens, None, len(own.exact)))
+  if (
+    min(spec.lengths.encoder, spec.lengths.decoder)
+    and not spec.pack
+    and len(record_set) > 1
+  ):
+    # Half of the set away: the prefix of another document.
+    loss, *_ = measure(prefix_offset=len(record_set) // 2).scores(TASK)
+    found.append(dataclasses.replace(loss, metric=SHUFFLED))
+  return found
+
+
+def _counted(
+  batches: Iterator[batch_lib.Batch],
+  told: progress.CountProgress,
+  batch_size: int,
+) -> Iterator[batch_lib.Batch]:
+  """Passes batches on and prints progress."""
+  for number, batch in enumerate(batches):
+    told(number * batch_size)
+    yield batch
+
+
+@functools.cache
+def _evaluator(where: state_lib.Placement) -> perplexity.Evaluator:
+  """Returns an evaluator; equal models share one, which compiles once."""
+  return perplexity.Evaluator(where)

@@ -1,0 +1,203 @@
+"""Tables of scores: models beside each other, their comparisons, their cost.
+
+A table is a list of rows, mappings from the same column names to text, which
+`text` and `html_report` render.
+"""
+
+from collections.abc import Mapping, Sequence
+import itertools
+import os
+import statistics
+
+from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import comparisons, costs, held_out, results
+from encdec_adapt.evaluation import report_numbers as numbers
+
+Row = Mapping[str, str]
+# Scores of every model, by its short name.
+Scores = Mapping[str, Sequence[results.Score]]
+
+# Metrics of which less is better.
+LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
+LOWER += ('bits_per_byte', 'ter')
+# With more models than this, each is compared with the first alone.
+_ALL_PAIRS = 4
+
+
+def short_names(runs: Sequence[str]) -> dict[str, str]:
+  """Returns paths of runs without the folders that they share."""
+  whole = [os.path.normpath(run) for run in runs]
+  last = [os.path.basename(path) for path in whole]
+  names = last if len(set(last)) == len(set(whole)) else whole
+  return dict(zip(runs, names, strict=True))
+
+
+def lower_is_better(metric: str) -> bool:
+  """Returns whether less of a metric is better."""
+  return metric in LOWER or metric.startswith('loss')
+
+
+def score_rows(scores: Scores) -> list[Row]:
+  """Returns a row per (task, metric): each model's value and 95 % interval."""
+  rows = []
+  for (task, metric), found in _by_metric(scores).items():
+    counts = sorted({score.n for score in found.values()})
+    rows.append(
+      {
+        'task': task,
+        'metric': metric,
+        'n': ', '.join(map(str, counts)),
+        **{
+          name: _value(found[name]) if name in found else '-' for name in scores
+        },
+      }
+    )
+  return rows
+
+
+def comparison_rows(scores: Scores) -> list[Row]:
+  """Returns a row per pair of models and metric of single examples."""
+  names, rows = list(scores), []
+  pairs = list(itertools.combinations(names, 2))
+  if len(names) > _ALL_PAIRS:
+    pairs = [pair for pair in pairs if pair[0] == names[0]]
+  for (task, metric), found in _by_metric(scores).items():
+    compared = {
+      pair: comparison
+      for pair in pairs
+      if set(pair) <= found.keys()
+      and (comparison := comparisons.compare(*(found[name] for name in pair)))
+    }
+    corrected = comparisons.holm([x.p for x in compared.values()])
+    for (pair, x), p in zip(compared.items(), corrected, strict=True):
+      is_second = (x.difference > 0) != lower_is_better(metric)
+      rows.append(
+        {
+          'task': task,
+          'metric': metric,
+          'models': f'{pair[1]} - {pair[0]}',
+          'difference': f'{x.difference:+.4f}',
+          '95 % interval': f'{x.low:+.4f} to {x.high:+.4f}',
+          'p': _p(x.p),
+          'p (Holm)': _p(p),
+          'better': (
+            pair[is_second] if p < 1 - comparisons.CONFIDENCE else 'not clear'
+          ),
+          'test': f'{x.test}, n = {x.n}',
+        }
+      )
+  return rows
+
+
+def cost_rows(scores: Scores) -> list[Row]:
+  """Returns a row per model whose cost was measured."""
+  return [
+    {'model': name, **costs.describe(values)}
+    for name, values in _costs(scores).items()
+  ]
+
+
+def per_query(scores: Scores, generated: int) -> dict[str, dict[str, float]]:
+  """Returns the cost of one prompt of every measured model, by axis."""
+  return {
+    name: costs.per_query(values, generated)
+    for name, values in _costs(scores).items()
+  }
+
+
+def column(scores: Scores, spec: str) -> list[float]:
+  """Returns one number per model.
+
+  Args:
+    scores: scores of every model.
+    spec: TASK or TASK/METRIC; several, joined by +, are averaged. Without a
+      metric it is the first of the task.
+
+  Raises:
+    UserError: a model has no such score.
+  """
+  columns = []
+  for part in spec.split('+'):
+    found = {
+      name: next(
+        (x.value for x in own if part in (x.task, f'{x.task}/{x.metric}')), None
+      )
+      for name, own in scores.items()
+    }
+    if None in found.values():
+      lacking = [name for name, value in found.items() if value is None]
+      raise errors.UserError(
+        f'{part} is not a task, or TASK/METRIC, that {", ".join(lacking)} has'
+        ' scores of.'
+      )
+    columns.append(list(found.values()))
+  return [statistics.fmean(row) for row in zip(*columns, strict=True)]
+
+
+def quality(scores: Scores) -> tuple[str, dict[str, float]]:
+  """Returns one number per model that stands for its quality, and its name.
+
+  It is the mean of the first metric of every task that all models have and of
+  which more is better; without such tasks, the negative of the held-out loss.
+  """
+  tasks: dict[str, dict[str, results.Score]] = {}
+  for (task, metric), found in _by_metric(scores).items():
+    if found.keys() == scores.keys() and not lower_is_better(metric):
+      tasks.setdefault(task, found)
+  tasks.pop(held_out.TASK, None)
+  if tasks:
+    many = f'mean of {len(tasks)} tasks'
+    return many if len(tasks) > 1 else next(iter(tasks)), {
+      name: statistics.fmean(found[name].value for found in tasks.values())
+      for name in scores
+    }
+  losses = _by_metric(scores).get((held_out.TASK, 'loss'), {})
+  return '- held-out loss', {name: -x.value for name, x in losses.items()}
+
+
+def text(rows: Sequence[Row]) -> str:
+  """Renders a table for a terminal."""
+  if not rows:
+    return ''
+  lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  return '\n'.join(
+    '  '.join(
+      cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+    ).rstrip()
+    for line in lines
+  )
+
+
+def _costs(scores: Scores) -> dict[str, dict[str, float]]:
+  """Returns the measured cost of every model, by metric."""
+  found = {
+    name: {x.metric: x.value for x in own if x.task == costs.TASK}
+    for name, own in scores.items()
+  }
+  return {name: values for name, values in found.items() if values}
+
+
+def _by_metric(
+  scores: Scores,
+) -> dict[tuple[str, str], dict[str, results.Score]]:
+  """Groups scores by task and metric, then model; without the cost."""
+  found: dict[tuple[str, str], dict[str, results.Score]] = {}
+  for name, own in scores.items():
+    for score in own:
+      if score.task != costs.TASK:
+        found.setdefault((score.task, score.metric), {})[name] = score
+  return found
+
+
+def _value(score: results.Score) -> str:
+  """Formats a value with its interval."""
+  if abs(score.value) >= 1000:
+    return numbers.count(score.value)
+  bounds = comparisons.interval(score)
+  shown = '' if bounds is None else f' ({bounds[0]:.3f} to {bounds[1]:.3f})'
+  return f'{score.value:.3f}{shown}'
+
+
+def _p(value: float) -> str:
+  return '< 0.0001' if value < 1e-4 else f'{value:.4f}'

@@ -1,0 +1,110 @@
+"""The evaluate command: restart, comparison, cost, refusals."""
+
+import json
+
+import pytest
+
+from encdec_adapt import evaluate
+from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import results
+from tests import tiny
+
+pytestmark = pytest.mark.e2e
+
+
+def _flags(folder, *models):
+  return [
+    *(f'--checkpoint={model}' for model in models),
+    f'--records={folder}/prefix_lm/eval',
+    f'--output={folder}/evaluation',
+    '--batch_size=8',
+    '--cost=16,4',
+  ]
+
+
+def _lines(folder):
+  path = folder / 'evaluation' / results.FILE
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def evaluated(folder, gemma, adapted):
+  """A Hugging Face folder and a run, evaluated together."""
+  assert tiny.call(evaluate, *_flags(folder, gemma, adapted)) == 0
+  return _lines(folder)
+
+
+def test_scores_of_folders_and_runs(folder, gemma, adapted, evaluated):
+  found = {(x['run'], x['task'], x['metric']): x for x in evaluated}
+  for model, step in ((gemma, None), (adapted, 0)):
+    loss = found[str(model), 'held_out', 'loss']
+    assert (loss['step'], loss['n'], len(loss['scores'])) == (step, 8, 8)
+    assert loss['value'] == pytest.approx(sum(loss['scores']) / 8, rel=1e-5)
+    assert loss['stderr'] > 0
+    for name in ('prefill_ms', 'decode_ms', 'prefill_bytes', 'decode_bytes'):
+      assert found[str(model), 'cost', name]['value'] > 0
+  tokens = [x['value'] for x in evaluated if x['metric'] == 'target_tokens']
+  assert tokens == [tiny.target_tokens(folder / 'prefix_lm' / 'eval')] * 2
+
+
+def test_the_report_compares_and_shows_the_cost(folder, evaluated):
+  output = folder / 'evaluation'
+  page = (output / 'report.html').read_text()
+  assert '<td>adapted - gemma</td>' in page and 'paired t, n = 8' in page
+  assert 'data:image/png;base64,' in page and 'http' not in page
+  tables = json.loads((output / 'report.json').read_text())['tables']
+  assert [row['model'] for row in tables['Cost']] == ['gemma', 'adapted']
+
+
+def test_what_is_there_is_not_evaluated_again(
+  folder, gemma, adapted, evaluated, monkeypatch, capsys
+):
+  # As after a kill while the scores of the second model were written.
+  path = folder / 'evaluation' / results.FILE
+  content = path.read_text()
+  half = len(evaluated) // 2
+  cut = ''.join(content.splitlines(keepends=True)[: half + 2])
+  path.write_text(cut + content[len(cut) :][:40])
+  read = []
+  load = evaluate.load
+  monkeypatch.setattr(
+    evaluate, 'load', lambda stored: read.append(stored.path) or load(stored)
+  )
+  assert tiny.call(evaluate, *_flags(folder, gemma, adapted)) == 0
+  assert read == [adapted]
+  assert '[1/2] held_out' in capsys.readouterr().out
+  again = _lines(folder)
+  same = [x for x in again if x['task'] != 'cost']
+  assert same == [x for x in evaluated if x['task'] != 'cost']
+  # Weights that were replaced are evaluated again, and the others are not.
+  (weights,) = gemma.glob('*.safetensors')
+  weights.write_bytes(weights.read_bytes())
+  assert tiny.call(evaluate, *_flags(folder, gemma, adapted)) == 0
+  assert read == [adapted, gemma]
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    ([], '--checkpoint'),
+    (['--checkpoint=nowhere'], 'nowhere holds no model'),
+    (['--checkpoint={gemma}', '--checkpoint={gemma}/'], 'is given twice'),
+    (['--checkpoint={gemma}', '--records='], 'nothing to evaluate'),
+    (['--checkpoint={gemma}', '--cost=12'], '--cost=12 must be two numbers'),
+    (['--checkpoint={gemma}', '--output={gemma}/config.json'], 'written'),
+    (['--checkpoint={gemma}', '--correlate=a,b'], 'at least 3 models'),
+    (['--checkpoint={wide}'], 'wide has no tokenizer'),
+  ],
+)
+def test_bad_input_before_any_work(
+  folder, gemma, wide, flags, words, monkeypatch, tmp_path
+):
+  monkeypatch.setattr(evaluate, 'load', None)
+  given = [flag.format(gemma=gemma, wide=wide) for flag in flags]
+  base = [
+    f'--records={folder}/prefix_lm/eval',
+    f'--output={tmp_path}',
+    '--cost=',
+  ]
+  with pytest.raises(errors.UserError, match=words):
+    tiny.call(evaluate, *base, *given)

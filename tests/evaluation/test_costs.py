@@ -1,0 +1,57 @@
+"""Cost of generation: the metrics, and the Pareto front."""
+
+import pytest
+
+from encdec_adapt.evaluation import costs, score_tables
+from encdec_adapt.evaluation import results as results_lib
+from encdec_adapt.models import model_flops
+from tests import toy_models
+
+CONFIGS = toy_models.pair_and_decoder(toy_models.stack(layers=2, vocab_size=19))
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_prefill_and_decode_are_measured_apart(kind):
+  loaded = toy_models.load(CONFIGS[kind])
+  found = {x.metric: x.value for x in costs.scores(loaded, 8, 4, rows=2)}
+  assert all(value > 0 for value in found.values())
+  counted = model_flops.generation(CONFIGS[kind], 8, 4)
+  assert (found['prefill_flops'], found['decode_flops']) == counted
+  whole = costs.per_query(found, 4)
+  assert whole['FLOPs'] == sum(counted)
+  assert whole['ms at batch 1'] == pytest.approx(
+    found['prefill_ms'] + 4 * found['decode_ms']
+  )
+
+
+def test_pareto_front():
+  points = [(2.0, 5.0), (1.0, 3.0), (2.0, 6.0), (3.0, 6.0), (4.0, 7.0)]
+  assert costs.pareto_front(points) == [1, 2, 4]
+
+
+def _score(task, metric, value):
+  return results_lib.Score(task, metric, value, None, 4)
+
+
+def test_quality_is_of_tasks_that_all_have():
+  scores = {
+    'a': [_score('held_out', 'loss', 2.0), _score('x', 'acc', 0.5)],
+    'b': [_score('held_out', 'loss', 3.0), _score('x', 'acc', 0.25)],
+  }
+  scores['a'] += [_score('y', 'f1', 0.75), _score('z', 'acc', 1.0)]
+  scores['b'] += [_score('y', 'f1', 0.25)]
+  label, values = score_tables.quality(scores)
+  assert (label, values) == ('mean of 2 tasks', {'a': 0.625, 'b': 0.25})
+  assert score_tables.column(scores, 'x+y/f1') == [0.625, 0.25]
+  losses = {name: own[:1] for name, own in scores.items()}
+  assert score_tables.quality(losses)[1] == {'a': -2.0, 'b': -3.0}
+
+
+def test_better_means_less_of_a_loss():
+  low, high = (
+    results_lib.Score('t', 'loss', x, 0.1, 4, (x, x, x + 0.1, x - 0.1))
+    for x in (1.0, 2.0)
+  )
+  (row,) = score_tables.comparison_rows({'low': [low], 'high': [high]})
+  assert row['models'] == 'high - low'
+  assert (row['difference'], row['better']) == ('+1.0000', 'low')
