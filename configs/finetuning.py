@@ -72,11 +72,11 @@ def get_config(arg=None):
   config.train.batch_size = config.train.eval_batch_size = 16
   config.train.log_every = 20
   # The evaluations before the first step and after the last suffice.
-  config.train.eval_every = config.checkpoint.every = 1000
+  config.train.evaluators = 'loss=1000'
+  config.checkpoint.every = 1000
   config.optimizer.learning_rate = 2e-3
   config.compute.compile_cache = f'{_root(args)}/compiled'
   config.compute.remat = 'none'
-  config.train.samples = 0
   return config
 
 

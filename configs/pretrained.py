@@ -51,7 +51,8 @@ def get_config(arg=None):
   config.compute.remat = 'full'
   config.train.steps = 10_000
   config.train.cross_attention_warmup = warmup
-  config.train.eval_every = config.checkpoint.every = 1000
+  config.train.evaluators = 'loss=1000'
+  config.checkpoint.every = 1000
   config.optimizer.learning_rate = 1e-4
   return config
 

@@ -133,7 +133,7 @@ def get_config(arg=None):
     _set_pair(config, size, run)
   steps = config.train.steps
   config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, steps // 4)
-  config.train.eval_every = max(steps // size.evaluations, 1)
+  config.train.evaluators = f'loss={max(steps // size.evaluations, 1)}'
   config.checkpoint.every = max(steps // 2, 1)
   return config
 

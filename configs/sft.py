@@ -16,7 +16,7 @@ the job ends with its records: `--config.data.passes=3` are three epochs, which
 the learning rate's warm-up and decay follow. Every save is evaluated, and the
 checkpoint with the lowest held-out loss is kept and used
 (`config.checkpoint.keep_best`); every evaluation prints the model's answers to
-two held-out examples (`config.train.samples`).
+two held-out examples (`samples` in `config.train.evaluators`).
 """
 
 from configs import pretrained
@@ -36,8 +36,8 @@ def get_config(arg=None):
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
   config.train.steps = 0
-  config.train.samples = 2
-  config.train.eval_every = config.checkpoint.every = 200
+  config.train.evaluators = 'loss=200,samples=200'
+  config.checkpoint.every = 200
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4
   return config

@@ -306,11 +306,11 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       f' objective {data.objective!r}; only a causal decoder (decoder_only) on'
       ' pairs can predict the inputs: others read them before.'
     )
-  if settings.train.samples and feeds != 'pair':
+  if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
     raise errors.UserError(
-      f'config.train.samples is {settings.train.samples} with objective'
+      f'config.train.evaluators is {settings.train.evaluators!r} with objective'
       f' {data.objective!r}, whose rows have no inputs for the model to answer;'
-      ' set it to 0, or train on pairs of inputs and targets.'
+      ' leave samples out, or train on pairs of inputs and targets.'
     )
   own = data.encoder_vocabulary
   if own not in ('', data.vocabulary, vocabulary):

@@ -28,7 +28,7 @@ from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import row_rates
-from encdec_adapt.evaluation import perplexity, samples
+from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
@@ -235,27 +235,19 @@ def train(
     settings.train.profile_steps,
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
-  evaluator = perplexity.Evaluator(where, settings.loss.chunk)
-  sampler = None
-  if count := settings.train.samples:
-    sampler = samples.Sampler(workdir, where, data, count, telemetry.evaluated)
+  evaluators = evaluators_lib.Evaluators(
+    workdir, config.to_dict(), settings, where, data, telemetry
+  )
 
-  def evaluate(step, params):
-    """Measures, records and returns the loss of the held-out rows."""
-    watchdog.beat(step, 'evaluate')
+  def evaluate(step, params, last=False):
+    """Runs the evaluators that are due; returns the held-out loss."""
     with telemetry.spent('evaluate'):
-      held_out = setup.evaluation_batches(
-        data.evaluation,
-        settings.train.eval_batch_size,
-        where,
-        teacher=teacher_row,
+      return evaluators(
+        step,
+        params,
+        beat=lambda: watchdog.beat(step, 'evaluate'),
+        last=last,
       )
-      result = evaluator(params, held_out)
-      if sampler:
-        watchdog.beat(step, 'evaluate')
-        sampler(step, params)
-    telemetry.record_evaluation(step, result.loss, result.accuracy)
-    return result.loss
 
   # -- Steps -------------------------------------------------------------------
 
@@ -317,14 +309,14 @@ def train(
       last = step == steps or batches.left == 0
       thawing = phases.begins(step)
       saving = last or thawing or step % every == 0
-      evaluating = last or step % settings.train.eval_every == 0
+      evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
       if evaluating or saving or compiling:
         telemetry.read()  # What is saved includes this step.
       if not compiling:
         cost.seconds += time.perf_counter() - began
-      loss = evaluate(step, state.params) if evaluating else None
+      loss = evaluate(step, state.params, last) if evaluating else None
       if saving:
         watchdog.beat(step, 'save')
         with telemetry.spent('save'):
@@ -340,7 +332,8 @@ def train(
         checkpoints.wait()
 
     if not stopping and telemetry.evaluated != step:
-      evaluate(step, state.params)  # `steps` was lowered to a saved step.
+      # `steps` was lowered to a saved step.
+      evaluate(step, state.params, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
 

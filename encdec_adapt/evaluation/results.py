@@ -13,6 +13,7 @@ module imports nothing of the package but `files` and `cli.errors`.
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -156,6 +157,11 @@ class Store:
     key = model, options
     self._scores[key] = found = self._scores.pop(key, {})
     found[score.task, score.metric] = score
+
+
+def digest(config: Mapping[str, Any]) -> str:
+  """Returns the fingerprint of a configuration."""
+  return hashlib.blake2b(_text(config).encode(), digest_size=8).hexdigest()
 
 
 def _text(options: Options) -> str:

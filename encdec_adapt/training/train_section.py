@@ -4,6 +4,9 @@ import dataclasses
 
 from encdec_adapt.cli import errors, keys
 
+# Names of evaluators that are no tasks.
+LOSS, SAMPLES = 'loss', 'samples'
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -37,17 +40,21 @@ class TrainConfig:
     at_least=0,
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
-  eval_every: int = keys.key(
-    50,
-    'Steps between evaluations; step 0 and the last are always evaluated.',
-    at_least=1,
+  evaluators: str = keys.key(
+    'loss=50',
+    'Evaluators, and the steps between two runs of each:'
+    " 'loss=100,samples=500,tasks/=1000'. `loss` is of the held-out rows,"
+    ' `samples` are answers to some of them; others are local tasks (a folder)'
+    ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
+    ' and at the last step; steps are multiples of those of `loss`. Scores go'
+    ' to WORKDIR/results.jsonl and to TensorBoard.',
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
   samples: int = keys.key(
-    0,
-    'Held-out examples whose inputs the model continues, greedily, at every'
-    ' evaluation; printed, and appended to WORKDIR/samples.jsonl.',
-    at_least=0,
+    2,
+    'Held-out examples whose inputs the evaluator `samples` continues,'
+    ' greedily; printed, and appended to WORKDIR/samples.jsonl.',
+    at_least=1,
   )
   max_skipped: int = keys.key(
     10, 'Non-finite updates in a row before the job stops.', at_least=1
@@ -69,6 +76,7 @@ class TrainConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.train.')
+    self.intervals  # noqa: B018  Checks them.
     if self.batch_size % self.microbatches:
       raise errors.UserError(
         f'config.train.batch_size ({self.batch_size}) does not divide into'
@@ -82,3 +90,23 @@ class TrainConfig:
         f' {self.steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
+
+  @property
+  def intervals(self) -> dict[str, int]:
+    """Steps between two runs of each evaluator, by its name."""
+    found = {}
+    for part in self.evaluators.split(','):
+      name, _, every = part.strip().rpartition('=')
+      if not name or not every.isdecimal() or not int(every) or name in found:
+        raise errors.UserError(
+          f'config.train.evaluators is {self.evaluators!r}; it must be'
+          " NAME=STEPS,.., each name once, such as 'loss=100,samples=500'."
+        )
+      found[name] = int(every)
+    if LOSS not in found or any(x % found[LOSS] for x in found.values()):
+      raise errors.UserError(
+        f'config.train.evaluators is {self.evaluators!r}; it must have'
+        f' {LOSS}=STEPS, and the steps of the others must be multiples of'
+        ' those.'
+      )
+    return found

@@ -307,7 +307,7 @@ def test_records_that_end_between_evaluations_or_saves(
     # Of 96 rows 32 were read in 4 steps: what is left are 2 steps.
     '--config.train.batch_size=32',
     '--config.train.steps=10',
-    f'--config.train.eval_every={eval_every}',
+    f'--config.train.evaluators=loss={eval_every}',
     f'--config.checkpoint.every={save_every}',
   ]
   assert _continue(folder, copied, *flags) == 0

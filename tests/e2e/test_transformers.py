@@ -94,7 +94,7 @@ def test_a_model_tuned_on_chats_answers_alike(tmp_path):
     '--config.data.repeat=True',
     '--config.data.workers=1',
     '--config.train.steps=120',
-    '--config.train.eval_every=120',
+    '--config.train.evaluators=loss=120,samples=120',
     '--config.checkpoint.every=120',
     '--config.optimizer.learning_rate=0.02',
     '--config.model.window_rule=inclusive',

@@ -30,7 +30,7 @@ def _train(folder, workdir, *flags):
   given = [
     *tiny.flags(folder, 'prefix_lm'),
     '--config.train.samples=3',
-    '--config.train.eval_every=2',
+    '--config.train.evaluators=loss=2,samples=2',
     '--config.checkpoint.every=2',
     '--config.optimizer.learning_rate=0.03',
     *(f'--config.{flag}' for flag in flags),

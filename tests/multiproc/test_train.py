@@ -36,7 +36,7 @@ def flags(folder):
     '--config.train.microbatches=2',
     '--config.train.samples=1',
     '--config.train.dropout=0.1',
-    f'--config.train.eval_every={STEPS // 2}',
+    f'--config.train.evaluators=loss={STEPS // 2},samples={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
     # A job of fewer steps takes the same ones.
     '--config.optimizer.schedule=constant',

@@ -1,0 +1,106 @@
+"""Evaluators during training, by name and interval (`config.train.evaluators`).
+
+`loss` runs whenever another one does, and its record is written last: what was
+evaluated at a step is complete if and only if the metrics have its loss, and a
+restart drops the rest.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.cluster import distributed
+from encdec_adapt.evaluation import held_out, perplexity, results, samples
+from encdec_adapt.models import decoder_only
+from encdec_adapt.training import job_telemetry, setup, train_section
+from encdec_adapt.training import state as state_lib
+
+
+class Evaluators:
+  """The evaluators of a job; every process calls them together."""
+
+  def __init__(
+    self,
+    workdir: str,
+    config: Mapping[str, Any],
+    settings: config_lib.Settings,
+    where: state_lib.Placement,
+    data: setup.Data,
+    telemetry: job_telemetry.JobTelemetry,
+  ):
+    """Opens the results, without those beyond the last evaluation.
+
+    Args:
+      workdir: work directory of the job; gets `results.jsonl`.
+      config: the configuration, whose digest the results have.
+      settings: the validated configuration.
+      where: the model and the placement of its parameters.
+      data: vocabularies and held-out rows.
+      telemetry: gets the scores.
+    """
+    self._intervals = settings.train.intervals
+    self._batch_size = settings.train.eval_batch_size
+    self._where, self._data, self._telemetry = where, data, telemetry
+    self._evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+    self._teacher = setup.reads_teacher_row(
+      settings.model, data.train.spec.lengths, settings.loss.distillation
+    )
+    evaluated = telemetry.evaluated
+    self._sampler = None
+    if train_section.SAMPLES in self._intervals:
+      self._sampler = samples.Sampler(
+        workdir, where, data, settings.train.samples, evaluated
+      )
+    self._store = None
+    if distributed.is_lead():
+      beyond = -1 if evaluated is None else evaluated
+      self._store = results.Store(workdir, beyond)
+    self._model = results.Model(workdir, None, results.digest(config))
+
+  def is_due(self, step: int) -> bool:
+    """Returns whether any evaluator runs at a step."""
+    return step % self._intervals[train_section.LOSS] == 0
+
+  def __call__(
+    self,
+    step: int,
+    params: decoder_only.Params,
+    *,
+    beat: Callable[[], None],
+    last: bool = False,
+  ) -> float:
+    """Runs the evaluators that are due, and `loss`.
+
+    Args:
+      step: the step that the parameters are of.
+      params: parameters of the model.
+      beat: called before each evaluator, for the watchdog.
+      last: runs all of them.
+
+    Returns:
+      The held-out loss in nats per target token.
+    """
+    beat()
+    held_out_rows = setup.evaluation_batches(
+      self._data.evaluation,
+      self._batch_size,
+      self._where,
+      teacher=self._teacher,
+    )
+    found = self._evaluator(params, held_out_rows)
+    scores = [
+      # Those of single rows are for comparisons of trained models.
+      dataclasses.replace(score, scores=())
+      for score in found.scores(held_out.TASK)
+    ]
+    for name, every in self._intervals.items():
+      if name == train_section.LOSS or not (last or step % every == 0):
+        continue
+      beat()
+      if name == train_section.SAMPLES:
+        self._sampler(step, params)
+    if self._store:
+      self._store.add(dataclasses.replace(self._model, step=step), {}, scores)
+    self._telemetry.record_evaluation(step, found.loss, found.accuracy)
+    return found.loss
