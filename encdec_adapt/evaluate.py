@@ -11,9 +11,10 @@ between the models, and their cost, and writes OUTPUT/report.html. See
 `evaluation/README.md`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import time
+from typing import Any
 
 from absl import flags
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from encdec_adapt.evaluation import (
   html_report,
   results,
   score_tables,
+  task_groups,
+  text_pairs,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import environment, progress
@@ -43,6 +46,15 @@ define_flags = command.define(
   ),
   command.string('output', 'Folder of results and report.'),
   command.string('records', 'Folder of a held-out record set.'),
+  command.string('tasks', 'Names of tasks and groups of them: NAME,NAME.'),
+  command.string('task_folder', 'Folder of local tasks; all of it by default.'),
+  command.integer('shots', "Examples in the context; default: the task's own."),
+  command.integer('limit', 'Most examples of a task.', lower_bound=1),
+  command.boolean('allow_code', 'Run programs that the model generates.'),
+  command.string('pairs', 'FILE.jsonl[#INPUT,TARGET]: text to text.'),
+  command.integer(
+    'max_tokens', 'Most tokens of an answer to --pairs.', default=64
+  ),
   command.string(
     'cost',
     'PROMPT,GENERATED: tokens of a request whose cost is measured; empty for'
@@ -133,6 +145,9 @@ def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
         lambda stored: held_out.check(stored, record_set),
       )
     )
+  found += _task_evaluations(values)
+  if values.pairs:
+    found.append(_pairs_evaluation(values))
   if values.cost:
     prompt, generated = _lengths(values.cost)
     found.append(
@@ -144,8 +159,68 @@ def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
       )
     )
   if not found:
-    raise errors.UserError('nothing to evaluate: give --records or --tasks.')
+    raise errors.UserError(
+      'nothing to evaluate: give --records, --tasks, --task_folder or --pairs.'
+    )
   return found
+
+
+def _task_evaluations(values: flags.FlagValues) -> list[Evaluation]:
+  """Returns one evaluation per task, so that a restart repeats one at most."""
+  planned = _plan(values)
+  if planned.absent:
+    print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
+
+  def evaluation(task: tuple[str, Any, int | None]) -> Evaluation:
+    """Returns the evaluation of a task of the plan."""
+
+    def run(
+      loaded: loaded_model.LoadedModel, rows: int
+    ) -> Iterator[results.Score]:
+      """Runs the task alone."""
+      told = progress.CountProgress(task[0])
+      return task_groups.run(
+        loaded,
+        task_groups.Plan([task], {}, ()),
+        limit=values.limit,
+        batch_size=rows,
+        allow_code=values.allow_code,
+        report=lambda _, done, total: told(done, total),
+      )
+
+    options = task_groups.options(*task, values.limit)
+    return Evaluation(task[0], options, run, text_pairs.check)
+
+  return [evaluation(task) for task in planned.tasks]
+
+
+def _plan(values: flags.FlagValues) -> task_groups.Plan:
+  """Returns the tasks that are asked for."""
+  if not (values.tasks or values.task_folder):
+    return task_groups.Plan((), {}, ())
+  return task_groups.plan(
+    values.tasks.split(',') if values.tasks else [],
+    values.task_folder,
+    shots=values.shots,
+    limit=values.limit,
+  )
+
+
+def _pairs_evaluation(values: flags.FlagValues) -> Evaluation:
+  """Returns the evaluation of --pairs."""
+  pairs = text_pairs.read(values.pairs, values.limit)
+  return Evaluation(
+    pairs.name,
+    pairs.options(values.max_tokens),
+    lambda loaded, rows: text_pairs.scores(
+      loaded,
+      pairs,
+      rows=rows,
+      max_tokens=values.max_tokens,
+      report=progress.CountProgress(pairs.name),
+    ),
+    text_pairs.check,
+  )
 
 
 def _lengths(value: str) -> tuple[int, int]:

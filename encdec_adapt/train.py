@@ -103,6 +103,7 @@ def train(
   )
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)
+  tasks = evaluators_lib.read_tasks(settings)
   where = setup.place_model(model, settings.compute, mesh, settings.rules)
   teacher = initial_state.open_teacher(
     settings.teacher, where, settings.compute, settings.data.vocabularies
@@ -236,7 +237,7 @@ def train(
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
   evaluators = evaluators_lib.Evaluators(
-    workdir, config.to_dict(), settings, where, data, telemetry
+    workdir, config.to_dict(), settings, tasks, where, data, telemetry
   )
 
   def evaluate(step, params, last=False):

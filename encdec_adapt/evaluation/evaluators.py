@@ -7,14 +7,49 @@ restart drops the rest.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.evaluation import held_out, perplexity, results, samples
-from encdec_adapt.models import decoder_only
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.evaluation import (
+  held_out,
+  perplexity,
+  results,
+  samples,
+  task_groups,
+)
+from encdec_adapt.files import paths
+from encdec_adapt.models import decoder_only, model_section
 from encdec_adapt.training import job_telemetry, setup, train_section
 from encdec_adapt.training import state as state_lib
+
+
+def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
+  """Reads the tasks among the evaluators, by name, before any work.
+
+  Args:
+    settings: the validated configuration.
+
+  Raises:
+    UserError: there is no such task, or a file of it is wrong.
+  """
+  found = {}
+  for name in settings.train.intervals:
+    if name in (train_section.LOSS, train_section.SAMPLES):
+      continue
+    if model_section.kind_of(settings.model) == 'encoder_only':
+      raise errors.UserError(
+        f'config.train.evaluators has {name}, and the model is encoder-only,'
+        ' which tasks do not suit; leave it out.'
+      )
+    is_folder = paths.at(name).is_dir()
+    found[name] = task_groups.plan(
+      [] if is_folder else [name], name if is_folder else None
+    )
+  return found
 
 
 class Evaluators:
@@ -25,6 +60,7 @@ class Evaluators:
     workdir: str,
     config: Mapping[str, Any],
     settings: config_lib.Settings,
+    tasks: Mapping[str, task_groups.Plan],
     where: state_lib.Placement,
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
@@ -35,6 +71,7 @@ class Evaluators:
       workdir: work directory of the job; gets `results.jsonl`.
       config: the configuration, whose digest the results have.
       settings: the validated configuration.
+      tasks: result of `read_tasks`.
       where: the model and the placement of its parameters.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
@@ -57,6 +94,17 @@ class Evaluators:
       beyond = -1 if evaluated is None else evaluated
       self._store = results.Store(workdir, beyond)
     self._model = results.Model(workdir, None, results.digest(config))
+    self._tasks = tasks
+    # Kernels are not for the prompts of a few rows.
+    compute = dataclasses.replace(settings.compute, attention='chunked')
+    self._load = functools.partial(
+      loaded_model.LoadedModel,
+      model=dataclasses.replace(where.model, compute=compute),
+      stored=stored_model.StoredModel(
+        paths.at(workdir), settings.model, settings.data.vocabularies, dict
+      ),
+      rules=where.rules,
+    )
 
   def is_due(self, step: int) -> bool:
     """Returns whether any evaluator runs at a step."""
@@ -89,18 +137,35 @@ class Evaluators:
       teacher=self._teacher,
     )
     found = self._evaluator(params, held_out_rows)
-    scores = [
-      # Those of single rows are for comparisons of trained models.
-      dataclasses.replace(score, scores=())
-      for score in found.scores(held_out.TASK)
-    ]
+    scores = {train_section.LOSS: found.scores(held_out.TASK)}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
         continue
       beat()
       if name == train_section.SAMPLES:
         self._sampler(step, params)
+        continue
+      scores[name] = list(
+        task_groups.run(
+          self._load(params=params),
+          self._tasks[name],
+          batch_size=self._batch_size,
+          report=lambda *_: beat(),
+        )
+      )
     if self._store:
-      self._store.add(dataclasses.replace(self._model, step=step), {}, scores)
+      model = dataclasses.replace(self._model, step=step)
+      for name, own in scores.items():
+        # Scores of single examples are for comparisons of trained models.
+        own = [dataclasses.replace(score, scores=()) for score in own]
+        self._store.add(model, {'evaluator': name}, own)
+    self._telemetry.record_scores(
+      step,
+      {
+        f'{score.task}/{score.metric}': score.value
+        for own in scores.values()
+        for score in own
+      },
+    )
     self._telemetry.record_evaluation(step, found.loss, found.accuracy)
     return found.loss

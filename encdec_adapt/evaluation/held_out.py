@@ -5,7 +5,6 @@ of other examples: where that is not clearly worse, an encoder-decoder does not
 use its encoder, and a decoder-only model hardly uses the prefix.
 """
 
-from collections.abc import Iterator
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +12,6 @@ import hashlib
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import perplexity, results
 from encdec_adapt.telemetry import progress
@@ -90,8 +88,13 @@ def scores(
     batches = setup.evaluation_batches(
       record_set, batch_size, where, teacher=teacher, **options
     )
-    told = progress.CountProgress(TASK, len(record_set))
-    return _evaluator(where)(loaded.params, _counted(batches, told, batch_size))
+    told = progress.CountProgress(TASK)
+    count = len(record_set)
+    # A batch is asked for when the one before it is on its way.
+    counted = (
+      (told(i * batch_size, count), batch)[1] for i, batch in enumerate(batches)
+    )
+    return _evaluator(where)(loaded.params, counted)
 
   own = measure()
   found = own.scores(TASK)
@@ -106,17 +109,6 @@ def scores(
     loss, *_ = measure(prefix_offset=len(record_set) // 2).scores(TASK)
     found.append(dataclasses.replace(loss, metric=SHUFFLED))
   return found
-
-
-def _counted(
-  batches: Iterator[batch_lib.Batch],
-  told: progress.CountProgress,
-  batch_size: int,
-) -> Iterator[batch_lib.Batch]:
-  """Passes batches on and prints progress."""
-  for number, batch in enumerate(batches):
-    told(number * batch_size)
-    yield batch
 
 
 @functools.cache

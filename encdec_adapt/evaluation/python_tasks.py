@@ -3,10 +3,10 @@ r"""Three local tasks made from the text that comes with Python.
     python -m encdec_adapt.evaluation.python_tasks --output=runs/python_tasks \
       --source=python:configs/decoders/held_out.txt
 
-`continuation`: which of four pieces of documentation follows. `next_word`:
-the next word, predicted greedily. `docstring`: the rest of a sentence of a
-docstring, generated and compared by chrF. Only held-out documents are used, and
-the same Python gives the same tasks.
+`continuation`: which of four pieces of documentation follows. `next_word`: the
+next word, predicted greedily. docstring.jsonl, for `evaluate --pairs`: the rest
+of a sentence, generated. Only held-out documents are used, and the same Python
+gives the same tasks.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from encdec_adapt.data import python_source
 from encdec_adapt.files import disk
 
 _CONTEXT = 240  # Characters before what is asked for.
-_LEAST, _MOST = 30, 90  # Characters of a continuation.
+_PER_TEXT = 12  # Most examples of a document.
 _WORD = re.compile(r' ([a-z]{3,12})(?=[ .,])')
-_SENTENCE = re.compile(r'[^.]{40,}\.(?=\s)')
+_SENTENCE = re.compile(r'(?<=\.)\s+[A-Z][^.]{40,}\.(?=\s)')
 
 define_flags = command.define(
   command.string('output', 'Folder of the task files.'),
@@ -33,7 +33,9 @@ define_flags = command.define(
     'python:FILE, where FILE lists the held-out documents.',
     default='python:configs/decoders/held_out.txt',
   ),
-  command.integer('examples', 'Examples of a task.', default=200, lower_bound=4),
+  command.integer(
+    'examples', 'Examples of a task.', default=200, lower_bound=4
+  ),
 )
 
 _TASKS = {
@@ -51,14 +53,6 @@ doc_to_text: "{{context}}"
 doc_to_target: "{{word}}"
 target_delimiter: " "
 metric_list: [{metric: acc}]
-""",
-  'docstring': """
-output_type: generate_until
-doc_to_text: "{{context}}"
-doc_to_target: "{{rest}}"
-target_delimiter: ""
-generation_kwargs: {until: ["."], max_gen_toks: 24}
-metric_list: [{metric: chrf}]
 """,
 }
 
@@ -82,15 +76,76 @@ def main(values: flags.FlagValues) -> int:
   }
   for name, make in makers.items():
     rows = list(make(texts, np.random.default_rng(0)))
-    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, values.examples).astype(int)] if len(rows) > values.examples else rows
+    places = np.linspace(0, len(rows) - 1, min(len(rows), values.examples))
+    rows = [rows[int(i)] for i in places]
     if not rows:
       raise errors.UserError(f'{values.source}: no example for {name}.')
     lines = ''.join(json.dumps(row) + '\n' for row in rows)
     (folder / f'{name}.jsonl').write_text(lines, encoding='utf-8')
-    (folder / f'{name}.yaml').write_text(
-      f'task: {name}\ndataset_path: json\n'
-      f'dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}\n'
-      f'test_split: test\n{_TASKS[name].lstrip()}'
-    )
-    print(f'{folder / name}.yaml: {len(rows)} examples')
+    if name in _TASKS:
+      (folder / f'{name}.yaml').write_text(
+        f'task: {name}\ndataset_path: json\n'
+        f'dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}\n'
+        f'test_split: test\n{_TASKS[name].lstrip()}'
+      )
+    print(f'{folder / name}.jsonl: {len(rows)} examples')
   return 0
+
+
+def _continuations(
+  texts: list[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+  """Yields a context and four pieces of text, one of which follows it."""
+  pieces = [piece for text in texts for piece in _sentences(text)]
+  for context, right in pieces:
+    others = [pieces[i][1] for i in rng.choice(len(pieces), 8, replace=False)]
+    # Pieces of equal length differ in what they say alone.
+    wrong = [x for x in others if x != right]
+    length = min(len(x) for x in [right, *wrong[:3]])
+    choices = [x[:length] for x in [right, *wrong[:3]]]
+    order = rng.permutation(4)
+    yield {
+      'context': context,
+      'choices': [choices[i] for i in order],
+      'answer': int(np.flatnonzero(order == 0)[0]),
+    }
+
+
+def _next_words(
+  texts: list[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+  """Yields a context and the word after it."""
+  for text in texts:
+    words = [m for m in _WORD.finditer(text) if m.start() >= _CONTEXT]
+    for i in sorted(rng.permutation(len(words))[:_PER_TEXT]):
+      start = words[i].start()
+      yield {'context': text[start - _CONTEXT : start], 'word': words[i][1]}
+
+
+def _docstrings(
+  texts: list[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+  """Yields a text that ends within a sentence, and the rest of the sentence."""
+  for text in texts:
+    for context, sentence in _sentences(text):
+      cut = sentence.find(' ', len(sentence) // 2)
+      if cut > 0:
+        # What ends a generation is not generated.
+        yield {
+          'input': context + sentence[:cut],
+          'target': sentence[cut:].rstrip('.').strip(),
+        }
+
+
+def _sentences(text: str) -> list[tuple[str, str]]:
+  """Returns some sentences of a text with the text before them."""
+  found = [
+    (text[m.start() - _CONTEXT : m.start()], ' ' + m[0].lstrip())
+    for m in _SENTENCE.finditer(text, _CONTEXT)
+    if len(m[0]) < 2 * _CONTEXT
+  ]
+  return found[:: max(1, len(found) // _PER_TEXT)][:_PER_TEXT]
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -5,9 +5,11 @@ with prompt templates (`prompted_task`), or a task of lm-eval, whose data come
 from the Hugging Face hub. Local tasks come before lm-eval's of the same name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import hashlib
 import importlib.util
+import json
 import logging
 import statistics
 from typing import Any
@@ -200,6 +202,33 @@ def plan(
   return Plan(tasks, groups, absent)
 
 
+def options(
+  name: str, content: Any, shots: int | None, limit: int | None
+) -> dict[str, Any]:
+  """Returns what decides the scores of a task of a plan.
+
+  Args:
+    name: name of the task.
+    content: content of its file, see `Plan`.
+    shots: examples in the context.
+    limit: most examples.
+  """
+  digest = hashlib.blake2b(digest_size=8)
+  if isinstance(content, prompted_task.PromptedTask):
+    digest.update(repr(content).encode())
+  elif content is not None:
+    named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
+    digest.update(json.dumps(content, sort_keys=True, default=named).encode())
+    for file in content['dataset_kwargs']['data_files'].values():
+      digest.update(paths.at(file).read_bytes())
+  return {
+    'task': name,
+    'shots': shots,
+    'limit': limit,
+    'content': digest.hexdigest() if content is not None else 'lm-eval',
+  }
+
+
 def run(
   loaded: loaded_model.LoadedModel,
   planned: Plan,
@@ -252,6 +281,19 @@ def run(
           yield score
   finally:
     adapter.stop()
+  yield from group_scores(planned, found.values())
+
+
+def group_scores(
+  planned: Plan, scores: Iterable[results.Score]
+) -> Iterator[results.Score]:
+  """Returns the mean of each group.
+
+  Args:
+    planned: the tasks.
+    scores: their scores; a group that lacks some says of how many it is.
+  """
+  found = {(score.task, score.metric): score for score in scores}
   for group, members in planned.groups.items():
     values = [
       found[key].value

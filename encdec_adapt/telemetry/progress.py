@@ -134,7 +134,6 @@ class CountProgress:
   def __init__(
     self,
     what: str,
-    total: int,
     *,
     every: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
@@ -143,27 +142,26 @@ class CountProgress:
 
     Args:
       what: name of the activity, such as a task.
-      total: number of examples.
       every: seconds between two lines.
       clock: returns seconds.
     """
-    self._what, self._total, self._every = what, total, every
-    self._clock = clock
+    self._what, self._every, self._clock = what, every, clock
     self._start = self._last = clock()
 
-  def __call__(self, done: int) -> None:
+  def __call__(self, done: int, total: int) -> None:
     """Prints a line if one is due.
 
     Args:
       done: number of examples that are done.
+      total: number of all examples.
     """
     now = self._clock()
     if not done or now - self._last < self._every:
       return
     self._last, rate = now, done / (now - self._start)
-    left = format_seconds(max(self._total - done, 0) / rate)
+    left = format_seconds((total - done) / rate)
     print(
-      f'{self._what}: {min(done, self._total):,} of {self._total:,} examples '
+      f'{self._what}: {done:,} of {total:,} examples '
       f' {rate:.3g} examples/s  {left} left',
       flush=True,
     )

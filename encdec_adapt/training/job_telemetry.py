@@ -146,6 +146,12 @@ class JobTelemetry:
     self._write('eval', step, values)
     self.evaluated = step
 
+  def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
+    """Writes and prints scores of evaluators, by name."""
+    shown = ', '.join(f'{name} {value:.4g}' for name, value in scores.items())
+    self._say(f'step {step}: {shown}')
+    self._write('scores', step, scores)
+
   def flush(self) -> None:
     """Makes what was written durable, before a checkpoint that counts on it."""
     if self._writer:

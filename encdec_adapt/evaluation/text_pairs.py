@@ -1,0 +1,122 @@
+"""Text to text: a model's answers to the inputs of pairs, and their metrics."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.cli import errors
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.evaluation import prompted_task, results, text_metrics
+from encdec_adapt.files import paths
+from encdec_adapt.inference import engine as engine_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+  """Pairs of a file.
+
+  Attributes:
+    name: name of the task.
+    inputs: texts that the model reads.
+    targets: references of each, at least one.
+  """
+
+  name: str
+  inputs: Sequence[str]
+  targets: Sequence[Sequence[str]]
+
+  def options(self, max_tokens: int) -> results.Options:
+    """Returns what decides the scores of a model."""
+    content = json.dumps([self.inputs, self.targets]).encode()
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return {'pairs': self.name, 'content': digest, 'max_tokens': max_tokens}
+
+
+def read(spec: str, limit: int | None = None) -> Pairs:
+  """Reads FILE.jsonl[#INPUT,TARGET].
+
+  Args:
+    spec: path of a file of JSON lines, and the fields of the texts, by default
+      input and target. A target may be a list of references.
+    limit: most pairs to read.
+
+  Raises:
+    UserError: the file cannot be read or has no pairs, or a line lacks a
+      field; names the line.
+  """
+  path, _, fields = spec.partition('#')
+  names = fields.split(',') if fields else ['input', 'target']
+  if len(names) != 2:
+    raise errors.UserError(f'--pairs={spec} must be FILE.jsonl#INPUT,TARGET.')
+  inputs, targets = [], []
+  for place, row in prompted_task.read_rows(path)[:limit]:
+    source, target = (row.get(name) for name in names)
+    references = [target] if isinstance(target, str) else target
+    is_list = isinstance(references, list) and references
+    if not isinstance(source, str) or not (
+      is_list and all(isinstance(x, str) for x in references)
+    ):
+      raise errors.UserError(
+        f'{place}: {names[0]} must be a text and {names[1]} a text or a list of'
+        f' texts; its fields are {sorted(row)}.'
+      )
+    inputs.append(source)
+    targets.append(references)
+  return Pairs(paths.at(path).stem, inputs, targets)
+
+
+def check(stored: stored_model.StoredModel) -> None:
+  """Checks that a model can answer in text.
+
+  Raises:
+    UserError: it has no tokenizer.
+  """
+  if stored.open_vocabularies() is None:
+    raise errors.UserError(
+      f'{stored.path} has no tokenizer to read texts with; put its'
+      ' tokenizer.model or tokenizer.json into the folder of the weights.'
+    )
+
+
+def scores(
+  loaded: loaded_model.LoadedModel,
+  pairs: Pairs,
+  *,
+  rows: int,
+  max_tokens: int,
+  report: Callable[[int, int], Any],
+) -> list[results.Score]:
+  """Generates greedily and compares with the references.
+
+  Args:
+    loaded: the model.
+    pairs: result of `read`.
+    rows: prompts at a time; divides over the model's devices.
+    max_tokens: most tokens of an answer.
+    report: called with the number of answers done and of all.
+  """
+  opened = loaded.stored.open_vocabularies()
+  reader = opened.sides[next(iter(loaded.config.stacks))]
+  writer = opened.decoder
+
+  def decode(tokens: np.ndarray) -> str:
+    """Returns the text of generated tokens."""
+    known = np.where(tokens < writer.size, tokens, writer.pad)
+    return writer.decode(known, start=False)
+
+  requests = [
+    engine_lib.Request(
+      np.array([reader.bos, *reader.encode(text)], np.int32), max_tokens
+    )
+    for text in pairs.inputs
+  ]
+  answers = [''] * len(requests)
+  engine = loaded.engine(rows=rows, decode=decode)
+  for done, (i, completion) in enumerate(engine.run(requests), 1):
+    answers[i] = completion.text.strip()
+    report(done, len(requests))
+  return text_metrics.score(pairs.name, answers, pairs.targets)
