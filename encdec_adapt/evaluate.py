@@ -17,9 +17,7 @@ import time
 from typing import Any
 
 from absl import flags
-import jax.numpy as jnp
 
-from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.conversion import loaded_model, stored_model
@@ -94,7 +92,8 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'checkpoint', 'output')
   given = [path.rstrip('/') for path in values.checkpoint]
   _check_repeated(given)
-  evaluations = _evaluations(values)
+  planned = _plan(values)
+  evaluations = _evaluations(values, planned)
   if values.correlate and len(values.checkpoint) < 3:
     raise errors.UserError(
       f'--correlate={values.correlate} needs at least 3 models;'
@@ -109,13 +108,15 @@ def main(values: flags.FlagValues) -> int:
   scores: dict[str, list[results.Score]] = {}
   with lock.hold(values.output), results.Store(values.output) as store:
     for path, stored in models.items():
-      scores[names[path]] = evaluate(
+      found = evaluate(
         results.Model(path, stored.step, stored.fingerprint),
         stored,
         evaluations,
         store,
         values,
       )
+      means = task_groups.group_scores(planned, found)
+      scores[names[path]] = [*found, *means]
     _report(values, models, scores)
   return 0
 
@@ -128,8 +129,10 @@ def _check_repeated(paths: Sequence[str]) -> None:
     )
 
 
-def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
-  """Returns what the flags ask for.
+def _evaluations(
+  values: flags.FlagValues, planned: task_groups.Plan
+) -> list[Evaluation]:
+  """Returns what the flags ask for, with the tasks of a plan.
 
   Raises:
     UserError: a flag is wrong, or there is nothing to do.
@@ -145,7 +148,7 @@ def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
         lambda stored: held_out.check(stored, record_set),
       )
     )
-  found += _task_evaluations(values)
+  found += _task_evaluations(values, planned)
   if values.pairs:
     found.append(_pairs_evaluation(values))
   if values.cost:
@@ -165,9 +168,10 @@ def _evaluations(values: flags.FlagValues) -> list[Evaluation]:
   return found
 
 
-def _task_evaluations(values: flags.FlagValues) -> list[Evaluation]:
+def _task_evaluations(
+  values: flags.FlagValues, planned: task_groups.Plan
+) -> list[Evaluation]:
   """Returns one evaluation per task, so that a restart repeats one at most."""
-  planned = _plan(values)
   if planned.absent:
     print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
 
@@ -257,7 +261,7 @@ def evaluate(
   done = len(evaluations) - len(missing)
   print(f'{model.run}: {len(missing)} evaluations, {done} done before')
   if missing:
-    loaded = load(stored)
+    loaded = loaded_model.read_as_trained(stored)
     shards = loaded.batch_shards
     rows = -(-values.batch_size // shards) * shards
   for number, evaluation in enumerate(missing, 1):
@@ -276,15 +280,6 @@ def evaluate(
     for evaluation in evaluations
     for score in store.find(model, evaluation.options)
   ]
-
-
-def load(stored: stored_model.StoredModel) -> loaded_model.LoadedModel:
-  """Reads the parameters, over all devices, to compute as the run did."""
-  dtype = jnp.dtype('float32')
-  if stored.step is not None:
-    dtype = jnp.dtype(config_lib.load_run(str(stored.path)).compute.dtype)
-  mesh = loaded_model.inference_mesh(stored.model)
-  return loaded_model.read(stored, dtype=dtype, mesh=mesh)
 
 
 def _report(

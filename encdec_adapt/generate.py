@@ -28,10 +28,8 @@ import time
 from typing import Any
 
 from absl import flags
-from jax import numpy as jnp
 import numpy as np
 
-from encdec_adapt import config as config_lib
 from encdec_adapt.cli import command, errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
@@ -309,17 +307,6 @@ def _encode(
   return encoded
 
 
-def _load(
-  stored: stored_model.StoredModel,
-) -> loaded_model.LoadedModel:
-  """Reads the parameters, over all devices, to compute as the run did."""
-  dtype = jnp.dtype('float32')
-  if stored.step is not None:
-    dtype = jnp.dtype(config_lib.load_run(str(stored.path)).compute.dtype)
-  mesh = loaded_model.inference_mesh(stored.model)
-  return loaded_model.read(stored, dtype=dtype, mesh=mesh)
-
-
 def _continue(
   stored: stored_model.StoredModel,
   opened: vocabularies.Opened,
@@ -336,20 +323,13 @@ def _continue(
     indices: index of each prompt.
     values: the flags of the command.
   """
-  loaded, writer = _load(stored), opened.decoder
+  loaded, writer = loaded_model.read_as_trained(stored), opened.decoder
   ends = list(loaded.special_ids['eos'])
   if values.chat:
     ends.append(chat_format.end_of_turn(writer))
 
-  def decode(tokens: np.ndarray) -> str:
-    """Returns the text of generated tokens."""
-    # A table may have more rows than the vocabulary has tokens; no text has
-    # those ids.
-    known = np.where(tokens < writer.size, tokens, writer.pad)
-    return writer.decode(known, start=False)
-
   rows = _rows(loaded, values.batch_size, len(encoded) * values.beams)
-  made = loaded.engine(rows=rows, int8=values.int8, eos=ends, decode=decode)
+  made = loaded.engine(rows=rows, int8=values.int8, eos=ends)
   if values.beams > 1:
     completions = beam_search.search(
       made,
@@ -386,7 +366,7 @@ def _embed(
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
   del opened
-  loaded = _load(stored)
+  loaded = loaded_model.read_as_trained(stored)
   found = embeddings.embed(
     loaded.model,
     loaded.params,

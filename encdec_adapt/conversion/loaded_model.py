@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.inference import engine as engine_lib
@@ -78,6 +79,23 @@ class LoadedModel:
     folders = source_files.folders(self.stored.path)
     return source_files.special_ids(folders, self.stored.open_vocabularies())
 
+  @functools.cached_property
+  def _decode(self) -> Callable[[np.ndarray], str] | None:
+    """Turns generated tokens into text; None without a tokenizer."""
+    opened = self.stored and self.stored.open_vocabularies()
+    if not opened:
+      return None
+    one = opened.decoder
+
+    def decode(tokens: np.ndarray) -> str:
+      """Returns the text of tokens."""
+      # A table may have more rows than the vocabulary has tokens; no text has
+      # those ids.
+      known = np.where(tokens < one.size, tokens, one.pad)
+      return one.decode(known, start=False)
+
+    return decode
+
   def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
     """Returns the encoder's states after its final norm, [B, S, E].
 
@@ -135,7 +153,8 @@ class LoadedModel:
     Args:
       rows: rows of the batch.
       int8: whether to keep kernels as 8-bit integers.
-      decode: turns token ids into text; needed for stop strings.
+      decode: turns token ids into text; by default as the model's tokenizer
+        does, if it has one. Stop strings need it.
       bos: first token of an encoder-decoder's decoder. Default of `bos`, `eos`
         and `pad`: `special_ids`.
       eos: token, or several, that ends a row.
@@ -164,7 +183,7 @@ class LoadedModel:
         pad=ids['pad'],
       ),
       rows=rows,
-      decode=decode,
+      decode=decode or self._decode,
       mesh=self.where.mesh,
       rules=self.where.rules,
       int8=int8,
@@ -263,6 +282,19 @@ class LoadedModel:
   def _require_encoder(self) -> None:
     if not isinstance(self.config, model_config.EncoderDecoderConfig):
       raise errors.UserError('a decoder-only model has no encoder.')
+
+
+def read_as_trained(stored: stored_model.StoredModel) -> LoadedModel:
+  """Reads a model over all devices, to compute as its run does.
+
+  Args:
+    stored: the opened model; that of a folder computes in fp32.
+  """
+  dtype = 'float32'
+  if stored.step is not None:
+    dtype = config_lib.load_run(str(stored.path)).compute.dtype
+  mesh = inference_mesh(stored.model)
+  return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
 def inference_mesh(config: model_config.ModelConfig) -> Mesh:

@@ -159,13 +159,13 @@ class Evaluators:
         # Scores of single examples are for comparisons of trained models.
         own = [dataclasses.replace(score, scores=()) for score in own]
         self._store.add(model, {'evaluator': name}, own)
-    self._telemetry.record_scores(
-      step,
-      {
-        f'{score.task}/{score.metric}': score.value
-        for own in scores.values()
-        for score in own
-      },
-    )
+    of_tasks = {
+      f'{score.task}/{score.metric}': score.value
+      for name, own in scores.items()
+      if name != train_section.LOSS
+      for score in own
+    }
+    if of_tasks:
+      self._telemetry.record_scores(step, of_tasks)
     self._telemetry.record_evaluation(step, found.loss, found.accuracy)
     return found.loss

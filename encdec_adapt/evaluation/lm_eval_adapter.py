@@ -196,15 +196,8 @@ class Adapter(lm_eval_model.TemplateLM):
     )
 
   def _run_generate(self, work: Sequence[Any]) -> Any:
-    def decode(tokens: np.ndarray) -> str:
-      """Returns the text of generated tokens."""
-      known = np.where(tokens < self._writer.size, tokens, self._writer.pad)
-      return self._writer.decode(known, start=False)
-
     shards = self._loaded.batch_shards
-    made = self._loaded.engine(
-      rows=-(-self._batch_size // shards) * shards, decode=decode
-    )
+    made = self._loaded.engine(rows=-(-self._batch_size // shards) * shards)
     requests = [
       engine.Request(
         np.array(self._prompt(tokens, options['max_tokens']), np.int32),

@@ -101,13 +101,6 @@ def scores(
   """
   opened = loaded.stored.open_vocabularies()
   reader = opened.sides[next(iter(loaded.config.stacks))]
-  writer = opened.decoder
-
-  def decode(tokens: np.ndarray) -> str:
-    """Returns the text of generated tokens."""
-    known = np.where(tokens < writer.size, tokens, writer.pad)
-    return writer.decode(known, start=False)
-
   requests = [
     engine_lib.Request(
       np.array([reader.bos, *reader.encode(text)], np.int32), max_tokens
@@ -115,7 +108,7 @@ def scores(
     for text in pairs.inputs
   ]
   answers = [''] * len(requests)
-  engine = loaded.engine(rows=rows, decode=decode)
+  engine = loaded.engine(rows=rows)
   for done, (i, completion) in enumerate(engine.run(requests), 1):
     answers[i] = completion.text.strip()
     report(done, len(requests))

@@ -99,7 +99,7 @@ def test_what_is_there_is_not_evaluated_again(
 def test_bad_input_before_any_work(
   folder, gemma, wide, flags, words, monkeypatch, tmp_path
 ):
-  monkeypatch.setattr(evaluate, 'load', None)
+  monkeypatch.setattr(loaded_model, 'read_as_trained', None)
   given = [flag.format(gemma=gemma, wide=wide) for flag in flags]
   base = [
     f'--records={folder}/prefix_lm/eval',
