@@ -6,6 +6,7 @@ import pytest
 
 from encdec_adapt import evaluate
 from encdec_adapt.cli import errors
+from encdec_adapt.conversion import loaded_model
 from encdec_adapt.evaluation import results
 from tests import tiny
 
@@ -66,9 +67,11 @@ def test_what_is_there_is_not_evaluated_again(
   cut = ''.join(content.splitlines(keepends=True)[: half + 2])
   path.write_text(cut + content[len(cut) :][:40])
   read = []
-  load = evaluate.load
+  load = loaded_model.read_as_trained
   monkeypatch.setattr(
-    evaluate, 'load', lambda stored: read.append(stored.path) or load(stored)
+    loaded_model,
+    'read_as_trained',
+    lambda stored: read.append(stored.path) or load(stored),
   )
   assert tiny.call(evaluate, *_flags(folder, gemma, adapted)) == 0
   assert read == [adapted]
