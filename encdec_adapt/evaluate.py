@@ -33,6 +33,7 @@ from encdec_adapt.evaluation import (
   text_pairs,
 )
 from encdec_adapt.files import paths
+from encdec_adapt.inference import quantization
 from encdec_adapt.telemetry import environment, progress
 
 define_flags = command.define(
@@ -65,6 +66,9 @@ define_flags = command.define(
     ' by + are averaged, TASK/METRIC names another metric than the first.',
   ),
   command.integer('batch_size', 'Rows at a time.', default=16, lower_bound=1),
+  command.boolean(
+    'int8', 'Round kernels to 8-bit integers, as `generate --int8` does.'
+  ),
   command.boolean('redo', 'Evaluate again what the results have.'),
 )
 
@@ -109,7 +113,9 @@ def main(values: flags.FlagValues) -> int:
   with lock.hold(values.output), results.Store(values.output) as store:
     for path, stored in models.items():
       found = evaluate(
-        results.Model(path, stored.step, stored.fingerprint),
+        results.Model(
+          path, stored.step, stored.fingerprint + '-int8' * values.int8
+        ),
         stored,
         evaluations,
         store,
@@ -262,6 +268,11 @@ def evaluate(
   print(f'{model.run}: {len(missing)} evaluations, {done} done before')
   if missing:
     loaded = loaded_model.read_as_trained(stored)
+    if values.int8:
+      loaded = dataclasses.replace(
+        loaded,
+        params=quantization.rounded(loaded.params, loaded.model.table),
+      )
     shards = loaded.batch_shards
     rows = -(-values.batch_size // shards) * shards
   for number, evaluation in enumerate(missing, 1):

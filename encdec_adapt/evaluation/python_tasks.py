@@ -50,8 +50,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
   'next_word': """
 output_type: loglikelihood
 doc_to_text: "{{context}}"
-doc_to_target: "{{word}}"
-target_delimiter: " "
+doc_to_target: "{{' ' + word}}"
 metric_list: [{metric: acc}]
 """,
 }

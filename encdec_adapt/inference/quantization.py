@@ -92,3 +92,13 @@ def dequantize(params: decoder_only.Params, dtype: str) -> decoder_only.Params:
     return leaf.values.astype(dtype) * leaf.scale.astype(dtype)
 
   return jax.tree.map(of, params, is_leaf=lambda x: isinstance(x, Quantized))
+
+
+@jax.jit(static_argnames='table')
+def _rounded(params: decoder_only.Params, table: Any) -> decoder_only.Params:
+  return dequantize(quantize(params, dict(table)), 'float32')
+
+
+def rounded(params: decoder_only.Params, table: Table) -> decoder_only.Params:
+  """Returns fp32 parameters as integers keep them, to measure what is lost."""
+  return _rounded(params, tuple(table.items()))
