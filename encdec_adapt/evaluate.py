@@ -114,7 +114,9 @@ def main(values: flags.FlagValues) -> int:
     for path, stored in models.items():
       found = evaluate(
         results.Model(
-          path, stored.step, stored.fingerprint + '-int8' * values.int8
+          path,
+          stored.step,
+          stored.fingerprint + ('-int8' if values.int8 else ''),
         ),
         stored,
         evaluations,
