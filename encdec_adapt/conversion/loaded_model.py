@@ -309,9 +309,10 @@ def inference_mesh(config: model_config.ModelConfig) -> Mesh:
     for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
   ]
   tensor = math.gcd(jax.device_count(), *sizes)
-  return mesh_lib.make_mesh(
-    mesh_lib.MeshConfig(fsdp=jax.device_count() // tensor, tensor=tensor)
+  groups = mesh_lib.in_groups(
+    jax.device_count() // tensor, rules_lib.VOCABULARY_GROUP
   )
+  return mesh_lib.make_mesh(dataclasses.replace(groups, tensor=tensor))
 
 
 def load(

@@ -79,49 +79,26 @@ _IT = (
   Member('mgsm_direct_en', 8, 'exact_match,remove_whitespace'),
 )
 # Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
-_EAI = tuple(
-  Member(task, 0, metric)
-  for task, metric in (
-    *((f'anli_r{i}', 'acc') for i in (1, 2, 3)),
-    ('arc_challenge', 'acc'),
-    ('arc_easy', 'acc'),
-    ('boolq', 'acc'),
-    ('cb', 'acc'),
-    ('copa', 'acc'),
-    ('headqa_en', 'acc'),
-    ('hellaswag', 'acc'),
-    ('lambada_openai', 'acc'),
-    ('logiqa', 'acc'),
-    ('mathqa', 'acc'),
-    ('mrpc', 'acc'),
-    ('multirc', 'acc'),
-    ('openbookqa', 'acc'),
-    ('piqa', 'acc'),
-    ('prost', 'acc'),
-    ('pubmedqa', 'acc'),
-    ('qnli', 'acc'),
-    ('qqp', 'acc'),
-    ('race', 'acc'),
-    ('rte', 'acc'),
-    ('sciq', 'acc'),
-    ('sst2', 'acc'),
-    ('triviaqa', 'exact_match,remove_whitespace'),
-    ('webqs', 'exact_match'),
-    ('wic', 'acc'),
-    ('winogrande', 'acc'),
-    ('wnli', 'acc'),
-    ('wsc', 'acc'),
-  )
+_EAI = (
+  *(
+    Member(task, 0, 'acc')
+    for task in (
+      'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
+      ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa'
+      ' prost pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
+    ).split()
+  ),
+  Member('triviaqa', 0, 'exact_match,remove_whitespace'),
+  Member('webqs', 0, 'exact_match'),
 )
 # The same, section 3.3: rank classification over all prompts of P3; the mean
 # of the medians. All are local tasks with templates, named like this.
 _T0 = tuple(
   Member(task, None, 'median')
   for task in (
-    *(f'anli_r{i}' for i in (1, 2, 3)),
-    *('cb', 'rte', 'copa', 'hellaswag', 'story_cloze', 'wic', 'wsc'),
-    'winogrande',
-  )
+    'anli_r1 anli_r2 anli_r3 cb rte copa hellaswag story_cloze wic wsc'
+    ' winogrande'
+  ).split()
 )
 GROUPS: Mapping[str, tuple[Member, ...]] = {
   'pt': _PT,

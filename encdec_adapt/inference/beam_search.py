@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.cli import errors
+from encdec_adapt.inference import decoding, quantization, sampling
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import quantization, sampling
 from encdec_adapt.models import build, decoder_only
 from encdec_adapt.models import cache as caches
 
@@ -122,7 +122,7 @@ def search(
 def _search(
   model: build.Model,
   params: decoder_only.Params,
-  state: engine_lib.State,
+  state: decoding.State,
   eos: Int[Array, 'k'],
   penalty: Float[Array, ''],
   real: Bool[Array, 'b'],

@@ -18,7 +18,7 @@ from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation import perplexity
-from encdec_adapt.inference import engine
+from encdec_adapt.inference import decoding
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import model_flops as formula
@@ -268,7 +268,7 @@ def _decode(job: Job) -> Program:
   where = dataclasses.replace(job.where, model=model, dtype=job.compute.dtype)
   params = where.abstract_params()
   state = jax.eval_shape(
-    functools.partial(engine.start, model, job.rows, lengths.decoder, source)
+    functools.partial(decoding.start, model, job.rows, lengths.decoder, source)
   )
   state, cache = state._replace(cache=None), state.cache
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -277,7 +277,7 @@ def _decode(job: Job) -> Program:
     """Generates one token of every row."""
     with partition.use(mesh, rules.as_dict()):
       state = state._replace(cache=cache)
-      return engine.advance(model, params, state, eos, sampled=False)
+      return decoding.advance(model, params, state, eos, sampled=False)
 
   axes = {
     'parameters': where.axes(params),

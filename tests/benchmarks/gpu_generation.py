@@ -17,6 +17,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import execution, model_flops, presets
 from encdec_adapt.planning import chips
@@ -72,11 +73,11 @@ def _measure(
   prompt = np.full(arguments.prompt, 7, np.int32)
   requests = [engine_lib.Request(prompt, arguments.tokens)] * rows
 
-  def prefill() -> engine_lib.State:
+  def prefill() -> decoding.State:
     """Reads all prompts."""
     return jax.block_until_ready(engine.read(requests, rows))
 
-  def decode(state: engine_lib.State, steps: int) -> engine_lib.State:
+  def decode(state: decoding.State, steps: int) -> decoding.State:
     """Generates tokens for all rows."""
     eos = jnp.array([-1], jnp.int32)
     wake, count = np.int32(rows + 1), np.int32(steps)

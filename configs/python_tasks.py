@@ -1,6 +1,6 @@
 r"""Three local tasks made from the text that comes with Python.
 
-    python -m encdec_adapt.evaluation.python_tasks --output=runs/python_tasks \
+    python -m configs.python_tasks --output=runs/python_tasks \
       --source=python:configs/decoders/held_out.txt
 
 `continuation`: which of four pieces of documentation follows. `next_word`: the

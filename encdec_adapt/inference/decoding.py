@@ -1,0 +1,297 @@
+"""Compiled programs of the inference engine, and the state that they share.
+
+`prefill` reads prompts into rows of the state, `decode` generates tokens for
+all rows. Pure functions; `Programs` compiles them for a model on a mesh.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from encdec_adapt.inference import quantization
+from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.models import cache as caches
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import compiler
+from encdec_adapt.sharding import rules as rules_lib
+
+
+class State(NamedTuple):
+  """What the programs share, on the devices; [B] each unless stated.
+
+  `count` tokens of a row are in `tokens` and `log_probs` [B, length]. `seen`
+  [B, V] is None without repetition penalties.
+  """
+
+  cache: caches.Cache
+  last: Int[Array, 'B']
+  done: Bool[Array, 'B']
+  count: Int[Array, 'B']
+  limit: Int[Array, 'B']
+  tokens: Int[Array, 'B length']
+  log_probs: Float[Array, 'B length']
+  options: sampling_lib.Options
+  seen: Bool[Array, 'B V'] | None
+
+
+class Group(NamedTuple):
+  """Prompts to put into rows; [b] each unless stated.
+
+  `rows` beyond the batch are dropped: they fill the group up.
+  """
+
+  tokens: Int[Array, 'b S']
+  lengths: Int[Array, 'b']
+  rows: Int[Array, 'b']
+  limit: Int[Array, 'b']
+  options: sampling_lib.Options
+
+
+@functools.lru_cache(maxsize=16)
+class Programs:
+  """The compiled programs of a model on a mesh; equal models share them."""
+
+  def __init__(self, model: build.Model, mesh: Mesh, rules: rules_lib.Rules):
+    """Prepares the programs.
+
+    Args:
+      model: a model from `build.unroll`.
+      mesh: the device mesh.
+      rules: meaning of logical axes on it.
+    """
+    self.model, self.mesh, self.rules = model, mesh, rules
+    # The state is updated in place.
+    self.prefill = self.compile(prefill, donate_argnums=1)
+    self.decode = self.compile(
+      decode, donate_argnums=1, static_argnames='sampled'
+    )
+    self.start = self.compile(start, static_argnums=(0, 1, 2))
+    self.resize = self.compile(resize, static_argnums=(1, 2))
+    self.track_seen = self.compile(track_seen, donate_argnums=0)
+
+  @functools.cache  # noqa: B019  Programs live as long as their cache.
+  def compile(self, fn: Callable[..., Any], **options: Any) -> Any:
+    """Returns `fn` of the model, compiled under the mesh; equal calls share it.
+
+    Args:
+      fn: takes the model first.
+      **options: of `jax.jit`, for the other arguments.
+    """
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+      with partition.use(self.mesh, self.rules.as_dict()):
+        return fn(self.model, *args, **kwargs)
+
+    return jax.jit(run, compiler_options=compiler.options(self.mesh), **options)
+
+
+def start(model: build.Model, rows: int, length: int, source: int) -> State:
+  """Makes the state of a batch without requests.
+
+  Args:
+    model: a model from `build.unroll`.
+    rows: rows of the batch.
+    length: positions of the decoder per row.
+    source: tokens of the encoder per row.
+  """
+  integers = jnp.zeros(rows, jnp.int32)
+  free = sampling_lib.stack([sampling_lib.SamplingConfig()] * rows)
+  return State(
+    cache=model.init_cache(rows, length, source),
+    last=integers,
+    done=jnp.ones(rows, bool),
+    count=integers,
+    limit=integers,
+    tokens=jnp.zeros((rows, length), jnp.int32),
+    log_probs=jnp.zeros((rows, length), jnp.float32),
+    options=jax.tree.map(jnp.asarray, free),
+    seen=None,
+  )
+
+
+def resize(model: build.Model, state: State, length: int, source: int) -> State:
+  """Gives the state other lengths, which its rows in use must fit."""
+
+  def fit(x: jax.Array) -> jax.Array:
+    """Cuts or pads [B, length]."""
+    x = x[:, :length]
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
+
+  return state._replace(
+    cache=caches.resize(model.config.decoder, state.cache, length, source),
+    tokens=fit(state.tokens),
+    log_probs=fit(state.log_probs),
+  )
+
+
+def track_seen(model: build.Model, state: State) -> State:
+  """Adds the tokens that each row has read, for repetition penalties."""
+  shape = len(state.last), model.config.decoder.vocab_size
+  return state._replace(seen=jnp.zeros(shape, bool))
+
+
+def prefill(
+  model: build.Model,
+  params: decoder_only.Params,
+  state: State,
+  group: Group,
+  bos: Int[Array, ''] | int,
+) -> State:
+  """Reads prompts and puts them into rows of the state.
+
+  The last token of a decoder-only prompt is read again by the first step of
+  `decode`, as an encoder-decoder's BOS is.
+
+  Args:
+    model: a model from `build.unroll`.
+    params: its parameters, of `prepare`.
+    state: the state.
+    group: the prompts.
+    bos: first token of an encoder-decoder's decoder.
+  """
+  params = quantization.dequantize(params, model.compute.dtype)
+  positions = jnp.broadcast_to(
+    jnp.arange(group.tokens.shape[1]), group.tokens.shape
+  )
+  segments = (positions < group.lengths[:, None]).astype(jnp.int32)
+  insert = functools.partial(
+    caches.insert, model.config.decoder, state.cache, group.rows
+  )
+  if isinstance(model.config, model_config.EncoderDecoderConfig):
+    encoded = model.encode(params, group.tokens, segments, positions)
+    cache = insert(
+      cross=model.prefill_cross(params, encoded), encoder_segments=segments
+    )
+    read = jnp.full((len(group.rows), 1), bos)
+    last = read[:, 0]
+  else:
+    entries = model.prefill(params, group.tokens, segments, positions)
+    cache = insert(prompt=entries, lengths=group.lengths)
+    read = group.tokens
+    last = jnp.take_along_axis(read, group.lengths[:, None] - 1, axis=1)[:, 0]
+    read = jnp.where(segments > 0, read, last[:, None])
+
+  def put(old: jax.Array, new: Any) -> jax.Array:
+    """Replaces the rows of the group."""
+    return old.at[group.rows].set(new, mode='drop')
+
+  seen = state.seen
+  if seen is not None:
+    group_seen = jnp.zeros((len(read), seen.shape[1]), bool)
+    group_seen = group_seen.at[jnp.arange(len(read))[:, None], read].set(True)
+    seen = put(seen, group_seen)
+  return state._replace(
+    cache=cache,
+    last=put(state.last, last),
+    done=put(state.done, False),
+    count=put(state.count, 0),
+    limit=put(state.limit, group.limit),
+    options=jax.tree.map(put, state.options, group.options),
+    seen=seen,
+  )
+
+
+def decode(
+  model: build.Model,
+  params: decoder_only.Params,
+  state: State,
+  eos: Int[Array, 'k'],
+  wake: Int[Array, ''],
+  steps: Int[Array, ''],
+  *,
+  sampled: bool,
+) -> State:
+  """Generates tokens until rows are free.
+
+  Args:
+    model: a model from `build.unroll`.
+    params: its parameters, of `prepare`.
+    state: the state.
+    eos: tokens that end a row.
+    wake: number of free rows at which to return.
+    steps: most tokens to generate per row.
+    sampled: whether any row has a temperature above 0.
+  """
+
+  def is_going_on(carry: tuple[jax.Array, State]) -> jax.Array:
+    """Returns whether to generate another token."""
+    step, state = carry
+    return (step < steps) & (jnp.sum(state.done) < wake)
+
+  def generate(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+    """Generates one token per row."""
+    step, state = carry
+    return step + 1, advance(model, params, state, eos, sampled=sampled)
+
+  _, state = jax.lax.while_loop(
+    is_going_on, generate, (jnp.zeros((), jnp.int32), state)
+  )
+  # Every process reads these.
+  return state._replace(
+    **{
+      name: partition.shard(leaf, *[None] * leaf.ndim)
+      for name, leaf in state._asdict().items()
+      if name in ('done', 'count', 'tokens', 'log_probs')
+    }
+  )
+
+
+def advance(
+  model: build.Model,
+  params: decoder_only.Params,
+  state: State,
+  eos: Int[Array, 'k'],
+  *,
+  sampled: bool,
+) -> State:
+  """Generates one token per row; arguments as `decode`."""
+  rows = jnp.arange(len(state.last))
+  # Inside the loop, so that no kernels in the dtype of the computation are
+  # kept beside the integers.
+  weights = quantization.dequantize(params, model.compute.dtype)
+  hidden, cache = model.decode_step(weights, state.last, state.cache)
+  logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
+  adjusted, seen, options = logits, state.seen, state.options
+  if seen is not None:
+    adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
+  chosen = sampling_lib.choose_likeliest(adjusted)
+  if sampled:
+    keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
+    chosen = sampling_lib.draw(
+      adjusted, keys(options.seed, state.count), options
+    )
+  log_probs = jnp.take_along_axis(
+    jax.nn.log_softmax(logits), chosen[:, None], axis=1
+  )[:, 0]
+  going = ~state.done
+  # Rows that are done write beyond the end, which is dropped.
+  place = jnp.where(going, state.count, state.tokens.shape[1])
+  if seen is not None:
+    seen = seen.at[rows, chosen].set(True)
+  return state._replace(
+    cache=cache,
+    last=jnp.where(going, chosen, state.last),
+    done=state.done | jnp.isin(chosen, eos) | (state.count + 1 >= state.limit),
+    count=state.count + going,
+    tokens=state.tokens.at[rows, place].set(chosen, mode='drop'),
+    log_probs=state.log_probs.at[rows, place].set(log_probs, mode='drop'),
+    seen=seen,
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames='int8')
+def prepare(
+  model: build.Model, params: decoder_only.Params, *, int8: bool
+) -> decoder_only.Params:
+  """Returns parameters of a model as its programs take them."""
+  params = quantization.cast(params, model.table, model.compute.dtype)
+  if int8:
+    params = quantization.quantize(params, model.table)
+  return build.unroll_params(model, params)
