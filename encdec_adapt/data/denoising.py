@@ -283,7 +283,8 @@ class Denoising(objectives.WindowObjective):
     mode = self._modes[denoiser.mode]
     if denoiser.kind == 'uniform':
       middle = objectives.uniform_split(rng.random(), len(window))
-      pair = batch.Pair(window[:middle], window[middle:])
+      inputs = np.concatenate([mode, window[:middle]])
+      pair = batch.Pair(inputs, window[middle:])
       noise = len(window) - middle
     else:
       noise, spans = denoiser.counts(len(window))
@@ -293,11 +294,10 @@ class Denoising(objectives.WindowObjective):
         partition(len(window) - noise, spans, rng),
         hide(noise, spans, rng),
         self._sentinels_of(spans),
+        mode,
       )
     self.count_hidden(denoiser.label, len(window), noise)
-    if not len(mode):
-      return pair
-    return batch.Pair(np.concatenate([mode, pair.inputs]), pair.targets)
+    return pair
 
   def _sentinels_of(self, spans: int) -> np.ndarray:
     """Returns the ids that stand for the spans of a window, in order."""
@@ -338,53 +338,52 @@ def _window_of_inputs(denoiser: Denoiser, encoder: int) -> int:
 
 
 def partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-  """Draws lengths of at least 1 that sum to `total`, uniformly.
+  """Divides `total` into parts of at least 1, uniformly.
 
   Args:
     total: at least `parts`; or any number for one part.
-    parts: number of lengths, at least 1.
+    parts: number of parts, at least 1.
     rng: used only if there is a choice.
 
   Returns:
-    int64 [parts].
+    The end of every part, int64 [parts]; the last is `total`.
   """
+  ends = np.empty(parts, np.int64)
+  ends[-1] = total
   if parts == 1:
-    return np.array([total])
-  bounds = np.empty(parts + 1, np.int64)
-  bounds[0], bounds[-1] = 0, total
+    return ends
   if total < _FEW:
     places = rng.permutation(total - 1)[: parts - 1]
   else:
     places = rng.choice(total - 1, parts - 1, replace=False)
   places.sort()
-  bounds[1:-1] = places + 1
-  return bounds[1:] - bounds[:-1]
+  np.add(places, 1, out=ends[:-1])
+  return ends
 
 
 def normal_partition(
   total: int, parts: int, rng: np.random.Generator
 ) -> np.ndarray:
-  """Draws normally distributed lengths of at least 1 that sum to `total`.
+  """Divides `total` into normally distributed parts of at least 1.
 
   Their standard deviation is half of the mean before lengths below 1 become 1
   and all are scaled to the sum.
 
   Args:
     total: at least `parts`.
-    parts: number of lengths, at least 1.
+    parts: number of parts, at least 1.
     rng: draws the lengths.
 
   Returns:
-    int64 [parts].
+    The end of every part, int64 [parts]; the last is `total`.
   """
   mean = total / parts
   # What is beyond 1, which every length has.
   drawn = np.maximum(rng.normal(mean - 1, mean / 2, parts), 0)
   share = drawn / drawn.sum() if drawn.any() else np.full(parts, 1 / parts)
-  bounds = np.concatenate([[0], np.cumsum(share)])
-  ends = np.round(bounds * (total - parts)).astype(np.int64)
+  ends = np.round(np.cumsum(share) * (total - parts)).astype(np.int64)
   ends[-1] = total - parts
-  return np.diff(ends) + 1
+  return ends + np.arange(1, parts + 1)
 
 
 def corrupt_spans(
@@ -392,38 +391,41 @@ def corrupt_spans(
   kept: np.ndarray,
   hidden: np.ndarray,
   sentinels: np.ndarray,
+  mode: np.ndarray,
 ) -> batch.Pair:
   """Replaces spans by sentinels.
 
   Args:
     window: int32 [w].
-    kept: int [k], lengths of the visible runs, each before its span.
-    hidden: int [k], lengths of the spans; kept and hidden sum to w.
+    kept: int [k], visible tokens before each span.
+    hidden: int [k], hidden tokens up to the end of each span; the last of kept
+      and hidden sum to w.
     sentinels: int32 [k], one per span.
+    mode: int32 [0] or [1], what precedes the inputs.
 
   Returns:
-    Inputs kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
+    Inputs mode kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
     hidden_0 sentinel_1 hidden_1 ...
   """
   if len(kept) <= _FEW_SPANS:
-    inputs, targets, start = [], [], 0
+    inputs, targets, start, before = [mode], [], 0, 0
     for i, (keep, hide) in enumerate(
       zip(kept.tolist(), hidden.tolist(), strict=True)
     ):
       sentinel = sentinels[i : i + 1]
-      middle, end = start + keep, start + keep + hide
+      middle, end = keep + before, keep + hide
       inputs += window[start:middle], sentinel
       targets += sentinel, window[middle:end]
-      start = end
+      start, before = end, hide
     return batch.Pair(np.concatenate(inputs), np.concatenate(targets))
-  kept_before, hidden_after = kept.cumsum(), hidden.cumsum()
-  hidden_before = hidden_after - hidden
+  hidden_before = np.concatenate([[0], hidden[:-1]])
   step = np.zeros(len(window) + 1, np.int8)
-  step[kept_before + hidden_before] = 1
-  step[kept_before + hidden_after] = -1
+  step[kept + hidden_before] = 1
+  step[kept + hidden] = -1
   is_hidden = step[:-1].cumsum().astype(bool)
+  inputs = insert(window[~is_hidden], kept, sentinels)
   return batch.Pair(
-    insert(window[~is_hidden], kept_before, sentinels),
+    np.concatenate([mode, inputs]),
     insert(window[is_hidden], hidden_before, sentinels),
   )
 

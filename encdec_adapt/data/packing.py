@@ -51,18 +51,21 @@ def pack_pairs(
   capacity = np.array([lengths.encoder, lengths.decoder])
   if rows_at_once is None:
     rows_at_once = max(min(_ROWS, _POSITIONS // lengths.teacher), 1)
+  most = (rows_at_once * np.maximum(capacity, 1)).tolist()
   waiting: list[batch.Pair] = []
   costs: list[tuple[int, int]] = []
-  demand = np.zeros(2)
   stream = iter(pairs)
   ended = False
   while not ended:
     ended = True
+    # Plain integers: arrays of two take longer than all else here.
+    encoder, decoder = map(sum, zip(*costs, strict=True)) if costs else (0, 0)
     for pair in stream:
+      cost = pair_cost(pair, lengths)
       waiting.append(pair)
-      costs.append(pair_cost(pair, lengths))
-      demand += costs[-1]
-      if (demand >= rows_at_once * np.maximum(capacity, 1)).any():
+      costs.append(cost)
+      encoder, decoder = encoder + cost[0], decoder + cost[1]
+      if encoder >= most[0] or decoder >= most[1]:
         ended = False
         break
     if not waiting:
@@ -76,7 +79,6 @@ def pack_pairs(
     for row in rows:
       yield [waiting[i] for i in row]
     waiting, costs = ([one[i] for i in kept] for one in (waiting, costs))
-    demand = np.array(costs).sum(axis=0) if kept else np.zeros(2)
 
 
 def _pack_in_order(

@@ -15,27 +15,41 @@ def _window(size):
 
 def test_corrupt_spans():
   window = np.arange(50, 60, dtype=np.int32)
+  none, mode = np.zeros((2, 0), np.int32)[0], np.array([7], np.int32)
+  # Visible runs of 2, 1 and 3 tokens, hidden ones of 1, 2 and 1, by their ends.
+  ends = np.array([2, 3, 6]), np.array([1, 3, 4])
+  for start in (none, mode):
+    pair = denoising.corrupt_spans(window, *ends, np.array([A, B, C]), start)
+    assert cases.lists(pair) == [
+      [*start, 50, 51, A, 53, B, 56, 57, 58, C],
+      [A, 52, B, 54, 55, C, 59],
+    ]
   pair = denoising.corrupt_spans(
-    window, np.array([2, 1, 3]), np.array([1, 2, 1]), np.array([A, B, C])
-  )
-  assert cases.lists(pair) == [
-    [50, 51, A, 53, B, 56, 57, 58, C],
-    [A, 52, B, 54, 55, C, 59],
-  ]
-  pair = denoising.corrupt_spans(
-    window[:1], np.array([0]), np.array([1]), np.array([A])
+    window[:1], np.array([0]), np.array([1]), np.array([A]), none
   )
   assert cases.lists(pair) == [[A], [A, 50]]
+  # As many spans as take the other way give the same.
+  many = np.arange(400, dtype=np.int32)
+  halves, names = np.arange(1, 201), np.arange(1000, 1200)
+  pair = denoising.corrupt_spans(many, halves, halves, names, mode)
+  assert pair.inputs.tolist() == [
+    7,
+    *(x for i in range(200) for x in (2 * i, 1000 + i)),
+  ]
+  assert pair.targets.tolist() == [
+    x for i in range(200) for x in (1000 + i, 2 * i + 1)
+  ]
 
 
 def test_partition_is_uniform():
   rng = np.random.default_rng(0)
   assert denoising.partition(7, 1, None).tolist() == [7]
-  assert denoising.partition(3, 3, rng).tolist() == [1, 1, 1]
+  assert denoising.partition(3, 3, rng).tolist() == [1, 2, 3]
   drawn = [tuple(denoising.partition(5, 3, rng)) for _ in range(1200)]
   ways = {way: drawn.count(way) for way in drawn}
   # 6 ways to write 5 as an ordered sum of three positive numbers.
-  assert len(ways) == 6 and all(sum(way) == 5 for way in ways)
+  assert len(ways) == 6 and all(way[-1] == 5 for way in ways)
+  assert all(np.diff(way, prepend=0).min() >= 1 for way in ways)
   assert min(ways.values()) > 150
 
 
@@ -43,12 +57,14 @@ def test_normal_lengths_vary_less_than_random_ones():
   rng = np.random.default_rng(0)
   deviations = []
   for hide in (denoising.normal_partition, denoising.partition):
-    drawn = np.concatenate([hide(800, 100, rng) for _ in range(50)])
+    drawn = np.concatenate(
+      [np.diff(hide(800, 100, rng), prepend=0) for _ in range(50)]
+    )
     assert drawn.min() >= 1 and drawn.sum() == 50 * 800
     deviations.append(drawn.std())
   normal, uniform = deviations
   assert normal == pytest.approx(3.5, abs=0.5) and uniform > 6
-  assert denoising.normal_partition(4, 4, rng).tolist() == [1, 1, 1, 1]
+  assert denoising.normal_partition(4, 4, rng).tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
