@@ -1,0 +1,98 @@
+"""Tasks during training: what is recorded, and what a restart repeats."""
+
+import json
+import shutil
+
+import pytest
+
+from encdec_adapt import evaluate, train
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import results
+from encdec_adapt.telemetry import metrics
+from tests import tiny
+
+pytest.importorskip('lm_eval')
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Records, and a folder with one task."""
+  folder = tmp_path_factory.mktemp('evaluators')
+  tiny.make_records(folder)
+  tasks = folder / 'tasks'
+  tasks.mkdir()
+  (tasks / 'animals.yaml').write_text(
+    'task: animals\n'
+    'dataset_path: json\n'
+    'dataset_kwargs: {data_files: {test: animals.jsonl}}\n'
+    'test_split: test\n'
+    'output_type: multiple_choice\n'
+    'doc_to_text: "{{text}}"\n'
+    'doc_to_choice: [" cats", " dog", " fox"]\n'
+    'doc_to_target: "{{answer}}"\n'
+    'metric_list: [{metric: acc}]\n'
+  )
+  rows = [
+    {'text': f'the quick {word}', 'answer': i % 3}
+    for i, word in enumerate(tiny.WORDS)
+  ]
+  (tasks / 'animals.jsonl').write_text(
+    ''.join(json.dumps(row) + '\n' for row in rows)
+  )
+  return folder
+
+
+def _flags(folder, workdir, evaluators):
+  return [
+    *tiny.flags(folder, 'prefix_lm'),
+    f'--config.train.evaluators={evaluators}',
+    '--config.train.steps=4',
+    '--config.checkpoint.every=2',
+    f'--workdir={workdir}',
+  ]
+
+
+def _lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.e2e
+def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
+  job = _flags(folder, tmp_path / 'run', f'loss=2,{folder}/tasks=4')
+  run = tmp_path / 'run'
+  assert tiny.call(train, *job) == 0
+  lines = _lines(run / results.FILE)
+  steps = {
+    task: [x['step'] for x in lines if (x['task'], x['metric']) == (task, name)]
+    for task, name in (('held_out', 'loss'), ('animals', 'acc'))
+  }
+  assert steps == {'held_out': [0, 2, 4], 'animals': [0, 4]}
+  # TensorBoard shows the same numbers, which come from these records.
+  shown = [x for x in metrics.read_metrics(run) if x['kind'] == 'scores']
+  found = [x['value'] for x in lines if x['task'] == 'animals']
+  assert [x['animals/acc'] for x in shown] == pytest.approx(found, abs=1e-6)
+  # The last one is that of the saved model.
+  flags = [f'--checkpoint={run}', f'--task_folder={folder}/tasks', '--cost=']
+  output = tmp_path / 'evaluation'
+  assert tiny.call(evaluate, *flags, f'--output={output}') == 0
+  (saved,) = _lines(output / results.FILE)
+  assert saved['value'] == pytest.approx(found[-1], abs=1e-6)
+  assert (saved['step'], saved['n']) == (4, len(tiny.WORDS))
+  # As after a kill between the scores of step 4 and its save.
+  content = (run / results.FILE).read_bytes()
+  shutil.rmtree(run / manager.FOLDER / '4')
+  (run / results.FILE).write_bytes(content + b'{"run": "')
+  assert tiny.call(train, *job) == 0
+  assert (run / results.FILE).read_bytes() == content
+
+
+@pytest.mark.e2e
+def test_a_wrong_task_is_refused_before_any_work(folder, tmp_path):
+  broken = shutil.copytree(folder / 'tasks', tmp_path / 'broken')
+  path = broken / 'animals.jsonl'
+  path.write_text(path.read_text() + '{"text": "a dog"}\n')
+  run = tmp_path / 'run'
+  with pytest.raises(errors.UserError, match=r"line 14 has no field 'answer'"):
+    tiny.call(train, *_flags(folder, run, f'loss=2,{broken}=2'))
+  assert not (run / metrics.FILE).exists()
