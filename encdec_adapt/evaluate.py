@@ -12,14 +12,16 @@ between the models, and their cost, and writes OUTPUT/report.html. See
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import itertools
 import time
 from typing import Any
 
 from absl import flags
 
 from encdec_adapt.cli import command, errors
-from encdec_adapt.cluster import lock
+from encdec_adapt.cluster import distributed, lock
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import (
@@ -62,14 +64,14 @@ define_flags = command.define(
   ),
   command.string(
     'correlate',
-    'TASK,TASK: rank correlation of two tasks over the models; tasks joined'
-    ' by + are averaged, TASK/METRIC names another metric than the first.',
+    'TASK,TASK: rank correlation of two tasks, or groups, over the models;'
+    ' TASK/METRIC names another metric than the first.',
   ),
   command.integer('batch_size', 'Rows at a time.', default=16, lower_bound=1),
   command.boolean(
     'int8', 'Round kernels to 8-bit integers, as `generate --int8` does.'
   ),
-  command.boolean('redo', 'Evaluate again what the results have.'),
+  command.define_processes,
 )
 
 
@@ -88,53 +90,49 @@ class Evaluation:
   name: str
   options: results.Options
   run: Callable[[loaded_model.LoadedModel, int], Iterable[results.Score]]
-  check: Callable[[stored_model.StoredModel], None] = lambda stored: None
+  check: Callable[[stored_model.StoredModel], Any]
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint', 'output')
   given = [path.rstrip('/') for path in values.checkpoint]
-  _check_repeated(given)
-  planned = _plan(values)
-  evaluations = _evaluations(values, planned)
-  if values.correlate and len(values.checkpoint) < 3:
-    raise errors.UserError(
-      f'--correlate={values.correlate} needs at least 3 models;'
-      f' {len(values.checkpoint)} are given.'
-    )
-  # Opens every model, so that bad input is refused before the first hours.
-  models = {path: stored_model.open_model(path) for path in given}
-  for stored in models.values():
-    for evaluation in evaluations:
-      evaluation.check(stored)
-  names = score_tables.short_names(list(models))
-  scores: dict[str, list[results.Score]] = {}
-  with lock.hold(values.output), results.Store(values.output) as store:
-    for path, stored in models.items():
-      found = evaluate(
-        results.Model(
-          path,
-          stored.step,
-          stored.fingerprint + ('-int8' if values.int8 else ''),
-        ),
-        stored,
-        evaluations,
-        store,
-        values,
-      )
-      means = task_groups.group_scores(planned, found)
-      scores[names[path]] = [*found, *means]
-    _report(values, models, scores)
-  return 0
-
-
-def _check_repeated(paths: Sequence[str]) -> None:
-  repeated = sorted({path for path in paths if paths.count(path) > 1})
-  if repeated:
+  if repeated := sorted({path for path in given if given.count(path) > 1}):
     raise errors.UserError(
       f'--checkpoint={repeated[0]} is given twice; give every model once.'
     )
+  if values.correlate and len(given) < 3:
+    raise errors.UserError(
+      f'--correlate={values.correlate} needs at least 3 models; {len(given)}'
+      ' are given.'
+    )
+  planned = _plan(values)
+  with command.processes(values, {'checkpoint': given, **_options(values)}):
+    evaluations = _evaluations(values, planned)
+    # Opens every model, so that bad input is refused before the first hours.
+    models = {path: stored_model.open_model(path) for path in given}
+    for stored in models.values():
+      for evaluation in evaluations:
+        evaluation.check(stored)
+    with contextlib.ExitStack() as stack:
+      store = None
+      if distributed.is_lead():
+        stack.enter_context(lock.hold(values.output))
+        store = stack.enter_context(results.Store(values.output))
+      found = {
+        path: evaluate(path, stored, evaluations, store, values)
+        for path, stored in models.items()
+      }
+      if store:
+        _report(values, planned, models, found)
+  return 0
+
+
+def _options(values: flags.FlagValues) -> dict[str, Any]:
+  """Returns the flags that must be the same in every process."""
+  names = 'records tasks task_folder shots limit allow_code pairs max_tokens'
+  names += ' cost batch_size int8 output'
+  return {name: values[name].value for name in names.split()}
 
 
 def _evaluations(
@@ -152,7 +150,9 @@ def _evaluations(
       Evaluation(
         held_out.TASK,
         held_out.options(record_set),
-        lambda loaded, rows: held_out.scores(loaded, record_set, rows),
+        lambda loaded, rows: held_out.scores(
+          loaded, record_set, rows, _progress(held_out.TASK)
+        ),
         lambda stored: held_out.check(stored, record_set),
       )
     )
@@ -180,7 +180,7 @@ def _task_evaluations(
   values: flags.FlagValues, planned: task_groups.Plan
 ) -> list[Evaluation]:
   """Returns one evaluation per task, so that a restart repeats one at most."""
-  if planned.absent:
+  if planned.absent and distributed.is_lead():
     print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
 
   def evaluation(task: tuple[str, Any, int | None]) -> Evaluation:
@@ -190,18 +190,19 @@ def _task_evaluations(
       loaded: loaded_model.LoadedModel, rows: int
     ) -> Iterator[results.Score]:
       """Runs the task alone."""
-      told = progress.CountProgress(task[0])
       return task_groups.run(
         loaded,
         task_groups.Plan([task], {}, ()),
         limit=values.limit,
         batch_size=rows,
         allow_code=values.allow_code,
-        report=lambda _, done, total: told(done, total),
+        report=_progress(task[0]),
       )
 
     options = task_groups.options(*task, values.limit)
-    return Evaluation(task[0], options, run, text_pairs.check)
+    return Evaluation(
+      task[0], options, run, stored_model.StoredModel.require_vocabularies
+    )
 
   return [evaluation(task) for task in planned.tasks]
 
@@ -229,10 +230,17 @@ def _pairs_evaluation(values: flags.FlagValues) -> Evaluation:
       pairs,
       rows=rows,
       max_tokens=values.max_tokens,
-      report=progress.CountProgress(pairs.name),
+      report=_progress(pairs.name),
     ),
-    text_pairs.check,
+    stored_model.StoredModel.require_vocabularies,
   )
+
+
+def _progress(name: str) -> Callable[[int, int], Any]:
+  """Returns what is told how many examples are done, and of how many."""
+  if distributed.is_lead():
+    return progress.CountProgress(name)
+  return lambda done, total: None
 
 
 def _lengths(value: str) -> tuple[int, int]:
@@ -246,28 +254,37 @@ def _lengths(value: str) -> tuple[int, int]:
 
 
 def evaluate(
-  model: results.Model,
+  path: str,
   stored: stored_model.StoredModel,
   evaluations: Sequence[Evaluation],
-  store: results.Store,
+  store: results.Store | None,
   values: flags.FlagValues,
 ) -> list[results.Score]:
-  """Evaluates a model on what the store does not have; returns all scores.
+  """Evaluates a model on what the store does not have.
 
   Args:
-    model: its identity in the store.
+    path: the model as it was given.
     stored: the model, whose parameters are read when they are needed.
     evaluations: what to evaluate.
-    store: gets the scores.
+    store: gets the scores; None on processes other than 0.
     values: the flags of the command.
+
+  Returns:
+    All scores, on process 0.
   """
-  missing = [
-    evaluation
-    for evaluation in evaluations
-    if values.redo or not store.find(model, evaluation.options)
-  ]
+  say = print if store else lambda *_, **__: None
+  kept = stored.fingerprint + ('-int8' if values.int8 else '')
+  model = results.Model(path, stored.step, kept)
+  numbers = distributed.from_lead(
+    lambda: [
+      number
+      for number, evaluation in enumerate(evaluations)
+      if not store.find(model, evaluation.options)
+    ]
+  )
+  missing = [evaluations[number] for number in numbers]
   done = len(evaluations) - len(missing)
-  print(f'{model.run}: {len(missing)} evaluations, {done} done before')
+  say(f'{path}: {len(missing)} evaluations, {done} done before')
   if missing:
     loaded = loaded_model.read_as_trained(stored)
     if values.int8:
@@ -275,35 +292,40 @@ def evaluate(
         loaded,
         params=quantization.rounded(loaded.params, loaded.model.table),
       )
-    shards = loaded.batch_shards
-    rows = -(-values.batch_size // shards) * shards
+    rows = loaded.rows(values.batch_size)
   for number, evaluation in enumerate(missing, 1):
     began = time.monotonic()
     found = list(evaluation.run(loaded, rows))
-    store.add(model, evaluation.options, found)
+    if store:
+      store.add(model, evaluation.options, found)
     took = progress.format_seconds(time.monotonic() - began)
     shown = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in found[:4])
-    print(
-      f'{model.run} [{number}/{len(missing)}] {evaluation.name} ({took}):'
+    say(
+      f'{path} [{number}/{len(missing)}] {evaluation.name} ({took}):'
       f' {shown}{" .." * (len(found) > 4)}',
       flush=True,
     )
-  return [
-    score
-    for evaluation in evaluations
-    for score in store.find(model, evaluation.options)
-  ]
+  if not store:
+    return []
+  found = [store.find(model, evaluation.options) for evaluation in evaluations]
+  return list(itertools.chain.from_iterable(found))
 
 
 def _report(
   values: flags.FlagValues,
+  planned: task_groups.Plan,
   models: Mapping[str, stored_model.StoredModel],
-  scores: score_tables.Scores,
+  found: Mapping[str, Sequence[results.Score]],
 ) -> None:
-  """Prints the tables and writes the report."""
+  """Prints the tables and writes the report; `found` by path of a model."""
+  names = score_tables.short_names(list(models))
+  scores = {
+    names[path]: [*own, *task_groups.group_scores(planned, own)]
+    for path, own in found.items()
+  }
   notes = [
     'Values with 95 % intervals, and paired tests on the same examples; p is'
-    ' also corrected for the number of comparisons on a metric (Holm).'
+    ' not corrected for the number of comparisons.'
   ]
   sizes = [_size(stored) for stored in models.values()]
   if values.correlate:

@@ -20,6 +20,7 @@ command again continues a file that is not complete.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -37,14 +38,13 @@ from encdec_adapt.files import append_log, disk, paths
 from encdec_adapt.inference import beam_search, embeddings, engine
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import chat_format, vocabularies, vocabulary
+from encdec_adapt.tokenizers import chat_format, vocabularies
 
 # Where a prompt was given, for messages -> a text, or with --chat the messages
 # of a conversation.
 Prompts = Mapping[str, str | chat_format.Messages]
 # What a prompt gave: fields of its line of JSON.
 Result = dict[str, Any]
-_EVERY = 5.0  # Seconds between two lines of progress.
 
 
 define_flags = command.define(
@@ -133,7 +133,7 @@ def main(values: flags.FlagValues) -> int:
   given = {name: values[name].value for name in names.split()}
   with command.processes(values, given):
     stored = stored_model.open_model(values.checkpoint)
-    opened = _open_vocabularies(stored)
+    opened = stored.require_vocabularies()
     encoded = _encode(prompts, stored, opened, values)
     results = _Results(values.output, prompts, {**given, 'step': stored.step})
     done = distributed.from_lead(lambda: sorted(results.done))
@@ -242,30 +242,6 @@ def _json_prompt(
   return prompt
 
 
-def _open_vocabularies(stored: stored_model.StoredModel) -> vocabularies.Opened:
-  """Opens the vocabularies of a model.
-
-  Raises:
-    UserError: there is none, or it has ids that the model has no row for.
-  """
-  opened = stored.open_vocabularies()
-  if opened is None:
-    raise errors.UserError(
-      f'{stored.path} has no tokenizer to read prompts with; put its'
-      ' tokenizer.model or tokenizer.json into the folder of the weights.'
-    )
-  for side, stack in stored.model.stacks.items():
-    vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
-  return opened
-
-
-def _reader(
-  stored: stored_model.StoredModel, opened: vocabularies.Opened
-) -> vocabulary.Vocabulary:
-  """Returns the vocabulary that prompts are read with."""
-  return opened.sides[next(iter(stored.model.stacks))]
-
-
 def _encode(
   prompts: Prompts,
   stored: stored_model.StoredModel,
@@ -278,7 +254,7 @@ def _encode(
     UserError: a vocabulary has no chat template and one is needed, or a
       prompt cannot be encoded or is too long; names the prompt.
   """
-  reader = _reader(stored, opened)
+  reader = opened.sides[stored.prompt_side]
   if values.chat:
     for one in opened.sides.values():
       chat_format.template_of(one)
@@ -324,12 +300,12 @@ def _continue(
     values: the flags of the command.
   """
   loaded, writer = loaded_model.read_as_trained(stored), opened.decoder
-  ends = list(loaded.special_ids['eos'])
+  ids = loaded.special_ids
   if values.chat:
-    ends.append(chat_format.end_of_turn(writer))
-
-  rows = _rows(loaded, values.batch_size, len(encoded) * values.beams)
-  made = loaded.engine(rows=rows, int8=values.int8, eos=ends)
+    ends = *ids.eos, chat_format.end_of_turn(writer)
+    ids = dataclasses.replace(ids, eos=ends)
+  rows = loaded.rows(min(values.batch_size, len(encoded) * values.beams))
+  made = loaded.engine(rows=rows, int8=values.int8, ids=ids)
   if values.beams > 1:
     completions = beam_search.search(
       made,
@@ -372,18 +348,10 @@ def _embed(
     loaded.params,
     encoded,
     pooling=values.embed,
-    rows=_rows(loaded, values.batch_size, len(encoded)),
+    rows=loaded.rows(min(values.batch_size, len(encoded))),
   )
   for number, states in found:
     yield indices[number], {'embedding': [float(x) for x in states]}
-
-
-def _rows(
-  loaded: loaded_model.LoadedModel, batch_size: int, needed: int
-) -> int:
-  """Returns the rows of a batch, rounded up to divide over the devices."""
-  shards = loaded.batch_shards
-  return -(-min(batch_size, needed) // shards) * shards
 
 
 class _Results:
@@ -405,7 +373,8 @@ class _Results:
     self._of = hashlib.sha256(described.encode()).hexdigest()[:12]
     self.done: dict[int, str] = {}
     self._path = self._log = None
-    self._clock = self._told = time.monotonic()
+    self._began = time.monotonic()
+    self._told = progress.CountProgress('generate')
     if output is None or not distributed.is_lead():
       return
     self._path = paths.at(output)
@@ -445,16 +414,8 @@ class _Results:
     line = {'index': index, **found, 'prompt': prompt, 'of': self._of}
     self.done[index] = json.dumps(line) + '\n'
     self._log.write(self.done[index].encode())
-    now, count = time.monotonic(), len(self.done) - self._before
-    if now - self._told >= _EVERY:
-      self._told = now
-      rate = count / (now - self._clock)
-      left = (len(self._texts) - len(self.done)) / rate
-      print(
-        f'{len(self.done)} of {len(self._texts)} prompts  {rate:.3g} prompts/s'
-        f'  {progress.format_seconds(left)} left',
-        flush=True,
-      )
+    done, total = len(self.done), len(self._texts)
+    self._told(done - self._before, total - self._before)
 
   def finish(self) -> None:
     """Brings the lines into the order of the prompts."""
@@ -463,7 +424,7 @@ class _Results:
     self._log.close()
     ordered = [self.done[i] for i in range(len(self._texts))]
     append_log.replace(self._path, ''.join(ordered).encode())
-    took = progress.format_seconds(time.monotonic() - self._clock)
+    took = progress.format_seconds(time.monotonic() - self._began)
     print(f'{len(ordered)} results in {self._path} ({took})')
 
 

@@ -1,11 +1,11 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -17,7 +17,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import sampling
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -27,21 +26,6 @@ from encdec_adapt.training import state as state_lib
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
-
-
-class Generated(NamedTuple):
-  """Continuations of a batch of prompts.
-
-  Attributes:
-    tokens: generated tokens [B, n], EOS included; pad after the end of a row.
-    lengths: number of tokens of each row [B], EOS included.
-    log_probs: natural log of the probability of each token [B, n] under the
-      model itself, before penalty, temperature and filters; 0 after the end.
-  """
-
-  tokens: Int[np.ndarray, 'B n']
-  lengths: Int[np.ndarray, 'B']
-  log_probs: Float[np.ndarray, 'B n']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +54,20 @@ class LoadedModel:
     return self.model.config
 
   @functools.cached_property
-  def special_ids(self) -> Mapping[str, Any]:
-    """`bos` and `pad` of the decoder, ids, and `eos`, a tuple of ids.
+  def special_ids(self) -> engine_lib.SpecialIds:
+    """Ids that the decoder's vocabulary, or the model's files, state.
 
-    Ids that neither the vocabulary, the config.json nor the generation config
-    states are missing.
+    Raises:
+      UserError: some are stated nowhere.
     """
     folders = source_files.folders(self.stored.path)
-    return source_files.special_ids(folders, self.stored.open_vocabularies())
+    found = source_files.special_ids(folders, self.stored.open_vocabularies())
+    if missing := {'bos', 'eos', 'pad'} - found.keys():
+      raise errors.UserError(
+        f'{self.stored.path} has no tokenizer and no config.json that state'
+        f' {" and ".join(sorted(missing))}; give `ids` to the engine.'
+      )
+    return engine_lib.SpecialIds(**found)
 
   @functools.cached_property
   def _decode(self) -> Callable[[np.ndarray], str] | None:
@@ -143,9 +133,7 @@ class LoadedModel:
     rows: int = 8,
     int8: bool = False,
     decode: Callable[[np.ndarray], str] | None = None,
-    bos: int | None = None,
-    eos: int | Sequence[int] | None = None,
-    pad: int | None = None,
+    ids: engine_lib.SpecialIds | None = None,
     steps: int = 16,
   ) -> engine_lib.Engine:
     """Makes an inference engine; see `inference.engine.Engine`.
@@ -155,33 +143,16 @@ class LoadedModel:
       int8: whether to keep kernels as 8-bit integers.
       decode: turns token ids into text; by default as the model's tokenizer
         does, if it has one. Stop strings need it.
-      bos: first token of an encoder-decoder's decoder. Default of `bos`, `eos`
-        and `pad`: `special_ids`.
-      eos: token, or several, that ends a row.
-      pad: fills what is not read.
+      ids: special tokens; by default `special_ids`.
       steps: tokens between two looks for stop strings.
 
     Raises:
-      UserError: `bos`, `eos` or `pad` is neither given nor known, or see
-        `Engine`.
+      UserError: see `Engine` and `special_ids`.
     """
-    given = {'bos': bos, 'eos': eos, 'pad': pad}
-    ids = {name: i for name, i in given.items() if i is not None}
-    if len(ids) < len(given):
-      ids = {**self.special_ids, **ids}
-    if missing := given.keys() - ids:
-      raise errors.UserError(
-        'generate: the model has no tokenizer that defines its special ids;'
-        f' give {" and ".join(sorted(missing))}.'
-      )
     return engine_lib.Engine(
       self.model,
       self.params,
-      engine_lib.SpecialIds(
-        bos=ids['bos'],
-        eos=tuple(int(i) for i in np.atleast_1d(ids['eos'])),
-        pad=ids['pad'],
-      ),
+      ids or self.special_ids,
       rows=rows,
       decode=decode or self._decode,
       mesh=self.where.mesh,
@@ -190,78 +161,16 @@ class LoadedModel:
       steps=steps,
     )
 
-  def generate(
-    self,
-    tokens: Tokens,
-    mask: Mask | None = None,
-    *,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    **engine: Any,
-  ) -> Generated:
-    """Continues prompts.
-
-    Args:
-      tokens: prompts, BOS first, [B, S].
-      mask: mask of the prompts, which may be padded on either side.
-      max_tokens: maximum number of generated tokens.
-      temperature: 0 is greedy.
-      top_k: draw among the k likeliest tokens only.
-      top_p: draw among the likeliest tokens that reach this probability.
-      min_p: draw among tokens with at least this share of the largest
-        probability.
-      repetition_penalty: see `inference.sampling.SamplingConfig`.
-      seed: seed of all draws; each row draws on its own.
-      **engine: arguments of `engine`; `rows` is B by default.
-
-    Raises:
-      UserError: a row has no token, or see `engine` and `_framed`.
-    """
-    side = next(iter(self.config.stacks))
-    tokens, segments, _ = map(np.asarray, self._framed(tokens, mask, side))
-    made = self.engine(**{'rows': len(tokens), **engine})
-    requests = [
-      engine_lib.Request(
-        row[real > 0],
-        max_tokens,
-        sampling.SamplingConfig(
-          temperature,
-          top_k,
-          top_p,
-          min_p,
-          repetition_penalty,
-          sampling.seed_of(seed, i),
-        ),
-      )
-      for i, (row, real) in enumerate(zip(tokens, segments, strict=True))
-    ]
-    found = Generated(
-      np.full((len(tokens), max_tokens), made.ids.pad, np.int32),
-      np.zeros(len(tokens), np.int32),
-      np.zeros((len(tokens), max_tokens), np.float32),
-    )
-    for i, completion in made.run(requests):
-      count = len(completion.tokens)
-      found.lengths[i] = count
-      found.tokens[i, :count] = completion.tokens
-      found.log_probs[i, :count] = completion.log_probs
-    return found
-
   @functools.cached_property
   def where(self) -> state_lib.Placement:
     """The model with mesh and sharding rules of its parameters."""
     mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
     return state_lib.Placement(self.model, mesh or _one_device(), self.rules)
 
-  @property
-  def batch_shards(self) -> int:
-    """Number of parts that the devices divide a batch into."""
-    return self.where.rules.on(self.where.mesh).size('batch')
+  def rows(self, needed: int) -> int:
+    """Returns how many rows a batch of `needed` ones has: all devices share."""
+    shards = self.where.rules.on(self.where.mesh).size('batch')
+    return -(-needed // shards) * shards
 
   def _framed(
     self, tokens: Any, mask: Any, side: str = 'encoder'

@@ -78,6 +78,27 @@ class StoredModel:
     """Opens the vocabularies; None if there are none."""
     return self.vocabularies.open() if self.vocabularies else None
 
+  def require_vocabularies(self) -> vocabularies.Opened:
+    """Opens the vocabularies.
+
+    Raises:
+      UserError: there are none, or they have ids without a row in the model.
+    """
+    opened = self.open_vocabularies()
+    if opened is None:
+      raise errors.UserError(
+        f'{self.path} has no tokenizer; put its tokenizer.model or'
+        ' tokenizer.json into the folder of the weights.'
+      )
+    for side, stack in self.model.stacks.items():
+      vocabularies.check_size(opened.sides[side], stack.vocab_size, side)
+    return opened
+
+  @property
+  def prompt_side(self) -> str:
+    """Name of the stack that reads prompts: the encoder where there is one."""
+    return next(iter(self.model.stacks))
+
   def read(self, where: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
 

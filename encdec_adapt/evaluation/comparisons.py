@@ -3,9 +3,9 @@
 Scores of 0 and 1 have Wilson's interval (1927) and are compared by the exact
 form of McNemar's test (1947), with the interval of Agresti and Min (Statistics
 in Medicine 24, 2005) for a difference of paired proportions. Other scores have
-Student's t intervals and the paired t test. Several comparisons on one metric
-are corrected as in Holm (1979). scipy, which jax depends on, is imported when
-a statistic is computed.
+Student's t intervals and the paired t test. Nothing is corrected for the number
+of comparisons. scipy, which jax depends on, is imported when a statistic is
+computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -111,16 +111,6 @@ def _mcnemar(better: int, worse: int, n: int) -> Comparison:
     n,
     'McNemar, exact',
   )
-
-
-def holm(values: Sequence[float]) -> list[float]:
-  """Corrects p-values for their number, by Holm's step-down method."""
-  order = np.argsort(values, kind='stable')
-  corrected, largest = [0.0] * len(values), 0.0
-  for rank, i in enumerate(order):
-    largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
-    corrected[i] = largest
-  return corrected
 
 
 def correlations(

@@ -78,9 +78,8 @@ def scores(
     'decode_flops': decode,
     'published_flops': model_flops.published(config, prompt, generated),
   }
-  shards = loaded.batch_shards
-  one = _measure(loaded, prompt, generated, shards)
-  many = _measure(loaded, prompt, generated, -(-rows // shards) * shards)
+  one = _measure(loaded, prompt, generated, loaded.rows(1))
+  many = _measure(loaded, prompt, generated, loaded.rows(rows))
   return [
     results.Score(TASK, name, float(value), None, 1)
     for name, value in {
@@ -100,8 +99,9 @@ def _measure(
 ) -> dict[str, float]:
   """Returns seconds and bytes of both programs on a batch of `rows`."""
   # No token ends a row, so that all have the same length.
-  engine = loaded.engine(rows=rows, bos=0, eos=-1, pad=0)
-  size = loaded.config.stacks[next(iter(loaded.config.stacks))].vocab_size
+  endless = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
+  engine = loaded.engine(rows=rows, ids=endless)
+  size = next(iter(loaded.config.stacks.values())).vocab_size
   rng = np.random.default_rng(0)
   requests = [
     engine_lib.Request(

@@ -87,7 +87,7 @@ class Evaluators:
     self._sampler = None
     if train_section.SAMPLES in self._intervals:
       self._sampler = samples.Sampler(
-        workdir, where, data, settings.train.samples, evaluated
+        workdir, data, settings.train.samples, evaluated
       )
     self._store = None
     if distributed.is_lead():
@@ -143,7 +143,7 @@ class Evaluators:
         continue
       beat()
       if name == train_section.SAMPLES:
-        self._sampler(step, params)
+        self._sampler(step, self._load(params=params))
         continue
       scores[name] = list(
         task_groups.run(

@@ -5,16 +5,17 @@ of other examples: where that is not clearly worse, an encoder-decoder does not
 use its encoder, and a decoder-only model hardly uses the prefix.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import hashlib
+from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import perplexity, results
-from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 
@@ -42,12 +43,7 @@ def check(
       vocabularies, or the records were made with others.
   """
   config_lib.check_kind(stored.model, record_set.spec.objective)
-  opened = stored.open_vocabularies()
-  if opened is None:
-    raise errors.UserError(
-      f'{stored.path} has no tokenizer, so that the records'
-      f' {record_set.folder} cannot be checked against it.'
-    )
+  opened = stored.require_vocabularies()
   spec = record_set.spec
   made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
   for side in stored.model.stacks:
@@ -65,6 +61,7 @@ def scores(
   loaded: loaded_model.LoadedModel,
   record_set: records.RecordSet,
   batch_size: int,
+  report: Callable[[int, int], Any],
 ) -> list[results.Score]:
   """Measures a model.
 
@@ -72,6 +69,7 @@ def scores(
     loaded: the model.
     record_set: held-out rows.
     batch_size: rows at a time; divides over the model's devices.
+    report: called with the number of rows done and of all.
 
   Returns:
     Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
@@ -88,11 +86,11 @@ def scores(
     batches = setup.evaluation_batches(
       record_set, batch_size, where, teacher=teacher, **options
     )
-    told = progress.CountProgress(TASK)
     count = len(record_set)
     # A batch is asked for when the one before it is on its way.
     counted = (
-      (told(i * batch_size, count), batch)[1] for i, batch in enumerate(batches)
+      (report(i * batch_size, count), batch)[1]
+      for i, batch in enumerate(batches)
     )
     return _evaluator(where)(loaded.params, counted)
 

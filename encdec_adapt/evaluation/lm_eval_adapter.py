@@ -67,15 +67,10 @@ class Adapter(lm_eval_model.TemplateLM):
       UserError: the model has no tokenizer.
     """
     super().__init__()
-    opened = loaded.stored.open_vocabularies()
-    if opened is None:
-      raise errors.UserError(
-        f'{loaded.stored.path} has no tokenizer to read tasks with; put its'
-        ' tokenizer.model or tokenizer.json into the folder of the weights.'
-      )
+    opened = loaded.stored.require_vocabularies()
     self._loaded, self._batch_size = loaded, batch_size
     self._report = report or (lambda done, total: None)
-    self._reader = opened.sides[next(iter(loaded.config.stacks))]
+    self._reader = opened.sides[loaded.stored.prompt_side]
     self._writer = opened.decoder
     is_pair = isinstance(loaded.config, model_config.EncoderDecoderConfig)
     self.backend = 'seq2seq' if is_pair else 'causal'
@@ -196,8 +191,7 @@ class Adapter(lm_eval_model.TemplateLM):
     )
 
   def _run_generate(self, work: Sequence[Any]) -> Any:
-    shards = self._loaded.batch_shards
-    made = self._loaded.engine(rows=-(-self._batch_size // shards) * shards)
+    made = self._loaded.engine(rows=self._loaded.rows(self._batch_size))
     requests = [
       engine.Request(
         np.array(self._prompt(tokens, options['max_tokens']), np.int32),

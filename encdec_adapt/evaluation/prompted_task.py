@@ -78,12 +78,10 @@ class PromptedTask:
         f'{self.name}/{template}', 'acc', mean, error, n, tuple(right)
       )
     means = [statistics.fmean(right) for right in found.values()]
-    n = len(next(iter(found.values())))
-    for metric, value in (
-      ('median', statistics.median(means)),
-      ('mean', statistics.fmean(means)),
-    ):
-      yield results.Score(self.name, metric, value, None, n)
+    n = max(map(len, found.values()))
+    median = statistics.median(means)
+    yield results.Score(self.name, 'median', median, None, n)
+    yield results.Score(self.name, 'mean', statistics.fmean(means), None, n)
 
   def pairs(self) -> Iterator[tuple[str, str]]:
     """Returns the context and each choice of every question."""

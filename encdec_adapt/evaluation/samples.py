@@ -5,20 +5,17 @@ They are printed and appended to `samples.jsonl`, a line per sample with `step`,
 special tokens by name, the prompt's beginning left out if it is long.
 """
 
-import dataclasses
-import functools
 import json
 
 import numpy as np
 
 from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import loaded_model
 from encdec_adapt.data import batch, objective_names
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.inference import engine
-from encdec_adapt.models import decoder_only
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import setup
-from encdec_adapt.training import state as state_lib
 
 FILE = 'samples.jsonl'
 _LONGEST = 1000  # Characters of a prompt that are kept.
@@ -31,7 +28,6 @@ class Sampler:
   def __init__(
     self,
     workdir: str,
-    where: state_lib.Placement,
     data: setup.Data,
     count: int,
     evaluated: int | None,
@@ -40,7 +36,6 @@ class Sampler:
 
     Args:
       workdir: gets `samples.jsonl`.
-      where: the model, which reads pairs, and the placement of its parameters.
       data: vocabularies and held-out rows, of one pair each.
       count: number of rows, from the first; all where there are fewer.
       evaluated: the last step that was evaluated, None for none; samples of
@@ -64,31 +59,25 @@ class Sampler:
     ends = [framing.decoder.eos]
     if objective_names.source_of(held_out.spec.objective) == 'chat':
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
-    shards = where.rules.on(where.mesh).size('batch')
-    self._make_engine = functools.partial(
-      engine.Engine,
-      # Kernels are not for the prompts of a few rows.
-      dataclasses.replace(
-        where.model,
-        compute=dataclasses.replace(where.model.compute, attention='chunked'),
-      ),
-      ids=engine.SpecialIds(
-        framing.decoder.bos, tuple(ends), framing.decoder.pad
-      ),
-      rows=-(-len(self._rows) // shards) * shards,
-      mesh=where.mesh,
-      rules=where.rules,
+    self._ids = engine.SpecialIds(
+      framing.decoder.bos, tuple(ends), framing.decoder.pad
     )
 
-  def __call__(self, step: int, params: decoder_only.Params) -> None:
+  def __call__(self, step: int, loaded: loaded_model.LoadedModel) -> None:
     """Prints and appends samples; every process takes part.
 
     Args:
-      step: the step that the parameters are of.
-      params: parameters of the model.
+      step: the step that the model is of.
+      loaded: the model, which reads pairs.
     """
     # The engine's copy of the parameters lives no longer than the samples.
-    outputs = dict(self._make_engine(params=params).run(self._requests))
+    outputs = dict(
+      loaded.engine(
+        rows=loaded.rows(len(self._rows)),
+        ids=self._ids,
+        decode=lambda tokens: self._text('decoder', tokens),
+      ).run(self._requests)
+    )
     if not distributed.is_lead():
       return
     lines = []

@@ -62,14 +62,12 @@ def comparison_rows(scores: Scores) -> list[Row]:
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
   for (task, metric), found in _by_metric(scores).items():
-    compared = {
-      pair: comparison
-      for pair in pairs
-      if set(pair) <= found.keys()
-      and (comparison := comparisons.compare(*(found[name] for name in pair)))
-    }
-    corrected = comparisons.holm([x.p for x in compared.values()])
-    for (pair, x), p in zip(compared.items(), corrected, strict=True):
+    for pair in pairs:
+      if not set(pair) <= found.keys():
+        continue
+      x = comparisons.compare(*(found[name] for name in pair))
+      if x is None:
+        continue
       is_second = (x.difference > 0) != lower_is_better(metric)
       rows.append(
         {
@@ -78,10 +76,9 @@ def comparison_rows(scores: Scores) -> list[Row]:
           'models': f'{pair[1]} - {pair[0]}',
           'difference': f'{x.difference:+.4f}',
           '95 % interval': f'{x.low:+.4f} to {x.high:+.4f}',
-          'p': _p(x.p),
-          'p (Holm)': _p(p),
+          'p': f'{x.p:.4f}' if x.p >= 1e-4 else '< 0.0001',
           'better': (
-            pair[is_second] if p < 1 - comparisons.CONFIDENCE else 'not clear'
+            pair[is_second] if x.p < 1 - comparisons.CONFIDENCE else 'not clear'
           ),
           'test': f'{x.test}, n = {x.n}',
         }
@@ -110,28 +107,20 @@ def column(scores: Scores, spec: str) -> list[float]:
 
   Args:
     scores: scores of every model.
-    spec: TASK or TASK/METRIC; several, joined by +, are averaged. Without a
-      metric it is the first of the task.
+    spec: TASK or TASK/METRIC; without a metric it is the first of the task.
 
   Raises:
     UserError: a model has no such score.
   """
-  columns = []
-  for part in spec.split('+'):
-    found = {
-      name: next(
-        (x.value for x in own if part in (x.task, f'{x.task}/{x.metric}')), None
-      )
-      for name, own in scores.items()
-    }
-    if None in found.values():
-      lacking = [name for name, value in found.items() if value is None]
+  column = []
+  for name, own in scores.items():
+    found = [x for x in own if spec in (x.task, f'{x.task}/{x.metric}')]
+    if not found:
       raise errors.UserError(
-        f'{part} is not a task, or TASK/METRIC, that {", ".join(lacking)} has'
-        ' scores of.'
+        f'{spec} is not a task, or TASK/METRIC, that {name} has scores of.'
       )
-    columns.append(list(found.values()))
-  return [statistics.fmean(row) for row in zip(*columns, strict=True)]
+    column.append(found[0].value)
+  return column
 
 
 def quality(scores: Scores) -> tuple[str, dict[str, float]]:
@@ -197,7 +186,3 @@ def _value(score: results.Score) -> str:
   bounds = comparisons.interval(score)
   shown = '' if bounds is None else f' ({bounds[0]:.3f} to {bounds[1]:.3f})'
   return f'{score.value:.3f}{shown}'
-
-
-def _p(value: float) -> str:
-  return '< 0.0001' if value < 1e-4 else f'{value:.4f}'

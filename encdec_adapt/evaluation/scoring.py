@@ -98,8 +98,7 @@ def score(
         f'nothing to score: {len(pair.context)} tokens of context and'
         f' {len(pair.continuation)} of continuation; both need one.'
       )
-  shards = loaded.batch_shards
-  rows = -(-batch_size // shards) * shards
+  rows = loaded.rows(batch_size)
   order = sorted(
     range(len(pairs)),
     key=lambda i: [-len(pairs[i].context), -len(pairs[i].continuation)],

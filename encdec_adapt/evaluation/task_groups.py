@@ -5,7 +5,7 @@ with prompt templates (`prompted_task`), or a task of lm-eval, whose data come
 from the Hugging Face hub. Local tasks come before lm-eval's of the same name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import importlib.util
@@ -40,26 +40,28 @@ class Member:
   metric: str
 
 
+def _accuracies(tasks: str) -> list[Member]:
+  """Returns tasks whose accuracy counts, without examples in the context."""
+  return [Member(task, 0, 'acc') for task in tasks.split()]
+
+
 # Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
 # table has no number of shots the task's own is taken.
 _PT = (
-  Member('boolq', 0, 'acc'),
-  Member('social_iqa', 0, 'acc'),
-  Member('piqa', 0, 'acc'),
+  *_accuracies(
+    'boolq social_iqa piqa arc_easy truthfulqa_mc2 gpqa_main_zeroshot'
+    ' lambada_openai'
+  ),
   Member('arc_challenge', 25, 'acc_norm'),
-  Member('arc_easy', 0, 'acc'),
   Member('mmlu', 5, 'acc'),
   Member('mmlu_pro', 5, 'exact_match,custom-extract'),
   Member('hellaswag', 10, 'acc_norm'),
   Member('winogrande', 5, 'acc'),
-  Member('truthfulqa_mc2', 0, 'acc'),
   Member('agieval_en', 3, 'acc'),
   Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
   Member('drop', 3, 'f1'),
-  Member('gpqa_main_zeroshot', 0, 'acc'),
   Member('gsm8k', 5, 'exact_match,strict-match'),
   Member('humaneval', 0, 'pass@1,create_test'),
-  Member('lambada_openai', 0, 'acc'),
   Member('minerva_math500', 4, 'exact_match'),
   Member('mbpp', 3, 'pass_at_1'),
   Member('nq_open', 5, 'exact_match,remove_whitespace'),
@@ -80,13 +82,10 @@ _IT = (
 )
 # Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
 _EAI = (
-  *(
-    Member(task, 0, 'acc')
-    for task in (
-      'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
-      ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa'
-      ' prost pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
-    ).split()
+  *_accuracies(
+    'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
+    ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa prost'
+    ' pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
   ),
   Member('triviaqa', 0, 'exact_match,remove_whitespace'),
   Member('webqs', 0, 'exact_match'),
@@ -213,7 +212,7 @@ def run(
   limit: int | None = None,
   batch_size: int = 8,
   allow_code: bool = False,
-  report: Any = None,
+  report: Callable[[int, int], Any] | None = None,
 ) -> Iterator[results.Score]:
   """Evaluates a model; every process of a job takes part.
 
@@ -223,27 +222,24 @@ def run(
     limit: most examples of a task.
     batch_size: rows at a time.
     allow_code: whether generated programs may run.
-    report: called with the task's name, and the requests done and of all.
+    report: called with the number of a task's requests done and of all.
 
   Yields:
     Scores on process 0, nothing on others: of every task, and the mean of each
-    group that has all of its members.
+    group.
 
   Raises:
     UserError: the data of a task cannot be had.
   """
   from encdec_adapt.evaluation import lm_eval_adapter
 
-  name = ''
   adapter = lm_eval_adapter.Adapter(
-    loaded,
-    batch_size=batch_size,
-    report=lambda done, total: report and report(name, done, total),
+    loaded, batch_size=batch_size, report=report
   )
   if not distributed.is_lead():
     adapter.follow()
     return
-  found: dict[tuple[str, str], results.Score] = {}
+  found = []
   try:
     with code_execution.allowed(allow_code):
       for name, content, shots in planned.tasks:
@@ -254,11 +250,11 @@ def run(
             adapter, name, content, shots, limit, allow_code
           )
         for score in scores:
-          found[score.task, score.metric] = score
+          found.append(score)
           yield score
   finally:
     adapter.stop()
-  yield from group_scores(planned, found.values())
+  yield from group_scores(planned, found)
 
 
 def group_scores(

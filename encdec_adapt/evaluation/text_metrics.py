@@ -23,19 +23,16 @@ def score(
   task: str,
   predictions: Sequence[str],
   references: Sequence[Sequence[str]],
-  language: str = '13a',
 ) -> list[results.Score]:
   """Scores predictions by all metrics, from 0 to 1.
 
   Args:
     task: name of the task.
-    predictions: one text per example.
+    predictions: one text per example, at least one.
     references: at least one text per example.
-    language: sacreBLEU's tokenizer: '13a', 'intl', 'zh', 'ja-mecab', 'char', ..
 
   Raises:
-    UserError: the extra `eval` is not installed, there are no predictions, or
-      their number is another.
+    UserError: the extra `eval` is not installed.
   """
   try:
     from rouge_score import rouge_scorer
@@ -45,17 +42,9 @@ def score(
       'metrics of texts need rouge-score and sacreBLEU: pip install'
       " 'encdec_adapt[eval]'"
     ) from error
-  if not predictions or len(predictions) != len(references):
-    raise errors.UserError(
-      f'{task}: {len(predictions)} predictions and {len(references)}'
-      ' references; there must be as many, and at least one.'
-    )
-  for number, some in enumerate(references, 1):
-    if not some:
-      raise errors.UserError(f'{task}: example {number} has no reference.')
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True)
   chrf = sacrebleu.CHRF()
-  bleu = sacrebleu.BLEU(tokenize=language, effective_order=True)
+  bleu = sacrebleu.BLEU(effective_order=True)
   own: dict[str, list[float]] = collections.defaultdict(list)
   for text, some in zip(predictions, references, strict=True):
     best = scorer.score_multi(some, text)
@@ -66,7 +55,7 @@ def score(
     # Of sentences, for paired tests; the value is that of the corpus.
     own['bleu'].append(bleu.sentence_score(text, list(some)).score / 100)
     own['chrf'].append(chrf.sentence_score(text, list(some)).score / 100)
-  whole = {'bleu': sacrebleu.BLEU(tokenize=language), 'chrf': chrf}
+  whole = {'bleu': sacrebleu.BLEU(), 'chrf': chrf}
   columns = _columns(references)
   corpus = {
     name: metric.corpus_score(predictions, columns)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.conversion import loaded_model
 from encdec_adapt.evaluation import prompted_task, results, text_metrics
 from encdec_adapt.files import paths
 from encdec_adapt.inference import engine as engine_lib
@@ -69,19 +69,6 @@ def read(spec: str, limit: int | None = None) -> Pairs:
   return Pairs(paths.at(path).stem, inputs, targets)
 
 
-def check(stored: stored_model.StoredModel) -> None:
-  """Checks that a model can answer in text.
-
-  Raises:
-    UserError: it has no tokenizer.
-  """
-  if stored.open_vocabularies() is None:
-    raise errors.UserError(
-      f'{stored.path} has no tokenizer to read texts with; put its'
-      ' tokenizer.model or tokenizer.json into the folder of the weights.'
-    )
-
-
 def scores(
   loaded: loaded_model.LoadedModel,
   pairs: Pairs,
@@ -99,8 +86,8 @@ def scores(
     max_tokens: most tokens of an answer.
     report: called with the number of answers done and of all.
   """
-  opened = loaded.stored.open_vocabularies()
-  reader = opened.sides[next(iter(loaded.config.stacks))]
+  opened = loaded.stored.require_vocabularies()
+  reader = opened.sides[loaded.stored.prompt_side]
   requests = [
     engine_lib.Request(
       np.array([reader.bos, *reader.encode(text)], np.int32), max_tokens

@@ -101,7 +101,9 @@ def search(
   )
   for start in range(0, len(order), at_once):
     chosen = order[start : start + at_once]
-    state = engine.read([requests[i] for i in chosen], at_once)
+    state = engine.programs.prefill(
+      *engine.prefill_arguments([requests[i] for i in chosen], at_once)
+    )
     best = jax.device_get(
       program(
         engine.params,

@@ -37,17 +37,13 @@ def embed(
     Index of a text and its embedding, float32.
 
   Raises:
-    UserError: the model has no encoder, or there is no such pooling.
+    UserError: the model has no encoder.
   """
   is_pair = isinstance(model.config, model_config.EncoderDecoderConfig)
   if not is_pair and not model.config.is_encoder:
     raise errors.UserError(
       'a decoder-only model has no encoder, whose states embeddings are; use an'
       ' encoder-decoder or an encoder-only model.'
-    )
-  if pooling not in POOLINGS:
-    raise errors.UserError(
-      f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
     )
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
   for start in range(0, len(order), rows):

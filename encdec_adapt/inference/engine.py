@@ -329,19 +329,10 @@ class Engine:
     ended: Ended = 'eos' if is_eos else 'length'
     return Completion(tokens.copy(), log_probs.copy(), ended, text)
 
-  def read(self, requests: Sequence[Request], rows: int) -> decoding.State:
-    """Returns a state of its own with prompts that were read, for a search.
-
-    Args:
-      requests: prompts, in the order of the rows.
-      rows: rows of the state, at least as many.
-    """
-    return self.programs.prefill(*self.prefill_arguments(requests, rows))
-
   def prefill_arguments(
     self, requests: Sequence[Request], rows: int
   ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, int]:
-    """Returns the arguments with which `read` calls `programs.prefill`.
+    """Returns arguments of `programs.prefill` for a state of its own.
 
     Args:
       requests: prompts, in the order of the rows.

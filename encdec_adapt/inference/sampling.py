@@ -6,7 +6,7 @@ vocabulary is not sorted: the least likely token that is kept is found among the
 likeliest ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 from typing import NamedTuple
 
@@ -45,32 +45,18 @@ class SamplingConfig:
   seed: int = 0
 
   def __post_init__(self):
-    if not 0 <= self.temperature < float('inf'):
-      raise errors.UserError(
-        f'temperature is {self.temperature}; it must be 0 (greedy) or a'
-        ' positive number.'
-      )
-    if self.top_k is not None and self.top_k < 1:
-      raise errors.UserError(
-        f'top_k is {self.top_k}; it must be at least 1, or left out.'
-      )
-    if self.top_p is not None and not 0 < self.top_p <= 1:
-      raise errors.UserError(
-        f'top_p is {self.top_p}; it must be above 0 and at most 1, or left out.'
-      )
-    if self.min_p is not None and not 0 < self.min_p <= 1:
-      raise errors.UserError(
-        f'min_p is {self.min_p}; it must be above 0 and at most 1, or left out.'
-      )
-    if not 0 < self.repetition_penalty < float('inf'):
-      raise errors.UserError(
-        f'repetition_penalty is {self.repetition_penalty}; it must be a'
-        ' positive number, 1 for none.'
-      )
-    if not 0 <= self.seed < 2**32:
-      raise errors.UserError(
-        f'seed is {self.seed}; it must be in 0 .. 2^32 - 1.'
-      )
+    most, share = float('inf'), 'above 0 and at most 1, or left out'
+    for name, is_right, words in (
+      ('temperature', 0 <= self.temperature < most, '0 (greedy) or positive'),
+      ('top_k', self.top_k is None or self.top_k > 0, 'at least 1'),
+      ('top_p', self.top_p is None or 0 < self.top_p <= 1, share),
+      ('min_p', self.min_p is None or 0 < self.min_p <= 1, share),
+      ('repetition_penalty', 0 < self.repetition_penalty < most, 'positive'),
+      ('seed', 0 <= self.seed < 2**32, 'in 0 .. 2^32 - 1'),
+    ):
+      if not is_right:
+        value = getattr(self, name)
+        raise errors.UserError(f'{name} is {value}; it must be {words}.')
     if self.temperature == 0 and (self.top_k or self.top_p or self.min_p):
       raise errors.UserError(
         f'top_k ({self.top_k}), top_p ({self.top_p}) and min_p ({self.min_p})'
@@ -213,23 +199,14 @@ def filter_logits(logits: jax.Array, options: Options) -> jax.Array:
   """
   logits = logits.astype(jnp.float32) / options.temperature[:, None]
   # Filters that no row asks for cost nothing.
-  logits = _where_needed(
-    keep_top_k, logits, options.top_k, options.top_k < logits.shape[-1]
-  )
-  logits = _where_needed(keep_top_p, logits, options.top_p, options.top_p < 1)
+  for keep, option, needed in (
+    (keep_top_k, options.top_k, options.top_k < logits.shape[-1]),
+    (keep_top_p, options.top_p, options.top_p < 1),
+  ):
+    logits = jax.lax.cond(
+      jnp.any(needed), keep, lambda logits, _: logits, logits, option
+    )
   return keep_min_p(logits, options.min_p)
-
-
-def _where_needed(
-  keep: Callable[..., jax.Array],
-  logits: jax.Array,
-  option: jax.Array,
-  needed: jax.Array,
-) -> jax.Array:
-  """Applies a filter if a row needs it."""
-  return jax.lax.cond(
-    jnp.any(needed), lambda: keep(logits, option), lambda: logits
-  )
 
 
 def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:

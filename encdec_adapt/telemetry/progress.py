@@ -86,12 +86,8 @@ class Progress:
     return (last[column] - first[column]) / seconds if seconds > 0 else 0.0
 
 
-class ByteProgress:
-  """Prints the progress of a transfer every few seconds, and its total.
-
-  Called with the bytes done and the bytes in all, as readers and writers
-  report them.
-  """
+class _Timed:
+  """Knows since when something goes on, and when it was last told."""
 
   def __init__(
     self,
@@ -103,12 +99,20 @@ class ByteProgress:
     """Starts the clock.
 
     Args:
-      what: the activity, such as 'reading'.
+      what: the activity, such as 'reading', or a task.
       every: seconds between two lines.
       clock: returns seconds.
     """
     self._what, self._every, self._clock = what, every, clock
     self._start = self._last = clock()
+
+
+class ByteProgress(_Timed):
+  """Prints the progress of a transfer every few seconds, and its total.
+
+  Called with the bytes done and the bytes in all, as readers and writers
+  report them.
+  """
 
   def __call__(self, done: int, total: int) -> None:
     """Prints a line if one is due; the last call has all bytes done."""
@@ -128,25 +132,8 @@ class ByteProgress:
     print('  '.join(part for part in parts if part))
 
 
-class CountProgress:
+class CountProgress(_Timed):
   """Prints the progress of a list of examples every few seconds."""
-
-  def __init__(
-    self,
-    what: str,
-    *,
-    every: float = 5.0,
-    clock: Callable[[], float] = time.monotonic,
-  ):
-    """Starts the clock.
-
-    Args:
-      what: name of the activity, such as a task.
-      every: seconds between two lines.
-      clock: returns seconds.
-    """
-    self._what, self._every, self._clock = what, every, clock
-    self._start = self._last = clock()
 
   def __call__(self, done: int, total: int) -> None:
     """Prints a line if one is due.

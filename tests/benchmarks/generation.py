@@ -19,12 +19,14 @@ greedy tokens agree with fp32 and the difference of log-probabilities.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import pathlib
 import tempfile
 from typing import Any
 
 import numpy as np
 
+from encdec_adapt.inference import engine as engine_lib
 from tests.benchmarks import results
 
 SIZES = {
@@ -37,6 +39,7 @@ SIZES = {
   'vocab_size': 4096,
 }
 PAD, EOS, BOS = 0, 1, 2
+IDS = engine_lib.SpecialIds(bos=BOS, eos=(-1,), pad=PAD)  # Nothing ends.
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -124,7 +127,6 @@ def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
   import ctranslate2
   import transformers
 
-  from encdec_adapt.inference import engine as engine_lib
   from encdec_adapt.models import model_config as configs
   from tests import tiny_tokenizers, toy_models
 
@@ -161,7 +163,7 @@ def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
         np.array([BOS, *rng.integers(150, 400, arguments.longest // 2)])
         for _ in range(batch)
       ]
-      engine = ours.engine(rows=batch, bos=BOS, eos=-1, pad=PAD)
+      engine = ours.engine(rows=batch, ids=IDS)
       requests = [engine_lib.Request(prompt, count) for prompt in prompts]
       sources = [tokens.convert_ids_to_tokens(p.tolist()) for p in prompts]
       found: dict[str, list[list[int]]] = {}
@@ -261,13 +263,13 @@ class _Compared:
 
   def _our_run(self, prompts, batch, ends, beams, found) -> Callable[[], None]:
     from encdec_adapt.inference import beam_search, sampling
-    from encdec_adapt.inference import engine as engine_lib
 
     count = self._arguments.tokens
     chosen = sampling.SamplingConfig(
       repetition_penalty=self._penalty(prompts, beams)
     )
-    engine = self._ours.engine(rows=batch, bos=BOS, eos=ends, pad=PAD)
+    ids = dataclasses.replace(IDS, eos=tuple(ends))
+    engine = self._ours.engine(rows=batch, ids=ids)
 
     def run() -> None:
       """Generates all texts."""
@@ -328,12 +330,11 @@ class _Compared:
 
   def int8(self, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
     """Compares 8-bit kernels with fp32 ones on the same forced tokens."""
-    from encdec_adapt.inference import engine as engine_lib
-
     texts = []
-    options = dict(rows=self._arguments.batch_size, bos=BOS, eos=-1, pad=PAD)
     for int8 in (False, True):
-      engine = self._ours.engine(int8=int8, **options)
+      engine = self._ours.engine(
+        rows=self._arguments.batch_size, int8=int8, ids=IDS
+      )
       requests = [engine_lib.Request(p, 16) for p in prompts]
       texts.append(dict(engine.run(requests)))
     first = [[texts[k][i] for i in range(len(prompts))] for k in range(2)]

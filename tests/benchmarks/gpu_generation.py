@@ -75,7 +75,8 @@ def _measure(
 
   def prefill() -> decoding.State:
     """Reads all prompts."""
-    return jax.block_until_ready(engine.read(requests, rows))
+    given = engine.prefill_arguments(requests, rows)
+    return jax.block_until_ready(engine.programs.prefill(*given))
 
   def decode(state: decoding.State, steps: int) -> decoding.State:
     """Generates tokens for all rows."""

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     decoder_length=512,
     text_bytes=3_000_000,  # 0: do not make records.
     vocab_size=4096,
+    short='',  # FILE.jsonl#FIELD: other short documents than paragraphs.
   ).parse_args(argv)
   with tempfile.TemporaryDirectory() as folder:
     rows = _read(pathlib.Path(folder) / 'random', arguments)
@@ -139,6 +140,10 @@ def _make(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
   )
   paragraphs = [part for text in long for part in text.split('\n\n')]
   short = [part for part in paragraphs if 100 < len(part) < 400]
+  if arguments.short:
+    path, _, field = arguments.short.partition('#')
+    lines = pathlib.Path(path).read_text().splitlines()
+    short = [json.loads(line)[field] for line in lines]
   rows = []
   for length, texts in (('long', long), ('short', short)):
     file = folder / f'{length}.jsonl'

@@ -10,6 +10,7 @@ import pytest
 import encdec_adapt
 from encdec_adapt import generate
 from encdec_adapt.cli import errors
+from encdec_adapt.inference import engine, sampling
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.e2e import folders
@@ -46,7 +47,7 @@ def test_a_mesh_changes_no_logits(odd):
   logits = meshed.logits(ROWS)
   assert logits.shape == (2, 12, 397)
   np.testing.assert_allclose(logits, alone.logits(ROWS), atol=2e-5)
-  texts = (m.generate(ROWS, max_tokens=4).tokens for m in (meshed, alone))
+  texts = (_continue(model, *ROWS, max_tokens=4) for model in (meshed, alone))
   np.testing.assert_array_equal(*texts)
 
 
@@ -56,6 +57,12 @@ def test_a_mesh_over_which_heads_do_not_divide_is_refused(odd):
     errors.UserError, match="'kv_heads' of size 2.*another mesh"
   ):
     encdec_adapt.load(odd, mesh=_mesh(tensor=4))
+
+
+def _continue(model, *prompts, **options):
+  requests = [engine.Request(prompt, **options) for prompt in prompts]
+  found = dict(model.engine(rows=len(prompts)).run(requests))
+  return [found[i].tokens for i in range(len(prompts))]
 
 
 def _generate(output, *argv):
@@ -76,13 +83,14 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
   output = tmp_path / 'out.json'
   drawn = ['--prompt=the quick', '--temperature=1']
   loaded = encdec_adapt.load(copy)
-  assert loaded.special_ids['eos'] == (1,)
+  assert loaded.special_ids.eos == (1,)
   reader = loaded.stored.open_vocabularies().decoder
-  rows = np.array([[reader.bos, *reader.encode('the quick')]])
-  text = np.asarray(loaded.generate(rows, max_tokens=9, temperature=1).tokens)
+  prompt = np.array([reader.bos, *reader.encode('the quick')])
+  drawn_alike = sampling.SamplingConfig(1.0, seed=sampling.seed_of(0, 0))
+  (text,) = _continue(loaded, prompt, max_tokens=9, sampling=drawn_alike)
   # A token that does not come up before it ends it, once the folder says so.
-  at = next(n for n in range(1, 9) if text[0, n] not in text[0, :n])
-  end = int(text[0, at])
+  at = next(n for n in range(1, 9) if text[n] not in text[:n])
+  end = int(text[at])
   file.write_text(json.dumps({'eos_token_id': [1, end]}))
   ended = _generate(output, f'--checkpoint={copy}', *drawn)
   assert (ended['tokens'], ended['ended']) == (at + 1, 'eos')

@@ -184,5 +184,5 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   again = folders.import_folder(exported, tmp_path / 'again')
   assert config_lib.load_run(str(again)).data.vocabularies.open().differ
   loaded = encdec_adapt.load(exported)
-  assert loaded.special_ids['eos'] == (opened.decoder.eos,)
+  assert loaded.special_ids.eos == (opened.decoder.eos,)
   assert tiny.generate(exported, 'the quick', tmp_path / 'out.json') == 0

@@ -70,13 +70,6 @@ def test_no_comparison_without_the_same_examples():
   assert comparisons.compare(_score(1.0, 2.0), _score(1.0, 2.0, 3.0)) is None
 
 
-def test_holm():
-  # Times 3, 2 and 1 in ascending order, and never below a smaller one's.
-  found = comparisons.holm([0.02, 0.01, 0.03])
-  assert found == pytest.approx([0.04, 0.03, 0.04])
-  assert comparisons.holm([0.5, 0.9]) == [1.0, 1.0]
-
-
 # T5Gemma (2504.06225), table 2: pretrained and instruction-tuned averages.
 TABLE_2 = {
   '2B-2B': [(47.9, 39.0), (49.7, 46.4), (50.1, 42.4)],

@@ -42,7 +42,8 @@ def test_quality_is_of_tasks_that_all_have():
   scores['b'] += [_score('y', 'f1', 0.25)]
   label, values = score_tables.quality(scores)
   assert (label, values) == ('mean of 2 tasks', {'a': 0.625, 'b': 0.25})
-  assert score_tables.column(scores, 'x+y/f1') == [0.625, 0.25]
+  assert score_tables.column(scores, 'x') == [0.5, 0.25]
+  assert score_tables.column(scores, 'y/f1') == [0.75, 0.25]
   losses = {name: own[:1] for name, own in scores.items()}
   assert score_tables.quality(losses)[1] == {'a': -2.0, 'b': -3.0}
 

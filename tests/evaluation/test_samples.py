@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from encdec_adapt import train
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import samples
+from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import vocabularies
 from tests import tiny
 
@@ -46,13 +46,13 @@ def _wanted(folder, workdir):
   model = encdec_adapt.load(workdir)
   wanted = []
   for (pair,) in held_out.read(range(3)):
-    prompt = np.append(vocabulary.bos, pair.inputs)[None]
-    found = jax.device_get(model.generate(prompt, max_tokens=16))
-    tokens = found.tokens[0, : found.lengths[0]]
+    prompt = np.append(vocabulary.bos, pair.inputs)
+    request = engine.Request(prompt, max_tokens=16)
+    ((_, found),) = model.engine(rows=1).run([request])
     wanted.append(
       tuple(
         vocabulary.decode(some, show_special=True, start=False)
-        for some in (pair.inputs, pair.targets, tokens)
+        for some in (pair.inputs, pair.targets, found.tokens)
       )
     )
   return wanted

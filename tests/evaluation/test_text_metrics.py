@@ -2,7 +2,6 @@
 
 import pytest
 
-from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import text_metrics
 
 pytest.importorskip('sacrebleu', reason="needs pip install -e '.[eval]'")
@@ -27,7 +26,6 @@ def test_literal_scores():
   # 'a red house' against 'the blue house stands': 2 * (1/3 * 1/4) / (7/12).
   assert found['rouge1'].scores == pytest.approx((1, 1, 0, 2 / 7))
   assert found['rougeL'].n == 4
-  assert found['bleu'].scores[1] == pytest.approx(1 / 2, abs=0.5)
   assert 0 < found['bleu'].value < 1 and 0 < found['chrf'].value < 1
   assert found['bleu'].stderr is None
 
@@ -41,16 +39,3 @@ def test_corpus_scores_are_those_of_sacrebleu():
   want = sacrebleu.corpus_bleu(texts, [[one for (one,) in references]])
   assert found['bleu'].value == pytest.approx(want.score / 100)
   assert 0.1 < found['bleu'].value < 0.9
-
-
-@pytest.mark.parametrize(
-  'predictions, references, message',
-  [
-    ([], [], '0 predictions and 0 references'),
-    (['a'], [['a'], ['b']], '1 predictions and 2 references'),
-    (['a'], [[]], 'example 1 has no reference'),
-  ],
-)
-def test_bad_input_is_named(predictions, references, message):
-  with pytest.raises(errors.UserError, match=message):
-    text_metrics.score('x', predictions, references)

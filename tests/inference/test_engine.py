@@ -31,7 +31,7 @@ CONFIGS = {
 }
 KINDS = ['encoder_decoder', 'decoder_only']
 NEVER = -1  # an EOS that no model generates
-IDS = dict(bos=2, eos=NEVER, pad=0)
+IDS = engine_lib.SpecialIds(bos=2, eos=(NEVER,), pad=0)
 SAMPLED = sampling.SamplingConfig(temperature=1.5, top_k=12, top_p=0.95)
 # Two lengths of buckets. Cut to 8 tokens and at most 40 generated, rows need
 # caches of 16, 32 and 64, and the 16 slots of local layers wrap around.
@@ -57,7 +57,7 @@ def _requests(config=sampling.SamplingConfig(), **options):
 
 
 def _run(kind, requests, **options):
-  made = _loaded(kind).engine(**{**IDS, **options})
+  made = _loaded(kind).engine(**{'ids': IDS, **options})
   return [found for _, found in sorted(made.run(requests), key=lambda x: x[0])]
 
 
@@ -165,7 +165,9 @@ def test_rows_end_at_eos_or_a_stop_string(kind):
     if not np.isin(tokens[: n + 2], ends).any()
   )
   reported = {i: [] for i in range(len(free))}
-  made = _loaded(kind).engine(bos=2, eos=ends, pad=0, decode=decode, steps=3)
+  made = _loaded(kind).engine(
+    ids=dataclasses.replace(IDS, eos=tuple(ends)), decode=decode, steps=3
+  )
   found = dict(
     made.run(
       _requests(SAMPLED, stop=(stop, 'no such text')),
@@ -226,7 +228,7 @@ def _logits(kind, prompt, tokens):
 
 
 def test_requests_come_and_go():
-  made = _loaded('encoder_decoder').engine(rows=2, **IDS)
+  made = _loaded('encoder_decoder').engine(rows=2, ids=IDS)
   want = _run('encoder_decoder', _requests())
   numbers = [made.submit(request) for request in _requests()[:3]]
   found = dict(made.step())
@@ -255,28 +257,6 @@ def test_integer_kernels_give_nearly_the_same(kind):
   assert np.abs(np.subtract(*first)).max() > 0
 
 
-def test_arrays_of_prompts():
-  loaded = _loaded('encoder_decoder')
-  tokens, mask = np.zeros((2, 2, 8), np.int32)
-  for row, prompt in enumerate([PROMPTS[0], PROMPTS[3]]):
-    tokens[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
-  eos = int(_run('encoder_decoder', _requests())[0].tokens[2])
-  got = loaded.generate(tokens, mask, max_tokens=6, bos=2, eos=eos, pad=3)
-  left = [np.zeros_like(tokens), np.zeros_like(mask)]
-  for row, count in enumerate(mask.sum(axis=1)):
-    left[0][row, -count:], left[1][row, -count:] = tokens[row, :count], 1
-  same = loaded.generate(*left, max_tokens=6, bos=2, eos=eos, pad=3)
-  np.testing.assert_array_equal(same.tokens, got.tokens)
-  assert got.tokens.shape == (2, 6)
-  for row in range(2):
-    length = got.lengths[row]
-    assert (got.tokens[row, length:] == 3).all()
-    assert (got.log_probs[row, length:] == 0).all()
-  assert got.lengths[0] <= 3
-  with pytest.raises(errors.UserError, match='the prompt has no tokens'):
-    loaded.generate(tokens, mask * [[0], [1]], **IDS)
-
-
 @pytest.mark.parametrize(
   'make, message',
   [
@@ -287,7 +267,7 @@ def test_arrays_of_prompts():
       lambda: _run('decoder_only', _requests(stop=('a',))),
       'stop strings need a tokenizer',
     ),
-    (lambda: _loaded('decoder_only').engine(rows=0, **IDS), '0 rows'),
+    (lambda: _loaded('decoder_only').engine(rows=0, ids=IDS), '0 rows'),
     (
       lambda: _run('decoder_only', [engine_lib.Request(np.array([2, 23]))]),
       'tokens of the prompt are 2 to 23; .* 0 to 22',

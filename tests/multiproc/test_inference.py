@@ -8,28 +8,6 @@ from tests import tiny, toy_models
 
 pytestmark = pytest.mark.multiproc
 PROMPTS = ['The quick', 'two cats and a dog', 'again', 'a' * 40, 'x y z']
-_SCORE = """
-import json, pathlib, sys
-import jax
-from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.evaluation import task_groups
-
-if len(sys.argv) > 4:
-  distributed.initialize(sys.argv[1], 2, int(sys.argv[3]))
-stored = stored_model.open_model(sys.argv[-2])
-mesh = loaded_model.inference_mesh(stored.model)
-loaded = loaded_model.read(stored, mesh=mesh)
-planned = task_groups.plan([], sys.argv[-1])
-found = [
-  [s.task, s.metric, s.value, s.scores]
-  for s in task_groups.run(loaded, planned, batch_size=2)
-]
-if distributed.is_lead():
-  pathlib.Path(sys.argv[-1], f'{jax.process_count()}.json').write_text(
-    json.dumps(found)
-  )
-"""
 TASK = {
   'task': 'animals',
   'dataset_path': 'json',
@@ -76,18 +54,30 @@ def test_two_processes_generate_what_one_does(folder, tmp_path):
 
 
 @pytest.mark.long
-def test_the_other_processes_follow_an_evaluation(folder, tmp_path):
+def test_two_processes_evaluate_as_one_does(folder, tmp_path):
   pytest.importorskip('lm_eval', reason="needs pip install -e '.[eval]'")
   (tmp_path / 'task.yaml').write_text(json.dumps(TASK))
   rows = [{'name': name, 'answer': i % 2} for i, name in enumerate(PROMPTS)]
   (tmp_path / 'rows.jsonl').write_text(
     ''.join(json.dumps(row) + '\n' for row in rows)
   )
-  arguments = str(folder), str(tmp_path)
-  alone = tiny.run_code(_SCORE, *arguments)
-  assert not alone.returncode, alone.stderr
-  started = tiny.start_programs(_SCORE, tmp_path, 2, *arguments)
-  assert tiny.wait_all(started) == [0, 0], (tmp_path / '0.log').read_text()
-  one, two = (json.loads((tmp_path / f'{n}.json').read_text()) for n in (1, 2))
-  assert one == two
-  assert one[0][:2] == ['animals', 'acc']
+  flags = [f'--checkpoint={folder}', f'--task_folder={tmp_path}', '--cost=8,4']
+  flags += [f'--pairs={tmp_path}/rows.jsonl#name,name', '--max_tokens=4']
+  found = []
+  for count in (1, 2):
+    output = tmp_path / str(count)
+    flags_of = [*flags, f'--output={output}']
+    if count == 1:
+      assert not tiny.run('evaluate', *flags_of).returncode
+    else:
+      started = tiny.start_several(2, 'evaluate', *flags_of, logs=tmp_path)
+      assert tiny.wait_all(started) == [0, 0], (
+        tmp_path / 'process_0.log'
+      ).read_text()
+    assert (output / 'report.html').exists()
+    lines = (output / 'results.jsonl').read_text().splitlines()
+    kept = [x for x in map(json.loads, lines) if x['task'] != 'cost']
+    assert len(kept) < len(lines)
+    found.append([(x['task'], x['metric'], x['scores']) for x in kept])
+  assert found[0] == found[1]
+  assert {task for task, *_ in found[0]} == {'animals', 'rows'}

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.inference import beam_search
+from encdec_adapt.inference import beam_search, sampling
+from encdec_adapt.inference import engine as engine_lib
 from tests import tiny, tiny_tokenizers
 
 _REASON = 'parity with Hugging Face needs torch and transformers'
@@ -482,21 +483,24 @@ def assert_same_text(ours, theirs, rows: Batch) -> None:
     theirs: corresponding model in torch.
     rows: batch with the prompts.
   """
+  # Of a beam search two prompts at a time; the last ones are fewer.
+  engine = ours.engine(rows=6)
+  texts = [row[real > 0] for row, real in zip(*prompts(rows), strict=True)]
   for penalty in (1.0, 1.4):
     expected = their_text(theirs, rows, repetition_penalty=penalty)
-    generated = ours.generate(
-      *prompts(rows), max_tokens=_GENERATED, repetition_penalty=penalty
+    chosen = sampling.SamplingConfig(repetition_penalty=penalty)
+    found = dict(
+      engine.run(
+        engine_lib.Request(prompt, _GENERATED, chosen) for prompt in texts
+      )
     )
-    assert generated.lengths.max() > 1
-    for row, length in enumerate(generated.lengths):
-      _assert_text(generated.tokens[row, :length], expected[row])
-  requests = [row[real > 0] for row, real in zip(*prompts(rows), strict=True)]
-  # Two prompts at a time; the last ones are fewer.
-  engine = ours.engine(rows=6)
+    assert max(len(completion.tokens) for completion in found.values()) > 1
+    for row, completion in found.items():
+      _assert_text(completion.tokens, expected[row])
   for penalty in (0.5, 2.0):
     expected = their_text(theirs, rows, num_beams=3, length_penalty=penalty)
     found = beam_search.search(
-      engine, requests, beams=3, max_tokens=_GENERATED, length_penalty=penalty
+      engine, texts, beams=3, max_tokens=_GENERATED, length_penalty=penalty
     )
     for row, completion in found:
       _assert_text(completion.tokens, expected[row])
