@@ -85,7 +85,10 @@ define_flags = command.define(
     default=1.0,
   ),
   command.integer(
-    'seed', 'Seed of all draws; each prompt draws on its own.', default=0
+    'seed',
+    'Seed of all draws; each prompt draws on its own.',
+    default=0,
+    lower_bound=0,
   ),
   command.integer(
     'beams',
@@ -162,8 +165,6 @@ def _check_options(values: flags.FlagValues) -> None:
     )
   if not all(values.stop):
     raise errors.UserError('--stop is empty; give a text, or leave it out.')
-  if values.seed < 0:
-    raise errors.UserError(f'--seed is {values.seed}; it must be at least 0.')
 
 
 def _sampling(
@@ -176,7 +177,7 @@ def _sampling(
     values.top_p,
     values.min_p,
     values.repetition_penalty,
-    sampling_lib.seed_of(max(values.seed, 0), index),
+    sampling_lib.seed_of(values.seed, index),
   )
 
 

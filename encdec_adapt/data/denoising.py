@@ -243,15 +243,9 @@ class Denoising(objectives.WindowObjective):
       return plan
     by_inputs = _window_of_inputs(denoiser, self.lengths.encoder)
     targets = denoiser.sizes(by_inputs)[1]
-    if targets > self.lengths.decoder:
-      raise errors.UserError(
-        f'objective {self.name!r}: with config.data.encoder_length='
-        f'{self.lengths.encoder} the denoiser {denoiser.mode or "-"}:'
-        f'{denoiser.mean:g}:{denoiser.density:g} makes up to {targets} targets,'
-        f' more than config.data.decoder_length={self.lengths.decoder}; set'
-        f' decoder_length to at least {targets}, or encoder_length to at most'
-        f' {denoiser.sizes(plan.inside + 1)[0]}'
-      )
+    what = f'{denoiser.mode or "-"}:{denoiser.mean:g}:{denoiser.density:g}'
+    shorter = denoiser.sizes(plan.inside + 1)[0]
+    self.require_targets(targets, shorter, f'the denoiser {what}')
     if self._policy != 'limit_segment':
       return plan
 

@@ -45,6 +45,9 @@ Others:
 dynamic masking, arXiv:1907.11692), and the next-sentence task is left out, as
 there.
 
+Inputs of the longest windows fill the encoder; targets that do not fit the
+decoder then are an error, which names the lengths that would do.
+
 MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
 are M where the model reads them; targets are the window, all with weight:
 
@@ -116,7 +119,15 @@ class Noising(objectives.WindowObjective):
     super().__init__(name, lengths, vocabulary, concatenate=concatenate)
 
   def _make_plans(self):
-    return (self._longest(lambda window: (window, window)),)
+    plan = self._longest(lambda window: (window, self._targets(window)))
+    if self.feeds == 'pair':
+      most = self._targets(self.lengths.encoder - 1)
+      self.require_targets(most, plan.inside + 1, 'it')
+    return (plan,)
+
+  def _targets(self, window: int) -> int:
+    """Returns the most targets of a window."""
+    return window
 
   def _count(self, size: int) -> int:
     """Returns the hidden tokens of a window: its share, at least 1."""
@@ -174,8 +185,8 @@ class DropTokens(Noising):
 
   needs_mask = False
 
-  def _make_plans(self):
-    return (self._longest(lambda window: (window, self._count(window))),)
+  def _targets(self, window):
+    return self._count(window)
 
   def split(self, window, plan, rng):
     hidden = self._hidden(len(window), rng)
@@ -210,10 +221,14 @@ class IidDenoising(Noising):
   needs_mask = False
 
   def _make_plans(self):
-    # Every hidden token may have a sentinel of its own.
-    plan = self._longest(lambda window: (window, 2 * self._count(window)))
+    (plan,) = super()._make_plans()
     _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
     return (plan,)
+
+  def _targets(self, window):
+    # Every hidden token may have a sentinel of its own, if others lie between.
+    hidden = self._count(window)
+    return hidden + min(hidden, window - hidden + 1)
 
   def split(self, window, plan, rng):
     hidden = self._hidden(len(window), rng)
@@ -232,6 +247,9 @@ class PermutedLM(IidDenoising):
 
   default_share = 1 / 6
 
+  def _targets(self, window):
+    return 2 * self._count(window)
+
   def split(self, window, plan, rng):
     at = np.flatnonzero(self._hidden(len(window), rng))
     sentinels = np.array(self._vocabulary.sentinels[: len(at)], np.int32)
@@ -247,8 +265,8 @@ class Mass(Noising):
 
   default_share = 0.5
 
-  def _make_plans(self):
-    return (self._longest(lambda window: (window, self._count(window))),)
+  def _targets(self, window):
+    return self._count(window)
 
   def split(self, window, plan, rng):
     size = self._hide(len(window))

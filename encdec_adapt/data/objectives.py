@@ -209,6 +209,26 @@ class WindowObjective(Objective):
 
     return Plan(capacity(0), capacity(int(self.adds_eos)), task)
 
+  def require_targets(self, most: int, shorter: int, what: str) -> None:
+    """Refuses lengths at which inputs that fill the encoder are not used.
+
+    Args:
+      most: targets of a window whose inputs fill the encoder.
+      shorter: encoder length whose windows have targets that fit.
+      what: what makes the targets.
+
+    Raises:
+      UserError: the targets do not fit; names the lengths that would do.
+    """
+    if most > self.lengths.decoder:
+      raise errors.UserError(
+        f'objective {self.name!r}: with config.data.encoder_length='
+        f'{self.lengths.encoder} {what} makes up to {most} targets, more than'
+        f' config.data.decoder_length={self.lengths.decoder}; set'
+        f' decoder_length to at least {most}, or encoder_length to at most'
+        f' {shorter}'
+      )
+
   def draw_plan(self, rng: np.random.Generator | None) -> Plan:
     """Draws the plan of a document's next window."""
     del rng

@@ -25,7 +25,6 @@ from encdec_adapt.models import model_flops, model_section, parameters
 
 TASK = 'cost'
 _REPEATS = 5
-_NO_LIMIT = np.int32(1 << 30)
 
 
 def options(prompt: int, generated: int, rows: int) -> results.Options:
@@ -99,8 +98,8 @@ def _measure(
 ) -> dict[str, float]:
   """Returns seconds and bytes of both programs on a batch of `rows`."""
   # No token ends a row, so that all have the same length.
-  endless = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
-  engine = loaded.engine(rows=rows, ids=endless)
+  ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
+  engine = loaded.engine(rows=rows, ids=ids)
   size = next(iter(loaded.config.stacks.values())).vocab_size
   rng = np.random.default_rng(0)
   requests = [
@@ -111,7 +110,11 @@ def _measure(
   ]
   given = engine.prefill_arguments(requests, rows)
   prefill = engine.programs.prefill.lower(*given).compile()
-  last = np.array([-1], np.int32), np.int32(rows), _NO_LIMIT
+  last = (
+    np.array([-1], np.int32),
+    np.int32(rows),
+    np.int32(engine_lib.UNLIMITED),
+  )
   state = prefill(*given)
   decode = engine.programs.decode.lower(
     engine.params, state, *last, sampled=False

@@ -22,6 +22,7 @@ Process 0 runs lm-eval, which sees one rank; the others `follow` it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lm_eval.api import model as lm_eval_model
 import numpy as np
 
 from encdec_adapt.cli import errors
@@ -30,13 +31,6 @@ from encdec_adapt.conversion import loaded_model, source_files
 from encdec_adapt.evaluation import scoring
 from encdec_adapt.inference import engine, sampling
 from encdec_adapt.models import model_config
-
-try:
-  from lm_eval.api import model as lm_eval_model
-except ImportError as error:
-  raise errors.UserError(
-    "these tasks need lm-eval: pip install 'encdec_adapt[eval]'"
-  ) from error
 
 # Tokens that are scored at a time, and those before them, in rolling
 # likelihoods.

@@ -147,6 +147,10 @@ def plan(
     UserError: lm-eval is not installed, there is no such task, or a file of a
       local task is wrong; names the file and the line.
   """
+  if importlib.util.find_spec('lm_eval') is None:
+    raise errors.UserError(
+      "tasks need lm-eval: pip install 'encdec_adapt[eval]'"
+    )
   local = _read_folder(folder, limit) if folder else {}
   groups = {name: GROUPS[name] for name in names if name in GROUPS}
   members = [
@@ -372,10 +376,6 @@ def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
 
 def _hub_tasks() -> frozenset[str]:
   """Returns the names of all tasks, groups and tags of lm-eval."""
-  if importlib.util.find_spec('lm_eval') is None:
-    raise errors.UserError(
-      "these tasks need lm-eval: pip install 'encdec_adapt[eval]'"
-    )
   from lm_eval import tasks as lm_eval_tasks
 
   print('reading the list of tasks of lm-eval', flush=True)

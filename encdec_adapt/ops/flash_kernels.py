@@ -227,19 +227,7 @@ def _forward_kernel(
 
 
 def _queries_kernel(
-  visits,
-  q,
-  k,
-  v,
-  q_tokens,
-  kv_tokens,
-  d_out,
-  sums,
-  inner,
-  d_q,
-  *,
-  tile,
-  call,
+  visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner, d_q, *, tile, call
 ):
   queries, own = q[...], (q_tokens[0, :][:, None], q_tokens[1, :][:, None])
   cotangent = d_out[...]

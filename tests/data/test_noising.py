@@ -165,3 +165,22 @@ def test_special_tokens_that_are_missing_are_named():
   assert (pair.inputs == cases.C).sum() == 3
   with pytest.raises(errors.UserError, match='add_sentinels to'):
     cases.make('permuted_lm', 128, 128, sentinels=4)
+
+
+@pytest.mark.parametrize(
+  'name, lengths, targets, shorter',
+  [
+    ('bart', (12, 8), 11, 9),  # The text, beside BOS and 11 tokens.
+    ('mass', (21, 9), 10, 19),  # Half of 20 tokens, of 18, and 10 of 19.
+    ('iid_denoising:share=0.5', (21, 19), 20, 19),
+  ],
+)
+def test_windows_are_not_shortened_silently(name, lengths, targets, shorter):
+  message = (
+    f'makes up to {targets} targets, more than .*decoder_length={lengths[1]};'
+    f' .* at least {targets}, or encoder_length to at most {shorter}$'
+  )
+  with pytest.raises(errors.UserError, match=message):
+    cases.make(name, *lengths, sentinels=20)
+  cases.make(name, lengths[0], targets, sentinels=20)
+  cases.make(name, shorter, lengths[1], sentinels=20)

@@ -86,10 +86,10 @@ def test_draws_are_keyed_by_document_or_window():
     return np.random.default_rng(0)
 
   found = [(name, np.full(7, TEXT, np.int32)) for name in 'ab']
-  list(cases.make('bart', 8, 6).examples(found, generator))
+  list(cases.make('bart', 7, 6).examples(found, generator))
   assert asked == ['a#0', 'a#1', 'b#0', 'b#1']
   asked.clear()
-  list(cases.make('bart:concatenate', 8, 6).examples(found, generator))
+  list(cases.make('bart:concatenate', 7, 6).examples(found, generator))
   assert asked == ['#0', '#1', '#2']
 
 
