@@ -60,10 +60,10 @@ def get_config(arg=None):
 def _model(args):
   """The model that is trained, its steps of warm-up, its vocabularies."""
   if args['source']:
-    opened = _open(args['source'])
+    opened = open_model(args['source'])
     return opened.model, 0, opened.vocabularies
-  encoder = _open(args['encoder'])
-  decoder = _open(args['decoder']) if args['decoder'] else encoder
+  encoder = open_model(args['encoder'])
+  decoder = open_model(args['decoder']) if args['decoder'] else encoder
   for opened in (encoder, decoder):
     stored_model.require_decoder_only(opened)
   stacks = encoder.model.decoder, decoder.model.decoder
@@ -73,5 +73,6 @@ def _model(args):
   return pair, 0 if balanced else 1000, choice
 
 
-def _open(path):
+def open_model(path):
+  """Opens a work directory or a Hugging Face folder."""
   return stored_model.open_model(path, vocab_multiple=_MULTIPLE)

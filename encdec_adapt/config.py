@@ -164,6 +164,8 @@ def load(
     values['data'],
     table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
   )
+  if labels := objective_names.labels(data.objectives[0]):
+    model = _classifier(model, len(labels))
   settings = Settings(
     seed=values['seed'],
     model=model,
@@ -181,6 +183,20 @@ def load(
       ' number of epochs.'
     )
   return settings
+
+
+def _classifier(
+  model: model_config.ModelConfig, classes: int
+) -> model_config.DecoderOnlyConfig:
+  """Returns a model of one stack with a head for so many labels."""
+  if isinstance(model, model_config.EncoderDecoderConfig):
+    raise errors.UserError(
+      'config.model.kind is encoder_decoder, and a classifier is one stack:'
+      " encoder_only for a pair's encoder, decoder_only for a decoder"
+      ' (configs/classification.py sets it).'
+    )
+  stack = dataclasses.replace(model.decoder, classes=classes)
+  return model_config.DecoderOnlyConfig(stack)
 
 
 def set_model(
@@ -281,10 +297,15 @@ def check_kind(model: model_config.ModelConfig, objective: str) -> None:
   Raises:
     UserError: names the kinds of models that do.
   """
-  kind, fed = (
-    model_section.kind_of(model),
-    _KINDS_OF[objective_names.feeds(objective_names.split(objective)[0])],
-  )
+  name, kind = objective_names.split(objective)[0], model_section.kind_of(model)
+  fed = _KINDS_OF[objective_names.feeds(name)]
+  if labels := objective_names.labels(name):
+    fed = ('encoder_only', 'decoder_only')
+  if len(labels) != model.decoder.classes:
+    raise errors.UserError(
+      f'objective {objective!r} has {len(labels)} labels and the model'
+      f' {model.decoder.classes}; use records of the same labels.'
+    )
   if kind not in fed:
     raise errors.UserError(
       f'objective {objective!r} feeds models of kind {" and ".join(fed)}, and'

@@ -27,7 +27,7 @@ from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import row_rates
+from encdec_adapt.data import objective_names, row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -265,7 +265,11 @@ def train(
 
     if start is None:
       evaluate(step, state.params)
-    while step < steps and batches.left != 0 and not stopping:
+    while (
+      step < steps
+      and batches.left != 0
+      and not (stopping or telemetry.stagnates)
+    ):
       began = time.perf_counter()
 
       # Phase: the groups that train. Each phase compiles its own step.
@@ -280,7 +284,8 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        say(setup.describe_batch(rows, data.vocabularies))
+        labels = objective_names.labels(settings.data.objectives[0])
+        say(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
@@ -318,7 +323,7 @@ def train(
       if not compiling:
         cost.seconds += time.perf_counter() - began
       loss = evaluate(step, state.params, last) if evaluating else None
-      if saving:
+      if saving or telemetry.stagnates:
         watchdog.beat(step, 'save')
         with telemetry.spent('save'):
           telemetry.flush()
@@ -344,7 +349,12 @@ def train(
   if stopping and not last:
     say(f'asked to stop: saved step {step}, exiting with {app.RESTART}')
     return app.RESTART
-  if step < steps:
+  if telemetry.stagnates:
+    say(
+      f'no lower held-out loss in {settings.train.patience} evaluations: the'
+      f' job ends at step {step} of {steps}'
+    )
+  elif step < steps:
     say(
       f'the last pass is over: the records end after {cost.rows:,} rows, at'
       f' step {step} of {steps}'

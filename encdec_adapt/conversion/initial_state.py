@@ -83,13 +83,24 @@ class Sources:
     rng, target = jax.random.key(seed), self.where.model.config
     if self.init.mode == 'random':
       return self.where.place(lambda rng: parameters.init(target, rng), rng)
-    if self.init.mode == 'checkpoint':
+    if self.init.mode == 'checkpoint' and not target.decoder.classes:
       return self.models[0].read(self.where)
     mesh, rules = self.where.mesh, self.where.rules
     read = [
       source.read(setup.place_model(source.model, self.compute, mesh, rules))
       for source in self.models
     ]
+
+    if target.decoder.classes:
+
+      def classify(rng, params):
+        """Makes a classifier of the source's first stack, with a new head."""
+        first = next(iter(self.models[0].model.stacks))
+        table = {'embedder': params['decoder']['embedder']}  # A shared one.
+        head = parameters.init_one(target, rng, 'decoder/head/table')
+        return {'decoder': {**table, **params[first], 'head': {'table': head}}}
+
+      return self.where.place(classify, rng, *read)
 
     def fill(rng, *params):
       """Makes the target's parameters from those of its sources."""
@@ -124,7 +135,7 @@ def open_sources(
   models = tuple(_open(folder, target) for folder in folders)
   report = None
   if init.mode == 'checkpoint':
-    _check_same_model(models[0], where)
+    _check_same_model(_without_head(models[0], target), where)
   elif init.mode != 'random':
     for source in models:
       stored_model.require_decoder_only(source)
@@ -206,6 +217,18 @@ def _open(
   """Opens a source or teacher, its tables padded as the model's own."""
   multiple = target.decoder.vocab_multiple
   return stored_model.open_model(path, vocab_multiple=multiple)
+
+
+def _without_head(
+  source: stored_model.StoredModel, target: model_config.ModelConfig
+) -> stored_model.StoredModel:
+  """Returns a classifier's source as the classifier that is made of it."""
+  if not target.decoder.classes:
+    return source
+  first = next(iter(source.model.stacks.values()))
+  stack = dataclasses.replace(first, classes=target.decoder.classes)
+  model = model_config.DecoderOnlyConfig(stack)
+  return dataclasses.replace(source, model=model)
 
 
 def _check_same_model(

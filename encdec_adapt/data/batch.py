@@ -250,6 +250,7 @@ def check_framing(
   *,
   mask: int | None = None,
   eos_inside: bool = False,
+  labelled: bool = False,
 ) -> None:
   """Checks that a batch obeys the tables in the module's docstring.
 
@@ -259,6 +260,7 @@ def check_framing(
     mask: token that the decoder may read in place of any target (MEAP), or
       None.
     eos_inside: whether inputs may hold EOS, of a document or a turn.
+    labelled: whether targets are numbers of labels.
 
   Raises:
     ValueError: names the broken rule, the row and the position.
@@ -269,7 +271,7 @@ def check_framing(
     'padding has weight 0': (batch[f'{side}_segments'] > 0) | (weights == 0)
   }
   ids = getattr(framing, side)
-  if ids.pad != ids.eos:
+  if ids.pad != ids.eos and not labelled:
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
     rules |= _decoder_rules(batch, framing.decoder, mask)

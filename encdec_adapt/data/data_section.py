@@ -159,7 +159,8 @@ class DataConfig:
     given = set()
     for source, _ in mixtures.parse(self.source):
       if source.startswith('seqio:'):
-        given |= needed - {'chat'}  # Its features show when it is read.
+        # Its features show when it is read.
+        given |= needed & {'text', 'pairs'}
       else:
         given.add(text_sources.gives(source))
     if given != needed:
@@ -167,7 +168,8 @@ class DataConfig:
         f'config.data.source is {self.source!r}, which has'
         f' {" and ".join(sorted(given))}, but config.data.objective'
         f' {self.objective!r} is made of {" and ".join(sorted(needed))}; change'
-        ' one of them (pairs and chat have sources of the same names).'
+        ' one of them (pairs and chat have sources of the same names, classify'
+        ' and tag labels:..).'
       )
 
   @property

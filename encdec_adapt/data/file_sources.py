@@ -196,7 +196,12 @@ class JsonlSource(FileSource):
     return document_source.encodable(text)
 
   def _value(
-    self, data: bytes, path: str, offset: int, field: str, kind: type
+    self,
+    data: bytes,
+    path: str,
+    offset: int,
+    field: str,
+    kind: type | tuple[type, ...],
   ) -> Any:
     """Returns a field of a line.
 
@@ -210,7 +215,7 @@ class JsonlSource(FileSource):
     except (ValueError, KeyError, TypeError) as error:
       value = error
     if not isinstance(value, kind):
-      what = 'text' if kind is str else 'a list'
+      what = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
       raise errors.UserError(
         f'source {self.name!r}: {where()}, is not a JSON object with {what} in'
         f' {field!r} ({value!r:.200}); name the field after a #, as in'
@@ -238,6 +243,33 @@ class PairSource(JsonlSource):
   def _read(self, data: bytes, path: str, offset: int) -> str:
     pair = [self._value(data, path, offset, name, str) for name in self._fields]
     return document_source.encodable(json.dumps(pair, ensure_ascii=False))
+
+
+class LabelSource(JsonlSource):
+  """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
+
+  A text is a string, or a list of words whose label is a list with a label for
+  each. A label is a string or an integer.
+  """
+
+  divisible = False
+  holds_json = True
+
+  def _pattern(self, rest: str) -> str:
+    pattern, _, fields = rest.partition('#')
+    *self._texts, self._field = fields.split(',')
+    if not self._texts or not all([*self._texts, self._field]):
+      raise errors.UserError(
+        f'source {self.name!r}: name the fields of texts and label, as in'
+        ' labels:GLOB#TEXT,LABEL'
+      )
+    return pattern
+
+  def _read(self, data: bytes, path: str, offset: int) -> str:
+    value = functools.partial(self._value, data, path, offset)
+    texts = [value(name, (str, list)) for name in self._texts]
+    content = [texts, value(self._field, (str, int, list))]
+    return document_source.encodable(json.dumps(content, ensure_ascii=False))
 
 
 class ChatSource(JsonlSource):

@@ -178,7 +178,7 @@ def parse(text: str) -> list[tuple[str, float]]:
 
 
 def having(text: str, content: str) -> str:
-  """Returns the sources of a mixture that have 'text', 'pairs' or 'chat'.
+  """Returns the sources of a mixture that have 'text', 'pairs', ..
 
   SeqIO tasks have text and pairs.
   """
@@ -186,7 +186,7 @@ def having(text: str, content: str) -> str:
     f'{name}@{weight}'
     for name, weight in parse(text)
     if text_sources.gives(name) == content
-    or (name.startswith('seqio:') and content != 'chat')
+    or (name.startswith('seqio:') and content in ('text', 'pairs'))
   )
 
 

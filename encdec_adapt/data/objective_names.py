@@ -9,6 +9,7 @@ A name may have options after a colon, separated by commas:
     denoise:R:3:0.15 + S:uniform@4
 
     pairs:too_long=truncate,prefix=summarize:
+    classify:labels=no|yes
 
 Several objectives, which then share the training rows (`data/row_order.py`),
 are separated by ' | ': `prefix_lm | ul2` (`split`). All other functions take
@@ -30,6 +31,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
   denoising,
+  labelled,
   noising,
   objectives,
   supervised,
@@ -42,6 +44,7 @@ _CLASSES: dict[str, type[objectives.Objective]] = {
   **objectives.LANGUAGE_MODELS,
   **noising.NOISES,
   **supervised.SUPERVISED,
+  **labelled.LABELLED,
 }
 NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
 
@@ -74,6 +77,7 @@ _OPTIONS = {
   'too_long': f'too_long={"|".join(supervised.TOO_LONG)}',
   'meap': f'meap={"|".join(supervised.MEAP)}',
   'prefix': 'prefix=TEXT without a comma',
+  'labels': 'labels=LABEL|LABEL without commas',
 }
 # What the value of an option is read by; raises ValueError.
 _READ: Mapping[str, Callable[[str], Any]] = {
@@ -82,6 +86,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
   'span': _span,
   'too_long': _one_of(supervised.TOO_LONG),
   'meap': _one_of(supervised.MEAP),
+  'labels': lambda text: tuple(text.split('|')),
 }
 
 
@@ -153,6 +158,11 @@ def feeds(text: str) -> str:
 def source_of(text: str) -> str:
   """Returns what an objective is made of: see `Objective.source`."""
   return _class(_parse(text)[0]).source
+
+
+def labels(text: str) -> tuple[str, ...]:
+  """Returns the labels that an objective predicts; empty for tokens."""
+  return _parse(text)[1].get('labels', ())
 
 
 def is_concatenated(text: str) -> bool:

@@ -71,7 +71,8 @@ class Objective(abc.ABC):
       'pair', or 'encoder' (masked language models).
     options: options that a name may have.
     draws: whether anything is random.
-    source: kind of documents that it reads: 'text', 'pairs' or 'chat'.
+    source: kind of documents that it reads: 'text', 'pairs', 'chat' or
+      'labels'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     concatenate: whether examples cross documents.
     lengths: row lengths that every pair fits.

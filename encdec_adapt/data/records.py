@@ -271,6 +271,7 @@ class RecordSet:
         or objective_names.is_concatenated(name)
         for name in names
       ),
+      labelled=bool(objective_names.labels(names[0])),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:

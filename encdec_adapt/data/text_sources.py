@@ -15,6 +15,8 @@
 | pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
 | prompts:GLOB#FILE.yaml   | each line in each template of a promptsource   |
 |                          | file (`data/prompt_source.py`)                 |
+| labels:GLOB#TEXT,LABEL   | each line's field TEXT, or several, and the    |
+|                          | last field, its label                          |
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
 | chat:GLOB#FIELD          | each line's field FIELD                        |
@@ -22,9 +24,10 @@
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
 
-The text of a pair or a conversation is JSON: a list of two texts, or of the
-messages. They feed the objectives `pairs` and `chat` (`data/supervised.py`),
-all others the rest.
+The text of a pair, a conversation or a labelled example is JSON: a list of two
+texts, of the messages, or of a list of texts and a label. They feed the
+objectives `pairs` and `chat` (`data/supervised.py`), and `classify` and `tag`
+(`data/labelled.py`), all others the rest.
 
 A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. A shard of the records
 reads its share of the files (`data/file_sources.py`) or of a TFDS dataset. The
@@ -46,7 +49,7 @@ from encdec_adapt.data import (
 _FORMS = (
   'python[:FILE], lookups, text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
   ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD],'
-  ' seqio:NAME[:SPLIT], tfds:NAME:SPLIT[:FIELD]'
+  ' labels:GLOB#TEXT,LABEL, seqio:NAME[:SPLIT], tfds:NAME:SPLIT[:FIELD]'
 )
 _SOURCES = {
   'python': python_source.PythonSource,
@@ -55,6 +58,7 @@ _SOURCES = {
   'jsonl': file_sources.JsonlSource,
   'pairs': file_sources.PairSource,
   'chat': file_sources.ChatSource,
+  'labels': file_sources.LabelSource,
   'tfds': tfds_source.TfdsSource,
 }
 
@@ -82,8 +86,8 @@ def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
 
 
 def gives(name: str) -> str:
-  """Returns what a source has: 'text', 'pairs' or 'chat'."""
+  """Returns what a source has: 'text', 'pairs', 'chat' or 'labels'."""
   kind = name.partition(':')[0]
   if kind in ('pairs', 'prompts', 'lookups'):
     return 'pairs'
-  return 'chat' if kind == 'chat' else 'text'
+  return kind if kind in ('chat', 'labels') else 'text'

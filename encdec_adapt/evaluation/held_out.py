@@ -15,7 +15,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
-from encdec_adapt.evaluation import perplexity, results
+from encdec_adapt.evaluation import classification, perplexity, results
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 
@@ -76,7 +76,7 @@ def scores(
     (share of target tokens), `exact_match` (share of rows that greedy decoding
     gives to the last token), `target_tokens`, and `loss_shuffled_prefix`,
     which rows without inputs or with several pairs, and a single row, do not
-    have.
+    have; of classifiers also `classification.scores`.
   """
   where, spec = loaded.where, record_set.spec
   teacher = setup.reads_teacher_row(loaded.config, spec.lengths, 0.0)
@@ -98,6 +98,9 @@ def scores(
   found = own.scores(TASK)
   tokens = own.target_tokens
   found.append(results.Score(TASK, TARGET_TOKENS, tokens, None, len(own.exact)))
+  if loaded.config.decoder.classes:
+    batches = setup.evaluation_batches(record_set, batch_size, where)
+    found += classification.scores(TASK, where, loaded.params, batches)
   if (
     min(spec.lengths.encoder, spec.lengths.decoder)
     and not spec.pack

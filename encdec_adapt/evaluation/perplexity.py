@@ -105,7 +105,7 @@ class Evaluator:
           losses.predict(where.model, params, batch),
           where.model.head(params),
           batch['targets'],
-          vocab_size=stack.vocab_size,
+          vocab_size=stack.outputs,
           softcap=stack.final_softcap,
           chunk=chunk,
         )

@@ -58,8 +58,8 @@ class Decoder:
 
   def head(self, params: Params) -> Float[Array, 'V D']:
     """Returns the output table, padding rows included."""
-    tied = self.config.decoder.tied_head
-    return params['decoder']['embedder' if tied else 'head']['table']
+    own = self.config.decoder.has_head
+    return params['decoder']['head' if own else 'embedder']['table']
 
   def logits(
     self, params: Params, hidden: Float[Array, 'B T D']
@@ -70,7 +70,7 @@ class Decoder:
     """
     cfg = self.config.decoder
     return layers.logits(
-      self.head(params), hidden, cfg.vocab_size, cfg.final_softcap
+      self.head(params), hidden, cfg.outputs, cfg.final_softcap
     )
 
   def init_cache(

@@ -99,7 +99,9 @@ class Embedder(nn.Module):
     scaled.
     """
     cfg = self.config
-    x = embedding.lookup(make_table(self, cfg), tokens, self.dtype)
+    x = embedding.lookup(
+      make_table(self, cfg, cfg.vocab_size), tokens, self.dtype
+    )
     if cfg.scale_embeddings:
       x = x * jnp.sqrt(jnp.float32(cfg.width)).astype(self.dtype)
     if cfg.eoi_token is not None:
@@ -117,17 +119,24 @@ class Head(nn.Module):
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
-    return make_table(self, self.config)
+    return make_table(self, self.config, self.config.outputs)
 
 
 def make_table(
-  module: nn.Module, config: model_config.StackConfig
+  module: nn.Module, config: model_config.StackConfig, rows: int
 ) -> jax.Array:
-  """Declares a token table [V, D] as the parameter 'table' of a module."""
+  """Declares a table [V, D] as the parameter 'table' of a module.
+
+  Args:
+    module: the module.
+    config: the stack.
+    rows: rows without padding.
+  """
   init = nn.with_logical_partitioning(
     nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
   )
-  shape = (config.table_rows, config.width)
+  multiple = config.vocab_multiple
+  shape = (-(-rows // multiple) * multiple, config.width)
   return module.param('table', init, shape, jnp.float32)
 
 

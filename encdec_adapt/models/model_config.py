@@ -49,6 +49,8 @@ class StackConfig:
       'centered', W keys around the query (T5Gemma 2).
     eoi_token: token with an embedding of its own that is not scaled (T5Gemma
       2's end of image), or None.
+    classes: number of labels of a classifier, whose head has a row for each in
+      place of the tokens; 0 for a language model.
   """
 
   layers: int = keys.key(4, 'Number of layers.', at_least=1)
@@ -134,6 +136,7 @@ class StackConfig:
     True, 'Multiply embeddings by sqrt(width) (Gemma).'
   )
   eoi_token: int | None = None
+  classes: int = 0
   tied_head: bool = keys.key(True, 'Logits use the embedding table.')
   experts: int = keys.key(
     0,
@@ -263,6 +266,16 @@ class StackConfig:
     """Rows V of the embedding table, padding included."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+  @property
+  def outputs(self) -> int:
+    """Number of logits: labels of a classifier, else tokens."""
+    return self.classes or self.vocab_size
+
+  @property
+  def has_head(self) -> bool:
+    """Whether the head has a table of its own."""
+    return bool(self.classes) or not self.tied_head
+
   def layer_kind(self, layer: int) -> LayerKind:
     """Kind of layer number `layer`, from 0."""
     return self.pattern[layer % len(self.pattern)]
@@ -280,7 +293,8 @@ class DecoderOnlyConfig:
 
   The three differ in the role of the stack alone, so that each may start from
   the weights of another. An encoder-only model is a bidirectional stack whose
-  output table predicts masked tokens.
+  output table predicts masked tokens. A classifier is a stack of any role whose
+  head has a row for each label.
   """
 
   decoder: StackConfig
@@ -293,7 +307,7 @@ class DecoderOnlyConfig:
   @property
   def is_encoder(self) -> bool:
     """Whether the model reads the encoder's side of a row, and only that."""
-    return self.decoder.role == 'bidirectional'
+    return self.decoder.role == 'bidirectional' or self.decoder.classes > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def forward(
   pair = isinstance(model, configs.EncoderDecoderConfig)
   if not pair and model.is_encoder:
     decoder = encoder
-  total = vocabulary(model.decoder.width, model.decoder.vocab_size, decoder)
+  total = vocabulary(model.decoder.width, model.decoder.outputs, decoder)
   if pair:
     total += stack_forward(model.encoder, encoder)
     return total + stack_forward(model.decoder, decoder, source_length=encoder)

@@ -111,9 +111,10 @@ def padding(config: model_config.ModelConfig) -> dict[str, int]:
   sizes = {}
   for path, info in parameter_table(config).items():
     stack_config = config.stacks[path.split('/')[0]]
-    if path.endswith('/table') and info.shape[0] > stack_config.vocab_size:
-      rows = info.shape[0] - stack_config.vocab_size
-      sizes[path] = rows * stack_config.width
+    is_head = path.endswith('head/table')
+    used = stack_config.outputs if is_head else stack_config.vocab_size
+    if path.endswith('/table') and info.shape[0] > used:
+      sizes[path] = (info.shape[0] - used) * stack_config.width
   return sizes
 
 

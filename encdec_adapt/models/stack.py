@@ -113,7 +113,7 @@ class Stack(nn.Module):
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
     x = layers.dropout(embedder(tokens), dropout)
-    if not cfg.tied_head:
+    if cfg.has_head:
       layers.Head(cfg, name='head')()
 
     entries = None if cached is None else cached.layers

@@ -38,6 +38,7 @@ class MetricWriter:
 
   Attributes:
     path: the JSONL file.
+    evaluations: step of each evaluation that is kept -> held-out loss.
     dropped: records that were dropped.
   """
 
@@ -56,7 +57,7 @@ class MetricWriter:
     events = self.path.parent / EVENTS
     try:
       events.mkdir(parents=True, exist_ok=True)
-      self._last, self.dropped = _drop_beyond(self.path, first_step)
+      self.evaluations, self.dropped = _drop_beyond(self.path, first_step)
       self._lines = append_log.append(self.path)
       self._events = _EventFile(events, first_step)
     except OSError as error:
@@ -94,7 +95,6 @@ class MetricWriter:
       self._events.write(step, scalars)
     except OSError as error:
       raise disk.cannot_write(self.path, error) from error
-    self._last[kind] = step
 
   def flush(self) -> None:
     """Writes everything through, so that SIGKILL loses nothing.
@@ -107,10 +107,6 @@ class MetricWriter:
       self._events.flush()
     except OSError as error:
       raise disk.cannot_write(self.path, error) from error
-
-  def last(self, kind: str) -> int | None:
-    """Returns the step of the last record of a kind; None if there is none."""
-    return self._last.get(kind)
 
   def close(self) -> None:
     """Closes the files."""
@@ -176,26 +172,27 @@ class _EventFile:
 
 def _drop_beyond(
   path: paths.Path, step: int
-) -> tuple[dict[str, int], list[dict[str, Any]]]:
+) -> tuple[dict[int, float], list[dict[str, Any]]]:
   """Drops the records beyond a step.
 
   Returns:
-    The last step of each kind, and the records that were dropped.
+    Step and loss of the evaluations that are kept, and the dropped records.
   """
   if not append_log.exists(path):
     return {}, []
-  last: dict[str, int] = {}
+  evaluations: dict[int, float] = {}
   lines, dropped = [], []
   for record, line in _records(path):
     if record['step'] <= step:
-      last[record['kind']] = record['step']
+      if record['kind'] == 'eval':
+        evaluations[record['step']] = _decode(record['loss'])
       lines.append(line)
     else:
       dropped.append(record)
   kept = b''.join(lines)
   if kept != append_log.read(path):
     append_log.replace(path, kept)
-  return last, dropped
+  return evaluations, dropped
 
 
 def _records(path: paths.Path) -> Iterator[tuple[dict[str, Any], bytes]]:

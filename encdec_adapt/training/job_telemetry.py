@@ -74,10 +74,13 @@ class JobTelemetry:
         say(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
       self._starts = timing.Starts(workdir, start or 0, steps)
-    # The last step that was evaluated, or None; the same on all processes.
-    self.evaluated: int | None = distributed.from_lead(
-      lambda: self._writer.last('eval'), 'state'
+    # Step -> held-out loss; the same on all processes.
+    self._evaluations: dict[int, float] = dict(
+      distributed.from_lead(
+        lambda: list(self._writer.evaluations.items()), 'state'
+      )
     )
+    self._patience = train.patience
 
   def __enter__(self) -> 'JobTelemetry':
     return self
@@ -85,6 +88,20 @@ class JobTelemetry:
   def __exit__(self, *exception) -> None:
     if self._writer:
       self._writer.close()
+
+  @property
+  def evaluated(self) -> int | None:
+    """The last step that was evaluated; the same on all processes."""
+    return next(reversed(self._evaluations), None)
+
+  @property
+  def stagnates(self) -> bool:
+    """Whether the last `patience` evaluations had no lower held-out loss."""
+    losses = list(self._evaluations.values())
+    recent = losses[-self._patience :]
+    return 0 < self._patience < len(losses) and not (
+      min(recent) < min(losses[: -self._patience])
+    )
 
   def spent(self, on: str) -> contextlib.AbstractContextManager[None]:
     """Counts the time inside as spent on one of `timing.PARTS`."""
@@ -144,7 +161,7 @@ class JobTelemetry:
     tokens = self.cost.target_tokens
     values = {'loss': loss, 'accuracy': accuracy, 'target_tokens': tokens}
     self._write('eval', step, values)
-    self.evaluated = step
+    self._evaluations[step] = loss
 
   def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
     """Writes and prints scores of evaluators, by name."""

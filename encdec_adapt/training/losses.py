@@ -178,7 +178,7 @@ def loss_sums(
     model.head(params),
     batch['targets'],
     batch['weights'],
-    vocab_size=stack.vocab_size,
+    vocab_size=stack.outputs,
     softcap=stack.final_softcap,
     z_loss=config.z_loss,
     label_smoothing=config.label_smoothing,

@@ -4,7 +4,7 @@ Functions take the sections of the configuration that they need. Nothing here
 reads other models on disk; `conversion.initial_state` does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -283,8 +283,18 @@ def evaluation_batches(
   )
 
 
-def describe_batch(rows: Mapping[str, Any], opened: vocabularies.Opened) -> str:
-  """Decodes the first example of a process's rows, field by field."""
+def describe_batch(
+  rows: Mapping[str, Any],
+  opened: vocabularies.Opened,
+  labels: Sequence[str] = (),
+) -> str:
+  """Decodes the first example of a process's rows, field by field.
+
+  Args:
+    rows: the rows.
+    opened: vocabularies of the tokens.
+    labels: names of the targets; without any they are tokens.
+  """
   lines = ['the first example read for the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
@@ -292,7 +302,12 @@ def describe_batch(rows: Mapping[str, Any], opened: vocabularies.Opened) -> str:
       if side == 'targets':
         # Those of an encoder-only model stand where it reads the tokens.
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
-      tokens = rows[field][0][rows[f'{side}_segments'][0] == 1]
+      inside = rows[f'{side}_segments'][0] == 1
+      tokens = rows[field][0][inside]
+      if labels and field == 'targets':
+        known = tokens[rows['weights'][0][inside] > 0]
+        lines.append(f'  labels         {[labels[i] for i in known]}')
+        continue
       text = opened.sides[side].decode(tokens, show_special=True, start=False)
       shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
       lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')

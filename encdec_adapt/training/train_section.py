@@ -49,6 +49,12 @@ class TrainConfig:
     ' and at the last step; steps are multiples of those of `loss`. Scores go'
     ' to WORKDIR/results.jsonl and to TensorBoard.',
   )
+  patience: int = keys.key(
+    0,
+    'Evaluations in a row without a lower held-out loss after which the job'
+    ' ends (early stopping); 0: never.',
+    at_least=0,
+  )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
   samples: int = keys.key(
     2,

@@ -1,0 +1,89 @@
+"""Classifiers from the command line: of a decoder, and of a pair's encoder."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.e2e import folders
+
+WORDS = 'red green blue one two three'.split()
+
+
+def _train(source, file, workdir, *flags):
+  return tiny.run(
+    'train',
+    f'--config=configs/classification.py:source={source}',
+    f'--workdir={workdir}',
+    f'--config.data.source=labels:{file}#first,second,label',
+    '--config.data.encoder_length=32',
+    '--config.data.eval_fraction=0.2',
+    '--config.data.workers=1',
+    '--config.train.batch_size=8',
+    '--config.train.eval_batch_size=8',
+    '--config.compute.remat=none',
+    *(f'--config.{flag}' for flag in flags),
+  )
+
+
+@pytest.fixture(scope='module')
+def file(tmp_path_factory):
+  rng = np.random.default_rng(0)
+  rows = []
+  for i in range(240):
+    words = rng.choice(WORDS, 6)
+    if i % 2:
+      words[rng.integers(6)] = 'zebra'
+    label = ('absent', 'present')[i % 2]
+    rows.append({'first': ' '.join(words), 'second': 'zebra?', 'label': label})
+  path = tmp_path_factory.mktemp('labels') / 'rows.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  return path
+
+
+@pytest.mark.e2e
+def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
+  source = request.config.rootpath / 'configs' / 'decoders' / 'small'
+  flags = [
+    'data.objective=classify:labels=absent|present',
+    'data.passes=20',
+    'optimizer.learning_rate=2e-3',
+    'train.evaluators=loss=15',
+    'train.patience=2',
+  ]
+  done = _train(source, file, tmp_path / 'run', *flags)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "labels         ['" in done.stdout
+  assert 'no lower held-out loss in 2 evaluations' in done.stdout
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  found = folders.evaluate(tmp_path / 'run', tmp_path / 'run/records/eval')
+  assert found['accuracy'] > 0.9 and found['macro_f1'] > 0.9
+  # It has ended: the same command trains no more.
+  again = _train(source, file, tmp_path / 'run', *flags)
+  assert again.returncode == 0, again.stdout + again.stderr
+  assert f'step {summary["steps"] + 1}' not in again.stdout
+  refused = tiny.run('generate', f'--checkpoint={tmp_path}/run', '--prompt=x')
+  assert refused.returncode == 2 and 'generates no text' in refused.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_classifier_starts_from_the_encoder_of_a_pair(
+  file, tmp_path, request
+):
+  source = request.config.rootpath / 'configs' / 'decoders' / 'small'
+  pair = folders.adapt(tmp_path / 'pair', f'--encoder={source}')
+  run = tmp_path / 'run'
+  flags = ['data.objective=classify:labels=absent|present']
+  # A step of rate zero changes nothing.
+  flags += ['train.steps=1', 'optimizer.learning_rate=0', 'data.passes=1']
+  done = _train(pair, file, run, *flags)
+  assert done.returncode == 0, done.stdout + done.stderr
+  found, encoder = folders.arrays(run), folders.arrays(pair)
+  assert found.pop('decoder/head/table').shape[1] == 96
+  for path, value in found.items():
+    expected = encoder[path.replace('decoder/', 'encoder/', 1)]
+    np.testing.assert_array_equal(value, expected)
+  wrong = _train(pair, file, tmp_path / 'other', 'data.objective=bert')
+  assert wrong.returncode == 2 and 'has labels' in wrong.stderr
