@@ -277,15 +277,17 @@ def summary(manifest: Mapping[str, Any]) -> str:
   def mean(name: str) -> float:
     return totals[name] / max(totals['pairs'], 1)
 
-  sides = f'decoder {fill["decoder"]:.1%} full'
-  if spec['encoder_length']:
-    sides = f'encoder {fill["encoder"]:.1%}, {sides}'
+  sides = {
+    'encoder': f'{mean("encoder_positions"):.0f} of %d inputs',
+    'decoder': f'{mean("target_tokens"):.0f} of %d targets',
+  }
+  lengths = {side: spec[f'{side}_length'] for side in sides}
+  filled = ', '.join(f'{x} {fill[x]:.1%}' for x in sides if lengths[x])
+  means = ' and '.join(sides[x] % lengths[x] for x in sides if lengths[x])
   line = (
     f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
     f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
-    f' tokens, {sides}; a mean example has'
-    f' {mean("encoder_positions"):.0f} of {spec["encoder_length"]} inputs and'
-    f' {mean("target_tokens"):.0f} of {spec["decoder_length"]} targets'
+    f' tokens, {filled} full; a mean example has {means}'
   )
   if totals['shared_sentinel_spans']:
     line += (

@@ -218,9 +218,11 @@ def write_manifest(
     'vocabularies': dict(vocabularies),
     'totals': dict(whole),
     'fill': {
-      'encoder': whole['encoder_positions']
-      / (count * max(spec.encoder_length, 1)),
-      'decoder': whole['target_tokens'] / (count * max(spec.decoder_length, 1)),
+      side: whole[counted] / (count * length) if length else 0.0
+      for side, counted, length in (
+        ('encoder', 'encoder_positions', spec.encoder_length),
+        ('decoder', 'target_tokens', spec.decoder_length),
+      )
     },
     'parts': [
       {**dataclasses.asdict(part), **counts}

@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 
-from encdec_adapt.data import batch, records
+from encdec_adapt.data import batch, objective_names, records
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 
 _SPECIAL, _UNWEIGHTED, _RESET = '\033[36m', '\033[2m', '\033[0m'
@@ -35,14 +35,15 @@ def describe(
     colour: whether to use colours of a terminal.
   """
   lines = []
+  labels = objective_names.labels(record_set.spec.objective.split(' | ')[0])
   for number, row in zip(rows, record_set.read(rows), strict=True):
     lines.append(f'row {number}: {len(row)} examples')
     for segment, pair in enumerate(row, start=1):
-      lines += _pair(segment, pair, opened, colour)
+      lines += _pair(segment, pair, opened, colour, labels)
   return '\n'.join(lines)
 
 
-def _pair(segment, pair: batch.Pair, opened, colour: bool) -> list[str]:
+def _pair(segment, pair: batch.Pair, opened, colour, labels) -> list[str]:
   """Returns the lines of a pair."""
   names = ', '.join(pair.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
@@ -51,7 +52,11 @@ def _pair(segment, pair: batch.Pair, opened, colour: bool) -> list[str]:
     fields.append(('prefix', pair.prefix, opened.decoder, None))
   if pair.decoder_inputs is not None:
     fields.append(('reads', pair.decoder_inputs, opened.decoder, None))
-  fields.append(('targets', pair.targets, opened.decoder, pair.weights))
+  if labels:
+    known = [labels[i] for i in pair.targets[pair.weights > 0]]
+    lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')
+  else:
+    fields.append(('targets', pair.targets, opened.decoder, pair.weights))
   for name, ids, one, weights in fields:
     if len(ids):
       text = _text(ids, one, weights, colour)
