@@ -113,7 +113,8 @@ def raw_from_model(
 def own_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the config.json of our own layout, which any model has."""
   section = model_section.section_from_model(config)
-  return {'model_type': OWN_TYPE, 'model': section}
+  classes = {'classes': config.decoder.classes}
+  return {'model_type': OWN_TYPE, 'model': section, **classes}
 
 
 def pair_of(
@@ -319,7 +320,9 @@ def _own_from_raw(
       value that no model has.
   """
   try:
-    return model_section.model_from_section(raw['model'])
+    model = model_section.model_from_section(raw['model'])
+    decoder = dataclasses.replace(model.decoder, classes=raw['classes'])
+    return dataclasses.replace(model, decoder=decoder)
   except errors.UserError as error:
     raise errors.UserError(f'{file}: {error}') from error
   except (KeyError, TypeError, AttributeError) as error:

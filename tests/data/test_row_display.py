@@ -18,7 +18,8 @@ def test_special_tokens_weights_and_documents_are_shown():
     weights=np.array([1, 1, 0], np.float32),
     documents=('x.txt', 'y.txt'),
   )
-  record_set = SimpleNamespace(read=lambda rows: [[pair]])
+  spec = SimpleNamespace(objective='prefix_lm')
+  record_set = SimpleNamespace(read=lambda rows: [[pair]], spec=spec)
   opened = vocabularies.Opened(one, one)
   plain = row_display.describe(record_set, opened, [7], colour=False)
   assert plain.splitlines() == [

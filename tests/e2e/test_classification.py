@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import encdec_adapt
 from tests import tiny
 from tests.e2e import folders
 
@@ -63,6 +64,8 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   again = _train(source, file, tmp_path / 'run', *flags)
   assert again.returncode == 0, again.stdout + again.stderr
   assert f'step {summary["steps"] + 1}' not in again.stdout
+  exported = folders.export(tmp_path / 'run', tmp_path / 'exported')
+  assert encdec_adapt.load(exported).logits([[2, 5, 6]]).shape == (1, 3, 2)
   refused = tiny.run('generate', f'--checkpoint={tmp_path}/run', '--prompt=x')
   assert refused.returncode == 2 and 'generates no text' in refused.stderr
 
