@@ -330,7 +330,10 @@ def _weights(
 ) -> Iterator[Weight]:
   """Yields the tensors that hold one of our leaves."""
   stack, part, *rest = leaf.split('/')
-  rows = config.stacks[stack].vocab_size if rest == ['table'] else None
+  rows = None
+  if rest == ['table']:
+    own = config.stacks[stack]
+    rows = own.outputs if part == 'head' else own.vocab_size
   if layout.own:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, own=True)
     return
