@@ -13,11 +13,22 @@ With `tag:labels=O|PER|LOC` the texts are one list of words and the label a list
 with one for each. Every save is evaluated, and the checkpoint with the lowest
 held-out loss is kept (`config.checkpoint.keep_best`); `config.train.patience`
 ends the job when the loss stops falling. `evaluate --records` gives accuracy
-and F1.
+and F1. A grid of learning rates, batches and dropout, of which `budget` runs
+are drawn, is
+
+    python -m encdec_adapt.study --study=configs/classification.py:source=\
+      runs/adapted,data=/data/train.jsonl,fields=question+passage+label,labels=no|yes
+
+It writes runs/classification/report.html, with the run of the lowest held-out
+loss as `best`. A study that is interrupted goes on where it was.
 """
+
+import itertools
+import random
 
 from configs import pretrained
 from encdec_adapt import config as config_lib
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
 
@@ -40,3 +51,71 @@ def get_config(arg=None):
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4
   return config
+
+
+def get_study(arg=None):
+  """Returns the grid; lists are separated by +."""
+  args = config_lib.parse_arg(
+    arg,
+    source='',
+    data='',
+    fields='text+label',
+    labels='no|yes',
+    root='runs/classification',
+    rates='1e-4+3e-4+1e-3',
+    batches='16+32',
+    dropouts='0+0.1',
+    budget=6,
+    length=512,
+    passes=10,
+    patience=3,
+  )
+  root, fields = args['root'], args['fields'].replace('+', ',')
+  shared = (
+    f'--config=configs/classification.py:source={args["source"]}',
+    f'--config.data.source=labels:{args["data"]}#{fields}',
+    f'--config.data.objective=classify:labels={args["labels"]}',
+    f'--config.data.folder={root}/records',
+    f'--config.data.encoder_length={args["length"]}',
+    f'--config.data.passes={args["passes"]}',
+    '--config.data.eval_fraction=0.1',
+    '--config.data.eval_rows=0',
+    f'--config.train.patience={args["patience"]}',
+  )
+  grid = itertools.product(
+    *(args[name].split('+') for name in ('rates', 'batches', 'dropouts'))
+  )
+  grid = [tuple(map(float, point)) for point in grid]
+  if args['budget'] < len(grid):
+    grid = sorted(random.Random(0).sample(grid, args['budget']))
+  runs = {
+    f'rate_{rate:g}_batch_{batch:g}_dropout_{dropout:g}': (
+      f'--config.optimizer.learning_rate={rate:g}',
+      f'--config.train.batch_size={batch:g}',
+      f'--config.train.dropout={dropout:g}',
+    )
+    for rate, batch, dropout in grid
+  }
+  stages = [study_stages.Stage('records', 'materialize', shared, 60)]
+  stages += [
+    study_stages.Stage(
+      name, 'train', (*shared, f'--workdir={root}/{name}', *flags), 600
+    )
+    for name, flags in runs.items()
+  ]
+  evaluated = (f'--checkpoint={root}/{name}' for name in runs)
+  given = f'--records={root}/records/eval', f'--output={root}/evaluation'
+  stages.append(
+    study_stages.Stage(
+      'evaluate', 'evaluate', (*given, '--cost=', *evaluated), 10 * len(runs)
+    )
+  )
+  return study_stages.Study(
+    root=root,
+    title=f'Classification: {args["data"]}',
+    size=f'{len(runs)} runs',
+    stages=tuple(stages),
+    runs=tuple(runs),
+    results=f'{root}/evaluation',
+    best_of={'best': tuple(runs)},
+  )

@@ -301,16 +301,16 @@ def check_kind(model: model_config.ModelConfig, objective: str) -> None:
   fed = _KINDS_OF[objective_names.feeds(name)]
   if labels := objective_names.labels(name):
     fed = ('encoder_only', 'decoder_only')
-  if len(labels) != model.decoder.classes:
-    raise errors.UserError(
-      f'objective {objective!r} has {len(labels)} labels and the model'
-      f' {model.decoder.classes}; use records of the same labels.'
-    )
   if kind not in fed:
     raise errors.UserError(
       f'objective {objective!r} feeds models of kind {" and ".join(fed)}, and'
       f' the model is {kind}; change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
+    )
+  if len(labels) != model.decoder.classes:
+    raise errors.UserError(
+      f'objective {objective!r} has {len(labels)} labels and the model'
+      f' {model.decoder.classes}; use records of the same labels.'
     )
 
 

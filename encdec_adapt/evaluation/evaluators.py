@@ -86,9 +86,7 @@ class Evaluators:
     evaluated = telemetry.evaluated
     self._sampler = None
     if train_section.SAMPLES in self._intervals:
-      self._sampler = samples.Sampler(
-        workdir, data, settings.train.samples, evaluated
-      )
+      self._sampler = samples.Sampler(workdir, data, evaluated)
     self._store = None
     if distributed.is_lead():
       beyond = -1 if evaluated is None else evaluated

@@ -18,6 +18,7 @@ from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import setup
 
 FILE = 'samples.jsonl'
+_COUNT = 2  # Held-out rows that are continued, from the first.
 _LONGEST = 1000  # Characters of a prompt that are kept.
 _SHOWN = 160  # Characters of a text that are printed.
 
@@ -29,7 +30,6 @@ class Sampler:
     self,
     workdir: str,
     data: setup.Data,
-    count: int,
     evaluated: int | None,
   ):
     """Reads the rows, and drops samples that are to be made again.
@@ -37,7 +37,6 @@ class Sampler:
     Args:
       workdir: gets `samples.jsonl`.
       data: vocabularies and held-out rows, of one pair each.
-      count: number of rows, from the first; all where there are fewer.
       evaluated: the last step that was evaluated, None for none; samples of
         later steps are dropped.
     """
@@ -45,7 +44,7 @@ class Sampler:
     if distributed.is_lead() and append_log.exists(self._path):
       _drop_beyond(self._path, -1 if evaluated is None else evaluated)
     held_out, self._sides = data.evaluation, data.vocabularies.sides
-    self._rows = held_out.read(range(min(count, len(held_out))))
+    self._rows = held_out.read(range(min(_COUNT, len(held_out))))
     lengths, framing = held_out.spec.lengths, held_out.framing
     framed = batch.stack_rows(
       [batch.frame_row(row, lengths, framing) for row in self._rows]

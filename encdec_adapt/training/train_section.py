@@ -44,7 +44,7 @@ class TrainConfig:
     'loss=50',
     'Evaluators, and the steps between two runs of each:'
     " 'loss=100,samples=500,tasks/=1000'. `loss` is of the held-out rows,"
-    ' `samples` are answers to some of them; others are local tasks (a folder)'
+    ' `samples` are answers to two of them; others are local tasks (a folder)'
     ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
     ' and at the last step; steps are multiples of those of `loss`. Scores go'
     ' to WORKDIR/results.jsonl and to TensorBoard.',
@@ -56,12 +56,6 @@ class TrainConfig:
     at_least=0,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
-  samples: int = keys.key(
-    2,
-    'Held-out examples whose inputs the evaluator `samples` continues,'
-    ' greedily; printed, and appended to WORKDIR/samples.jsonl.',
-    at_least=1,
-  )
   max_skipped: int = keys.key(
     10, 'Non-finite updates in a row before the job stops.', at_least=1
   )

@@ -111,7 +111,7 @@ _SPLITS = ('prefix_lm_uniform', 'reverse_prefix_lm')
 _NAMES = [
   name
   for name in objective_names.NAMES
-  if name not in ('denoise', 'pairs', 'chat')
+  if name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
 ]
 
 

@@ -29,7 +29,6 @@ def folder(tmp_path_factory):
 def _train(folder, workdir, *flags):
   given = [
     *tiny.flags(folder, 'prefix_lm'),
-    '--config.train.samples=3',
     '--config.train.evaluators=loss=2,samples=2',
     '--config.checkpoint.every=2',
     '--config.optimizer.learning_rate=0.03',
@@ -45,7 +44,7 @@ def _wanted(folder, workdir):
   vocabulary = vocabularies.open_vocabulary(folder / 'vocabulary.model')
   model = encdec_adapt.load(workdir)
   wanted = []
-  for (pair,) in held_out.read(range(3)):
+  for (pair,) in held_out.read(range(2)):
     prompt = np.append(vocabulary.bos, pair.inputs)
     request = engine.Request(prompt, max_tokens=16)
     ((_, found),) = model.engine(rows=1).run([request])

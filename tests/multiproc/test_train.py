@@ -34,7 +34,6 @@ def flags(folder):
     f'--config.train.steps={STEPS}',
     f'--config.train.batch_size={BATCH}',
     '--config.train.microbatches=2',
-    '--config.train.samples=1',
     '--config.train.dropout=0.1',
     f'--config.train.evaluators=loss={STEPS // 2},samples={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
@@ -166,7 +165,7 @@ def test_two_processes_equal_one(folder, flags, two):
   _assert_close(folder / 'one', two, 2e-5)
   lines = (two / samples.FILE).read_text().splitlines()
   steps = [json.loads(line)['step'] for line in lines]
-  assert steps == [0, STEPS // 2, STEPS]
+  assert steps == [0, 0, STEPS // 2, STEPS // 2, STEPS, STEPS]
 
 
 def test_a_mesh_that_crosses_processes_equals_one_that_does_not(

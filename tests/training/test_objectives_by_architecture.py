@@ -29,6 +29,12 @@ MODELS = {
     for kind, role in model_section.ROLES.items()
   },
 }
+CLASSIFIERS = MODELS | {
+  kind: model_config.DecoderOnlyConfig(
+    dataclasses.replace(STACK, role=role, classes=2)
+  )
+  for kind, role in model_section.ROLES.items()
+}
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
 TEXT = [n for n in NAMES if objective_names.source_of(n) == 'text']
 LENGTH, ROWS = 32, 4
@@ -132,9 +138,12 @@ def test_the_table_says_what_feeds_which_model(request):
   assert set(table) == {*NAMES, 'denoise'}
   for name, cells in table.items():
     text = name if name != 'denoise' else 'denoise:R:3:0.15'
+    models = MODELS
+    if name in ('classify', 'tag'):
+      text, models = f'{name}:labels=a|b', CLASSIFIERS
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:
-        config_lib.check_kind(MODELS[kind], text)
+        config_lib.check_kind(models[kind], text)
       else:
         with pytest.raises(errors.UserError, match='feeds models of kind'):
-          config_lib.check_kind(MODELS[kind], text)
+          config_lib.check_kind(models[kind], text)
