@@ -75,7 +75,7 @@ def test_samples_are_what_the_saved_model_generates(
   text = job()
   lines = [json.loads(line) for line in text.splitlines()]
   places = [(line['step'], line['row']) for line in lines]
-  assert places == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
+  assert places == [(0, 0), (0, 1), (2, 0), (2, 1)]
   found = [
     tuple(line[name] for name in ('prompt', 'reference', 'output'))
     for line in lines[3:]
