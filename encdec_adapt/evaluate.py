@@ -30,6 +30,8 @@ from encdec_adapt.evaluation import (
   held_out,
   html_report,
   results,
+  retrieval_scores,
+  retrieval_tasks,
   score_tables,
   task_groups,
   text_pairs,
@@ -55,6 +57,13 @@ define_flags = command.define(
   command.string('pairs', 'FILE.jsonl[#INPUT,TARGET]: text to text.'),
   command.integer(
     'max_tokens', 'Most tokens of an answer to --pairs.', default=64
+  ),
+  command.string(
+    'retrieval',
+    'Text source, such as text:GLOB, that needles are hidden in.',
+  ),
+  command.string(
+    'retrieval_lengths', 'Tokens of the texts: N,N.', default='256,512'
   ),
   command.string(
     'cost',
@@ -131,7 +140,7 @@ def main(values: flags.FlagValues) -> int:
 def _options(values: flags.FlagValues) -> dict[str, Any]:
   """Returns the flags that must be the same in every process."""
   names = 'records tasks task_folder shots limit allow_code pairs max_tokens'
-  names += ' cost batch_size int8 output'
+  names += ' retrieval retrieval_lengths cost batch_size int8 output'
   return {name: values[name].value for name in names.split()}
 
 
@@ -159,6 +168,8 @@ def _evaluations(
   found += _task_evaluations(values, planned)
   if values.pairs:
     found.append(_pairs_evaluation(values))
+  if values.retrieval:
+    found.append(_retrieval_evaluation(values))
   if values.cost:
     prompt, generated = _lengths(values.cost)
     found.append(
@@ -171,7 +182,8 @@ def _evaluations(
     )
   if not found:
     raise errors.UserError(
-      'nothing to evaluate: give --records, --tasks, --task_folder or --pairs.'
+      'nothing to evaluate: give --records, --tasks, --task_folder, --pairs or'
+      ' --retrieval.'
     )
   return found
 
@@ -233,6 +245,21 @@ def _pairs_evaluation(values: flags.FlagValues) -> Evaluation:
       report=_progress(pairs.name),
     ),
     stored_model.StoredModel.require_vocabularies,
+  )
+
+
+def _retrieval_evaluation(values: flags.FlagValues) -> Evaluation:
+  """Returns the evaluation of --retrieval."""
+  retrieval = retrieval_tasks.read(
+    values.retrieval, values.retrieval_lengths, values.limit
+  )
+  return Evaluation(
+    retrieval_scores.NAME,
+    retrieval.options(),
+    lambda loaded, rows: retrieval_scores.scores(
+      loaded, retrieval, rows, _progress(retrieval_scores.NAME)
+    ),
+    lambda stored: retrieval_scores.check(stored, retrieval),
   )
 
 
@@ -330,9 +357,13 @@ def _report(
   sizes = [_size(stored) for stored in models.values()]
   if values.correlate:
     notes.append(_correlation(values.correlate, sizes, scores))
+  cells = retrieval_scores.rows(scores)
+  needles = retrieval_scores.grids(scores)
+  scores = retrieval_scores.without_cells(scores)
   tables = {
     'Scores': score_tables.score_rows(scores),
     'Comparisons': score_tables.comparison_rows(scores),
+    'Retrieval': cells,
     'Cost': score_tables.cost_rows(scores),
   }
   per_query = {}
@@ -355,6 +386,7 @@ def _report(
       'tables': tables,
       'quality': quality,
       'per_query': per_query if quality[1] else {},
+      'needles': needles,
       'environment': environment.report(),
     },
     values.output,

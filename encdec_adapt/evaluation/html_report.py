@@ -24,7 +24,8 @@ imported model has no learning rate, no seed and an empty curve.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
-per model and axis) of the figure, and `tables`: rows by section, see
+per model and axis) of the figure, `needles` of the heat maps (see
+`evaluation.retrieval_scores.grids`), and `tables`: rows by section, see
 `evaluation.score_tables`.
 """
 
@@ -86,8 +87,8 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
 
   Args:
     report: the dictionary that the module's docstring documents.
-    folder: folder of `report.json` and `report.html`, and of `costs.png` where
-      cost was measured.
+    folder: folder of `report.json` and `report.html`, of `costs.png` where
+      cost was measured, and of `needles.png` where needles were looked for.
   """
   content = json.dumps(_finite(report), indent=1, allow_nan=False)
   sections = {
@@ -95,6 +96,10 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
   }
   with paths.staged(folder) as place:
     (place / 'report.json').write_text(content + '\n', encoding='utf-8')
+    if report['needles']:
+      picture = place / 'needles.png'
+      report_figures.draw_needles(report['needles'], picture)
+      sections['Needles'] = _image('needles by depth and length', picture)
     if report['per_query']:
       picture = place / 'costs.png'
       report_figures.draw_costs(

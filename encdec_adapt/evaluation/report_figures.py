@@ -159,3 +159,61 @@ def draw_costs(
       axis.legend(fontsize=9)
     figure.savefig(path, dpi=150, metadata={'Software': None})
     pyplot.close(figure)
+
+
+def draw_needles(
+  grids: Mapping[str, Mapping[str, Mapping[str, float]]], path: pathlib.Path
+) -> None:
+  """Draws heat maps of depth and length into a PNG.
+
+  Args:
+    grids: model -> metric -> 'LENGTH/DEPTH' -> value from 0 to 1; one column of
+      panels for each model, one row for each metric.
+    path: path of the PNG.
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  metrics = list(next(iter(grids.values())))
+  with pyplot.style.context([_COLOURS, _STYLE, {'axes.grid': False}]):
+    figure, axes = pyplot.subplots(
+      len(metrics),
+      len(grids),
+      figsize=(1 + 3.2 * len(grids), 2.6 * len(metrics)),
+      squeeze=False,
+      layout='constrained',
+    )
+    for column, (name, own) in zip(axes.T, grids.items(), strict=True):
+      for axis, metric in zip(column, metrics, strict=True):
+        lengths, depths = (
+          list(dict.fromkeys(place.split('/')[i] for place in own[metric]))
+          for i in (0, 1)
+        )
+        values = [
+          [own[metric][f'{length}/{depth}'] for length in lengths]
+          for depth in depths
+        ]
+        image = axis.imshow(
+          values, vmin=0, vmax=1, aspect='auto', cmap='cividis'
+        )
+        for y, row in enumerate(values):
+          for x, value in enumerate(row):
+            axis.text(
+              x,
+              y,
+              f'{value:.2f}',
+              ha='center',
+              va='center',
+              fontsize=8,
+              color='black' if value > 0.5 else 'white',
+            )
+        axis.set_title(f'{name}: {metric}')
+        axis.set_xticks(range(len(lengths)), lengths)
+        axis.set_yticks(range(len(depths)), depths)
+        axis.set_xlabel('tokens')
+        axis.set_ylabel('depth')
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path, dpi=150, metadata={'Software': None})
+    pyplot.close(figure)
