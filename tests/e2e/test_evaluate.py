@@ -97,6 +97,10 @@ def test_what_is_there_is_not_evaluated_again(
     (['--checkpoint={gemma}', '--output={gemma}/config.json'], 'written'),
     (['--checkpoint={gemma}', '--correlate=a,b'], 'at least 3 models'),
     (['--checkpoint={wide}'], 'wide has no tokenizer'),
+    (
+      ['--checkpoint={gemma}', '--retrieval=python', '--retrieval_lengths=9'],
+      'has 9 tokens, and 1 needles have',
+    ),
   ],
 )
 def test_bad_input_before_any_work(
