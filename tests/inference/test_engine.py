@@ -61,9 +61,9 @@ def _run(kind, requests, **options):
   return [found for _, found in sorted(made.run(requests), key=lambda x: x[0])]
 
 
-def _log_probs(kind, prompt, tokens):
+def _log_probs(kind, prompt, tokens, loaded=None):
   """Uncached log-probabilities [n, V] of the tokens that follow a prompt."""
-  loaded = _loaded(kind)
+  loaded = loaded or _loaded(kind)
   start, source = prompt, ()
   if hasattr(loaded.config, 'encoder'):
     start, source = [2], (prompt[None],)
@@ -255,6 +255,26 @@ def test_integer_kernels_give_nearly_the_same(kind):
   first = [[got.log_probs[0] for got in results] for results in (plain, found)]
   np.testing.assert_allclose(*first, atol=0.2)
   assert np.abs(np.subtract(*first)).max() > 0
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cache_adds_no_error_in_bfloat16(kind):
+  plain = _loaded(kind)
+  compute = dataclasses.replace(plain.model.compute, dtype='bfloat16')
+  model = dataclasses.replace(plain.model, compute=compute)
+  loaded = dataclasses.replace(plain, model=model)
+  made = loaded.engine(ids=IDS)
+  leaves = jax.tree.leaves(made.params)
+  assert sum(leaf.dtype == jnp.bfloat16 for leaf in leaves) > len(leaves) // 2
+  errors_of = {'engine': [], 'uncached': []}
+  for i, found in made.run(_requests()):
+    at = np.arange(len(found.tokens)), found.tokens
+    exact = _log_probs(kind, PROMPTS[i], found.tokens)[at]
+    uncached = _log_probs(kind, PROMPTS[i], found.tokens, loaded)[at]
+    errors_of['engine'].extend(np.abs(found.log_probs - exact))
+    errors_of['uncached'].extend(np.abs(uncached - exact))
+  engine, uncached = map(np.mean, errors_of.values())
+  assert 0 < engine < 1.5 * uncached
 
 
 @pytest.mark.parametrize(
