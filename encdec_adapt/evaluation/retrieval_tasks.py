@@ -13,8 +13,8 @@ in text (the haystack) whose length is counted in tokens. The tasks:
 
 Needle in a haystack, the positions of the gold document and multi-needle
 reasoning are the retrieval tests of MEAP (arXiv:2502.07490). The same text,
-lengths and vocabulary give the same examples. No two share their facts, so that
-the scores of a model are independent of each other.
+lengths and vocabulary give the same examples. Every example has its own facts,
+so that the scores of a task are independent, as intervals and tests assume.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,8 +85,12 @@ class Retrieval:
   def options(self) -> results.Options:
     """Returns what decides the scores of a model."""
     digest = hashlib.blake2b(self.text.encode(), digest_size=8).hexdigest()
-    lengths = list(self.lengths)
-    return {'retrieval': digest, 'lengths': lengths, 'examples': self.count}
+    return {
+      'retrieval': digest,
+      'lengths': list(self.lengths),
+      'examples': self.count,
+      'seed': self.seed,
+    }
 
   def tasks(self) -> list[str]:
     """Returns the names of the tasks."""

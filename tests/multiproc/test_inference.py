@@ -64,6 +64,7 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
   flags = [f'--checkpoint={folder}', f'--task_folder={tmp_path}', '--cost=8,4']
   flags += [f'--pairs={tmp_path}/rows.jsonl#name,name', '--max_tokens=4']
   flags += [f'--retrieval=text:{tmp_path}/task.yaml', '--limit=3']
+  flags += ['--retrieval_lengths=256']
   found = []
   for count in (1, 2):
     output = tmp_path / str(count)
