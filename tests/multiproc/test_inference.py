@@ -63,8 +63,6 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
   )
   flags = [f'--checkpoint={folder}', f'--task_folder={tmp_path}', '--cost=8,4']
   flags += [f'--pairs={tmp_path}/rows.jsonl#name,name', '--max_tokens=4']
-  flags += [f'--retrieval=text:{tmp_path}/task.yaml', '--limit=3']
-  flags += ['--retrieval_lengths=256']
   found = []
   for count in (1, 2):
     output = tmp_path / str(count)
@@ -82,4 +80,4 @@ def test_two_processes_evaluate_as_one_does(folder, tmp_path):
     assert len(kept) < len(lines)
     found.append([(x['task'], x['metric'], x['scores']) for x in kept])
   assert found[0] == found[1]
-  assert {task for task, *_ in found[0]} >= {'animals', 'rows', 'needle'}
+  assert {task for task, *_ in found[0]} == {'animals', 'rows'}
