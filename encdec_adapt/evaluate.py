@@ -25,6 +25,7 @@ from encdec_adapt.cluster import distributed, lock
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import (
+  attention_analysis,
   comparisons,
   costs,
   held_out,
@@ -49,6 +50,9 @@ define_flags = command.define(
   ),
   command.string('output', 'Folder of results and report.'),
   command.string('records', 'Folder of a held-out record set.'),
+  command.integer(
+    'attention', 'Rows of --records to analyse attention in.', lower_bound=1
+  ),
   command.string('tasks', 'Names of tasks and groups of them: NAME,NAME.'),
   command.string('task_folder', 'Folder of local tasks; all of it by default.'),
   command.integer('shots', "Examples in the context; default: the task's own."),
@@ -139,8 +143,8 @@ def main(values: flags.FlagValues) -> int:
 
 def _options(values: flags.FlagValues) -> dict[str, Any]:
   """Returns the flags that must be the same in every process."""
-  names = 'records tasks task_folder shots limit allow_code pairs max_tokens'
-  names += ' retrieval retrieval_lengths cost batch_size int8 output'
+  names = 'records attention tasks task_folder shots limit allow_code pairs'
+  names += ' max_tokens retrieval retrieval_lengths cost batch_size int8 output'
   return {name: values[name].value for name in names.split()}
 
 
@@ -153,6 +157,11 @@ def _evaluations(
     UserError: a flag is wrong, or there is nothing to do.
   """
   found = []
+  if values.attention and not values.records:
+    raise errors.UserError(
+      f'--attention={values.attention} is a number of rows of --records; give'
+      ' --records too.'
+    )
   if values.records:
     record_set = records.RecordSet.open(values.records)
     found.append(
@@ -165,6 +174,21 @@ def _evaluations(
         lambda stored: held_out.check(stored, record_set),
       )
     )
+    if values.attention:
+      found.append(
+        Evaluation(
+          attention_analysis.TASK,
+          attention_analysis.options(record_set, values.attention),
+          lambda loaded, rows: attention_analysis.scores(
+            loaded,
+            record_set,
+            values.attention,
+            rows,
+            _progress(attention_analysis.TASK),
+          ),
+          lambda stored: attention_analysis.check(stored, record_set),
+        )
+      )
   found += _task_evaluations(values, planned)
   if values.pairs:
     found.append(_pairs_evaluation(values))
@@ -387,6 +411,7 @@ def _report(
       'quality': quality,
       'per_query': per_query if quality[1] else {},
       'needles': needles,
+      'attention': attention_analysis.figures(scores),
       'environment': environment.report(),
     },
     values.output,

@@ -25,7 +25,8 @@ imported model has no learning rate, no seed and an empty curve.
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
 per model and axis) of the figure, `needles` of the heat maps (see
-`evaluation.retrieval_scores.grids`), and `tables`: rows by section, see
+`evaluation.retrieval_scores.grids`), `attention` (see
+`attention_analysis.figures`), and `tables`: rows by section, see
 `evaluation.score_tables`.
 """
 
@@ -87,8 +88,8 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
 
   Args:
     report: the dictionary that the module's docstring documents.
-    folder: folder of `report.json` and `report.html`, of `costs.png` where
-      cost was measured, and of `needles.png` where needles were looked for.
+    folder: folder of `report.json` and `report.html`, and of `costs.png`,
+      `needles.png` and `attention.png` where those were measured.
   """
   content = json.dumps(_finite(report), indent=1, allow_nan=False)
   sections = {
@@ -106,6 +107,10 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
         *report['quality'], report['per_query'], picture
       )
       sections['Quality against cost'] = _image('quality against cost', picture)
+    if report['attention']:
+      picture = place / 'attention.png'
+      report_figures.draw_attention(report['attention'], picture)
+      sections['Attention'] = _image('attention by layer and head', picture)
     sections['Environment'] = _facts(report['environment'])
     intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in report['notes'])
     page = _page(report['title'], intro, sections)

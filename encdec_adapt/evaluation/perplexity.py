@@ -14,7 +14,7 @@ import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import results
-from encdec_adapt.models import decoder_only
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.ops import partition, vocabulary_loss
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses
@@ -85,6 +85,42 @@ def _ratio(
   return results.Score(task, metric, value, stderr, n, tuple(scores.tolist()))
 
 
+def row_sums(
+  model: build.Model,
+  params: decoder_only.Params,
+  batch: losses.Batch,
+  chunk: int = 1024,
+) -> jax.Array:
+  """Sums over the targets of every row: the fields of `Result`, [4, B].
+
+  Args:
+    model: the model.
+    params: its parameters.
+    batch: fields of `data.batch`.
+    chunk: number of tokens whose logits are computed at a time.
+  """
+  stack = model.config.decoder
+  nats, correct = vocabulary_loss.per_token(
+    losses.predict(model, params, batch),
+    model.head(params),
+    batch['targets'],
+    vocab_size=stack.outputs,
+    softcap=stack.final_softcap,
+    chunk=chunk,
+  )
+  weights = batch['weights']  # [B, T]
+  # A weight of zero hides any value.
+  hidden = weights == 0
+  exact = jnp.all((correct > 0) | hidden, axis=1)
+  sums = (
+    jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1),
+    jnp.sum(weights * correct, axis=1),
+    jnp.sum(weights, axis=1),
+    exact.astype(jnp.float32),
+  )
+  return jnp.stack(sums)
+
+
 class Evaluator:
   """Evaluates one model; compiles once per shape of batch."""
 
@@ -96,30 +132,11 @@ class Evaluator:
       chunk: number of tokens whose logits are computed at a time.
     """
     self._where = where
-    stack = where.model.config.decoder
 
     def sums(params, batch) -> jax.Array:
       """Sums over the targets of every row of a batch."""
       with partition.use(where.mesh, where.rules.as_dict()):
-        nats, correct = vocabulary_loss.per_token(
-          losses.predict(where.model, params, batch),
-          where.model.head(params),
-          batch['targets'],
-          vocab_size=stack.outputs,
-          softcap=stack.final_softcap,
-          chunk=chunk,
-        )
-        weights = batch['weights']  # [B, T]
-        # A weight of zero hides any value.
-        hidden = weights == 0
-        exact = jnp.all((correct > 0) | hidden, axis=1)
-        sums = (
-          jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1),
-          jnp.sum(weights * correct, axis=1),
-          jnp.sum(weights, axis=1),
-          exact.astype(jnp.float32),
-        )
-        return jnp.stack(sums)  # [4, B]
+        return row_sums(where.model, params, batch, chunk)
 
     self.sums = jax.jit(
       sums,

@@ -217,3 +217,47 @@ def draw_needles(
     figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=150, metadata={'Software': None})
     pyplot.close(figure)
+
+
+def draw_attention(
+  models: Mapping[str, Mapping[str, Any]], path: pathlib.Path
+) -> None:
+  """Draws the attention analysis into a PNG, a line of panels for each model.
+
+  Left: shares of the attention by part of what is read. Middle: share on the
+  inputs by layer and head. Right: what the loss grows by without the
+  cross-attention of a layer.
+
+  Args:
+    models: result of `attention_analysis.figures`.
+    path: path of the PNG.
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  with pyplot.style.context([_COLOURS, _STYLE]):
+    size = 13, 3.4 * len(models)
+    figure, lines = pyplot.subplots(
+      len(models), 3, figsize=size, squeeze=False, layout='constrained'
+    )
+    for (name, model), axes in zip(models.items(), lines, strict=True):
+      parts, heads, ablation = axes
+      shares = list(model['shares'])[::-1]
+      parts.barh(shares, [model['shares'][part] for part in shares])
+      parts.set_title(f'{name}: share of attention')
+      drawn = heads.imshow(model['inputs'], vmin=0, vmax=1, aspect='auto')
+      heads.grid(False)
+      heads.set_yticks(range(len(model['layers'])), model['layers'])
+      heads.xaxis.get_major_locator().set_params(integer=True)
+      heads.set(title='on the inputs', xlabel='head', ylabel='layer')
+      figure.colorbar(drawn, ax=heads)
+      values = model['ablation']
+      ablation.set_visible(bool(values))
+      ablation.barh(list(map(str, model['layers']))[: len(values)], values)
+      ablation.invert_yaxis()
+      ablation.set(title="without a layer's cross-attention", ylabel='layer')
+      ablation.set_xlabel('more nats per target token')
+    figure.savefig(path, dpi=150, metadata={'Software': None})
+    pyplot.close(figure)

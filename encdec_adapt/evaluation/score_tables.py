@@ -10,7 +10,13 @@ import os
 import statistics
 
 from encdec_adapt.cli import errors
-from encdec_adapt.evaluation import comparisons, costs, held_out, results
+from encdec_adapt.evaluation import (
+  attention_analysis,
+  comparisons,
+  costs,
+  held_out,
+  results,
+)
 from encdec_adapt.evaluation import report_numbers as numbers
 
 Row = Mapping[str, str]
@@ -62,6 +68,8 @@ def comparison_rows(scores: Scores) -> list[Row]:
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
   for (task, metric), found in _by_metric(scores).items():
+    if task == attention_analysis.TASK:  # More is neither better nor worse.
+      continue
     for pair in pairs:
       if not set(pair) <= found.keys():
         continue
@@ -76,7 +84,7 @@ def comparison_rows(scores: Scores) -> list[Row]:
           'models': f'{pair[1]} - {pair[0]}',
           'difference': f'{x.difference:+.4f}',
           '95 % interval': f'{x.low:+.4f} to {x.high:+.4f}',
-          'p': f'{x.p:.4f}' if x.p >= 1e-4 else '< 0.0001',
+          'p': _p_value(x.p),
           'better': (
             pair[is_second] if x.p < 1 - comparisons.CONFIDENCE else 'not clear'
           ),
@@ -133,7 +141,8 @@ def quality(scores: Scores) -> tuple[str, dict[str, float]]:
   for (task, metric), found in _by_metric(scores).items():
     if found.keys() == scores.keys() and not lower_is_better(metric):
       tasks.setdefault(task, found)
-  tasks.pop(held_out.TASK, None)
+  for name in (held_out.TASK, attention_analysis.TASK):
+    tasks.pop(name, None)
   if tasks:
     many = f'mean of {len(tasks)} tasks'
     return many if len(tasks) > 1 else next(iter(tasks)), {
@@ -170,17 +179,26 @@ def _costs(scores: Scores) -> dict[str, dict[str, float]]:
 def _by_metric(
   scores: Scores,
 ) -> dict[tuple[str, str], dict[str, results.Score]]:
-  """Groups scores by task and metric, then model; without the cost."""
+  """Groups scores by task and metric, then model.
+
+  Without the cost, and without what the attention's figure shows by head.
+  """
   found: dict[tuple[str, str], dict[str, results.Score]] = {}
   for name, own in scores.items():
     for score in own:
-      if score.task != costs.TASK:
+      if score.task != costs.TASK and '/head_' not in score.metric:
         found.setdefault((score.task, score.metric), {})[name] = score
   return found
 
 
+def _p_value(p: float) -> str:
+  return f'{p:.4f}' if p >= 1e-4 else '< 0.0001'
+
+
 def _value(score: results.Score) -> str:
   """Formats a value with its interval."""
+  if score.metric.endswith('_p'):
+    return _p_value(score.value)
   if abs(score.value) >= 1000:
     return numbers.count(score.value)
   bounds = comparisons.interval(score)

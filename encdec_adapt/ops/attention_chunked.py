@@ -49,14 +49,14 @@ def attend(
     )
 
   chunks = jax.tree.map(
-    lambda x: _split(x, chunk), (q, spec.q_segments, spec.q_positions)
+    lambda x: split_queries(x, chunk), (q, spec.q_segments, spec.q_positions)
   )
   out = jax.lax.map(attend_chunk, chunks)  # [chunks, B, chunk, N, H]
   out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
   return out[:, : q.shape[1]]
 
 
-def _split(x: jax.Array, chunk: int) -> jax.Array:
+def split_queries(x: jax.Array, chunk: int) -> jax.Array:
   """[B, T, ...] -> [chunks, B, chunk, ...], padded with zeros.
 
   Padded queries have segment 0, so they see no key.
