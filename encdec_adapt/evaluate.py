@@ -157,11 +157,8 @@ def _evaluations(
     UserError: a flag is wrong, or there is nothing to do.
   """
   found = []
-  if values.attention and not values.records:
-    raise errors.UserError(
-      f'--attention={values.attention} is a number of rows of --records; give'
-      ' --records too.'
-    )
+  if values.attention:
+    command.require(values, 'records')
   if values.records:
     record_set = records.RecordSet.open(values.records)
     found.append(

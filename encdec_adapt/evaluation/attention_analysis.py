@@ -7,8 +7,7 @@ read as they are, with a share of their inputs masked as MEAP does
 (arXiv:2502.07490), and with one layer's attention to the encoder dropped.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -39,15 +38,13 @@ MASKED_SHARE = 0.15
 PARTS = ('', 'bos', *(f'quarter_{i}' for i in range(1, 5)), 'own')
 _OWN = PARTS.index('own')
 _SEED = 2502_07490
-_CHUNK = 256  # Queries whose scores are in memory at a time.
 
 _Batch = Mapping[str, Any]
 
 
 def options(record_set: records.RecordSet, rows: int) -> results.Options:
   """Returns what decides the scores: the first `rows` of the records."""
-  analysed = {'first': rows, 'masked': MASKED_SHARE}
-  return {**held_out.options(record_set), TASK: analysed}
+  return {**held_out.options(record_set), TASK: [rows, MASKED_SHARE]}
 
 
 def check(
@@ -83,11 +80,10 @@ def _is_pair(model: build.Model) -> bool:
   return isinstance(model.config, model_config.EncoderDecoderConfig)
 
 
-@contextlib.contextmanager
 def intercept(
   model: build.Model, visit: Callable[..., Any] | None, ablated: Any = None
-) -> Iterator[None]:
-  """Observes and changes the attention that is analysed, in a forward pass.
+) -> Any:
+  """Returns a context that observes and changes the attention in a pass.
 
   Args:
     model: unrolled model, without rematerialisation.
@@ -115,8 +111,7 @@ def intercept(
       mask = mask.replace(kv_segments=jnp.where(hidden, 0, mask.kv_segments))
     return run(q, source, mask, **kwargs)
 
-  with nn.intercept_methods(attend):
-    yield
+  return nn.intercept_methods(attend)
 
 
 def side_of(config: model_config.ModelConfig, batch: _Batch) -> str:
@@ -182,7 +177,7 @@ def measure(
   params: Any,
   batch: _Batch,
   noised: bool = False,
-  chunk: int = _CHUNK,
+  chunk: int = 256,
 ) -> dict[str, jax.Array]:
   """Runs an unrolled model on an annotated batch; see `intercept`.
 

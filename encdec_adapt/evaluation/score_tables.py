@@ -10,8 +10,8 @@ import os
 import statistics
 
 from encdec_adapt.cli import errors
+from encdec_adapt.evaluation import attention_analysis as attention
 from encdec_adapt.evaluation import (
-  attention_analysis,
   comparisons,
   costs,
   held_out,
@@ -68,10 +68,9 @@ def comparison_rows(scores: Scores) -> list[Row]:
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
   for (task, metric), found in _by_metric(scores).items():
-    if task == attention_analysis.TASK:  # More is neither better nor worse.
-      continue
     for pair in pairs:
-      if not set(pair) <= found.keys():
+      # More attention is neither better nor worse.
+      if task == attention.TASK or not set(pair) <= found.keys():
         continue
       x = comparisons.compare(*(found[name] for name in pair))
       if x is None:
@@ -141,7 +140,7 @@ def quality(scores: Scores) -> tuple[str, dict[str, float]]:
   for (task, metric), found in _by_metric(scores).items():
     if found.keys() == scores.keys() and not lower_is_better(metric):
       tasks.setdefault(task, found)
-  for name in (held_out.TASK, attention_analysis.TASK):
+  for name in (held_out.TASK, attention.TASK):
     tasks.pop(name, None)
   if tasks:
     many = f'mean of {len(tasks)} tasks'
