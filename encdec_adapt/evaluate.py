@@ -55,12 +55,17 @@ define_flags = command.define(
   ),
   command.string('tasks', 'Names of tasks and groups of them: NAME,NAME.'),
   command.string('task_folder', 'Folder of local tasks; all of it by default.'),
-  command.integer('shots', "Examples in the context; default: the task's own."),
+  command.integer(
+    'shots', "Examples in the context; default: the task's own.", lower_bound=0
+  ),
   command.integer('limit', 'Most examples of a task.', lower_bound=1),
   command.boolean('allow_code', 'Run programs that the model generates.'),
   command.string('pairs', 'FILE.jsonl[#INPUT,TARGET]: text to text.'),
   command.integer(
-    'max_tokens', 'Most tokens of an answer to --pairs.', default=64
+    'max_tokens',
+    'Most tokens of an answer to --pairs.',
+    default=64,
+    lower_bound=1,
   ),
   command.string(
     'retrieval',
@@ -114,10 +119,10 @@ def main(values: flags.FlagValues) -> int:
     raise errors.UserError(
       f'--checkpoint={repeated[0]} is given twice; give every model once.'
     )
-  if values.correlate and len(given) < 3:
+  if values.correlate and (len(given) < 3 or values.correlate.count(',') != 1):
     raise errors.UserError(
-      f'--correlate={values.correlate} needs at least 3 models; {len(given)}'
-      ' are given.'
+      f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
+      f' models; {len(given)} are given.'
     )
   planned = _plan(values)
   with command.processes(values, {'checkpoint': given, **_options(values)}):
@@ -138,6 +143,7 @@ def main(values: flags.FlagValues) -> int:
       }
       if store:
         _report(values, planned, models, found)
+    distributed.barrier('report')
   return 0
 
 
@@ -197,7 +203,9 @@ def _evaluations(
       Evaluation(
         costs.TASK,
         costs.options(prompt, generated, values.batch_size),
-        lambda loaded, rows: costs.scores(loaded, prompt, generated, rows),
+        lambda loaded, rows: costs.scores(
+          loaded, prompt, generated, rows, int8=values.int8
+        ),
         costs.check,
       )
     )
@@ -399,7 +407,10 @@ def _report(
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
   print('\n'.join(['', *notes]))
-  quality = score_tables.quality(scores)
+  asked = {name for name, *_ in planned.tasks} | {*retrieval_tasks.FACTS}
+  if values.pairs:
+    asked.add(text_pairs.name_of(values.pairs))
+  quality = score_tables.quality(scores, asked)
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',
@@ -417,9 +428,9 @@ def _report(
 
 
 def _size(stored: stored_model.StoredModel) -> str:
-  """Returns the size class of a model: layers and width of its decoder."""
-  stack = stored.model.decoder
-  return f'{stack.layers}x{stack.width}'
+  """Returns the size class of a model: layers and width of its stacks."""
+  stacks = stored.model.stacks.values()
+  return '+'.join(f'{stack.layers}x{stack.width}' for stack in stacks)
 
 
 def _correlation(
@@ -427,8 +438,6 @@ def _correlation(
 ) -> str:
   """Describes the rank correlation that --correlate asks for."""
   names = spec.split(',')
-  if len(names) != 2:
-    raise errors.UserError(f'--correlate={spec} must be TASK,TASK.')
   columns = [score_tables.column(scores, name) for name in names]
   pooled, within = comparisons.correlations(zip(sizes, *columns, strict=True))
   shown = 'no size has three models' if within is None else f'{within:.2f}'

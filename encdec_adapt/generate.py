@@ -134,7 +134,12 @@ def main(values: flags.FlagValues) -> int:
   names = 'checkpoint max_tokens max_prompt temperature top_k top_p min_p'
   names += ' repetition_penalty seed beams length_penalty stop int8 chat embed'
   given = {name: values[name].value for name in names.split()}
-  with command.processes(values, given):
+  texts = json.dumps(list(prompts.values())).encode()
+  same = {
+    'batch_size': values.batch_size,
+    'prompts': hashlib.sha256(texts).hexdigest(),
+  }
+  with command.processes(values, {**given, **same}):
     stored = stored_model.open_model(values.checkpoint)
     opened = stored.require_vocabularies()
     encoded = _encode(prompts, stored, opened, values)
@@ -148,6 +153,7 @@ def main(values: flags.FlagValues) -> int:
       ):
         results.add(i, {'run': pathlib.Path(values.checkpoint).name, **found})
     results.finish()
+    distributed.barrier('results')
   return 0
 
 
@@ -163,6 +169,8 @@ def _check_options(values: flags.FlagValues) -> None:
     raise errors.UserError(
       f'--stop does not work with --beams={values.beams}; leave out one.'
     )
+  if values.embed and values.int8:
+    raise errors.UserError('--embed does not work with --int8; leave out one.')
   if not all(values.stop):
     raise errors.UserError('--stop is empty; give a text, or leave it out.')
 
@@ -348,6 +356,8 @@ def _embed(
     loaded.model,
     loaded.params,
     encoded,
+    mesh=loaded.where.mesh,
+    rules=loaded.rules,
     pooling=values.embed,
     rows=loaded.rows(min(values.batch_size, len(encoded))),
   )

@@ -70,7 +70,8 @@ class StoredModel:
       manifest = self.checkpoint.path / checksums.FILE
       parts += [manifest.read_bytes()] if manifest.exists() else []
     else:
-      for file in sorted(self.path.glob('*.safetensors')):
+      files = {*self.path.glob('*.safetensors'), *self.path.glob('tokenizer*')}
+      for file in sorted(files):
         parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
     return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()
 

@@ -52,7 +52,12 @@ def check(stored: stored_model.StoredModel) -> None:
 
 
 def scores(
-  loaded: loaded_model.LoadedModel, prompt: int, generated: int, rows: int
+  loaded: loaded_model.LoadedModel,
+  prompt: int,
+  generated: int,
+  rows: int,
+  *,
+  int8: bool = False,
 ) -> list[results.Score]:
   """Counts and measures a model.
 
@@ -61,6 +66,7 @@ def scores(
     prompt: tokens of each prompt.
     generated: tokens generated for each prompt.
     rows: prompts of the batch that throughput is measured with.
+    int8: whether to keep kernels as 8-bit integers.
 
   Returns:
     Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
@@ -77,8 +83,8 @@ def scores(
     'decode_flops': decode,
     'published_flops': model_flops.published(config, prompt, generated),
   }
-  one = _measure(loaded, prompt, generated, loaded.rows(1))
-  many = _measure(loaded, prompt, generated, loaded.rows(rows))
+  one = _measure(loaded, prompt, generated, loaded.rows(1), int8)
+  many = _measure(loaded, prompt, generated, loaded.rows(rows), int8)
   return [
     results.Score(TASK, name, float(value), None, 1)
     for name, value in {
@@ -94,12 +100,16 @@ def scores(
 
 
 def _measure(
-  loaded: loaded_model.LoadedModel, prompt: int, generated: int, rows: int
+  loaded: loaded_model.LoadedModel,
+  prompt: int,
+  generated: int,
+  rows: int,
+  int8: bool,
 ) -> dict[str, float]:
   """Returns seconds and bytes of both programs on a batch of `rows`."""
   # No token ends a row, so that all have the same length.
   ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
-  engine = loaded.engine(rows=rows, ids=ids)
+  engine = loaded.engine(rows=rows, ids=ids, int8=int8)
   size = next(iter(loaded.config.stacks.values())).vocab_size
   rng = np.random.default_rng(0)
   requests = [

@@ -111,7 +111,12 @@ class Adapter(lm_eval_model.TemplateLM):
   def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
     """Keeps the last tokens of a prompt that is too long to be continued."""
     room = self.max_length - (generated if self.backend == 'causal' else 0)
-    return tokens[-max(1, room) :]
+    if room < 1:
+      raise errors.UserError(
+        f'a task generates up to {generated} tokens, and the model reads at'
+        f' most {self.max_length}; lower max_gen_toks in its generation_kwargs.'
+      )
+    return tokens[-room:]
 
   def loglikelihood_rolling(
     self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -125,6 +130,9 @@ class Adapter(lm_eval_model.TemplateLM):
       size = min(WINDOW, max(1, self.max_length // 2))
       for start in range(0, len(tokens), size):
         before = tokens[max(0, start - size) : start]
+        if self._reader is not self._writer:
+          text_before = self._writer.decode(before, start=False)
+          before = self._reader.encode(text_before)[-size:].tolist()
         pairs.append(
           scoring.Pair(
             [self.prefix_token_id, *before], tokens[start : start + size]

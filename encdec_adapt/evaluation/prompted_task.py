@@ -165,12 +165,14 @@ def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
     UserError: the file cannot be read or is empty, or a line is no object.
   """
   try:
-    lines = paths.at(path).read_text(encoding='utf-8').splitlines()
+    text = paths.at(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise errors.UserError(
       f'{path} cannot be read as UTF-8 text ({error}).'
     ) from error
   rows = []
+  # Not splitlines(), which also splits at form feeds and the like.
+  lines = text.removesuffix('\n').split('\n') if text else []
   for number, line in enumerate(lines, 1):
     where = f'{path}, line {number}'
     try:

@@ -4,7 +4,7 @@ A table is a list of rows, mappings from the same column names to text, which
 `text` and `html_report` render.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 import itertools
 import os
 import statistics
@@ -130,18 +130,20 @@ def column(scores: Scores, spec: str) -> list[float]:
   return column
 
 
-def quality(scores: Scores) -> tuple[str, dict[str, float]]:
+def quality(
+  scores: Scores, asked: Container[str]
+) -> tuple[str, dict[str, float]]:
   """Returns one number per model that stands for its quality, and its name.
 
-  It is the mean of the first metric of every task that all models have and of
-  which more is better; without such tasks, the negative of the held-out loss.
+  It is the mean of the first metric of every task that was asked for, that all
+  models have and of which more is better; without such tasks, the negative of
+  the held-out loss.
   """
   tasks: dict[str, dict[str, results.Score]] = {}
   for (task, metric), found in _by_metric(scores).items():
-    if found.keys() == scores.keys() and not lower_is_better(metric):
+    of_all = found.keys() == scores.keys()
+    if task in asked and of_all and not lower_is_better(metric):
       tasks.setdefault(task, found)
-  for name in (held_out.TASK, attention.TASK):
-    tasks.pop(name, None)
   if tasks:
     many = f'mean of {len(tasks)} tasks'
     return many if len(tasks) > 1 else next(iter(tasks)), {

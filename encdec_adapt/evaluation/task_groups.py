@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import statistics
 from typing import Any
 
@@ -178,6 +179,12 @@ def plan(
       )
   if not found:
     raise errors.UserError(f'none of {absent} is there; {_ADD_FOLDER}.')
+  names = [name for name, _ in found]
+  if twice := sorted({name for name in names if names.count(name) > 1}):
+    raise errors.UserError(
+      f'the groups ask for {", ".join(twice)} with different numbers of shots;'
+      ' evaluate the groups one by one, or give --shots.'
+    )
   tasks = [(name, content, count) for (name, count), content in found.items()]
   return Plan(tasks, groups, absent)
 
@@ -201,6 +208,8 @@ def options(
     digest.update(json.dumps(content, sort_keys=True, default=named).encode())
     for file in content['dataset_kwargs']['data_files'].values():
       digest.update(paths.at(file).read_bytes())
+      for code in sorted(paths.at(file).parent.glob('*.py')):
+        digest.update(code.read_bytes())
   return {
     'task': name,
     'shots': shots,
@@ -324,7 +333,7 @@ def _run_lm_eval(
     raise errors.UserError(
       f'{what} {name!r} cannot be read ({type(error).__name__}:'
       f' {error!s:.200}); tasks of the hub need the network and no data script.'
-      f' Otherwise {_ADD_FOLDER}.'
+      f' Otherwise {_ADD_FOLDER}. Tasks that run programs need --allow_code.'
     ) from error
   answer = lm_eval.simple_evaluate(
     adapter,
@@ -360,16 +369,22 @@ def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
         for sample in own
         if isinstance(sample.get(metric), int | float)
       )
+      # Of a perplexity the samples are log-likelihoods.
+      if scores and not math.isclose(
+        statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
+      ):
+        scores = ()
       error = None
       if len(scores) > 1:
         error = statistics.stdev(scores) / len(scores) ** 0.5
-      counted = answer.get('n-samples', {}).get(task, {})
+      counted = answer.get('n-samples', {})
+      parts = answer.get('group_subtasks', {}).get(task) or [task]
       yield results.Score(
         task,
         metric if kept == 'none' else f'{metric},{kept}',
         float(value),
         error,
-        len(scores) or counted.get('effective', 0),
+        len(own) or sum(counted.get(x, {}).get('effective', 0) for x in parts),
         scores,
       )
 
@@ -392,12 +407,14 @@ def _read_folder(folder: str, limit: int | None) -> dict[str, Any]:
     if 'task' not in content:
       continue  # Prompt templates, or something else.
     name = content['task']
+    if not isinstance(name, str):
+      raise errors.UserError(f'{place}: task is {name!r}; it must be a name.')
     if name in found:
       raise errors.UserError(f'{place}: a second task is named {name!r}.')
     if 'templates' in content:
       found[name] = prompted_task.read(place, content, limit)
     else:
-      found[name] = _check_lm_eval(place, content)
+      found[name] = _check_lm_eval(place)
   if not found:
     raise errors.UserError(
       f'{folder} has no task: no YAML file with a field `task`'
@@ -424,19 +441,23 @@ def _read_yaml(place: str) -> dict[str, Any]:
   return content
 
 
-def _check_lm_eval(place: str, content: Mapping[str, Any]) -> dict[str, Any]:
+def _check_lm_eval(place: str) -> dict[str, Any]:
   """Checks a task in lm-eval's format and makes its paths absolute."""
+  from lm_eval.tasks import _yaml_loader
+
+  # With what the file includes, and the functions that it names.
+  content = _yaml_loader.load_yaml(place)
   needed = ('dataset_path', 'doc_to_text', 'doc_to_target', 'dataset_kwargs')
   missing = [name for name in needed if name not in content]
-  files = content.get('dataset_kwargs', {}).get('data_files')
-  if missing or content['dataset_path'] != 'json' or not files:
+  files = (content.get('dataset_kwargs') or {}).get('data_files')
+  files = {'test': files} if isinstance(files, str) else files
+  is_local = isinstance(files, dict) and content.get('dataset_path') == 'json'
+  if missing or not is_local or {str} != {*map(type, files.values())}:
     raise errors.UserError(
       f'{place}: fields {missing} are missing, or the data are not local; a'
       ' local task has `dataset_path: json`, `dataset_kwargs: {data_files:'
       ' {test: FILE.jsonl}}`, doc_to_text and doc_to_target.'
     )
-  if isinstance(files, str):
-    files = {'test': files}
   folder = paths.at(place).parent
   files = {split: str(folder / file) for split, file in files.items()}
   tested = content.get('test_split') or content.get('validation_split')
@@ -447,14 +468,11 @@ def _check_lm_eval(place: str, content: Mapping[str, Any]) -> dict[str, Any]:
     )
   for file in files.values():
     for where, row in prompted_task.read_rows(file):
-      for field in _TEXTS:
+      # A function may add fields to rows.
+      for field in () if 'process_docs' in content else _TEXTS:
         _check_fields(f'{place}: {field}', content.get(field), where, row)
-  from lm_eval.tasks import _yaml_loader
-
-  # With the functions that the file names.
-  whole = _yaml_loader.load_yaml(place)
-  kwargs = {**whole['dataset_kwargs'], 'data_files': files}
-  return {**whole, 'dataset_kwargs': kwargs}
+  kwargs = {**content['dataset_kwargs'], 'data_files': files}
+  return {**content, 'dataset_kwargs': kwargs}
 
 
 def _check_fields(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import loaded_model
+from encdec_adapt.conversion import loaded_model, source_files
 from encdec_adapt.evaluation import prompted_task, results, text_metrics
 from encdec_adapt.files import paths
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.models import model_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,12 @@ def read(spec: str, limit: int | None = None) -> Pairs:
       )
     inputs.append(source)
     targets.append(references)
-  return Pairs(paths.at(path).stem, inputs, targets)
+  return Pairs(name_of(spec), inputs, targets)
+
+
+def name_of(spec: str) -> str:
+  """Returns the name of the task of FILE.jsonl[#INPUT,TARGET]."""
+  return paths.at(spec.partition('#')[0]).stem
 
 
 def scores(
@@ -88,9 +94,20 @@ def scores(
   """
   opened = loaded.stored.require_vocabularies()
   reader = opened.sides[loaded.stored.prompt_side]
+  longest = source_files.max_positions(source_files.folders(loaded.stored.path))
+  room = longest or engine_lib.UNLIMITED
+  if not isinstance(loaded.config, model_config.EncoderDecoderConfig):
+    room -= max_tokens
+  if room < 2:
+    raise errors.UserError(
+      f'--max_tokens={max_tokens} leaves no room for a prompt in the {longest}'
+      ' positions of the model; lower it.'
+    )
   requests = [
     engine_lib.Request(
-      np.array([reader.bos, *reader.encode(text)], np.int32), max_tokens
+      # A prompt that is too long keeps BOS and its last tokens.
+      np.array([reader.bos, *reader.encode(text)[1 - room :]], np.int32),
+      max_tokens,
     )
     for text in pairs.inputs
   ]

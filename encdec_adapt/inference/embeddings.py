@@ -5,12 +5,15 @@ import functools
 
 import jax
 from jax import numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.inference import lengths
 from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import rules as rules_lib
 
 # The mean over all tokens, or the state of the last one.
 POOLINGS = ('mean', 'last')
@@ -21,6 +24,8 @@ def embed(
   params: decoder_only.Params,
   texts: Sequence[Int[np.ndarray, 'n']],
   *,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
   pooling: str,
   rows: int,
 ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
@@ -30,6 +35,8 @@ def embed(
     model: an encoder-decoder or an encoder-only model.
     params: its parameters.
     texts: token ids of each, BOS first.
+    mesh: mesh of the parameters.
+    rules: meaning of logical axes on it.
     pooling: one of `POOLINGS`.
     rows: texts at a time.
 
@@ -49,7 +56,9 @@ def embed(
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
-    states = jax.device_get(_pool(model, pooling, params, tokens, counts))
+    with partition.use(mesh, rules.as_dict()):
+      found = _pool(model, pooling, params, tokens, counts)
+    states = jax.device_get(found)
     yield from zip(chosen, states, strict=False)
 
 
@@ -70,6 +79,8 @@ def _pool(
   states = run(params, tokens, real.astype(jnp.int32), positions)
   states = states.astype(jnp.float32)
   if pooling == 'last':
-    return states[jnp.arange(len(counts)), counts - 1]
-  total = jnp.sum(jnp.where(real[:, :, None], states, 0), axis=1)
-  return total / counts[:, None]
+    pooled = states[jnp.arange(len(counts)), counts - 1]
+  else:
+    total = jnp.sum(jnp.where(real[:, :, None], states, 0), axis=1)
+    pooled = total / counts[:, None]
+  return partition.shard(pooled, None, None)  # Every process reads it.

@@ -40,12 +40,12 @@ def test_quality_is_of_tasks_that_all_have():
   }
   scores['a'] += [_score('y', 'f1', 0.75), _score('z', 'acc', 1.0)]
   scores['b'] += [_score('y', 'f1', 0.25)]
-  label, values = score_tables.quality(scores)
+  label, values = score_tables.quality(scores, {'x', 'y', 'z'})
   assert (label, values) == ('mean of 2 tasks', {'a': 0.625, 'b': 0.25})
   assert score_tables.column(scores, 'x') == [0.5, 0.25]
   assert score_tables.column(scores, 'y/f1') == [0.75, 0.25]
   losses = {name: own[:1] for name, own in scores.items()}
-  assert score_tables.quality(losses)[1] == {'a': -2.0, 'b': -3.0}
+  assert score_tables.quality(losses, {'x'})[1] == {'a': -2.0, 'b': -3.0}
 
 
 def test_better_means_less_of_a_loss():

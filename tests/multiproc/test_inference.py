@@ -50,6 +50,13 @@ def test_two_processes_generate_what_one_does(folder, tmp_path):
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     found.append([(line['prompt'], line['continuation']) for line in lines])
   assert found[0] == found[1]
+  output = tmp_path / 'embedded.jsonl'
+  embed = [*flags, '--embed=mean', f'--output={output}']
+  started = tiny.start_several(2, 'generate', *embed, logs=tmp_path)
+  assert tiny.wait_all(started) == [0, 0], (
+    tmp_path / 'process_0.log'
+  ).read_text()
+  assert len(output.read_text().splitlines()) == len(PROMPTS)
   assert [prompt for prompt, _ in found[0]] == PROMPTS
 
 
