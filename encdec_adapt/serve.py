@@ -1,0 +1,112 @@
+r"""Serves a model over HTTP, in the shapes of OpenAI's API.
+
+python -m encdec_adapt.serve --checkpoint=runs/adapted
+
+POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
+/health, /metrics, and / for a page to try the model. It needs
+`pip install -e .[serve]`. There is no authentication: by default only programs
+on this machine can connect.
+"""
+
+import dataclasses
+
+from absl import flags
+import numpy as np
+
+from encdec_adapt.cli import command, errors
+from encdec_adapt.conversion import loaded_model, source_files, stored_model
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.serving import protocol
+from encdec_adapt.tokenizers import chat_format
+
+_MAX_PROMPT = 4096
+
+define_flags = command.define(
+  command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
+  command.string('host', 'Address to listen on.', default='127.0.0.1'),
+  command.integer(
+    'port', 'Port.', default=8000, lower_bound=1, upper_bound=65535
+  ),
+  command.integer(
+    'batch_size', 'Requests at a time.', default=8, lower_bound=1
+  ),
+  command.boolean('int8', 'Keep kernels as 8-bit integers.'),
+  command.integer(
+    'max_prompt',
+    'Maximum tokens of a prompt, BOS included; by default'
+    f' max_position_embeddings of the config.json, or {_MAX_PROMPT}.',
+    lower_bound=2,
+  ),
+  command.integer(
+    'max_tokens',
+    'Maximum generated tokens of a request.',
+    default=1024,
+    lower_bound=1,
+  ),
+  command.integer(
+    'max_queue',
+    'Requests that may wait; further ones get status 429.',
+    default=64,
+    lower_bound=0,
+  ),
+  command.number(
+    'timeout', 'Seconds that a request may take (status 504).', default=300.0
+  ),
+  command.integer(
+    'steps', 'Tokens that are generated at a time.', default=4, lower_bound=1
+  ),
+)
+
+
+def main(values: flags.FlagValues) -> int:
+  """Runs the command."""
+  command.require(values, 'checkpoint')
+  if not 0 < values.timeout < float('inf'):
+    raise errors.UserError(
+      f'--timeout={values.timeout} must be a positive number of seconds.'
+    )
+  try:
+    from encdec_adapt.serving import http_app
+  except ModuleNotFoundError as error:
+    if error.name not in ('starlette', 'uvicorn'):
+      raise
+    raise errors.UserError(
+      f'{error.name} is not installed; pip install -e .[serve]'
+    ) from error
+  stored = stored_model.open_model(values.checkpoint)
+  opened = stored.require_vocabularies()
+  longest = source_files.max_positions(source_files.folders(stored.path))
+  loaded = loaded_model.read_as_trained(stored)
+  ids = loaded.special_ids
+  if chat_format.find_template(opened.decoder):
+    ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
+    ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
+  engine = loaded.engine(
+    rows=loaded.rows(values.batch_size),
+    int8=values.int8,
+    ids=ids,
+    steps=values.steps,
+  )
+  # Compiles, and fails now if the model does not fit.
+  bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
+  list(engine.run([engine_lib.Request(bos, 2)]))
+  served = http_app.Served(
+    name=stored.path.name,
+    step=stored.step,
+    opened=opened,
+    prompt_side=stored.prompt_side,
+    limits=protocol.Limits(
+      values.max_prompt or longest or _MAX_PROMPT,
+      values.max_tokens,
+      None if 'encoder' in stored.model.stacks else longest,
+    ),
+    max_queue=values.max_queue,
+    timeout=values.timeout,
+  )
+  return http_app.run(
+    http_app.Service(engine, served), values.host, values.port
+  )
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -1,0 +1,1 @@
+"""HTTP server for completions and chat, on the inference engine."""

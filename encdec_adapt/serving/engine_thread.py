@@ -1,0 +1,113 @@
+"""The thread that runs the engine, and its requests as seen by asyncio.
+
+`EngineThread` is used from the event loop; only its thread calls the engine.
+Calls reach the thread through a queue, results the loop through
+`call_soon_threadsafe`.
+"""
+
+import asyncio
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import queue
+import sys
+import threading
+import traceback
+
+import numpy as np
+
+from encdec_adapt.inference import engine as engine_lib
+
+# New tokens, the completion, or why there is none.
+Event = np.ndarray | engine_lib.Completion | Exception
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+  """A request in the engine; `number` is known to the thread only."""
+
+  request: engine_lib.Request
+  wants_tokens: bool
+  loop: asyncio.AbstractEventLoop
+  events: asyncio.Queue[Event] = dataclasses.field(
+    default_factory=asyncio.Queue
+  )
+  number: int | None = None
+
+  def post(self, event: Event) -> None:
+    """Passes an event to the loop, from the thread."""
+    with contextlib.suppress(RuntimeError):  # The loop is closed.
+      self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class EngineThread:
+  """Runs an engine; see the module.
+
+  Attributes:
+    jobs: requests that have not ended.
+    failed: why the engine stopped working, None while it does.
+  """
+
+  def __init__(self, engine: engine_lib.Engine):
+    """Starts the thread, which ends with the process."""
+    self.engine, self.jobs = engine, set()
+    self.failed: Exception | None = None
+    self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    self._running: dict[int, Job] = {}
+    threading.Thread(target=self._run, name='engine', daemon=True).start()
+
+  def submit(self, request: engine_lib.Request, *, wants_tokens: bool) -> Job:
+    """Queues a request.
+
+    Args:
+      request: the request.
+      wants_tokens: whether tokens are events too, as they are generated.
+
+    Returns:
+      The job, which must be given to `release`. Its last event is a completion
+      or an exception.
+    """
+    job = Job(request, wants_tokens, asyncio.get_running_loop())
+    self.jobs.add(job)
+    self._calls.put(lambda: self._submit(job))
+    return job
+
+  def release(self, job: Job) -> None:
+    """Forgets a job; if it has not ended, it is cancelled."""
+    self.jobs.discard(job)
+    self._calls.put(lambda: self._cancel(job))
+
+  def _submit(self, job: Job) -> None:
+    try:
+      if self.failed is not None:
+        raise self.failed
+      job.number = self.engine.submit(job.request)
+      self._running[job.number] = job
+    except Exception as error:
+      job.post(error)
+
+  def _cancel(self, job: Job) -> None:
+    if self._running.pop(job.number, None) is not None:
+      self.engine.cancel(job.number)
+
+  def _run(self) -> None:
+    """Serves calls and steps the engine, for ever."""
+    while True:
+      if not self._running:
+        self._calls.get()()
+      while not self._calls.empty():
+        self._calls.get()()
+      try:
+        for number, completion in self.engine.step(self._on_tokens):
+          self._running.pop(number).post(completion)
+      except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        self.failed = error
+        for job in self._running.values():
+          job.post(error)
+        self._running.clear()
+
+  def _on_tokens(self, number: int, tokens: np.ndarray) -> None:
+    job = self._running[number]
+    if job.wants_tokens:
+      job.post(tokens.copy())

@@ -1,0 +1,304 @@
+"""The HTTP application: endpoints, time-outs, clients that leave, metrics.
+
+It is imported only where starlette and uvicorn are installed.
+"""
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator
+import contextlib
+import dataclasses
+import importlib.resources
+import json
+import sys
+import time
+from typing import Any
+
+from starlette import applications, requests, responses, routing
+import uvicorn
+
+from encdec_adapt.cli import errors
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.serving import engine_thread, protocol, text_stream
+from encdec_adapt.tokenizers import chat_format, vocabularies
+
+_MAX_BODY = 8 << 20  # Bytes.
+_GONE = 499  # Status in the metrics of a client that left.
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """What is served.
+
+  Attributes:
+    name: name of the model.
+    step: step of the checkpoint; None for a folder.
+    opened: vocabularies.
+    prompt_side: name of the stack that reads prompts.
+    limits: limits of a request.
+    max_queue: most requests that wait for a row.
+    timeout: seconds that a request may take.
+  """
+
+  name: str
+  step: int | None
+  opened: vocabularies.Opened
+  prompt_side: str
+  limits: protocol.Limits
+  max_queue: int = 64
+  timeout: float = 300.0
+
+
+class Service:
+  """The endpoints.
+
+  Attributes:
+    app: the ASGI application.
+    draining: whether new requests are refused.
+  """
+
+  def __init__(self, engine: engine_lib.Engine, served: Served):
+    """Starts the engine's thread.
+
+    Args:
+      engine: the engine, which can decode.
+      served: what it serves.
+    """
+    self.thread = engine_thread.EngineThread(engine)
+    self.draining = False
+    self._served, self._began = served, int(time.time())
+    self._requests: collections.Counter[int] = collections.Counter()
+    self._tokens: collections.Counter[str] = collections.Counter()
+    page = importlib.resources.files(__package__).joinpath('page.html')
+    self._page = page.read_text(encoding='utf-8')
+    self.app = applications.Starlette(
+      routes=[
+        routing.Route(path, endpoint, methods=[method])
+        for method, path, endpoint in (
+          ('POST', '/v1/completions', self._complete),
+          ('POST', '/v1/chat/completions', self._complete),
+          ('GET', '/v1/models', self._models),
+          ('GET', '/health', self._health),
+          ('GET', '/metrics', self._metrics),
+          ('GET', '/', self._show_page),
+        )
+      ]
+    )
+
+  async def _complete(self, request: requests.Request) -> responses.Response:
+    """Answers a completion or a chat."""
+    try:
+      call = await self._parse(request)
+      events = self._events(call, request)
+      # Before the response begins: errors still have a status of their own.
+      first = await anext(events)
+      replies = protocol.Replies(call, self._served.name)
+      if call.stream:
+        return responses.StreamingResponse(
+          self._stream(call, first, events, replies),
+          media_type='text/event-stream',
+          headers={'Cache-Control': 'no-cache'},
+        )
+      await events.aclose()
+      self._requests[200] += 1
+      return responses.JSONResponse(replies.whole(first))
+    except protocol.ApiError as error:
+      self._requests[error.status] += 1
+      retry = {'Retry-After': '1'} if error.status in (429, 503) else None
+      return responses.JSONResponse(error.body, error.status, headers=retry)
+
+  async def _parse(self, request: requests.Request) -> protocol.Call:
+    """Reads and parses a request."""
+    if self.draining:
+      raise protocol.ApiError(503, 'the server is stopping.')
+    content = b''
+    try:
+      async for part in request.stream():
+        content += part
+        if len(content) > _MAX_BODY:
+          raise protocol.ApiError(
+            413, f'the body has more than {_MAX_BODY} bytes.'
+          )
+    except requests.ClientDisconnect:
+      raise protocol.ApiError(_GONE, 'the client left.') from None
+    served = self._served
+    return protocol.parse(
+      content,
+      is_chat=request.url.path.endswith('/chat/completions'),
+      limits=served.limits,
+      reader=served.opened.sides[served.prompt_side],
+    )
+
+  async def _events(
+    self, call: protocol.Call, request: requests.Request
+  ) -> AsyncIterator[Any]:
+    """Yields new tokens, if the call streams, and the completion.
+
+    Raises:
+      ApiError: the queue is full, the time is over, the engine failed, or the
+        client left.
+    """
+    served, thread = self._served, self.thread
+    if len(thread.jobs) >= thread.engine.rows + served.max_queue:
+      raise protocol.ApiError(
+        429, f'{served.max_queue} requests are waiting; try again later.'
+      )
+    end = time.monotonic() + served.timeout
+    job = thread.submit(call.request, wants_tokens=call.stream)
+    gone = asyncio.ensure_future(_disconnected(request))
+    event = None
+    try:
+      while not isinstance(event, engine_lib.Completion):
+        new = asyncio.ensure_future(job.events.get())
+        await asyncio.wait(
+          {new, gone},
+          timeout=max(0, end - time.monotonic()),
+          return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not new.done():
+          new.cancel()
+          if gone.done():
+            raise protocol.ApiError(_GONE, 'the client left.')
+          raise protocol.ApiError(
+            504, f'the request took more than {served.timeout:g} seconds.'
+          )
+        event = new.result()
+        if isinstance(event, errors.UserError):
+          raise protocol.ApiError(400, str(event))
+        if isinstance(event, Exception):
+          raise protocol.ApiError(500, 'the engine failed.')
+        if isinstance(event, engine_lib.Completion):
+          self._tokens['prompt'] += len(call.request.tokens)
+          self._tokens['generated'] += len(event.tokens)
+        yield event
+    finally:
+      gone.cancel()
+      thread.release(job)
+
+  async def _stream(
+    self,
+    call: protocol.Call,
+    event: Any,
+    events: AsyncIterator[Any],
+    replies: protocol.Replies,
+  ) -> AsyncIterator[str]:
+    """Yields the lines of a stream of events."""
+    status, is_first = _GONE, True
+    text = text_stream.TextStream(
+      self._served.opened.decoder,
+      lambda tokens: self.thread.engine.complete(tokens, tokens * 0.0).text,
+      call.request.stop,
+    )
+    async with contextlib.aclosing(events):
+      try:
+        while not isinstance(event, engine_lib.Completion):
+          if (new := text.add(event)) or is_first:
+            yield _line(replies.chunk(new, first=is_first))
+            is_first = False
+          event = await anext(events)
+        rest = text.finish(event.text)
+        yield _line(replies.chunk(rest, event.ended, first=is_first))
+        if call.include_usage:
+          yield _line(replies.usage(event))
+        status = 200
+      except protocol.ApiError as error:
+        status = error.status
+        yield _line(error.body)
+      finally:
+        self._requests[status] += 1
+    yield 'data: [DONE]\n\n'
+
+  async def _models(self, request: requests.Request) -> responses.Response:
+    """Lists the one model."""
+    del request
+    model = {'id': self._served.name, 'object': 'model'}
+    model |= {'created': self._began, 'owned_by': 'encdec_adapt'}
+    return responses.JSONResponse({'object': 'list', 'data': [model]})
+
+  async def _health(self, request: requests.Request) -> responses.Response:
+    """Says whether requests are answered, and by which checkpoint."""
+    del request
+    status = 'stopping' if self.draining else 'ok'
+    status = 'failed' if self.thread.failed else status
+    side = self._served.opened.decoder
+    body = {'status': status, 'model': self._served.name}
+    body |= {'step': self._served.step}
+    body |= {'chat': chat_format.find_template(side) is not None}
+    return responses.JSONResponse(body, 200 if status == 'ok' else 503)
+
+  async def _metrics(self, request: requests.Request) -> responses.Response:
+    """Writes the metrics as Prometheus reads them."""
+    del request
+    active, waiting = self.thread.engine.load
+    lines = ['# TYPE encdec_adapt_requests_total counter']
+    for status, count in sorted(self._requests.items()):
+      lines.append(f'encdec_adapt_requests_total{{status="{status}"}} {count}')
+    lines.append('# TYPE encdec_adapt_tokens_total counter')
+    for kind in ('prompt', 'generated'):
+      count = self._tokens[kind]
+      lines.append(f'encdec_adapt_tokens_total{{kind="{kind}"}} {count}')
+    for name, value in (
+      ('rows_active', active),
+      ('rows', self.thread.engine.rows),
+      ('queue_length', waiting),
+      ('requests_open', len(self.thread.jobs)),
+    ):
+      lines.append(f'# TYPE encdec_adapt_{name} gauge')
+      lines.append(f'encdec_adapt_{name} {value}')
+    return responses.PlainTextResponse('\n'.join(lines) + '\n')
+
+  async def _show_page(self, request: requests.Request) -> responses.Response:
+    """Sends the page to try the model."""
+    del request
+    return responses.HTMLResponse(self._page)
+
+
+async def _disconnected(request: requests.Request) -> None:
+  """Returns when the client has left."""
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
+
+
+def _line(body: dict[str, Any]) -> str:
+  return f'data: {json.dumps(body)}\n\n'
+
+
+class _Server(uvicorn.Server):
+  """Stops when a signal came and no request is in progress."""
+
+  service: Service
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    """Refuses new requests; a second signal stops at once."""
+    del sig, frame
+    if self.service.draining:
+      self.should_exit = self.force_exit = True
+    self.service.draining = True
+    print('stopping: requests in progress are finished', file=sys.stderr)
+
+  async def on_tick(self, counter: int) -> bool:
+    """Returns whether to stop."""
+    drained = self.service.draining and not self.service.thread.jobs
+    failed = self.service.thread.failed is not None
+    return await super().on_tick(counter) or drained or failed
+
+
+def run(service: Service, host: str, port: int) -> int:
+  """Serves until a signal or a failure of the engine.
+
+  Args:
+    service: the endpoints.
+    host: address to listen on.
+    port: its port.
+
+  Returns:
+    The exit status: 1 if the engine failed or the port is not free.
+  """
+  config = uvicorn.Config(
+    service.app, host, port, log_level='warning', lifespan='off'
+  )
+  server = _Server(config)
+  server.service = service
+  print(f'http://{host}:{port}/ (Ctrl-C finishes what is in progress)')
+  server.run()
+  return int(service.thread.failed is not None or not server.started)
