@@ -16,6 +16,8 @@ import http.client
 import json
 import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -140,7 +142,14 @@ def _server(folder: pathlib.Path, rows: int):
   port, log = tiny.free_port(), folder / 'log'
   flags = [f'--checkpoint={folder / "model"}', f'--port={port}']
   flags += [f'--batch_size={rows}', f'--steps={STEPS}']
-  process = tiny.start('serve', *flags, log=log)
+  # Not `tiny.start`, whose programs are compiled without optimisations.
+  with open(log, 'ab') as file:
+    process = subprocess.Popen(
+      [sys.executable, '-m', 'encdec_adapt.serve', *flags],
+      cwd=tiny.ROOT,
+      stdout=file,
+      stderr=file,
+    )
   try:
     for _ in range(1200):
       assert process.poll() is None, log.read_text()
