@@ -3,12 +3,13 @@ r"""Serves a model over HTTP, in the shapes of OpenAI's API.
 python -m encdec_adapt.serve --checkpoint=runs/adapted
 
 POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
-/health, /metrics, and / for a page to try the model. It needs
-`pip install -e .[serve]`. There is no authentication: by default only programs
-on this machine can connect.
+/health, /metrics, and / for a page to try the model. There is no
+authentication: by default only programs on this machine can connect. It needs
+pip install 'encdec_adapt[serve]'.
 """
 
 import dataclasses
+import importlib.util
 
 from absl import flags
 import numpy as np
@@ -20,6 +21,7 @@ from encdec_adapt.serving import protocol
 from encdec_adapt.tokenizers import chat_format
 
 _MAX_PROMPT = 4096
+_STEPS = 4  # Tokens between two looks at the queue; also sent together.
 
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
@@ -50,10 +52,11 @@ define_flags = command.define(
     lower_bound=0,
   ),
   command.number(
-    'timeout', 'Seconds that a request may take (status 504).', default=300.0
-  ),
-  command.integer(
-    'steps', 'Tokens that are generated at a time.', default=4, lower_bound=1
+    'timeout',
+    'Seconds that a request may take (status 504).',
+    default=300.0,
+    lower_bound=0.001,
+    upper_bound=86400,
   ),
 )
 
@@ -61,18 +64,13 @@ define_flags = command.define(
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
-  if not 0 < values.timeout < float('inf'):
-    raise errors.UserError(
-      f'--timeout={values.timeout} must be a positive number of seconds.'
-    )
-  try:
-    from encdec_adapt.serving import http_app
-  except ModuleNotFoundError as error:
-    if error.name not in ('starlette', 'uvicorn'):
-      raise
-    raise errors.UserError(
-      f'{error.name} is not installed; pip install -e .[serve]'
-    ) from error
+  for name in ('starlette', 'uvicorn'):
+    if importlib.util.find_spec(name) is None:
+      raise errors.UserError(
+        f"serving needs {name}: pip install 'encdec_adapt[serve]'"
+      )
+  from encdec_adapt.serving import http_app
+
   stored = stored_model.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
   longest = source_files.max_positions(source_files.folders(stored.path))
@@ -81,12 +79,8 @@ def main(values: flags.FlagValues) -> int:
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
-  engine = loaded.engine(
-    rows=loaded.rows(values.batch_size),
-    int8=values.int8,
-    ids=ids,
-    steps=values.steps,
-  )
+  rows = loaded.rows(values.batch_size)
+  engine = loaded.engine(rows=rows, int8=values.int8, ids=ids, steps=_STEPS)
   # Compiles, and fails now if the model does not fit.
   bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))

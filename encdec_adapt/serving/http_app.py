@@ -23,6 +23,7 @@ from encdec_adapt.serving import engine_thread, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabularies
 
 _MAX_BODY = 8 << 20  # Bytes.
+_STREAM = {'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}
 _GONE = 499  # Status in the metrics of a client that left.
 
 
@@ -68,7 +69,7 @@ class Service:
     self.draining = False
     self._served, self._began = served, int(time.time())
     self._requests: collections.Counter[int] = collections.Counter()
-    self._tokens: collections.Counter[str] = collections.Counter()
+    self._tokens = collections.Counter(prompt=0, generated=0)
     page = importlib.resources.files(__package__).joinpath('page.html')
     self._page = page.read_text(encoding='utf-8')
     self.app = applications.Starlette(
@@ -94,18 +95,14 @@ class Service:
       first = await anext(events)
       replies = protocol.Replies(call, self._served.name)
       if call.stream:
-        return responses.StreamingResponse(
-          self._stream(call, first, events, replies),
-          media_type='text/event-stream',
-          headers={'Cache-Control': 'no-cache'},
-        )
+        lines = self._stream(call, first, events, replies)
+        return responses.StreamingResponse(lines, 200, _STREAM)
       await events.aclose()
       self._requests[200] += 1
       return responses.JSONResponse(replies.whole(first))
     except protocol.ApiError as error:
       self._requests[error.status] += 1
-      retry = {'Retry-After': '1'} if error.status in (429, 503) else None
-      return responses.JSONResponse(error.body, error.status, headers=retry)
+      return responses.JSONResponse(error.body, error.status)
 
   async def _parse(self, request: requests.Request) -> protocol.Call:
     """Reads and parses a request."""
@@ -116,9 +113,7 @@ class Service:
       async for part in request.stream():
         content += part
         if len(content) > _MAX_BODY:
-          raise protocol.ApiError(
-            413, f'the body has more than {_MAX_BODY} bytes.'
-          )
+          raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
     except requests.ClientDisconnect:
       raise protocol.ApiError(_GONE, 'the client left.') from None
     served = self._served
@@ -211,8 +206,7 @@ class Service:
   async def _models(self, request: requests.Request) -> responses.Response:
     """Lists the one model."""
     del request
-    model = {'id': self._served.name, 'object': 'model'}
-    model |= {'created': self._began, 'owned_by': 'encdec_adapt'}
+    model = {'id': self._served.name, 'object': 'model', 'created': self._began}
     return responses.JSONResponse({'object': 'list', 'data': [model]})
 
   async def _health(self, request: requests.Request) -> responses.Response:
@@ -220,29 +214,26 @@ class Service:
     del request
     status = 'stopping' if self.draining else 'ok'
     status = 'failed' if self.thread.failed else status
-    side = self._served.opened.decoder
-    body = {'status': status, 'model': self._served.name}
-    body |= {'step': self._served.step}
-    body |= {'chat': chat_format.find_template(side) is not None}
+    chat = chat_format.find_template(self._served.opened.decoder) is not None
+    body = {'status': status, 'model': self._served.name, 'chat': chat}
+    body['step'] = self._served.step
     return responses.JSONResponse(body, 200 if status == 'ok' else 503)
 
   async def _metrics(self, request: requests.Request) -> responses.Response:
     """Writes the metrics as Prometheus reads them."""
     del request
     active, waiting = self.thread.engine.load
-    lines = ['# TYPE encdec_adapt_requests_total counter']
-    for status, count in sorted(self._requests.items()):
-      lines.append(f'encdec_adapt_requests_total{{status="{status}"}} {count}')
-    lines.append('# TYPE encdec_adapt_tokens_total counter')
-    for kind in ('prompt', 'generated'):
-      count = self._tokens[kind]
-      lines.append(f'encdec_adapt_tokens_total{{kind="{kind}"}} {count}')
-    for name, value in (
-      ('rows_active', active),
-      ('rows', self.thread.engine.rows),
-      ('queue_length', waiting),
-      ('requests_open', len(self.thread.jobs)),
+    lines = []
+    for name, label, counts in (
+      ('requests_total', 'status', self._requests),
+      ('tokens_total', 'kind', self._tokens),
     ):
+      lines.append(f'# TYPE encdec_adapt_{name} counter')
+      for key, count in sorted(counts.items()):
+        lines.append(f'encdec_adapt_{name}{{{label}="{key}"}} {count}')
+    gauges = {'rows': self.thread.engine.rows, 'rows_active': active}
+    gauges |= {'queue_length': waiting, 'requests_open': len(self.thread.jobs)}
+    for name, value in gauges.items():
       lines.append(f'# TYPE encdec_adapt_{name} gauge')
       lines.append(f'encdec_adapt_{name} {value}')
     return responses.PlainTextResponse('\n'.join(lines) + '\n')

@@ -70,62 +70,52 @@ class Call:
   include_usage: bool
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_id(value: Any) -> bool:
+  return type(value) is int and 0 <= value <= _MOST
 
 
-def _is_count(value: Any) -> bool:
-  return type(value) is int and 1 <= value <= _MOST
-
-
-def _is_stop(value: Any) -> bool:
-  texts = [value] if isinstance(value, str) else value
-  return isinstance(texts, list) and all(
-    isinstance(text, str) and text for text in texts
-  )
-
-
-def _is_prompt(value: Any) -> bool:
-  if isinstance(value, list) and value:
-    return all(type(i) is int and 0 <= i <= _MOST for i in value)
+def _is_text(value: Any) -> bool:
   return isinstance(value, str) and bool(value)
 
 
-_COUNT = (_is_count, 'an integer of at least 1')
+def _are(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+  """Returns a check of lists, which are not empty."""
+  return lambda value: (
+    isinstance(value, list) and bool(value) and all(map(check, value))
+  )
+
+
+_COUNT = (
+  lambda value: type(value) is int and 1 <= value <= _MOST,
+  'an integer of at least 1',
+)
+_NUMBER = (
+  lambda value: type(value) in (int, float) and abs(value) <= _MOST,
+  'a number',
+)
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+  'prompt': (
+    lambda value: _is_text(value) or _are(_is_id)(value),
+    'a text or a list of token ids, not empty',
+  ),
+  'messages': (lambda value: isinstance(value, list), 'a list of messages'),
   'max_tokens': _COUNT,
   'max_completion_tokens': _COUNT,
-  'temperature': (_is_number, 'a number'),
-  'top_p': (_is_number, 'a number'),
-  'min_p': (_is_number, 'a number'),
+  'temperature': _NUMBER,
+  'top_p': _NUMBER,
+  'min_p': _NUMBER,
   'top_k': _COUNT,
   'seed': (lambda value: type(value) is int, 'an integer'),
-  'stop': (_is_stop, 'a text or a list of texts, none empty'),
-  'stream': (lambda value: isinstance(value, bool), 'true or false'),
-  'stream_options': (
-    lambda value: (
-      isinstance(value, dict)
-      and value.keys() <= {'include_usage'}
-      and all(isinstance(x, bool) for x in value.values())
-    ),
-    'an object with "include_usage" (true or false)',
+  'stop': (
+    lambda value: value == [] or _is_text(value) or _are(_is_text)(value),
+    'a text or a list of texts, none empty',
   ),
+  'stream': (lambda value: isinstance(value, bool), 'true or false'),
+  'stream_options': (lambda value: isinstance(value, dict), 'an object'),
 }
-_PROMPT = (_is_prompt, 'a text or a list of token ids, not empty')
-_MESSAGES = (lambda value: isinstance(value, list), 'a list of messages')
 # Supported with one value only, which changes nothing.
-_NEUTRAL = {
-  'n': 1,
-  'best_of': 1,
-  'presence_penalty': 0,
-  'frequency_penalty': 0,
-  'logit_bias': {},
-  'logprobs': False,
-  'echo': False,
-  'suffix': '',
-  'tools': [],
-  'response_format': {'type': 'text'},
-}
+_NEUTRAL = {'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0}
+_NEUTRAL |= {'logprobs': False}
 _HARMLESS = {'model', 'user', 'metadata', 'store'}
 
 
@@ -147,17 +137,16 @@ def parse(
   Raises:
     ApiError: the request is malformed or beyond the limits; names the field.
   """
-  given = _fields(content, 'messages' if is_chat else 'prompt')
-  prompt = _encode(given, is_chat, reader)
+  field = 'messages' if is_chat else 'prompt'
+  given = _fields(content, field)
+  prompt = _encode(given[field], field, reader)
   name = 'max_completion_tokens'
-  if name not in given:
-    name = 'max_tokens'
+  name = name if name in given else 'max_tokens'
   most = given.get(name)
   if most is None:
     most = limits.max_tokens if is_chat else min(16, limits.max_tokens)
     if is_chat and limits.context:
       most = max(1, min(most, limits.context - len(prompt)))
-  field = 'messages' if is_chat else 'prompt'
   for number, limit, of in (
     (len(prompt), limits.max_prompt, field),
     (most, limits.max_tokens, name),
@@ -167,72 +156,57 @@ def parse(
       raise ApiError(
         400, f'{of}: {number} tokens are asked for; at most {limit} fit.', of
       )
-  stop = given.get('stop') or ()
+  stop = given.get('stop', ())
+  stop = (stop,) if isinstance(stop, str) else tuple(stop)
   try:
-    request = engine_lib.Request(
-      prompt,
-      most,
-      _sampling(given),
-      (stop,) if isinstance(stop, str) else tuple(stop),
-    )
+    request = engine_lib.Request(prompt, most, _sampling(given), stop)
   except errors.UserError as error:
     first = str(error).split()[0]
     raise ApiError(400, str(error), first if first in given else None) from None
-  return Call(
-    request,
-    is_chat,
-    given.get('stream', False),
-    given.get('stream_options', {}).get('include_usage', False),
-  )
+  usage = bool(given.get('stream_options', {}).get('include_usage'))
+  return Call(request, is_chat, given.get('stream', False), usage)
 
 
-def _fields(content: bytes, prompt: str) -> dict[str, Any]:
+def _fields(content: bytes, field: str) -> dict[str, Any]:
   """Returns the fields of a body that are not null, checked one by one."""
   try:
-    body = json.loads(content, parse_constant=_refuse_constant)
+    body = json.loads(content)
   except (ValueError, RecursionError) as error:
     raise ApiError(400, f'the body is not JSON ({error}).') from None
   if not isinstance(body, dict):
     raise ApiError(400, 'the body must be a JSON object.')
-  checks = _FIELDS | {prompt: _PROMPT if prompt == 'prompt' else _MESSAGES}
   given = {name: value for name, value in body.items() if value is not None}
-  if prompt not in given:
-    raise ApiError(400, f'{prompt} is missing; it is required.', prompt)
+  if field not in given:
+    raise ApiError(400, f'{field} is missing; it is required.', field)
+  other = {'prompt', 'messages'} - {field}
   for name, value in given.items():
-    shown = json.dumps(value)[:80]
-    if name in checks:
-      check, words = checks[name]
-      if not check(value):
-        raise ApiError(400, f'{name} is {shown}; it must be {words}.', name)
+    fault = None
+    if name in _FIELDS and name not in other:
+      check, words = _FIELDS[name]
+      fault = None if check(value) else f'it must be {words}'
     elif name in _NEUTRAL:
       only = _NEUTRAL[name]
-      if value != only or isinstance(value, bool) != isinstance(only, bool):
-        raise ApiError(
-          400, f'{name} is {shown}; only {json.dumps(only)} is supported.', name
-        )
+      same = value == only and isinstance(value, bool) == isinstance(only, bool)
+      fault = None if same else f'only {json.dumps(only)} is supported'
     elif name not in _HARMLESS:
-      raise ApiError(
-        400, f'{name} ({shown}) is not supported; leave it out.', name
-      )
+      fault = 'the field is not supported'
+    if fault:
+      shown = json.dumps(value)[:80]
+      raise ApiError(400, f'{name} is {shown}; {fault}.', name)
   return given
 
 
-def _refuse_constant(name: str) -> None:
-  raise ValueError(f'{name} is no JSON number')
-
-
 def _encode(
-  given: Mapping[str, Any], is_chat: bool, reader: vocabulary.Vocabulary
+  prompt: Any, field: str, reader: vocabulary.Vocabulary
 ) -> np.ndarray:
   """Returns the token ids of the prompt, BOS first, int32 [n]."""
-  field = 'messages' if is_chat else 'prompt'
   try:
-    if is_chat:
-      ids = chat_format.encode(given[field], reader, open_turn=True).ids
-    elif isinstance(given[field], str):
-      ids = reader.encode(given[field])
+    if field == 'messages':
+      ids = chat_format.encode(prompt, reader, open_turn=True).ids
+    elif isinstance(prompt, str):
+      ids = reader.encode(prompt)
     else:
-      ids = np.array(given[field], np.int32)
+      ids = np.array(prompt, np.int32)
       ids = ids[1:] if ids[0] == reader.bos else ids
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
@@ -241,22 +215,16 @@ def _encode(
 
 def _sampling(given: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
   """Returns how tokens are chosen; temperature 1 by default, as OpenAI's."""
-  try:
-    heat, top_p, min_p = (
-      None if given.get(name) is None else float(given[name])
-      for name in ('temperature', 'top_p', 'min_p')
-    )
-  except OverflowError:
-    raise ApiError(400, 'a number is too large for the request.') from None
+  heat = given.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
     heat or 1.0,
     given.get('top_k'),
-    None if top_p == 1 else top_p,
-    min_p or None,
+    given.get('top_p'),
+    given.get('min_p') or None,
     seed=given.get('seed', secrets.randbits(32)),
   )
   # Filters change nothing at temperature 0, but are checked all the same.
-  return sampling_lib.SamplingConfig() if heat == 0 else drawn
+  return drawn if heat else sampling_lib.SamplingConfig()
 
 
 class Replies:
@@ -271,23 +239,16 @@ class Replies:
     """
     self._call = call
     kind = 'chat.completion' if call.is_chat else 'text_completion'
-    prefix = 'chatcmpl' if call.is_chat else 'cmpl'
-    self._head = {
-      'id': f'{prefix}-{secrets.token_hex(12)}',
-      'object': kind,
-      'created': int(time.time()),
-      'model': model,
-    }
+    kind += '.chunk' if call.is_chat and call.stream else ''
+    self._head = {'id': f'cmpl-{secrets.token_hex(12)}', 'object': kind}
+    self._head |= {'created': int(time.time()), 'model': model}
 
   def whole(self, completion: engine_lib.Completion) -> dict[str, Any]:
     """Returns the body of a response that is not streamed."""
     message = {'message': {'role': 'assistant', 'content': completion.text}}
     said = message if self._call.is_chat else {'text': completion.text}
-    return {
-      **self._head,
-      'choices': [_choice(said, completion.ended)],
-      'usage': self._usage(completion),
-    }
+    choices = [_choice(said, completion.ended)]
+    return {**self._head, 'choices': choices, 'usage': self._usage(completion)}
 
   def chunk(
     self, text: str, ended: str | None = None, *, first: bool = False
@@ -301,23 +262,17 @@ class Replies:
     """
     delta = {'role': 'assistant'} if first else {}
     said = {'delta': {**delta, 'content': text}}
-    head = self._head
-    if self._call.is_chat:
-      head = {**head, 'object': 'chat.completion.chunk'}
     said = said if self._call.is_chat else {'text': text}
-    return {**head, 'choices': [_choice(said, ended)]}
+    return {**self._head, 'choices': [_choice(said, ended)]}
 
   def usage(self, completion: engine_lib.Completion) -> dict[str, Any]:
     """Returns the event with the numbers of tokens."""
-    return {**self.chunk(''), 'choices': [], 'usage': self._usage(completion)}
+    return {**self._head, 'choices': [], 'usage': self._usage(completion)}
 
   def _usage(self, completion: engine_lib.Completion) -> dict[str, int]:
     prompt, new = len(self._call.request.tokens), len(completion.tokens)
-    return {
-      'prompt_tokens': prompt,
-      'completion_tokens': new,
-      'total_tokens': prompt + new,
-    }
+    counts = {'prompt_tokens': prompt, 'completion_tokens': new}
+    return {**counts, 'total_tokens': prompt + new}
 
 
 def _choice(said: Mapping[str, Any], ended: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tests.benchmarks import (
   gpu_step,
   gradient_sums,
   records,
+  serving,
   vocabulary_loss,
 )
 from tests.planning import toy
@@ -60,6 +61,17 @@ def test_generation():
   for row in rows[:4]:
     count = row['equal texts'].split(' of ')
     assert count[0] == count[1]
+
+
+def test_serving():
+  pytest.importorskip('uvicorn')
+  sizes = ['--layers=1', '--width=32', '--mlp_width=32', '--heads=2']
+  rows = serving.main(
+    [*sizes, '--kv_heads=1', '--requests=6', '--longest=20', '--tokens=8']
+    + ['--clients', '2', '--turns=2']
+  )['rows']
+  assert [row['lost'] for row in rows] == [0]
+  assert rows[0]['equal texts'] == '6 of 6'
 
 
 def test_gpu_generation():

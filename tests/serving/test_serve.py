@@ -178,5 +178,5 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'uvicorn', None)
   monkeypatch.delitem(sys.modules, 'encdec_adapt.serving.http_app', False)
   monkeypatch.delattr(serving, 'http_app', raising=False)
-  with pytest.raises(errors.UserError, match='uvicorn is not installed'):
+  with pytest.raises(errors.UserError, match='serving needs uvicorn'):
     tiny.call(serve, f'--checkpoint={tmp_path}')
