@@ -21,7 +21,7 @@ from encdec_adapt.serving import protocol
 from encdec_adapt.tokenizers import chat_format
 
 _MAX_PROMPT = 4096
-_STEPS = 4  # Tokens between two looks at the queue; also sent together.
+STEPS = 4  # Tokens between two looks at the queue; also sent together.
 
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
@@ -80,7 +80,7 @@ def main(values: flags.FlagValues) -> int:
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
   rows = loaded.rows(values.batch_size)
-  engine = loaded.engine(rows=rows, int8=values.int8, ids=ids, steps=_STEPS)
+  engine = loaded.engine(rows=rows, int8=values.int8, ids=ids, steps=STEPS)
   # Compiles, and fails now if the model does not fit.
   bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from encdec_adapt import serve
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_config as configs
 from tests import tiny, toy_models
@@ -37,7 +38,6 @@ SIZES = {
   'kv_heads': 2,
   'head_dim': 32,
 }
-STEPS = 4  # Of the server.
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       engine_lib.Request(np.array([bos, *p], np.int32), int(m))
       for p, m in zip(prompts, most, strict=True)
     ]
-    engine = loaded.engine(rows=arguments.batch_size, steps=STEPS)
+    engine = loaded.engine(rows=arguments.batch_size, steps=serve.STEPS)
     port = stack.enter_context(_server(folder, arguments.batch_size))
     rows = []
     for _ in range(2):  # Compiles for the lengths that come together.
@@ -141,7 +141,7 @@ def _server(folder: pathlib.Path, rows: int):
   """Serves the model; yields the port."""
   port, log = tiny.free_port(), folder / 'log'
   flags = [f'--checkpoint={folder / "model"}', f'--port={port}']
-  flags += [f'--batch_size={rows}', f'--steps={STEPS}']
+  flags.append(f'--batch_size={rows}')
   # Not `tiny.start`, whose programs are compiled without optimisations.
   with open(log, 'ab') as file:
     process = subprocess.Popen(
