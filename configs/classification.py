@@ -20,7 +20,7 @@ are drawn, is
       runs/adapted,data=/data/train.jsonl,fields=question+passage+label,labels=no|yes
 
 It writes runs/classification/report.html, with the run of the lowest held-out
-loss as `best`. A study that is interrupted goes on where it was.
+loss as `best`. The same command again resumes a study that was interrupted.
 """
 
 import itertools

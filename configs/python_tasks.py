@@ -5,8 +5,9 @@ r"""Three local tasks made from the text that comes with Python.
 
 `continuation`: which of four pieces of documentation follows. `next_word`: the
 next word, predicted greedily. docstring.jsonl, for `evaluate --pairs`: the rest
-of a sentence, generated. Only held-out documents are used, and the same Python
-gives the same tasks.
+of a sentence, generated. These are of held-out documents only. packages.jsonl,
+for `configs/classification.py`: pieces of docstrings and the package they are
+from, one of eight. The same Python gives the same tasks.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from encdec_adapt.files import disk
 
 _CONTEXT = 240  # Characters before what is asked for.
 _PER_TEXT = 12  # Most examples of a document.
+_PACKAGES = 'asyncio email http importlib logging unittest urllib xml'.split()
 _WORD = re.compile(r' ([a-z]{3,12})(?=[ .,])')
 _SENTENCE = re.compile(r'(?<=\.)\s+[A-Z][^.]{40,}\.(?=\s)')
 
@@ -61,10 +63,14 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'output')
   folder = disk.require_writable(values.output)
   source = python_source.PythonSource(values.source)
-  texts = [
-    text
+  documents = [
+    (name, read)
     for name, read in source.entries()
     if name.endswith('::docstrings') or name.startswith('topic/')
+  ]
+  texts = [
+    text
+    for name, read in documents
     if source.in_split(name, 'eval', 0.04, 0)
     if len(text := read()) > 4 * _CONTEXT
   ]
@@ -88,6 +94,15 @@ def main(values: flags.FlagValues) -> int:
         f'test_split: test\n{_TASKS[name].lstrip()}'
       )
     print(f'{folder / name}.jsonl: {len(rows)} examples')
+  rows = [
+    {'text': text[start : start + _CONTEXT], 'label': name.split('/')[0]}
+    for name, text in sorted((name, read()) for name, read in documents)
+    if name.split('/')[0] in _PACKAGES
+    for start in range(0, len(text) - _CONTEXT, _CONTEXT)
+  ]
+  lines = ''.join(json.dumps(row) + '\n' for row in rows)
+  (folder / 'packages.jsonl').write_text(lines, encoding='utf-8')
+  print(f'{folder}/packages.jsonl: {len(rows)} examples')
   return 0
 
 

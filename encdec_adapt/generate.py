@@ -16,7 +16,7 @@ once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
 special tokens), `tokens` (their number, EOS included), `log_prob` (the sum of
 their natural log-probabilities under the model) and `ended` ('eos', 'length',
 which is --max_tokens, or 'stop'); or `embedding`, a list of floats. The same
-command again continues a file that is not complete.
+command again resumes a file that is not complete.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +109,12 @@ define_flags = command.define(
     ' repeated.',
     default=[],
   ),
-  command.integer('batch_size', 'Prompts at a time.', default=8, lower_bound=1),
+  command.integer(
+    'batch_size',
+    'Rows at a time: prompts, or the beams of prompts.',
+    default=8,
+    lower_bound=1,
+  ),
   command.boolean('int8', 'Keep kernels as 8-bit integers.'),
   command.boolean('chat', "Take prompts as a user's turns and answer them."),
   command.choice(
@@ -130,7 +135,7 @@ def main(values: flags.FlagValues) -> int:
   _check_options(values)
   if values.output:
     disk.require_output(values.output)
-  # What decides the results, as a file that is continued must agree on it.
+  # What decides the results: a file is resumed with the same values only.
   names = 'checkpoint max_tokens max_prompt temperature top_k top_p min_p'
   names += ' repetition_penalty seed beams length_penalty stop int8 chat embed'
   given = {name: values[name].value for name in names.split()}
@@ -268,6 +273,13 @@ def _encode(
     for one in opened.sides.values():
       chat_format.template_of(one)
   longest = source_files.max_positions(source_files.folders(stored.path))
+  if longest is not None and 'encoder' not in stored.model.stacks:
+    longest -= values.max_tokens  # The decoder holds both.
+    if longest < 2:
+      raise errors.UserError(
+        f'--max_tokens={values.max_tokens} leaves no room for a prompt in'
+        f' max_position_embeddings of config.json; give fewer.'
+      )
   encoded = []
   for place, prompt in prompts.items():
     try:
@@ -284,8 +296,9 @@ def _encode(
       ids = ids[-(values.max_prompt - 1) :]
     elif longest is not None and len(ids) + 1 > longest:
       raise errors.UserError(
-        f'{place} has {len(ids) + 1} tokens, and the model was made for'
-        f' {longest} (max_position_embeddings of its config.json); give'
+        f'{place} has {len(ids) + 1} tokens, and the model has room for'
+        f' {longest} (max_position_embeddings of its config.json, in a'
+        ' decoder-only model without --max_tokens); give'
         f' --max_prompt={longest} to keep the last ones, or shorten it.'
       )
     encoded.append(np.array([reader.bos, *ids], np.int32))

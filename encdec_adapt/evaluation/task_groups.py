@@ -164,7 +164,13 @@ def plan(
   for member in members:
     count = member.shots if shots is None else shots
     if member.task in local:
-      found[member.task, count] = local[member.task]
+      content = local[member.task]
+      if shots and isinstance(content, prompted_task.PromptedTask):
+        raise errors.UserError(
+          f'--shots={shots}: {member.task} has templates without examples;'
+          ' leave out --shots, or the task.'
+        )
+      found[member.task, count] = content
       continue
     is_prompted = member.metric == 'median'  # lm-eval has no such tasks.
     if known is None and not is_prompted:

@@ -45,12 +45,12 @@ class Beams(NamedTuple):
   def take(self, indices: Int[Array, 'b m']) -> 'Beams':
     """Returns the hypotheses at these indices of each prompt."""
 
-    def of(x: jax.Array) -> jax.Array:
+    def take(x: jax.Array) -> jax.Array:
       """Takes from one field."""
       extended = indices.reshape(*indices.shape, *[1] * (x.ndim - 2))
       return jnp.take_along_axis(x, extended, axis=1)
 
-    return Beams(*map(of, self))
+    return Beams(*map(take, self))
 
 
 class _Loop(NamedTuple):
@@ -85,13 +85,16 @@ def search(
     Index of a prompt and its continuation, as they end.
 
   Raises:
-    UserError: `beams` is below 1, or above half of the vocabulary.
+    UserError: `beams` is below 1 or above half of the vocabulary, or a prompt
+      has tokens outside of it.
   """
   if not 1 <= beams <= engine.vocab_size // 2:
     raise errors.UserError(
       f'beams is {beams}; it must be 1 to {engine.vocab_size // 2}, half of the'
       ' vocabulary.'
     )
+  for tokens in prompts:
+    engine.require_tokens(tokens)
   shards = engine.shards
   at_once = max(1, engine.rows // beams // shards) * shards
   requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]

@@ -6,7 +6,7 @@ computes once) and puts them into free rows of the batch; `decode` generates
 tokens until enough rows are free for the next group. Shapes are static:
 prompts and caches are padded to a few lengths (`inference.lengths`), and a
 program is compiled per length. Rows end on their own (EOS, number of tokens,
-stop string) and are refilled while the others go on.
+stop string) and are refilled while the others continue.
 
 Every process of a job runs the same calls on the same requests.
 """
@@ -185,12 +185,7 @@ class Engine:
       UserError: it has stop strings and the engine cannot decode, or tokens
         outside the vocabulary.
     """
-    least, most = int(request.tokens.min()), int(request.tokens.max())
-    if least < 0 or most >= self._prompt_size:
-      raise errors.UserError(
-        f'tokens of the prompt are {least} to {most}; the vocabulary has the'
-        f' ids 0 to {self._prompt_size - 1}.'
-      )
+    self.require_tokens(request.tokens)
     if request.stop and self._decode is None:
       raise errors.UserError(
         'stop strings need a tokenizer; the engine has no `decode`.'
@@ -198,6 +193,19 @@ class Engine:
     number, self._submitted = self._submitted, self._submitted + 1
     self._queue.append((number, request))
     return number
+
+  def require_tokens(self, tokens: Int[np.ndarray, 'n']) -> None:
+    """Refuses a prompt with tokens outside the vocabulary.
+
+    Raises:
+      UserError: there are such tokens.
+    """
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= self._prompt_size:
+      raise errors.UserError(
+        f'tokens of the prompt are {least} to {most}; the vocabulary has the'
+        f' ids 0 to {self._prompt_size - 1}.'
+      )
 
   def cancel(self, number: int) -> None:
     """Drops a request; a row in progress is freed."""

@@ -72,26 +72,27 @@ def quantize(params: decoder_only.Params, table: Table) -> decoder_only.Params:
     table: path of every parameter to its logical axes.
   """
 
-  def of(kernel: jax.Array, inputs: tuple[int, ...]) -> Quantized:
+  def quantize_kernel(kernel: jax.Array, inputs: tuple[int, ...]) -> Quantized:
     """Quantizes one kernel."""
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True)
     scale = jnp.where(largest > 0, largest / _LARGEST, 1.0)
     return Quantized(jnp.round(kernel / scale).astype(jnp.int8), scale)
 
-  return _map_kernels(params, table, of)
+  return _map_kernels(params, table, quantize_kernel)
 
 
 def dequantize(params: decoder_only.Params, dtype: str) -> decoder_only.Params:
   """Returns the parameters that `Quantized` kernels stand for."""
 
-  def of(leaf: Any) -> Any:
+  def restore(leaf: Any) -> Any:
     """Returns one parameter."""
     if not isinstance(leaf, Quantized):
       return leaf
     return leaf.values.astype(dtype) * leaf.scale.astype(dtype)
 
-  return jax.tree.map(of, params, is_leaf=lambda x: isinstance(x, Quantized))
+  is_kernel = lambda x: isinstance(x, Quantized)  # noqa: E731
+  return jax.tree.map(restore, params, is_leaf=is_kernel)
 
 
 @jax.jit(static_argnames='table')

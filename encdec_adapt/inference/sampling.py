@@ -84,18 +84,18 @@ class Options(NamedTuple):
 def stack(configs: Sequence[SamplingConfig]) -> Options:
   """Returns the options of rows as arrays."""
 
-  def of(name: str, dtype: type, absent: float | None = None) -> np.ndarray:
+  def column(name: str, dtype: type, absent: float | None = None) -> np.ndarray:
     """Returns one option of every row."""
     values = (getattr(config, name) for config in configs)
     return np.array([absent if x is None else x for x in values], dtype)
 
   return Options(
-    temperature=of('temperature', np.float32),
-    top_k=of('top_k', np.int32, np.iinfo(np.int32).max),
-    top_p=of('top_p', np.float32, 1),
-    min_p=of('min_p', np.float32, 0),
-    repetition_penalty=of('repetition_penalty', np.float32),
-    seed=of('seed', np.uint32),
+    temperature=column('temperature', np.float32),
+    top_k=column('top_k', np.int32, np.iinfo(np.int32).max),
+    top_p=column('top_p', np.float32, 1),
+    min_p=column('min_p', np.float32, 0),
+    repetition_penalty=column('repetition_penalty', np.float32),
+    seed=column('seed', np.uint32),
   )
 
 

@@ -1,6 +1,8 @@
 """Classifiers from the command line: of a decoder, and of a pair's encoder."""
 
 import json
+import random
+import time
 
 import numpy as np
 import pytest
@@ -90,3 +92,31 @@ def test_a_classifier_starts_from_the_encoder_of_a_pair(
     np.testing.assert_array_equal(value, expected)
   wrong = _train(pair, file, tmp_path / 'other', 'data.objective=bert')
   assert wrong.returncode == 2 and 'has labels' in wrong.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_grid_killed_at_random_repeats_no_run(file, tmp_path):
+  root = tmp_path / 'grid'
+  arg = f'source=configs/decoders/small,data={file},fields=first+second+label'
+  arg += f',labels=absent|present,root={root},rates=1e-4+1e-3,batches=16'
+  arg += ',dropouts=0,budget=2,length=32,passes=1'
+  flag = f'--study=configs/classification.py:{arg}'
+  for i in range(3):  # Twice killed, then left alone.
+    finished = {marker.stem for marker in (root / 'stages').glob('*.json')}
+    log = tmp_path / f'{i}.log'
+    study = tiny.start('study', flag, log=log)
+    try:
+      if i < 2:
+        time.sleep(random.uniform(8, 25))
+      else:
+        assert study.wait(400) == 0, log.read_text()
+    finally:
+      study.kill()
+      study.wait()
+    for name in finished:
+      assert f'[{name}] budget' not in log.read_text()
+  report = json.loads((root / 'report.json').read_text())
+  runs = {'rate_0.0001_batch_16_dropout_0', 'rate_0.001_batch_16_dropout_0'}
+  assert runs <= set(report['runs'])
+  assert (root / 'report.html').exists()

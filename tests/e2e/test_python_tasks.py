@@ -24,6 +24,9 @@ def test_three_tasks(tmp_path, monkeypatch):
   for row in map(json.loads, lines):
     assert len({len(choice) for choice in row['choices']}) == 1
     assert len(set(row['choices'])) == 4 and 0 <= row['answer'] < 4
+  rows = (tmp_path / 'packages.jsonl').read_text().splitlines()
+  labels = {json.loads(row)['label'] for row in rows}
+  assert len(rows) > 500 and len(labels) == 8
   again = tmp_path / 'again'
   tiny.call(python_tasks, f'--output={again}', '--examples=8')
   assert (again / 'continuation.jsonl').read_text().splitlines() == lines
