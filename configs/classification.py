@@ -20,14 +20,19 @@ are drawn, is
       runs/adapted,data=/data/train.jsonl,fields=question+passage+label,labels=no|yes
 
 It writes runs/classification/report.html, with the run of the lowest held-out
-loss as `best`. The same command again resumes a study that was interrupted.
+loss as `best_...`. Several tasks are separated by ; in `data`, `fields` and
+`labels`: each has a grid of its own, and the report the mean of the best runs'
+accuracies, as the paper's table of SuperGLUE. The same command again resumes a
+study that was interrupted.
 """
 
 import itertools
+import pathlib
 import random
 
 from configs import pretrained
 from encdec_adapt import config as config_lib
+from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
@@ -54,7 +59,7 @@ def get_config(arg=None):
 
 
 def get_study(arg=None):
-  """Returns the grid; lists are separated by +."""
+  """Returns the grid; lists are separated by +, tasks by ;."""
   args = config_lib.parse_arg(
     arg,
     source='',
@@ -70,52 +75,65 @@ def get_study(arg=None):
     passes=10,
     patience=3,
   )
-  root, fields = args['root'], args['fields'].replace('+', ',')
-  shared = (
-    f'--config=configs/classification.py:source={args["source"]}',
-    f'--config.data.source=labels:{args["data"]}#{fields}',
-    f'--config.data.objective=classify:labels={args["labels"]}',
-    f'--config.data.folder={root}/records',
-    f'--config.data.encoder_length={args["length"]}',
-    f'--config.data.passes={args["passes"]}',
-    '--config.data.eval_fraction=0.1',
-    '--config.data.eval_rows=0',
-    f'--config.train.patience={args["patience"]}',
-  )
+  root = args['root']
+  tasks = [args[name].split(';') for name in ('data', 'fields', 'labels')]
+  if len({len(given) for given in tasks}) > 1:
+    raise errors.UserError(
+      f'data, fields and labels have {[len(given) for given in tasks]} parts'
+      ' separated by ; and need one for each task.'
+    )
   grid = itertools.product(
     *(args[name].split('+') for name in ('rates', 'batches', 'dropouts'))
   )
   grid = [tuple(map(float, point)) for point in grid]
   if args['budget'] < len(grid):
     grid = sorted(random.Random(0).sample(grid, args['budget']))
-  runs = {
-    f'rate_{rate:g}_batch_{batch:g}_dropout_{dropout:g}': (
-      f'--config.optimizer.learning_rate={rate:g}',
-      f'--config.train.batch_size={batch:g}',
-      f'--config.train.dropout={dropout:g}',
+  stages, best_of = [], {}
+  for data, fields, labels in zip(*tasks, strict=True):
+    task = '_'.join(pathlib.Path(data).with_suffix('').parts[-2:])
+    records = f'{root}/records_{task}'
+    shared = (
+      f'--config=configs/classification.py:source={args["source"]}',
+      f'--config.data.source=labels:{data}#{fields.replace("+", ",")}',
+      f'--config.data.objective=classify:labels={labels}',
+      f'--config.data.folder={records}',
+      f'--config.data.encoder_length={args["length"]}',
+      f'--config.data.passes={args["passes"]}',
+      '--config.data.eval_fraction=0.1',
+      '--config.data.eval_rows=0',
+      f'--config.train.patience={args["patience"]}',
     )
-    for rate, batch, dropout in grid
-  }
-  stages = [study_stages.Stage('records', 'materialize', shared, 60)]
-  stages += [
-    study_stages.Stage(
-      name, 'train', (*shared, f'--workdir={root}/{name}', *flags), 600
+    made = study_stages.Stage(f'records_{task}', 'materialize', shared, 60)
+    stages.append(made)
+    runs = []
+    for rate, batch, dropout in grid:
+      runs.append(f'{task}_{rate:g}_{batch:g}_{dropout:g}')
+      flags = (
+        f'--workdir={root}/{runs[-1]}',
+        f'--config.optimizer.learning_rate={rate:g}',
+        f'--config.train.batch_size={batch:g}',
+        f'--config.train.dropout={dropout:g}',
+      )
+      stages.append(
+        study_stages.Stage(runs[-1], 'train', (*shared, *flags), 600)
+      )
+    evaluated = (f'--checkpoint={root}/{name}' for name in runs)
+    given = f'--records={records}/eval', f'--output={root}/evaluation'
+    stages.append(
+      study_stages.Stage(
+        f'evaluate_{task}',
+        'evaluate',
+        (*given, '--cost=', *evaluated),
+        10 * len(runs),
+      )
     )
-    for name, flags in runs.items()
-  ]
-  evaluated = (f'--checkpoint={root}/{name}' for name in runs)
-  given = f'--records={root}/records/eval', f'--output={root}/evaluation'
-  stages.append(
-    study_stages.Stage(
-      'evaluate', 'evaluate', (*given, '--cost=', *evaluated), 10 * len(runs)
-    )
-  )
+    best_of[f'best_{task}'] = tuple(runs)
   return study_stages.Study(
     root=root,
     title=f'Classification: {args["data"]}',
-    size=f'{len(runs)} runs',
+    size=f'{len(grid)} runs of each of {len(best_of)} tasks',
     stages=tuple(stages),
-    runs=tuple(runs),
+    runs=tuple(itertools.chain(*best_of.values())),
     results=f'{root}/evaluation',
-    best_of={'best': tuple(runs)},
+    best_of=best_of,
   )

@@ -225,6 +225,7 @@ def _report(study: study_stages.Study) -> None:
       **dataclasses.asdict(spec),
     },
     'runs': runs,
+    'best': list(study.best_of),
     'stages': stages,
     'samples': (
       [
@@ -264,6 +265,7 @@ def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
     ),
     'eval_loss': scores['loss'],
     'exact_match': scores['exact_match'],
+    'label_accuracy': scores['accuracy'] if 'macro_f1' in scores else None,
     'eval_loss_shuffled_prefix': scores.get(held_out.SHUFFLED),
     'curve': {
       'step': [record['step'] for record in evals],

@@ -10,10 +10,11 @@ A study's report is a dictionary:
                 `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
                 `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (loss with
                 the prefixes of other examples, or None), `exact_match` (share
-                of rows), `curve` (lists `step`, `target_tokens`, `eval_loss`)
-                and `inclusive`
-                (`target_tokens`, `total_tokens`, `flops`, `seconds` of the
-                run and of all its sources)
+                of rows), `label_accuracy` (of classifiers, else None),
+                `curve` (lists `step`, `target_tokens`, `eval_loss`) and
+                `inclusive` (`target_tokens`, `total_tokens`, `flops`,
+                `seconds` of the run and of all its sources)
+  best          names of the runs that are the best of others
   stages        `name`, `command`, `budget_seconds`, `seconds`
   samples       `run`, `prompt`, `continuation`
   environment   versions and hardware

@@ -4,7 +4,7 @@ Every sentence is written for both outcomes: a comparison that goes against
 the method is stated as plainly as one that goes for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 import statistics
 from typing import Any
@@ -46,8 +46,23 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     if not math.isfinite(run['eval_loss'])
   ]
   return (
-    not_finite + _start(runs) + _end(runs) + _exact(runs) + _encoder_use(runs)
+    not_finite
+    + _start(runs)
+    + _end(runs)
+    + _exact(runs)
+    + _encoder_use(runs)
+    + _labels(runs, report.get('best', ()))
   )
+
+
+def _labels(runs: numbers.Runs, best: Sequence[str]) -> list[str]:
+  """States the accuracies of the best classifiers, and their mean."""
+  found = {name: runs[name].get('label_accuracy') for name in best}
+  if not found or None in found.values():
+    return []
+  each = ', '.join(f'{name} {value:.3f}' for name, value in found.items())
+  mean = statistics.fmean(found.values())
+  return [f'Held-out accuracy: {each}; mean {mean:.3f}.']
 
 
 def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
