@@ -21,7 +21,7 @@ from encdec_adapt.serving import protocol
 from encdec_adapt.tokenizers import chat_format
 
 _MAX_PROMPT = 4096
-STEPS = 4  # Tokens between two looks at the queue; also sent together.
+STEPS = 4  # Decode steps between queue polls; a stream sends them together.
 
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
@@ -36,7 +36,7 @@ define_flags = command.define(
   command.integer(
     'max_prompt',
     'Maximum tokens of a prompt, BOS included; by default'
-    f' max_position_embeddings of the config.json, or {_MAX_PROMPT}.',
+    f' max_position_embeddings of the config.json, at most {_MAX_PROMPT}.',
     lower_bound=2,
   ),
   command.integer(
@@ -81,7 +81,7 @@ def main(values: flags.FlagValues) -> int:
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
   rows = loaded.rows(values.batch_size)
   engine = loaded.engine(rows=rows, int8=values.int8, ids=ids, steps=STEPS)
-  # Compiles, and fails now if the model does not fit.
+  # Compiles, and fails now if the parameters do not fit.
   bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))
   served = http_app.Served(
@@ -90,7 +90,7 @@ def main(values: flags.FlagValues) -> int:
     opened=opened,
     prompt_side=stored.prompt_side,
     limits=protocol.Limits(
-      values.max_prompt or longest or _MAX_PROMPT,
+      values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
       values.max_tokens,
       None if 'encoder' in stored.model.stacks else longest,
     ),

@@ -73,7 +73,7 @@ class EngineThread:
     return job
 
   def release(self, job: Job) -> None:
-    """Forgets a job; if it has not ended, it is cancelled."""
+    """Drops a job; if it has not ended, it is cancelled."""
     self.jobs.discard(job)
     self._calls.put(lambda: self._cancel(job))
 
@@ -91,13 +91,13 @@ class EngineThread:
       self.engine.cancel(job.number)
 
   def _run(self) -> None:
-    """Serves calls and steps the engine, for ever."""
+    """Handles queued calls and steps the engine in a loop."""
     while True:
-      if not self._running:
-        self._calls.get()()
-      while not self._calls.empty():
-        self._calls.get()()
       try:
+        if not self._running:
+          self._calls.get()()
+        while not self._calls.empty():
+          self._calls.get()()
         for number, completion in self.engine.step(self._on_tokens):
           self._running.pop(number).post(completion)
       except Exception as error:

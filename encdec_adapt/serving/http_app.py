@@ -22,14 +22,14 @@ from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import engine_thread, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabularies
 
-_MAX_BODY = 8 << 20  # Bytes.
-_STREAM = {'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}
+_MAX_BODY = 1 << 20  # Bytes.
+_STREAM = 'text/event-stream'
 _GONE = 499  # Status in the metrics of a client that left.
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """What is served.
+  """Model, vocabularies and limits of a service.
 
   Attributes:
     name: name of the model.
@@ -65,9 +65,10 @@ class Service:
       engine: the engine, which can decode.
       served: what it serves.
     """
-    self.thread = engine_thread.EngineThread(engine)
-    self.draining = False
+    self.thread, self.draining = engine_thread.EngineThread(engine), False
     self._served, self._began = served, int(time.time())
+    sides = served.opened.sides.values()
+    self._chat = all(chat_format.find_template(side) for side in sides)
     self._requests: collections.Counter[int] = collections.Counter()
     self._tokens = collections.Counter(prompt=0, generated=0)
     page = importlib.resources.files(__package__).joinpath('page.html')
@@ -96,13 +97,15 @@ class Service:
       replies = protocol.Replies(call, self._served.name)
       if call.stream:
         lines = self._stream(call, first, events, replies)
-        return responses.StreamingResponse(lines, 200, _STREAM)
+        return responses.StreamingResponse(lines, media_type=_STREAM)
       await events.aclose()
       self._requests[200] += 1
       return responses.JSONResponse(replies.whole(first))
     except protocol.ApiError as error:
       self._requests[error.status] += 1
-      return responses.JSONResponse(error.body, error.status)
+      # Escaped: names of fields may be no valid Unicode.
+      body, kind = json.dumps(error.body), 'application/json'
+      return responses.Response(body, error.status, media_type=kind)
 
   async def _parse(self, request: requests.Request) -> protocol.Call:
     """Reads and parses a request."""
@@ -116,12 +119,12 @@ class Service:
           raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
     except requests.ClientDisconnect:
       raise protocol.ApiError(_GONE, 'the client left.') from None
-    served = self._served
+    served, is_chat = self._served, 'chat' in request.url.path
+    if is_chat and not self._chat:
+      raise protocol.ApiError(400, 'the model has no chat format.')
+    reader = served.opened.sides[served.prompt_side]
     return protocol.parse(
-      content,
-      is_chat=request.url.path.endswith('/chat/completions'),
-      limits=served.limits,
-      reader=served.opened.sides[served.prompt_side],
+      content, is_chat=is_chat, limits=served.limits, reader=reader
     )
 
   async def _events(
@@ -140,7 +143,9 @@ class Service:
       )
     end = time.monotonic() + served.timeout
     job = thread.submit(call.request, wants_tokens=call.stream)
-    gone = asyncio.ensure_future(_disconnected(request))
+    # Also while a client does not read what is sent.
+    timer = job.loop.call_later(served.timeout, thread.release, job)
+    new = gone = asyncio.ensure_future(_disconnected(request))
     event = None
     try:
       while not isinstance(event, engine_lib.Completion):
@@ -151,7 +156,6 @@ class Service:
           return_when=asyncio.FIRST_COMPLETED,
         )
         if not new.done():
-          new.cancel()
           if gone.done():
             raise protocol.ApiError(_GONE, 'the client left.')
           raise protocol.ApiError(
@@ -167,6 +171,8 @@ class Service:
           self._tokens['generated'] += len(event.tokens)
         yield event
     finally:
+      timer.cancel()
+      new.cancel()
       gone.cancel()
       thread.release(job)
 
@@ -210,12 +216,11 @@ class Service:
     return responses.JSONResponse({'object': 'list', 'data': [model]})
 
   async def _health(self, request: requests.Request) -> responses.Response:
-    """Says whether requests are answered, and by which checkpoint."""
+    """Reports health, and name and step of the checkpoint."""
     del request
     status = 'stopping' if self.draining else 'ok'
     status = 'failed' if self.thread.failed else status
-    chat = chat_format.find_template(self._served.opened.decoder) is not None
-    body = {'status': status, 'model': self._served.name, 'chat': chat}
+    body = {'status': status, 'model': self._served.name, 'chat': self._chat}
     body['step'] = self._served.step
     return responses.JSONResponse(body, 200 if status == 'ok' else 503)
 
@@ -285,10 +290,9 @@ def run(service: Service, host: str, port: int) -> int:
   Returns:
     The exit status: 1 if the engine failed or the port is not free.
   """
-  config = uvicorn.Config(
-    service.app, host, port, log_level='warning', lifespan='off'
-  )
-  server = _Server(config)
+  options = {'log_level': 'warning', 'lifespan': 'off'}
+  options['timeout_graceful_shutdown'] = 10  # Seconds, of slow readers.
+  server = _Server(uvicorn.Config(service.app, host, port, **options))
   server.service = service
   print(f'http://{host}:{port}/ (Ctrl-C finishes what is in progress)')
   server.run()

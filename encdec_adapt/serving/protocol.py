@@ -1,6 +1,6 @@
 """Requests, responses and errors in the shapes of OpenAI's API.
 
-Every field that changes the result is either supported or refused. This module
+A field is supported, known to change nothing, or refused. This module
 knows neither HTTP nor the engine's thread.
 """
 
@@ -78,10 +78,12 @@ def _is_text(value: Any) -> bool:
   return isinstance(value, str) and bool(value)
 
 
-def _are(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-  """Returns a check of lists, which are not empty."""
+def _are(check: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
+  """Returns a check of lists of 1 to `most` items."""
   return lambda value: (
-    isinstance(value, list) and bool(value) and all(map(check, value))
+    isinstance(value, list)
+    and 0 < len(value) <= most
+    and all(map(check, value))
   )
 
 
@@ -95,7 +97,7 @@ _NUMBER = (
 )
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
   'prompt': (
-    lambda value: _is_text(value) or _are(_is_id)(value),
+    lambda value: _is_text(value) or _are(_is_id, _MOST)(value),
     'a text or a list of token ids, not empty',
   ),
   'messages': (lambda value: isinstance(value, list), 'a list of messages'),
@@ -107,8 +109,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
   'top_k': _COUNT,
   'seed': (lambda value: type(value) is int, 'an integer'),
   'stop': (
-    lambda value: value == [] or _is_text(value) or _are(_is_text)(value),
-    'a text or a list of texts, none empty',
+    lambda value: value == [] or _is_text(value) or _are(_is_text, 16)(value),
+    'a text or a list of at most 16 texts, none empty',
   ),
   'stream': (lambda value: isinstance(value, bool), 'true or false'),
   'stream_options': (lambda value: isinstance(value, dict), 'an object'),
@@ -140,8 +142,7 @@ def parse(
   field = 'messages' if is_chat else 'prompt'
   given = _fields(content, field)
   prompt = _encode(given[field], field, reader)
-  name = 'max_completion_tokens'
-  name = name if name in given else 'max_tokens'
+  name = 'max_tokens' if 'max_tokens' in given else 'max_completion_tokens'
   most = given.get(name)
   if most is None:
     most = limits.max_tokens if is_chat else min(16, limits.max_tokens)
@@ -214,7 +215,7 @@ def _encode(
 
 
 def _sampling(given: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
-  """Returns how tokens are chosen; temperature 1 by default, as OpenAI's."""
+  """Returns the sampling options; temperature 1 by default, as OpenAI's."""
   heat = given.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
     heat or 1.0,

@@ -145,6 +145,8 @@ def test_chats(client):
     ({'presence_penalty': 1}, 'presence_penalty'),
     ({'stream': 'yes'}, 'stream'),
     ({'something': 1}, 'something'),
+    ({'\ud800': 1}, '\ud800'),
+    ({'stop': ['x'] * 17}, 'stop'),
     ({'messages': []}, 'messages'),
   ],
 )
@@ -224,6 +226,36 @@ def test_a_client_that_leaves_frees_its_row(loaded):
     asyncio.run(leave(stream))
     _wait(lambda: service.thread.engine.load == (0, 0))
     assert not service.thread.jobs
+
+
+def test_a_client_that_does_not_read_frees_its_row_in_time(loaded):
+  service = _service(loaded, timeout=1.0)
+
+  async def stall():
+    """Reads nothing; looks at the jobs while the response is open."""
+    scope = {'type': 'http', 'method': 'POST', 'path': COMPLETIONS}
+    scope |= {'headers': [], 'query_string': b'', 'server': ('x', 80)}
+    body = {'prompt': 'x', 'max_tokens': 4000, 'stream': True}
+    messages = [{'type': 'http.request', 'body': json.dumps(body).encode()}]
+    stalled = asyncio.Event()
+
+    async def receive():
+      return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+      if message.get('body'):
+        stalled.set()
+        await asyncio.Event().wait()
+
+    call = asyncio.ensure_future(service.app(scope, receive, send))
+    await stalled.wait()
+    assert service.thread.jobs
+    while service.thread.jobs or service.thread.engine.load != (0, 0):
+      assert not call.done()
+      await asyncio.sleep(0.02)
+    call.cancel()
+
+  asyncio.run(asyncio.wait_for(stall(), 60))
 
 
 def test_models_health_and_metrics(client):
