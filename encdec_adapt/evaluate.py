@@ -252,12 +252,19 @@ def _plan(values: flags.FlagValues) -> task_groups.Plan:
   """Returns the tasks that are asked for."""
   if not (values.tasks or values.task_folder):
     return task_groups.Plan((), {}, ())
-  return task_groups.plan(
+  planned = task_groups.plan(
     values.tasks.split(',') if values.tasks else [],
     values.task_folder,
     shots=values.shots,
     limit=values.limit,
   )
+  hub = {name for name, content, _ in planned.tasks if content is None}
+  if not values.allow_code and (programs := hub & task_groups.RUN_CODE):
+    raise errors.UserError(
+      f'{", ".join(sorted(programs))} run programs that the model generates;'
+      ' give --allow_code, in a container best, or name other tasks.'
+    )
+  return planned
 
 
 def _pairs_evaluation(values: flags.FlagValues) -> Evaluation:

@@ -106,6 +106,8 @@ GROUPS: Mapping[str, tuple[Member, ...]] = {
   'eai': _EAI,
   't0': _T0,
 }
+# Tasks of lm-eval that run generated programs.
+RUN_CODE = frozenset({'humaneval', 'mbpp'})
 _TEXTS = ('doc_to_text', 'doc_to_target', 'doc_to_choice')
 _ADD_FOLDER = (
   'put a task file of that name and its JSONL into a folder and give it as'

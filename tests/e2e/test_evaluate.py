@@ -7,7 +7,7 @@ import pytest
 from encdec_adapt import evaluate
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model
-from encdec_adapt.evaluation import results
+from encdec_adapt.evaluation import results, task_groups
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -115,3 +115,14 @@ def test_bad_input_before_any_work(
   ]
   with pytest.raises(errors.UserError, match=words):
     tiny.call(evaluate, *base, *given)
+
+
+def test_tasks_that_run_programs_need_a_flag(tmp_path, monkeypatch):
+  pytest.importorskip('lm_eval', reason="needs pip install -e '.[eval]'")
+  hub = frozenset({'humaneval', 'boolq'})
+  monkeypatch.setattr(task_groups, '_hub_tasks', lambda: hub)
+  base = f'--checkpoint={tmp_path}/none', f'--output={tmp_path}/out'
+  with pytest.raises(errors.UserError, match='humaneval.*--allow_code'):
+    tiny.call(evaluate, *base, '--tasks=boolq,humaneval')
+  with pytest.raises(errors.UserError, match='none'):  # The model comes next.
+    tiny.call(evaluate, *base, '--tasks=boolq,humaneval', '--allow_code')
