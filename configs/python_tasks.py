@@ -1,4 +1,4 @@
-r"""Three local tasks made from the text that comes with Python.
+r"""Local tasks made from the text that comes with Python.
 
     python -m configs.python_tasks --output=runs/python_tasks \
       --source=python:configs/decoders/held_out.txt
@@ -7,7 +7,8 @@ r"""Three local tasks made from the text that comes with Python.
 next word, predicted greedily. docstring.jsonl, for `evaluate --pairs`: the rest
 of a sentence, generated. These are of held-out documents only. packages.jsonl,
 for `configs/classification.py`: pieces of docstrings and the package they are
-from, one of eight. The same Python gives the same tasks.
+from, one of eight; `package` asks generating models for it. The same Python
+gives the same tasks.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import numpy as np
 
 from encdec_adapt.cli import command, errors
 from encdec_adapt.data import python_source
-from encdec_adapt.files import disk
+from encdec_adapt.files import disk, paths
 
 _CONTEXT = 240  # Characters before what is asked for.
 _PER_TEXT = 12  # Most examples of a document.
@@ -55,6 +56,13 @@ doc_to_text: "{{context}}"
 doc_to_target: "{{' ' + word}}"
 metric_list: [{metric: acc}]
 """,
+  'package': f"""
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}\\n\\nThis is from the package"
+doc_to_choice: {_PACKAGES}
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+""",
 }
 
 
@@ -79,31 +87,36 @@ def main(values: flags.FlagValues) -> int:
     'next_word': _next_words,
     'docstring': _docstrings,
   }
-  for name, make in makers.items():
-    rows = list(make(texts, np.random.default_rng(0)))
-    places = np.linspace(0, len(rows) - 1, min(len(rows), values.examples))
-    rows = [rows[int(i)] for i in places]
+  tasks = {
+    name: list(make(texts, np.random.default_rng(0)))
+    for name, make in makers.items()
+  }
+  tasks['package'] = [
+    {'text': text[start : start + _CONTEXT], 'label': name.split('/')[0]}
+    for name, text in sorted((name, read()) for name, read in documents)
+    if name.split('/')[0] in _PACKAGES
+    for start in range(0, len(text) - _CONTEXT, _CONTEXT)
+  ]
+  _write(folder / 'packages.jsonl', tasks['package'])
+  for name, rows in tasks.items():
     if not rows:
       raise errors.UserError(f'{values.source}: no example for {name}.')
-    lines = ''.join(json.dumps(row) + '\n' for row in rows)
-    (folder / f'{name}.jsonl').write_text(lines, encoding='utf-8')
+    places = np.linspace(0, len(rows) - 1, min(len(rows), values.examples))
+    _write(folder / f'{name}.jsonl', [rows[int(i)] for i in places])
     if name in _TASKS:
       (folder / f'{name}.yaml').write_text(
         f'task: {name}\ndataset_path: json\n'
         f'dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}\n'
         f'test_split: test\n{_TASKS[name].lstrip()}'
       )
-    print(f'{folder / name}.jsonl: {len(rows)} examples')
-  rows = [
-    {'text': text[start : start + _CONTEXT], 'label': name.split('/')[0]}
-    for name, text in sorted((name, read()) for name, read in documents)
-    if name.split('/')[0] in _PACKAGES
-    for start in range(0, len(text) - _CONTEXT, _CONTEXT)
-  ]
-  lines = ''.join(json.dumps(row) + '\n' for row in rows)
-  (folder / 'packages.jsonl').write_text(lines, encoding='utf-8')
-  print(f'{folder}/packages.jsonl: {len(rows)} examples')
   return 0
+
+
+def _write(path: paths.Path, rows: list[dict[str, Any]]) -> None:
+  """Writes examples, a line of JSON each."""
+  lines = ''.join(json.dumps(row) + '\n' for row in rows)
+  path.write_text(lines, encoding='utf-8')
+  print(f'{path}: {len(rows)} examples')
 
 
 def _continuations(

@@ -11,13 +11,14 @@ from tests import tiny
 pytestmark = pytest.mark.e2e
 
 
-def test_three_tasks(tmp_path, monkeypatch):
+def test_tasks(tmp_path, monkeypatch):
   pytest.importorskip('lm_eval', reason="needs pip install -e '.[eval]'")
   monkeypatch.chdir(tiny.ROOT)
   flags = [f'--output={tmp_path}', '--examples=8']
   assert tiny.call(python_tasks, *flags) == 0
   planned = task_groups.plan([], str(tmp_path))
-  assert [name for name, *_ in planned.tasks] == ['continuation', 'next_word']
+  names = [name for name, *_ in planned.tasks]
+  assert names == ['continuation', 'next_word', 'package']
   pairs = text_pairs.read(f'{tmp_path}/docstring.jsonl')
   assert len(pairs.inputs) == 8
   lines = (tmp_path / 'continuation.jsonl').read_text().splitlines()
