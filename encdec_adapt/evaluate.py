@@ -11,12 +11,11 @@ between the models, and their cost, and writes OUTPUT/report.html. See
 `evaluation/README.md`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
-import itertools
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from absl import flags
 
@@ -93,22 +92,34 @@ define_flags = command.define(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Protocol):
   """One unit of work, whose scores are stored together.
 
   Attributes:
     name: name in progress lines.
-    options: all that decides the scores of a model.
-    run: returns the scores of a model; the number of rows at a time divides
-      over its devices.
-    check: raises a `UserError` for a model that it does not suit.
   """
 
   name: str
-  options: results.Options
-  run: Callable[[loaded_model.LoadedModel, int], Iterable[results.Score]]
-  check: Callable[[stored_model.StoredModel], Any]
+
+  def options(self) -> results.Options:
+    """Returns all that decides the scores of a model."""
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Raises a `UserError` for a model that this does not suit."""
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> Iterable[results.Score]:
+    """Measures a model; every process of a job takes part.
+
+    Args:
+      loaded: the model.
+      rows: rows at a time; divides over the model's devices.
+      report: called with the number of examples done and of all.
+    """
 
 
 def main(values: flags.FlagValues) -> int:
@@ -142,7 +153,7 @@ def main(values: flags.FlagValues) -> int:
         for path, stored in models.items()
       }
       if store:
-        _report(values, planned, models, found)
+        _report(values, planned, evaluations, models, found)
     distributed.barrier('report')
   return 0
 
@@ -157,58 +168,34 @@ def _options(values: flags.FlagValues) -> dict[str, Any]:
 def _evaluations(
   values: flags.FlagValues, planned: task_groups.Plan
 ) -> list[Evaluation]:
-  """Returns what the flags ask for, with the tasks of a plan.
+  """Returns what the flags ask for; every task is an evaluation.
 
   Raises:
     UserError: a flag is wrong, or there is nothing to do.
   """
-  found = []
+  found: list[Evaluation] = []
   if values.attention:
     command.require(values, 'records')
   if values.records:
     record_set = records.RecordSet.open(values.records)
-    found.append(
-      Evaluation(
-        held_out.TASK,
-        held_out.options(record_set),
-        lambda loaded, rows: held_out.scores(
-          loaded, record_set, rows, _progress(held_out.TASK)
-        ),
-        lambda stored: held_out.check(stored, record_set),
-      )
-    )
+    found.append(held_out.HeldOutEvaluation(record_set))
     if values.attention:
       found.append(
-        Evaluation(
-          attention_analysis.TASK,
-          attention_analysis.options(record_set, values.attention),
-          lambda loaded, rows: attention_analysis.scores(
-            loaded,
-            record_set,
-            values.attention,
-            rows,
-            _progress(attention_analysis.TASK),
-          ),
-          lambda stored: attention_analysis.check(stored, record_set),
-        )
+        attention_analysis.AttentionEvaluation(record_set, values.attention)
       )
-  found += _task_evaluations(values, planned)
+  if planned.absent and distributed.is_lead():
+    print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
+  found += planned.tasks
   if values.pairs:
-    found.append(_pairs_evaluation(values))
+    found.append(text_pairs.read(values.pairs, values.max_tokens, values.limit))
   if values.retrieval:
-    found.append(_retrieval_evaluation(values))
-  if values.cost:
-    prompt, generated = _lengths(values.cost)
-    found.append(
-      Evaluation(
-        costs.TASK,
-        costs.options(prompt, generated, values.batch_size),
-        lambda loaded, rows: costs.scores(
-          loaded, prompt, generated, rows, int8=values.int8
-        ),
-        costs.check,
-      )
+    retrieval = retrieval_tasks.read(
+      values.retrieval, values.retrieval_lengths, values.limit
     )
+    found.append(retrieval_scores.RetrievalEvaluation(retrieval))
+  if values.cost:
+    lengths = _lengths(values.cost)
+    found.append(costs.CostEvaluation(*lengths, values.batch_size, values.int8))
   if not found:
     raise errors.UserError(
       'nothing to evaluate: give --records, --tasks, --task_folder, --pairs or'
@@ -217,85 +204,16 @@ def _evaluations(
   return found
 
 
-def _task_evaluations(
-  values: flags.FlagValues, planned: task_groups.Plan
-) -> list[Evaluation]:
-  """Returns one evaluation per task, so that a restart repeats one at most."""
-  if planned.absent and distributed.is_lead():
-    print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
-
-  def evaluation(task: tuple[str, Any, int | None]) -> Evaluation:
-    """Returns the evaluation of a task of the plan."""
-
-    def run(
-      loaded: loaded_model.LoadedModel, rows: int
-    ) -> Iterator[results.Score]:
-      """Runs the task alone."""
-      return task_groups.run(
-        loaded,
-        task_groups.Plan([task], {}, ()),
-        limit=values.limit,
-        batch_size=rows,
-        allow_code=values.allow_code,
-        report=_progress(task[0]),
-      )
-
-    options = task_groups.options(*task, values.limit)
-    return Evaluation(
-      task[0], options, run, stored_model.StoredModel.require_vocabularies
-    )
-
-  return [evaluation(task) for task in planned.tasks]
-
-
 def _plan(values: flags.FlagValues) -> task_groups.Plan:
   """Returns the tasks that are asked for."""
   if not (values.tasks or values.task_folder):
-    return task_groups.Plan((), {}, ())
-  planned = task_groups.plan(
+    return task_groups.Plan()
+  return task_groups.plan(
     values.tasks.split(',') if values.tasks else [],
     values.task_folder,
     shots=values.shots,
     limit=values.limit,
-  )
-  hub = {name for name, content, _ in planned.tasks if content is None}
-  if not values.allow_code and (programs := hub & task_groups.RUN_CODE):
-    raise errors.UserError(
-      f'{", ".join(sorted(programs))} run programs that the model generates;'
-      ' give --allow_code, in a container best, or name other tasks.'
-    )
-  return planned
-
-
-def _pairs_evaluation(values: flags.FlagValues) -> Evaluation:
-  """Returns the evaluation of --pairs."""
-  pairs = text_pairs.read(values.pairs, values.limit)
-  return Evaluation(
-    pairs.name,
-    pairs.options(values.max_tokens),
-    lambda loaded, rows: text_pairs.scores(
-      loaded,
-      pairs,
-      rows=rows,
-      max_tokens=values.max_tokens,
-      report=_progress(pairs.name),
-    ),
-    stored_model.StoredModel.require_vocabularies,
-  )
-
-
-def _retrieval_evaluation(values: flags.FlagValues) -> Evaluation:
-  """Returns the evaluation of --retrieval."""
-  retrieval = retrieval_tasks.read(
-    values.retrieval, values.retrieval_lengths, values.limit
-  )
-  return Evaluation(
-    retrieval_scores.NAME,
-    retrieval.options(),
-    lambda loaded, rows: retrieval_scores.scores(
-      loaded, retrieval, rows, _progress(retrieval_scores.NAME)
-    ),
-    lambda stored: retrieval_scores.check(stored, retrieval),
+    allow_code=values.allow_code,
   )
 
 
@@ -338,14 +256,10 @@ def evaluate(
   say = print if store else lambda *_, **__: None
   kept = stored.fingerprint + ('-int8' if values.int8 else '')
   model = results.Model(path, stored.step, kept)
-  numbers = distributed.from_lead(
-    lambda: [
-      number
-      for number, evaluation in enumerate(evaluations)
-      if not store.find(model, evaluation.options)
-    ]
+  options = [evaluation.options() for evaluation in evaluations]
+  missing = distributed.from_lead(
+    lambda: [i for i, own in enumerate(options) if not store.find(model, own)]
   )
-  missing = [evaluations[number] for number in numbers]
   done = len(evaluations) - len(missing)
   say(f'{path}: {len(missing)} evaluations, {done} done before')
   if missing:
@@ -356,34 +270,34 @@ def evaluate(
         params=quantization.rounded(loaded.params, loaded.model.table),
       )
     rows = loaded.rows(values.batch_size)
-  for number, evaluation in enumerate(missing, 1):
-    began = time.monotonic()
-    found = list(evaluation.run(loaded, rows))
+  for number, i in enumerate(missing, 1):
+    began, name = time.monotonic(), evaluations[i].name
+    found = list(evaluations[i].scores(loaded, rows, _progress(name)))
     if store:
-      store.add(model, evaluation.options, found)
+      store.add(model, options[i], found)
     took = progress.format_seconds(time.monotonic() - began)
     shown = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in found[:4])
     say(
-      f'{path} [{number}/{len(missing)}] {evaluation.name} ({took}):'
+      f'{path} [{number}/{len(missing)}] {name} ({took}):'
       f' {shown}{" .." * (len(found) > 4)}',
       flush=True,
     )
   if not store:
     return []
-  found = [store.find(model, evaluation.options) for evaluation in evaluations]
-  return list(itertools.chain.from_iterable(found))
+  return [score for own in options for score in store.find(model, own)]
 
 
 def _report(
   values: flags.FlagValues,
   planned: task_groups.Plan,
+  evaluations: Sequence[Evaluation],
   models: Mapping[str, stored_model.StoredModel],
   found: Mapping[str, Sequence[results.Score]],
 ) -> None:
   """Prints the tables and writes the report; `found` by path of a model."""
   names = score_tables.short_names(list(models))
   scores = {
-    names[path]: [*own, *task_groups.group_scores(planned, own)]
+    names[path]: [*own, *planned.group_scores(own)]
     for path, own in found.items()
   }
   notes = [
@@ -414,10 +328,12 @@ def _report(
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
   print('\n'.join(['', *notes]))
-  asked = {name for name, *_ in planned.tasks} | {*retrieval_tasks.FACTS}
-  if values.pairs:
-    asked.add(text_pairs.name_of(values.pairs))
-  quality = score_tables.quality(scores, asked)
+  asked = {
+    x.name
+    for x in evaluations
+    if isinstance(x, task_groups.Task | text_pairs.Pairs)
+  }
+  quality = score_tables.quality(scores, asked | {*retrieval_tasks.FACTS})
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',

@@ -272,14 +272,7 @@ def _encode(
   if values.chat:
     for one in opened.sides.values():
       chat_format.template_of(one)
-  longest = source_files.max_positions(source_files.folders(stored.path))
-  if longest is not None and 'encoder' not in stored.model.stacks:
-    longest -= values.max_tokens  # The decoder holds both.
-    if longest < 2:
-      raise errors.UserError(
-        f'--max_tokens={values.max_tokens} leaves no room for a prompt in'
-        f' max_position_embeddings of config.json; give fewer.'
-      )
+  longest = source_files.prompt_room(stored, values.max_tokens)
   encoded = []
   for place, prompt in prompts.items():
     try:

@@ -73,7 +73,7 @@ def main(values: flags.FlagValues) -> int:
 
   stored = stored_model.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
-  longest = source_files.max_positions(source_files.folders(stored.path))
+  longest = source_files.prompt_room(stored)
   loaded = loaded_model.read_as_trained(stored)
   ids = loaded.special_ids
   if chat_format.find_template(opened.decoder):

@@ -186,18 +186,34 @@ def config_fields(
   return fields
 
 
-def max_positions(found: Folders) -> int | None:
-  """Returns the most tokens of a prompt by the kept config.json, if it says.
+def prompt_room(
+  stored: stored_model.StoredModel, generated: int = 0
+) -> int | None:
+  """Returns the most tokens of a prompt, by `max_position_embeddings`.
 
   Args:
-    found: see `folders`.
+    stored: the model.
+    generated: tokens that follow the prompt; a decoder-only model has to hold
+      them, too.
+
+  Returns:
+    None where the kept config.json states no limit.
 
   Raises:
-    UserError: a kept file is damaged.
+    UserError: there is no room for BOS and a token, or a kept file is damaged.
   """
-  fields = config_fields(found)
+  fields = config_fields(folders(stored.path))
   side = 'encoder' if 'encoder' in fields else 'decoder'
-  return fields[side].get('max_position_embeddings')
+  limit = fields[side].get('max_position_embeddings')
+  if limit is None or 'encoder' in stored.model.stacks:
+    return limit
+  if limit - generated < 2:
+    raise errors.UserError(
+      f'{generated} generated tokens leave no room for a prompt in the {limit}'
+      f' positions of {stored.path} (max_position_embeddings of its'
+      ' config.json); generate fewer.'
+    )
+  return limit - generated
 
 
 def special_ids(

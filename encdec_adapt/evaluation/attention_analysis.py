@@ -18,7 +18,7 @@ from jax import numpy as jnp
 import numpy as np
 
 from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.data import noising, records
+from encdec_adapt.data import noising
 from encdec_adapt.evaluation import (
   attention_scores,
   comparisons,
@@ -30,6 +30,7 @@ from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
 from encdec_adapt.training import losses, setup
+from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
 TASK = 'attention'
@@ -40,28 +41,6 @@ _OWN = PARTS.index('own')
 _SEED = 2502_07490
 
 _Batch = Mapping[str, Any]
-
-
-def options(record_set: records.RecordSet, rows: int) -> results.Options:
-  """Returns what decides the scores: the first `rows` of the records."""
-  return {**held_out.options(record_set), TASK: [rows, MASKED_SHARE]}
-
-
-def check(
-  stored: stored_model.StoredModel, record_set: records.RecordSet
-) -> None:
-  """Checks that a model can read the records and has a mask token.
-
-  Raises:
-    UserError: it cannot, or it has none.
-  """
-  held_out.check(stored, record_set)
-  _mask_token(stored)
-
-
-def _mask_token(stored: stored_model.StoredModel) -> int:
-  side = stored.prompt_side
-  return noising.mask_token(TASK, stored.require_vocabularies().sides[side])
 
 
 def layer_numbers(model: build.Model) -> dict[str, int]:
@@ -95,6 +74,7 @@ def intercept(
   numbers = layer_numbers(model)
 
   def attend(run, args, kwargs, context):
+    """Observes and changes one call of a module."""
     # Of the modules only `attention_layer`'s have this method.
     if context.method_name != 'attend':
       return run(*args, **kwargs)
@@ -183,7 +163,7 @@ def measure(
 
   Args:
     model: unrolled model.
-    params: its parameters.
+    params: parameters of the model.
     batch: result of `annotate`, on the devices.
     noised: whether to read the inputs with masks.
     chunk: queries whose scores are in memory at a time.
@@ -234,7 +214,7 @@ def ablated_loss(
 
   Args:
     model: unrolled encoder-decoder.
-    params: its parameters.
+    params: parameters of the model.
     batch: fields of `data.batch`.
     layer: layer that does not read the encoder; -1 for none.
   """
@@ -242,35 +222,78 @@ def ablated_loss(
     return perplexity.row_sums(model, params, batch)
 
 
-def scores(
-  loaded: loaded_model.LoadedModel,
-  record_set: records.RecordSet,
-  rows: int,
-  batch_size: int,
-  report: Callable[[int, int], Any],
-) -> list[results.Score]:
-  """Analyses the attention of a model on the first rows of records.
+@dataclasses.dataclass(frozen=True)
+class AttentionEvaluation(held_out.HeldOutEvaluation):
+  """Analyses the attention of models on the first rows of records.
 
-  Args:
-    loaded: the model.
-    record_set: held-out rows.
-    rows: how many of them.
-    batch_size: rows at a time; divides over the model's devices.
-    report: called with the number of rows done and of all.
-
-  Returns:
-    Metrics of the task `TASK`; `evaluation/README.md` lists them.
+  Attributes:
+    rows: number of rows.
   """
-  where, config = loaded.where, loaded.config
-  rows = min(rows, len(record_set))
-  compute = dataclasses.replace(loaded.model.compute, remat='none')
-  model = build.unroll(build.build(config, compute))
-  params = build.unroll_params(loaded.model, loaded.params)
-  mask = _mask_token(loaded.stored)
-  layers = list(layer_numbers(model).values())
 
-  def run(params, batch):
-    """Everything about a batch, by row."""
+  rows: int
+  name = TASK
+
+  def options(self) -> results.Options:
+    """Returns what decides the scores: the rows, and the share of masks."""
+    return {**super().options(), TASK: [self.rows, MASKED_SHARE]}
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks that a model can read the records and has a mask token.
+
+    Raises:
+      UserError: it cannot, or it has none.
+    """
+    super().check(stored)
+    _mask_token(stored)
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> list[results.Score]:
+    """Analyses a model; arguments as `HeldOutEvaluation.scores`.
+
+    Returns:
+      Metrics of the task `TASK`; `evaluation/README.md` lists them.
+    """
+    where, count = loaded.where, min(self.rows, len(self.record_set))
+    compute = dataclasses.replace(loaded.model.compute, remat='none')
+    model = build.unroll(build.build(loaded.config, compute))
+    params = build.unroll_params(loaded.model, loaded.params)
+    layers = list(layer_numbers(model).values())
+    run = _make_run(model, where, layers)
+    mask = _mask_token(loaded.stored)
+    teacher = setup.reads_teacher_row(
+      loaded.config, self.record_set.spec.lengths, 0.0
+    )
+    batches = setup.evaluation_batches(
+      self.record_set, rows, where, teacher=teacher
+    )
+    found = []
+    # Zip asks for no batch after the last of the range.
+    for done, batch in zip(range(0, count, rows), batches, strict=False):
+      report(done, count)
+      batch = annotate(loaded.config, batch, mask, count)
+      batch = step_lib.place_batch(batch, where)
+      found.append(jax.device_get(run(params, batch)))
+    return _summarize(
+      layers, jax.tree.map(lambda *x: np.concatenate(x), *found)
+    )
+
+
+def _mask_token(stored: stored_model.StoredModel) -> int:
+  side = stored.prompt_side
+  return noising.mask_token(TASK, stored.require_vocabularies().sides[side])
+
+
+def _make_run(
+  model: build.Model, where: state_lib.Placement, layers: Sequence[int]
+) -> Callable[[Any, _Batch], dict[str, jax.Array]]:
+  """Returns a function of parameters and a batch that measures every row."""
+
+  def run(params: Any, batch: _Batch) -> dict[str, jax.Array]:
+    """Measures the rows of a batch."""
     with partition.use(where.mesh, where.rules.as_dict()):
       found = measure(model, params, batch)
       noised = measure(model, params, batch, noised=True)['received']
@@ -282,18 +305,13 @@ def scores(
         )  # [B, 1 + layers, 4]
       return {**found, 'noised': noised}
 
-  run = jax.jit(run, out_shardings=placement.replicated(where.mesh))
-  found = []
-  teacher = setup.reads_teacher_row(config, record_set.spec.lengths, 0.0)
-  batches = setup.evaluation_batches(
-    record_set, batch_size, where, teacher=teacher
-  )
-  # Zip asks for no batch after the last of the range.
-  for done, batch in zip(range(0, rows, batch_size), batches, strict=False):
-    report(done, rows)
-    batch = step_lib.place_batch(annotate(config, batch, mask, rows), where)
-    found.append(jax.device_get(run(params, batch)))
-  by_row = jax.tree.map(lambda *x: np.concatenate(x), *found)
+  return jax.jit(run, out_shardings=placement.replicated(where.mesh))
+
+
+def _summarize(
+  layers: Sequence[int], by_row: Mapping[str, np.ndarray]
+) -> list[results.Score]:
+  """Returns the scores of measurements by row."""
   counted = (by_row['weights'] > 0).any(1) & (by_row['masked'] > 0).any(1)
   by_row = {name: np.asarray(x)[counted] for name, x in by_row.items()}
   parts, masked = by_row['parts'], by_row['masked'] > 0
@@ -306,14 +324,7 @@ def scores(
   return scored + _ablations(layers, by_row.get('losses', ()))
 
 
-def _score(metric: str, values: Any) -> results.Score:
-  """Returns the score of a mean over rows."""
-  values = np.asarray(values, np.float64)
-  n = len(values)
-  stderr = float(values.std(ddof=1)) / n**0.5 if n > 1 else None
-  return results.Score(
-    TASK, metric, float(values.mean()), stderr, n, tuple(values.tolist())
-  )
+_score = functools.partial(results.mean_score, TASK)
 
 
 def meap_scores(
@@ -350,7 +361,7 @@ def meap_scores(
 
 
 def _by_part(
-  layers: list[int], by_row: Mapping[str, np.ndarray]
+  layers: Sequence[int], by_row: Mapping[str, np.ndarray]
 ) -> list[results.Score]:
   """Returns shares of attention, and mass on inputs and entropy by head."""
   shares, entropy = by_row['shares'], by_row['entropy']
@@ -372,7 +383,7 @@ def _by_part(
   return found
 
 
-def _ablations(layers: list[int], sums: np.ndarray) -> list[results.Score]:
+def _ablations(layers: Sequence[int], sums: np.ndarray) -> list[results.Score]:
   """Returns by how much the loss grows without each layer's cross-attention."""
   if not len(sums):  # A decoder-only model.
     return []

@@ -8,6 +8,7 @@ device: arguments, results and temporaries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -27,118 +28,117 @@ TASK = 'cost'
 _REPEATS = 5
 
 
-def options(prompt: int, generated: int, rows: int) -> results.Options:
-  """Returns what decides the cost: lengths, batch and devices."""
-  device = jax.local_devices()[0]
-  return {
-    'prompt': prompt,
-    'generated': generated,
-    'rows': rows,
-    'devices': f'{jax.device_count()} {device.device_kind}',
-  }
+@dataclasses.dataclass(frozen=True)
+class CostEvaluation:
+  """Counts and measures what a request costs.
 
-
-def check(stored: stored_model.StoredModel) -> None:
-  """Checks that a model can generate.
-
-  Raises:
-    UserError: it is encoder-only.
-  """
-  if model_section.kind_of(stored.model) == 'encoder_only':
-    raise errors.UserError(
-      f'{stored.path} is encoder-only and generates nothing; give --cost= to'
-      ' measure no cost.'
-    )
-
-
-def scores(
-  loaded: loaded_model.LoadedModel,
-  prompt: int,
-  generated: int,
-  rows: int,
-  *,
-  int8: bool = False,
-) -> list[results.Score]:
-  """Counts and measures a model.
-
-  Args:
-    loaded: a model with a decoder.
+  Attributes:
     prompt: tokens of each prompt.
     generated: tokens generated for each prompt.
-    rows: prompts of the batch that throughput is measured with.
+    batch_size: prompts of the batch that throughput is measured with, rounded
+      up to divide over a model's devices.
     int8: whether to keep kernels as 8-bit integers.
-
-  Returns:
-    Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
-    and `published_flops` of one prompt; at batch 1 `prefill_ms`, and
-    `decode_ms` of one token; with `rows` prompts `prefill_tokens_per_second`
-    and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
-    memory on one device.
   """
-  config = loaded.config
-  prefill, decode = model_flops.generation(config, prompt, generated)
-  values = {
-    'parameters': parameters.count(config),
-    'prefill_flops': prefill,
-    'decode_flops': decode,
-    'published_flops': model_flops.published(config, prompt, generated),
-  }
-  one = _measure(loaded, prompt, generated, loaded.rows(1), int8)
-  many = _measure(loaded, prompt, generated, loaded.rows(rows), int8)
-  return [
-    results.Score(TASK, name, float(value), None, 1)
-    for name, value in {
-      **values,
-      'prefill_ms': 1e3 * one['prefill'],
-      'decode_ms': 1e3 * one['decode'] / generated,
-      'prefill_tokens_per_second': rows * prompt / many['prefill'],
-      'decode_tokens_per_second': rows * generated / many['decode'],
-      'prefill_bytes': many['prefill_bytes'],
-      'decode_bytes': many['decode_bytes'],
-    }.items()
-  ]
 
+  prompt: int
+  generated: int
+  batch_size: int
+  int8: bool = False
+  name = TASK
 
-def _measure(
-  loaded: loaded_model.LoadedModel,
-  prompt: int,
-  generated: int,
-  rows: int,
-  int8: bool,
-) -> dict[str, float]:
-  """Returns seconds and bytes of both programs on a batch of `rows`."""
-  # No token ends a row, so that all have the same length.
-  ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
-  engine = loaded.engine(rows=rows, ids=ids, int8=int8)
-  size = next(iter(loaded.config.stacks.values())).vocab_size
-  rng = np.random.default_rng(0)
-  requests = [
-    engine_lib.Request(
-      rng.integers(size, size=prompt, dtype=np.int32), generated
+  def options(self) -> results.Options:
+    """Returns what decides the cost: lengths, batch and devices."""
+    device = jax.local_devices()[0]
+    return {
+      'prompt': self.prompt,
+      'generated': self.generated,
+      'rows': self.batch_size,
+      'devices': f'{jax.device_count()} {device.device_kind}',
+    }
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks that a model can generate.
+
+    Raises:
+      UserError: it is encoder-only.
+    """
+    if model_section.kind_of(stored.model) == 'encoder_only':
+      raise errors.UserError(
+        f'{stored.path} is encoder-only and generates nothing; give --cost= to'
+        ' measure no cost.'
+      )
+
+  def scores(
+    self, loaded: loaded_model.LoadedModel, rows: int, report: Any = None
+  ) -> list[results.Score]:
+    """Counts and measures a model.
+
+    Args:
+      loaded: a model with a decoder.
+      rows: prompts at a time; divides over the model's devices.
+      report: not called, as this takes a moment.
+
+    Returns:
+      Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
+      and `published_flops` of one prompt; at batch 1 `prefill_ms`, and
+      `decode_ms` of one token; with `rows` prompts `prefill_tokens_per_second`
+      and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
+      memory on one device.
+    """
+    del report
+    config, prompt, generated = loaded.config, self.prompt, self.generated
+    prefill, decode = model_flops.generation(config, prompt, generated)
+    one = self._measure(loaded, loaded.rows(1))
+    many = self._measure(loaded, rows)
+    return [
+      results.Score(TASK, name, float(value), None, 1)
+      for name, value in {
+        'parameters': parameters.count(config),
+        'prefill_flops': prefill,
+        'decode_flops': decode,
+        'published_flops': model_flops.published(config, prompt, generated),
+        'prefill_ms': 1e3 * one['prefill'],
+        'decode_ms': 1e3 * one['decode'] / generated,
+        'prefill_tokens_per_second': rows * prompt / many['prefill'],
+        'decode_tokens_per_second': rows * generated / many['decode'],
+        'prefill_bytes': many['prefill_bytes'],
+        'decode_bytes': many['decode_bytes'],
+      }.items()
+    ]
+
+  def _measure(
+    self, loaded: loaded_model.LoadedModel, rows: int
+  ) -> dict[str, float]:
+    """Returns seconds and bytes of both programs on a batch of `rows`."""
+    # No token ends a row, so that all have the same length.
+    ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
+    engine = loaded.engine(rows=rows, ids=ids, int8=self.int8)
+    size = next(iter(loaded.config.stacks.values())).vocab_size
+    tokens = np.random.default_rng(0).integers(
+      size, size=(rows, self.prompt), dtype=np.int32
     )
-    for _ in range(rows)
-  ]
-  given = engine.prefill_arguments(requests, rows)
-  prefill = engine.programs.prefill.lower(*given).compile()
-  last = (
-    np.array([-1], np.int32),
-    np.int32(rows),
-    np.int32(engine_lib.UNLIMITED),
-  )
-  state = prefill(*given)
-  decode = engine.programs.decode.lower(
-    engine.params, state, *last, sampled=False
-  ).compile()
-  seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
-  for _ in range(_REPEATS):
+    requests = [engine_lib.Request(row, self.generated) for row in tokens]
     given = engine.prefill_arguments(requests, rows)
-    state = _timed(seconds['prefill'], prefill, *given)
-    _timed(seconds['decode'], decode, engine.params, state, *last)
-  return {
-    **{name: statistics.median(times) for name, times in seconds.items()},
-    'prefill_bytes': _memory(prefill),
-    'decode_bytes': _memory(decode),
-  }
+    prefill = engine.programs.prefill.lower(*given).compile()
+    last = (
+      np.array([-1], np.int32),
+      np.int32(rows),
+      np.int32(engine_lib.UNLIMITED),
+    )
+    state = prefill(*given)
+    decode = engine.programs.decode.lower(
+      engine.params, state, *last, sampled=False
+    ).compile()
+    seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
+    for _ in range(_REPEATS):
+      given = engine.prefill_arguments(requests, rows)
+      state = _timed(seconds['prefill'], prefill, *given)
+      _timed(seconds['decode'], decode, engine.params, state, *last)
+    return {
+      **{name: statistics.median(times) for name, times in seconds.items()},
+      'prefill_bytes': _memory(prefill),
+      'decode_bytes': _memory(decode),
+    }
 
 
 def _timed(times: list[float], program: Callable[..., Any], *given: Any) -> Any:

@@ -143,14 +143,13 @@ class Evaluators:
       if name == train_section.SAMPLES:
         self._sampler(step, self._load(params=params))
         continue
-      scores[name] = list(
-        task_groups.run(
-          self._load(params=params),
-          self._tasks[name],
-          batch_size=self._batch_size,
-          report=lambda *_: beat(),
-        )
-      )
+      loaded, planned = self._load(params=params), self._tasks[name]
+      own = [
+        score
+        for task in planned.tasks
+        for score in task.scores(loaded, self._batch_size, lambda *_: beat())
+      ]
+      scores[name] = [*own, *planned.group_scores(own)]
     if self._store:
       model = dataclasses.replace(self._model, step=step)
       for name, own in scores.items():

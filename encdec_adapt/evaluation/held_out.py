@@ -24,92 +24,96 @@ SHUFFLED = 'loss_shuffled_prefix'
 TARGET_TOKENS = 'target_tokens'
 
 
-def options(record_set: records.RecordSet) -> results.Options:
-  """Returns what decides the scores: the rows."""
-  digest = ' '.join(record_set.digests).encode()
-  return {
-    'records': str(record_set.folder),
-    'rows': hashlib.blake2b(digest, digest_size=8).hexdigest(),
-  }
+@dataclasses.dataclass(frozen=True)
+class HeldOutEvaluation:
+  """Evaluates models on held-out rows.
 
-
-def check(
-  stored: stored_model.StoredModel, record_set: records.RecordSet
-) -> None:
-  """Checks that a model can read the records.
-
-  Raises:
-    UserError: the objective is for another kind of model, the model has no
-      vocabularies, or the records were made with others.
+  Attributes:
+    record_set: the rows.
   """
-  config_lib.check_kind(stored.model, record_set.spec.objective)
-  opened = stored.require_vocabularies()
-  spec = record_set.spec
-  made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
-  for side in stored.model.stacks:
-    own = opened.sides[side]
-    if own.fingerprint != made[side]:
-      raise errors.UserError(
-        f'the records {record_set.folder} were made with the vocabulary'
-        f' {made[side][:12]} of the {side}, the model with {own.path}'
-        f" ({own.fingerprint[:12]}); make records with the model's"
-        ' vocabularies.'
+
+  record_set: records.RecordSet
+  name = TASK
+
+  def options(self) -> results.Options:
+    """Returns what decides the scores: the rows."""
+    digest = ' '.join(self.record_set.digests).encode()
+    return {
+      'records': str(self.record_set.folder),
+      'rows': hashlib.blake2b(digest, digest_size=8).hexdigest(),
+    }
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks that a model can read the records.
+
+    Raises:
+      UserError: the objective is for another kind of model, the model has no
+        vocabularies, or the records were made with others.
+    """
+    spec = self.record_set.spec
+    config_lib.check_kind(stored.model, spec.objective)
+    opened = stored.require_vocabularies()
+    made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
+    for side in stored.model.stacks:
+      own = opened.sides[side]
+      if own.fingerprint != made[side]:
+        raise errors.UserError(
+          f'the records {self.record_set.folder} were made with the vocabulary'
+          f' {made[side][:12]} of the {side}, the model with {own.path}'
+          f" ({own.fingerprint[:12]}); make records with the model's"
+          ' vocabularies.'
+        )
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> list[results.Score]:
+    """Measures a model.
+
+    Args:
+      loaded: the model.
+      rows: rows at a time; divides over the model's devices.
+      report: called with the number of rows done and of all.
+
+    Returns:
+      Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
+      (share of target tokens), `exact_match` (share of rows that greedy
+      decoding gives to the last token), `target_tokens`, and
+      `loss_shuffled_prefix`, which rows without inputs or with several pairs,
+      and a single row, do not have; of classifiers also
+      `classification.scores`.
+    """
+    where, record_set = loaded.where, self.record_set
+    spec, count = record_set.spec, len(record_set)
+    teacher = setup.reads_teacher_row(loaded.config, spec.lengths, 0.0)
+
+    def measure(**options: int) -> perplexity.Result:
+      """Evaluates the parameters on the rows."""
+      batches = setup.evaluation_batches(
+        record_set, rows, where, teacher=teacher, **options
       )
+      # A batch is asked for when the one before it is on its way.
+      counted = (
+        (report(i * rows, count), batch)[1] for i, batch in enumerate(batches)
+      )
+      return _evaluator(where)(loaded.params, counted)
 
-
-def scores(
-  loaded: loaded_model.LoadedModel,
-  record_set: records.RecordSet,
-  batch_size: int,
-  report: Callable[[int, int], Any],
-) -> list[results.Score]:
-  """Measures a model.
-
-  Args:
-    loaded: the model.
-    record_set: held-out rows.
-    batch_size: rows at a time; divides over the model's devices.
-    report: called with the number of rows done and of all.
-
-  Returns:
-    Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
-    (share of target tokens), `exact_match` (share of rows that greedy decoding
-    gives to the last token), `target_tokens`, and `loss_shuffled_prefix`,
-    which rows without inputs or with several pairs, and a single row, do not
-    have; of classifiers also `classification.scores`.
-  """
-  where, spec = loaded.where, record_set.spec
-  teacher = setup.reads_teacher_row(loaded.config, spec.lengths, 0.0)
-
-  def measure(**options: int) -> perplexity.Result:
-    """Evaluates the parameters on the rows."""
-    batches = setup.evaluation_batches(
-      record_set, batch_size, where, teacher=teacher, **options
+    own = measure()
+    found, tokens = own.scores(TASK), own.target_tokens
+    found.append(
+      results.Score(TASK, TARGET_TOKENS, tokens, None, len(own.exact))
     )
-    count = len(record_set)
-    # A batch is asked for when the one before it is on its way.
-    counted = (
-      (report(i * batch_size, count), batch)[1]
-      for i, batch in enumerate(batches)
-    )
-    return _evaluator(where)(loaded.params, counted)
-
-  own = measure()
-  found = own.scores(TASK)
-  tokens = own.target_tokens
-  found.append(results.Score(TASK, TARGET_TOKENS, tokens, None, len(own.exact)))
-  if loaded.config.decoder.classes:
-    batches = setup.evaluation_batches(record_set, batch_size, where)
-    found += classification.scores(TASK, where, loaded.params, batches)
-  if (
-    min(spec.lengths.encoder, spec.lengths.decoder)
-    and not spec.pack
-    and len(record_set) > 1
-  ):
-    # Half of the set away: the prefix of another document.
-    loss, *_ = measure(prefix_offset=len(record_set) // 2).scores(TASK)
-    found.append(dataclasses.replace(loss, metric=SHUFFLED))
-  return found
+    if loaded.config.decoder.classes:
+      batches = setup.evaluation_batches(record_set, rows, where)
+      found += classification.scores(TASK, where, loaded.params, batches)
+    has_inputs = min(spec.lengths.encoder, spec.lengths.decoder) > 0
+    if has_inputs and not spec.pack and count > 1:
+      # Half of the set away: the prefix of another document.
+      loss, *_ = measure(prefix_offset=count // 2).scores(TASK)
+      found.append(dataclasses.replace(loss, metric=SHUFFLED))
+    return found
 
 
 @functools.cache

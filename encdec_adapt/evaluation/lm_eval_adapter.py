@@ -68,7 +68,7 @@ class Adapter(lm_eval_model.TemplateLM):
     self._writer = opened.decoder
     is_pair = isinstance(loaded.config, model_config.EncoderDecoderConfig)
     self.backend = 'seq2seq' if is_pair else 'causal'
-    limit = source_files.max_positions(source_files.folders(loaded.stored.path))
+    limit = source_files.prompt_room(loaded.stored)
     self.max_length = limit or engine.UNLIMITED
 
   # -- What lm-eval asks of a model --------------------------------------------

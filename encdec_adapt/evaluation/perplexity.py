@@ -95,7 +95,7 @@ def row_sums(
 
   Args:
     model: the model.
-    params: its parameters.
+    params: parameters of the model.
     batch: fields of `data.batch`.
     chunk: number of tokens whose logits are computed at a time.
   """

@@ -72,11 +72,7 @@ class PromptedTask:
         scores = [next(left) for _ in question.choices]
         right.append(float(int(np.argmax(scores)) == question.answer))
       found[template] = right
-      n, mean = len(right), statistics.fmean(right)
-      error = (mean * (1 - mean) / n) ** 0.5
-      yield results.Score(
-        f'{self.name}/{template}', 'acc', mean, error, n, tuple(right)
-      )
+      yield results.mean_score(f'{self.name}/{template}', 'acc', right)
     means = [statistics.fmean(right) for right in found.values()]
     n = max(map(len, found.values()))
     median = statistics.median(means)
@@ -120,6 +116,7 @@ def read(
     if template.choices and template.original
   ]
   rows = read_rows(str(folder / config['data']))[:limit]
+  rendered = config['row'] if 'row' in config else {}
   environment = nativetypes.NativeEnvironment(undefined=jinja2.StrictUndefined)
   questions: dict[str, list[Question]] = {}
   for template in templates:
@@ -127,7 +124,7 @@ def read(
       try:
         made = {
           name: environment.from_string(text).render(row)
-          for name, text in config.get('row', {}).items()
+          for name, text in rendered.items()
         }
         question = _render(template, {**row, **made}, where)
       except Exception as error:  # Templates are a user's code.

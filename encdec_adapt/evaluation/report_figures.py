@@ -3,7 +3,8 @@
 matplotlib is imported when a figure is drawn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import pathlib
 import statistics
 from typing import Any
@@ -26,6 +27,34 @@ _STYLE = {
 }
 
 
+@contextlib.contextmanager
+def _subplots(
+  path: pathlib.Path, shape: tuple[int, int], size: tuple[float, float]
+) -> Iterator[tuple[Any, Any]]:
+  """Makes a figure in our style, and saves it at the end.
+
+  Args:
+    path: path of the PNG.
+    shape: rows and columns of the panels.
+    size: width and height of the figure in inches.
+
+  Yields:
+    The figure, and its panels [rows, columns].
+  """
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  with pyplot.style.context([_COLOURS, _STYLE]):
+    figure, axes = pyplot.subplots(
+      *shape, figsize=size, squeeze=False, layout='constrained'
+    )
+    yield figure, axes
+    figure.savefig(path, dpi=150, metadata={'Software': None})
+    pyplot.close(figure)
+
+
 def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   """Draws the learning curves into a PNG.
 
@@ -37,10 +66,7 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
     report: the dictionary that `evaluation.html_report` documents.
     path: path of the PNG.
   """
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot, ticker
+  from matplotlib import ticker
 
   runs = report['runs']
   pairs, decoders = [], []
@@ -48,15 +74,8 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
     first = runs[numbers.seeds(runs, model)[0]]
     (pairs if numbers.has_encoder(first) else decoders).append(model)
   colours = {model: f'C{i % 10}' for i, model in enumerate(pairs + decoders)}
-  with pyplot.style.context([_COLOURS, _STYLE]):
-    panels = 1 + any(runs[model]['curve']['step'] for model in decoders)
-    figure, axes = pyplot.subplots(
-      1,
-      panels,
-      figsize=(6.5 * panels, 4.4),
-      squeeze=False,
-      layout='constrained',
-    )
+  panels = 1 + any(runs[model]['curve']['step'] for model in decoders)
+  with _subplots(path, (1, panels), (6.5 * panels, 4.4)) as (_, axes):
     left, right = axes[0][0], axes[0][-1]
     for model in pairs:
       _draw_model(left, runs, model, colours[model])
@@ -81,8 +100,6 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
       panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
       if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=9)
-    figure.savefig(path, dpi=150, metadata={'Software': None})
-    pyplot.close(figure)
 
 
 def _draw_model(axes, runs, model, colour, sources=False) -> None:
@@ -127,18 +144,11 @@ def draw_costs(
     per_query: cost of every model, by axis; one panel for each axis.
     path: path of the PNG.
   """
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
   names = [name for name in quality if name in per_query]
   panels = list(next(iter(per_query.values())))
-  with pyplot.style.context([_COLOURS, _STYLE]):
-    figure, axes = pyplot.subplots(
-      1, len(panels), figsize=(5.2 * len(panels), 3.8), layout='constrained'
-    )
-    for axis, panel in zip(axes, panels, strict=True):
+  size = 5.2 * len(panels), 3.8
+  with _subplots(path, (1, len(panels)), size) as (_, axes):
+    for axis, panel in zip(axes[0], panels, strict=True):
       points = [(per_query[name][panel], quality[name]) for name in names]
       front = [points[i] for i in costs.pareto_front(points)]
       axis.plot(
@@ -157,8 +167,6 @@ def draw_costs(
       axis.set_xlabel(f'{panel}, one prompt')
       axis.set_ylabel(label)
       axis.legend(fontsize=9)
-    figure.savefig(path, dpi=150, metadata={'Software': None})
-    pyplot.close(figure)
 
 
 def draw_needles(
@@ -171,20 +179,10 @@ def draw_needles(
       panels for each model, one row for each metric.
     path: path of the PNG.
   """
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
   metrics = list(next(iter(grids.values())))
-  with pyplot.style.context([_COLOURS, _STYLE, {'axes.grid': False}]):
-    figure, axes = pyplot.subplots(
-      len(metrics),
-      len(grids),
-      figsize=(1 + 3.2 * len(grids), 2.6 * len(metrics)),
-      squeeze=False,
-      layout='constrained',
-    )
+  shape = len(metrics), len(grids)
+  size = 1 + 3.2 * len(grids), 2.6 * len(metrics)
+  with _subplots(path, shape, size) as (figure, axes):
     for column, (name, own) in zip(axes.T, grids.items(), strict=True):
       for axis, metric in zip(column, metrics, strict=True):
         lengths, depths = (
@@ -210,13 +208,12 @@ def draw_needles(
               color='black' if value > 0.5 else 'white',
             )
         axis.set_title(f'{name}: {metric}')
+        axis.grid(False)
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yticks(range(len(depths)), depths)
         axis.set_xlabel('tokens')
         axis.set_ylabel('depth')
     figure.colorbar(image, ax=axes)
-    figure.savefig(path, dpi=150, metadata={'Software': None})
-    pyplot.close(figure)
 
 
 def draw_attention(
@@ -232,16 +229,8 @@ def draw_attention(
     models: result of `attention_analysis.figures`.
     path: path of the PNG.
   """
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  with pyplot.style.context([_COLOURS, _STYLE]):
-    size = 13, 3.4 * len(models)
-    figure, lines = pyplot.subplots(
-      len(models), 3, figsize=size, squeeze=False, layout='constrained'
-    )
+  shape, size = (len(models), 3), (13, 3.4 * len(models))
+  with _subplots(path, shape, size) as (figure, lines):
     for (name, model), axes in zip(models.items(), lines, strict=True):
       parts, heads, ablation = axes
       shares = list(model['shares'])[::-1]
@@ -259,5 +248,3 @@ def draw_attention(
       ablation.invert_yaxis()
       ablation.set(title="without a layer's cross-attention", ylabel='layer')
       ablation.set_xlabel('more nats per target token')
-    figure.savefig(path, dpi=150, metadata={'Software': None})
-    pyplot.close(figure)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 from typing import Any
 
 from encdec_adapt.cli import errors
@@ -48,6 +49,20 @@ class Score:
   stderr: float | None
   n: int
   scores: tuple[float, ...] = ()
+
+
+def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
+  """Returns the score of a metric that is a mean over examples.
+
+  Args:
+    task: name of the task.
+    metric: name of the metric.
+    scores: value of every example, at least one.
+  """
+  scores = tuple(map(float, scores))
+  n = len(scores)
+  stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
+  return Score(task, metric, statistics.fmean(scores), stderr, n, scores)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ the right answer is likelier than three others.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
 import re
 import statistics
 from typing import Any
@@ -17,7 +18,6 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
 from encdec_adapt.evaluation import results, retrieval_tasks, scoring
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import model_config
 
 NAME = 'retrieval'
 METRICS = ('found', 'rouge1', 'choice')
@@ -27,71 +27,101 @@ _ANSWER_TOKENS = 48  # Most tokens of an answer.
 Scores = Mapping[str, Sequence[results.Score]]
 
 
-def check(
-  stored: stored_model.StoredModel, retrieval: retrieval_tasks.Retrieval
-) -> None:
-  """Checks lengths against the needles and what a model reads.
+@dataclasses.dataclass(frozen=True)
+class RetrievalEvaluation:
+  """Evaluates models on retrieval tasks.
 
-  Raises:
-    UserError: the model has no vocabularies, a haystack is shorter than its
-      needles, or a prompt longer than the positions that config.json states.
+  Attributes:
+    retrieval: what the tasks are made from.
   """
-  examples, prompts = _prompts(stored, retrieval)
-  longest, task = max(
-    (len(prompt), example.task)
-    for example, prompt in zip(examples, prompts, strict=True)
-  )
-  if not isinstance(stored.model, model_config.EncoderDecoderConfig):
-    longest += _ANSWER_TOKENS
-  limit = source_files.max_positions(source_files.folders(stored.path))
-  if limit and longest > limit:
-    raise errors.UserError(
-      f'{task} needs {longest} tokens, with its question and answer, and'
-      f' {stored.path} reads at most {limit} (max_position_embeddings of its'
-      ' config.json); give smaller --retrieval_lengths.'
+
+  retrieval: retrieval_tasks.Retrieval
+  name = NAME
+
+  def options(self) -> results.Options:
+    """Returns what decides the scores of a model."""
+    return self.retrieval.options()
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks lengths against the needles and what a model reads.
+
+    Raises:
+      UserError: the model has no vocabularies, a haystack is shorter than its
+        needles, or a prompt longer than the positions that config.json states.
+    """
+    examples, prompts = self._prompts(stored)
+    longest, task = max(
+      (len(prompt), example.task)
+      for example, prompt in zip(examples, prompts, strict=True)
     )
+    limit = source_files.prompt_room(stored, _ANSWER_TOKENS)
+    if limit and longest > limit:
+      raise errors.UserError(
+        f'{task} needs {longest} tokens, with its question, and {stored.path}'
+        f' has room for {limit} (max_position_embeddings of its config.json, in'
+        ' a decoder-only model without the answer); give smaller'
+        ' --retrieval_lengths.'
+      )
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> list[results.Score]:
+    """Measures a model.
+
+    Args:
+      loaded: the model.
+      rows: prompts at a time; divides over the model's devices.
+      report: called with the number of answers and choices done, and of all.
+
+    Returns:
+      `METRICS` of every kind of task over all its cells (`needle`), then of
+      every cell (`needle/512/0.5`).
+    """
+    examples, prompts = self._prompts(loaded.stored)
+    writer = loaded.stored.require_vocabularies().decoder
+    pairs = [
+      scoring.Pair(prompt, writer.encode(choice))
+      for example, prompt in zip(examples, prompts, strict=True)
+      for choice in example.choices
+    ]
+    total = len(prompts) + len(pairs)
+    answers = [''] * len(prompts)
+    requests = [
+      engine_lib.Request(np.array(prompt, np.int32), _ANSWER_TOKENS)
+      for prompt in prompts
+    ]
+    completions = loaded.engine(rows=rows).run(requests)
+    for done, (i, completion) in enumerate(completions, 1):
+      answers[i] = completion.text
+      report(done, total)
+    log_probs = [0.0] * len(pairs)
+    scored = scoring.score(loaded, pairs, batch_size=rows, bos=writer.bos)
+    for done, (i, one) in enumerate(scored, len(prompts) + 1):
+      log_probs[i] = one.log_prob
+      report(done, total)
+    return _scores(examples, answers, log_probs)
+
+  def _prompts(
+    self, stored: stored_model.StoredModel
+  ) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
+    """Returns the examples, and what a model reads of each: BOS first."""
+    reader = stored.require_vocabularies().sides[stored.prompt_side]
+    examples = list(self.retrieval.examples(reader))
+    return examples, [
+      [reader.bos, *example.context, *reader.encode(example.question)]
+      for example in examples
+    ]
 
 
-def scores(
-  loaded: loaded_model.LoadedModel,
-  retrieval: retrieval_tasks.Retrieval,
-  rows: int,
-  report: Callable[[int, int], Any],
+def _scores(
+  examples: Sequence[retrieval_tasks.Example],
+  answers: Sequence[str],
+  log_probs: Iterable[float],
 ) -> list[results.Score]:
-  """Measures a model.
-
-  Args:
-    loaded: the model.
-    retrieval: the tasks.
-    rows: prompts at a time; divides over the model's devices.
-    report: called with the number of answers and choices done, and of all.
-
-  Returns:
-    `METRICS` of every kind of task over all its cells (`needle`), then of
-    every cell (`needle/512/0.5`).
-  """
-  examples, prompts = _prompts(loaded.stored, retrieval)
-  writer = loaded.stored.require_vocabularies().decoder
-  pairs = [
-    scoring.Pair(prompt, writer.encode(choice))
-    for example, prompt in zip(examples, prompts, strict=True)
-    for choice in example.choices
-  ]
-  total = len(prompts) + len(pairs)
-  answers = [''] * len(prompts)
-  requests = [
-    engine_lib.Request(np.array(prompt, np.int32), _ANSWER_TOKENS)
-    for prompt in prompts
-  ]
-  engine = loaded.engine(rows=rows)
-  for done, (i, completion) in enumerate(engine.run(requests), 1):
-    answers[i] = completion.text
-    report(done, total)
-  log_probs = [0.0] * len(pairs)
-  scored = scoring.score(loaded, pairs, batch_size=rows, bos=writer.bos)
-  for done, (i, one) in enumerate(scored, len(prompts) + 1):
-    log_probs[i] = one.log_prob
-    report(done, total)
+  """Compares answers with the codes, and likelihoods of the choices."""
   own: dict[str, list[tuple[float, ...]]] = {
     kind: [] for kind in retrieval_tasks.FACTS
   }
@@ -106,7 +136,7 @@ def scores(
     own[example.task.partition('/')[0]].append(values)
     own.setdefault(example.task, []).append(values)
   return [
-    _score(task, metric, column)
+    results.mean_score(task, metric, column)
     for task, values in own.items()
     for metric, column in zip(METRICS, zip(*values, strict=True), strict=True)
   ]
@@ -163,24 +193,3 @@ def _is_cell(score: results.Score) -> bool:
   """Returns whether a score is of one length, depth or position."""
   kind, _, place = score.task.partition('/')
   return bool(place) and kind in retrieval_tasks.FACTS
-
-
-def _prompts(
-  stored: stored_model.StoredModel, retrieval: retrieval_tasks.Retrieval
-) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
-  """Returns the examples, and what a model reads of each: BOS first."""
-  reader = stored.require_vocabularies().sides[stored.prompt_side]
-  examples = list(retrieval.examples(reader))
-  return examples, [
-    [reader.bos, *example.context, *reader.encode(example.question)]
-    for example in examples
-  ]
-
-
-def _score(task: str, metric: str, values: Sequence[float]) -> results.Score:
-  """Returns a mean over examples."""
-  n = len(values)
-  error = statistics.stdev(values) / n**0.5 if n > 1 else None
-  return results.Score(
-    task, metric, statistics.fmean(values), error, n, tuple(values)
-  )

@@ -1,8 +1,8 @@
 """Tasks and named groups of tasks: what to run, with which shots and metric.
 
-A task is a YAML file in a folder of local tasks, in lm-eval's own format or
-with prompt templates (`prompted_task`), or a task of lm-eval, whose data come
-from the Hugging Face hub. Local tasks come before lm-eval's of the same name.
+A task is a YAML file in a folder of local tasks (`task_files`), or a task of
+lm-eval, whose data come from the Hugging Face hub. Local tasks come before
+lm-eval's of the same name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,14 +15,15 @@ import math
 import statistics
 from typing import Any
 
-import jinja2
-from jinja2 import meta
-import yaml
-
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import loaded_model
-from encdec_adapt.evaluation import code_execution, prompted_task, results
+from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.evaluation import (
+  code_execution,
+  prompted_task,
+  results,
+  task_files,
+)
 from encdec_adapt.files import paths
 
 
@@ -107,8 +108,7 @@ GROUPS: Mapping[str, tuple[Member, ...]] = {
   't0': _T0,
 }
 # Tasks of lm-eval that run generated programs.
-RUN_CODE = frozenset({'humaneval', 'mbpp'})
-_TEXTS = ('doc_to_text', 'doc_to_target', 'doc_to_choice')
+_RUN_CODE = frozenset({'humaneval', 'mbpp'})
 _ADD_FOLDER = (
   'put a task file of that name and its JSONL into a folder and give it as'
   ' --task_folder (encdec_adapt/evaluation/README.md shows one)'
@@ -116,19 +116,152 @@ _ADD_FOLDER = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """Tasks that were checked.
+class Task:
+  """A task that was checked, which models are evaluated on.
 
   Attributes:
-    tasks: (name, content of its file, shots) of each; the content is None for
-      tasks of the hub, and a `PromptedTask` for those with templates.
+    name: name of the task.
+    content: content of its file; None for tasks of the hub, and a
+      `PromptedTask` for those with templates.
+    shots: examples in the context; None for the task's own number.
+    limit: most examples.
+    allow_code: whether generated programs may run.
+  """
+
+  name: str
+  content: Any
+  shots: int | None = None
+  limit: int | None = None
+  allow_code: bool = False
+
+  def options(self) -> results.Options:
+    """Returns what decides the scores of a model."""
+    content, digest = self.content, hashlib.blake2b(digest_size=8)
+    if isinstance(content, prompted_task.PromptedTask):
+      digest.update(repr(content).encode())
+    elif content is not None:
+      named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
+      digest.update(json.dumps(content, sort_keys=True, default=named).encode())
+      for file in content['dataset_kwargs']['data_files'].values():
+        digest.update(paths.at(file).read_bytes())
+        for code in sorted(paths.at(file).parent.glob('*.py')):
+          digest.update(code.read_bytes())
+    return {
+      'task': self.name,
+      'shots': self.shots,
+      'limit': self.limit,
+      'content': 'lm-eval' if content is None else digest.hexdigest(),
+    }
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks that a model has vocabularies."""
+    stored.require_vocabularies()
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> list[results.Score]:
+    """Measures a model; every process of a job takes part.
+
+    Args:
+      loaded: the model.
+      rows: rows at a time.
+      report: called with the number of requests done and of all.
+
+    Returns:
+      Scores on process 0, nothing on others.
+
+    Raises:
+      UserError: the data of the task cannot be had.
+    """
+    from encdec_adapt.evaluation import lm_eval_adapter
+
+    adapter = lm_eval_adapter.Adapter(loaded, batch_size=rows, report=report)
+    if not distributed.is_lead():
+      adapter.follow()
+      return []
+    try:
+      with code_execution.allowed(self.allow_code):
+        if isinstance(self.content, prompted_task.PromptedTask):
+          return _run_prompted(adapter, self.content)
+        return self._run_lm_eval(adapter)
+    finally:
+      adapter.stop()
+
+  def _run_lm_eval(self, adapter: Any) -> list[results.Score]:
+    """Runs a task of lm-eval."""
+    import datasets
+    import lm_eval
+    from lm_eval import tasks as lm_eval_tasks
+
+    datasets.disable_progress_bars()
+    logging.getLogger('lm_eval').setLevel(logging.ERROR)
+    is_local = self.content is not None
+    manager = lm_eval_tasks.TaskManager(include_defaults=not is_local)
+    wanted = [dict(self.content) if is_local else self.name]
+    try:
+      manager.load(wanted)  # Reads the data.
+    except Exception as error:
+      what = 'file or the data of the local' if is_local else 'data of'
+      raise errors.UserError(
+        f'the {what} task {self.name!r} cannot be read'
+        f' ({type(error).__name__}: {error!s:.200}); tasks of the hub need the'
+        f' network and no data script. Otherwise {_ADD_FOLDER}. Tasks that run'
+        ' programs need --allow_code.'
+      ) from error
+    answer = lm_eval.simple_evaluate(
+      adapter,
+      tasks=wanted,
+      num_fewshot=self.shots,
+      limit=self.limit,
+      task_manager=manager,
+      bootstrap_iters=0,
+      # Seeding torch would import it.
+      torch_random_seed=None,
+      confirm_run_unsafe_code=self.allow_code,
+    )
+    return list(_scores(answer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Tasks to evaluate.
+
+  Attributes:
+    tasks: the tasks.
     groups: members of the groups that were asked for, by name.
     absent: members that neither the folder nor lm-eval has.
   """
 
-  tasks: Sequence[tuple[str, Any, int | None]]
-  groups: Mapping[str, tuple[Member, ...]]
-  absent: Sequence[str]
+  tasks: Sequence[Task] = ()
+  groups: Mapping[str, tuple[Member, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  absent: Sequence[str] = ()
+
+  def group_scores(
+    self, scores: Iterable[results.Score]
+  ) -> Iterator[results.Score]:
+    """Returns the mean of each group.
+
+    Args:
+      scores: scores of the tasks; a group that lacks some says of how many it
+        is.
+    """
+    found = {(score.task, score.metric): score for score in scores}
+    for group, members in self.groups.items():
+      values = [
+        found[key].value
+        for member in members
+        if (key := (member.task, member.metric)) in found
+      ]
+      if values:
+        of = '' if len(values) == len(members) else f' of {len(values)}'
+        yield results.Score(
+          group, f'mean{of}', statistics.fmean(values), None, len(values)
+        )
 
 
 def plan(
@@ -137,6 +270,7 @@ def plan(
   *,
   shots: int | None = None,
   limit: int | None = None,
+  allow_code: bool = False,
 ) -> Plan:
   """Finds tasks and checks local ones, before a model is read.
 
@@ -145,165 +279,62 @@ def plan(
     folder: folder of local tasks, or None.
     shots: examples in the context; None for the group's or task's own.
     limit: most examples of a task.
+    allow_code: whether generated programs may run.
 
   Raises:
-    UserError: lm-eval is not installed, there is no such task, or a file of a
-      local task is wrong; names the file and the line.
+    UserError: lm-eval is not installed, there is no such task, a task of
+      lm-eval runs programs that are not allowed, or a file of a local task is
+      wrong; names the file and the line.
   """
   if importlib.util.find_spec('lm_eval') is None:
     raise errors.UserError(
       "tasks need lm-eval: pip install 'encdec_adapt[eval]'"
     )
-  local = _read_folder(folder, limit) if folder else {}
+  local = task_files.read_folder(folder, limit) if folder else {}
   groups = {name: GROUPS[name] for name in names if name in GROUPS}
   members = [
     member
     for name in names or sorted(local)
     for member in GROUPS.get(name, (Member(name, None, ''),))
   ]
-  known, absent = None, []
-  found: dict[tuple[str, int | None], Any] = {}
-  for member in members:
-    count = member.shots if shots is None else shots
-    if member.task in local:
-      content = local[member.task]
-      if shots and isinstance(content, prompted_task.PromptedTask):
-        raise errors.UserError(
-          f'--shots={shots}: {member.task} has templates without examples;'
-          ' leave out --shots, or the task.'
-        )
-      found[member.task, count] = content
-      continue
-    is_prompted = member.metric == 'median'  # lm-eval has no such tasks.
-    if known is None and not is_prompted:
-      known = _hub_tasks()
-    if not is_prompted and member.task in known:
-      found[member.task, count] = None
-    elif groups:
-      absent.append(member.task)
-    else:
-      raise errors.UserError(
-        f'there is no task {member.task!r}; {_ADD_FOLDER}.'
-      )
-  if not found:
-    raise errors.UserError(f'none of {absent} is there; {_ADD_FOLDER}.')
-  names = [name for name, _ in found]
-  if twice := sorted({name for name in names if names.count(name) > 1}):
+  asked = {member.task for member in members}
+  # lm-eval has no tasks with templates.
+  prompted = {x.task for x in members if x.metric == 'median'}
+  hub = asked - local.keys() - prompted
+  known = hub & _hub_tasks() if hub else set()
+  absent = sorted(asked - local.keys() - known)
+  if absent and (not groups or len(absent) == len(asked)):
     raise errors.UserError(
-      f'the groups ask for {", ".join(twice)} with different numbers of shots;'
-      ' evaluate the groups one by one, or give --shots.'
+      f'there is no task {", ".join(map(repr, absent))}; {_ADD_FOLDER}.'
     )
-  tasks = [(name, content, count) for (name, count), content in found.items()]
-  return Plan(tasks, groups, absent)
-
-
-def options(
-  name: str, content: Any, shots: int | None, limit: int | None
-) -> dict[str, Any]:
-  """Returns what decides the scores of a task of a plan.
-
-  Args:
-    name: name of the task.
-    content: content of its file, see `Plan`.
-    shots: examples in the context.
-    limit: most examples.
-  """
-  digest = hashlib.blake2b(digest_size=8)
-  if isinstance(content, prompted_task.PromptedTask):
-    digest.update(repr(content).encode())
-  elif content is not None:
-    named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
-    digest.update(json.dumps(content, sort_keys=True, default=named).encode())
-    for file in content['dataset_kwargs']['data_files'].values():
-      digest.update(paths.at(file).read_bytes())
-      for code in sorted(paths.at(file).parent.glob('*.py')):
-        digest.update(code.read_bytes())
-  return {
-    'task': name,
-    'shots': shots,
-    'limit': limit,
-    'content': digest.hexdigest() if content is not None else 'lm-eval',
-  }
-
-
-def run(
-  loaded: loaded_model.LoadedModel,
-  planned: Plan,
-  *,
-  limit: int | None = None,
-  batch_size: int = 8,
-  allow_code: bool = False,
-  report: Callable[[int, int], Any] | None = None,
-) -> Iterator[results.Score]:
-  """Evaluates a model; every process of a job takes part.
-
-  Args:
-    loaded: the model.
-    planned: the tasks.
-    limit: most examples of a task.
-    batch_size: rows at a time.
-    allow_code: whether generated programs may run.
-    report: called with the number of a task's requests done and of all.
-
-  Yields:
-    Scores on process 0, nothing on others: of every task, and the mean of each
-    group.
-
-  Raises:
-    UserError: the data of a task cannot be had.
-  """
-  from encdec_adapt.evaluation import lm_eval_adapter
-
-  adapter = lm_eval_adapter.Adapter(
-    loaded, batch_size=batch_size, report=report
-  )
-  if not distributed.is_lead():
-    adapter.follow()
-    return
-  found = []
-  try:
-    with code_execution.allowed(allow_code):
-      for name, content, shots in planned.tasks:
-        if isinstance(content, prompted_task.PromptedTask):
-          scores = _run_prompted(adapter, content)
-        else:
-          scores = _run_lm_eval(
-            adapter, name, content, shots, limit, allow_code
-          )
-        for score in scores:
-          found.append(score)
-          yield score
-  finally:
-    adapter.stop()
-  yield from group_scores(planned, found)
-
-
-def group_scores(
-  planned: Plan, scores: Iterable[results.Score]
-) -> Iterator[results.Score]:
-  """Returns the mean of each group.
-
-  Args:
-    planned: the tasks.
-    scores: their scores; a group that lacks some says of how many it is.
-  """
-  found = {(score.task, score.metric): score for score in scores}
-  for group, members in planned.groups.items():
-    values = [
-      found[key].value
-      for member in members
-      if (key := (member.task, member.metric)) in found
-    ]
-    if values:
-      of = '' if len(values) == len(members) else f' of {len(values)}'
-      yield results.Score(
-        group, f'mean{of}', statistics.fmean(values), None, len(values)
+  if not allow_code and (programs := known & _RUN_CODE):
+    raise errors.UserError(
+      f'{", ".join(sorted(programs))} run programs that the model generates;'
+      ' give --allow_code, in a container best, or name other tasks.'
+    )
+  found: dict[str, Task] = {}
+  for member in members:
+    if member.task in absent:
+      continue
+    content = local.get(member.task)
+    count = member.shots if shots is None else shots
+    if shots and isinstance(content, prompted_task.PromptedTask):
+      raise errors.UserError(
+        f'--shots={shots}: {member.task} has templates without examples;'
+        ' leave out --shots, or the task.'
       )
+    task = Task(member.task, content, count, limit, allow_code)
+    if found.setdefault(member.task, task).shots != count:
+      raise errors.UserError(
+        f'the groups ask for {member.task} with different numbers of shots;'
+        ' evaluate the groups one by one, or give --shots.'
+      )
+  return Plan(list(found.values()), groups, absent)
 
 
 def _run_prompted(
   adapter: Any, task: prompted_task.PromptedTask
-) -> Iterator[results.Score]:
+) -> list[results.Score]:
   """Runs a task with templates."""
   from lm_eval.api import instance
 
@@ -312,49 +343,7 @@ def _run_prompted(
     for i, pair in enumerate(task.pairs())
   ]
   scored = adapter.loglikelihood(requests, disable_tqdm=True)
-  return task.score([log_prob for log_prob, _ in scored])
-
-
-def _run_lm_eval(
-  adapter: Any,
-  name: str,
-  content: Mapping[str, Any] | None,
-  shots: int | None,
-  limit: int | None,
-  allow_code: bool,
-) -> Iterator[results.Score]:
-  """Runs a task of lm-eval."""
-  import datasets
-  import lm_eval
-  from lm_eval import tasks as lm_eval_tasks
-
-  datasets.disable_progress_bars()
-  logging.getLogger('lm_eval').setLevel(logging.ERROR)
-  manager = lm_eval_tasks.TaskManager(include_defaults=content is None)
-  wanted = [name if content is None else dict(content)]
-  try:
-    manager.load(wanted)  # Reads the data.
-  except Exception as error:
-    what = 'the data of task'
-    if content is not None:
-      what = 'the file or the data of the local task'
-    raise errors.UserError(
-      f'{what} {name!r} cannot be read ({type(error).__name__}:'
-      f' {error!s:.200}); tasks of the hub need the network and no data script.'
-      f' Otherwise {_ADD_FOLDER}. Tasks that run programs need --allow_code.'
-    ) from error
-  answer = lm_eval.simple_evaluate(
-    adapter,
-    tasks=wanted,
-    num_fewshot=shots,
-    limit=limit,
-    task_manager=manager,
-    bootstrap_iters=0,
-    # Seeding torch would import it.
-    torch_random_seed=None,
-    confirm_run_unsafe_code=allow_code,
-  )
-  yield from _scores(answer)
+  return list(task.score([log_prob for log_prob, _ in scored]))
 
 
 def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
@@ -372,29 +361,22 @@ def _scores(answer: Mapping[str, Any]) -> Iterator[results.Score]:
         (s for s in samples if s.get('filter', 'none') == kept),
         key=lambda sample: sample['doc_id'],
       )
-      scores = tuple(
-        float(sample[metric])
+      scores = [
+        sample[metric]
         for sample in own
         if isinstance(sample.get(metric), int | float)
-      )
+      ]
+      name = metric if kept == 'none' else key
       # Of a perplexity the samples are log-likelihoods.
-      if scores and not math.isclose(
+      if scores and math.isclose(
         statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
       ):
-        scores = ()
-      error = None
-      if len(scores) > 1:
-        error = statistics.stdev(scores) / len(scores) ** 0.5
+        yield results.mean_score(task, name, scores)
+        continue
       counted = answer.get('n-samples', {})
       parts = answer.get('group_subtasks', {}).get(task) or [task]
-      yield results.Score(
-        task,
-        metric if kept == 'none' else f'{metric},{kept}',
-        float(value),
-        error,
-        len(own) or sum(counted.get(x, {}).get('effective', 0) for x in parts),
-        scores,
-      )
+      n = sum(counted.get(x, {}).get('effective', 0) for x in parts)
+      yield results.Score(task, name, float(value), None, len(own) or n)
 
 
 def _hub_tasks() -> frozenset[str]:
@@ -403,99 +385,3 @@ def _hub_tasks() -> frozenset[str]:
 
   print('reading the list of tasks of lm-eval', flush=True)
   return frozenset(lm_eval_tasks.TaskManager().all_tasks)
-
-
-def _read_folder(folder: str, limit: int | None) -> dict[str, Any]:
-  """Reads and checks the local tasks of a folder, by name."""
-  files = sorted(paths.at(folder).glob('*.yaml'))
-  found: dict[str, Any] = {}
-  for file in files:
-    place = str(file)
-    content = _read_yaml(place)
-    if 'task' not in content:
-      continue  # Prompt templates, or something else.
-    name = content['task']
-    if not isinstance(name, str):
-      raise errors.UserError(f'{place}: task is {name!r}; it must be a name.')
-    if name in found:
-      raise errors.UserError(f'{place}: a second task is named {name!r}.')
-    if 'templates' in content:
-      found[name] = prompted_task.read(place, content, limit)
-    else:
-      found[name] = _check_lm_eval(place)
-  if not found:
-    raise errors.UserError(
-      f'{folder} has no task: no YAML file with a field `task`'
-      ' (encdec_adapt/evaluation/README.md shows one).'
-    )
-  return found
-
-
-def _read_yaml(place: str) -> dict[str, Any]:
-  """Reads a YAML file; functions and other tagged values stay text."""
-
-  class Loader(yaml.SafeLoader):
-    """Takes any tag."""
-
-  Loader.add_multi_constructor(
-    '!', lambda loader, suffix, node: f'!{suffix} {getattr(node, "value", "")}'
-  )
-  try:
-    content = yaml.load(paths.at(place).read_text(), Loader)
-  except (OSError, yaml.YAMLError) as error:
-    raise errors.UserError(f'{place} is not YAML ({error}).') from error
-  if not isinstance(content, dict):
-    raise errors.UserError(f'{place} must have fields, `task` among them.')
-  return content
-
-
-def _check_lm_eval(place: str) -> dict[str, Any]:
-  """Checks a task in lm-eval's format and makes its paths absolute."""
-  from lm_eval.tasks import _yaml_loader
-
-  # With what the file includes, and the functions that it names.
-  content = _yaml_loader.load_yaml(place)
-  needed = ('dataset_path', 'doc_to_text', 'doc_to_target', 'dataset_kwargs')
-  missing = [name for name in needed if name not in content]
-  files = (content.get('dataset_kwargs') or {}).get('data_files')
-  files = {'test': files} if isinstance(files, str) else files
-  is_local = isinstance(files, dict) and content.get('dataset_path') == 'json'
-  if missing or not is_local or {str} != {*map(type, files.values())}:
-    raise errors.UserError(
-      f'{place}: fields {missing} are missing, or the data are not local; a'
-      ' local task has `dataset_path: json`, `dataset_kwargs: {data_files:'
-      ' {test: FILE.jsonl}}`, doc_to_text and doc_to_target.'
-    )
-  folder = paths.at(place).parent
-  files = {split: str(folder / file) for split, file in files.items()}
-  tested = content.get('test_split') or content.get('validation_split')
-  if tested not in files:
-    raise errors.UserError(
-      f'{place}: test_split is {tested!r}; it must be one of {sorted(files)},'
-      ' the names in data_files.'
-    )
-  for file in files.values():
-    for where, row in prompted_task.read_rows(file):
-      # A function may add fields to rows.
-      for field in () if 'process_docs' in content else _TEXTS:
-        _check_fields(f'{place}: {field}', content.get(field), where, row)
-  kwargs = {**content['dataset_kwargs'], 'data_files': files}
-  return {**content, 'dataset_kwargs': kwargs}
-
-
-def _check_fields(
-  what: str, template: Any, where: str, row: Mapping[str, Any]
-) -> None:
-  """Checks that a row has the fields that a template uses."""
-  if not isinstance(template, str) or template.startswith('!'):
-    return
-  try:
-    parsed = jinja2.Environment().parse(template)
-  except jinja2.TemplateError as error:
-    raise errors.UserError(f'{what} is not a template ({error}).') from error
-  for name in sorted(meta.find_undeclared_variables(parsed)):
-    if name not in row:
-      raise errors.UserError(
-        f'{where} has no field {name!r}, which {what} uses; its fields are'
-        f' {sorted(row)}.'
-      )

@@ -6,9 +6,9 @@ case, punctuation, articles and repeated spaces; the best over the references.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import re
-import statistics
 import string
 
 from encdec_adapt.cli import errors
@@ -61,24 +61,13 @@ def score(
     name: metric.corpus_score(predictions, columns)
     for name, metric in whole.items()
   }
-  return [_score(task, name, values, corpus) for name, values in own.items()]
-
-
-def _score(
-  task: str,
-  name: str,
-  values: Sequence[float],
-  corpus: Mapping[str, object],
-) -> results.Score:
-  """Returns one metric over all examples."""
-  n = len(values)
-  if name in corpus:
-    value = corpus[name].score / 100
-    return results.Score(task, name, value, None, n, tuple(values))
-  error = statistics.stdev(values) / n**0.5 if n > 1 else None
-  return results.Score(
-    task, name, statistics.fmean(values), error, n, tuple(values)
-  )
+  found = [results.mean_score(task, *item) for item in own.items()]
+  return [
+    dataclasses.replace(one, value=corpus[one.metric].score / 100, stderr=None)
+    if one.metric in corpus
+    else one
+    for one in found
+  ]
 
 
 def _columns(references: Sequence[Sequence[str]]) -> list[list[str | None]]:

@@ -9,40 +9,83 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.conversion import loaded_model, source_files
+from encdec_adapt.conversion import loaded_model, source_files, stored_model
 from encdec_adapt.evaluation import prompted_task, results, text_metrics
 from encdec_adapt.files import paths
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import model_config
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-  """Pairs of a file.
+  """Pairs of a file, which models are evaluated on.
 
   Attributes:
     name: name of the task.
     inputs: texts that the model reads.
     targets: references of each, at least one.
+    max_tokens: most tokens of an answer.
   """
 
   name: str
   inputs: Sequence[str]
   targets: Sequence[Sequence[str]]
+  max_tokens: int
 
-  def options(self, max_tokens: int) -> results.Options:
+  def options(self) -> results.Options:
     """Returns what decides the scores of a model."""
     content = json.dumps([self.inputs, self.targets]).encode()
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    return {'pairs': self.name, 'content': digest, 'max_tokens': max_tokens}
+    return {
+      'pairs': self.name,
+      'content': digest,
+      'max_tokens': self.max_tokens,
+    }
+
+  def check(self, stored: stored_model.StoredModel) -> None:
+    """Checks that a model has vocabularies, and room for a prompt."""
+    stored.require_vocabularies()
+    source_files.prompt_room(stored, self.max_tokens)
+
+  def scores(
+    self,
+    loaded: loaded_model.LoadedModel,
+    rows: int,
+    report: Callable[[int, int], Any],
+  ) -> list[results.Score]:
+    """Generates greedily and compares with the references.
+
+    Args:
+      loaded: the model.
+      rows: prompts at a time; divides over the model's devices.
+      report: called with the number of answers done and of all.
+    """
+    opened = loaded.stored.require_vocabularies()
+    reader = opened.sides[loaded.stored.prompt_side]
+    room = source_files.prompt_room(loaded.stored, self.max_tokens)
+    # A prompt that is too long keeps BOS and its last tokens.
+    first = 1 - (room or engine_lib.UNLIMITED)
+    requests = [
+      engine_lib.Request(
+        np.array([reader.bos, *reader.encode(text)[first:]], np.int32),
+        self.max_tokens,
+      )
+      for text in self.inputs
+    ]
+    answers = [''] * len(requests)
+    completions = loaded.engine(rows=rows).run(requests)
+    for done, (i, completion) in enumerate(completions, 1):
+      answers[i] = completion.text.strip()
+      report(done, len(requests))
+    return text_metrics.score(self.name, answers, self.targets)
 
 
-def read(spec: str, limit: int | None = None) -> Pairs:
+def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
   Args:
     spec: path of a file of JSON lines, and the fields of the texts, by default
       input and target. A target may be a list of references.
+    max_tokens: most tokens of an answer.
     limit: most pairs to read.
 
   Raises:
@@ -67,53 +110,4 @@ def read(spec: str, limit: int | None = None) -> Pairs:
       )
     inputs.append(source)
     targets.append(references)
-  return Pairs(name_of(spec), inputs, targets)
-
-
-def name_of(spec: str) -> str:
-  """Returns the name of the task of FILE.jsonl[#INPUT,TARGET]."""
-  return paths.at(spec.partition('#')[0]).stem
-
-
-def scores(
-  loaded: loaded_model.LoadedModel,
-  pairs: Pairs,
-  *,
-  rows: int,
-  max_tokens: int,
-  report: Callable[[int, int], Any],
-) -> list[results.Score]:
-  """Generates greedily and compares with the references.
-
-  Args:
-    loaded: the model.
-    pairs: result of `read`.
-    rows: prompts at a time; divides over the model's devices.
-    max_tokens: most tokens of an answer.
-    report: called with the number of answers done and of all.
-  """
-  opened = loaded.stored.require_vocabularies()
-  reader = opened.sides[loaded.stored.prompt_side]
-  longest = source_files.max_positions(source_files.folders(loaded.stored.path))
-  room = longest or engine_lib.UNLIMITED
-  if not isinstance(loaded.config, model_config.EncoderDecoderConfig):
-    room -= max_tokens
-  if room < 2:
-    raise errors.UserError(
-      f'--max_tokens={max_tokens} leaves no room for a prompt in the {longest}'
-      ' positions of the model; lower it.'
-    )
-  requests = [
-    engine_lib.Request(
-      # A prompt that is too long keeps BOS and its last tokens.
-      np.array([reader.bos, *reader.encode(text)[1 - room :]], np.int32),
-      max_tokens,
-    )
-    for text in pairs.inputs
-  ]
-  answers = [''] * len(requests)
-  engine = loaded.engine(rows=rows)
-  for done, (i, completion) in enumerate(engine.run(requests), 1):
-    answers[i] = completion.text.strip()
-    report(done, len(requests))
-  return text_metrics.score(pairs.name, answers, pairs.targets)
+  return Pairs(paths.at(path).stem, inputs, targets, max_tokens)

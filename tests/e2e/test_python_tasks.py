@@ -17,9 +17,9 @@ def test_tasks(tmp_path, monkeypatch):
   flags = [f'--output={tmp_path}', '--examples=8']
   assert tiny.call(python_tasks, *flags) == 0
   planned = task_groups.plan([], str(tmp_path))
-  names = [name for name, *_ in planned.tasks]
+  names = [task.name for task in planned.tasks]
   assert names == ['continuation', 'next_word', 'package']
-  pairs = text_pairs.read(f'{tmp_path}/docstring.jsonl')
+  pairs = text_pairs.read(f'{tmp_path}/docstring.jsonl', max_tokens=64)
   assert len(pairs.inputs) == 8
   lines = (tmp_path / 'continuation.jsonl').read_text().splitlines()
   for row in map(json.loads, lines):

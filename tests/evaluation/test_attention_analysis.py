@@ -222,8 +222,8 @@ def test_scores_of_records(kind, objective, folder):
   loaded = loaded_model.LoadedModel(loaded.model, loaded.params, stored)
   record_set = records.RecordSet.open(folder / objective / 'eval')
   found = [
-    attention_analysis.scores(
-      loaded, record_set, 5, batch_size, lambda done, total: None
+    attention_analysis.AttentionEvaluation(record_set, 5).scores(
+      loaded, batch_size, lambda done, total: None
     )
     for batch_size in (2, 8)
   ]

@@ -13,7 +13,8 @@ CONFIGS = toy_models.pair_and_decoder(toy_models.stack(layers=2, vocab_size=19))
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_prefill_and_decode_are_measured_apart(kind):
   loaded = toy_models.load(CONFIGS[kind])
-  found = {x.metric: x.value for x in costs.scores(loaded, 8, 4, rows=2)}
+  scores = costs.CostEvaluation(8, 4, batch_size=2).scores(loaded, 2)
+  found = {x.metric: x.value for x in scores}
   assert all(value > 0 for value in found.values())
   counted = model_flops.generation(CONFIGS[kind], 8, 4)
   assert (found['prefill_flops'], found['decode_flops']) == counted

@@ -162,9 +162,10 @@ def models(tmp_path_factory):
 def test_scores_of_a_model(kind, models):
   retrieval = retrieval_tasks.Retrieval(TEXT, [256], 2)
   progress = []
-  retrieval_scores.check(models[kind].stored, retrieval)
-  found = retrieval_scores.scores(
-    models[kind], retrieval, 8, lambda *args: progress.append(args)
+  evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
+  evaluation.check(models[kind].stored)
+  found = evaluation.scores(
+    models[kind], 8, lambda *args: progress.append(args)
   )
   counts = {score.task: score.n for score in found}
   assert counts == dict(
@@ -203,7 +204,8 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models, monkeypatch):
       stored=loaded.stored,
       engine=lambda rows: types.SimpleNamespace(run=run),
     )
-    found = retrieval_scores.scores(fake, retrieval, 8, lambda *_: None)
+    evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
+    found = evaluation.scores(fake, 8, lambda *_: None)
     return {(x.task, x.metric): x.value for x in found}
 
   assert set(measure(_answer).values()) == {1}
@@ -273,18 +275,24 @@ def test_lengths_are_checked_before_a_model_is_read(kind, models, monkeypatch):
   stored = models[kind].stored
   retrieval = retrieval_tasks.Retrieval(TEXT, [12, 500], 1)
   with pytest.raises(errors.UserError, match='has 12 tokens, and 1 needles'):
-    retrieval_scores.check(stored, retrieval)
+    retrieval_scores.RetrievalEvaluation(retrieval).check(stored)
   retrieval = retrieval_tasks.Retrieval(TEXT, [300, 700], 1)
-  retrieval_scores.check(stored, retrieval)  # Its files state no limit.
+  retrieval_scores.RetrievalEvaluation(retrieval).check(
+    stored
+  )  # Its files state no limit.
   # The longest prompt has 2077; a decoder-only model answers at positions
   # after it.
   retrieval = retrieval_tasks.Retrieval(TEXT, [300, 1940], 1)
-  monkeypatch.setattr(source_files, 'max_positions', lambda _: 2100)
+  stated = {'max_position_embeddings': 2100}
+  monkeypatch.setattr(
+    source_files, 'config_fields', lambda _: {'decoder': stated}
+  )
   if kind == 'encoder_decoder':
-    retrieval_scores.check(stored, retrieval)
+    retrieval_scores.RetrievalEvaluation(retrieval).check(stored)
     return
-  with pytest.raises(errors.UserError, match='values/1940 needs.*at most 2100'):
-    retrieval_scores.check(stored, retrieval)
+  message = 'values/1940 needs.*room for 2052'
+  with pytest.raises(errors.UserError, match=message):
+    retrieval_scores.RetrievalEvaluation(retrieval).check(stored)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ def models(tmp_path_factory):
 KINDS = ['encoder_decoder', 'decoder_only']
 
 
+def _run(loaded, planned, rows=8, report=lambda done, total: None):
+  """Scores of the tasks and groups of a plan."""
+  found = []
+  for task in planned.tasks:
+    found += task.scores(loaded, rows, report)
+  return [*found, *planned.group_scores(found)]
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_scores_are_those_of_the_logits(kind, models):
   loaded = models[kind]
@@ -146,7 +154,7 @@ def test_a_folder_of_tasks(kind, models, tmp_path):
   planned = tasks.plan([], _write(tmp_path))
   found = {
     (score.task, score.metric): score
-    for score in tasks.run(
+    for score in _run(
       models[kind], planned, report=lambda *args: progress.append(args)
     )
   }
@@ -230,12 +238,11 @@ def test_generated_programs_are_a_local_task(models, tmp_path):
   (tmp_path / 'code.jsonl').write_text(
     ''.join(json.dumps(row) + '\n' for row in rows)
   )
-  planned = tasks.plan([], str(tmp_path))
   loaded = models['encoder_decoder']
-  (score,) = tasks.run(loaded, planned, allow_code=True)
+  (score,) = _run(loaded, tasks.plan([], str(tmp_path), allow_code=True))
   assert (score.metric, score.scores) == ('pass', (0, 1))
   with pytest.raises(errors.UserError, match='give --allow_code'):
-    list(tasks.run(loaded, planned))
+    _run(loaded, tasks.plan([], str(tmp_path)))
 
 
 def test_a_filter_is_a_part_of_a_metric():
@@ -256,9 +263,9 @@ def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
   monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
   folder = _write(tmp_path)
   planned = tasks.plan(['t0'], folder)
-  assert [name for name, *_ in planned.tasks] == ['wsc']
+  assert [task.name for task in planned.tasks] == ['wsc']
   assert 'cb' in planned.absent
-  scores = list(tasks.run(models['encoder_decoder'], planned))
+  scores = _run(models['encoder_decoder'], planned)
   assert scores[-1].task == 't0' and scores[-1].metric == 'mean of 1'
   sizes = {name: len(group) for name, group in tasks.GROUPS.items()}
   assert sizes == {'pt': 22, 'it': 10, 'eai': 31, 't0': 11}
@@ -333,10 +340,10 @@ def test_data_of_the_hub_need_a_folder(models, monkeypatch):
     def load(self, _):
       raise ConnectionError('no route to the hub')
 
-  planned = tasks.Plan([('boolq', None, 0)], {}, [])
+  planned = tasks.Plan([tasks.Task('boolq', None, 0)])
   monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda **_: Manager())
   with pytest.raises(errors.UserError, match='boolq.*no route.*folder'):
-    list(tasks.run(models['encoder_decoder'], planned))
+    _run(models['encoder_decoder'], planned)
 
 
 DATA = pathlib.Path(__file__).resolve().parents[3] / 'shared' / 'data'
@@ -408,8 +415,8 @@ def test_real_sets_with_all_prompts(models, tmp_path, monkeypatch):
     }
     (tmp_path / f'{name}.yaml').write_text(json.dumps(content))
   planned = tasks.plan(['t0'], str(tmp_path), limit=6)
-  for name, task, _ in planned.tasks:
+  for task in planned.tasks:
     # The counts of prompts that the paper's code has.
-    assert len(task.questions) == LOCAL[name][-1], name
-  found = list(tasks.run(models['encoder_decoder'], planned, batch_size=16))
+    assert len(task.content.questions) == LOCAL[task.name][-1], task.name
+  found = _run(models['encoder_decoder'], planned, rows=16)
   assert found[-1].metric == 'mean of 6'
