@@ -11,11 +11,11 @@ between the models, and their cost, and writes OUTPUT/report.html. See
 `evaluation/README.md`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from absl import flags
 
@@ -108,10 +108,7 @@ class Evaluation(Protocol):
     """Raises a `UserError` for a model that this does not suit."""
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> Iterable[results.Score]:
     """Measures a model; every process of a job takes part.
 
@@ -136,7 +133,11 @@ def main(values: flags.FlagValues) -> int:
       f' models; {len(given)} are given.'
     )
   planned = _plan(values)
-  with command.processes(values, {'checkpoint': given, **_options(values)}):
+  # What must be the same in every process.
+  names = 'records attention tasks task_folder shots limit allow_code pairs'
+  names += ' max_tokens retrieval retrieval_lengths cost batch_size int8 output'
+  options = {name: values[name].value for name in names.split()}
+  with command.processes(values, {'checkpoint': given, **options}):
     evaluations = _evaluations(values, planned)
     # Opens every model, so that bad input is refused before the first hours.
     models = {path: stored_model.open_model(path) for path in given}
@@ -156,13 +157,6 @@ def main(values: flags.FlagValues) -> int:
         _report(values, planned, evaluations, models, found)
     distributed.barrier('report')
   return 0
-
-
-def _options(values: flags.FlagValues) -> dict[str, Any]:
-  """Returns the flags that must be the same in every process."""
-  names = 'records attention tasks task_folder shots limit allow_code pairs'
-  names += ' max_tokens retrieval retrieval_lengths cost batch_size int8 output'
-  return {name: values[name].value for name in names.split()}
 
 
 def _evaluations(
@@ -217,7 +211,7 @@ def _plan(values: flags.FlagValues) -> task_groups.Plan:
   )
 
 
-def _progress(name: str) -> Callable[[int, int], Any]:
+def _progress(name: str) -> progress.Report:
   """Returns what is told how many examples are done, and of how many."""
   if distributed.is_lead():
     return progress.CountProgress(name)

@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 import time
 from typing import Any
 
@@ -34,11 +33,11 @@ import numpy as np
 from encdec_adapt.cli import command, errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
-from encdec_adapt.files import append_log, disk, paths
+from encdec_adapt.files import append_log, disk, paths, text_lines
 from encdec_adapt.inference import beam_search, embeddings, engine
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import chat_format, vocabularies
+from encdec_adapt.tokenizers import chat_format
 
 # Where a prompt was given, for messages -> a text, or with --chat the messages
 # of a conversation.
@@ -146,16 +145,14 @@ def main(values: flags.FlagValues) -> int:
   }
   with command.processes(values, {**given, **same}):
     stored = stored_model.open_model(values.checkpoint)
-    opened = stored.require_vocabularies()
-    encoded = _encode(prompts, stored, opened, values)
+    encoded = _encode(prompts, stored, values)
     results = _Results(values.output, prompts, {**given, 'step': stored.step})
     done = distributed.from_lead(lambda: sorted(results.done))
     left = [i for i in range(len(prompts)) if i not in done]
     if left:
-      make = _embed if values.embed else _continue
-      for i, found in make(
-        stored, opened, [encoded[i] for i in left], left, values
-      ):
+      loaded = loaded_model.read_as_trained(stored)
+      run = _embed if values.embed else _continue
+      for i, found in run(loaded, {i: encoded[i] for i in left}, values):
         results.add(i, {'run': pathlib.Path(values.checkpoint).name, **found})
     results.finish()
     distributed.barrier('results')
@@ -215,51 +212,23 @@ def read_prompts(
   if file is None:
     prompts = {f'--prompt number {i}': text for i, text in enumerate(texts, 1)}
   else:
-    try:
-      # Not splitlines(), which also splits at form feeds and the like.
-      content = (
-        sys.stdin.read()
-        if file == '-'
-        else paths.at(file).read_text(encoding='utf-8')
-      )
-    except (OSError, UnicodeDecodeError) as error:
-      raise errors.UserError(
-        f'--prompts={file} cannot be read as UTF-8 text ({error}).'
-      ) from error
-    lines = enumerate(content.removesuffix('\n').split('\n'), 1)
-    prompts = {f'--prompts={file}, line {i}': line for i, line in lines}
-    if file.endswith('.jsonl'):
-      prompts = {
-        place: _json_prompt(line, place, chat)
-        for place, line in prompts.items()
-      }
+    is_json = file.endswith('.jsonl')
+    prompts = (text_lines.read_json if is_json else text_lines.read)(file)
   for place, prompt in prompts.items():
-    if isinstance(prompt, str) and not prompt.strip():
+    if chat and isinstance(prompt, list):
+      continue
+    if not isinstance(prompt, str):
+      raise errors.UserError(f'{place} must be a JSON string: {prompt!r:.60}')
+    if not prompt.strip():
       raise errors.UserError(
         f'{place}: the prompt is empty; there is nothing to continue.'
       )
   return prompts
 
 
-def _json_prompt(
-  line: str, place: str, chat: bool
-) -> str | chat_format.Messages:
-  """Parses a prompt from a line of JSON."""
-  try:
-    prompt = json.loads(line)
-  except json.JSONDecodeError as error:
-    raise errors.UserError(
-      f'{place} is not JSON ({error}); write one JSON string per line.'
-    ) from error
-  if not isinstance(prompt, str) and not (chat and isinstance(prompt, list)):
-    raise errors.UserError(f'{place} must be a JSON string: {line[:60]}')
-  return prompt
-
-
 def _encode(
   prompts: Prompts,
   stored: stored_model.StoredModel,
-  opened: vocabularies.Opened,
   values: flags.FlagValues,
 ) -> list[np.ndarray]:
   """Encodes each prompt as token ids, int32 [n], BOS first.
@@ -268,6 +237,7 @@ def _encode(
     UserError: a vocabulary has no chat template and one is needed, or a
       prompt cannot be encoded or is too long; names the prompt.
   """
+  opened = stored.require_vocabularies()
   reader = opened.sides[stored.prompt_side]
   if values.chat:
     for one in opened.sides.values():
@@ -299,24 +269,20 @@ def _encode(
 
 
 def _continue(
-  stored: stored_model.StoredModel,
-  opened: vocabularies.Opened,
-  encoded: Sequence[np.ndarray],
-  indices: Sequence[int],
+  loaded: loaded_model.LoadedModel,
+  encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
 ) -> Iterator[tuple[int, Result]]:
   """Continues prompts and yields results as they end.
 
   Args:
-    stored: the model.
-    opened: vocabularies of the model.
-    encoded: token ids of each prompt.
-    indices: index of each prompt.
+    loaded: the model.
+    encoded: token ids of each prompt, by its index.
     values: the flags of the command.
   """
-  loaded, writer = loaded_model.read_as_trained(stored), opened.decoder
-  ids = loaded.special_ids
+  indices, ids = list(encoded), loaded.special_ids
   if values.chat:
+    writer = loaded.stored.require_vocabularies().decoder
     ends = *ids.eos, chat_format.end_of_turn(writer)
     ids = dataclasses.replace(ids, eos=ends)
   rows = loaded.rows(min(values.batch_size, len(encoded) * values.beams))
@@ -324,7 +290,7 @@ def _continue(
   if values.beams > 1:
     completions = beam_search.search(
       made,
-      encoded,
+      list(encoded.values()),
       beams=values.beams,
       max_tokens=values.max_tokens,
       length_penalty=values.length_penalty,
@@ -332,9 +298,9 @@ def _continue(
   else:
     completions = made.run(
       engine.Request(
-        ids, values.max_tokens, _sampling(values, i), tuple(values.stop)
+        tokens, values.max_tokens, _sampling(values, i), tuple(values.stop)
       )
-      for i, ids in zip(indices, encoded, strict=True)
+      for i, tokens in encoded.items()
     )
   for number, found in completions:
     yield (
@@ -349,19 +315,16 @@ def _continue(
 
 
 def _embed(
-  stored: stored_model.StoredModel,
-  opened: vocabularies.Opened,
-  encoded: Sequence[np.ndarray],
-  indices: Sequence[int],
+  loaded: loaded_model.LoadedModel,
+  encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
-  del opened
-  loaded = loaded_model.read_as_trained(stored)
+  indices = list(encoded)
   found = embeddings.embed(
     loaded.model,
     loaded.params,
-    encoded,
+    list(encoded.values()),
     mesh=loaded.where.mesh,
     rules=loaded.rules,
     pooling=values.embed,

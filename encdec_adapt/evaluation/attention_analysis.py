@@ -29,6 +29,7 @@ from encdec_adapt.evaluation import (
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
+from encdec_adapt.telemetry import progress
 from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -247,10 +248,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     _mask_token(stored)
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> list[results.Score]:
     """Analyses a model; arguments as `HeldOutEvaluation.scores`.
 

@@ -5,17 +5,16 @@ of other examples: where that is not clearly worse, an encoder-decoder does not
 use its encoder, and a decoder-only model hardly uses the prefix.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import hashlib
-from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import classification, perplexity, results
+from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 
@@ -65,10 +64,7 @@ class HeldOutEvaluation:
         )
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> list[results.Score]:
     """Measures a model.
 

@@ -19,7 +19,7 @@ It differs on purpose where that backend does not suit encoder-decoders:
 Process 0 runs lm-eval, which sees one rank; the others `follow` it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api import model as lm_eval_model
@@ -31,13 +31,12 @@ from encdec_adapt.conversion import loaded_model, source_files
 from encdec_adapt.evaluation import scoring
 from encdec_adapt.inference import engine, sampling
 from encdec_adapt.models import model_config
+from encdec_adapt.telemetry import progress
 
 # Tokens that are scored at a time, and those before them, in rolling
 # likelihoods.
 WINDOW = 1024
 _MAX_TOKENS = 256  # As in lm-eval.
-
-Report = Callable[[int, int], None]
 
 
 class Adapter(lm_eval_model.TemplateLM):
@@ -48,7 +47,7 @@ class Adapter(lm_eval_model.TemplateLM):
     loaded: loaded_model.LoadedModel,
     *,
     batch_size: int = 8,
-    report: Report | None = None,
+    report: progress.Report | None = None,
   ):
     """Opens the model's vocabulary.
 

@@ -16,7 +16,6 @@ template gives an accuracy; their median and mean are the scores of the task.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import json
 import statistics
 from typing import Any
 
@@ -27,7 +26,7 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.data import prompt_source
 from encdec_adapt.evaluation import results
-from encdec_adapt.files import paths
+from encdec_adapt.files import paths, text_lines
 
 _FIELDS = frozenset({'task', 'data', 'templates', 'row'})
 
@@ -161,24 +160,8 @@ def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
   Raises:
     UserError: the file cannot be read or is empty, or a line is no object.
   """
-  try:
-    text = paths.at(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    raise errors.UserError(
-      f'{path} cannot be read as UTF-8 text ({error}).'
-    ) from error
-  rows = []
-  # Not splitlines(), which also splits at form feeds and the like.
-  lines = text.removesuffix('\n').split('\n') if text else []
-  for number, line in enumerate(lines, 1):
-    where = f'{path}, line {number}'
-    try:
-      row = json.loads(line)
-    except ValueError as error:
-      raise errors.UserError(f'{where} is not JSON ({error}).') from error
+  rows = list(text_lines.read_json(path).items())
+  for place, row in rows:
     if not isinstance(row, dict):
-      raise errors.UserError(f'{where} must be a JSON object: {line[:60]}')
-    rows.append((where, row))
-  if not rows:
-    raise errors.UserError(f'{path} has no examples.')
+      raise errors.UserError(f'{place} must be a JSON object: {row!r:.60}')
   return rows

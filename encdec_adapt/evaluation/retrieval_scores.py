@@ -6,11 +6,10 @@ the right answer is likelier than three others.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
 import statistics
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
 from encdec_adapt.evaluation import results, retrieval_tasks, scoring
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.telemetry import progress
 
 NAME = 'retrieval'
 METRICS = ('found', 'rouge1', 'choice')
@@ -64,10 +64,7 @@ class RetrievalEvaluation:
       )
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> list[results.Score]:
     """Measures a model.
 

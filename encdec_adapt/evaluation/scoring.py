@@ -39,12 +39,10 @@ class Scored(NamedTuple):
   Attributes:
     log_prob: sum of the natural log-probabilities of its tokens.
     greedy: whether greedy decoding gives the continuation.
-    tokens: number of its tokens.
   """
 
   log_prob: float
   greedy: bool
-  tokens: int
 
 
 class Batch(NamedTuple):
@@ -108,8 +106,7 @@ def score(
     batch = _frame(loaded.config, [pairs[i] for i in chosen], rows, bos)
     sums, greedy = jax.device_get(_score(loaded.where, loaded.params, batch))
     for row, i in enumerate(chosen):
-      count = len(pairs[i].continuation)
-      yield i, Scored(float(sums[row]), bool(greedy[row]), count)
+      yield i, Scored(float(sums[row]), bool(greedy[row]))
 
 
 def _frame(
@@ -151,25 +148,15 @@ def _score(
   """Returns the log-probability of each continuation, and whether greedy."""
   model = place.model
   with partition.use(place.mesh, place.rules.as_dict()):
-
-    def positions(tokens: jax.Array) -> jax.Array:
-      """Returns 0, 1, .. for every row."""
-      return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
     inputs: tuple[Any, ...] = ()
     if batch.encoder is not None:
-      where = positions(batch.encoder)
-      real = (where < batch.encoder_counts[:, None]).astype(jnp.int32)
+      where, real = lengths.frame(batch.encoder, batch.encoder_counts)
       encoded = model.encode(params, batch.encoder, real, where)
       inputs = encoded, real
-    where = positions(batch.decoder)
+    where, real = lengths.frame(batch.decoder, batch.first + batch.counts)
+    _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
     hidden = model.decode(
-      params,
-      batch.decoder,
-      (where < (batch.first + batch.counts)[:, None]).astype(jnp.int32),
-      where,
-      *inputs,
-      prefix=(where < batch.prefix_counts[:, None]).astype(jnp.int32),
+      params, batch.decoder, real, where, *inputs, prefix=prefix
     )
     width = batch.targets.shape[1]
     places = jnp.minimum(

@@ -5,7 +5,7 @@ lm-eval, whose data come from the Hugging Face hub. Local tasks come before
 lm-eval's of the same name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import importlib.util
@@ -25,6 +25,7 @@ from encdec_adapt.evaluation import (
   task_files,
 )
 from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +159,7 @@ class Task:
     stored.require_vocabularies()
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> list[results.Score]:
     """Measures a model; every process of a job takes part.
 

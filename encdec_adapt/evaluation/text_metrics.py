@@ -8,6 +8,7 @@ case, punctuation, articles and repeated spaces; the best over the references.
 import collections
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import re
 import string
 
@@ -56,7 +57,8 @@ def score(
     own['bleu'].append(bleu.sentence_score(text, list(some)).score / 100)
     own['chrf'].append(chrf.sentence_score(text, list(some)).score / 100)
   whole = {'bleu': sacrebleu.BLEU(), 'chrf': chrf}
-  columns = _columns(references)
+  # The first references of all examples, the second, ..
+  columns = list(itertools.zip_longest(*references))
   corpus = {
     name: metric.corpus_score(predictions, columns)
     for name, metric in whole.items()
@@ -67,15 +69,6 @@ def score(
     if one.metric in corpus
     else one
     for one in found
-  ]
-
-
-def _columns(references: Sequence[Sequence[str]]) -> list[list[str | None]]:
-  """Returns the first references of all examples, the second, .."""
-  most = max(len(some) for some in references)
-  return [
-    [some[i] if i < len(some) else None for some in references]
-    for i in range(most)
   ]
 
 

@@ -1,10 +1,9 @@
 """Text to text: a model's answers to the inputs of pairs, and their metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from encdec_adapt.conversion import loaded_model, source_files, stored_model
 from encdec_adapt.evaluation import prompted_task, results, text_metrics
 from encdec_adapt.files import paths
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.telemetry import progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Pairs:
     source_files.prompt_room(stored, self.max_tokens)
 
   def scores(
-    self,
-    loaded: loaded_model.LoadedModel,
-    rows: int,
-    report: Callable[[int, int], Any],
+    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
   ) -> list[results.Score]:
     """Generates greedily and compares with the references.
 

@@ -8,7 +8,8 @@ still win with a penalty above 0.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -147,9 +148,21 @@ def _search(
     beams: beams per prompt, n.
     max_tokens: most tokens of a hypothesis, T.
   """
+  loop = _start(state, real, beams, max_tokens)
+  advance = functools.partial(_advance, model, params, eos, penalty)
+  loop = jax.lax.while_loop(
+    lambda loop: (loop.step < max_tokens) & jnp.any(loop.improving),
+    advance,
+    loop,
+  )
+  return jax.tree.map(lambda x: x[:, :1], loop.finished)
+
+
+def _start(
+  state: decoding.State, real: Bool[Array, 'b'], beams: int, max_tokens: int
+) -> _Loop:
+  """Returns the state of a search before its first token."""
   batch = len(real)
-  # As many candidates as leave n open ones if all the others end.
-  candidates = max(2, 1 + len(eos)) * beams
   rows = jnp.repeat(jnp.arange(batch), beams)
   nothing = Beams(
     tokens=jnp.zeros((batch, beams, max_tokens), jnp.int32),
@@ -158,7 +171,7 @@ def _search(
     done=jnp.zeros((batch, beams), bool),
     lengths=jnp.zeros((batch, beams), jnp.int32),
   )
-  loop = _Loop(
+  return _Loop(
     step=jnp.zeros((), jnp.int32),
     last=state.last[rows],
     cache=caches.take_rows(state.cache, rows),
@@ -168,64 +181,79 @@ def _search(
     improving=real,
   )
 
-  def advance(loop: _Loop) -> _Loop:
-    """Extends every open hypothesis by a token."""
-    weights = quantization.dequantize(params, model.compute.dtype)
-    hidden, cache = model.decode_step(weights, loop.last, loop.cache)
-    logits = model.logits(weights, hidden[:, None])[:, 0]
-    log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
-    size = log_probs.shape[-1]
-    total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)
-    scores, found = sampling.top_k(total, candidates)  # [b, candidates]
-    source, tokens = found // size, found % size
-    extended = loop.open.take(source)
-    gained = jnp.take_along_axis(log_probs.reshape(batch, -1), found, axis=1)
-    ended = jnp.isin(tokens, eos) | (loop.step + 1 >= max_tokens)
-    extended = extended._replace(
-      tokens=extended.tokens.at[:, :, loop.step].set(tokens),
-      log_probs=extended.log_probs.at[:, :, loop.step].set(gained),
-      lengths=extended.lengths + 1,
-      scores=scores,
-      done=ended,
-    )
-    # Open ones: the likeliest that have not ended.
-    _, chosen = sampling.top_k(scores + jnp.where(ended, _NEVER, 0.0), beams)
-    still_open = extended.take(chosen)
-    still_open = still_open._replace(
-      scores=still_open.scores + jnp.where(still_open.done, _NEVER, 0.0)
-    )
-    # Finished ones: those among the n likeliest that have ended.
-    counts = ended & (jnp.arange(candidates) < beams)
-    length = (loop.step + 1).astype(jnp.float32) ** penalty
-    out = ~counts | ~loop.improving[:, None]
-    merged = jax.tree.map(
-      lambda *x: jnp.concatenate(x, axis=1),
-      loop.finished,
-      extended._replace(
-        scores=scores / length + jnp.where(out, _NEVER, 0.0), done=counts
-      ),
-    )
-    finished = merged.take(sampling.top_k(merged.scores, beams)[1])
-    # Whether the likeliest open one may still be among the finished.
-    worst = jnp.where(
-      finished.done, finished.scores.min(axis=1, keepdims=True), _NEVER
-    )
-    may_win = jnp.any(still_open.scores[:, :1] / length > worst, axis=1)
-    origin = jnp.take_along_axis(source, chosen, axis=1)
-    order = (jnp.arange(batch)[:, None] * beams + origin).reshape(-1)
-    last = jnp.take_along_axis(tokens, chosen, axis=1).reshape(-1)
-    return _Loop(
-      step=loop.step + 1,
-      last=last,
-      cache=caches.reorder(cache, order),
-      open=still_open,
-      finished=finished,
-      improving=loop.improving & may_win,
-    )
 
-  def is_going_on(loop: _Loop) -> Any:
-    """Returns whether any prompt may still improve."""
-    return (loop.step < max_tokens) & jnp.any(loop.improving)
+def _advance(
+  model: build.Model,
+  params: decoder_only.Params,
+  eos: Int[Array, 'k'],
+  penalty: Float[Array, ''],
+  loop: _Loop,
+) -> _Loop:
+  """Extends every open hypothesis by a token."""
+  batch, beams, _ = loop.open.tokens.shape
+  weights = quantization.dequantize(params, model.compute.dtype)
+  hidden, cache = model.decode_step(weights, loop.last, loop.cache)
+  logits = model.logits(weights, hidden[:, None])[:, 0]
+  log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
+  source, extended = _extend(loop, log_probs, eos)
+  # Open ones: the likeliest that have not ended.
+  closed = jnp.where(extended.done, _NEVER, 0.0)
+  _, chosen = sampling.top_k(extended.scores + closed, beams)
+  still_open = extended.take(chosen)
+  still_open = still_open._replace(
+    scores=still_open.scores + jnp.where(still_open.done, _NEVER, 0.0)
+  )
+  length = (loop.step + 1).astype(jnp.float32) ** penalty
+  finished = _finish(loop, extended, length)
+  # Whether the likeliest open one may still be among the finished.
+  worst = jnp.where(
+    finished.done, finished.scores.min(axis=1, keepdims=True), _NEVER
+  )
+  may_win = jnp.any(still_open.scores[:, :1] / length > worst, axis=1)
+  origin = jnp.take_along_axis(source, chosen, axis=1)
+  order = (jnp.arange(batch)[:, None] * beams + origin).reshape(-1)
+  return _Loop(
+    step=loop.step + 1,
+    last=still_open.tokens[:, :, loop.step].reshape(-1),
+    cache=caches.reorder(cache, order),
+    open=still_open,
+    finished=finished,
+    improving=loop.improving & may_win,
+  )
 
-  loop = jax.lax.while_loop(is_going_on, advance, loop)
-  return jax.tree.map(lambda x: x[:, :1], loop.finished)
+
+def _extend(
+  loop: _Loop, log_probs: Float[Array, 'b n V'], eos: Int[Array, 'k']
+) -> tuple[Int[Array, 'b m'], Beams]:
+  """Returns the likeliest hypotheses with a token more, and their origins.
+
+  They are so many that n open ones are left if all the others end.
+  """
+  batch, beams, size = log_probs.shape
+  total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)
+  scores, found = sampling.top_k(total, max(2, 1 + len(eos)) * beams)
+  source, tokens = found // size, found % size  # [b, m]
+  gained = jnp.take_along_axis(log_probs.reshape(batch, -1), found, axis=1)
+  extended = loop.open.take(source)
+  most = extended.tokens.shape[2]
+  return source, Beams(
+    tokens=extended.tokens.at[:, :, loop.step].set(tokens),
+    log_probs=extended.log_probs.at[:, :, loop.step].set(gained),
+    scores=scores,
+    done=jnp.isin(tokens, eos) | (loop.step + 1 >= most),
+    lengths=extended.lengths + 1,
+  )
+
+
+def _finish(loop: _Loop, extended: Beams, length: Float[Array, '']) -> Beams:
+  """Adds those among the n likeliest that have ended to the finished ones."""
+  beams = loop.finished.done.shape[1]
+  counts = extended.done & (jnp.arange(extended.done.shape[1]) < beams)
+  out = ~counts | ~loop.improving[:, None]
+  ended = extended._replace(
+    scores=extended.scores / length + jnp.where(out, _NEVER, 0.0), done=counts
+  )
+  merged = jax.tree.map(
+    lambda *x: jnp.concatenate(x, axis=1), loop.finished, ended
+  )
+  return merged.take(sampling.top_k(merged.scores, beams)[1])

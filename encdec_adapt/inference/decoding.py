@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from encdec_adapt.inference import quantization
+from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import build, decoder_only, model_config
 from encdec_adapt.models import cache as caches
@@ -157,10 +157,7 @@ def prefill(
     bos: first token of an encoder-decoder's decoder.
   """
   params = quantization.dequantize(params, model.compute.dtype)
-  positions = jnp.broadcast_to(
-    jnp.arange(group.tokens.shape[1]), group.tokens.shape
-  )
-  segments = (positions < group.lengths[:, None]).astype(jnp.int32)
+  positions, segments = lengths.frame(group.tokens, group.lengths)
   insert = functools.partial(
     caches.insert, model.config.decoder, state.cache, group.rows
   )
@@ -220,7 +217,7 @@ def decode(
     sampled: whether any row has a temperature above 0.
   """
 
-  def is_going_on(carry: tuple[jax.Array, State]) -> jax.Array:
+  def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
     """Returns whether to generate another token."""
     step, state = carry
     return (step < steps) & (jnp.sum(state.done) < wake)
@@ -231,7 +228,7 @@ def decode(
     return step + 1, advance(model, params, state, eos, sampled=sampled)
 
   _, state = jax.lax.while_loop(
-    is_going_on, generate, (jnp.zeros((), jnp.int32), state)
+    may_generate, generate, (jnp.zeros((), jnp.int32), state)
   )
   # Every process reads these.
   return state._replace(

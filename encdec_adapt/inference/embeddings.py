@@ -71,16 +71,15 @@ def _pool(
   counts: Int[Array, 'B'],
 ) -> Float[Array, 'B E']:
   """Encodes padded rows and pools their states."""
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  real = positions < counts[:, None]
+  positions, real = lengths.frame(tokens, counts)
   run = model.decode
   if isinstance(model.config, model_config.EncoderDecoderConfig):
     run = model.encode
-  states = run(params, tokens, real.astype(jnp.int32), positions)
+  states = run(params, tokens, real, positions)
   states = states.astype(jnp.float32)
   if pooling == 'last':
     pooled = states[jnp.arange(len(counts)), counts - 1]
   else:
-    total = jnp.sum(jnp.where(real[:, :, None], states, 0), axis=1)
+    total = jnp.sum(jnp.where(real[:, :, None] > 0, states, 0), axis=1)
     pooled = total / counts[:, None]
   return partition.shard(pooled, None, None)  # Every process reads it.

@@ -277,15 +277,10 @@ class Engine:
       np.int32(self._steps if checks else UNLIMITED),
       sampled=any(config.temperature > 0 for config in configs),
     )
-    done, count = jax.device_get((self._state.done, self._state.count))
-    ended = []
-    if checks or any(
-      done[row] and active is not None
-      for row, active in enumerate(self._active)
-    ):
-      tokens, log_probs = jax.device_get(
-        (self._state.tokens, self._state.log_probs)
-      )
+    state, ended = self._state, []
+    done, count, tokens, log_probs = jax.device_get(
+      (state.done, state.count, state.tokens, state.log_probs)
+    )
     for row, active in enumerate(self._active):
       if active is None or not (checks or done[row]):
         continue

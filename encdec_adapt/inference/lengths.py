@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxtyping import Int
+from jax import numpy as jnp
+from jaxtyping import Array, Int
 import numpy as np
 
 _SHORTEST = 16
@@ -38,3 +39,11 @@ def pad(
   for i, text in enumerate(texts):
     tokens[i, : len(text)], counts[i] = text, len(text)
   return tokens, counts
+
+
+def frame(
+  tokens: Int[Array, 'B L'], counts: Int[Array, 'B']
+) -> tuple[Int[Array, 'B L'], Int[Array, 'B L']]:
+  """Returns positions 0, 1, .. and segments: 1 up to a row's count, then 0."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return positions, (positions < counts[:, None]).astype(jnp.int32)

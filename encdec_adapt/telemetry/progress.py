@@ -3,8 +3,12 @@
 import collections
 from collections.abc import Callable
 import time
+from typing import Any
 
 from encdec_adapt.files import disk
+
+# Called with the number of examples done, and of all.
+Report = Callable[[int, int], Any]
 
 
 class Progress:

@@ -197,7 +197,7 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models, monkeypatch):
       for i, (context, continuation) in reversed(list(enumerate(pairs))):
         said = respond(reader.decode(context)).split(' and ')
         told = re.findall('[0-9-]+', reader.decode(continuation))
-        yield i, scoring.Scored(-float(said != told), False, 1)
+        yield i, scoring.Scored(-float(said != told), False)
 
     monkeypatch.setattr(scoring, 'score', score)
     fake = types.SimpleNamespace(

@@ -174,7 +174,7 @@ def test_embeddings_are_of_the_encoder(run_folder, tmp_path):
     (['--checkpoint=c', '--prompt=x', '--prompts=y'], 'not both'),
     (['--checkpoint=c', '--prompt='], '--prompt number 1: the prompt is empty'),
     (['--checkpoint=c', '--prompts=nowhere.txt'], 'nowhere.txt cannot be read'),
-    (['--checkpoint=c', '--prompts=EMPTY'], 'the prompt is empty'),
+    (['--checkpoint=c', '--prompts=EMPTY'], 'EMPTY is empty'),
     (['--checkpoint=c', '--prompts=GAP'], 'line 2: the prompt is empty'),
     (['--checkpoint=c', '--prompts=BAD.jsonl'], 'line 2 is not JSON'),
     (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'be a JSON string: 3'),

@@ -1,0 +1,52 @@
+"""Lines of a text file, by the places that messages name."""
+
+import json
+import sys
+from typing import Any
+
+from encdec_adapt.cli import errors
+from encdec_adapt.files import paths
+
+
+def read(path: str) -> dict[str, str]:
+  """Reads the lines of a file.
+
+  Args:
+    path: path of the file; '-' for standard input.
+
+  Returns:
+    'PATH, line N', or 'standard input, line N' -> the line.
+
+  Raises:
+    UserError: the file cannot be read, is not UTF-8, or is empty.
+  """
+  name = 'standard input' if path == '-' else path
+  try:
+    if path == '-':
+      text = sys.stdin.read()
+    else:
+      text = paths.at(path).read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    raise errors.UserError(
+      f'{name} cannot be read as UTF-8 text ({error}).'
+    ) from error
+  if not text:
+    raise errors.UserError(f'{name} is empty; it needs at least one line.')
+  # Not splitlines(), which also splits at form feeds and the like.
+  lines = enumerate(text.removesuffix('\n').split('\n'), 1)
+  return {f'{name}, line {number}': line for number, line in lines}
+
+
+def read_json(path: str) -> dict[str, Any]:
+  """Reads a file with a JSON value per line; as `read`.
+
+  Raises:
+    UserError: a line is not JSON, or see `read`.
+  """
+  values = {}
+  for place, line in read(path).items():
+    try:
+      values[place] = json.loads(line)
+    except ValueError as error:
+      raise errors.UserError(f'{place} is not JSON ({error}).') from error
+  return values
