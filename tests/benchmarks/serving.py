@@ -28,16 +28,10 @@ from encdec_adapt import serve
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_config as configs
 from tests import tiny, toy_models
-from tests.benchmarks import results
+from tests.benchmarks import generation, results
 
-SIZES = {
-  'layers': 4,
-  'width': 128,
-  'mlp_width': 512,
-  'heads': 4,
-  'kv_heads': 2,
-  'head_dim': 32,
-}
+# The vocabulary is that of the toy tokenizer.
+SIZES = {k: v for k, v in generation.SIZES.items() if k != 'vocab_size'}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

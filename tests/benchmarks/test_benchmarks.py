@@ -9,6 +9,7 @@ from tests.benchmarks import (
   gpu_kernels,
   gpu_step,
   gradient_sums,
+  lm_eval_requests,
   records,
   serving,
   vocabulary_loss,
@@ -61,6 +62,17 @@ def test_generation():
   for row in rows[:4]:
     count = row['equal texts'].split(' of ')
     assert count[0] == count[1]
+
+
+@pytest.mark.parity
+def test_lm_eval_requests():
+  for name in ('transformers', 'lm_eval'):
+    pytest.importorskip(name)
+  sizes = ['--layers=2', '--width=32', '--mlp_width=32', '--heads=2']
+  (row,) = lm_eval_requests.main(
+    [*sizes, '--kv_heads=1', '--contexts=3', '--longest=20', '--steps=1']
+  )['rows']
+  assert row['requests'] == 12 and row['ratio'] > 0
 
 
 def test_serving():
