@@ -3,7 +3,8 @@
 An encoder-decoder reads the context with its encoder and the continuation with
 its decoder, after BOS; a decoder-only model reads both, a prefix decoder the
 context from both sides. EOS is not scored. Requests are scored from the longest
-on, in batches that are padded to a few lengths (`inference.lengths`).
+on, in batches that are padded to a few lengths (`inference.lengths`); the
+encoder reads a context once for all its continuations in a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,9 @@ class Batch(NamedTuple):
   """A padded batch.
 
   Attributes:
-    encoder: tokens of the contexts; None for a decoder-only model.
-    encoder_counts: number of them per row.
+    encoder: tokens of the contexts, each once; None for a decoder-only model.
+    encoder_counts: number of them per context.
+    contexts: index of each row's context.
     decoder: tokens that the decoder reads.
     prefix_counts: number of the decoder's tokens that are context.
     first: the decoder's position that predicts the first continuation token.
@@ -58,8 +60,9 @@ class Batch(NamedTuple):
     counts: number of them per row.
   """
 
-  encoder: Int[Array, 'B S'] | None
-  encoder_counts: Int[Array, 'B'] | None
+  encoder: Int[Array, 'c S'] | None
+  encoder_counts: Int[Array, 'c'] | None
+  contexts: Int[Array, 'B'] | None
   decoder: Int[Array, 'B T']
   prefix_counts: Int[Array, 'B']
   first: Int[Array, 'B']
@@ -97,40 +100,49 @@ def score(
         f' {len(pair.continuation)} of continuation; both need one.'
       )
   rows = loaded.rows(batch_size)
-  order = sorted(
-    range(len(pairs)),
-    key=lambda i: [-len(pairs[i].context), -len(pairs[i].continuation)],
-  )
+
+  def place(i: int) -> tuple[int, ...]:
+    """Returns the place of a pair; those of one context come together."""
+    context, continuation = pairs[i]
+    # Hashes of integers are the same in all processes.
+    return -len(context), hash(tuple(context)), -len(continuation)
+
+  order = sorted(range(len(pairs)), key=place)
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
-    batch = _frame(loaded.config, [pairs[i] for i in chosen], rows, bos)
+    batch = _frame(loaded, [pairs[i] for i in chosen], rows, bos)
     sums, greedy = jax.device_get(_score(loaded.where, loaded.params, batch))
     for row, i in enumerate(chosen):
       yield i, Scored(float(sums[row]), bool(greedy[row]))
 
 
 def _frame(
-  config: model_config.ModelConfig,
+  loaded: loaded_model.LoadedModel,
   pairs: Sequence[Pair],
   rows: int,
   bos: int,
 ) -> Batch:
-  """Pads pairs to a batch."""
+  """Pads pairs to a batch, and its contexts to a power of two of them."""
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
-  if isinstance(config, model_config.EncoderDecoderConfig):
-    encoder, encoder_counts = lengths.pad([p.context for p in pairs], rows)
+  if isinstance(loaded.config, model_config.EncoderDecoderConfig):
+    numbers: dict[tuple[int, ...], int] = {}
+    owners = [numbers.setdefault(tuple(p.context), len(numbers)) for p in pairs]
+    count = min(rows, loaded.rows(1 << (len(numbers) - 1).bit_length()))
+    encoder, encoder_counts = lengths.pad(list(numbers), count)
+    contexts = np.array(owners + fill, np.int32)
     read = [[bos, *pair.continuation[:-1]] for pair in pairs]
     prefixes = [0] * rows
     first = prefixes
   else:
-    encoder = encoder_counts = None
+    encoder = encoder_counts = contexts = None
     read = [[*pair.context, *pair.continuation[:-1]] for pair in pairs]
     prefixes = [len(pair.context) for pair in pairs] + fill
     first = [len(pair.context) - 1 for pair in pairs] + fill
   return Batch(
     encoder,
     encoder_counts,
+    contexts,
     lengths.pad(read, rows)[0],
     np.array(prefixes, np.int32),
     np.array(first, np.int32),
@@ -152,7 +164,7 @@ def _score(
     if batch.encoder is not None:
       where, real = lengths.frame(batch.encoder, batch.encoder_counts)
       encoded = model.encode(params, batch.encoder, real, where)
-      inputs = encoded, real
+      inputs = encoded[batch.contexts], real[batch.contexts]
     where, real = lengths.frame(batch.decoder, batch.first + batch.counts)
     _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
     hidden = model.decode(

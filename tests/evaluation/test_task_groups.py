@@ -129,7 +129,10 @@ def test_scores_are_those_of_the_logits(kind, models):
     scoring.Pair([2, *rng.integers(3, 300, n)], list(rng.integers(3, 300, m)))
     for n, m in ((4, 3), (20, 40), (1, 1), (9, 17), (60, 2))
   ]
-  found = dict(scoring.score(loaded, pairs, batch_size=2, bos=2))
+  # Continuations of one context, which an encoder reads once.
+  pairs += [scoring.Pair(pairs[0].context, [i, 7]) for i in (5, 6)]
+  pairs += [scoring.Pair(pairs[3].context, [9])]
+  found = dict(scoring.score(loaded, pairs, batch_size=4, bos=2))
   for i, (context, continuation) in enumerate(pairs):
     if kind == 'decoder_only':
       logits = loaded.logits(np.array([[*context, *continuation[:-1]]]))
@@ -142,9 +145,8 @@ def test_scores_are_those_of_the_logits(kind, models):
     assert found[i].log_prob == pytest.approx(want, abs=1e-3)
     assert found[i].greedy == (log_probs.argmax(1) == continuation).all()
   # The likeliest continuation of one token is greedy.
-  best = scoring.Pair(pairs[2].context, [int(log_probs.argmax(1)[0])] * 1)
-  if len(pairs[-1].continuation) == 1:
-    assert dict(scoring.score(loaded, [best], bos=2))[0].greedy
+  best = scoring.Pair(pairs[-1].context, [int(log_probs.argmax(1)[0])])
+  assert dict(scoring.score(loaded, [best], bos=2))[0].greedy
 
 
 @pytest.mark.parametrize('kind', KINDS)
