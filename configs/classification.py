@@ -16,8 +16,9 @@ ends the job when the loss stops falling. `evaluate --records` gives accuracy
 and F1. A grid of learning rates, batches and dropout, of which `budget` runs
 are drawn, is
 
-    python -m encdec_adapt.study --study=configs/classification.py:source=\
-      runs/adapted,data=/data/train.jsonl,fields=question+passage+label,labels=no|yes
+    TASK='data=/data/train.jsonl,fields=question+passage+label,labels=no|yes'
+    python -m encdec_adapt.study \
+      --study="configs/classification.py:source=runs/adapted,$TASK"
 
 It writes runs/classification/report.html, with the run of the lowest held-out
 loss as `best_...`. Several tasks are separated by ; in `data`, `fields` and
@@ -82,52 +83,17 @@ def get_study(arg=None):
       f'data, fields and labels have {[len(given) for given in tasks]} parts'
       ' separated by ; and need one for each task.'
     )
-  grid = itertools.product(
-    *(args[name].split('+') for name in ('rates', 'batches', 'dropouts'))
-  )
-  grid = [tuple(map(float, point)) for point in grid]
-  if args['budget'] < len(grid):
-    grid = sorted(random.Random(0).sample(grid, args['budget']))
+  grid = _draw_grid(args)
   stages, best_of = [], {}
   for data, fields, labels in zip(*tasks, strict=True):
-    task = '_'.join(pathlib.Path(data).with_suffix('').parts[-2:])
-    records = f'{root}/records_{task}'
-    shared = (
-      f'--config=configs/classification.py:source={args["source"]}',
+    name = '_'.join(pathlib.Path(data).with_suffix('').parts[-2:])
+    flags = (
       f'--config.data.source=labels:{data}#{fields.replace("+", ",")}',
       f'--config.data.objective=classify:labels={labels}',
-      f'--config.data.folder={records}',
-      f'--config.data.encoder_length={args["length"]}',
-      f'--config.data.passes={args["passes"]}',
-      '--config.data.eval_fraction=0.1',
-      '--config.data.eval_rows=0',
-      f'--config.train.patience={args["patience"]}',
     )
-    made = study_stages.Stage(f'records_{task}', 'materialize', shared, 60)
-    stages.append(made)
-    runs = []
-    for rate, batch, dropout in grid:
-      runs.append(f'{task}_{rate:g}_{batch:g}_{dropout:g}')
-      flags = (
-        f'--workdir={root}/{runs[-1]}',
-        f'--config.optimizer.learning_rate={rate:g}',
-        f'--config.train.batch_size={batch:g}',
-        f'--config.train.dropout={dropout:g}',
-      )
-      stages.append(
-        study_stages.Stage(runs[-1], 'train', (*shared, *flags), 600)
-      )
-    evaluated = (f'--checkpoint={root}/{name}' for name in runs)
-    given = f'--records={records}/eval', f'--output={root}/evaluation'
-    stages.append(
-      study_stages.Stage(
-        f'evaluate_{task}',
-        'evaluate',
-        (*given, '--cost=', *evaluated),
-        10 * len(runs),
-      )
-    )
-    best_of[f'best_{task}'] = tuple(runs)
+    own, runs = _task_stages(args, name, flags, grid)
+    stages += own
+    best_of[f'best_{name}'] = runs
   return study_stages.Study(
     root=root,
     title=f'Classification: {args["data"]}',
@@ -137,3 +103,60 @@ def get_study(arg=None):
     results=f'{root}/evaluation',
     best_of=best_of,
   )
+
+
+def _draw_grid(args):
+  """Returns at most `budget` points (learning rate, batch, dropout)."""
+  grid = itertools.product(
+    *(args[name].split('+') for name in ('rates', 'batches', 'dropouts'))
+  )
+  grid = [tuple(map(float, point)) for point in grid]
+  if args['budget'] < len(grid):
+    grid = sorted(random.Random(0).sample(grid, args['budget']))
+  return grid
+
+
+def _task_stages(args, task, flags, grid):
+  """Returns the stages of a task, and the names of its runs.
+
+  Args:
+    args: arguments of the study.
+    task: name of the task.
+    flags: flags of its data.
+    grid: learning rate, batch and dropout of each run.
+  """
+  root = args['root']
+  records = f'{root}/records_{task}'
+  shared = (
+    f'--config=configs/classification.py:source={args["source"]}',
+    *flags,
+    f'--config.data.folder={records}',
+    f'--config.data.encoder_length={args["length"]}',
+    f'--config.data.passes={args["passes"]}',
+    '--config.data.eval_fraction=0.1',
+    '--config.data.eval_rows=0',
+    f'--config.train.patience={args["patience"]}',
+  )
+  stages = [study_stages.Stage(f'records_{task}', 'materialize', shared, 60)]
+  runs = []
+  for rate, batch, dropout in grid:
+    runs.append(f'{task}_{rate:g}_{batch:g}_{dropout:g}')
+    own = (
+      f'--workdir={root}/{runs[-1]}',
+      f'--config.optimizer.learning_rate={rate:g}',
+      f'--config.train.batch_size={batch:g}',
+      f'--config.train.dropout={dropout:g}',
+    )
+    stages.append(study_stages.Stage(runs[-1], 'train', (*shared, *own), 600))
+  evaluated = (
+    f'--records={records}/eval',
+    f'--output={root}/evaluation',
+    '--cost=',
+    *(f'--checkpoint={root}/{name}' for name in runs),
+  )
+  stages.append(
+    study_stages.Stage(
+      f'evaluate_{task}', 'evaluate', evaluated, 10 * len(runs)
+    )
+  )
+  return stages, tuple(runs)

@@ -63,7 +63,7 @@ class Service:
 
     Args:
       engine: the engine, which can decode.
-      served: what it serves.
+      served: the model's name, vocabularies and limits.
     """
     self.thread, self.draining = engine_thread.EngineThread(engine), False
     self._served, self._began = served, int(time.time())
@@ -285,7 +285,7 @@ def run(service: Service, host: str, port: int) -> int:
   Args:
     service: the endpoints.
     host: address to listen on.
-    port: its port.
+    port: port to listen on.
 
   Returns:
     The exit status: 1 if the engine failed or the port is not free.

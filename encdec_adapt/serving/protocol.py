@@ -58,7 +58,7 @@ class Call:
   """A parsed request.
 
   Attributes:
-    request: what the engine is asked.
+    request: prompt and options for the engine.
     is_chat: whether it came to /v1/chat/completions.
     stream: whether the text is sent as it is generated.
     include_usage: whether a stream ends with the numbers of tokens.
@@ -143,15 +143,15 @@ def parse(
   given = _fields(content, field)
   prompt = _encode(given[field], field, reader)
   name = 'max_tokens' if 'max_tokens' in given else 'max_completion_tokens'
-  most = given.get(name)
-  if most is None:
-    most = limits.max_tokens if is_chat else min(16, limits.max_tokens)
+  max_tokens = given.get(name)
+  if max_tokens is None:
+    max_tokens = limits.max_tokens if is_chat else min(16, limits.max_tokens)
     if is_chat and limits.context:
-      most = max(1, min(most, limits.context - len(prompt)))
+      max_tokens = max(1, min(max_tokens, limits.context - len(prompt)))
   for number, limit, of in (
     (len(prompt), limits.max_prompt, field),
-    (most, limits.max_tokens, name),
-    (len(prompt) + most, limits.context or _MOST, field),
+    (max_tokens, limits.max_tokens, name),
+    (len(prompt) + max_tokens, limits.context or _MOST, field),
   ):
     if number > limit:
       raise ApiError(
@@ -160,7 +160,7 @@ def parse(
   stop = given.get('stop', ())
   stop = (stop,) if isinstance(stop, str) else tuple(stop)
   try:
-    request = engine_lib.Request(prompt, most, _sampling(given), stop)
+    request = engine_lib.Request(prompt, max_tokens, _sampling(given), stop)
   except errors.UserError as error:
     first = str(error).split()[0]
     raise ApiError(400, str(error), first if first in given else None) from None
@@ -216,16 +216,16 @@ def _encode(
 
 def _sampling(given: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
   """Returns the sampling options; temperature 1 by default, as OpenAI's."""
-  heat = given.get('temperature', 1.0)
+  temperature = given.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
-    heat or 1.0,
+    temperature or 1.0,
     given.get('top_k'),
     given.get('top_p'),
     given.get('min_p') or None,
     seed=given.get('seed', secrets.randbits(32)),
   )
   # Filters change nothing at temperature 0, but are checked all the same.
-  return drawn if heat else sampling_lib.SamplingConfig()
+  return drawn if temperature else sampling_lib.SamplingConfig()
 
 
 class Replies:
@@ -247,8 +247,8 @@ class Replies:
   def whole(self, completion: engine_lib.Completion) -> dict[str, Any]:
     """Returns the body of a response that is not streamed."""
     message = {'message': {'role': 'assistant', 'content': completion.text}}
-    said = message if self._call.is_chat else {'text': completion.text}
-    choices = [_choice(said, completion.ended)]
+    content = message if self._call.is_chat else {'text': completion.text}
+    choices = [_choice(content, completion.ended)]
     return {**self._head, 'choices': choices, 'usage': self._usage(completion)}
 
   def chunk(
