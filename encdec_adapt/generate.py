@@ -242,7 +242,8 @@ def _encode(
   if values.chat:
     for one in opened.sides.values():
       chat_format.template_of(one)
-  longest = source_files.prompt_room(stored, values.max_tokens)
+  generated = 0 if values.embed else values.max_tokens
+  longest = source_files.prompt_room(stored, generated)
   encoded = []
   for place, prompt in prompts.items():
     try:

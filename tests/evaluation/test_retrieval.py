@@ -160,7 +160,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_scores_of_a_model(kind, models):
-  retrieval = retrieval_tasks.Retrieval(TEXT, [256], 2)
+  retrieval = retrieval_tasks.Retrieval(TEXT, [256], 1)
   progress = []
   evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
   evaluation.check(models[kind].stored)
@@ -169,14 +169,14 @@ def test_scores_of_a_model(kind, models):
   )
   counts = {score.task: score.n for score in found}
   assert counts == dict(
-    needle=10, documents_10=6, documents_20=10, chain=2, values=2
-  ) | dict.fromkeys(retrieval.tasks(), 2)
+    needle=5, documents_10=3, documents_20=5, chain=1, values=1
+  ) | dict.fromkeys(retrieval.tasks(), 1)
   assert [x.metric for x in found[:3]] == list(retrieval_scores.METRICS)
   for score in found:
     assert score.n == len(score.scores)
     assert score.value == pytest.approx(np.mean(score.scores))
     assert set(score.scores) <= {0, 1} or score.metric != 'choice'
-  assert progress[-1] == (150, 150)
+  assert progress[-1] == (75, 75)
 
 
 def test_scores_of_one_who_finds_and_one_who_does_not(models, monkeypatch):
@@ -277,9 +277,8 @@ def test_lengths_are_checked_before_a_model_is_read(kind, models, monkeypatch):
   with pytest.raises(errors.UserError, match='has 12 tokens, and 1 needles'):
     retrieval_scores.RetrievalEvaluation(retrieval).check(stored)
   retrieval = retrieval_tasks.Retrieval(TEXT, [300, 700], 1)
-  retrieval_scores.RetrievalEvaluation(retrieval).check(
-    stored
-  )  # Its files state no limit.
+  # Its files state no limit.
+  retrieval_scores.RetrievalEvaluation(retrieval).check(stored)
   # The longest prompt has 2077; a decoder-only model answers at positions
   # after it.
   retrieval = retrieval_tasks.Retrieval(TEXT, [300, 1940], 1)

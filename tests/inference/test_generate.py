@@ -12,6 +12,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_files
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny, toy_models
 
@@ -241,3 +242,26 @@ def test_a_prompt_that_cannot_be_encoded_is_named_before_any_work(
   flags = [f'--checkpoint={run_folder}', f'--prompts={prompts}']
   with pytest.raises(errors.UserError, match='prompts.jsonl, line 21: '):
     _run(*flags, '--batch_size=2')
+
+
+def test_prompts_beyond_the_positions_of_the_model(
+  run_folder, unread, monkeypatch
+):
+  stated = {'max_position_embeddings': 24}
+  monkeypatch.setattr(
+    source_files, 'config_fields', lambda _: {'decoder': stated}
+  )
+  flags = [f'--checkpoint={run_folder}', f'--prompt={TEXT * 2}']
+  is_pair = 'encoder_decoder' in str(run_folder)
+  room = 24 if is_pair else 16
+  message = f'--prompt number 1 has .* room for {room} .*--max_prompt={room} to'
+  with pytest.raises(errors.UserError, match=message):
+    _run(*flags, '--max_tokens=8')
+  with pytest.raises(errors.UserError, match='room for 24 '):
+    _run(*flags, '--embed=mean')
+  with pytest.raises(AssertionError, match='parameters are read'):
+    _run(*flags, '--max_tokens=8', f'--max_prompt={room}')
+  if not is_pair:
+    message = '^24 generated tokens leave no room for a prompt in the 24 pos'
+    with pytest.raises(errors.UserError, match=message):
+      _run(*flags, '--max_tokens=24')
