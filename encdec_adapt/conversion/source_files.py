@@ -211,7 +211,7 @@ def prompt_room(
     raise errors.UserError(
       f'{generated} generated tokens leave no room for a prompt in the {limit}'
       f' positions of {stored.path} (max_position_embeddings of its'
-      ' config.json); generate fewer.'
+      ' config.json); lower --max_tokens, or leave out --retrieval.'
     )
   return limit - generated
 

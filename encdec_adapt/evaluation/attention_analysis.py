@@ -17,6 +17,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import noising
 from encdec_adapt.evaluation import (
@@ -310,14 +311,21 @@ def _summarize(
   layers: Sequence[int], by_row: Mapping[str, np.ndarray]
 ) -> list[results.Score]:
   """Returns the scores of measurements by row."""
-  counted = (by_row['weights'] > 0).any(1) & (by_row['masked'] > 0).any(1)
-  by_row = {name: np.asarray(x)[counted] for name, x in by_row.items()}
   parts, masked = by_row['parts'], by_row['masked'] > 0
   inputs = (parts > PARTS.index('bos')) & (parts < _OWN)
+  kept = inputs & ~masked
+  counted = (by_row['weights'] > 0).any(1) & masked.any(1) & kept.any(1)
+  if not counted.any():
+    raise errors.UserError(
+      f'none of {len(counted)} rows has two tokens of inputs, of which one can'
+      ' be masked; leave out --attention.'
+    )
+  by_row = {name: np.asarray(x)[counted] for name, x in by_row.items()}
+  inputs, masked, kept = (x[counted] for x in (inputs, masked, kept))
   # An even share over the inputs of a row is 1.
   size = inputs.sum(1, keepdims=True)
   plain, noised = (by_row[name] * size for name in ('received', 'noised'))
-  scored = meap_scores(plain, noised, masked, inputs & ~masked)
+  scored = meap_scores(plain, noised, masked, kept)
   scored += _by_part(layers, by_row)
   return scored + _ablations(layers, by_row.get('losses', ()))
 

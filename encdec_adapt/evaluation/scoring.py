@@ -101,13 +101,13 @@ def score(
       )
   rows = loaded.rows(batch_size)
 
-  def place(i: int) -> tuple[int, ...]:
-    """Returns the place of a pair; those of one context come together."""
+  def sort_key(i: int) -> tuple[int, ...]:
+    """Returns the sort key of a pair: those of one context are adjacent."""
     context, continuation = pairs[i]
     # Hashes of integers are the same in all processes.
     return -len(context), hash(tuple(context)), -len(continuation)
 
-  order = sorted(range(len(pairs)), key=place)
+  order = sorted(range(len(pairs)), key=sort_key)
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     batch = _frame(loaded, [pairs[i] for i in chosen], rows, bos)

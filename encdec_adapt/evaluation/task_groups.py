@@ -295,25 +295,27 @@ def plan(
     for name in names or sorted(local)
     for member in GROUPS.get(name, (Member(name, None, ''),))
   ]
-  asked = {member.task for member in members}
   # lm-eval has no tasks with templates.
-  prompted = {x.task for x in members if x.metric == 'median'}
-  hub = asked - local.keys() - prompted
+  hub = {x.task for x in members if x.metric != 'median'} - local.keys()
   known = hub & _hub_tasks() if hub else set()
-  absent = sorted(asked - local.keys() - known)
-  if absent and (not groups or len(absent) == len(asked)):
+  present = [
+    member
+    for member in members
+    if member.task in local
+    or (member.metric != 'median' and member.task in known)
+  ]
+  absent = sorted({x.task for x in members if x not in present})
+  if absent and not (groups and present):
     raise errors.UserError(
       f'there is no task {", ".join(map(repr, absent))}; {_ADD_FOLDER}.'
     )
   if not allow_code and (programs := known & _RUN_CODE):
     raise errors.UserError(
       f'{", ".join(sorted(programs))} run programs that the model generates;'
-      ' give --allow_code, in a container best, or name other tasks.'
+      ' name other tasks, or give `evaluate` --allow_code, in a container best.'
     )
   found: dict[str, Task] = {}
-  for member in members:
-    if member.task in absent:
-      continue
+  for member in present:
     content = local.get(member.task)
     count = member.shots if shots is None else shots
     if shots and isinstance(content, prompted_task.PromptedTask):

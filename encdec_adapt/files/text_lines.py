@@ -1,4 +1,4 @@
-"""Lines of a text file, by the places that messages name."""
+"""Reads lines of a text file, keyed by file and line for error messages."""
 
 import json
 import sys

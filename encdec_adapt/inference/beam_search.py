@@ -227,7 +227,7 @@ def _extend(
 ) -> tuple[Int[Array, 'b m'], Beams]:
   """Returns the likeliest hypotheses with a token more, and their origins.
 
-  They are so many that n open ones are left if all the others end.
+  Enough are kept that n stay open even if all others end.
   """
   batch, beams, size = log_probs.shape
   total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)

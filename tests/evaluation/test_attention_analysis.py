@@ -9,6 +9,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import records
@@ -178,6 +179,27 @@ def test_measures_are_literal():
   assert increase.value == pytest.approx(-6.75 / 2)
   # One degree of freedom: the p-value of t is 1 - 2 atan(|t|) / pi, t = -1.
   assert found['variance_increase_p'].value == pytest.approx(0.5)
+
+
+def test_rows_without_two_tokens_of_inputs_do_not_count():
+  def rows(parts, masked):
+    shape = len(parts), len(parts[0])
+    return {
+      'weights': np.ones(shape),
+      'parts': np.array(parts),
+      'masked': np.array(masked),
+      'received': np.full(shape, 0.25),
+      'noised': np.full(shape, 0.5),
+      'shares': np.ones((*shape[:1], 1, 1, len(attention_analysis.PARTS))),
+      'entropy': np.ones((*shape[:1], 1, 1)),
+    }
+
+  one, two = ([1, 2, 0], [0, 1, 0]), ([1, 2, 4], [0, 1, 0])
+  found = attention_analysis._summarize([0], rows(*zip(one, two, strict=True)))
+  assert {score.n for score in found} == {1}
+  assert np.isfinite([score.value for score in found]).all()
+  with pytest.raises(errors.UserError, match='none of 1 rows has two tokens'):
+    attention_analysis._summarize([0], rows([one[0]], [one[1]]))
 
 
 def test_scores_of_a_long_row_need_no_whole_matrix():

@@ -270,6 +270,19 @@ def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
   assert sizes == {'pt': 22, 'it': 10, 'eai': 31, 't0': 11}
 
 
+def test_a_task_of_the_hub_is_not_lost_to_one_with_templates(monkeypatch):
+  everywhere = {m.task for group in tasks.GROUPS.values() for m in group}
+  monkeypatch.setattr(tasks, '_hub_tasks', lambda: frozenset(everywhere))
+  alone, both = tasks.plan(['eai']), tasks.plan(['eai', 't0'])
+  assert len(alone.tasks) == 31 and not alone.absent
+  assert both.tasks == alone.tasks
+  assert both.absent == sorted(m.task for m in tasks.GROUPS['t0'])
+  planned = tasks.plan(['hellaswag', 't0'])
+  assert [task.name for task in planned.tasks] == ['hellaswag']
+  with pytest.raises(errors.UserError, match="there is no task 'anli_r1'"):
+    tasks.plan(['t0'])
+
+
 def test_programs_run_apart_and_only_when_asked_for(tmp_path):
   with pytest.raises(errors.UserError, match='give --allow_code'):
     code_execution.passes('pass')
