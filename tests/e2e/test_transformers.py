@@ -60,6 +60,7 @@ def test_an_exported_run_generates_the_same_text(folder, pairs, tmp_path):
   assert len(set(ours)) > 1
 
 
+@pytest.mark.long
 def test_a_model_tuned_on_chats_answers_alike(tmp_path):
   texts = ['two cats sleep', 'the quick brown fox']
   answers = ['ask the fox', 'they sleep']
