@@ -295,8 +295,9 @@ def _report(
     for path, own in found.items()
   }
   notes = [
-    'Values with 95 % intervals, and paired tests on the same examples; p is'
-    ' not corrected for the number of comparisons.'
+    'Values with 95 % intervals, and paired tests on the same examples (BLEU'
+    ' and chrF: on scores of single sentences, not of the whole set); p is not'
+    ' corrected for the number of comparisons.'
   ]
   sizes = [_size(stored) for stored in models.values()]
   if values.correlate:
