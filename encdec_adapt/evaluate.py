@@ -294,14 +294,7 @@ def _report(
     names[path]: [*own, *planned.group_scores(own)]
     for path, own in found.items()
   }
-  notes = [
-    'Values with 95 % intervals, and paired tests on the same examples (BLEU'
-    ' and chrF: on scores of single sentences, not of the whole set); p is not'
-    ' corrected for the number of comparisons.'
-  ]
-  sizes = [_size(stored) for stored in models.values()]
-  if values.correlate:
-    notes.append(_correlation(values.correlate, sizes, scores))
+  notes = _notes(values, models, scores)
   cells = retrieval_scores.rows(scores)
   needles = retrieval_scores.grids(scores)
   scores = retrieval_scores.without_cells(scores)
@@ -311,14 +304,6 @@ def _report(
     'Retrieval': cells,
     'Cost': score_tables.cost_rows(scores),
   }
-  per_query = {}
-  if values.cost:
-    _, generated = _lengths(values.cost)
-    per_query = score_tables.per_query(scores, generated)
-    notes.append(
-      f'Cost is of {values.cost.replace(",", " prompt tokens and ")} generated'
-      f' tokens; throughput and memory are of {values.batch_size} prompts.'
-    )
   for title, rows in tables.items():
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
@@ -329,13 +314,16 @@ def _report(
     if isinstance(x, task_groups.Task | text_pairs.Pairs)
   }
   quality = score_tables.quality(scores, asked | {*retrieval_tasks.FACTS})
+  per_query = {}
+  if values.cost and quality[1]:
+    per_query = score_tables.per_query(scores, _lengths(values.cost)[1])
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',
       'notes': notes,
       'tables': tables,
       'quality': quality,
-      'per_query': per_query if quality[1] else {},
+      'per_query': per_query,
       'needles': needles,
       'attention': attention_analysis.figures(scores),
       'environment': environment.report(),
@@ -343,6 +331,28 @@ def _report(
     values.output,
   )
   print(f'report: {paths.join(values.output, "report.html")}')
+
+
+def _notes(
+  values: flags.FlagValues,
+  models: Mapping[str, stored_model.StoredModel],
+  scores: score_tables.Scores,
+) -> list[str]:
+  """Returns the sentences below the tables."""
+  notes = [
+    'Values with 95 % intervals, and paired tests on the same examples (BLEU'
+    ' and chrF: on scores of single sentences, not of the whole set); p is not'
+    ' corrected for the number of comparisons.'
+  ]
+  if values.correlate:
+    sizes = [_size(stored) for stored in models.values()]
+    notes.append(_correlation(values.correlate, sizes, scores))
+  if values.cost:
+    notes.append(
+      f'Cost is of {values.cost.replace(",", " prompt tokens and ")} generated'
+      f' tokens; throughput and memory are of {values.batch_size} prompts.'
+    )
+  return notes
 
 
 def _size(stored: stored_model.StoredModel) -> str:
