@@ -7,7 +7,8 @@ r"""Continues prompts with a trained model: text in, text out.
 
 The model is a Hugging Face folder, or the newest checkpoint of a run (the best
 one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
-with its encoder, as in PrefixLM training; a decoder-only model continues it.
+with its encoder, as in PrefixLM training; a decoder-only model continues it,
+after the `separator` of the run's objective if it has one.
 With --chat a prompt is a user's turn, and the model answers in the chat format
 of its vocabulary. With --embed the encoder's states are written instead.
 
@@ -244,6 +245,7 @@ def _encode(
       chat_format.template_of(one)
   generated = 0 if values.embed else values.max_tokens
   longest = source_files.prompt_room(stored, generated)
+  separator = opened.decoder.encode(stored.separator)
   encoded = []
   for place, prompt in prompts.items():
     try:
@@ -256,6 +258,7 @@ def _encode(
         ids = reader.encode(prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{place}: {error}') from error
+    ids = np.append(ids, separator)
     if values.max_prompt:
       ids = ids[-(values.max_prompt - 1) :]
     elif longest is not None and len(ids) + 1 > longest:

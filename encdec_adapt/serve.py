@@ -94,6 +94,7 @@ def main(values: flags.FlagValues) -> int:
       values.max_tokens,
       None if 'encoder' in stored.model.stacks else longest,
     ),
+    separator=opened.decoder.encode(stored.separator),
     max_queue=values.max_queue,
     timeout=values.timeout,
   )

@@ -189,7 +189,7 @@ def test_any_model_is_said_by_a_configuration(merged):
       ['data.objective=foo', 'data.encoder_length=8'],
       "data.objective is 'foo'.*prefix_lm",
     ),
-    ([*PAIR, 'data.objective=ul2'], 'only prefix_lm and prefix_lm_uniform'),
+    ([*PAIR, 'data.objective=ul2'], 'needs one vocabulary for both sides'),
     ([*PAIR, 'model.kind=decoder_only'], 'which has no encoder'),
     ([*PAIR, 'model.shared_table=True'], 'one table for both sides'),
   ],

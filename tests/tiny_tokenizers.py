@@ -1,5 +1,6 @@
 """Tiny tokenizer.json folders in the manner of each family, trained here."""
 
+from collections.abc import Sequence
 import json
 import pathlib
 import pydoc_data.topics
@@ -151,6 +152,7 @@ def save(
   size: int,
   *,
   config: bool = True,
+  more: Sequence[str] = (),
 ) -> pathlib.Path:
   """Writes a tokenizer as a Hugging Face folder has it.
 
@@ -160,9 +162,12 @@ def save(
     texts: texts to train on.
     size: see `make`.
     config: also write tokenizer_config.json.
+    more: special tokens that are added at the end.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  make(family, texts, size).save(str(folder / 'tokenizer.json'))
+  tokenizer = make(family, texts, size)
+  tokenizer.add_special_tokens(list(more))
+  tokenizer.save(str(folder / 'tokenizer.json'))
   if config:
     (folder / 'tokenizer_config.json').write_text(
       json.dumps(TOKENIZER_CONFIG[family])

@@ -44,6 +44,7 @@ class StoredModel:
     checkpoint: the checkpoint of a run, see `open_checkpoint`; None for a
       folder.
     unused: name of a stored tensor that the model does not use -> reason.
+    separator: text between a prompt and its continuation, see `separator_of`.
   """
 
   path: paths_lib.Path
@@ -52,6 +53,7 @@ class StoredModel:
   arrays: Callable[[], dict[str, lazy_array.LazyArray]]
   checkpoint: manager.Checkpoint | None = None
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
+  separator: str = ''
 
   @property
   def step(self) -> int | None:
@@ -177,7 +179,20 @@ def _open_run(path: paths_lib.Path) -> StoredModel:
     choice if opened else None,
     lambda: _checkpoint_arrays(checkpoint, settings.model),
     checkpoint,
+    separator=separator_of(settings),
   )
+
+
+def separator_of(settings: config_lib.Settings) -> str:
+  """Returns the text that a run's model expects after a prompt.
+
+  It is the `separator` of the run's objectives, of the first that has one; ''
+  for encoder-decoders, which read the prompt on its own.
+  """
+  if 'encoder' in settings.model.stacks:
+    return ''
+  separators = map(objective_names.separator, settings.data.objectives)
+  return next(filter(None, separators), '')
 
 
 def open_checkpoint(

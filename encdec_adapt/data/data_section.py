@@ -144,14 +144,9 @@ class DataConfig:
       objectives.check_lengths(name, objective_names.feeds(name), lengths)
     self._check_sources()
     row_rates.parse(self.rates)
-    other = self.encoder_vocabulary not in ('', self.vocabulary)
-    if other and not all(n.startswith('prefix_lm') for n in self.objectives):
-      raise errors.UserError(
-        f'config.data.encoder_vocabulary is {self.encoder_vocabulary!r} with'
-        f' objective {self.objective!r}; only prefix_lm and prefix_lm_uniform'
-        ' split the text before encoding it. Other objectives hide tokens in'
-        ' a window that both sides read. Change one of them.'
-      )
+    if self.encoder_vocabulary not in ('', self.vocabulary):
+      for name in self.objectives:
+        objective_names.check_vocabularies(name)
 
   def _check_sources(self) -> None:
     """Checks that every objective has a source, and every source one."""

@@ -177,6 +177,7 @@ class Denoising(objectives.WindowObjective):
   """A mixture of denoisers, one drawn per window by its weight."""
 
   draws = True
+  one_vocabulary = 'a sentinel stands for the same span on both sides'
 
   def __init__(
     self,

@@ -33,6 +33,7 @@ class Classify(objectives.Objective):
   reads = 'text'
   source = 'labels'
   feeds = 'encoder'
+  one_vocabulary = 'it has no decoder'
 
   def __init__(
     self,

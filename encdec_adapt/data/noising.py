@@ -8,7 +8,7 @@ T5 (arXiv:1910.10683, section 3.3; t5/data/preprocessors.py), noise by token:
 | name               | inputs                             | targets            |
 |--------------------|------------------------------------|--------------------|
 | iid_denoising      | hidden tokens; adjacent ones share | per run its        |
-| (0.15)             | a sentinel                         | sentinel, tokens   |
+| (0.15)             | a sentinel; their number is fixed  | sentinel, tokens   |
 | mask_tokens (0.15) | each hidden token is M             | the window         |
 | drop_tokens (0.15) | without the hidden tokens          | the hidden tokens  |
 | deshuffle          | the window's tokens, permuted      | the window         |
@@ -53,8 +53,10 @@ are M where the model reads them; targets are the window, all with weight:
 
 | name               | what is masked                                          |
 |--------------------|---------------------------------------------------------|
-| meap (0.15)        | tokens of each window, in runs of `span` tokens (1; the |
-|                    | paper tried 5 and 50); every window has its own draw    |
+| meap (0.15)        | floor(.15 n) of the n tokens of each window, and one    |
+|                    | more with the remaining probability, in runs of `span`  |
+|                    | tokens (1; the paper tried 5 and 50); every window has  |
+|                    | its own draw                                            |
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
 |                    | published code (`data/shared_masks.py`)                 |
 
@@ -216,9 +218,14 @@ class ReplaceTokens(Noising):
 
 
 class IidDenoising(Noising):
-  """Hides tokens independently; adjacent ones share a sentinel."""
+  """Hides tokens at independent positions; adjacent ones share a sentinel.
+
+  Their number is fixed, the share of the window (T5 draws each token on its
+  own): so the longest windows fill a row.
+  """
 
   needs_mask = False
+  one_vocabulary = denoising.Denoising.one_vocabulary
 
   def _make_plans(self):
     (plan,) = super()._make_plans()
@@ -357,6 +364,7 @@ class Bert(Noising):
 
   feeds = 'encoder'
   adds_eos = False
+  one_vocabulary = 'it has no decoder'
 
   def split(self, window, plan, rng):
     chosen = np.flatnonzero(self._hidden(len(window), rng))
@@ -375,6 +383,12 @@ class Meap(Noising):
 
   feeds = 'decoder'
   options = ('concatenate', 'share', 'span')
+  one_vocabulary = objectives.CausalLM.one_vocabulary
+
+  @classmethod
+  def revisions(cls, options):
+    del options
+    return ('windows mask their share of tokens on average, not rounded down',)
 
   def __init__(self, *args, span: int = 1, **options):
     """Plans the windows; see `Noising`.
@@ -397,8 +411,9 @@ class Meap(Noising):
     return batch.Pair(np.zeros(0, np.int32), window, decoder_inputs=read)
 
   def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws int(size * share) masked tokens in runs of `span`, bool [size]."""
-    count = int(size * self._share)
+    """Draws masked tokens in runs of `span`, bool [size]; see the module."""
+    count, remainder = divmod(size * self._share, 1)
+    count = int(count) + (rng.random() < remainder)
     runs = -(-count // self._span)
     masked = np.zeros(size, bool)
     if not runs:
@@ -419,6 +434,7 @@ class SharedMeap(Noising):
 
   feeds = 'decoder'
   draws = False
+  one_vocabulary = objectives.CausalLM.one_vocabulary
 
   def __init__(self, name, lengths, vocabulary, **options):
     """Checks that the vocabulary has a mask token; see `Noising`."""

@@ -1,4 +1,4 @@
-"""Makes objectives by the names that a configuration gives them.
+r"""Makes objectives by the names that a configuration gives them.
 
 A name may have options after a colon, separated by commas:
 
@@ -9,7 +9,11 @@ A name may have options after a colon, separated by commas:
     denoise:R:3:0.15 + S:uniform@4
 
     pairs:too_long=truncate,prefix=summarize:
+    pairs:prefix="Question: ",separator="\n"
     classify:labels=no|yes
+
+A text is taken verbatim, spaces included, or is a JSON string in quotes, which
+may have commas and escapes.
 
 Several objectives, which then share the training rows (`data/row_order.py`),
 are separated by ' | ': `prefix_lm | ul2` (`split`). All other functions take
@@ -25,6 +29,8 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import json
+import re
 from typing import Any
 
 from encdec_adapt.cli import errors
@@ -35,7 +41,9 @@ from encdec_adapt.data import (
   noising,
   objectives,
   supervised,
+  text_split,
 )
+from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 MIXTURE = 'denoise'
@@ -47,6 +55,7 @@ _CLASSES: dict[str, type[objectives.Objective]] = {
   **labelled.LABELLED,
 }
 NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
+_QUOTED = r'"(?:[^"\\]|\\.)*"'  # A JSON string.
 
 
 def _share(text: str) -> float:
@@ -59,6 +68,11 @@ def _span(text: str) -> int:
   if int(text) < 1:
     raise ValueError
   return int(text)
+
+
+def _text(text: str) -> str:
+  """Reads a text: a JSON string in quotes, or verbatim."""
+  return json.loads(text) if text.startswith('"') else text
 
 
 def _one_of(values: Sequence[str]) -> Callable[[str], str]:
@@ -76,7 +90,8 @@ _OPTIONS = {
   'span': 'span=NUMBER of at least 1',
   'too_long': f'too_long={"|".join(supervised.TOO_LONG)}',
   'meap': f'meap={"|".join(supervised.MEAP)}',
-  'prefix': 'prefix=TEXT without a comma',
+  'prefix': 'prefix=TEXT, a JSON string in quotes or without a comma',
+  'separator': 'separator=TEXT likewise',
   'labels': 'labels=LABEL|LABEL without commas',
 }
 # What the value of an option is read by; raises ValueError.
@@ -86,6 +101,8 @@ _READ: Mapping[str, Callable[[str], Any]] = {
   'span': _span,
   'too_long': _one_of(supervised.TOO_LONG),
   'meap': _one_of(supervised.MEAP),
+  'prefix': _text,
+  'separator': _text,
   'labels': lambda text: tuple(text.split('|')),
 }
 
@@ -109,7 +126,7 @@ def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
   options: dict[str, Any] = {}
   if name in _CONCATENATED:
     options['concatenate'] = True
-  for entry in filter(None, rest.split(',')):
+  for entry in filter(None, _divide(rest, ',')):
     key, _, value = entry.partition('=')
     try:
       if key not in known or (key == 'concatenate') == bool(value):
@@ -130,7 +147,11 @@ def split(text: str) -> list[str]:
     UserError: one is not known or named twice, they fill other sides, or one
       of several masks whole batches.
   """
-  names = [name.strip() for name in text.split(' | ')]
+  # Without options there is no space to keep.
+  names = [
+    name.lstrip() if ':' in name else name.strip()
+    for name in _divide(text, ' | ')
+  ]
   sides = {name: feeds(name) for name in names}
   if len(sides) < len(names) or len(set(sides.values())) > 1:
     raise errors.UserError(
@@ -143,6 +164,16 @@ def split(text: str) -> list[str]:
       ' whole step and stands alone; use meap'
     )
   return names
+
+
+def _divide(text: str, divider: str) -> list[str]:
+  """Divides a text at every divider outside of quotes."""
+  parts, start = [], 0
+  for match in re.finditer(f'{_QUOTED}|({re.escape(divider)})', text):
+    if match[1]:
+      parts.append(text[start : match.start()])
+      start = match.end()
+  return [*parts, text[start:]]
 
 
 def feeds(text: str) -> str:
@@ -186,10 +217,48 @@ def for_evaluation(text: str) -> str:
   if name.startswith('meap'):
     return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
   if options.get('meap'):
-    rest = text.partition(':')[2].split(',')
-    kept = [one for one in rest if not one.startswith('meap=')]
-    return ':'.join([name, *([','.join(kept)] if kept else [])])
+    entries = _divide(text.partition(':')[2], ',')
+    entries = [entry for entry in entries if not entry.startswith('meap=')]
+    return ':'.join([name, *([','.join(entries)] if entries else [])])
   return text
+
+
+def one_vocabulary(text: str) -> str:
+  """Returns why both sides must share a vocabulary; '' if they need not."""
+  name, options = _parse(text)
+  if options.get('concatenate'):
+    return 'windows of concatenated documents are cut in the tokens of one'
+  if options.get('meap'):
+    return 'a masked copy repeats inputs and targets in the tokens of one'
+  return _class(name).one_vocabulary
+
+
+def check_vocabularies(text: str) -> None:
+  """Refuses an objective that cannot have two vocabularies.
+
+  Raises:
+    UserError: states the reason.
+  """
+  if reason := one_vocabulary(text):
+    raise errors.UserError(
+      f'config.data.objective {text!r} needs one vocabulary for both sides:'
+      f' {reason}. Leave out config.data.encoder_vocabulary, or use prefix_lm,'
+      ' prefix_lm_uniform, reverse_prefix_lm, pairs or chat without these'
+      ' options'
+    )
+
+
+def separator(text: str) -> str:
+  """Returns the text between the inputs and targets of decoder-only rows."""
+  return _parse(text)[1].get('separator', '')
+
+
+def revisions(text: str) -> tuple[str, ...]:
+  """Returns the changes to an objective; see `Objective.revisions`."""
+  name, options = _parse(text)
+  # `split` removed it, which an option at the end had.
+  space = ('options keep the space at their end',) * (text != text.rstrip())
+  return (*_class(name).revisions(options), *space)
 
 
 def shared_mask_share(text: str) -> float:
@@ -242,6 +311,7 @@ def make_objective(
   lengths: batch.Lengths,
   vocabulary: vocabulary_lib.Vocabulary,
   *,
+  encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
   sentinel_policy: str = 'unique',
 ) -> objectives.Objective:
   """Makes an objective by its name.
@@ -250,14 +320,18 @@ def make_objective(
     text: name and options, see the module's docstring.
     lengths: row lengths that every pair has to fit.
     vocabulary: vocabulary with EOS, and what the objective needs of sentinels,
-      mode tokens and a mask.
+      mode tokens and a mask; the decoder's if there are two.
+    encoder_vocabulary: vocabulary of the encoder if it is another one.
     sentinel_policy: one of `denoising.POLICIES`.
 
   Raises:
     UserError: the name or an option is not known, the lengths do not suit the
-      objective, or the vocabulary lacks special tokens.
+      objective, it cannot have two vocabularies, or the vocabulary lacks
+      special tokens.
   """
   name, options = _parse(text)
+  if encoder_vocabulary is not None:
+    check_vocabularies(text)
   mixture = _mixture(name, options)
   if mixture is not None:
     return denoising.Denoising(
@@ -268,4 +342,13 @@ def make_objective(
       sentinel_policy,
       concatenate=options.get('concatenate', False),
     )
-  return _CLASSES[name](text, lengths, vocabulary, **options)
+  if encoder_vocabulary is None:
+    return _CLASSES[name](text, lengths, vocabulary, **options)
+  if name in supervised.SUPERVISED:
+    return _CLASSES[name](
+      text, lengths, vocabulary, encoder_vocabulary, **options
+    )
+  return text_split.TextSplit(
+    _CLASSES[name](text, lengths, vocabulary, **options),
+    vocabularies.Opened(vocabulary, encoder_vocabulary),
+  )

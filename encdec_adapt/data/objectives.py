@@ -4,7 +4,7 @@ This module has the interface and the language-model objectives; span
 corruption is in `data/denoising.py`, other noise in `data/noising.py`. A
 configuration names an objective, with options after a colon
 (`objective_names.make_objective`): `prefix_lm`, `causal_lm:concatenate`,
-`bart:mask=0.3`.
+`bart:share=0.3`.
 
 | name              | inputs                       | targets               |
 |-------------------|------------------------------|-----------------------|
@@ -16,9 +16,10 @@ configuration names an objective, with options after a colon
 | reverse_prefix_lm | what follows a uniform split | what precedes it      |
 
 `prefix_lm` splits in half, as T5Gemma does (arXiv:2504.06225). The uniform
-split is in [1, window), as in Wang et al. (arXiv:2204.05832); two windows
-with complementary splits fill a row, which is their packing of two examples
-into one. `full_lm` is their full language modeling.
+split is in [1, window), as in Wang et al. (arXiv:2204.05832). `full_lm` is
+their full language modeling. With `concatenate`, two uniform splits in a row
+are complementary, which is their packing of two examples into one
+(`UniformPrefixLM`).
 
 A document is cut into windows that fit a row with the framing of
 `data/batch.py` (m + 1 encoder and n decoder positions), as long as the row
@@ -54,7 +55,8 @@ class Plan:
   Attributes:
     inside: most tokens of a window that does not end its document.
     last: most tokens of a document's last window, whose targets get EOS.
-    task: denoiser of the window, for mixtures of denoisers; else None.
+    task: denoiser of the window, for mixtures of denoisers; whether its split
+      is the complement of the one before, for uniform splits; else None.
   """
 
   inside: int
@@ -75,6 +77,8 @@ class Objective(abc.ABC):
       'labels'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     concatenate: whether examples cross documents.
+    one_vocabulary: reason that both sides must share a vocabulary; '' if each
+      may have its own.
     lengths: row lengths that every pair fits.
     skips_bad: whether documents that it cannot read are left out and counted.
     counts: examples that were dropped or cut, by what happened to them, and
@@ -87,6 +91,7 @@ class Objective(abc.ABC):
   source = 'text'
   reads = 'tokens'
   concatenate = False
+  one_vocabulary = 'it hides tokens in a window that both sides read'
   skips_bad = False
 
   def __init__(self, name: str, lengths: batch.Lengths):
@@ -103,6 +108,19 @@ class Objective(abc.ABC):
     self.name = name
     self.lengths = lengths
     self.counts: collections.Counter[str] = collections.Counter()
+
+  @classmethod
+  def revisions(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the changes to the examples since record format 7, in order.
+
+    Their number is the revision of the objective; records of an earlier one are
+    refused with the changes as the reason.
+
+    Args:
+      options: options of the objective's name.
+    """
+    del options
+    return ()
 
   @abc.abstractmethod
   def examples(
@@ -291,6 +309,13 @@ class WindowObjective(Objective):
       documents,
     )
 
+  def _draw_in_stream(
+    self, index: int, generator: Generator
+  ) -> tuple[np.random.Generator | None, Plan]:
+    """Draws the plan of a window of concatenated documents, by its number."""
+    rng = generator(f'#{index}') if self.draws else None
+    return rng, self.draw_plan(rng)
+
   def _from_stream(self, documents, generator) -> Iterator[batch.Pair]:
     """Cuts windows from concatenated documents, each of which ends in EOS."""
     documents = iter(documents)
@@ -299,8 +324,7 @@ class WindowObjective(Objective):
     for i in itertools.count():
       if following is None and not len(buffer):
         return
-      rng = generator(f'#{i}') if self.draws else None
-      plan = self.draw_plan(rng)
+      rng, plan = self._draw_in_stream(i, generator)
       waiting, size = [buffer], len(buffer)
       while size < plan.inside and following is not None:
         name, tokens = following
@@ -352,6 +376,7 @@ class CausalLM(WindowObjective):
   """Predicts the whole window."""
 
   feeds = 'decoder'
+  one_vocabulary = 'it has no inputs for an encoder'
 
   def _make_plans(self):
     return (self._longest(lambda window: (0, window)),)
@@ -361,50 +386,83 @@ class CausalLM(WindowObjective):
 
 
 class PrefixLM(WindowObjective):
-  """Predicts the second half from the first, which is not the longer one."""
+  """Predicts the second half from the first, which is not the longer one.
+
+  Attributes:
+    reverse: whether the part before the split is the targets.
+  """
+
+  one_vocabulary = ''
+  reverse = False
 
   def _make_plans(self):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
 
   def draw_cut(self, rng: np.random.Generator | None) -> Callable[[int], int]:
-    """Draws the split: a function from a window's size to its prefix's."""
+    """Draws the split: a function from a window's size to its first part's."""
     del rng
     return lambda size: size // 2
 
   def split(self, window, plan, rng):
     middle = self.draw_cut(rng)(len(window))
-    return batch.Pair(window[:middle], window[middle:])
+    parts = window[:middle], window[middle:]
+    return batch.Pair(*(parts[::-1] if self.reverse else parts))
 
 
 class UniformPrefixLM(PrefixLM):
-  """Predicts the text after a uniformly drawn split."""
+  """Predicts the text after a uniformly drawn split.
+
+  Of concatenated documents, windows have w = min(S - 2, T) tokens, and windows
+  2k and 2k + 1 share a draw i in [1, w): one is split at i, the next at w - i.
+  Their inputs, with a BOS each, are w + 2 tokens and their targets w, so that
+  both fill a row (Wang et al., arXiv:2204.05832, section 3.2).
+  """
 
   draws = True
 
+  @classmethod
+  def revisions(cls, options):
+    change = 'two windows that fill a row share the draw of their splits'
+    return (change,) * bool(options.get('concatenate'))
+
   def _make_plans(self):
-    # Inputs have at most window - 1 tokens, but the window is one shorter than
-    # fits: two windows with complementary splits then fill a row, both BOS
-    # included.
+    if self.concatenate:
+      window = min(self.lengths.encoder - 2, self.lengths.decoder)
+      return (Plan(*2 * [window if window > 1 else 0]),)
+    # Inputs have at most window - 1 tokens; the row has room for one more BOS.
     return (self._longest(lambda window: (window, max(window - 1, 1))),)
 
   def draw_cut(self, rng):
     return functools.partial(uniform_split, rng.random())
 
+  def _draw_in_stream(self, index, generator):
+    rng, plan = super()._draw_in_stream(index - index % 2, generator)
+    return rng, dataclasses.replace(plan, task=bool(index % 2))
 
-class ReversePrefixLM(WindowObjective):
+  def split(self, window, plan, rng):
+    if not plan.task:
+      return super().split(window, plan, rng)
+    middle = plan.inside - uniform_split(rng.random(), plan.inside)
+    # Only the last window of a shard is shorter; its target is one token then.
+    middle = min(middle, len(window) - 1)
+    return batch.Pair(window[:middle], window[middle:])
+
+
+class ReversePrefixLM(PrefixLM):
   """Predicts the text before a uniformly drawn split from the text after it.
 
   Source: the objectives of t5/data/preprocessors.py.
   """
 
   draws = True
+  reverse = True
 
   def _make_plans(self):
     return (self._longest(lambda window: (window, window)),)
 
-  def split(self, window, plan, rng):
-    middle = max(uniform_split(rng.random(), len(window)), 1)
-    return batch.Pair(window[middle:], window[:middle])
+  def draw_cut(self, rng):
+    share = rng.random()
+    return lambda size: max(uniform_split(share, size), 1)
 
 
 def uniform_split(share: float, size: int) -> int:

@@ -191,9 +191,9 @@ def write_manifest(
       framed with its special ids.
 
   Returns:
-    The manifest: format, spec, vocabularies (fingerprints and special
-    tokens), totals of the shards' counts, fill of both sides (0 to 1), parts
-    with their totals, and per pass the rows of each part and the shards'
+    The manifest: format, spec, revisions, vocabularies (fingerprints and
+    special tokens), totals of the shards' counts, fill of both sides (0 to 1),
+    parts with their totals, and per pass the rows of each part and the shards'
     entries.
   """
   totals: list[collections.Counter[str]] = [
@@ -215,6 +215,7 @@ def write_manifest(
   manifest = {
     'format': records.FORMAT,
     'spec': dataclasses.asdict(spec),
+    'revisions': spec.revisions,
     'vocabularies': dict(vocabularies),
     'totals': dict(whole),
     'fill': {

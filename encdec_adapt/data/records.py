@@ -33,10 +33,12 @@ from grain import sources
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  mixtures,
   noising,
   objective_names,
   record_copy,
   row_codec,
+  text_sources,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import special_ids, vocabulary
@@ -102,11 +104,30 @@ class RecordSpec:
     """S and T of the rows."""
     return batch.Lengths(self.encoder_length, self.decoder_length)
 
+  @property
+  def changes(self) -> dict[str, tuple[str, ...]]:
+    """Objectives and sources that have changed since `FORMAT`, and how."""
+    result = {}
+    for text in objective_names.split(self.objective):
+      if self.split == 'eval':
+        text = objective_names.for_evaluation(text)
+      result[f'objective {text!r}'] = objective_names.revisions(text)
+    for source, _ in mixtures.parse(self.source):
+      result[f'source {source!r}'] = text_sources.revisions(source)
+    return {name: changes for name, changes in result.items() if changes}
+
+  @property
+  def revisions(self) -> dict[str, int]:
+    """Revision number of the objectives and sources that have changed."""
+    return {name: len(changes) for name, changes in self.changes.items()}
+
   def shard_identity(self) -> dict[str, Any]:
     """Returns all that a shard depends on: everything but `passes`."""
     fields = {**dataclasses.asdict(self), 'format': FORMAT}
     del fields['passes']
-    return fields
+    # Left out where nothing has changed, so that older shards stay valid.
+    revisions = self.revisions
+    return {**fields, 'revisions': revisions} if revisions else fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +309,17 @@ def check_spec(
   """Raises an error if a manifest has another spec.
 
   Raises:
-    UserError: names every field that differs.
+    UserError: names every field that differs, and every objective or source
+      that has changed since.
   """
+  for name, changes in expect.changes.items():
+    revision = manifest.get('revisions', {}).get(name, 0)
+    if revision != len(changes):
+      raise errors.UserError(
+        f'the records in {folder} have revision {revision} of {name}, this'
+        f' version makes {len(changes)}: {"; ".join(changes[revision:])}.'
+        ' Materialise them again into an empty folder'
+      )
   found = manifest['spec']
   wrong = [
     f'{field} is {found.get(field)!r} in the records and {value!r} in the'

@@ -35,7 +35,9 @@ def describe(
     colour: whether to use colours of a terminal.
   """
   lines = []
-  labels = objective_names.labels(record_set.spec.objective.split(' | ')[0])
+  labels = objective_names.labels(
+    objective_names.split(record_set.spec.objective)[0]
+  )
   for number, row in zip(rows, record_set.read(rows), strict=True):
     lines.append(f'row {number}: {len(row)} examples')
     for segment, pair in enumerate(row, start=1):

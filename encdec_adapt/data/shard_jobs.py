@@ -27,7 +27,6 @@ from encdec_adapt.data import (
   record_writing,
   records,
   tensorflow_import,
-  text_split,
   token_cache,
 )
 from encdec_adapt.files import paths
@@ -177,10 +176,9 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     name,
     spec.lengths,
     opened.decoder,
+    encoder_vocabulary=opened.encoder if opened.differ else None,
     sentinel_policy=spec.sentinels,
   )
-  if opened.differ and spec.encoder_length:
-    objective = text_split.TextSplit(objective, opened)
   objective.skips_bad = spec.bad_documents == 'skip'
   draw = make_draw(spec, job.key.pass_index)
   (part,) = (

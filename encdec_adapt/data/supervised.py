@@ -7,11 +7,20 @@
 |       |         | the assistant, which it opens       | token               |
 
 Every turn of the assistant is an example, so the loss is on its turns only.
-The format is that of the vocabulary (`tokenizers/chat_format.py`), and inputs
-are the ids that `generate --chat` reads. Examples are never split; one that is
-longer than a row is dropped, or with the option `too_long=truncate` cut at the
-end of inputs and targets, and the manifest counts both. `prefix=TEXT` precedes
-all inputs of `pairs` ("summarize: " in T5).
+The format is that of the vocabulary (`tokenizers/chat_format.py`). A
+conversation is encoded as a whole and cut at its answers, so inputs are the ids
+that `generate --chat` reads, and targets those of `apply_chat_template`.
+
+Examples are never split; one that is longer than a row is dropped, or with the
+option `too_long=truncate` cut at the end of inputs and targets, and the
+manifest counts both. `prefix=TEXT` precedes all inputs of `pairs` ("summarize:
+" in T5). `separator=TEXT` stands between inputs and targets where a
+decoder-only model or a teacher reads both in one row; it belongs to the inputs
+there, so it has no weight. An encoder does not read it.
+
+With two vocabularies each side has its own: inputs are encoded in both, those
+of `chat` in the format of each, and answers and the token that ends them are
+the decoder's.
 
 MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
 masked where the model reads them, if the targets have more than 50 tokens.
@@ -29,7 +38,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import json
 
 import numpy as np
@@ -51,33 +60,38 @@ Sample = Callable[[int, int], Iterable[int]]
 class Supervised(objectives.Objective):
   """Pairs of texts; see the module's docstring."""
 
-  options = ('too_long', 'meap', 'prefix')
+  options = ('too_long', 'meap', 'prefix', 'separator')
   reads = 'text'
   source = 'pairs'
+  one_vocabulary = ''
 
   def __init__(
     self,
     name: str,
     lengths: batch.Lengths,
     vocabulary: vocabulary_lib.Vocabulary,
+    encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
     *,
     too_long: str = 'drop',
     meap: str = '',
     prefix: str = '',
+    separator: str = '',
   ):
     """Checks the options.
 
     Args:
       name: name of the objective, for errors.
       lengths: row lengths that every pair has to fit.
-      vocabulary: vocabulary of both sides.
+      vocabulary: vocabulary of the decoder.
+      encoder_vocabulary: vocabulary of the encoder if it is another one.
       too_long: rule for examples longer than a row, one of `TOO_LONG`.
       meap: layout of MEAP's copies, one of `MEAP`; '' for none.
       prefix: text before all inputs.
+      separator: text between inputs and targets of decoder-only rows.
 
     Raises:
-      UserError: the lengths do not suit pairs, or the vocabulary lacks special
-        tokens.
+      UserError: the lengths do not suit pairs or the separator, or the
+        vocabulary lacks special tokens.
     """
     super().__init__(name, lengths)
     self.draws = bool(meap)
@@ -86,6 +100,14 @@ class Supervised(objectives.Objective):
     self._meap = meap
     self._prefix = prefix
     self._vocabulary = vocabulary
+    self._encoder_vocabulary = encoder_vocabulary
+    self._separator = vocabulary.encode(separator)
+    if len(self._separator) > lengths.encoder - 2:
+      raise errors.UserError(
+        f'objective {name!r}: its separator has {len(self._separator)} tokens,'
+        f' which leave no inputs of config.data.encoder_length='
+        f'{lengths.encoder}; set it to at least {len(self._separator) + 2}'
+      )
     if meap:
       self._mask = noising.mask_token(name, vocabulary)
 
@@ -110,16 +132,31 @@ class Supervised(objectives.Objective):
     """Yields the pairs of a document."""
     del name
     inputs, targets = content
-    encode = self._vocabulary.encode
-    yield self._pair(
-      encode(self._prefix + inputs), encode(targets), self._vocabulary.eos
-    )
+    encode, end = self._vocabulary.encode, np.int32(self._vocabulary.eos)
+    ids = encode(self._prefix + inputs)
+    pair = batch.Pair(ids, np.append(encode(targets), end))
+    if self._encoder_vocabulary:
+      ids = self._encoder_vocabulary.encode(self._prefix + inputs)
+      pair = pair._replace(inputs=ids, prefix=pair.inputs)
+    yield pair
 
-  def _pair(self, inputs, targets, end: int) -> batch.Pair:
-    return batch.Pair(inputs, np.append(targets, np.int32(end)))
+  def _separated(self, pair: batch.Pair, room: int | None = None) -> batch.Pair:
+    """Returns a pair whose prefix ends in the separator, if there is one.
 
-  def _fitting(self, pair: batch.Pair) -> batch.Pair | None:
+    Args:
+      pair: pair without the separator.
+      room: most tokens of inputs, and of the prefix with its separator; None
+        for all.
+    """
+    cut = None if room is None else room - len(self._separator)
+    prefix = pair.prefix
+    if prefix is not None or len(self._separator):
+      prefix = np.concatenate([pair.teacher_inputs[:cut], self._separator])
+    return pair._replace(inputs=pair.inputs[:room], prefix=prefix)
+
+  def _fitting(self, unseparated: batch.Pair) -> batch.Pair | None:
     """Returns a pair that fits a row; None if it is dropped."""
+    pair = self._separated(unseparated)
     encoder, decoder = batch.positions(pair, self.lengths)
     if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
       return pair
@@ -128,8 +165,8 @@ class Supervised(objectives.Objective):
       return None
     self.counts['truncated'] += 1
     targets = slice(self.lengths.decoder)
+    pair = self._separated(unseparated, self.lengths.encoder - 1)
     return pair._replace(
-      inputs=pair.inputs[: self.lengths.encoder - 1],
       **{
         field: getattr(pair, field)[targets]
         for field in ('targets', 'decoder_inputs', 'weights')
@@ -148,7 +185,7 @@ class Supervised(objectives.Objective):
     def sample(size: int, count: int) -> np.ndarray:
       return generator().choice(size, count, replace=False)
 
-    made = meap_copies(pair, self._mask, self._meap, sample)
+    made = meap_copies(pair, self._mask, self._meap, sample, self._separator)
     # A pair and its copy in one sequence may be too long.
     longest = max(self.lengths.decoder, len(pair.targets))
     if len(made[0].targets) > longest:
@@ -162,7 +199,11 @@ class Supervised(objectives.Objective):
 
 
 def meap_copies(
-  pair: batch.Pair, mask: int, layout: str, sample: Sample
+  pair: batch.Pair,
+  mask: int,
+  layout: str,
+  sample: Sample,
+  separator: Sequence[int] = (),
 ) -> list[batch.Pair]:
   """Adds MEAP's masked copy to a pair.
 
@@ -172,6 +213,7 @@ def meap_copies(
     layout: 'separate' or 'concat', see the module's docstring.
     sample: draws the masked positions, as `random.sample(range(n), k)` does;
       called once, and not for pairs without a copy.
+    separator: tokens between inputs and targets of the copy.
 
   Returns:
     One or two pairs, all with decoder inputs and weights, as rows need.
@@ -187,6 +229,7 @@ def meap_copies(
     read, weights = targets.copy(), np.zeros(len(targets), np.float32)
     read[at], weights[at] = mask, 1
     return [plain, pair._replace(decoder_inputs=read, weights=weights)]
+  inputs = np.append(inputs, np.array(separator, np.int32))
   copy = np.concatenate([inputs, targets])
   size = len(copy) - 1
   at = np.array(list(sample(size, int(size * _MEAP_SHARE))))
@@ -205,33 +248,67 @@ def meap_copies(
 class Chat(Supervised):
   """The assistant's turns of conversations."""
 
-  options = ('too_long', 'meap')
+  options = ('too_long', 'meap', 'separator')
   source = 'chat'
 
-  def __init__(self, name, lengths, vocabulary, **options):
-    """Finds the vocabulary's chat template; see `Supervised`."""
-    super().__init__(name, lengths, vocabulary, **options)
-    self._end = chat_format.end_of_turn(vocabulary)
+  @classmethod
+  def revisions(cls, options):
+    del options
+    return ('answers are cut from the ids of the whole conversation',)
+
+  def __init__(self, name, lengths, vocabulary, *encoder, **options):
+    """Finds the chat template of each vocabulary; see `Supervised`."""
+    super().__init__(name, lengths, vocabulary, *encoder, **options)
+    for side in (vocabulary, *encoder):
+      chat_format.template_of(side)
 
   def _pairs(self, name, content):
     try:
-      chat_format.check_messages(content)
-      turns = [i for i, one in enumerate(content) if one['role'] == 'assistant']
-      if not turns or turns[-1] != len(content) - 1:
-        raise errors.UserError(
-          'it has no turn of the assistant'
-          if not turns
-          else 'it ends with the user, so that the last turn has no answer'
-        )
-      for i in turns:
-        before = content[:i]
-        if not before:
-          raise errors.UserError('it begins with the assistant')
-        prompt = chat_format.encode(before, self._vocabulary, open_turn=True)
-        answer = chat_format.turn_text(content[i], self._vocabulary)
-        yield self._pair(prompt.ids, self._vocabulary.encode(answer), self._end)
+      _check_answers(content)
+      ids, turns = _encode(content, self._vocabulary)
+      pairs = [batch.Pair(ids[:i], ids[i:stop]) for i, stop in turns]
+      if self._encoder_vocabulary:
+        ids, turns = _encode(content, self._encoder_vocabulary)
+        pairs = [
+          pair._replace(inputs=ids[:i], prefix=pair.inputs)
+          for pair, (i, _) in zip(pairs, turns, strict=True)
+        ]
     except errors.UserError as error:
       raise errors.UserError(f'conversation {name}: {error}') from error
+    yield from pairs
 
 
-SUPERVISED = {'pairs': Supervised, 'chat': Chat}
+def _check_answers(messages: chat_format.Messages) -> None:
+  """Refuses a conversation that does not end with an answer to somebody.
+
+  Raises:
+    UserError: states what is wrong.
+  """
+  chat_format.check_messages(messages)
+  roles = [message['role'] for message in messages]
+  if 'assistant' not in roles:
+    raise errors.UserError('it has no turn of the assistant')
+  if roles[-1] != 'assistant':
+    raise errors.UserError(
+      'it ends with the user, so that the last turn has no answer'
+    )
+  if roles[0] == 'assistant':
+    raise errors.UserError('it begins with the assistant')
+
+
+def _encode(
+  messages: chat_format.Messages, vocabulary: vocabulary_lib.Vocabulary
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+  """Encodes a conversation and locates the assistant's turns.
+
+  Returns:
+    The ids, int32 [n]; and per turn the first of its tokens, and the place
+    after the token that ends it.
+  """
+  encoded = chat_format.encode(messages, vocabulary)
+  edges = np.diff(encoded.assistant, prepend=False, append=False)
+  bounds = np.flatnonzero(edges).reshape(-1, 2)
+  return encoded.ids, [(int(start), int(stop)) for start, stop in bounds]
+
+
+SUPERVISED: Mapping[str, type[Supervised]] = {'pairs': Supervised, 'chat': Chat}

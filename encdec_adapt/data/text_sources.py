@@ -61,6 +61,11 @@ _SOURCES = {
   'labels': file_sources.LabelSource,
   'tfds': tfds_source.TfdsSource,
 }
+# Changes to the documents of a kind of source since record format 7, in order;
+# see `objectives.Objective.revisions`.
+_REVISIONS = {
+  'prompts': ("'|||' in the fields of a row no longer divides its prompt",),
+}
 
 
 def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
@@ -83,6 +88,11 @@ def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
       f'source {name!r}: not a source; the forms are {_FORMS}'
     )
   return _SOURCES[kind](name, max_bytes)
+
+
+def revisions(name: str) -> tuple[str, ...]:
+  """Returns the changes to the documents of a source since record format 7."""
+  return _REVISIONS.get(name.partition(':')[0], ())
 
 
 def gives(name: str) -> str:

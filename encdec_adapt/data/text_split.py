@@ -1,14 +1,15 @@
 """PrefixLM for an encoder and a decoder with different vocabularies.
 
 A document is cut into windows, and each window is split, in tokens of the
-decoder's vocabulary; the text before the split, not its ids, is then encoded
-with the encoder's vocabulary. So both sides read the same characters as with
+decoder's vocabulary; the text of the inputs (before the split, or after it in
+`reverse_prefix_lm`), not its ids, is then encoded with the encoder's
+vocabulary. So both sides read the same characters as with
 one vocabulary, and a teacher, which has the decoder's vocabulary, reads the
 prefix in the tokens that were split.
 
 Windows and splits end at the end of a character: a split inside of one moves
 back, and a window that cannot (a character of more tokens than a row) has no
-prefix. A window that is too long for the encoder in its own tokens, or for the
+inputs. A window that is too long for the encoder in its own tokens, or for the
 decoder, is shortened until it fits both.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -20,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objectives
 from encdec_adapt.tokenizers import vocabularies
 
@@ -42,9 +42,18 @@ class _Document(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """The split and the end of a window, and its inputs for the encoder."""
+  """A window in the tokens of a document.
 
-  middle: int
+  Attributes:
+    given: tokens of the inputs.
+    predicted: tokens of the targets.
+    stop: end of the window.
+    inputs: inputs in the encoder's tokens.
+    ends: whether the document ends with the window.
+  """
+
+  given: slice
+  predicted: slice
   stop: int
   inputs: np.ndarray
   ends: bool
@@ -60,28 +69,15 @@ class TextSplit(objectives.Objective):
   reads = 'text'
 
   def __init__(
-    self, objective: objectives.Objective, opened: vocabularies.Opened
+    self, objective: objectives.PrefixLM, opened: vocabularies.Opened
   ):
     """Wraps an objective.
 
     Args:
-      objective: PrefixLM objective for the decoder's vocabulary.
+      objective: PrefixLM objective for the decoder's vocabulary, which does not
+        concatenate.
       opened: the vocabularies.
-
-    Raises:
-      UserError: the objective has no split.
     """
-    if not isinstance(objective, objectives.PrefixLM):
-      raise errors.UserError(
-        f'objective {objective.name!r} needs one vocabulary for both sides: it'
-        ' hides tokens in what both sides read. Use prefix_lm or'
-        ' prefix_lm_uniform, which split the text'
-      )
-    if objective.concatenate:
-      raise errors.UserError(
-        f'objective {objective.name!r} cannot concatenate documents with two'
-        ' vocabularies; remove the option'
-      )
     super().__init__(objective.name, objective.lengths)
     self._objective = objective
     self._encoder, self._decoder = opened.encoder, opened.decoder
@@ -118,11 +114,11 @@ class TextSplit(objectives.Objective):
       # A token is left for the last window, which needs room for EOS.
       size = left if ends else min(plan.inside, left - 1)
       window = self._fit(document, at, size, ends, cut)
-      targets = document.tokens[window.middle : window.stop]
+      targets = document.tokens[window.predicted]
       yield batch.Pair(
         window.inputs,
         np.concatenate([targets, self._eos]) if window.ends else targets,
-        document.tokens[at : window.middle],
+        document.tokens[window.given],
       )
       if window.ends:
         return
@@ -148,18 +144,18 @@ class TextSplit(objectives.Objective):
       at: first token of the window.
       size: most tokens.
       ends: whether the document ends with this many tokens.
-      cut: function from tokens of a window to tokens of its prefix.
+      cut: function from tokens of a window to tokens of its first part.
     """
     while True:
       window = self._window(document, at, size, ends, cut)
-      encoder = 1 + max(len(window.inputs), window.middle - at)
-      decoder = window.stop - window.middle + ends
+      encoder = 1 + max(len(window.inputs), _size(window.given))
+      decoder = _size(window.predicted) + ends
       share = min(
         self.lengths.encoder / encoder, self.lengths.decoder / decoder
       )
       if share >= 1:
         return window
-      # A window of one token has no prefix, so this ends.
+      # A window of one token has no inputs, so this ends.
       size = max(min(int(size * share), window.stop - at - 1), 1)
       ends = False
 
@@ -169,10 +165,17 @@ class TextSplit(objectives.Objective):
     if not ends and document.nearest[stop] > at:
       stop = int(document.nearest[stop])
     middle = max(at, int(document.nearest[at + cut(stop - at)]))
-    if document.characters[at] < 0:
-      middle = at
-    text = ''
-    if middle > at:
-      start, end = document.characters[[at, middle]]
-      text = document.text[start:end]
-    return _Window(middle, stop, self._encoder.encode(text), ends)
+    first, second = slice(at, middle), slice(middle, stop)
+    given, predicted = (
+      (second, first) if self._objective.reverse else (first, second)
+    )
+    start, end = document.characters[[given.start, given.stop]]
+    if start < 0 or end < 0 or not _size(predicted):
+      # No inputs: the window starts or ends inside of a character.
+      given, predicted, start, end = slice(at, at), slice(at, stop), 0, 0
+    inputs = self._encoder.encode(document.text[start:end])
+    return _Window(given, predicted, stop, inputs, ends)
+
+
+def _size(tokens: slice) -> int:
+  return tokens.stop - tokens.start

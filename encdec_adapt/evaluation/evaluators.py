@@ -99,7 +99,11 @@ class Evaluators:
       loaded_model.LoadedModel,
       model=dataclasses.replace(where.model, compute=compute),
       stored=stored_model.StoredModel(
-        paths.at(workdir), settings.model, settings.data.vocabularies, dict
+        paths.at(workdir),
+        settings.model,
+        settings.data.vocabularies,
+        dict,
+        separator=stored_model.separator_of(settings),
       ),
       rules=where.rules,
     )

@@ -22,6 +22,7 @@ Process 0 runs lm-eval, which sees one rank; the others `follow` it.
 from collections.abc import Sequence
 from typing import Any
 
+from lm_eval.api import instance
 from lm_eval.api import model as lm_eval_model
 import numpy as np
 
@@ -89,6 +90,39 @@ class Adapter(lm_eval_model.TemplateLM):
     if add_special_tokens is False:
       return [int(i) for i in self._writer.encode(string)]
     return [self._reader.bos, *(int(i) for i in self._reader.encode(string))]
+
+  def score_choices(
+    self, pairs: Sequence[tuple[str, str]], separator: str | None
+  ) -> list[tuple[float, bool]]:
+    """Scores (context, choice) pairs; see `prompted_task`.
+
+    Args:
+      pairs: the texts.
+      separator: text between context and choice that a decoder-only model
+        reads; None for that of the run.
+
+    Returns:
+      Log-likelihood of each choice, and whether greedy decoding gives it.
+    """
+    if separator is None:
+      separator = self._loaded.stored.separator
+    if not separator or self.backend != 'causal':
+      requests = [
+        instance.Instance('loglikelihood', {}, pair, i)
+        for i, pair in enumerate(pairs)
+      ]
+      return self.loglikelihood(requests, disable_tqdm=True)
+    between = self.tok_encode(separator, add_special_tokens=False)
+    return self._loglikelihood_tokens(
+      [
+        (
+          (context, choice),
+          [*self.tok_encode(context), *between],
+          self.tok_encode(choice, add_special_tokens=False),
+        )
+        for context, choice in pairs
+      ]
+    )
 
   def _loglikelihood_tokens(
     self, requests: Sequence[Any], **_: Any

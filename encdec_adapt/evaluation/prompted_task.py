@@ -7,11 +7,17 @@ A task is a YAML file:
     templates: super_glue__cb.yaml        # as promptsource writes them
     row:                                  # optional: fields that templates use
       label: "{{ ['entailment', 'contradiction', 'neutral'].index(label) }}"
+    separator: " "                        # optional: between context and choice
 
 Every row is rendered by every template with answer choices that asks what the
 data set asks (`original_task`); the answer is the choice with the largest
 log-likelihood (Sanh et al. 2022, section 4; Wang et al. 2022, section 3.3). A
 template gives an accuracy; their median and mean are the scores of the task.
+
+A decoder-only model reads the context, the separator and the choice, of which
+the choice alone is scored. A run that was tuned with a separator has that one
+unless the task states its own. Without any, context and choice are encoded
+together, as lm-eval does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +34,8 @@ from encdec_adapt.data import prompt_source
 from encdec_adapt.evaluation import results
 from encdec_adapt.files import paths, text_lines
 
-_FIELDS = frozenset({'task', 'data', 'templates', 'row'})
+_OPTIONAL = frozenset({'row', 'separator'})
+_FIELDS = frozenset({'task', 'data', 'templates'}) | _OPTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +60,13 @@ class PromptedTask:
   Attributes:
     name: name of the task.
     questions: questions of every template by its name.
+    separator: text between context and choice where one model reads both; None
+      for that of the run.
   """
 
   name: str
   questions: Mapping[str, Sequence[Question]]
+  separator: str | None = None
 
   def score(self, log_probs: Sequence[float]) -> Iterator[results.Score]:
     """Returns the scores of the task.
@@ -100,7 +110,7 @@ def read(
     UserError: a field is unknown or missing, or a row cannot be rendered;
       names the file and the line.
   """
-  unknown, missing = set(config) - _FIELDS, _FIELDS - {'row'} - set(config)
+  unknown, missing = set(config) - _FIELDS, _FIELDS - _OPTIONAL - set(config)
   if unknown or missing:
     raise errors.UserError(
       f'{place}: fields {sorted(unknown | missing)} are unknown or missing; a'
@@ -137,7 +147,7 @@ def read(
     raise errors.UserError(
       f'{place}: no template gives a question with choices.'
     )
-  return PromptedTask(config['task'], questions)
+  return PromptedTask(config['task'], questions, config.get('separator'))
 
 
 def _render(

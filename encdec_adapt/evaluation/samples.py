@@ -11,7 +11,7 @@ import numpy as np
 
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model
-from encdec_adapt.data import batch, objective_names
+from encdec_adapt.data import objective_names
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import chat_format
@@ -45,16 +45,7 @@ class Sampler:
       _drop_beyond(self._path, -1 if evaluated is None else evaluated)
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
-    lengths, framing = held_out.spec.lengths, held_out.framing
-    framed = batch.stack_rows(
-      [batch.frame_row(row, lengths, framing) for row in self._rows]
-    )
-    # A decoder-only model reads the same tokens before its own.
-    segments = framed['encoder_segments']
-    self._requests = [
-      engine.Request(tokens[real > 0], lengths.decoder)
-      for tokens, real in zip(framed['encoder_tokens'], segments, strict=True)
-    ]
+    self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
     if objective_names.source_of(held_out.spec.objective) == 'chat':
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
@@ -69,20 +60,32 @@ class Sampler:
       step: the step that the model is of.
       loaded: the model, which reads pairs.
     """
+    # A decoder-only model reads the inputs as a teacher does.
+    side = loaded.stored.prompt_side
+    pairs = [pair for pair, *_ in self._rows]
+    inputs = [
+      pair.inputs if side == 'encoder' else pair.teacher_inputs
+      for pair in pairs
+    ]
+    bos = self._sides[side].bos
+    requests = [
+      engine.Request(np.array([bos, *ids], np.int32), self._max_tokens)
+      for ids in inputs
+    ]
     # The engine's copy of the parameters lives no longer than the samples.
     outputs = dict(
       loaded.engine(
         rows=loaded.rows(len(self._rows)),
         ids=self._ids,
         decode=lambda tokens: self._text('decoder', tokens),
-      ).run(self._requests)
+      ).run(requests)
     )
     if not distributed.is_lead():
       return
     lines = []
-    for row, (pair, *_) in enumerate(self._rows):
+    for row, (pair, ids) in enumerate(zip(pairs, inputs, strict=True)):
       sample = {
-        'prompt': self._text('encoder', pair.inputs)[-_LONGEST:],
+        'prompt': self._text(side, ids)[-_LONGEST:],
         'reference': self._text('decoder', pair.targets),
         'output': self._text('decoder', outputs[row].tokens),
       }

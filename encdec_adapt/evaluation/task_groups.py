@@ -336,13 +336,7 @@ def _run_prompted(
   adapter: Any, task: prompted_task.PromptedTask
 ) -> list[results.Score]:
   """Runs a task with templates."""
-  from lm_eval.api import instance
-
-  requests = [
-    instance.Instance('loglikelihood', {}, pair, i)
-    for i, pair in enumerate(task.pairs())
-  ]
-  scored = adapter.loglikelihood(requests, disable_tqdm=True)
+  scored = adapter.score_choices(list(task.pairs()), task.separator)
   return list(task.score([log_prob for log_prob, _ in scored]))
 
 

@@ -61,12 +61,15 @@ class Pairs:
     room = source_files.prompt_room(loaded.stored, self.max_tokens)
     # A prompt that is too long keeps BOS and its last tokens.
     first = 1 - (room or engine_lib.UNLIMITED)
+    separator = opened.decoder.encode(loaded.stored.separator)
+    prompts = [
+      np.append(reader.encode(text), separator) for text in self.inputs
+    ]
     requests = [
       engine_lib.Request(
-        np.array([reader.bos, *reader.encode(text)[first:]], np.int32),
-        self.max_tokens,
+        np.array([reader.bos, *prompt[first:]], np.int32), self.max_tokens
       )
-      for text in self.inputs
+      for prompt in prompts
     ]
     answers = [''] * len(requests)
     completions = loaded.engine(rows=rows).run(requests)

@@ -5,7 +5,7 @@ It is imported only where starlette and uvicorn are installed.
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 import contextlib
 import dataclasses
 import importlib.resources
@@ -37,6 +37,7 @@ class Served:
     opened: vocabularies.
     prompt_side: name of the stack that reads prompts.
     limits: limits of a request.
+    separator: token ids after a prompt, see `StoredModel.separator`.
     max_queue: most requests that wait for a row.
     timeout: seconds that a request may take.
   """
@@ -46,6 +47,7 @@ class Served:
   opened: vocabularies.Opened
   prompt_side: str
   limits: protocol.Limits
+  separator: Sequence[int] = ()
   max_queue: int = 64
   timeout: float = 300.0
 
@@ -124,7 +126,11 @@ class Service:
       raise protocol.ApiError(400, 'the model has no chat format.')
     reader = served.opened.sides[served.prompt_side]
     return protocol.parse(
-      content, is_chat=is_chat, limits=served.limits, reader=reader
+      content,
+      is_chat=is_chat,
+      limits=served.limits,
+      reader=reader,
+      separator=served.separator,
     )
 
   async def _events(

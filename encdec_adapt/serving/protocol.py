@@ -4,7 +4,7 @@ A field is supported, known to change nothing, or refused. This module
 knows neither HTTP nor the engine's thread.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import secrets
@@ -127,6 +127,7 @@ def parse(
   is_chat: bool,
   limits: Limits,
   reader: vocabulary.Vocabulary,
+  separator: Sequence[int] = (),
 ) -> Call:
   """Parses and encodes the body of a request.
 
@@ -135,13 +136,15 @@ def parse(
     is_chat: whether it has messages instead of a prompt.
     limits: limits of prompt and continuation.
     reader: vocabulary of the stack that reads prompts.
+    separator: token ids after the prompt.
 
   Raises:
     ApiError: the request is malformed or beyond the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   given = _fields(content, field)
-  prompt = _encode(given[field], field, reader)
+  ids = _encode(given[field], field, reader)
+  prompt = np.array([*ids, *separator], np.int32)
   name = 'max_tokens' if 'max_tokens' in given else 'max_completion_tokens'
   max_tokens = given.get(name)
   if max_tokens is None:

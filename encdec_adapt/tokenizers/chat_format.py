@@ -4,14 +4,14 @@ r"""Conversations as token ids, in the formats of Gemma, Llama 3 and Qwen.
 |--------|------------------------------------------------------------------|
 | gemma  | <start_of_turn>ROLE\nTEXT<end_of_turn>\n; the assistant's role   |
 |        | is "model", and the system's text precedes the first user's      |
-|        | text after an empty line, as in Gemma 3                          |
+|        | text after an empty line, as in Gemma 3, which does not strip it |
 | llama3 | <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>       |
 | chatml | <|im_start|>ROLE\nTEXT<|im_end|>\n (Qwen)                        |
 
-Text of Gemma and Llama is stripped, as by their templates. Special tokens are
-placed by id: a text that spells one out stays text. Nothing is added to the
-conversation (the templates of Llama 3.1 add a date, those of Qwen 2.5 a system
-message). BOS is framing and is not included.
+Text of Gemma (but the system's) and Llama is stripped, as by their templates.
+Special tokens are placed by id: a text that spells one out stays text. Nothing
+is added to the conversation (the templates of Llama 3.1 add a date, those of
+Qwen 2.5 a system message). BOS is framing and is not included.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -134,7 +134,7 @@ def jinja(template: Template) -> str:
   if not template.system_apart:
     parts += [
       "{%- if messages[0].role == 'system' %}",
-      f'{{%- set system = (messages[0].content{strip}) + "\\n\\n" %}}',
+      '{%- set system = messages[0].content + "\\n\\n" %}',
       '{%- set messages = messages[1:] %}',
       '{%- endif %}',
     ]
@@ -233,14 +233,6 @@ def _header(role: str, template: Template) -> Iterator[_Part]:
   yield _Part(template.before_text)
 
 
-def turn_text(
-  message: Mapping[str, str], vocabulary: vocabulary_lib.Vocabulary
-) -> str:
-  """Returns the text of a turn as the vocabulary's template writes it."""
-  text = message['content']
-  return text.strip() if template_of(vocabulary).strips else text
-
-
 def check_messages(messages: Messages) -> None:
   """Refuses malformed conversations.
 
@@ -279,8 +271,8 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
         "in this format the system's text precedes the first user's text;"
         ' add a message of the user'
       )
-    (_, system), (_, first) = result[:2]
-    result[:2] = [('user', f'{system}\n\n{first}')]
+    first = result[1][1]
+    result[:2] = [('user', f'{messages[0]["content"]}\n\n{first}')]
   return result
 
 

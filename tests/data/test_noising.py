@@ -154,6 +154,20 @@ def test_meap_masks_what_is_read_and_predicts_all(span, runs):
   assert last.targets[-1] == last.decoder_inputs[-1] == EOS
 
 
+def test_meap_masks_its_share_of_short_windows_on_average():
+  window = np.full(11, TEXT, np.int32)  # 1.65 tokens of 11.
+  objective = cases.make('meap', 0, 11)
+  rng = np.random.default_rng(0)
+  counts = np.array(
+    [
+      (objective.split(window, None, rng).decoder_inputs == MASK).sum()
+      for _ in range(2000)
+    ]
+  )
+  assert set(counts) == {1, 2}
+  assert counts.mean() == pytest.approx(1.65, abs=0.04)
+
+
 def test_special_tokens_that_are_missing_are_named():
   bare = cases.vocabulary(0, mask=None)
   with pytest.raises(errors.UserError, match='neither a mask token nor'):

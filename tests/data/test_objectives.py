@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names
+from encdec_adapt.data import batch, objective_names, packing
 from tests import framing
 from tests.data import objective_cases as cases
 from tests.data.objective_cases import EOS, TEXT
@@ -76,6 +76,52 @@ def test_concatenated_windows_cross_documents():
     ([70, 71, 72], ('c',)),
     ([73, EOS], ('c',)),
   ]
+
+
+@pytest.mark.parametrize(
+  'lengths, window', [((626, 626), 624), ((627, 626), 625)]
+)
+def test_two_uniform_windows_of_a_stream_fill_a_row(lengths, window):
+  objective = cases.make('prefix_lm_uniform:concatenate', *lengths)
+  rng = np.random.default_rng(0)
+  sizes = rng.integers(1, 3000, 200)
+  documents = [
+    (str(i), np.full(n, TEXT, np.int32)) for i, n in enumerate(sizes)
+  ]
+  pairs = list(
+    objective.examples(documents, lambda key: np.random.default_rng(len(key)))
+  )
+  total = int(sizes.sum()) + len(sizes)  # Every document ends in EOS.
+  parts = [[len(part) for part in pair.parts] for pair in pairs]
+  assert [sum(part) for part in parts[:-1]] == [window] * (total // window)
+  assert sum(parts[-1]) == total % window
+  for first, second in zip(parts[:-1:2], parts[1:-1:2], strict=False):
+    assert first == second[::-1] and min(first) >= 1
+  rows = list(packing.pack_pairs(pairs, objective.lengths))
+  assert len(rows) == -(-len(pairs) // 2)
+  fill = [
+    sum(batch.positions(pair, objective.lengths)[side] for pair in pairs)
+    / (len(rows) * length)
+    for side, length in enumerate(lengths)
+  ]
+  assert min(fill) >= 0.97
+
+
+def test_the_last_window_of_a_stream_is_split_within_it():
+  objective = cases.make('prefix_lm_uniform:concatenate', 12, 10)
+  for size in range(1, 20):
+    document = ('a', np.full(size, TEXT, np.int32))
+    for pairs in (
+      list(
+        objective.examples(
+          [document], lambda _, seed=seed: np.random.default_rng(seed)
+        )
+      )
+      for seed in range(5)
+    ):
+      row = batch.frame_row(pairs, objective.lengths, framing.FRAMING)
+      assert row['weights'].sum() == sum(len(pair.targets) for pair in pairs)
+      assert sum(len(part) for pair in pairs for part in pair.parts) == size + 1
 
 
 def test_draws_are_keyed_by_document_or_window():
@@ -172,6 +218,12 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     ),
     (('causal_lm:concatenate=false', 0, 8), 'concatenate=false'),
     (('denoise:R:3:0.15@inf', 8, 8), 'WEIGHT above 0'),
+    (
+      ('prefix_lm_uniform:concatenate', 3, 8),
+      'no window fits encoder length 3',
+    ),
+    (('pairs:separator="a', 8, 8), """'separator="a' is not an option"""),
+    (('pairs:prefix=', 8, 8), "'prefix=' is not an option of pairs"),
     (('bart:share=x', 8, 8), "'share=x' is not an option"),
     (('meap:span=0', 0, 8), "'span=0' is not an option of meap"),
     (('denoise:R:3', 8, 8), "'R:3': must be MODE:MEAN:DENSITY"),
@@ -208,3 +260,21 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   np.testing.assert_allclose(windows / windows.sum(), shares, atol=0.1)
   wanted = [0.5 if rate is None else rate for rate in rates]
   np.testing.assert_allclose(hidden / tokens, wanted, atol=0.05)
+
+
+@pytest.mark.parametrize(
+  'text, names, separators',
+  [
+    ('pairs:separator=: ', ['pairs:separator=: '], [': ']),
+    (r'pairs:separator="\n"', [r'pairs:separator="\n"'], ['\n']),
+    (
+      'chat:separator=", | " | pairs:separator=  | prefix_lm ',
+      ['chat:separator=", | "', 'pairs:separator= ', 'prefix_lm'],
+      [', | ', ' ', ''],
+    ),
+    (' ul2 | prefix_lm', ['ul2', 'prefix_lm'], ['', '']),
+  ],
+)
+def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
+  assert objective_names.split(text) == names
+  assert [*map(objective_names.separator, names)] == separators

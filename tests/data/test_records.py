@@ -15,7 +15,7 @@ from tests import framing
 SPEC = records.RecordSpec(
   source='python',
   split='train',
-  objective='prefixlm_half',
+  objective='prefix_lm',
   encoder_length=8,
   decoder_length=4,
   passes=2,
@@ -187,3 +187,56 @@ def test_unusable_record_sets_are_refused(tmp_path):
   path.write_text(path.read_text()[:-20])
   with pytest.raises(errors.UserError, match='is not a manifest'):
     records.RecordSet.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'change, name, reason',
+  [
+    ({'objective': 'meap'}, "objective 'meap'", 'not rounded down'),
+    (
+      {'objective': 'prefix_lm | prefix_lm_uniform:concatenate'},
+      "objective 'prefix_lm_uniform:concatenate'",
+      'share the draw of their splits',
+    ),
+    ({'objective': 'pairs:prefix=a '}, "objective 'pairs:prefix=a '", 'space'),
+    ({'objective': 'chat'}, "objective 'chat'", 'the whole conversation'),
+    (
+      {'objective': 'pairs', 'source': 'pairs:a#b,c + prompts:a#b'},
+      "source 'prompts:a#b'",
+      "'|||' in the fields",
+    ),
+  ],
+)
+def test_records_of_a_changed_objective_or_source_are_refused(
+  tmp_path, change, name, reason
+):
+  spec = dataclasses.replace(SPEC, **change)
+  manifest = write_set(tmp_path, spec)
+  assert manifest['revisions'] == {name: 1}
+  records.check_spec(tmp_path, manifest, spec)
+  del manifest['revisions']  # As before there were any.
+  with pytest.raises(errors.UserError, match='have revision 0') as error:
+    records.check_spec(tmp_path, manifest, spec)
+  assert name in str(error.value) and reason in str(error.value)
+  shard = record_writing.shard_path(tmp_path, spec, (0, 0, 0))
+  entry = json.loads(shard.with_suffix('.json').read_text())
+  del entry['identity']['revisions']
+  shard.with_suffix('.json').write_text(json.dumps(entry))
+  assert record_writing.finished_shard(tmp_path, spec, (0, 0, 0)) is None
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {},
+    {'objective': 'prefix_lm_uniform'},
+    {'objective': 'meap', 'split': 'eval'},  # Held-out rows have no masks.
+    {'objective': 'pairs:prefix=a b: ,too_long=drop', 'source': 'pairs:a#b,c'},
+  ],
+)
+def test_records_of_unchanged_objectives_stay_valid(tmp_path, change):
+  spec = dataclasses.replace(SPEC, **change)
+  assert 'revisions' not in spec.shard_identity()
+  manifest = write_set(tmp_path, spec)
+  del manifest['revisions']
+  records.check_spec(tmp_path, manifest, spec)

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import tokenizers
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objective_names, supervised
@@ -86,6 +87,107 @@ def test_every_turn_of_the_assistant_is_an_example(vocabulary):
   whole = chat_format.encode(CHAT, vocabulary).ids.tolist()
   made = [*second.inputs, *second.targets]
   assert made == whole[: len(made)]
+
+
+def test_turns_are_those_of_the_whole_conversation(tmp_path):
+  """With a vocabulary that puts a space before every text, as Llama 2's."""
+  names = ['<|im_start|>', '<|im_end|>']
+  folder = tiny_tokenizers.save(
+    tmp_path, 'llama2', tiny_tokenizers.TEXTS, 600, more=names
+  )
+  own = vocabularies.open_vocabulary(folder)
+  reference = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  rendered = ''.join(
+    f'<|im_start|>{turn["role"]}\n{turn["content"]}<|im_end|>\n'
+    for turn in CHAT
+  )
+  ids = reference.encode(rendered, add_special_tokens=False).ids
+  pairs = _examples(_make(own, 'chat', 256), CHAT)
+  for pair, text in zip(pairs, (' Hello ', 'See you'), strict=True):
+    stop = len(pair.inputs) + len(pair.targets)
+    assert [*pair.inputs, *pair.targets] == ids[:stop]
+    assert own.decode(pair.targets, start=False) == text
+    assert pair.targets[-1] == own.specials['<|im_end|>']
+
+
+@pytest.fixture(scope='module')
+def qwen(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('qwen')
+  tiny_tokenizers.save(folder, 'qwen', tiny_tokenizers.TEXTS, 500)
+  return vocabularies.open_vocabulary(folder)
+
+
+def _decoder_only(pairs, lengths, *sides):
+  """The fields of a decoder-only row: tokens read, targets with weight."""
+  frame = special_ids.Framing(*(side.ids for side in sides))
+  row = batch.frame_row(pairs, lengths, frame, teacher=True)
+  batch.check_framing(batch.stack_rows([row]), frame, eos_inside=True)
+  read = row['teacher_tokens'][row['teacher_segments'] > 0]
+  index = row['teacher_index'][row['weights'] > 0]
+  return read, read[index + 1], row
+
+
+@pytest.mark.parametrize(
+  'text', ['a b', 'a\nb\n', 'a ||| b'], ids=['plain', 'inside', 'bars']
+)
+def test_a_separator_stands_between_the_texts_with_weight_0(vocabulary, text):
+  name = r'pairs:prefix="Q: ",separator="\n|||\n"'
+  objective = _make(vocabulary, name)
+  (pair,) = _examples(objective, [text, 'yes'])
+  read, predicted, row = _decoder_only(
+    [pair], objective.lengths, vocabulary, vocabulary
+  )
+  between = vocabulary.encode('\n|||\n').tolist()
+  answer = [*vocabulary.encode('yes'), vocabulary.eos]
+  assert read.tolist() == [
+    vocabulary.bos,
+    *vocabulary.encode('Q: ' + text),
+    *between,
+    *answer,
+  ]
+  assert predicted.tolist() == answer
+  encoder = row['encoder_tokens'][row['encoder_segments'] > 0]
+  assert encoder[1:].tolist() == vocabulary.encode('Q: ' + text).tolist()
+
+
+def test_a_separator_stays_when_inputs_are_cut(vocabulary):
+  name = 'pairs:too_long=truncate,separator=: '
+  objective = _make(vocabulary, name, 8)
+  (pair,) = _examples(objective, ['\u00e9' * 9, 'y'])
+  between = vocabulary.encode(': ').tolist()
+  ids = vocabulary.encode('\u00e9' * 9).tolist()
+  assert pair.prefix.tolist() == [*ids[: 7 - len(between)], *between]
+  assert pair.inputs.tolist() == ids[:7]
+  with pytest.raises(errors.UserError, match='set it to at least'):
+    _make(vocabulary, 'pairs:separator=' + '\u00e9' * 9, 8)
+
+
+def test_each_side_reads_pairs_and_chats_in_its_own_vocabulary(
+  vocabulary, qwen
+):
+  lengths = batch.Lengths(256, 96)
+  pairs, chats = (
+    objective_names.make_objective(
+      name, lengths, qwen, encoder_vocabulary=vocabulary
+    )
+    for name in ('pairs:separator=: ', 'chat')
+  )
+  (pair,) = _examples(pairs, ['one two', 'three'])
+  read, _, row = _decoder_only([pair], lengths, vocabulary, qwen)
+  answer = [*qwen.encode('three'), qwen.eos]
+  ids = [*qwen.encode('one two'), *qwen.encode(': '), *answer]
+  assert read.tolist() == [qwen.bos, *ids]
+  encoder = row['encoder_tokens'][row['encoder_segments'] > 0]
+  assert encoder.tolist() == [vocabulary.bos, *vocabulary.encode('one two')]
+  for i, pair in zip((2, 4), _examples(chats, CHAT), strict=True):
+    read, predicted, _ = _decoder_only([pair], lengths, vocabulary, qwen)
+    before = chat_format.encode(CHAT[:i], vocabulary, open_turn=True).ids
+    assert pair.inputs.tolist() == before.tolist()
+    whole = chat_format.encode(CHAT[: i + 1], qwen)
+    ids = whole.ids[: np.flatnonzero(whole.assistant)[-1] + 1]
+    assert read.tolist() == [qwen.bos, *ids]
+    end = qwen.specials['<|im_end|>']
+    assert predicted.tolist() == [*qwen.encode(CHAT[i]['content']), end]
 
 
 def test_turns_that_end_in_eos_are_framed(tmp_path):

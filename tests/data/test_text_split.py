@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objective_names, text_split
+from encdec_adapt.data import batch, objective_names
 from encdec_adapt.tokenizers import vocabularies
 from tests import tiny_tokenizers
 
@@ -22,10 +22,12 @@ def opened(tmp_path_factory):
 
 
 def _split(opened, lengths=(64, 24), name='prefix_lm'):
-  objective = objective_names.make_objective(
-    name, batch.Lengths(*lengths), opened.decoder
+  return objective_names.make_objective(
+    name,
+    batch.Lengths(*lengths),
+    opened.decoder,
+    encoder_vocabulary=opened.encoder,
   )
-  return text_split.TextSplit(objective, opened)
 
 
 def _pairs(split, text, seed=0):
@@ -75,7 +77,9 @@ def test_a_split_inside_a_character_moves_before_it():
   lengths=strategies.tuples(
     strategies.integers(4, 40), strategies.integers(3, 30)
   ),
-  name=strategies.sampled_from(['prefix_lm', 'prefix_lm_uniform']),
+  name=strategies.sampled_from(
+    ['prefix_lm', 'prefix_lm_uniform', 'reverse_prefix_lm']
+  ),
   turned=strategies.booleans(),
 )
 def test_any_document(opened, text, lengths, name, turned):
@@ -90,7 +94,9 @@ def test_any_document(opened, text, lengths, name, turned):
     row = batch.frame_row([pair], split.lengths, opened.framing, teacher=True)
     batch.check_framing(batch.stack_rows([row]), opened.framing)
     assert (pair.targets[-1] == opened.decoder.eos) == ends
-    tokens += [*pair.prefix, *pair.targets[: len(pair.targets) - ends]]
+    targets = pair.targets[: len(pair.targets) - ends]
+    parts = [*pair.prefix], [*targets]
+    tokens += sum(parts[::-1] if name == 'reverse_prefix_lm' else parts, [])
     # Both prefixes are one text; a tokenizer that normalises may change it.
     inputs = opened.encoder.decode(pair.inputs)
     prefix = opened.decoder.decode(pair.prefix)
@@ -100,9 +106,19 @@ def test_any_document(opened, text, lengths, name, turned):
   assert tokens == opened.decoder.encode(text).tolist()
 
 
-def test_objectives_that_hide_tokens_are_refused(opened):
-  objective = objective_names.make_objective(
-    'ul2', batch.Lengths(64, 64), opened.encoder
-  )
-  with pytest.raises(errors.UserError, match='it hides tokens in what both'):
-    text_split.TextSplit(objective, opened)
+@pytest.mark.parametrize(
+  'name, reason',
+  [
+    ('prefix_lm:concatenate', 'concatenated documents are cut in the tokens'),
+    ('ul2', 'a sentinel stands for the same span on both sides'),
+    ('iid_denoising', 'a sentinel stands for the same span'),
+    ('bart', 'it hides tokens in a window that both sides read'),
+    ('pairs:meap=separate', 'a masked copy repeats inputs and targets'),
+    ('chat:meap=concat', 'a masked copy repeats inputs and targets'),
+    ('bert', 'it has no decoder'),
+    ('causal_lm', 'it has no inputs for an encoder'),
+  ],
+)
+def test_objectives_that_need_one_vocabulary_say_why(name, reason):
+  with pytest.raises(errors.UserError, match=f'needs one vocabulary.*{reason}'):
+    objective_names.check_vocabularies(name)

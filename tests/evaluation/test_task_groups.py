@@ -1,5 +1,6 @@
 """Tasks through lm-eval and prompt templates, on files made here."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -191,6 +192,28 @@ def test_likelihoods_are_of_the_model(models, tmp_path):
   for i, (log_prob, greedy) in enumerate(found):
     assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
     assert greedy == want[i].greedy
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_separator_joins_context_and_choice(kind, models):
+  loaded = models[kind]
+  reader = loaded.stored.open_vocabularies().decoder
+  texts = [('Is it so? ', 'Yes'), ('Is it so? ', 'No')]
+  is_pair = kind == 'encoder_decoder'
+  between = [] if is_pair else reader.encode('\n')
+  # Encoders have contexts without the space at their end, as lm-eval does.
+  split = [(a.rstrip(), ' ' + b) if is_pair else (a, b) for a, b in texts]
+  pairs = [
+    scoring.Pair([2, *reader.encode(a), *between], list(reader.encode(b)))
+    for a, b in split
+  ]
+  want = dict(scoring.score(loaded, pairs, bos=2))
+  stored = dataclasses.replace(loaded.stored, separator='\n' * (not is_pair))
+  of_run = dataclasses.replace(loaded, stored=stored)
+  for model, separator in ((loaded, '\n'), (of_run, None)):
+    adapter = lm_eval_adapter.Adapter(model)
+    for i, (log_prob, _) in enumerate(adapter.score_choices(texts, separator)):
+      assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
 
 
 def test_rolling_scores_every_token_once(models, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -120,6 +121,23 @@ def test_a_file_is_continued(run_folder, tmp_path, capsys, monkeypatch):
   for line, want in zip(_lines(output), found, strict=True):
     assert line | {'log_prob': 0} == want | {'log_prob': 0}
   assert f'{output}: 2 of 3 are done' in capsys.readouterr().out
+
+
+def test_a_decoder_reads_the_separator_of_its_run(run_folder, tmp_path):
+  tuned = tmp_path / 'tuned'
+  shutil.copytree(run_folder, tuned)
+  saved = json.loads((tuned / 'config.json').read_text())
+  saved['data']['objective'] = 'pairs:separator=":\\n"'
+  saved['data']['source'] = 'pairs:none#a,b'
+  (tuned / 'config.json').write_text(json.dumps(saved))
+  is_pair = saved['model']['kind'] == 'encoder_decoder'
+  results = []
+  for folder, end in ((tuned, ''), (run_folder, '' if is_pair else ':\n')):
+    output = tmp_path / folder.name / 'out.jsonl'
+    flags = [f'--prompt={text}{end}' for text in ('dog', 'The quick')]
+    assert _run(f'--checkpoint={folder}', f'--output={output}', *flags) == 0
+    results.append([line['log_prob'] for line in _lines(output)])
+  assert results[0] == pytest.approx(results[1], abs=1e-4)
 
 
 def test_beams_integers_and_stop_strings(run_folder, tmp_path):

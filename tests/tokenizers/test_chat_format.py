@@ -94,6 +94,15 @@ def test_other_conversations_are_refused(vocabulary, messages, message):
     chat_format.encode(messages, vocabulary)
 
 
+def test_gemmas_system_text_is_not_stripped(tiny_folder):
+  own = vocabularies.open_vocabulary(tiny_folder('gemma'))
+  messages = [{'role': 'system', 'content': ' Be brief. \n'}, MESSAGES[3]]
+  ids = chat_format.encode(messages, own).ids
+  assert own.decode(ids, show_special=True) == (
+    '<start_of_turn>user\n Be brief. \n\n\nWhy?<end_of_turn>\n'
+  )
+
+
 def test_gemmas_system_needs_a_user(tiny_folder):
   own = vocabularies.open_vocabulary(tiny_folder('gemma'))
   with pytest.raises(errors.UserError, match='add a message of the user'):

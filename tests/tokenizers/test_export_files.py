@@ -113,7 +113,10 @@ def test_the_chat_template_renders_as_chat_format(symbols, tmp_path):
   own = vocabularies.open_vocabulary(path)
   export(tmp_path / 'out', own)
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
-  for messages in (CHAT, CHAT[1:2]):
+  spaced = [
+    {**message, 'content': f' {message["content"]} '} for message in CHAT
+  ]
+  for messages in (CHAT, CHAT[1:2], spaced):
     found = theirs.apply_chat_template(messages, add_generation_prompt=True)
     want = chat_format.encode(messages, own, open_turn=True).ids
     assert found['input_ids'] == [own.bos, *want]
