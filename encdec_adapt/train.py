@@ -27,7 +27,7 @@ from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import objective_names, row_rates
+from encdec_adapt.data import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -284,7 +284,7 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        labels = objective_names.labels(settings.data.objectives[0])
+        labels = settings.data.objectives[0].labels
         say(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.

@@ -210,8 +210,8 @@ def list_parts(spec: records.RecordSpec) -> list[records.Part]:
     UserError: a source is missing or has no text.
   """
   return [
-    records.Part(objective, part.source.name, part.rate)
-    for objective in objective_names.split(spec.objective)
+    records.Part(objective.text, part.source.name, part.rate)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
 
@@ -244,7 +244,7 @@ def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   found = {
     part.source.name: part
-    for objective in objective_names.split(spec.objective)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   }
   return list(found.values())
@@ -312,7 +312,8 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
   """Compares what was hidden in a part with what its objective asks for."""
-  asked = objective_names.asked(part['objective'])
+  objective = objective_names.parse_one(part['objective'])
+  asked = objective.hidden_shares
   windows = sum(part.get(f'{noise}: windows', 0) for noise in asked)
   lines = []
   for noise, (share, hidden) in asked.items():

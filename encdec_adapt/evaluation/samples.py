@@ -11,7 +11,6 @@ import numpy as np
 
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model
-from encdec_adapt.data import objective_names
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import chat_format
@@ -47,7 +46,7 @@ class Sampler:
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
-    if objective_names.source_of(held_out.spec.objective) == 'chat':
+    if held_out.spec.objectives[0].ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
       framing.decoder.bos, tuple(ends), framing.decoder.pad

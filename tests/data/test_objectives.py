@@ -100,7 +100,7 @@ def test_two_uniform_windows_of_a_stream_fill_a_row(lengths, window):
   rows = list(packing.pack_pairs(pairs, objective.lengths))
   assert len(rows) == -(-len(pairs) // 2)
   fill = [
-    sum(batch.positions(pair, objective.lengths)[side] for pair in pairs)
+    sum(pair.positions(objective.lengths)[side] for pair in pairs)
     / (len(rows) * length)
     for side, length in enumerate(lengths)
   ]
@@ -242,13 +242,13 @@ def test_refuses(arguments, message):
   [
     n
     for n in objective_names.NAMES
-    if n != 'denoise' and objective_names.asked(n)
+    if n != 'denoise' and objective_names.parse_one(n).hidden_shares
   ],
 )
 def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
   cases.pairs(objective, np.arange(500, 1000).repeat(100))
-  asked = objective_names.asked(name)
+  asked = objective_names.parse_one(name).hidden_shares
   counts = [
     [objective.counts[f'{noise}: {what}'] for noise in asked]
     for what in ('windows', 'tokens', 'hidden')
@@ -276,5 +276,6 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   ],
 )
 def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
-  assert objective_names.split(text) == names
-  assert [*map(objective_names.separator, names)] == separators
+  parsed = objective_names.parse(text)
+  assert [part.text for part in parsed] == names
+  assert [part.separator for part in parsed] == separators
