@@ -231,7 +231,9 @@ class Chat(Supervised):
         answer = chat_format.turn_text(content[i], self._vocabulary)
         yield self._pair(prompt.ids, self._vocabulary.encode(answer), self._end)
     except errors.UserError as error:
-      raise errors.UserError(f'conversation {name}: {error}') from error
+      raise errors.UserError(
+        f'conversation {self.locate(name)}: {error}'
+      ) from error
 
 
 SUPERVISED = {'pairs': Supervised, 'chat': Chat}
