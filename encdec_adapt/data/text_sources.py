@@ -65,6 +65,7 @@ _SOURCES = {
 # see `objectives.Objective.revisions`.
 _REVISIONS = {
   'prompts': ("'|||' in the fields of a row no longer divides its prompt",),
+  'seqio': ('ids of examples have the task, the split and the file',),
 }
 
 

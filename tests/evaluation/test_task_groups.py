@@ -74,7 +74,7 @@ templates:
     jinja: "{{text}} Why? ||| Because."
     name: why
 """
-ROWS = [{'text': 'The fox is quick.', 'label': 'yes'}]
+ROWS = [{'text': 'The fox ||| is quick.', 'label': 'yes'}]
 ROWS.append({'text': 'The dog is quick.', 'label': 'no'})
 
 
@@ -169,6 +169,7 @@ def test_a_folder_of_tasks(kind, models, tmp_path):
   # Two templates have choices; one, in the middle, is both.
   accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
   assert found['wsc', 'median'].value == np.median(accuracies)
+  assert found['wsc', 'median'].n == len(ROWS)
   # The last of every task's requests.
   assert sum(done == total for done, total in progress) == 4
   assert (9, 9) in progress
