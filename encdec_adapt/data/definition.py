@@ -96,6 +96,7 @@ class ExampleMaker(abc.ABC):
       may have its own.
     lengths: row lengths that every pair fits.
     skips_bad: whether documents that it cannot read are left out and counted.
+    locate: returns where the document of an id stands, for errors.
     counts: examples that were dropped or cut, by what happened to them, and
       what was hidden (`count_hidden`); they stand in the manifest.
   """
@@ -113,6 +114,7 @@ class ExampleMaker(abc.ABC):
   concatenate = False
   one_vocabulary = 'it hides tokens in a window that both sides read'
   skips_bad = False
+  locate: Callable[[str], str] = staticmethod(str)
 
   def __init__(self, name: str, lengths: batch.Lengths):
     """Checks the lengths.

@@ -4,12 +4,14 @@ The files of a glob, ordered by name, are one line of bytes, of which every
 shard reads an equal range: whole files where there are many, a part of a file
 where there are few. A document is in the shard in whose range it begins (a
 paragraph: in which the empty line before it begins). A document is named by its
-file and the offset of its first byte there, a whole file by its name.
+file and the offset of its first byte there, a whole file by its name. The
+byte-order mark of a file is dropped; elsewhere U+FEFF is text.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
+import codecs
 from collections.abc import Iterator
 import functools
 import glob
@@ -106,6 +108,15 @@ class FileSource(document_source.Source):
     """Returns the id of the document at an offset of a file."""
     return f'{self._ids[path]}:{offset}'
 
+  def locate(self, document_id: str) -> str:
+    """Returns a document's file, and its line if the file has several."""
+    unit = document_id.partition('::')[0]
+    files = {name: path for path, name in self._ids.items()}
+    if unit in files:
+      return files[unit]
+    name, _, offset = unit.rpartition(':')
+    return self._where(files[name], int(offset))
+
   @abc.abstractmethod
   def _documents(
     self, name: str, data: bytes, path: str, offset: int
@@ -172,7 +183,8 @@ class TextSource(FileSource):
       where = functools.partial(self._where, path, offset)
       return document_source.decode(data.strip(b'\r\n'), self.name, where)
     with paths.open_to_read(path) as file:
-      return document_source.decode(file.read(), self.name, path)
+      data = file.read().removeprefix(codecs.BOM_UTF8)
+      return document_source.decode(data, self.name, path)
 
 
 class JsonlSource(FileSource):
@@ -285,14 +297,17 @@ class ChatSource(JsonlSource):
 
 
 def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
-  """Yields offset and content of the lines that begin at `start` or later."""
+  """Yields offset and content of the lines that begin at `start` or later.
+
+  The first line of a file comes without a byte-order mark.
+  """
   with paths.open_to_read(path) as file:
     offset = 0
     if start:  # The byte before may be the end of a line.
       file.seek(start - 1)
       offset = start - 1 + len(file.readline())
     for line in file:
-      yield offset, line
+      yield offset, line if offset else line.removeprefix(codecs.BOM_UTF8)
       offset += len(line)
 
 

@@ -79,7 +79,9 @@ class Classify(definition.ExampleMaker):
         pair = self._fitting(*self._parts(*json.loads(content)))
       except errors.UserError as error:
         if not self.skips_bad:
-          raise errors.UserError(f'example {name}: {error}') from error
+          raise errors.UserError(
+            f'example {self.locate(name)}: {error}'
+          ) from error
         self.counts['bad_documents'] += 1
         continue
       if pair is not None:

@@ -103,6 +103,15 @@ def materialize_sets(
   """
   opened = choice.open()
   described = opened.describe()
+  for spec, _ in sets:
+    for objective in objective_names.parse(spec.objective):
+      # Refuses lengths and vocabularies before any text is read.
+      objective.make(
+        spec.lengths,
+        opened.decoder,
+        encoder_vocabulary=opened.encoder if opened.differ else None,
+        sentinel_policy=spec.sentinels,
+      )
   sets = [
     (_with_fingerprints(spec, opened), paths.at(folder))
     for spec, folder in sets
@@ -255,6 +264,7 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
   spec, folder, place = made.spec, made.folder, made.place
   entries = {key: entry for key, entry in made.entries.items() if entry}
   if not any(entry['rows'] for entry in entries.values()):
+    _check_dropped(spec, entries)
     raise errors.UserError(
       f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
@@ -268,6 +278,25 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
     paths.upload(place, folder, records.MANIFEST)
   _print(f'{folder}: {summary(manifest)}')
   return manifest
+
+
+def _check_dropped(
+  spec: records.RecordSpec,
+  entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
+) -> None:
+  """Raises UserError if a set is empty because all examples are too long."""
+  # Every pass drops the same.
+  shards = [entry for key, entry in entries.items() if not key.pass_index]
+  dropped = sum(entry.get('dropped', 0) for entry in shards)
+  if dropped and not any(entry['examples'] for entry in shards):
+    raise errors.UserError(
+      f'data: all {dropped:,} examples of split {spec.split!r} of'
+      f' {spec.source!r} are longer than a row and were dropped; increase'
+      f' config.data.encoder_length={spec.encoder_length} and'
+      f' config.data.decoder_length={spec.decoder_length}, or cut examples with'
+      f' the option too_long=truncate of config.data.objective='
+      f'{spec.objective!r}'
+    )
 
 
 def summary(manifest: Mapping[str, Any]) -> str:
@@ -422,10 +451,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     for part in _all_sources(data.train)
     for document in part.documents(draw)
   )
-  sets = {
-    part.source.name: map(part.source.plain, part.source.documents())
-    for part in mixtures.open_parts(evaluation)
-  }
+  sets = [part.source for part in mixtures.open_parts(evaluation)]
   return contamination.report(training, sets)
 
 

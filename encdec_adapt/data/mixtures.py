@@ -11,7 +11,7 @@ another source ended, and the content of a pass is known before it is made.
 Held-out documents are drawn at most once.
 
 Where no document of a source is held out, because there are few, pieces of its
-documents are held out instead, on paragraphs' ends (`document_source.Pieces`).
+documents are held out instead (`document_source.Pieces`).
 Finding that out reads ids until one is held out (`cut_sources`), which is done
 once for all shards.
 

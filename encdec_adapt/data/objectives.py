@@ -27,6 +27,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 import abc
 import bisect
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -100,12 +101,29 @@ class WindowMaker(definition.ExampleMaker):
     self.concatenate = concatenate
     self._eos = np.array([vocabulary.eos], np.int32)
     self.plans = self._make_plans()
-    if any(min(plan.inside, plan.last) < 1 for plan in self.plans):
+    if not self._have_windows(self.plans):
+      shortest = self._shortest()
       raise errors.UserError(
-        f'objective {name!r}: no window fits encoder length'
-        f' {lengths.encoder} and decoder length {lengths.decoder}; make them'
-        ' longer'
+        f'objective {name!r}: no window fits config.data.encoder_length='
+        f'{lengths.encoder} and config.data.decoder_length={lengths.decoder};'
+        f' they must be at least {shortest.encoder} and {shortest.decoder}'
       )
+
+  def _have_windows(self, plans: Sequence[Plan]) -> bool:
+    return all(min(plan.inside, plan.last) >= 1 for plan in plans)
+
+  def _shortest(self) -> batch.Lengths:
+    """Returns the next longer row lengths that a window fits."""
+    encoder, decoder = self.lengths.encoder, self.lengths.decoder
+    for size in range(2, 100):
+      # A side that is not filled stays 0.
+      self.lengths = batch.Lengths(
+        encoder and max(encoder, size), decoder and max(decoder, size)
+      )
+      with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
+        if self._have_windows(self._make_plans()):
+          break
+    return self.lengths
 
   @abc.abstractmethod
   def _make_plans(self) -> Sequence[Plan]:

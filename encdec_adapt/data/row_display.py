@@ -60,7 +60,9 @@ def _example(
     ids = getattr(example, field.name)
     if ids is None or not len(ids) or field.dtype != 'int32':
       continue
-    weights = example.weights if field.name == 'targets' else None
+    weights = None
+    if field.name == 'targets':
+      weights = getattr(example, 'weights', None)
     if objective.labels and field.name == 'targets':
       known = [objective.labels[i] for i in ids[weights > 0]]
       lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')

@@ -186,6 +186,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     for part in open_sources(spec, chosen, job.left_out, job.cut)
     if part.source.name == job.part.source
   )
+  objective.locate = part.source.locate
   keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
   shard = job.key.shard
 

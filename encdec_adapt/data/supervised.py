@@ -334,7 +334,9 @@ class Chat(Supervised):
           for pair, (i, _) in zip(pairs, turns, strict=True)
         ]
     except errors.UserError as error:
-      raise errors.UserError(f'conversation {name}: {error}') from error
+      raise errors.UserError(
+        f'conversation {self.locate(name)}: {error}'
+      ) from error
     yield from pairs
 
 

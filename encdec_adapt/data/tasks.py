@@ -136,7 +136,7 @@ class DocumentSource(seqio.DataSource):
   """Documents of a source in one split and pass: scalars 'id' and 'text'.
 
   Attributes:
-    failure: exception of the reader, which TensorFlow turns into a string.
+    failure: exception that ended the reading, else None.
   """
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
@@ -170,8 +170,17 @@ class DocumentSource(seqio.DataSource):
       raise ValueError(f'{name!r} is read in order: shuffle=False')
     return self.batches(shard_info).unbatch()
 
-  def batches(self, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
-    """Returns batches of the documents of a shard: 'id' and 'text', [n]."""
+  def batches(
+    self, shard_info: seqio.ShardInfo | None, *, raises: bool = True
+  ) -> tf.data.Dataset:
+    """Returns batches of the documents of a shard: 'id' and 'text', [n].
+
+    Args:
+      shard_info: number of the shard and of all; None for all documents.
+      raises: whether the dataset raises the reader's exception, which
+        TensorFlow logs with two tracebacks, or ends where it is raised, for
+        callers that check `failure`.
+    """
     shard = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
     def read():
@@ -185,7 +194,8 @@ class DocumentSource(seqio.DataSource):
           }
       except Exception as error:
         self.failure = error
-        raise
+        if raises:
+          raise
 
     strings = tf.TensorSpec([None], tf.string)
     return tf.data.Dataset.from_generator(
@@ -208,15 +218,13 @@ def documents(
     UserError: the source is missing or has no text.
   """
   source = DocumentSource(part, draw)
-  try:
-    for some in source.batches(seqio.ShardInfo(shard_index, num_shards)):
-      names, texts = some['id'].numpy(), some['text'].numpy()
-      for name, text in zip(names, texts, strict=True):
-        yield document_source.Document(name.decode(), text.decode())
-  except tf.errors.OpError:
-    if source.failure is None:
-      raise
-    raise source.failure from None
+  shard = seqio.ShardInfo(shard_index, num_shards)
+  for some in source.batches(shard, raises=False):
+    names, texts = some['id'].numpy(), some['text'].numpy()
+    for name, text in zip(names, texts, strict=True):
+      yield document_source.Document(name.decode(), text.decode())
+  if source.failure is not None:
+    raise source.failure
 
 
 def features(one: vocabulary.Vocabulary) -> dict[str, seqio.Feature]:

@@ -232,7 +232,7 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
 @pytest.mark.parametrize(
   'messages, words',
   [
-    (CHAT[:4], 'conversation 0: it ends with the user'),
+    (CHAT[:4], '^conversation line 0: it ends with the user'),
     (CHAT[:2], 'it has no turn of the assistant'),
     (CHAT[2:3], 'it begins with the assistant'),
     ([{'role': 'user'}], 'message 1 of the conversation'),
@@ -241,8 +241,10 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
 def test_conversations_without_an_answer_are_refused(
   vocabulary, messages, words
 ):
+  objective = _make(vocabulary, 'chat', 256)
+  objective.locate = 'line {}'.format
   with pytest.raises(errors.UserError, match=words):
-    _examples(_make(vocabulary, 'chat', 256), messages)
+    _examples(objective, messages)
 
 
 INPUTS = np.arange(100, 105, dtype=np.int32)

@@ -132,10 +132,14 @@ def test_the_table_says_what_feeds_which_model(request):
   kinds = ('encoder_decoder', 'decoder_only', 'prefix_decoder', 'encoder_only')
   table = {}
   for line in path.read_text().splitlines():
-    match = re.fullmatch(r'\| `(\w+)` \|' + r' (\S*) \|' * 4 + '.*', line)
+    match = re.fullmatch(
+      r'\| `(\w+)` \|' + r' (\S*) \|' * 4 + ' (.*) \\|', line
+    )
     if match:
-      table[match[1]] = [bool(cell) for cell in match.groups()[1:]]
-  assert set(table) == {*NAMES, 'denoise'}
+      *cells, predicts = match.groups()[1:]
+      table[match[1]] = [bool(cell) for cell in cells]
+      assert predicts == objective_names.NAMES[match[1]].predicts
+  assert set(table) == set(objective_names.NAMES)
   for name, cells in table.items():
     text = name if name != 'denoise' else 'denoise:R:3:0.15'
     models = MODELS
