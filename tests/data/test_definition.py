@@ -113,7 +113,7 @@ def test_two_answers_are_placed_and_split_into_microbatches():
   assert framed['targets'][0].tolist() == [[12, 1, 0, 0], [13, 14, 1, 0]]
   assert framed['weights'].sum(axis=2).tolist() == [[2, 3], [1, 2]] * 2
   devices = mesh.make_mesh(mesh.MeshConfig())
-  where = SimpleNamespace(mesh=devices, rules=rules.FSDP)
+  where = SimpleNamespace(mesh=devices, rules=rules.RULES['fsdp'])
   placed = step.place_batch(framed, where, OBJECTIVE.maker.axes)
   assert placed['targets'].sharding.spec[1] is None
 
