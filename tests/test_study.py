@@ -43,6 +43,18 @@ def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
     study.run_stages(str(root), [stage])
 
 
+def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
+  source = tiny.ROOT / 'configs' / 'decoders' / 'base'
+  inclusive = {'total_tokens': 6141172.0}
+  summary = dict(steps=0, target_tokens=0.0, inclusive=inclusive)
+  summary['made_by'] = {'command': 'import', 'sources': [str(source)]}
+  (tmp_path / accounting.SUMMARY).write_text(json.dumps(summary))
+  own = study._own_summary(paths.at(tmp_path), '.')
+  assert (own['steps'], own['target_tokens']) == (3000, 6141172)
+  assert own['eval_loss_at_step_0'] > 8 > 3 > own['eval_loss']
+  assert own['inclusive'] == inclusive
+
+
 def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = (f'--config={tiny.ROOT}/configs/base.py', '--config.sead=3')
