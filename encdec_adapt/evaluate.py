@@ -19,7 +19,7 @@ from typing import Protocol
 
 from absl import flags
 
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import command, errors, option_strings
 from encdec_adapt.cluster import distributed, lock
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
@@ -220,12 +220,14 @@ def _progress(name: str) -> progress.Report:
 
 def _lengths(value: str) -> tuple[int, int]:
   """Parses --cost."""
-  parts = value.split(',')
-  if len(parts) != 2 or not all(x.isdecimal() and int(x) > 0 for x in parts):
-    raise errors.UserError(
-      f'--cost={value} must be two numbers of tokens, such as 128,32.'
-    )
-  return int(parts[0]), int(parts[1])
+  cost = option_strings.Part('--cost', value)
+  lengths = [
+    part.read(int, 'a number of tokens, as in 128,32.', lambda n: n > 0)
+    for part in cost.divide(',')
+  ]
+  if len(lengths) != 2:
+    raise cost.error('must be two numbers of tokens, as in 128,32.')
+  return lengths[0], lengths[1]
 
 
 def evaluate(

@@ -29,11 +29,9 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
-import json
-import re
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import (
   batch,
   denoising,
@@ -47,6 +45,7 @@ from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 MIXTURE = 'denoise'
+_LABEL = 'config.data.objective'
 _CONCATENATED = ('full_lm', 'ul2_published')
 _CLASSES: dict[str, type[objectives.Objective]] = {
   **objectives.LANGUAGE_MODELS,
@@ -55,7 +54,6 @@ _CLASSES: dict[str, type[objectives.Objective]] = {
   **labelled.LABELLED,
 }
 NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
-_QUOTED = r'"(?:[^"\\]|\\.)*"'  # A JSON string.
 
 
 def _share(text: str) -> float:
@@ -68,11 +66,6 @@ def _span(text: str) -> int:
   if int(text) < 1:
     raise ValueError
   return int(text)
-
-
-def _text(text: str) -> str:
-  """Reads a text: a JSON string in quotes, or verbatim."""
-  return json.loads(text) if text.startswith('"') else text
 
 
 def _one_of(values: Sequence[str]) -> Callable[[str], str]:
@@ -101,8 +94,8 @@ _READ: Mapping[str, Callable[[str], Any]] = {
   'span': _span,
   'too_long': _one_of(supervised.TOO_LONG),
   'meap': _one_of(supervised.MEAP),
-  'prefix': _text,
-  'separator': _text,
+  'prefix': option_strings.unquote,
+  'separator': option_strings.unquote,
   'labels': lambda text: tuple(text.split('|')),
 }
 
@@ -114,29 +107,24 @@ def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
   Raises:
     UserError: the name or an option is not known, or a value has a wrong type.
   """
-  name, _, rest = text.partition(':')
+  part = option_strings.Part(_LABEL, text)
+  head, rest = part.partition(':')
+  name = head.text
   if name not in NAMES:
-    raise errors.UserError(
-      f'config.data.objective is {text!r}; must be one of'
-      f' {", ".join(NAMES)}, or {MIXTURE}:MIXTURE'
-    )
+    raise head.error(f'must be one of {", ".join(NAMES)}, or {MIXTURE}:MIXTURE')
   if name == MIXTURE:
-    return name, {'mixture': denoising.parse_mixture(rest)}
+    return name, {'mixture': denoising.parse_mixture(rest.text)}
   known = _class(name).options
   options: dict[str, Any] = {}
   if name in _CONCATENATED:
     options['concatenate'] = True
-  for entry in filter(None, _divide(rest, ',')):
-    key, _, value = entry.partition('=')
-    try:
-      if key not in known or (key == 'concatenate') == bool(value):
-        raise ValueError
-      options[key] = _READ.get(key, str)(value)
-    except ValueError:
-      raise errors.UserError(
-        f'config.data.objective is {text!r}: {entry!r} is not an option of'
-        f' {name}; it has {", ".join(_OPTIONS[one] for one in known)}'
-      ) from None
+  for entry in filter(None, part.options()):
+    key, value = entry.partition('=')
+    if key.text not in known or (key.text == 'concatenate') == bool(value):
+      forms = ', '.join(_OPTIONS[option] for option in known)
+      raise entry.error(f'is not an option of {name}; it has {forms}')
+    read = _READ.get(key.text, str)
+    options[key.text] = value.read(read, f'as in {_OPTIONS[key.text]}')
   return name, options
 
 
@@ -150,7 +138,9 @@ def split(text: str) -> list[str]:
   # Without options there is no space to keep.
   names = [
     name.lstrip() if ':' in name else name.strip()
-    for name in _divide(text, ' | ')
+    for name in (
+      part.text for part in option_strings.Part(_LABEL, text).divide(r' \| ')
+    )
   ]
   sides = {name: feeds(name) for name in names}
   if len(sides) < len(names) or len(set(sides.values())) > 1:
@@ -164,16 +154,6 @@ def split(text: str) -> list[str]:
       ' whole step and stands alone; use meap'
     )
   return names
-
-
-def _divide(text: str, divider: str) -> list[str]:
-  """Divides a text at every divider outside of quotes."""
-  parts, start = [], 0
-  for match in re.finditer(f'{_QUOTED}|({re.escape(divider)})', text):
-    if match[1]:
-      parts.append(text[start : match.start()])
-      start = match.end()
-  return [*parts, text[start:]]
 
 
 def feeds(text: str) -> str:
@@ -217,8 +197,11 @@ def for_evaluation(text: str) -> str:
   if name.startswith('meap'):
     return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
   if options.get('meap'):
-    entries = _divide(text.partition(':')[2], ',')
-    entries = [entry for entry in entries if not entry.startswith('meap=')]
+    entries = [
+      entry.text
+      for entry in option_strings.Part(_LABEL, text).options()
+      if not entry.text.startswith('meap=')
+    ]
     return ':'.join([name, *([','.join(entries)] if entries else [])])
   return text
 
