@@ -133,11 +133,7 @@ def main(values: flags.FlagValues) -> int:
       f' models; {len(given)} are given.'
     )
   planned = _plan(values)
-  # What must be the same in every process.
-  names = 'records attention tasks task_folder shots limit allow_code pairs'
-  names += ' max_tokens retrieval retrieval_lengths cost batch_size int8 output'
-  options = {name: values[name].value for name in names.split()}
-  with command.processes(values, {'checkpoint': given, **options}):
+  with command.processes(values):
     evaluations = _evaluations(values, planned)
     # Opens every model, so that bad input is refused before the first hours.
     models = {path: stored_model.open_model(path) for path in given}
