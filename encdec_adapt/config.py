@@ -14,7 +14,7 @@ import ml_collections
 
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.checkpoints import checkpoint_section
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.cli import errors, keys, option_strings
 from encdec_adapt.data import data_section, definition
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import execution, model_config, model_section
@@ -217,23 +217,9 @@ def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
   Raises:
     UserError: an unknown key or a value of the wrong type; names the known.
   """
-  values = dict(defaults)
-  for item in filter(None, (arg or '').split(',')):
-    name, equals, text = item.partition('=')
-    if name not in defaults or not equals:
-      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
-      raise errors.UserError(
-        f'config argument {item!r} is not understood; after the colon come'
-        f' key=value pairs of: {known}.'
-      )
-    try:
-      values[name] = type(defaults[name])(text)
-    except ValueError as error:
-      raise errors.UserError(
-        f'config argument {item!r}: the value must be a'
-        f' {type(defaults[name]).__name__}.'
-      ) from error
-  return values
+  return option_strings.key_values(
+    "the configuration's argument", arg or '', defaults
+  )
 
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:

@@ -50,13 +50,18 @@ Result = dict[str, Any]
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
   command.flag(
-    'multi_string', 'prompt', 'Text to continue; may be repeated.', default=[]
+    'multi_string',
+    'prompt',
+    'Text to continue; may be repeated.',
+    default=[],
+    agrees=False,  # The prompts themselves must, wherever they are from.
   ),
   command.string(
     'prompts',
     'File with a prompt per line, - for standard input; with a JSON string per'
     ' line if it ends in .jsonl, or with --chat also a list of messages'
     ' ("role", "content").',
+    agrees=False,
   ),
   command.integer(
     'max_tokens', 'Maximum generated tokens.', default=64, lower_bound=1
@@ -123,7 +128,9 @@ define_flags = command.define(
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
-  command.string('output', 'File of JSON lines to write the results to.'),
+  command.string(
+    'output', 'File of JSON lines to write the results to.', agrees=False
+  ),
   command.define_processes,
 )
 
@@ -136,15 +143,10 @@ def main(values: flags.FlagValues) -> int:
   if values.output:
     disk.require_output(values.output)
   # What decides the results: a file is resumed with the same values only.
-  names = 'checkpoint max_tokens max_prompt temperature top_k top_p min_p'
-  names += ' repetition_penalty seed beams length_penalty stop int8 chat embed'
-  given = {name: values[name].value for name in names.split()}
+  given = command.agreed(values)
+  del given['batch_size']
   texts = json.dumps(list(prompts.values())).encode()
-  same = {
-    'batch_size': values.batch_size,
-    'prompts': hashlib.sha256(texts).hexdigest(),
-  }
-  with command.processes(values, {**given, **same}):
+  with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = stored_model.open_model(values.checkpoint)
     encoded = _encode(prompts, stored, values)
     results = _Results(values.output, prompts, {**given, 'step': stored.step})

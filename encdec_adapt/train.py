@@ -52,12 +52,7 @@ def main(values: flags.FlagValues) -> int:
   if values.print_config:
     print(config_lib.page(values.config.to_dict()))
     return 0
-  given = {
-    'config': values.config.to_dict(),
-    'workdir': values.workdir,
-    'dry_run': values.dry_run,
-  }
-  with profiling.listening(), command.processes(values, given):
+  with profiling.listening(), command.processes(values):
     if values.dry_run:
       workdir = values.workdir or ''
       settings = config_lib.load(values.config, workdir, sources=False)

@@ -59,12 +59,11 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import batch, definition, objectives
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -132,46 +131,43 @@ def parse_mixture(text: str) -> tuple[Denoiser, ...]:
   Raises:
     UserError: names the denoiser that is not one.
   """
-  return tuple(_parse(entry.strip()) for entry in text.split('+'))
+  return tuple(
+    _denoiser(part, weight or 1.0)
+    for part, weight in option_strings.things(
+      'the mixture of denoisers', text, r'\+'
+    )
+  )
 
 
-def _parse(entry: str) -> Denoiser:
-  """Parses one denoiser of a mixture."""
-  what, _, weight = entry.partition('@')
-  mode, *rest = what.split(':')
-  number = r'\d*\.?\d+'
-  try:
-    if mode not in ('-', *vocabulary_lib.MODES):
-      raise ValueError
-    common = dict(mode=mode.strip('-'), weight=float(weight or 1))
-    match rest:
+def _denoiser(part: option_strings.Part, weight: float) -> Denoiser:
+  """Reads one denoiser of a mixture."""
+  mode, *settings = part.divide(':')
+
+  def density(share: option_strings.Part) -> float:
+    """Reads the share of hidden tokens."""
+    return share.read(float, 'a DENSITY between 0 and 1', lambda n: 0 < n < 1)
+
+  if mode.text in ('-', *vocabulary_lib.MODES):
+    common = dict(mode=mode.text.strip('-'), weight=weight)
+    match [setting.text for setting in settings]:
       case ['uniform']:
-        made = Denoiser(kind='uniform', **common)
-      case ['suffix', share] if re.fullmatch(number, share):
-        made = Denoiser(kind='suffix', density=float(share), **common)
-      case [mean, share, *normal] if normal in ([], ['normal']):
-        made = Denoiser(
+        return Denoiser(kind='uniform', **common)
+      case ['suffix', _]:
+        return Denoiser(kind='suffix', density=density(settings[1]), **common)
+      case [_, _, *normal] if normal in ([], ['normal']):
+        return Denoiser(
           kind='spans',
-          mean=float(mean),
-          density=float(share),
+          mean=settings[0].read(
+            float, 'a MEAN of at least 1', lambda n: 1 <= n < math.inf
+          ),
+          density=density(settings[1]),
           normal=bool(normal),
           **common,
         )
-      case _:
-        raise ValueError
-    right = 0 < made.weight < math.inf and (
-      made.kind == 'uniform'
-      or (0 < made.density < 1 and (made.kind == 'suffix' or made.mean >= 1))
-    )
-    if not right:
-      raise ValueError
-  except ValueError:
-    raise errors.UserError(
-      f'denoiser {entry!r}: must be MODE:MEAN:DENSITY[:normal],'
-      ' MODE:suffix:DENSITY or MODE:uniform, with [@WEIGHT]; MODE is R, S, X'
-      ' or -, MEAN at least 1, DENSITY between 0 and 1, WEIGHT above 0'
-    ) from None
-  return made
+  raise part.error(
+    'must be MODE:MEAN:DENSITY[:normal], MODE:suffix:DENSITY or MODE:uniform,'
+    ' with [@WEIGHT]; MODE is R, S, X or -'
+  )
 
 
 class Denoising(objectives.WindowMaker):

@@ -24,14 +24,13 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Mapping
 import functools
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import (
   definition,
   denoising,
   labelled,
   noising,
   objectives,
-  option_text,
   supervised,
 )
 
@@ -42,6 +41,7 @@ NAMES: Mapping[str, definition.Name] = {
   for name, entry in module.OBJECTIVES.items()
 }
 _MIXTURE = 'denoise'
+_LABEL = 'config.data.objective'
 
 
 @functools.cache
@@ -55,7 +55,9 @@ def parse(text: str) -> tuple[definition.Objective, ...]:
   # Without options there is no space to keep.
   parts = [
     part.lstrip() if ':' in part else part.strip()
-    for part in option_text.divide(text, ' | ')
+    for part in (
+      part.text for part in option_strings.Part(_LABEL, text).divide(r' \| ')
+    )
   ]
   result = tuple(map(_parse_objective, parts))
   first = result[0]
@@ -99,27 +101,20 @@ def _parse_objective(text: str) -> definition.Objective:
   Raises:
     UserError: the name or an option is not known, or a value has a wrong type.
   """
-  name, _, rest = text.partition(':')
+  part = option_strings.Part(_LABEL, text)
+  head, rest = part.partition(':')
+  name = head.text
   if name not in NAMES:
-    raise errors.UserError(
-      f'config.data.objective is {text!r}; must be one of'
-      f' {", ".join(NAMES)}, the last as {_MIXTURE}:MIXTURE'
-    )
+    raise head.error(f'must be one of {", ".join(NAMES)}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
   if name == _MIXTURE:
-    options['mixture'] = denoising.parse_mixture(rest)
+    options['mixture'] = denoising.parse_mixture(rest.text)
     return definition.Objective(text, maker, options)
-  for entry in filter(None, option_text.divide(rest, ',')):
-    key, equals, value = entry.partition('=')
-    try:
-      option = maker.options[key]
-      if ('=' in option.form) != bool(value) or (equals and not value):
-        raise ValueError
-      options[key] = option.read(value)
-    except (KeyError, ValueError):
+  for entry in filter(None, part.options()):
+    key, value = entry.partition('=')
+    option = maker.options.get(key.text)
+    if option is None or ('=' in option.form) != bool(value):
       forms = ', '.join(option.form for option in maker.options.values())
-      raise errors.UserError(
-        f'config.data.objective is {text!r}: {entry!r} is not an option of'
-        f' {name}; it has {forms}'
-      ) from None
+      raise entry.error(f'is not an option of {name}; it has {forms}')
+    options[key.text] = value.read(option.read, f'as in {option.form}')
   return definition.Objective(text, maker, options)

@@ -39,15 +39,8 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, definition, text_split
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-
-def _flag(text: str) -> bool:
-  if text:
-    raise ValueError
-  return True
-
-
 # Joins the documents of a shard before windows are cut.
-CONCATENATE = {'concatenate': definition.Option(_flag, 'concatenate')}
+CONCATENATE = {'concatenate': definition.Option(lambda _: True, 'concatenate')}
 
 
 @dataclasses.dataclass(frozen=True)

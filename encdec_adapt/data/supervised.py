@@ -43,8 +43,8 @@ import json
 
 import numpy as np
 
-from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, definition, noising, option_text
+from encdec_adapt.cli import errors, option_strings
+from encdec_adapt.data import batch, definition, noising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -68,7 +68,7 @@ def _choice(name: str, values: Sequence[str]) -> definition.Option:
 def _text(name: str) -> definition.Option:
   """Returns an option whose value is a text."""
   return definition.Option(
-    option_text.read,
+    option_strings.unquote,
     f'{name}=TEXT, a JSON string in quotes or without a comma',
   )
 
@@ -99,12 +99,12 @@ class Supervised(definition.ExampleMaker):
     if not options.get('meap'):
       return text
     name, _, entries = text.partition(':')
-    kept = [
-      entry
-      for entry in option_text.divide(entries, ',')
-      if not entry.startswith('meap=')
+    plain = [
+      entry.text
+      for entry in option_strings.Part('', entries).divide(',')
+      if not entry.text.startswith('meap=')
     ]
-    return ':'.join([name, *([','.join(kept)] if kept else [])])
+    return ':'.join([name, *([','.join(plain)] if plain else [])])
 
   @classmethod
   def require_one_vocabulary(cls, options):

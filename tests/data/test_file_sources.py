@@ -168,7 +168,7 @@ def test_sources_of_pairs_and_conversations(tmp_path):
   (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
   assert json.loads(chat.text) == []
   for name, words in (
-    (f'pairs:{file}#q', 'name two fields'),
+    (f'pairs:{file}#q', 'must be two fields'),
     (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
     (f'chat:{file}', "line 1, .*a list in 'messages'"),
     (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
