@@ -185,7 +185,7 @@ def _summary(root: paths.Path, name: str) -> dict[str, Any]:
   return atomic.read_json(root / name / accounting.SUMMARY)
 
 
-def _own_summary(root: paths.Path, name: str) -> dict[str, Any]:
+def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
   """The summary of a run; of an imported model, that of its own training."""
   summary = _summary(root, name)
   made_by = summary.get('made_by', {'command': 'train'})
@@ -266,7 +266,7 @@ def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']
-  summary = _own_summary(root, folder)
+  summary = _training_summary(root, folder)
   return {
     'eval_loss_at_step_0': None,
     'learning_rate': None,

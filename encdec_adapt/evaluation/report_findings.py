@@ -69,7 +69,6 @@ def explain_continuations(report: Mapping[str, Any]) -> list[str]:
     A sentence for each model of fewer than `_FLUENT` parameters.
   """
   runs = report['runs']
-  names = dict.fromkeys(sample['run'] for sample in report['samples'])
   return [
     f'{name} wrote these continuations. With'
     f' {numbers.count(runs[name]["parameters"])} parameters and'
@@ -77,7 +76,7 @@ def explain_continuations(report: Mapping[str, Any]) -> list[str]:
     ' training, those of its sources included, it has learnt words and syntax'
     ' of its text and little meaning: Gemma 2 2B has 2.6 G parameters and was'
     ' trained on 2 T tokens (arXiv:2408.00118).'
-    for name in names
+    for name in dict.fromkeys(x['run'] for x in report['samples'])
     if name in runs and runs[name]['parameters'] < _FLUENT
   ]
 

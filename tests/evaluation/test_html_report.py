@@ -123,9 +123,7 @@ def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
 
 
 def test_every_finding_names_its_model(report):
-  report['runs']['decoder_only_continued'] = _run(
-    8.3, 3.15, kind='decoder_only'
-  )
+  report['runs']['decoder_only_continued'] = _run(8.3, 3.15, kind='decoder')
   report['runs']['adapted']['label_accuracy'] = 0.5
   found = report_findings.findings({**report, 'best': ['adapted']})
   assert len(found) == 11
