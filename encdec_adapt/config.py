@@ -15,6 +15,7 @@ import ml_collections
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cli import errors, keys, option_strings
+from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section, definition
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import execution, model_config, model_section
@@ -230,7 +231,8 @@ def save(config: ml_collections.ConfigDict, workdir: str) -> None:
 def load_run(workdir: str) -> Settings:
   """Loads the settings of the run in a work directory.
 
-  Its vocabularies are the copies in the folder, which move with it.
+  Its vocabularies are the copies in the folder, which move with it. Keys that
+  it lacks, as its version did not have them, take their defaults.
 
   Raises:
     UserError: the folder holds no run, or its configuration is damaged; names
@@ -248,7 +250,13 @@ def load_run(workdir: str) -> Settings:
       f'{workdir} is a Hugging Face folder, and a work directory of a training'
       ' job is needed; make one with `convert import`.'
     )
-  saved = ml_collections.ConfigDict(content)
+  values, added = keys.complete(keys.rename(content), defaults().to_dict())
+  if added and distributed.is_lead():
+    print(
+      f'{path} was saved by an earlier version; keys that it lacks take their'
+      f' defaults: {", ".join(added)}'
+    )
+  saved = ml_collections.ConfigDict(values)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     own = paths.at(workdir) / VOCABULARIES / side
     if own.exists():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.telemetry import environment
 
 Say = Callable[[str], None]
@@ -28,7 +28,7 @@ def check_config(
       ' give it as config.init.encoder, and another --workdir.'
     )
   changed = environment.difference(
-    environment.flat({'config': saved['config']}),
+    environment.flat({'config': keys.rename(saved['config'])}),
     environment.flat({'config': config}),
   )
   if changed:

@@ -16,6 +16,9 @@ from typing import Any
 from encdec_adapt.cli import errors
 
 _META = 'config_key'
+# Keys of earlier versions by their full name, such as 'train.steps' -> the name
+# in their section now. Saved configurations keep the names that they had.
+RENAMED: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ def make(section: type, values: Mapping[str, Any], **others: Any) -> Any:
     **others: values of the fields that are not keys.
 
   Raises:
-    UserError: a key is missing or unknown (saved by another version), or a
+    UserError: a key is missing, or unknown as another version saved it, or a
       value is out of bounds.
   """
   found = list(keys_of(section))
@@ -141,6 +144,45 @@ def make(section: type, values: Mapping[str, Any], **others: Any) -> Any:
     unset = one.none is not None and value == one.none
     fields[field] = None if unset else value
   return section(**fields, **others)
+
+
+def rename(saved: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns a saved configuration under the names that its keys have now.
+
+  Args:
+    saved: sections and values by key name.
+    prefix: full name of the section with a point, such as 'train.'.
+  """
+  return {
+    RENAMED.get(prefix + name, name): (
+      rename(value, f'{prefix}{name}.') if isinstance(value, Mapping) else value
+    )
+    for name, value in saved.items()
+  }
+
+
+def complete(
+  values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+  """Adds the keys that a saved configuration lacks, with their defaults.
+
+  Args:
+    values: sections and values by key name, see `rename`.
+    defaults: every section and key with its default.
+
+  Returns:
+    All sections and values, and 'section.key = default' of the added keys.
+  """
+  completed, added = dict(values), []
+  for name, default in defaults.items():
+    if isinstance(default, Mapping):
+      section = values.get(name, {})
+      completed[name], entries = complete(section, default)
+      added += [f'{name}.{entry}' for entry in entries]
+    elif name not in values:
+      completed[name] = default
+      added.append(f'{name} = {default!r}')
+  return completed, added
 
 
 def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:
