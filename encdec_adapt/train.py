@@ -103,11 +103,13 @@ def train(
   teacher = initial_state.open_teacher(
     settings.teacher, where, settings.compute, settings.data.vocabularies
   )
+  axes = settings.data.objectives[0].maker.axes
   make_phases = functools.partial(
     phases_lib.Phases,
     where,
     settings.loss,
     teacher=teacher.where.model if teacher else None,
+    axes=axes,
   )
   phases = make_phases(settings.optimizer, settings.train)
 
@@ -296,7 +298,7 @@ def train(
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.before(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
-        batch = step_lib.place_batch(rows, where)
+        batch = step_lib.place_batch(rows, where, axes)
         state, metrics = train_step(state, batch, teacher_params)
       if compiling:
         telemetry.pause()

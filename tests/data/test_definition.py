@@ -8,10 +8,11 @@ from jax import numpy as jnp
 import numpy as np
 
 from encdec_adapt.data import batch, definition, row_codec, row_display
+from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh, placement, rules
 from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.training import step
-from tests import framing
+from encdec_adapt.training import state, step
+from tests import framing, toy_models
 
 LENGTHS = batch.Lengths(8, 4)
 
@@ -106,14 +107,15 @@ def test_two_answers_are_placed_and_split_into_microbatches():
   framed = batch.stack_rows(
     [
       OBJECTIVE.maker.frame(row, LENGTHS, framing.FRAMING)
-      for row in _rows() * 2
+      for row in _rows() * 8
     ]
   )
-  assert framed['targets'].shape == (4, 2, 4)
+  assert framed['targets'].shape == (16, 2, 4)
   assert framed['targets'][0].tolist() == [[12, 1, 0, 0], [13, 14, 1, 0]]
-  assert framed['weights'].sum(axis=2).tolist() == [[2, 3], [1, 2]] * 2
+  assert framed['weights'].sum(axis=2).tolist() == [[2, 3], [1, 2]] * 8
   devices = mesh.make_mesh(mesh.MeshConfig())
-  where = SimpleNamespace(mesh=devices, rules=rules.RULES['fsdp'])
+  model = build.build(model_config.DecoderOnlyConfig(toy_models.stack()))
+  where = state.Placement(model, devices, rules.RULES['fsdp'])
   placed = step.place_batch(framed, where, OBJECTIVE.maker.axes)
   assert placed['targets'].sharding.spec[1] is None
 
@@ -127,4 +129,4 @@ def test_two_answers_are_placed_and_split_into_microbatches():
     gradients, sums = step._accumulate(
       loss, {'x': jnp.ones(())}, placed, None, 2, shardings, Preference.axes
     )
-  assert float(gradients['x']) == float(sums['weight']) == 16
+  assert float(gradients['x']) == float(sums['weight']) == 64
