@@ -137,6 +137,9 @@ def load(
 ) -> Settings:
   """Validates a configuration.
 
+  Keys that a saved one lacks, as its version did not have them, take their
+  defaults, which are printed in one line.
+
   Args:
     config: `defaults()` with changes.
     workdir: work directory of the job; records go below it unless the
@@ -147,12 +150,11 @@ def load(
   Raises:
     UserError: names the key, its value and what it must be.
   """
-  values = config.to_dict()
-  found = {'seed', 'model', *_SECTIONS}
-  if values.keys() != found:
-    raise errors.UserError(
-      'the configuration was saved by another version:'
-      f' {", ".join(sorted(values.keys() ^ found))} on one side only.'
+  values, added = keys.complete(config.to_dict(), defaults().to_dict())
+  if added and distributed.is_lead():
+    print(
+      f'the configuration in {workdir} was saved by an earlier version; keys'
+      f' that it lacks take their defaults: {", ".join(added)}'
     )
   model = model_section.model_from_section(values['model'])
   sections = {
@@ -231,8 +233,7 @@ def save(config: ml_collections.ConfigDict, workdir: str) -> None:
 def load_run(workdir: str) -> Settings:
   """Loads the settings of the run in a work directory.
 
-  Its vocabularies are the copies in the folder, which move with it. Keys that
-  it lacks, as its version did not have them, take their defaults.
+  Its vocabularies are the copies in the folder, which move with it.
 
   Raises:
     UserError: the folder holds no run, or its configuration is damaged; names
@@ -250,13 +251,7 @@ def load_run(workdir: str) -> Settings:
       f'{workdir} is a Hugging Face folder, and a work directory of a training'
       ' job is needed; make one with `convert import`.'
     )
-  values, added = keys.complete(keys.rename(content), defaults().to_dict())
-  if added and distributed.is_lead():
-    print(
-      f'{path} was saved by an earlier version; keys that it lacks take their'
-      f' defaults: {", ".join(added)}'
-    )
-  saved = ml_collections.ConfigDict(values)
+  saved = ml_collections.ConfigDict(content)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     own = paths.at(workdir) / VOCABULARIES / side
     if own.exists():
@@ -268,12 +263,10 @@ def _optimizer(
   values: Mapping[str, Any], steps: int
 ) -> optimizers.OptimizerConfig:
   """Builds the section `optimizer`, which has the keys of the schedule too."""
-  names = keys.defaults(schedules.ScheduleConfig)
-  rate = {name: values[name] for name in names if name in values}
   return keys.make(
     optimizers.OptimizerConfig,
-    {k: v for k, v in values.items() if k not in names},
-    schedule=keys.make(schedules.ScheduleConfig, rate, total_steps=steps),
+    values,
+    schedule=keys.make(schedules.ScheduleConfig, values, total_steps=steps),
   )
 
 

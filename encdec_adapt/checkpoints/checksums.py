@@ -60,8 +60,7 @@ def write(folder: paths_lib.Path) -> None:
   body = {'digest': digest, 'files': entries}
   document = {'body': body, 'own_digest': _own_digest(body)}
   paths_lib.write(folder / FILE, json.dumps(document, indent=1).encode())
-  if not paths_lib.is_bucket(folder):
-    paths_lib.sync(folder)
+  paths_lib.sync(folder)
 
 
 def problems(folder: paths_lib.Path) -> list[str]:

@@ -27,8 +27,10 @@ def check_config(
       'this --workdir was made by encdec_adapt.convert, not by a training job:'
       ' give it as config.init.encoder, and another --workdir.'
     )
+  # Keys that the checkpoint's version did not have cannot have changed.
+  before, _ = keys.complete(saved['config'], config)
   changed = environment.difference(
-    environment.flat({'config': keys.rename(saved['config'])}),
+    environment.flat({'config': before}),
     environment.flat({'config': config}),
   )
   if changed:

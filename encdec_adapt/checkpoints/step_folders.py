@@ -101,10 +101,8 @@ def move_aside(folder: paths.Path, step: int, problems: list[str]) -> None:
   Raises:
     UserError: the folder cannot be written.
   """
-  try:
+  with disk.writing(folder):
     moved = _move(folder / str(step), _DAMAGED)
-  except OSError as error:
-    raise disk.cannot_write(folder, error) from error
   warn(
     f'the checkpoint of step {step} is damaged: {"; ".join(problems)}. It was'
     f' moved to {moved}; delete it when it is of no use.'

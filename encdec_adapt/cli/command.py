@@ -46,12 +46,7 @@ class Subcommand:
 
 
 def flag(
-  kind: str,
-  name: str,
-  *arguments: Any,
-  default: Any = None,
-  agrees: bool = True,
-  **options: Any,
+  kind: str, name: str, *arguments: Any, default: Any = None, **options: Any
 ) -> DefineFlags:
   """Returns a function that defines one flag.
 
@@ -60,9 +55,10 @@ def flag(
     name: name of the flag.
     *arguments: help text of the flag; for an enum, its allowed values first.
     default: value of a flag that is not given.
-    agrees: whether the processes of a job must have the same value.
-    **options: options of the kind, such as `lower_bound`.
+    **options: options of the kind, such as `lower_bound`; and `agrees`,
+      whether the processes of a job must have the same value (by default).
   """
+  agrees = options.pop(_AGREES, True)
   define = getattr(flags, f'DEFINE_{kind}')
 
   def define_flag(values: flags.FlagValues) -> None:

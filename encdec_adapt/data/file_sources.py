@@ -44,27 +44,17 @@ class FileSource(document_source.Source):
     self._take_fields(fields)
     expanded = os.path.expanduser(self.pattern)
     root = _fixed_folder(expanded)
-    self._digests = {}  # The store's checksums of files in a bucket.
-    if paths.is_bucket(expanded):
-      try:
-        found = paths.matching(expanded)
-      except OSError as error:
-        raise errors.UserError(
-          f'source {self.name!r} cannot be listed: {error}'
-        ) from error
-      self._digests = {path: entry['digest'] for path, entry in found.items()}
-      self._sizes = {path: entry['bytes'] for path, entry in found.items()}
-      searched = 'its bucket'
-    else:
-      files = sorted(glob.glob(expanded, recursive=True))
-      self._sizes = {
-        path: os.path.getsize(path) for path in files if os.path.isfile(path)
-      }
-      searched = os.getcwd()
+    try:
+      self._files = paths.matching(expanded)
+    except OSError as error:
+      raise errors.UserError(
+        f'source {self.name!r} cannot be listed: {error}'
+      ) from error
+    self._sizes = {path: entry['bytes'] for path, entry in self._files.items()}
     if not self._sizes:
       raise errors.UserError(
-        f'source {self.name!r}: no file matches {self.pattern!r} in'
-        f' {searched}; check the path, and quote the glob in the shell'
+        f'source {self.name!r}: no file matches {self.pattern!r}; check the'
+        f' path (from {os.getcwd()}), and quote the glob in the shell'
       )
     self._ids = {path: _relative(path, root) for path in self._sizes}
 
@@ -147,7 +137,8 @@ class FileSource(document_source.Source):
   def _content(self) -> Iterator[object]:
     for path in self._sizes:
       yield self._ids[path]
-      yield self._digests.get(path) or _sample(path)
+      # A store has checksums of the whole files.
+      yield self._files[path].get('digest') or _sample(path)
 
 
 class TextSource(FileSource):

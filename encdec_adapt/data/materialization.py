@@ -201,9 +201,8 @@ def _open_set(
   place = folder if elsewhere else record_copy.local_folder(folder)
   if manifest is not None and place != folder:
     record_copy.fetch(folder, records.shards(manifest))
-  if not paths.is_bucket(place):
-    for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
-      leftover.unlink()
+  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+    leftover.unlink()
   parts = list_parts(spec)
   keys = record_writing.shard_keys(spec, parts)
   finished = functools.partial(record_writing.finished_shard, place, spec)

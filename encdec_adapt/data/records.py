@@ -234,15 +234,7 @@ class RecordSet:
       )
     if expect is not None:
       check_spec(folder, manifest, expect)
-    if paths.is_bucket(folder):
-      folder = record_copy.fetch(folder, shards(manifest))
-    else:
-      for name, entry in shards(manifest).items():
-        if damage := record_copy.damage(folder / name, entry):
-          raise errors.UserError(
-            f'record shard {folder / name} {damage}; materialise again:'
-            ' finished shards are kept'
-          )
+    folder = record_copy.fetch(folder, shards(manifest))
     if not manifest['totals']['rows']:
       raise errors.UserError(f'the records in {folder} have no rows')
     return cls(folder, manifest)

@@ -320,8 +320,7 @@ def _own_from_raw(
       that no model has.
   """
   try:
-    saved = keys.rename(raw['model'], 'model.')
-    section, _ = keys.complete(saved, model_section.defaults())
+    section, _ = keys.complete(raw['model'], model_section.defaults(), 'model.')
     model = model_section.model_from_section(section)
     decoder = dataclasses.replace(model.decoder, classes=raw['classes'])
     return dataclasses.replace(model, decoder=decoder)
