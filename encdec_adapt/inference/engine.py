@@ -6,8 +6,8 @@ computes once) and puts them into free rows of the batch; `decode` generates
 tokens until enough rows are free for the next group. Shapes are static:
 prompts and caches are padded to a few lengths (`inference.lengths`), and a
 program is compiled per length; few of them are held (`decoding.Programs`). Rows
-end on their own (EOS, number of tokens,
-stop string) and are refilled while the others continue.
+end on their own (EOS, number of tokens, stop string) and are refilled while the
+others continue.
 
 Every process of a job runs the same calls on the same requests.
 """
