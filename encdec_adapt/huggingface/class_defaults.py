@@ -1,4 +1,4 @@
-"""Defaults of each class of transformers for fields left out of config.json.
+"""Defaults of each class of transformers for fields absent from config.json.
 
 Published files leave out fields that equal the default, and parts of composite
 files even sizes: the text of Gemma 3 4B has five fields. So Gemma's sizes have
@@ -13,20 +13,25 @@ from typing import Any
 
 _GEMMA = {
   'vocab_size': 256000,
+  'head_dim': 256,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+}
+# Gemma 2 2B; the class of Gemma 3 has the same sizes.
+_GEMMA2 = {
+  **_GEMMA,
   'hidden_size': 2304,
   'intermediate_size': 9216,
   'num_hidden_layers': 26,
   'num_attention_heads': 8,
   'num_key_value_heads': 4,
-  'head_dim': 256,
-  'rms_norm_eps': 1e-6,
-  'tie_word_embeddings': True,
   'query_pre_attn_scalar': 256,
   'sliding_window': 4096,
   'hidden_activation': 'gelu_pytorch_tanh',
-  'rope_theta': 10000.0,
-  'attention_bias': False,
 }
+# No sizes: a file of these families without sizes is damaged.
 _PLAIN = {
   'rms_norm_eps': 1e-6,
   'tie_word_embeddings': False,
@@ -35,16 +40,11 @@ _PLAIN = {
   'attention_bias': False,
   'mlp_bias': False,
 }
-_QWEN = {
-  **_PLAIN,
-  'use_sliding_window': False,
-  'max_window_layers': 28,
-  'sliding_window': 4096,
-}
+# Files have a window even where it is not used (`use_sliding_window`).
+_SLIDING = {**_PLAIN, 'use_sliding_window': False, 'sliding_window': 4096}
+_QWEN = {**_SLIDING, 'max_window_layers': 28}
 _QWEN_MOE = {
-  **_PLAIN,
-  'use_sliding_window': False,
-  'sliding_window': 4096,
+  **_SLIDING,
   'norm_topk_prob': False,
   'mlp_only_layers': None,
   'decoder_sparse_step': 1,
@@ -52,27 +52,22 @@ _QWEN_MOE = {
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
   {
-    'gemma': {
-      'vocab_size': 256000,
+    'gemma': {  # Gemma 7B.
+      **_GEMMA,
       'hidden_size': 3072,
       'intermediate_size': 24576,
       'num_hidden_layers': 28,
       'num_attention_heads': 16,
       'num_key_value_heads': 16,
-      'head_dim': 256,
-      'rms_norm_eps': 1e-6,
-      'tie_word_embeddings': True,
       'hidden_act': 'gelu_pytorch_tanh',
-      'rope_theta': 10000.0,
-      'attention_bias': False,
     },
     'gemma2': {
-      **_GEMMA,
+      **_GEMMA2,
       'attn_logit_softcapping': 50.0,
       'final_logit_softcapping': 30.0,
     },
     'gemma3_text': {
-      **_GEMMA,
+      **_GEMMA2,
       'vocab_size': 262208,
       'rope_theta': 1e6,
       'rope_local_base_freq': 10000.0,
