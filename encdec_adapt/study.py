@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -36,7 +35,7 @@ from encdec_adapt.evaluation import (
   results,
   study_stages,
 )
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.models import model_section
 from encdec_adapt.telemetry import (
   accounting,
@@ -239,10 +238,7 @@ def _report(study: study_stages.Study) -> None:
     'best': list(study.best_of),
     'stages': stages,
     'samples': (
-      [
-        json.loads(line)
-        for line in paths.at(study.samples).read_text().splitlines()
-      ]
+      [sample for sample, _ in append_log.Log(paths.at(study.samples)).lines]
       if study.samples
       else []
     ),

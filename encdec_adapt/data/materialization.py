@@ -104,10 +104,9 @@ def materialize_sets(
   opened = choice.open()
   described = opened.describe()
   for spec, _ in sets:
-    for name in objective_names.split(spec.objective):
+    for objective in objective_names.parse(spec.objective):
       # Refuses lengths and vocabularies before any text is read.
-      objective_names.make_objective(
-        name,
+      objective.make(
         spec.lengths,
         opened.decoder,
         encoder_vocabulary=opened.encoder if opened.differ else None,
@@ -202,9 +201,8 @@ def _open_set(
   place = folder if elsewhere else record_copy.local_folder(folder)
   if manifest is not None and place != folder:
     record_copy.fetch(folder, records.shards(manifest))
-  if not paths.is_bucket(place):
-    for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
-      leftover.unlink()
+  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+    leftover.unlink()
   parts = list_parts(spec)
   keys = record_writing.shard_keys(spec, parts)
   finished = functools.partial(record_writing.finished_shard, place, spec)
@@ -220,8 +218,8 @@ def list_parts(spec: records.RecordSpec) -> list[records.Part]:
     UserError: a source is missing or has no text.
   """
   return [
-    records.Part(objective, part.source.name, part.rate)
-    for objective in objective_names.split(spec.objective)
+    records.Part(objective.text, part.source.name, part.rate)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
 
@@ -254,7 +252,7 @@ def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   found = {
     part.source.name: part
-    for objective in objective_names.split(spec.objective)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   }
   return list(found.values())
@@ -342,7 +340,8 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
   """Compares what was hidden in a part with what its objective asks for."""
-  asked = objective_names.asked(part['objective'])
+  objective = objective_names.parse_one(part['objective'])
+  asked = objective.hidden_shares
   windows = sum(part.get(f'{noise}: windows', 0) for noise in asked)
   lines = []
   for noise, (share, hidden) in asked.items():

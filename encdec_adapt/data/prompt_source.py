@@ -22,7 +22,7 @@ import jinja2
 from jinja2 import sandbox
 import yaml
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import document_source, file_sources
 from encdec_adapt.files import paths
 
@@ -139,15 +139,12 @@ class PromptSource(file_sources.FileSource):
   divisible = False
   holds_json = True
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, templates = rest.partition('#')
-    if not templates:
-      raise errors.UserError(
-        f'source {self.name!r}: name a file of templates, as in'
-        ' prompts:GLOB#TEMPLATES.yaml'
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    if not fields:
+      raise fields.error(
+        'must be a file of templates, as in prompts:GLOB#TEMPLATES.yaml'
       )
-    self._templates = read_templates(templates)
-    return pattern
+    self._templates = read_templates(fields.text)
 
   def _documents(
     self, name: str, data: bytes, path: str, offset: int

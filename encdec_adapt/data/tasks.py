@@ -39,10 +39,10 @@ import tensorflow as tf
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  definition,
   document_source,
   mixtures,
   objective_names,
-  objectives,
   randomness,
   text_sources,
 )
@@ -266,7 +266,8 @@ def make_pairs(
     'weights', of the length of the targets or empty; and 'documents', the ids
     of the documents.
   """
-  if objective_names.source_of(objective) != 'text' or not sequence_length:
+  parsed = objective_names.parse_one(objective)
+  if parsed.documents != 'text' or not sequence_length:
     raise errors.UserError(
       f'make_pairs with objective {objective!r} and sequence_length'
       f' {sequence_length}: it takes objectives of text, and needs the lengths'
@@ -279,8 +280,7 @@ def make_pairs(
       f' {type(vocabulary).__name__}: it has to know sentinels and modes'
     )
   one = vocabulary.ours
-  made = objective_names.make_objective(
-    objective,
+  made = parsed.make(
     batch.Lengths(
       sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
     ),
@@ -306,7 +306,7 @@ def make_pairs(
 
 
 def _pairs_of(
-  made: objectives.Objective,
+  made: definition.ExampleMaker,
   one: vocabulary.Vocabulary,
   key: randomness.Keyed,
   names: np.ndarray,
@@ -403,10 +403,8 @@ def register() -> None:
   one = vocabularies.open_vocabulary(
     vocabularies.BYTES, added_sentinels=_SENTINELS
   )
-  for name in objective_names.NAMES:
-    if name == objective_names.MIXTURE or (
-      objective_names.source_of(name) != 'text'
-    ):
+  for name, entry in objective_names.NAMES.items():
+    if name == 'denoise' or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(
       f'encdec_adapt_{name}',

@@ -10,6 +10,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from encdec_adapt.cli import option_strings
+
 # The numbers of each kind of scaling, in the order of `Scaling.numbers`.
 NUMBERS = {
   'none': (),
@@ -41,19 +43,25 @@ class Scaling:
     """Parses the text of a scaling.
 
     Raises:
-      ValueError: the kind is unknown, there are too few or too many numbers, a
+      UserError: the kind is unknown, there are too few or too many numbers, a
         number is not positive and finite, or the low factor is not below the
         high factor.
     """
-    kind, _, listed = text.partition(':')
-    numbers = tuple(float(number) for number in listed.split(',') if listed)
+    scaling = option_strings.Part('rope_scaling', text)
+    kind = scaling.partition(':')[0].text
+    numbers = tuple(
+      option.read(float, 'a number above 0', lambda n: 0 < n < math.inf)
+      for option in scaling.options()
+    )
     if (
       kind not in NUMBERS
       or len(numbers) != len(NUMBERS[kind])
-      or not all(0 < number < math.inf for number in numbers)
       or (kind == 'llama3' and numbers[1] >= numbers[2])
     ):
-      raise ValueError(f'{text!r} is not a kind of scaling and its numbers')
+      raise scaling.error(
+        "must be 'none', 'linear:FACTOR' or 'llama3:FACTOR,LOW,HIGH,LENGTH',"
+        ' with LOW below HIGH.'
+      )
     return cls(kind, numbers)
 
   def __str__(self) -> str:

@@ -219,7 +219,7 @@ def _train(job: Job) -> Program:
       'parameters': where.axes(arguments['parameters']),
       'optimizer': where.axes(arguments['optimizer']),
       'teacher': teacher.axes(arguments['teacher']) if teacher else {},
-      'batch': _batch_axes(arguments['batch']),
+      'batch': placement.batch_axes(arguments['batch']),
     },
     donated=('parameters', 'optimizer'),
     made={'gradients': [state.params] * gradients(job)},
@@ -249,7 +249,7 @@ def _evaluate(job: Job) -> Program:
     perplexity.Evaluator(where, job.loss.chunk).sums,
     {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
-    {'parameters': where.axes(params), 'batch': _batch_axes(fields)},
+    {'parameters': where.axes(params), 'batch': placement.batch_axes(fields)},
     beside=_kept(job, phases.abstract()),
   )
 
@@ -277,7 +277,7 @@ def _decode(job: Job) -> Program:
     """Generates one token of every row."""
     with partition.use(mesh, rules.as_dict()):
       state = state._replace(cache=cache)
-      return decoding.advance(model, params, state, eos, sampled=False)
+      return decoding.advance(model, params, state, eos)
 
   axes = {
     'parameters': where.axes(params),
@@ -354,8 +354,4 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     )
     for name, length in fields.items()
   }
-  return _sharded(job, shapes, _batch_axes(shapes))
-
-
-def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
-  return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
+  return _sharded(job, shapes, placement.batch_axes(shapes))

@@ -49,10 +49,11 @@ def test_names_and_weights(text, expected):
 @pytest.mark.parametrize(
   'text, message',
   [
-    ('python@0', "source 'python@0': weight 0 after the @ .* above 0"),
-    ('python + text:x@-2', "source 'text:x@-2': weight -2"),
-    ('python@nan', 'weight nan'),
-    ('python@2 + python', "'python' is named twice .* sum of the weights"),
+    ('python@0', "'python@0' at column 1 has weight 0 after the @; .* above 0"),
+    (
+      'python@2 + python',
+      "'python' at column 12 is named twice",
+    ),
     ('python@two', "source 'python@two': not a source"),
     ('python + ', "source '': not a source"),
   ],

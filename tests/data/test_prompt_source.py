@@ -72,7 +72,7 @@ def test_templates_and_rows_that_do_not_fit_are_named(files, tmp_path):
   (tmp_path / 't.yaml').write_text('templates: 3')
   with pytest.raises(errors.UserError, match='not a file of prompt templates'):
     text_sources.open_source(files)
-  with pytest.raises(errors.UserError, match='name a file of templates'):
+  with pytest.raises(errors.UserError, match='must be a file of templates'):
     text_sources.open_source(files.partition('#')[0])
 
 

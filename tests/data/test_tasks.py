@@ -85,7 +85,7 @@ def _key(pair):
 
 @pytest.mark.parametrize('objective', ['prefix_lm', 'ul2'])
 def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
-  made = objective_names.make_objective(objective, LENGTHS, vocabulary)
+  made = objective_names.parse_one(objective).make(LENGTHS, vocabulary)
   part = mixtures.Part(_source(folder), 1.0)
   expected = []
   for document in part.source.documents():
