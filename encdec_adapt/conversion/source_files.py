@@ -216,6 +216,16 @@ def prompt_room(
   return limit - generated
 
 
+def decoder_positions(stored: stored_model.StoredModel) -> int | None:
+  """Returns the decoder's `max_position_embeddings`, None where none is stated.
+
+  Raises:
+    UserError: a kept file is damaged.
+  """
+  fields = config_fields(folders(stored.path))
+  return fields['decoder'].get('max_position_embeddings')
+
+
 def special_ids(
   found: Folders, opened: vocabularies.Opened | None
 ) -> dict[str, Any]:

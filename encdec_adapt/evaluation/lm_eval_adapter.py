@@ -7,7 +7,8 @@ starts from BOS; spaces at the end of the context are moved to the continuation,
 EOS is not scored, and an empty context is BOS alone. A decoder-only model gets
 both together, after BOS. A context that is too long keeps its last tokens: as
 many as the model's config.json allows (`max_position_embeddings`), where theirs
-gives any encoder-decoder 2,048.
+gives any encoder-decoder 2,048. A continuation that is longer than that is an
+error.
 
 It differs on purpose where that backend does not suit encoder-decoders:
  - rolling likelihood: the encoder reads the tokens before those that the
@@ -70,6 +71,8 @@ class Adapter(lm_eval_model.TemplateLM):
     self.backend = 'seq2seq' if is_pair else 'causal'
     limit = source_files.prompt_room(loaded.stored)
     self.max_length = limit or engine.UNLIMITED
+    limit = source_files.decoder_positions(loaded.stored)
+    self._positions = limit or engine.UNLIMITED
 
   # -- What lm-eval asks of a model --------------------------------------------
 
@@ -127,7 +130,19 @@ class Adapter(lm_eval_model.TemplateLM):
   def _loglikelihood_tokens(
     self, requests: Sequence[Any], **_: Any
   ) -> list[tuple[float, bool]]:
-    """Scores (texts, context ids, continuation ids)."""
+    """Scores (texts, context ids, continuation ids).
+
+    Raises:
+      UserError: a continuation has more tokens than the decoder has positions.
+    """
+    for (_, text), _, continuation in requests:
+      if len(continuation) > self._positions:
+        raise errors.UserError(
+          f'the continuation {text!r:.60} has {len(continuation)} tokens, more'
+          f' than the {self._positions} positions of {self._loaded.stored.path}'
+          ' (max_position_embeddings of its config.json); shorten the text of'
+          ' the task.'
+        )
     pairs = [self._truncated(*ids) for _, *ids in requests]
     scored = self._score(pairs)
     return [(one.log_prob, one.greedy) for one in scored]
@@ -138,7 +153,7 @@ class Adapter(lm_eval_model.TemplateLM):
     """Keeps the last tokens of a context that is too long."""
     room = self.max_length
     if self.backend == 'causal':
-      room = max(1, room + 1 - len(continuation))
+      room += 1 - len(continuation)
     return scoring.Pair(list(context)[-room:], list(continuation))
 
   def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
@@ -160,7 +175,7 @@ class Adapter(lm_eval_model.TemplateLM):
     for number, request in enumerate(requests):
       (text,) = request.args
       tokens = self.tok_encode(text, add_special_tokens=False)
-      size = min(WINDOW, max(1, self.max_length // 2))
+      size = min(WINDOW, max(1, self.max_length // 2), self._positions)
       for start in range(0, len(tokens), size):
         before = tokens[max(0, start - size) : start]
         if self._reader is not self._writer:

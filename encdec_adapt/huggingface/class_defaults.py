@@ -52,6 +52,20 @@ _QWEN_MOE = {
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
   {
+    'gemma': {
+      'vocab_size': 256000,
+      'hidden_size': 3072,
+      'intermediate_size': 24576,
+      'num_hidden_layers': 28,
+      'num_attention_heads': 16,
+      'num_key_value_heads': 16,
+      'head_dim': 256,
+      'rms_norm_eps': 1e-6,
+      'tie_word_embeddings': True,
+      'hidden_act': 'gelu_pytorch_tanh',
+      'rope_theta': 10000.0,
+      'attention_bias': False,
+    },
     'gemma2': {
       **_GEMMA,
       'attn_logit_softcapping': 50.0,

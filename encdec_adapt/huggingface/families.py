@@ -48,6 +48,7 @@ class Family:
     architecture: class of transformers.
     layout: tensor names.
     activation: field that names the activation.
+    activations: values of that field -> our activations.
     bias: our `attention_bias` if its file sets `bias_field`.
     bias_field: field that defines whether attention has biases; None if every
       model of the family has `bias`.
@@ -64,6 +65,9 @@ class Family:
   architecture: str
   layout: weights.Layout
   activation: str = 'hidden_act'
+  activations: Mapping[str, str] = dataclasses.field(
+    default_factory=lambda: _ACTIVATIONS
+  )
   bias: str = 'qkvo'
   bias_field: str | None = 'attention_bias'
   windows_by_layer: bool = True
@@ -145,6 +149,19 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
   {
     family.model_type: family
     for family in (
+      Family(
+        'gemma',
+        'GemmaForCausalLM',
+        weights.DECODER_ONLY_LLAMA,
+        # The first files say gelu, and mean its approximation by tanh.
+        activations={**_ACTIVATIONS, 'gelu': 'gelu_tanh'},
+        windows_by_layer=False,
+        fixed={
+          'post_norms': False,
+          'attention_softcap': None,
+          'final_softcap': None,
+        },
+      ),
       Family(
         'gemma2',
         'Gemma2ForCausalLM',
@@ -274,12 +291,7 @@ def stack_from_raw(
   for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
     if fields[ours] is not None:
       fields[ours] = float(fields[ours])
-  if raw.get(family.activation) not in _ACTIVATIONS:
-    raise errors.UserError(
-      f'{file} has {family.activation} = {raw.get(family.activation)!r};'
-      f' supported are {", ".join(_ACTIVATIONS)}.'
-    )
-  fields['activation'] = _ACTIVATIONS[raw[family.activation]]
+  fields['activation'] = _activation(raw, family, file)
   has_bias = family.bias_field is None or raw.get(family.bias_field)
   fields['attention_bias'] = family.bias if has_bias else 'none'
   fields['mlp_bias'] = bool(raw.get('mlp_bias'))
@@ -369,6 +381,24 @@ def comparable(
     window=stack.window if 'local' in stack.pattern else ours.window,
     window_rule=ours.window_rule,
   )
+
+
+def _activation(raw: Raw, family: Family, file: str) -> str:
+  """Returns our activation.
+
+  Files of Gemma 1 may have two fields. Versions of transformers differ in which
+  they follow, so they must agree.
+  """
+  named = {family.activation: family.activations.get(raw[family.activation])}
+  if raw.get('hidden_activation') is not None:
+    named['hidden_activation'] = _ACTIVATIONS.get(raw['hidden_activation'])
+  activation, *others = set(named.values())
+  if activation is None or others:
+    values = ' and '.join(f'{name} = {raw[name]!r}' for name in named)
+    raise errors.UserError(
+      f'{file} has {values}; supported are {", ".join(_ACTIVATIONS)}.'
+    )
+  return activation
 
 
 def _dense_layers(raw: Raw, file: str) -> int:

@@ -80,7 +80,7 @@ _NULLABLE = frozenset(
   f"""{_ROPE} num_key_value_heads head_dim sliding_window
   sliding_window_pattern eoi_token_index final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
-  mlp_only_layers sliding_attention""".split()
+  mlp_only_layers sliding_attention hidden_activation""".split()
 )
 
 

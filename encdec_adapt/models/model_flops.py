@@ -16,11 +16,14 @@ positions, in one forward pass:
 
 A training step is 3 forward passes (a backward pass costs two), an evaluation
 step is one. A decoding step is a forward pass of one token a row that sees the
-keys of a whole cache; its source's keys and values are cached. Norms,
-activations, soft-caps, the embedding lookup and rematerialisation are not
-counted, and rows count as full: packing and padding do not change the number.
+keys of a whole cache; its source's keys and values are cached. A prompt that a
+decoder reads leaves keys and values only, so that its last layer has no
+queries, attention, output projection and feed-forward. Norms, activations,
+soft-caps, the embedding lookup and rematerialisation are not counted, and rows
+count as full: packing and padding do not change the number.
 """
 
+from collections.abc import Sequence
 import dataclasses
 
 from encdec_adapt.models import model_config as configs
@@ -79,7 +82,9 @@ def generation(
 
   Returns:
     FLOPs of the prefill, which has no vocabulary product, and of all decoding
-    steps. They add up to `forward` on rows of these lengths.
+    steps (`inference.decoding`). An encoder-decoder's add up to `forward` on
+    rows of these lengths. A decoder reads the last token of the prompt twice:
+    its states predict the first generated token.
   """
   stack = model.decoder
   if isinstance(model, configs.EncoderDecoderConfig):
@@ -87,9 +92,20 @@ def generation(
     prefill = stack_forward(model.encoder, prompt) + cross
     decode = stack_forward(stack, generated, source_length=prompt) - cross
   else:
-    prefill = stack_forward(stack, prompt)
-    decode = stack_forward(stack, prompt + generated) - prefill
+    prefill = stack_forward(stack, prompt) - _without_states(stack, prompt)
+    first = prompt - 1
+    decode = stack_forward(stack, first + generated)
+    decode -= stack_forward(stack, first)
   return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
+
+
+def _without_states(stack: configs.StackConfig, length: int) -> int:
+  """Returns the FLOPs of the last layer beside its keys and values."""
+  heads = stack.heads * stack.head_dim
+  last = stack.layers - 1
+  weights = 2 * heads + _feed_forward(stack, last)
+  pairs = _pairs(stack, length, layer_windows(stack)[last:])
+  return 2 * stack.width * weights * length + 4 * heads * pairs
 
 
 def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
@@ -141,15 +157,8 @@ def stack_forward(
   """
   heads = stack.heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
-  dense = stack.dense_layers if stack.experts else stack.layers
-  routed_width = (
-    stack.experts_per_token * stack.expert_width + stack.shared_expert_width
-  )
   weights = stack.layers * (2 * heads + 2 * kv_heads)
-  weights += dense * 3 * stack.mlp_width
-  weights += (stack.layers - dense) * (
-    3 * routed_width + stack.experts + stack.shared_expert_gate
-  )
+  weights += sum(_feed_forward(stack, i) for i in range(stack.layers))
   total = 2 * stack.width * weights * length
   if stack.cross_width is not None:
     own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
@@ -163,17 +172,33 @@ def scores(
   stack: configs.StackConfig, length: int, *, source_length: int = 0
 ) -> int:
   """Returns the part of `stack_forward` for scores and weighted sums."""
-  pairs = sum(
+  pairs = _pairs(stack, length, layer_windows(stack))
+  pairs += cross_layers(stack) * length * source_length
+  return 4 * stack.heads * stack.head_dim * pairs
+
+
+def _pairs(
+  stack: configs.StackConfig, length: int, windows: Sequence[int | None]
+) -> int:
+  """Returns the pairs of positions that layers of these windows compute."""
+  return sum(
     visible_pairs(
       length,
       causal=stack.role != 'bidirectional',
       window=window,
       window_rule=stack.window_rule,
     )
-    for window in layer_windows(stack)
+    for window in windows
   )
-  pairs += cross_layers(stack) * length * source_length
-  return 4 * stack.heads * stack.head_dim * pairs
+
+
+def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
+  """Returns a token's weights in the feed-forward of a layer, by width."""
+  if not stack.experts or layer < stack.dense_layers:
+    return 3 * stack.mlp_width
+  routed = stack.experts_per_token * stack.expert_width
+  shared = stack.shared_expert_width
+  return 3 * (routed + shared) + stack.experts + stack.shared_expert_gate
 
 
 def visible_pairs(

@@ -178,6 +178,27 @@ def t5gemma(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
   return configs.encoder_decoder(*_pair(pair, _GEMMA2, changes))
 
 
+def with_paper_widths(model: configs.ModelConfig) -> configs.ModelConfig:
+  """Returns the model as the T5Gemma paper counts its FLOPs and parameters.
+
+  Of S to XL the d_ffn of its table counts both branches of the gated
+  feed-forward, where each branch of the released models is as wide. Other
+  stacks stay as they are.
+  """
+
+  def is_size(stack: configs.StackConfig, size: str) -> bool:
+    """Returns whether a stack has the shape of a released size."""
+    names = ('layers', 'width', 'mlp_width', 'heads', 'head_dim')
+    return all(getattr(stack, n) == getattr(STACKS[size], n) for n in names)
+
+  changes = {
+    name: dataclasses.replace(stack, mlp_width=stack.mlp_width // 2)
+    for name, stack in model.stacks.items()
+    if any(is_size(stack, size) for size in ('s', 'b', 'l', 'xl'))
+  }
+  return dataclasses.replace(model, **changes)
+
+
 def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
   """Returns the text part of the T5Gemma 2 of two Gemma 3 sizes ('1b_1b').
 

@@ -1,10 +1,15 @@
 """Cost of generation: the metrics, and the Pareto front."""
 
+import collections
+
+import numpy as np
 import pytest
 
 from encdec_adapt.evaluation import costs, score_tables
 from encdec_adapt.evaluation import results as results_lib
+from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_flops
+from encdec_adapt.planning import hlo
 from tests import toy_models
 
 CONFIGS = toy_models.pair_and_decoder(toy_models.stack(layers=2, vocab_size=19))
@@ -23,6 +28,35 @@ def test_prefill_and_decode_are_measured_apart(kind):
   assert whole['ms at batch 1'] == pytest.approx(
     found['prefill_ms'] + 4 * found['decode_ms']
   )
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_prefill_flops_are_those_of_the_compiled_program(kind):
+  # Wide, as XLA counts norms, soft-caps and activations, too; and without a
+  # scan, whose body XLA counts once.
+  fields = dict(layers=3, width=256, mlp_width=512, head_dim=64)
+  stack = toy_models.stack(pattern=('global',) * 4, **fields)
+  loaded = toy_models.load(toy_models.pair_and_decoder(stack)[kind])
+  engine = loaded.engine(rows=1, ids=engine_lib.SpecialIds(0, (-1,), 0))
+  length = 128
+  request = engine_lib.Request(np.zeros(length, np.int32), 16)
+  arguments = engine.prefill_arguments([request], 1)
+  program = engine.programs.prefill.lower(*arguments).compile()
+  counted, _ = model_flops.generation(loaded.config, length, 16)
+  if kind == 'decoder_only':
+    # On CPUs the pairs that a causal mask hides are multiplied, too.
+    hidden = length**2 - model_flops.visible_pairs(length, causal=True)
+    counted += 2 * 4 * 4 * 64 * hidden
+  assert hlo.totals(program.as_text()).flops == counted
+  assert program.cost_analysis()['flops'] == pytest.approx(counted, rel=0.02)
+
+
+def test_tables_have_flops_with_both_widths_where_they_differ():
+  values = collections.defaultdict(lambda: 3e12)
+  assert '3e+12' in costs.describe(values).values()
+  values['paper_flops'] = 2e12
+  cell = "3e+12 (2e+12 with the paper's widths)"
+  assert cell in costs.describe(values).values()
 
 
 def test_pareto_front():

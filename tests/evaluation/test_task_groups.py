@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
+from encdec_adapt.conversion import source_files
 from encdec_adapt.evaluation import code_execution, scoring
 from encdec_adapt.evaluation import task_groups as tasks
 from tests import toy_models
@@ -214,6 +215,27 @@ def test_a_separator_joins_context_and_choice(kind, models):
     adapter = lm_eval_adapter.Adapter(model)
     for i, (log_prob, _) in enumerate(adapter.score_choices(texts, separator)):
       assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_continuations_have_at_most_the_positions_of_the_model(
+  kind, models, monkeypatch
+):
+  text, loaded = ' a lazy dog', models[kind]
+  limit = len(loaded.stored.open_vocabularies().decoder.encode(text))
+  stated = {'decoder': {'max_position_embeddings': limit}}
+  if kind == 'encoder_decoder':
+    stated['encoder'] = {'max_position_embeddings': 64}
+  monkeypatch.setattr(source_files, 'config_fields', lambda _: stated)
+  adapter = lm_eval_adapter.Adapter(loaded)
+  whole, long, rolling = (
+    instance.Instance('loglikelihood', {}, texts, 0)
+    for texts in (('The sky is', text), ('', f'{text}s'), (text * 3,))
+  )
+  assert len(adapter.loglikelihood([whole])) == 1
+  assert len(adapter.loglikelihood_rolling([rolling])) == 1
+  with pytest.raises(errors.UserError, match="' a lazy dogs' has .* positions"):
+    adapter.loglikelihood([long])
 
 
 def test_rolling_scores_every_token_once(models, monkeypatch):

@@ -157,8 +157,15 @@ def test_models_without_a_class_are_refused_with_a_reason():
 _TWO = ['sliding_attention', 'full_attention'] * 2
 # Family, path of a field, its value, and the error.
 REFUSALS = [
-  ('llama', 'model_type', 'gpt2', "model_type 'gpt2'; supported are gemma2"),
+  (
+    'llama',
+    'model_type',
+    'gpt2',
+    "model_type 'gpt2'; supported are gemma, gemma2",
+  ),
   ('llama', 'hidden_act', 'relu', "hidden_act = 'relu'"),
+  ('gemma', 'hidden_activation', 'gelu', "and hidden_activation = 'gelu'"),
+  ('gemma2', 'hidden_activation', None, 'hidden_activation = None'),
   ('llama', 'rope_parameters', {'rope_type': 'yarn'}, "embedding by 'yarn'"),
   (
     'llama',
@@ -216,7 +223,16 @@ def paths(raw, above=()):
 
 
 @pytest.mark.parametrize(
-  'name', ['gemma3_text', 'llama', 'qwen2', 'qwen3_moe', 't5gemma', 't5gemma2']
+  'name',
+  [
+    'gemma',
+    'gemma3_text',
+    'llama',
+    'qwen2',
+    'qwen3_moe',
+    't5gemma',
+    't5gemma2',
+  ],
 )
 def test_nonsense_in_any_field_is_read_or_refused(name):
   raw = raw_of(name)

@@ -83,6 +83,15 @@ def test_experts_count_where_a_token_takes_them():
   assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
 
 
+@pytest.mark.parametrize(
+  'experts', [{}, dict(experts=4, experts_per_token=2, expert_mlp_width=8)]
+)
+def test_a_prompt_leaves_keys_and_values_of_the_last_layer(experts):
+  stack = _stack(role='causal', **experts)
+  model = model_config.DecoderOnlyConfig(stack)
+  assert flops.generation(model, 10, 1)[0] == 10 * 2 * 16 * 2 * (2 * 8)
+
+
 def test_cross_attention_of_some_layers_and_merged():
   pattern = dict(role='causal', layers=2, pattern=('local', 'global'))
 

@@ -10,8 +10,10 @@ from encdec_adapt.models import build, parameters
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
-WITH_EXPERTS = ('mixtral', 'qwen2_moe', 'qwen3_moe')
-CHANCE = {'dense': (8, 0.05), 'experts': (40, 0.05)}
+# A token that takes another expert, or of Gemma one seed in ten, weighs much.
+UNSTEADY = ('gemma', 'mixtral', 'qwen2_moe', 'qwen3_moe')
+SEEDS = {False: 8, True: 40}
+CHANCE = 0.05
 
 
 @pytest.mark.parametrize('name', tiny_models.CASES)
@@ -35,12 +37,11 @@ def test_greedy_text(name, saved):
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
   """Our bf16 logits are as close to fp32 as theirs, up to chance."""
-  seeds, margin = CHANCE['experts' if name in WITH_EXPERTS else 'dense']
-  case = tiny_models.CASES[name]
+  case, seeds = tiny_models.CASES[name], SEEDS[name in UNSTEADY]
   ratio, _ = tiny_models.rounding_ratios(
     [tiny_models.in_bfloat16(case, s, tmp_path / str(s)) for s in range(seeds)]
   )
-  assert ratio <= 1 + margin
+  assert ratio <= 1 + CHANCE
 
 
 @pytest.mark.parametrize(

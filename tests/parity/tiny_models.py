@@ -188,6 +188,7 @@ def gemma3_settings():
 
 
 CASES: Mapping[str, Case] = {
+  'gemma': _decoder('Gemma', 'one key/value head', num_key_value_heads=1),
   'gemma2': _decoder('Gemma2', 'windows, both soft-caps', **GEMMA2),
   'gemma3': _decoder(
     'Gemma3',
