@@ -17,6 +17,7 @@ from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cli import errors, keys
 from encdec_adapt.data import data_section, objective_names
 from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -189,10 +190,10 @@ def _classifier(
   model: model_config.ModelConfig, classes: int
 ) -> model_config.DecoderOnlyConfig:
   """Returns a model of one stack with a head for so many labels."""
-  if isinstance(model, model_config.EncoderDecoderConfig):
+  if not model.architecture.classifies:
     raise errors.UserError(
-      'config.model.kind is encoder_decoder, and a classifier is one stack:'
-      " encoder_only for a pair's encoder, decoder_only for a decoder"
+      f'config.model.kind is {model.architecture.name}, and a classifier is one'
+      " stack: encoder_only for a pair's encoder, decoder_only for a decoder"
       ' (configs/classification.py sets it).'
     )
   stack = dataclasses.replace(model.decoder, classes=classes)
@@ -283,29 +284,25 @@ def _optimizer(
   )
 
 
-# Kinds of models that read the rows of an objective (`Objective.feeds`).
-_KINDS_OF = {
-  'decoder': ('decoder_only',),
-  'pair': ('encoder_decoder', 'decoder_only', 'prefix_decoder'),
-  'encoder': ('encoder_only',),
-}
-
-
 def check_kind(model: model_config.ModelConfig, objective: str) -> None:
   """Checks that a model reads the rows of an objective.
 
   Raises:
     UserError: names the kinds of models that do.
   """
-  name, kind = objective_names.split(objective)[0], model_section.kind_of(model)
-  fed = _KINDS_OF[objective_names.feeds(name)]
-  if labels := objective_names.labels(name):
-    fed = ('encoder_only', 'decoder_only')
-  if kind not in fed:
+  name, kind = objective_names.split(objective)[0], model.architecture.name
+  feeds, labels = objective_names.feeds(name), objective_names.labels(name)
+  fed = [
+    architecture
+    for architecture in architectures.BY_NAME.values()
+    if (architecture.classifies if labels else feeds in architecture.feeds)
+  ]
+  if kind not in [architecture.name for architecture in fed]:
     raise errors.UserError(
-      f'objective {objective!r} feeds models of kind {" and ".join(fed)}, and'
-      f' the model is {kind}; change config.data.objective or'
-      ' config.model.kind (the table of objectives is in configs/README.md).'
+      f'objective {objective!r} feeds models of kind'
+      f' {architectures.names(fed)}, and the model is {kind}; change'
+      ' config.data.objective or config.model.kind (the table of objectives is'
+      ' in configs/README.md).'
     )
   if len(labels) != model.decoder.classes:
     raise errors.UserError(
@@ -317,15 +314,17 @@ def check_kind(model: model_config.ModelConfig, objective: str) -> None:
 def _check_model(settings: Settings, vocabulary: str) -> None:
   """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   check_kind(model, data.objective)
-  kind = model_section.kind_of(model)
+  architecture = model.architecture
   feeds = objective_names.feeds(data.objectives[0])
-  if settings.loss.on_inputs and (kind, feeds) != ('decoder_only', 'pair'):
+  if settings.loss.on_inputs and not (
+    architecture.predicts_inputs and feeds == 'pair'
+  ):
     raise errors.UserError(
-      f'config.loss.on_inputs is set with config.model.kind {kind} and'
-      f' objective {data.objective!r}; only a causal decoder (decoder_only) on'
-      ' pairs can predict the inputs: others read them before.'
+      'config.loss.on_inputs is set with config.model.kind'
+      f' {architecture.name} and objective {data.objective!r}; only a causal'
+      ' decoder (decoder_only) on pairs can predict the inputs: others read'
+      ' them before.'
     )
   if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
     raise errors.UserError(
@@ -335,10 +334,10 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
     )
   own = data.encoder_vocabulary
   if own not in ('', data.vocabulary, vocabulary):
-    if not is_pair:
+    if not architecture.encodes_prompt:
       raise errors.UserError(
         f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
-        ' decoder_only, which has no encoder; leave it empty.'
+        f' {architecture.name}, which has no encoder; leave it empty.'
       )
     if model.shared_table:
       raise errors.UserError(
@@ -346,10 +345,10 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
         ' config.model.shared_table, one table for both sides; change one of'
         ' them.'
       )
-  if init.mode in ('adapt', 'embeddings') and not is_pair:
+  if init.mode in ('adapt', 'embeddings') and not architecture.encodes_prompt:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.model.kind is'
-      ' decoder_only; adaptation makes an encoder_decoder.'
+      f' {architecture.name}; adaptation makes an encoder_decoder.'
     )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.inference import decoding, lengths
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.sharding import rules as rules_lib
 
 UNLIMITED = 1 << 30  # More tokens than there are.
@@ -137,7 +137,7 @@ class Engine:
     Raises:
       UserError: the model is encoder-only, or `rows` does not divide.
     """
-    if getattr(model.config, 'is_encoder', False):
+    if not model.architecture.generates:
       raise errors.UserError(
         'an encoder-only model predicts masked tokens and generates no text;'
         ' use a decoder or an encoder-decoder.'
@@ -156,10 +156,9 @@ class Engine:
     self.programs = decoding.Programs(build.unroll(model), mesh, rules)
     self.params = decoding.prepare(model, params, int8=int8)
     self.vocab_size = model.config.decoder.vocab_size
-    self._prompt_size = next(iter(model.config.stacks.values())).vocab_size
-    self._reads_encoder = isinstance(
-      model.config, model_config.EncoderDecoderConfig
-    )
+    self._architecture = model.architecture
+    prompt_stack = model.config.stacks[model.architecture.prompt_stack]
+    self._prompt_size = prompt_stack.vocab_size
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows
     self._state: decoding.State | None = None
@@ -357,12 +356,13 @@ class Engine:
 
   def _lengths(self, requests: Sequence[Request]) -> tuple[int, int]:
     """Returns the positions that requests need: of the decoder, the encoder."""
-    prompt = max(len(request.tokens) for request in requests)
-    if self._reads_encoder:
-      most = max(request.max_tokens for request in requests)
-      return lengths.bucket(most), lengths.bucket(prompt)
-    most = max(len(request.tokens) + request.max_tokens for request in requests)
-    return lengths.bucket(most), 0
+    positions = [
+      self._architecture.positions(len(request.tokens), request.max_tokens)
+      for request in requests
+    ]
+    decoder = max(stacks['decoder'] for stacks in positions)
+    encoder = max(stacks.get('encoder', 0) for stacks in positions)
+    return lengths.bucket(decoder), encoder and lengths.bucket(encoder)
 
   def _fill(self) -> None:
     """Puts queued prompts into free rows, a group at a time."""
