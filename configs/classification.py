@@ -33,7 +33,7 @@ import random
 
 from configs import pretrained
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
@@ -107,10 +107,14 @@ def get_study(arg=None):
 
 def _draw_grid(args):
   """Returns at most `budget` points (learning rate, batch, dropout)."""
-  grid = itertools.product(
-    *(args[name].split('+') for name in ('rates', 'batches', 'dropouts'))
-  )
-  grid = [tuple(map(float, point)) for point in grid]
+  values = [
+    [
+      part.read(float, 'a number')
+      for part in option_strings.Part(name, args[name]).divide(r'\+')
+    ]
+    for name in ('rates', 'batches', 'dropouts')
+  ]
+  grid = list(itertools.product(*values))
   if args['budget'] < len(grid):
     grid = sorted(random.Random(0).sample(grid, args['budget']))
   return grid

@@ -37,34 +37,100 @@ pretraining score of 46.6 for 2b_2b, 41.5 for 9b_2b and 60.1 for 9b_9b, all of
 which start at 16 to 17; its best scores take 40 times as many steps.
 """
 
+import dataclasses
+
 from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.models import presets
 
-# By the arguments after the colon: replica, fsdp, rules, remat, microbatches,
-# offload of the optimizer's state, and steps between checkpoints, about half
-# an hour. `python -m encdec_adapt.plan --search=6` finds the first five for
-# other chips.
+
+@dataclasses.dataclass(frozen=True)
+class ChipSettings:
+  """Values of the keys that make a recipe fit some chips.
+
+  Attributes:
+    replica: groups of chips that hold the same parameters.
+    fsdp: chips over which parameters are sharded.
+    save_every: steps between checkpoints, about half an hour.
+    microbatches: parts of a batch.
+    rules: name of the sharding rules.
+    remat: what is computed again in the backward pass.
+    offload: whether the optimizer's state is in host memory.
+  """
+
+  replica: int
+  fsdp: int
+  save_every: int
+  microbatches: int
+  rules: str = 'fsdp'
+  remat: str = 'attention'
+  offload: bool = False
+
+
+# By the arguments after the colon. `python -m encdec_adapt.plan --search=6`
+# finds all but the steps between checkpoints for other chips.
 SHIPPED = {
-  'size=2b_2b,topology=v5e:4x4': (2, 8, 'whole_slice', 'attention', 32, 0, 20),
-  'size=2b_2b,topology=v6e:4x4': (2, 8, 'fsdp', 'attention', 16, 0, 100),
-  'size=2b_2b,objective=ul2,topology=v5e:8x8': (
-    (2, 32, 'fsdp', 'attention', 4, 0, 100)
+  'size=2b_2b,topology=v5e:4x4': ChipSettings(
+    replica=2, fsdp=8, save_every=20, microbatches=32, rules='whole_slice'
   ),
-  'size=9b_2b,topology=v5e:16x16': (4, 64, 'fsdp', 'attention', 2, 0, 200),
-  'size=9b_2b,topology=v6e:16x16': (4, 64, 'fsdp', 'attention', 1, 0, 1000),
-  'size=9b_2b,topology=v5p:4x4x4': (2, 32, 'fsdp', 'dots', 8, 0, 100),
-  'size=9b_2b,topology=v5p:4x4x4,slices=2': (4, 32, 'fsdp', 'dots', 4, 0, 200),
-  'size=9b_9b,topology=v5e:16x16': (4, 64, 'fsdp', 'full', 2, 1, 100),
-  'size=9b_9b,topology=v6e:16x16': (4, 64, 'fsdp', 'attention', 1, 0, 500),
-  'size=9b_9b,topology=v5p:4x4x4': (2, 32, 'fsdp', 'dots', 8, 0, 50),
-  'size=9b_9b,topology=v5e:16x16,slices=2': (8, 64, 'fsdp', 'full', 1, 1, 200),
-  'size=27b_27b,topology=v5p:8x8x8': (8, 64, 'fsdp', 'narrow_dots', 1, 0, 200),
-  'size=2b_2b,topology=h100:8': (1, 8, 'fsdp', 'attention', 32, 0, 50),
-  'size=2b_2b,topology=h100:16': (2, 8, 'fsdp', 'attention', 16, 0, 100),
-  'size=2b_2b,topology=h100:64': (8, 8, 'fsdp', 'attention', 4, 0, 500),
-  'size=9b_9b,topology=h200:64': (8, 8, 'fsdp', 'attention', 4, 0, 100),
-  'size=27b_27b,topology=h100:64': (1, 64, 'fsdp', 'attention', 4, 0, 50),
+  'size=2b_2b,topology=v6e:4x4': ChipSettings(
+    replica=2, fsdp=8, save_every=100, microbatches=16
+  ),
+  'size=2b_2b,objective=ul2,topology=v5e:8x8': ChipSettings(
+    replica=2, fsdp=32, save_every=100, microbatches=4
+  ),
+  'size=9b_2b,topology=v5e:16x16': ChipSettings(
+    replica=4, fsdp=64, save_every=200, microbatches=2
+  ),
+  'size=9b_2b,topology=v6e:16x16': ChipSettings(
+    replica=4, fsdp=64, save_every=1000, microbatches=1
+  ),
+  'size=9b_2b,topology=v5p:4x4x4': ChipSettings(
+    replica=2, fsdp=32, save_every=100, microbatches=8, remat='dots'
+  ),
+  'size=9b_2b,topology=v5p:4x4x4,slices=2': ChipSettings(
+    replica=4, fsdp=32, save_every=200, microbatches=4, remat='dots'
+  ),
+  'size=9b_9b,topology=v5e:16x16': ChipSettings(
+    replica=4,
+    fsdp=64,
+    save_every=100,
+    microbatches=2,
+    remat='full',
+    offload=True,
+  ),
+  'size=9b_9b,topology=v6e:16x16': ChipSettings(
+    replica=4, fsdp=64, save_every=500, microbatches=1
+  ),
+  'size=9b_9b,topology=v5p:4x4x4': ChipSettings(
+    replica=2, fsdp=32, save_every=50, microbatches=8, remat='dots'
+  ),
+  'size=9b_9b,topology=v5e:16x16,slices=2': ChipSettings(
+    replica=8,
+    fsdp=64,
+    save_every=200,
+    microbatches=1,
+    remat='full',
+    offload=True,
+  ),
+  'size=27b_27b,topology=v5p:8x8x8': ChipSettings(
+    replica=8, fsdp=64, save_every=200, microbatches=1, remat='narrow_dots'
+  ),
+  'size=2b_2b,topology=h100:8': ChipSettings(
+    replica=1, fsdp=8, save_every=50, microbatches=32
+  ),
+  'size=2b_2b,topology=h100:16': ChipSettings(
+    replica=2, fsdp=8, save_every=100, microbatches=16
+  ),
+  'size=2b_2b,topology=h100:64': ChipSettings(
+    replica=8, fsdp=8, save_every=500, microbatches=4
+  ),
+  'size=9b_9b,topology=h200:64': ChipSettings(
+    replica=8, fsdp=8, save_every=100, microbatches=4
+  ),
+  'size=27b_27b,topology=h100:64': ChipSettings(
+    replica=1, fsdp=64, save_every=50, microbatches=4
+  ),
 }
 PLANNED = tuple(name for name in SHIPPED if 'topology=v' in name)  # Compiled.
 
@@ -144,11 +210,12 @@ def spread(config, size, objective, topology, slices):
       ' --config.compute.attention=splash` (triton on GPUs), and set'
       ' config.mesh, config.compute and config.train.microbatches.'
     )
-  mesh, train = config.mesh, config.train
-  mesh.replica, mesh.fsdp, mesh.rules, *rest = SHIPPED[name]
-  config.compute.remat, train.microbatches, offload, every = rest
-  config.optimizer.offload = bool(offload)
-  config.checkpoint.every = every
+  settings, mesh, train = SHIPPED[name], config.mesh, config.train
+  mesh.replica, mesh.fsdp = settings.replica, settings.fsdp
+  mesh.rules, config.compute.remat = settings.rules, settings.remat
+  train.microbatches = settings.microbatches
+  config.optimizer.offload = settings.offload
+  config.checkpoint.every = settings.save_every
   config.compute.attention = 'splash' if name in PLANNED else 'triton'
   chips = mesh.replica * mesh.fsdp
   train.eval_batch_size = max(chips, train.eval_batch_size)

@@ -14,10 +14,10 @@ import ml_collections
 
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.checkpoints import checkpoint_section
-from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import data_section, objective_names
+from encdec_adapt.cli import errors, keys, option_strings
+from encdec_adapt.cluster import distributed
+from encdec_adapt.data import data_section, definition
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -137,6 +137,9 @@ def load(
 ) -> Settings:
   """Validates a configuration.
 
+  Keys that a saved one lacks, as its version did not have them, take their
+  defaults, which are printed in one line.
+
   Args:
     config: `defaults()` with changes.
     workdir: work directory of the job; records go below it unless the
@@ -147,12 +150,11 @@ def load(
   Raises:
     UserError: names the key, its value and what it must be.
   """
-  values = config.to_dict()
-  found = {'seed', 'model', *_SECTIONS}
-  if values.keys() != found:
-    raise errors.UserError(
-      'the configuration was saved by another version:'
-      f' {", ".join(sorted(values.keys() ^ found))} on one side only.'
+  values, added = keys.complete(config.to_dict(), defaults().to_dict())
+  if added and distributed.is_lead():
+    print(
+      f'the configuration in {workdir} was saved by an earlier version; keys'
+      f' that it lacks take their defaults: {", ".join(added)}'
     )
   model = model_section.model_from_section(values['model'])
   sections = {
@@ -165,8 +167,11 @@ def load(
     values['data'],
     table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
   )
-  if labels := objective_names.labels(data.objectives[0]):
-    model = _classifier(model, len(labels))
+  objective = data.objectives[0]
+  if objective.labels and model.architecture.name in objective.kinds:
+    count = len(objective.labels)
+    stack = dataclasses.replace(model.decoder, classes=count)
+    model = model_config.DecoderOnlyConfig(stack)
   settings = Settings(
     seed=values['seed'],
     model=model,
@@ -184,20 +189,6 @@ def load(
       ' number of epochs.'
     )
   return settings
-
-
-def _classifier(
-  model: model_config.ModelConfig, classes: int
-) -> model_config.DecoderOnlyConfig:
-  """Returns a model of one stack with a head for so many labels."""
-  if not model.architecture.classifies:
-    raise errors.UserError(
-      f'config.model.kind is {model.architecture.name}, and a classifier is one'
-      " stack: encoder_only for a pair's encoder, decoder_only for a decoder"
-      ' (configs/classification.py sets it).'
-    )
-  stack = dataclasses.replace(model.decoder, classes=classes)
-  return model_config.DecoderOnlyConfig(stack)
 
 
 def set_model(
@@ -218,23 +209,9 @@ def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
   Raises:
     UserError: an unknown key or a value of the wrong type; names the known.
   """
-  values = dict(defaults)
-  for item in filter(None, (arg or '').split(',')):
-    name, equals, text = item.partition('=')
-    if name not in defaults or not equals:
-      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
-      raise errors.UserError(
-        f'config argument {item!r} is not understood; after the colon come'
-        f' key=value pairs of: {known}.'
-      )
-    try:
-      values[name] = type(defaults[name])(text)
-    except ValueError as error:
-      raise errors.UserError(
-        f'config argument {item!r}: the value must be a'
-        f' {type(defaults[name]).__name__}.'
-      ) from error
-  return values
+  return option_strings.key_values(
+    "the configuration's argument", arg or '', defaults
+  )
 
 
 def save(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -275,38 +252,32 @@ def _optimizer(
   values: Mapping[str, Any], steps: int
 ) -> optimizers.OptimizerConfig:
   """Builds the section `optimizer`, which has the keys of the schedule too."""
-  names = keys.defaults(schedules.ScheduleConfig)
-  rate = {name: values[name] for name in names if name in values}
   return keys.make(
     optimizers.OptimizerConfig,
-    {k: v for k, v in values.items() if k not in names},
-    schedule=keys.make(schedules.ScheduleConfig, rate, total_steps=steps),
+    values,
+    schedule=keys.make(schedules.ScheduleConfig, values, total_steps=steps),
   )
 
 
-def check_kind(model: model_config.ModelConfig, objective: str) -> None:
+def check_kind(
+  model: model_config.ModelConfig, objective: definition.Objective
+) -> None:
   """Checks that a model reads the rows of an objective.
 
   Raises:
     UserError: names the kinds of models that do.
   """
-  name, kind = objective_names.split(objective)[0], model.architecture.name
-  feeds, labels = objective_names.feeds(name), objective_names.labels(name)
-  fed = [
-    architecture
-    for architecture in architectures.BY_NAME.values()
-    if (architecture.classifies if labels else feeds in architecture.feeds)
-  ]
-  if kind not in [architecture.name for architecture in fed]:
+  labels, kind = objective.labels, model.architecture.name
+  if kind not in objective.kinds:
+    fed = ' and '.join(objective.kinds)
     raise errors.UserError(
-      f'objective {objective!r} feeds models of kind'
-      f' {architectures.names(fed)}, and the model is {kind}; change'
-      ' config.data.objective or config.model.kind (the table of objectives is'
-      ' in configs/README.md).'
+      f'objective {objective.text!r} feeds models of kind {fed}, and'
+      f' the model is {kind}; change config.data.objective or'
+      ' config.model.kind (the table of objectives is in configs/README.md).'
     )
   if len(labels) != model.decoder.classes:
     raise errors.UserError(
-      f'objective {objective!r} has {len(labels)} labels and the model'
+      f'objective {objective.text!r} has {len(labels)} labels and the model'
       f' {model.decoder.classes}; use records of the same labels.'
     )
 
@@ -314,9 +285,8 @@ def check_kind(model: model_config.ModelConfig, objective: str) -> None:
 def _check_model(settings: Settings, vocabulary: str) -> None:
   """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
-  check_kind(model, data.objective)
-  architecture = model.architecture
-  feeds = objective_names.feeds(data.objectives[0])
+  check_kind(model, data.objectives[0])
+  architecture, feeds = model.architecture, data.objectives[0].feeds
   if settings.loss.on_inputs and not (
     architecture.predicts_inputs and feeds == 'pair'
   ):
@@ -373,8 +343,8 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       ' empty; give the work directory or Hugging Face folder of a'
       ' decoder-only model, or set the distillation to 0.'
     )
-  names = settings.data.objectives
-  if share > 0 and not all(name.startswith('prefix_lm') for name in names):
+  distills = all(part.maker.distills for part in settings.data.objectives)
+  if share > 0 and not distills:
     raise errors.UserError(
       f'config.loss.distillation is {share} with config.data.objective'
       f' {objective!r}; a teacher predicts the targets of prefix_lm only.'

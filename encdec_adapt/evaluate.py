@@ -19,7 +19,7 @@ from typing import Protocol
 
 from absl import flags
 
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import command, errors, option_strings
 from encdec_adapt.cluster import distributed, lock
 from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
@@ -133,11 +133,7 @@ def main(values: flags.FlagValues) -> int:
       f' models; {len(given)} are given.'
     )
   planned = _plan(values)
-  # What must be the same in every process.
-  names = 'records attention tasks task_folder shots limit allow_code pairs'
-  names += ' max_tokens retrieval retrieval_lengths cost batch_size int8 output'
-  options = {name: values[name].value for name in names.split()}
-  with command.processes(values, {'checkpoint': given, **options}):
+  with command.processes(values):
     evaluations = _evaluations(values, planned)
     # Opens every model, so that bad input is refused before the first hours.
     models = {path: stored_model.open_model(path) for path in given}
@@ -220,12 +216,14 @@ def _progress(name: str) -> progress.Report:
 
 def _lengths(value: str) -> tuple[int, int]:
   """Parses --cost."""
-  parts = value.split(',')
-  if len(parts) != 2 or not all(x.isdecimal() and int(x) > 0 for x in parts):
-    raise errors.UserError(
-      f'--cost={value} must be two numbers of tokens, such as 128,32.'
-    )
-  return int(parts[0]), int(parts[1])
+  cost = option_strings.Part('--cost', value)
+  lengths = [
+    part.read(int, 'a number of tokens, as in 128,32.', lambda n: n > 0)
+    for part in cost.divide(',')
+  ]
+  if len(lengths) != 2:
+    raise cost.error('must be two numbers of tokens, as in 128,32.')
+  return lengths[0], lengths[1]
 
 
 def evaluate(

@@ -50,13 +50,18 @@ Result = dict[str, Any]
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
   command.flag(
-    'multi_string', 'prompt', 'Text to continue; may be repeated.', default=[]
+    'multi_string',
+    'prompt',
+    'Text to continue; may be repeated.',
+    default=[],
+    agrees=False,  # The prompts themselves must, wherever they are from.
   ),
   command.string(
     'prompts',
     'File with a prompt per line, - for standard input; with a JSON string per'
     ' line if it ends in .jsonl, or with --chat also a list of messages'
     ' ("role", "content").',
+    agrees=False,
   ),
   command.integer(
     'max_tokens', 'Maximum generated tokens.', default=64, lower_bound=1
@@ -123,7 +128,9 @@ define_flags = command.define(
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
-  command.string('output', 'File of JSON lines to write the results to.'),
+  command.string(
+    'output', 'File of JSON lines to write the results to.', agrees=False
+  ),
   command.define_processes,
 )
 
@@ -136,15 +143,10 @@ def main(values: flags.FlagValues) -> int:
   if values.output:
     disk.require_output(values.output)
   # What decides the results: a file is resumed with the same values only.
-  names = 'checkpoint max_tokens max_prompt temperature top_k top_p min_p'
-  names += ' repetition_penalty seed beams length_penalty stop int8 chat embed'
-  given = {name: values[name].value for name in names.split()}
+  given = command.agreed(values)
+  del given['batch_size']
   texts = json.dumps(list(prompts.values())).encode()
-  same = {
-    'batch_size': values.batch_size,
-    'prompts': hashlib.sha256(texts).hexdigest(),
-  }
-  with command.processes(values, {**given, **same}):
+  with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = stored_model.open_model(values.checkpoint)
     encoded = _encode(prompts, stored, values)
     results = _Results(values.output, prompts, {**given, 'step': stored.step})
@@ -355,36 +357,24 @@ class _Results:
     self._texts = list(prompts.values())
     described = json.dumps([given, self._texts], sort_keys=True)
     self._of = hashlib.sha256(described.encode()).hexdigest()[:12]
-    self.done: dict[int, str] = {}
-    self._path = self._log = None
+    self.done: dict[int, Result] = {}
+    self._log = None
     self._began = time.monotonic()
     self._told = progress.CountProgress('generate')
     if output is None or not distributed.is_lead():
       return
-    self._path = paths.at(output)
-    if append_log.exists(self._path):
-      for line in append_log.read(self._path).decode().splitlines(True):
-        if line.endswith('\n'):  # Otherwise the last one is half written.
-          self._read_line(line)
-      append_log.replace(self._path, ''.join(self.done.values()).encode())
+    self._log = append_log.Log(paths.at(output))
+    for line, _ in self._log.lines:
+      if not isinstance(line, dict) or line.get('of') != self._of:
+        raise errors.UserError(
+          f'--output={output} exists, and is of other prompts or options;'
+          ' remove it, or name another file.'
+        )
+      self.done[line['index']] = line
     self._before = len(self.done)
-    self._log = append_log.append(self._path)
+    self._log.keep(self.done.values())
     if self.done:
       print(f'{output}: {len(self.done)} of {len(self._texts)} are done')
-
-  def _read_line(self, line: str) -> None:
-    """Keeps a line of an earlier run."""
-    try:
-      found = json.loads(line)
-      index, of = found['index'], found['of']
-    except (ValueError, TypeError, KeyError):
-      index, of = None, None
-    if of != self._of:
-      raise errors.UserError(
-        f'--output={self._path} exists, and is of other prompts or options;'
-        ' remove it, or name another file.'
-      )
-    self.done[index] = line
 
   def add(self, index: int, found: Result) -> None:
     """Prints a result, or writes it and prints progress now and then."""
@@ -396,8 +386,8 @@ class _Results:
       print(_describe(found), flush=True)
       return
     line = {'index': index, **found, 'prompt': prompt, 'of': self._of}
-    self.done[index] = json.dumps(line) + '\n'
-    self._log.write(self.done[index].encode())
+    self.done[index] = line
+    self._log.write(line)
     done, total = len(self.done), len(self._texts)
     self._told(done - self._before, total - self._before)
 
@@ -406,10 +396,10 @@ class _Results:
     if self._log is None:
       return
     self._log.close()
-    ordered = [self.done[i] for i in range(len(self._texts))]
-    append_log.replace(self._path, ''.join(ordered).encode())
+    self._log.keep(self.done[i] for i in range(len(self._texts)))
+    self._log.close()
     took = progress.format_seconds(time.monotonic() - self._began)
-    print(f'{len(ordered)} results in {self._path} ({took})')
+    print(f'{len(self._texts)} results in {self._log.path} ({took})')
 
 
 def _describe(found: Result) -> str:

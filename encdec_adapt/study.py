@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -36,7 +35,7 @@ from encdec_adapt.evaluation import (
   results,
   study_stages,
 )
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.telemetry import (
   accounting,
   environment,
@@ -184,6 +183,17 @@ def _summary(root: paths.Path, name: str) -> dict[str, Any]:
   return atomic.read_json(root / name / accounting.SUMMARY)
 
 
+def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
+  """The summary of a run; of an imported model, that of its own training."""
+  summary = _summary(root, name)
+  made_by = summary.get('made_by', {'command': 'train'})
+  if made_by['command'] != 'import':
+    return summary
+  path = paths.at(made_by['sources'][0]) / accounting.SUMMARY
+  training = atomic.read_json(path) if path.exists() else {}
+  return {**summary, **training, 'inclusive': summary['inclusive']}
+
+
 def _best(root: paths.Path, names: Sequence[str]) -> str:
   """The run with the lowest finite held-out loss."""
   losses = {name: _summary(root, name)['eval_loss'] for name in names}
@@ -227,10 +237,7 @@ def _report(study: study_stages.Study) -> None:
     'best': list(study.best_of),
     'stages': stages,
     'samples': (
-      [
-        json.loads(line)
-        for line in paths.at(study.samples).read_text().splitlines()
-      ]
+      [sample for sample, _ in append_log.Log(paths.at(study.samples)).lines]
       if study.samples
       else []
     ),
@@ -254,11 +261,13 @@ def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']
+  summary = _training_summary(root, folder)
   return {
     'eval_loss_at_step_0': None,
     'learning_rate': None,
     'seed': None,
-    **_summary(root, folder),
+    **summary,
+    'eval_loss_in_training': summary.get('eval_loss'),
     'kind': config_lib.load_run(str(root / folder)).model.architecture.name,
     'eval_loss': scores['loss'],
     'exact_match': scores['exact_match'],

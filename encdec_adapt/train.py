@@ -27,7 +27,7 @@ from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import objective_names, row_rates
+from encdec_adapt.data import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
@@ -52,12 +52,7 @@ def main(values: flags.FlagValues) -> int:
   if values.print_config:
     print(config_lib.page(values.config.to_dict()))
     return 0
-  given = {
-    'config': values.config.to_dict(),
-    'workdir': values.workdir,
-    'dry_run': values.dry_run,
-  }
-  with profiling.listening(), command.processes(values, given):
+  with profiling.listening(), command.processes(values):
     if values.dry_run:
       workdir = values.workdir or ''
       settings = config_lib.load(values.config, workdir, sources=False)
@@ -108,11 +103,13 @@ def train(
   teacher = initial_state.open_teacher(
     settings.teacher, where, settings.compute, settings.data.vocabularies
   )
+  axes = settings.data.objectives[0].maker.axes
   make_phases = functools.partial(
     phases_lib.Phases,
     where,
     settings.loss,
     teacher=teacher.where.model if teacher else None,
+    axes=axes,
   )
   phases = make_phases(settings.optimizer, settings.train)
 
@@ -283,7 +280,7 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        labels = objective_names.labels(settings.data.objectives[0])
+        labels = settings.data.objectives[0].labels
         say(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
@@ -300,7 +297,7 @@ def train(
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.before(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
-        batch = step_lib.place_batch(rows, where)
+        batch = step_lib.place_batch(rows, where, axes)
         state, metrics = train_step(state, batch, teacher_params)
       if compiling:
         telemetry.pause()

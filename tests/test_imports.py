@@ -30,7 +30,7 @@ LAYERS = (
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 # User errors and exit status lie below everything; flags are for commands.
-LOWEST = {'cli.errors', 'cli.app', 'cli.keys'}
+LOWEST = {'cli.errors', 'cli.app', 'cli.keys', 'cli.option_strings'}
 COMMANDS = {'convert', 'evaluate', 'generate', 'materialize', 'plan', 'study'}
 COMMANDS |= {'serve', 'train'}
 

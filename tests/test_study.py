@@ -43,6 +43,17 @@ def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
     study.run_stages(str(root), [stage])
 
 
+def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
+  source = tiny.ROOT / 'configs' / 'decoders' / 'base'
+  summary = dict(steps=0, target_tokens=0.0, inclusive={'flops': 5.0})
+  summary['made_by'] = {'command': 'import', 'sources': [str(source)]}
+  (tmp_path / accounting.SUMMARY).write_text(json.dumps(summary))
+  training = study._training_summary(paths.at(tmp_path), '.')
+  assert (training['steps'], training['target_tokens']) == (3000, 6141172)
+  assert training['eval_loss_at_step_0'] > 8 > 3 > training['eval_loss']
+  assert training['inclusive'] == summary['inclusive']
+
+
 def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   flags = (f'--config={tiny.ROOT}/configs/base.py', '--config.sead=3')

@@ -1,4 +1,4 @@
-"""The configuration section `checkpoint`: when to save and what to keep."""
+"""The configuration section `checkpoint`: save interval and retention."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -32,37 +32,44 @@ class CheckpointConfig:
     keys.check(self, 'config.checkpoint.')
 
   def retired(self, steps: Sequence[int], best: int | None) -> list[int]:
-    """Returns which of these steps, in ascending order, are deleted.
+    """Returns the steps that are deleted, in ascending order.
 
     Args:
       steps: steps that exist, ascending.
-      best: the one with the lowest held-out loss, if it is kept.
+      best: step with the lowest held-out loss, if it is kept.
     """
     return [
       step
       for step in steps[: -self.keep]
-      if step != best and not self._is_for_ever(step)
+      if step != best and not self._is_permanent(step)
     ]
 
-  def most(self, existing: Sequence[int], saves: Iterable[int]) -> int:
-    """Returns the most steps that exist at a time, the one being written too.
+  def peak_count(self, existing: Sequence[int], saves: Iterable[int]) -> int:
+    """Returns the largest number of steps that exist at the same time.
 
     Args:
       existing: steps that exist, ascending.
       saves: steps that the job saves, ascending; those that are not above
         the existing ones are behind it.
+
+    Returns:
+      The count, including the step that is being written.
     """
-    newest, for_ever, best_of_old = collections.deque(existing), 0, 0
-    most = len(newest)
+    newest, permanent, old_best = collections.deque(existing), 0, False
+    peak = len(newest)
     for step in saves:
       if not newest or step > newest[-1]:
         newest.append(step)
-        most = max(most, for_ever + best_of_old + len(newest))
+        # Counted before the deletion: retired steps go only once the new step
+        # is complete, so that a kill never leaves fewer than `keep`.
+        peak = max(peak, permanent + old_best + len(newest))
         while len(newest) > self.keep:
-          ends = self._is_for_ever(newest.popleft())
-          for_ever += ends
-          best_of_old |= self.keep_best and not ends
-    return most
+          is_permanent = self._is_permanent(newest.popleft())
+          permanent += is_permanent
+          # Losses are unknown in advance: any step that retention would
+          # delete may be the best, and at most one is kept as such.
+          old_best |= self.keep_best and not is_permanent
+    return peak
 
-  def _is_for_ever(self, step: int) -> bool:
+  def _is_permanent(self, step: int) -> bool:
     return bool(self.keep_every) and step % self.keep_every == 0

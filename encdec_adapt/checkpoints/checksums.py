@@ -3,14 +3,14 @@
 The manifest is a file inside the folder. A folder with a manifest is complete
 and on disk, and a flipped byte, a truncation, a missing file and damage to the
 manifest itself are all found later. Files that were added later are ignored.
-A file that exists but cannot be read is not damage, since nothing is known of
-its contents: that is an error.
+A file that exists but cannot be read is an error, not damage, because its
+contents are unknown.
 
 On a file system, files are hashed as they are read back. In a bucket, where
 reading a checkpoint back would take as long as saving it, the manifest has the
 CRC32C that the store computed of every object it received and verifies when it
-sends it; one listing returns them all. A folder that was copied from one to the
-other is verified by the checksums that its manifest has.
+sends it; one listing returns them all. A folder copied between the two is
+verified by the checksums that its manifest has.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,8 @@ FILE = 'checksums.json'
 _BLAKE, _CRC = 'blake2b-256', 'crc32c'
 _THREADS = 4  # Hashing releases the interpreter's lock.
 
-# A file that does not exist, or is a folder now.
+# Raised for a file that does not exist, or is a folder now: damage. Every other
+# OSError may be transient (a mount, permissions), and must not condemn a step.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _Entry = dict[str, int | str]
@@ -48,20 +49,21 @@ def write(folder: paths_lib.Path) -> None:
     OSError: a file could not be read, or the manifest not be written.
   """
   if paths_lib.is_bucket(folder):
-    found = paths_lib.objects(folder)
-    digest, entries = _CRC, {path: found[path] for path in _to_list(found)}
+    objects = paths_lib.objects(folder)
+    digest, entries = _CRC, {path: objects[path] for path in _to_list(objects)}
   else:
     paths = _to_list(paths_lib.tree(folder))
-    read = lambda path: _entry(folder / path, _BLAKE, sync=True)  # noqa: E731
-    digest, entries = _BLAKE, _map(read, paths)
+    digest = _BLAKE
+    entries = _map(lambda p: _entry(folder / p, digest, sync=True), paths)
+    # A file is on disk only once the entry in its folder is, too.
     parents = {p for path in paths for p in pathlib.PurePosixPath(path).parents}
     for directory in {folder, *(folder / path for path in parents)}:
       paths_lib.sync(directory)
   body = {'digest': digest, 'files': entries}
-  document = {'body': body, 'own_digest': _own_digest(body)}
+  # The digest of the body tells a damaged manifest from a damaged checkpoint.
+  document = {'body': body, 'own_digest': _digest_of(body)}
   paths_lib.write(folder / FILE, json.dumps(document, indent=1).encode())
-  if not paths_lib.is_bucket(folder):
-    paths_lib.sync(folder)
+  paths_lib.sync(folder)
 
 
 def problems(folder: paths_lib.Path) -> list[str]:
@@ -76,46 +78,49 @@ def problems(folder: paths_lib.Path) -> list[str]:
   try:
     document = json.loads(_read(folder / FILE, lambda f: f.read_bytes()))
     body = document['body']
-    intact = document['own_digest'] == _own_digest(body)
+    intact = document['own_digest'] == _digest_of(body)
   except (*_ABSENT, ValueError, KeyError, TypeError) as error:
     return [f'{FILE} cannot be read ({error})']
   if not intact:
     return [f'{FILE} is damaged']
-  wanted, digest = body['files'], body['digest']
+  recorded, digest = body['files'], body['digest']
 
   def find(path: str) -> _Entry | None:
-    """Returns the entry of a file, None if there is none."""
     try:
       return _read(folder / path, lambda p: _entry(p, digest, sync=False))
     except _ABSENT:
       return None
 
+  # A checkpoint copied from a file system into a bucket still has a BLAKE2b
+  # manifest, which the CRCs of a listing cannot verify: its files are read.
   if paths_lib.is_bucket(folder) and digest == _CRC:
-    found = _read(folder, paths_lib.objects)
+    current = _read(folder, paths_lib.objects)
   else:
-    found = _map(find, wanted)
-  compared = {p: _compare(found.get(p), wanted[p]) for p in sorted(wanted)}
+    current = _map(find, recorded)
+  compared = {
+    p: _compare(current.get(p), recorded[p]) for p in sorted(recorded)
+  }
   return [f'{path} {problem}' for path, problem in compared.items() if problem]
 
 
-def _compare(found: _Entry | None, wanted: _Entry) -> str | None:
-  """Returns how an entry differs from the manifest's; None if equal."""
-  if found is None:
+def _compare(current: _Entry | None, recorded: _Entry) -> str | None:
+  """Returns how a file differs from its manifest entry; None if equal."""
+  if current is None:
     return 'is missing'
-  if found['bytes'] != wanted['bytes']:
-    return f'has {found["bytes"]} bytes instead of {wanted["bytes"]}'
-  return None if found == wanted else 'has other contents than were written'
+  if current['bytes'] != recorded['bytes']:
+    return f'has {current["bytes"]} bytes instead of {recorded["bytes"]}'
+  return None if current == recorded else 'has other contents than were written'
 
 
-def _read(path: paths_lib.Path, read: Callable[[paths_lib.Path], Any]) -> Any:
-  """Returns `read(path)`.
+def _read(path: paths_lib.Path, reader: Callable[[paths_lib.Path], Any]) -> Any:
+  """Returns `reader(path)`.
 
   Raises:
     UserError: the path exists and cannot be read.
-    OSError: one of `_ABSENT`: it does not exist.
+    OSError: the path does not exist; the type is in `_ABSENT`.
   """
   try:
-    return read(path)
+    return reader(path)
   except _ABSENT:
     raise
   except OSError as error:
@@ -129,6 +134,7 @@ def _read(path: paths_lib.Path, read: Callable[[paths_lib.Path], Any]) -> Any:
 
 def _to_list(paths: Iterable[str]) -> list[str]:
   """Filters out the manifest and temporary files of interrupted writes."""
+  # `paths_lib.write` appends to the manifest's name for its temporary file.
   return [path for path in paths if not path.startswith(FILE)]
 
 
@@ -144,14 +150,16 @@ def _entry(path: paths_lib.Path, digest: str, *, sync: bool) -> _Entry:
     size = paths_lib.size(path)
     return {'bytes': size, 'digest': paths_lib.file_crc32c(path)}
   with path.open('rb') as file:
-    found = hashlib.file_digest(
+    checksum = hashlib.file_digest(
       file, lambda: hashlib.blake2b(digest_size=32)
     ).hexdigest()
+    # Orbax does not sync its JSON files: without this a power cut could leave
+    # a manifest of files that never reached the disk.
     if sync:
       os.fsync(file.fileno())
-    return {'bytes': file.tell(), 'digest': found}
+    return {'bytes': file.tell(), 'digest': checksum}
 
 
-def _own_digest(body: dict) -> str:
+def _digest_of(body: dict) -> str:
   text = json.dumps(body, sort_keys=True).encode()
   return hashlib.blake2b(text, digest_size=32).hexdigest()

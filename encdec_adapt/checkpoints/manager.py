@@ -7,14 +7,14 @@ versions, fingerprint), and a checksum manifest (`checksums`), because Orbax
 restores flipped bytes without complaint.
 
 A save copies the state to host memory and returns; a background thread waits
-for Orbax to commit, syncs, writes the manifest, and only then deletes what
-retention no longer keeps. The next start may find:
+for Orbax to commit, syncs, writes the manifest, and only then deletes steps
+that retention no longer keeps. The next start may find:
 - `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
   `commit_success.txt`: leftovers of a kill; removed.
 - a committed step without a manifest (killed between the two): Orbax commits,
   by a rename or in a bucket by that object, once all is written. It is read
   in full, array by array, and gets a manifest, or is moved aside.
-- a step whose files differ from its manifest: moved aside as
+- a step that differs from its manifest: moved aside as
   `damaged-<step>` with a warning, and the step before it is used. Orbax would
   otherwise silently refuse to save that step again. If no undamaged step is
   left, the user decides (`check_not_lost`).
@@ -22,7 +22,7 @@ retention no longer keeps. The next start may find:
   and the step stays.
 
 With several processes, process 0 writes manifests, renames and deletes, and
-broadcasts what it found; every process calls every public method. The folder
+broadcasts the result; every process calls every public method. The folder
 is on a mounted file system or in a bucket.
 """
 
@@ -52,8 +52,10 @@ FOLDER = step_folders.FOLDER  # Inside a work directory.
 
 _LOSS = 'held_out_loss'  # In `meta`, where a step was evaluated.
 _STATE, _DATA, _META = 'state', 'data', 'meta'
+# Another model differs in every leaf: a few show the reason.
 _DIFFERENCES_SHOWN = 5
 
+_Config = checkpoint_section.CheckpointConfig
 _Path = str | os.PathLike[str]
 
 
@@ -63,7 +65,7 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """One step in a folder of checkpoints, for reading.
+  """A step in a folder of checkpoints, for reading.
 
   All processes restore together; each may call the other methods alone.
 
@@ -77,7 +79,7 @@ class Checkpoint:
 
   @property
   def path(self) -> paths.Path:
-    """The step's own folder."""
+    """Folder of the step."""
     return self.folder / str(self.step)
 
   def read_meta(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Checkpoint:
     return self.read_meta().get(_LOSS)
 
   def _read_json(self, item: str) -> dict[str, Any]:
-    # Without a Checkpointer, whose `restore` waits for all processes.
+    # Without a Checkpointer, because its `restore` waits for all processes.
     return ocp.JsonCheckpointHandler().restore(self.path / item)
 
   def open_state(self) -> orbax_folder.OrbaxFolder:
@@ -131,7 +133,7 @@ class Checkpoint:
 
     Args:
       abstract: tree of the state with `jax.ShapeDtypeStruct` leaves; the mesh
-        may differ from the one it was saved from. A leaf without a sharding
+        may differ from that of the save. A leaf without a sharding
         goes to the first local device.
       partial: `abstract` may lack leaves of the checkpoint, and floating
         dtypes may differ: values are cast.
@@ -144,6 +146,7 @@ class Checkpoint:
         before any array is read.
     """
     abstract = jax.tree.map(state_leaves.with_sharding, abstract)
+    # Orbax's own errors name neither the leaf nor the config to use.
     self.require_same(abstract, partial=partial)
     arguments = ocp.args.PyTreeRestore(
       item=abstract,
@@ -169,7 +172,7 @@ class Checkpoint:
     return self.restore({'params': abstract_params}, partial=True)['params']
 
   def read_through(self) -> None:
-    """Reads every item, one array at a time, and discards the values.
+    """Reads every item, array by array, and discards the values.
 
     Raises:
       Exception: an item cannot be read; Orbax has no exception type for that.
@@ -189,18 +192,12 @@ class Checkpoints:
   call `close`. Nothing can be saved after a save that failed.
   """
 
-  def __init__(
-    self,
-    folder: _Path,
-    config: checkpoint_section.CheckpointConfig = (
-      checkpoint_section.CheckpointConfig()
-    ),
-  ):
+  def __init__(self, folder: _Path, config: _Config = _Config()):
     """Opens the folder; creates it if it does not exist.
 
     Args:
       folder: folder of the checkpoints.
-      config: section `checkpoint`, which says what is kept.
+      config: section `checkpoint`, which has the retention rules.
 
     Raises:
       UserError: the folder cannot be written.
@@ -210,6 +207,7 @@ class Checkpoints:
     if distributed.is_lead():
       disk.require_writable(self.folder)
       step_folders.clean(self.folder)
+    # Orbax lists the steps when it opens: the leftovers must be gone by then.
     distributed.barrier('checkpoints-open')
     self._orbax = ocp.CheckpointManager(
       self.folder,
@@ -221,6 +219,7 @@ class Checkpoints:
       },
       options=ocp.CheckpointManagerOptions(create=False),
     )
+    # A single thread: saves are completed in their order.
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
     self._pending: futures.Future | None = None
     self._failed = False
@@ -241,8 +240,8 @@ class Checkpoints:
     ):
       try:
         self.close()
-      except Exception as failed:  # The first error is the one to raise.
-        step_folders.warn(f'the last save failed too: {failed}')
+      except Exception as save_error:  # The body raises its error.
+        step_folders.warn(f'the last save failed too: {save_error}')
 
   def at(self, step: int) -> Checkpoint:
     """Returns a step for reading; does not verify it."""
@@ -263,8 +262,8 @@ class Checkpoints:
   ) -> None:
     """Starts saving a step; returns once the state is in host memory.
 
-    The state's buffers may be donated afterwards. Waits for the save before
-    this one, manifest included, and raises its error.
+    The state's buffers may be donated afterwards. Waits for the previous
+    save, manifest included, and raises its error.
 
     Args:
       step: higher than every step in the folder.
@@ -274,25 +273,22 @@ class Checkpoints:
       loss: held-out loss of the state; None where it was not evaluated.
 
     Raises:
-      CheckpointError: this save or the one before it failed.
+      CheckpointError: this save or the previous save failed.
     """
     self.wait()
     # A loss that is not finite is not stored: it compares with no other.
     if loss is not None and math.isfinite(loss):
       meta = {**meta, _LOSS: loss}
     try:
-      started = self._orbax.save(
-        step,
-        args=ocp.args.Composite(
-          **{
-            _STATE: ocp.args.PyTreeSave(state),
-            _DATA: ocp.args.JsonSave(data),
-            _META: ocp.args.JsonSave(meta),
-          }
-        ),
-      )
+      items = {
+        _STATE: ocp.args.PyTreeSave(state),
+        _DATA: ocp.args.JsonSave(data),
+        _META: ocp.args.JsonSave(meta),
+      }
+      started = self._orbax.save(step, args=ocp.args.Composite(**items))
     except Exception as error:
       raise self._not_saved(step, error) from error
+    # Orbax skips, without an error, a step that is not above its latest.
     if not started:
       raise self._not_saved(
         step, f'the folder holds step {self._orbax.latest_step()} already'
@@ -318,7 +314,8 @@ class Checkpoints:
       self._join()
     finally:
       self._threads.shutdown()
-      # After a failure, which was raised, Orbax would raise it again.
+      # Orbax would raise again the failure that was raised already, in place
+      # of the error that the job ends with.
       ignored = (Exception,) if self._failed else ()
       with contextlib.suppress(*ignored):
         self._orbax.close()
@@ -333,16 +330,16 @@ class Checkpoints:
       UserError: a step cannot be read.
     """
     self.wait()
-    found = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
+    step = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
     # Orbax remembers steps, and would refuse to save those moved aside.
     self._orbax.reload()
-    return found
+    return step
 
   def check_not_lost(self) -> None:
     """Refuses to start at step 0 if there are checkpoints, all damaged.
 
     Raises:
-      UserError: names what was moved aside, now or at an earlier start.
+      UserError: names the steps moved aside, now or at an earlier start.
     """
     damaged = distributed.from_lead(
       lambda: step_folders.damaged(self.folder), 'checkpoints-lost'
@@ -359,7 +356,7 @@ class Checkpoints:
     """Checks that the disk can hold the checkpoints that the job will keep.
 
     The estimate is uncompressed: the largest number of checkpoints at any time,
-    including the one being written, minus those already on disk.
+    including the new checkpoint, minus those already on disk.
 
     Args:
       abstract_state: the largest state that is saved.
@@ -370,7 +367,7 @@ class Checkpoints:
       UserError: there is too little free space.
     """
     existing = self.all_steps()
-    missing = self._config.most(existing, saves) - len(existing)
+    missing = self._config.peak_count(existing, saves) - len(existing)
     disk.require_space(
       self.folder,
       missing * state_leaves.total_bytes(abstract_state),
@@ -379,7 +376,7 @@ class Checkpoints:
     )
 
   def _not_saved(self, step: int, why: object) -> CheckpointError:
-    """Returns the error of a save, after which nothing more is saved."""
+    """Returns the error of a failed save, and disables further saves."""
     self._failed = True
     return CheckpointError(
       f'The checkpoint of step {step} was not saved in {self.folder}: {why}'
@@ -400,6 +397,7 @@ class Checkpoints:
     try:
       self._orbax.wait_until_finished()
       if distributed.is_lead():
+        # In a bucket a manifest would be written even for a missing folder.
         if not self.at(step).path.is_dir():
           raise FileNotFoundError(f'{self.at(step).path} is not there')
         checksums.write(self.at(step).path)
@@ -408,18 +406,19 @@ class Checkpoints:
       raise self._not_saved(step, error) from error
 
   def _delete_retired(self) -> None:
+    # A step without a manifest may be unreadable: if it counted towards
+    # `keep`, readable checkpoints would be deleted in its favour.
     complete = [
       step
       for step in self.all_steps()
       if checksums.has_manifest(self.at(step).path)
     ]
-    if not self._config.keep_best:
-      losses, best = dict.fromkeys(complete), None
-    else:
+    losses: dict[int, float | None] = dict.fromkeys(complete)
+    if self._config.keep_best:
       losses = _read_losses(self.folder, complete)
-      best = next(iter(_by_loss(losses)), None)
+    best = next(iter(_by_loss(losses)), None)
     for step in self._config.retired(complete, best):
-      if step in losses:  # One that cannot be read now may be the best.
+      if step in losses:  # A step that cannot be read now may be the best.
         step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
@@ -427,23 +426,23 @@ class Checkpoints:
     for step in reversed(self.all_steps()):
       checkpoint = self.at(step)
       if checksums.has_manifest(checkpoint.path):
-        found = checksums.problems(checkpoint.path)
+        problems = checksums.problems(checkpoint.path)
       else:
-        found = _complete_if_readable(checkpoint)
-      if not found:
+        problems = _complete_if_readable(checkpoint)
+      if not problems:
         return step
-      step_folders.move_aside(self.folder, step, found)
+      step_folders.move_aside(self.folder, step, problems)
     return None
 
 
 def open_latest(path: _Path) -> Checkpoint:
   """Finds the newest undamaged checkpoint of a run, which may be running.
 
-  Changes nothing there: damaged steps, and steps whose manifest is not
-  written yet, are skipped with a warning.
+  Changes nothing there: damaged steps, and steps without a manifest yet, are
+  skipped with a warning.
 
   Args:
-    path: a work directory, its folder of checkpoints, or one step in it.
+    path: a work directory, its folder of checkpoints, or a step in it.
 
   Raises:
     UserError: there is no complete checkpoint, or the step named is damaged.
@@ -455,13 +454,13 @@ def open_latest(path: _Path) -> Checkpoint:
 def open_best(path: _Path) -> Checkpoint:
   """Finds the undamaged checkpoint of a run with the lowest held-out loss.
 
-  The newest where none has a loss; otherwise as `open_latest`.
+  Opens the newest if no checkpoint has a loss; otherwise as `open_latest`.
   """
   folder, steps = step_folders.locate(path)
 
   def order() -> list[int]:
-    found = _by_loss(_read_losses(folder, steps))
-    return found + [step for step in reversed(steps) if step not in found]
+    ranked = _by_loss(_read_losses(folder, steps))
+    return ranked + [step for step in reversed(steps) if step not in ranked]
 
   return _open_first(path, folder, order)
 
@@ -469,10 +468,10 @@ def open_best(path: _Path) -> Checkpoint:
 def _read_losses(
   folder: paths.Path, steps: Iterable[int]
 ) -> dict[int, float | None]:
-  """Reads the losses of steps; those that cannot be read now are left out."""
+  """Reads the losses of steps; omits steps that cannot be read now."""
   losses = {}
   for step in steps:
-    # Reading fails where it is damaged, or is being deleted.
+    # The step may be damaged, or a running job may be deleting it.
     with contextlib.suppress(Exception):
       losses[step] = Checkpoint(folder, step).read_loss()
   return losses
@@ -480,8 +479,8 @@ def _read_losses(
 
 def _by_loss(losses: Mapping[int, float | None]) -> list[int]:
   """Returns the steps that have a loss: the lowest first, then the earliest."""
-  found = [step for step, loss in losses.items() if loss is not None]
-  return sorted(found, key=lambda step: (losses[step], step))
+  ranked = [step for step, loss in losses.items() if loss is not None]
+  return sorted(ranked, key=lambda step: (losses[step], step))
 
 
 def _open_first(

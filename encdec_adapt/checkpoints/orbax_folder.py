@@ -3,18 +3,19 @@
 With `manager` and `streaming` the only importer of Orbax.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 import os
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from encdec_adapt.checkpoints import state_leaves
 from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 from encdec_adapt.sharding import placement
 
-# Files that mark a folder written by Orbax; the last one until 2024.
+# Files that mark a folder written by Orbax; `checkpoint` until 2024.
 _MARKS = ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint')
 _ITEM = 'default'  # Subfolder in which CheckpointManager puts a single item.
 
@@ -39,22 +40,19 @@ class OrbaxFolder:
       path: path of the folder.
 
     Raises:
-      UserError: it cannot be read as arrays.
+      UserError: the folder cannot be read as arrays.
     """
     self.path = paths.absolute(path)
     if not (self.path / '_METADATA').exists() and (self.path / _ITEM).is_dir():
       self.path /= _ITEM
     try:
       metadata = ocp.PyTreeCheckpointHandler().metadata(self.path)
-      found, self._structure = jax.tree_util.tree_flatten_with_path(
+      leaves, self._structure = jax.tree_util.tree_flatten_with_path(
         metadata.tree
       )
-      self.arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]] = {
-        placement.path_string(keys): (
-          tuple(leaf.shape),
-          np.dtype(leaf.dtype),
-        )
-        for keys, leaf in found
+      self.arrays: state_leaves.Stored = {
+        placement.path_string(keys): (tuple(leaf.shape), np.dtype(leaf.dtype))
+        for keys, leaf in leaves
       }
     except Exception as error:  # Orbax has no exception type for this.
       raise errors.UserError(
@@ -69,32 +67,35 @@ class OrbaxFolder:
       names: array names, keys of `arrays`.
 
     Raises:
-      UserError: they cannot be read.
+      UserError: the arrays cannot be read.
     """
-    wanted = set(names)
-    item = [0 if name in wanted else ocp.PLACEHOLDER for name in self.arrays]
-    how = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(item)
+    names = set(names)
+    # Orbax reads no leaf that has a placeholder; the 0 marks the others.
+    item = [0 if name in names else ocp.PLACEHOLDER for name in self.arrays]
+    # As NumPy arrays: Orbax would else apply the stored shardings, and this
+    # process may lack their devices.
+    restore_args = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(item)
     arguments = ocp.args.PyTreeRestore(
       item=self._structure.unflatten(item),
-      restore_args=self._structure.unflatten(how),
+      restore_args=self._structure.unflatten(restore_args),
     )
     # By default Orbax ends a restore with a barrier of all processes.
     process = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
+    this_process = ocp.options.MultiprocessingOptions(
       primary_host=process, active_processes={process}
     )
     try:
       with ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone
+        ocp.PyTreeCheckpointHandler(), multiprocessing_options=this_process
       ) as checkpointer:
         restored = checkpointer.restore(self.path, args=arguments)
     except Exception as error:
       raise errors.UserError(
-        f'{self.path}: {min(wanted)} cannot be read ({error}). The folder is'
+        f'{self.path}: {min(names)} cannot be read ({error}). The folder is'
         ' incomplete or damaged: fetch it again.'
       ) from error
     return {
       placement.path_string(keys): np.asarray(leaf)
       for keys, leaf in jax.tree_util.tree_leaves_with_path(restored)
-      if placement.path_string(keys) in wanted
+      if placement.path_string(keys) in names
     }

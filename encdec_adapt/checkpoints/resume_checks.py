@@ -1,38 +1,43 @@
-"""Checks on resume: what must not have changed, and what is only reported."""
+"""Checks on resume: refuses changed data, reports a changed environment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.telemetry import environment
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]  # Prints a paragraph.
 
 
 def check_config(
-  saved: Mapping[str, Any], config: Mapping[str, Any], say: Say
+  saved: Mapping[str, Any], config: Mapping[str, Any], report: Report
 ) -> None:
-  """Checks that a training job wrote a checkpoint; prints keys that changed.
+  """Checks that a training job wrote a checkpoint; reports changed keys.
 
   Args:
     saved: `meta` of the checkpoint.
     config: the configuration of this start.
-    say: prints a paragraph.
+    report: prints a paragraph.
 
   Raises:
     UserError: `convert` wrote the checkpoint, so that it has no data order.
   """
+  # Only a training job stores `order`; its absence identifies `convert`.
   if 'order' not in saved:
     raise errors.UserError(
       'this --workdir was made by encdec_adapt.convert, not by a training job:'
       ' give it as config.init.encoder, and another --workdir.'
     )
+  # Keys that the checkpoint's version did not have cannot have changed.
+  before, _ = keys.complete(saved['config'], config)
   changed = environment.difference(
-    environment.flat({'config': saved['config']}),
+    environment.flat({'config': before}),
     environment.flat({'config': config}),
   )
+  # Reported, not refused: a longer schedule or another mesh is legitimate.
+  # Changes of the rows are refused by `check_same_rows`.
   if changed:
-    say('the configuration has changed:\n  ' + '\n  '.join(changed))
+    report('the configuration has changed:\n  ' + '\n  '.join(changed))
 
 
 def check_same_rows(
@@ -52,8 +57,9 @@ def check_same_rows(
   Raises:
     UserError: the rows differ, or passes were added before the position.
   """
-  before, after = len(saved['records']), len(now['records'])
-  same = {**now, 'records': now['records'][:before]}
+  saved_passes, passes = len(saved['records']), len(now['records'])
+  # Passes may be appended: only those of the checkpoint must be the same.
+  same = {**now, 'records': now['records'][:saved_passes]}
   for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
     if saved[key] != same[key]:
       raise errors.UserError(
@@ -63,53 +69,57 @@ def check_same_rows(
       )
   rows = [
     sum(stop - start for start, stop in part)
-    for part in zip(*ranges[:before], strict=True)
+    for part in zip(*ranges[:saved_passes], strict=True)
   ]
   if len(consumed) == 1:
     rows = [sum(rows)]
+  # With config.data.repeat a job starts the passes again once they are read.
+  # Passes that are appended then would lie before its position.
   for position, count in zip(consumed, rows, strict=False):
-    if after > before and position > count:
+    if passes > saved_passes and position > count:
       raise errors.UserError(
-        f'config.data.passes is {after}, but the checkpoint is in a repetition'
-        f' of {before} passes ({position:,} rows of {count:,} were read), so'
-        f' the added passes are behind it. Set it to {before}, or start in'
-        ' another --workdir.'
+        f'config.data.passes is {passes}, but the checkpoint is in a repetition'
+        f' of {saved_passes} passes ({position:,} rows of {count:,} were read),'
+        f' so the added passes are behind it. Set it to {saved_passes}, or'
+        ' start in another --workdir.'
       )
 
 
 def report_environment(
-  saved: Mapping[str, Any], now: Mapping[str, Any], say: Say
+  saved: Mapping[str, Any], now: Mapping[str, Any], report: Report
 ) -> None:
-  """Prints why the job may differ from the uninterrupted one.
+  """Reports why the job may differ from the uninterrupted job.
 
   Args:
     saved: `meta` of the checkpoint.
     now: `meta` of this start.
-    say: prints a paragraph.
+    report: prints a paragraph.
   """
   different = environment.difference(saved['fingerprint'], now['fingerprint'])
   if different:
-    say(
+    report(
       'the environment has changed since the checkpoint was written, so the'
       ' job resumes to rounding, not bit for bit:\n  ' + '\n  '.join(different)
     )
 
 
-def report_end(left: int | None, step: int, steps: int, say: Say) -> None:
-  """Prints the last step if the records run out before the job's last step.
+def report_end(
+  batches: int | None, step: int, steps: int, report: Report
+) -> None:
+  """Reports the last step if the records run out before the job's last step.
 
   Args:
-    left: remaining batches; None if the records repeat.
+    batches: remaining batches; None if the records repeat.
     step: step that the job is at.
     steps: step at which it is to end.
-    say: prints a paragraph.
+    report: prints a paragraph.
   """
-  if left is not None and left < steps - step:
-    end = step + left
-    say(
-      f'the records last for {left:,} of the {steps - step:,} remaining steps,'
-      f' so the job will end at step {end:,} of {steps:,}. For all steps make'
-      ' more passes (config.data.passes) or repeat them'
+  if batches is not None and batches < steps - step:
+    end = step + batches
+    report(
+      f'the records last for {batches:,} of the {steps - step:,} remaining'
+      f' steps, so the job will end at step {end:,} of {steps:,}. For all steps'
+      ' make more passes (config.data.passes) or repeat them'
       f' (config.data.repeat=True); or set config.train.steps={end}, which'
       ' also ends the learning rate schedule there.'
     )

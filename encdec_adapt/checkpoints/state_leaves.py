@@ -1,4 +1,4 @@
-"""Leaves of a state by path, and comparison of a stored with a wanted state.
+"""Leaves of a state by path, and comparison with a stored state.
 
 Independent of the storage format.
 """
@@ -22,52 +22,48 @@ def total_bytes(abstract_state: Any) -> int:
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def differences(
-  stored: Stored,
-  abstract: Any,
-  *,
-  partial: bool,
-) -> list[str]:
-  """Names the leaves of a stored state that do not fit a wanted one.
+def differences(stored: Stored, abstract: Any, *, partial: bool) -> list[str]:
+  """Names the leaves of a stored state that do not fit another state.
 
   Args:
     stored: shapes and dtypes of the stored arrays.
-    abstract: the wanted tree; leaves have a shape and a dtype.
+    abstract: tree to be restored; leaves have a shape and a dtype.
     partial: whether to ignore leaves that only the stored state has, and
       differences between floating dtypes.
 
   Returns:
     One line per leaf that does not fit, sorted by path.
   """
-  wanted = {
+  leaves = {
     placement.path_string(path): stored_form(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
   }
   lines = []
-  for path, leaf in wanted.items():
+  for path, leaf in leaves.items():
     if path not in stored:
       lines.append(f'{path} is not in the checkpoint')
       continue
     shape, dtype = stored[path]
-    both_float = all(
+    # Orbax casts silently. Weights may be cast; the state of a job may not,
+    # because resuming is bit-identical to an uninterrupted job.
+    may_cast = partial and all(
       jnp.issubdtype(d, np.floating) for d in (dtype, leaf.dtype)
     )
-    if shape != leaf.shape or (
-      dtype != leaf.dtype and not (partial and both_float)
-    ):
+    if shape != leaf.shape or (dtype != leaf.dtype and not may_cast):
       lines.append(
         f'{path} is {dtype}{list(shape)} in the checkpoint and'
         f' {leaf.dtype}{list(leaf.shape)} here'
       )
   if not partial:
     lines += [
-      f'{path} is only in the checkpoint' for path in stored.keys() - wanted
+      f'{path} is only in the checkpoint' for path in stored.keys() - leaves
     ]
   return sorted(lines)
 
 
 def stored_form(leaf: Any) -> Any:
   """Returns the leaf as it is stored: random keys as integers."""
+  # A typed key has no NumPy dtype and no size in bytes.
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, leaf)
   return leaf

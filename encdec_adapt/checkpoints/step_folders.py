@@ -38,6 +38,7 @@ def _numbered(folder: paths.Path) -> Iterator[paths.Path]:
 
 def _is_committed(path: paths.Path) -> bool:
   """Returns whether a step is committed; on file systems, by its name."""
+  # Orbax commits by a rename on file systems, so that the name is the mark.
   return not paths.is_bucket(path) or (path / COMMITTED).exists()
 
 
@@ -45,12 +46,14 @@ def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
   """Resolves a user's path to a folder of checkpoints.
 
   Args:
-    path: a work directory, a folder of checkpoints, or one step in it.
+    path: a work directory, a folder of checkpoints, or a step in it.
 
   Returns:
     The folder of checkpoints, and the steps in it that the path names.
   """
   path = paths.absolute(path)
+  # A work directory may have a number as its name (a seed, a date): it has
+  # checkpoints, or steps in it, and is then no step itself.
   if path.name.isdecimal() and not (path / FOLDER).is_dir() and path.is_dir():
     if not steps(path):
       return path.parent, [int(path.name)]
@@ -61,19 +64,20 @@ def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
 def first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
   """Returns the first step that agrees with its manifest; None if none does.
 
-  Steps before it are skipped with a warning.
+  Damaged or unverified steps before it are skipped with a warning.
 
   Raises:
     UserError: a step cannot be read.
   """
   for step in steps:
     path = folder / str(step)
-    found = ['it has no checksum manifest (yet)']
+    # The job may be running and about to write it, so nothing is moved aside.
+    problems = ['it has no checksum manifest (yet)']
     if checksums.has_manifest(path):
-      found = checksums.problems(path)
-    if not found:
+      problems = checksums.problems(path)
+    if not problems:
       return step
-    warn(f'skipping {path}: {"; ".join(found)}')
+    warn(f'skipping {path}: {"; ".join(problems)}')
   return None
 
 
@@ -90,6 +94,8 @@ def clean(folder: paths.Path) -> None:
 def delete(folder: paths.Path, step: int) -> None:
   """Deletes a step; a kill halfway leaves nothing that looks like a step."""
   path = folder / str(step)
+  # A bucket has no renames: moving would copy every object. There the markers
+  # are removed first, which has the same effect.
   if not paths.is_bucket(folder):
     path = _move(path, _DELETING)
   paths.remove(path, _MARKERS)
@@ -101,10 +107,8 @@ def move_aside(folder: paths.Path, step: int, problems: list[str]) -> None:
   Raises:
     UserError: the folder cannot be written.
   """
-  try:
+  with disk.writing(folder):
     moved = _move(folder / str(step), _DAMAGED)
-  except OSError as error:
-    raise disk.cannot_write(folder, error) from error
   warn(
     f'the checkpoint of step {step} is damaged: {"; ".join(problems)}. It was'
     f' moved to {moved}; delete it when it is of no use.'

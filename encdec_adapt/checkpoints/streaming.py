@@ -1,7 +1,7 @@
 """Streaming leaves into a checkpoint: arrays are computed as they are written.
 
 Converting a model to a checkpoint then needs host memory for about two leaves:
-the one being written, and the next one, which is computed meanwhile. With
+the leaf being written, and the next, which is computed meanwhile. With
 `manager` and `orbax_folder` the only importer of Orbax.
 """
 
@@ -18,6 +18,8 @@ from encdec_adapt.files import lazy_array
 
 def register() -> None:
   """Registers a type handler with which Orbax saves a `LazyArray`."""
+  # Orbax copies host arrays by default, in case they change during the save.
+  # Lazy arrays do not.
   handler = _Handler(deepcopy_host_arrays=False)
   verbosity = logging.get_verbosity()
   # Orbax warns that the type is stored as NumPy arrays are; that is intended.
@@ -34,7 +36,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
   """Writes leaves as NumPy arrays, each while the next is computed."""
 
   async def serialize(self, values, infos, args=None):
-    """Returns one future, which writes the leaves one after the other."""
+    """Returns a single future, which writes the leaves in sequence."""
     args = args or [ocp.SaveArgs()] * len(values)
     return [_Writes(super().serialize, values, infos, args)]
 
@@ -44,18 +46,20 @@ class _Writes:
 
   def __init__(self, serialize: Callable, leaves: Sequence, infos, args):
     self._serialize = serialize
-    self._rest = list(zip(leaves, infos, args, strict=True))
+    self._pending = list(zip(leaves, infos, args, strict=True))
 
   def result(self, timeout: float | None = None) -> None:
     """Computes and writes the leaves that are not written yet."""
-    rest, self._rest = self._rest, []
-    with futures.ThreadPoolExecutor(1) as maker:
-      coming = (maker.submit(np.asarray, leaf) for leaf, _, _ in rest)
-      making = next(coming, None)
-      for _, info, arg in rest:
-        array, making = making.result(), next(coming, None)
+    pending, self._pending = self._pending, []  # For later calls.
+    with futures.ThreadPoolExecutor(1) as pool:
+      # A generator submits each leaf only when asked, so that at most one leaf
+      # is computed ahead of the writes.
+      computations = (pool.submit(np.asarray, leaf) for leaf, _, _ in pending)
+      computation = next(computations, None)
+      for _, info, arg in pending:
+        array, computation = computation.result(), next(computations, None)
         self._write(array, info, arg, timeout)
-        del array  # Freed before waiting for the next one.
+        del array  # Freed before waiting for the next array.
 
   def _write(self, array: np.ndarray, info, arg, timeout) -> None:
     for future in asyncio.run(self._serialize([array], [info], [arg])):

@@ -13,7 +13,7 @@ from encdec_adapt.cli import errors
 USER_ERROR = 2
 # EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
 RESTART = 75
-# Ended by the watchdog, or another process of the job did not answer.
+# Ended by the watchdog, or another process of the job did not answer in time.
 HANG = 76
 # SIGABRT: jax aborts a process when another one of the job is missing or has
 # died.

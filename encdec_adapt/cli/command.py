@@ -23,6 +23,7 @@ from encdec_adapt.cluster import distributed
 # What absl and ml_collections raise for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 DefineFlags = Callable[[flags.FlagValues], None]
+_AGREES = 'agrees'  # Attribute of the flags that must agree.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +55,16 @@ def flag(
     name: name of the flag.
     *arguments: help text of the flag; for an enum, its allowed values first.
     default: value of a flag that is not given.
-    **options: options of the kind, such as `lower_bound`.
+    **options: options of the kind, such as `lower_bound`; and `agrees`,
+      whether the processes of a job must have the same value (by default).
   """
+  agrees = options.pop(_AGREES, True)
   define = getattr(flags, f'DEFINE_{kind}')
 
   def define_flag(values: flags.FlagValues) -> None:
     """Defines the flag."""
     define(name, default, *arguments, flag_values=values, **options)
+    setattr(values[name], _AGREES, agrees)
 
   return define_flag
 
@@ -85,36 +89,48 @@ def define(*definitions: DefineFlags) -> DefineFlags:
 
 # Flags of a command that may run as several processes.
 define_processes = define(
-  string('coordinator', 'host:port of process 0, or auto.'),
-  integer('processes', 'Number of processes.'),
-  integer('process', '0-based index of this process.'),
+  string('coordinator', 'host:port of process 0, or auto.', agrees=False),
+  integer('processes', 'Number of processes.', agrees=False),
+  integer('process', '0-based index of this process.', agrees=False),
   integer(
     'start_seconds',
     'Seconds to wait for all processes at the start.',
     default=distributed.START_TIMEOUT,
+    agrees=False,
   ),
 )
 
 
 @contextlib.contextmanager
-def processes(
-  values: flags.FlagValues, given: Mapping[str, Any]
-) -> Iterator[None]:
+def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
   """Runs a job of one or several processes, which fail together.
 
   Args:
     values: flags of the command, `define_processes` among them.
-    given: what must be the same in every process.
+    **inputs: what must be the same in every process besides the flags.
   """
   with distributed.fail_together():
     distributed.initialize(
       values.coordinator,
       values.processes,
       values.process,
-      flags=given,
+      flags={**agreed(values), **inputs},
       timeout=values.start_seconds,
     )
     yield
+
+
+def agreed(values: flags.FlagValues) -> dict[str, Any]:
+  """Returns the flags that are the same in every process, by name."""
+  # absl and ml_collections define more flags, which are not declared here.
+  plain = {
+    name: values[name].value
+    for name in values
+    if getattr(values[name], _AGREES, False)
+  }
+  if 'config' in plain:
+    plain['config'] = plain['config'].to_dict()
+  return plain
 
 
 def define_config(values: flags.FlagValues) -> None:
@@ -127,6 +143,7 @@ def define_config(values: flags.FlagValues) -> None:
     lock_config=True,
     flag_values=values,
   )
+  setattr(values['config'], _AGREES, True)
 
 
 def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:

@@ -16,6 +16,9 @@ from typing import Any
 from encdec_adapt.cli import errors
 
 _META = 'config_key'
+# Keys of earlier versions by their full name, such as 'train.steps' -> the name
+# in their section now. Saved configurations keep the names that they had.
+RENAMED: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,24 +126,52 @@ def make(section: type, values: Mapping[str, Any], **others: Any) -> Any:
     **others: values of the fields that are not keys.
 
   Raises:
-    UserError: a key is missing or unknown (saved by another version), or a
-      value is out of bounds.
+    UserError: a value is out of bounds.
   """
-  found = list(keys_of(section))
-  names = {name for name, _, _, _ in found}
-  if names != values.keys():
-    raise errors.UserError(
-      f'the configuration was saved by another version: {section.__name__}'
-      f' has {", ".join(sorted(names ^ values.keys()))} on one side only.'
-    )
   fields = {}
-  for name, field, one, _ in found:
+  for name, field, key_of_name, _ in keys_of(section):
     value = values[name]
     if isinstance(value, list):
       value = tuple(value)
-    unset = one.none is not None and value == one.none
+    unset = key_of_name.none is not None and value == key_of_name.none
     fields[field] = None if unset else value
   return section(**fields, **others)
+
+
+def complete(
+  saved: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ''
+) -> tuple[dict[str, Any], list[str]]:
+  """Returns a saved configuration with the keys of this version.
+
+  Args:
+    saved: sections and values by key name; the names may be earlier ones, and
+      keys may be missing.
+    defaults: every section and key with its default.
+    prefix: full name of the section with a point, such as 'train.'.
+
+  Returns:
+    All sections and values, and 'section.key = default' of missing keys.
+
+  Raises:
+    UserError: a key is unknown.
+  """
+  values, added = dict(defaults), []
+  saved = {RENAMED.get(prefix + name, name): saved[name] for name in saved}
+  if unknown := sorted(saved.keys() - defaults.keys()):
+    raise errors.UserError(
+      'the configuration was saved by another version: this one has no'
+      f' {", ".join(prefix + name for name in unknown)}.'
+    )
+  for name, default in defaults.items():
+    if isinstance(default, Mapping):
+      section = saved.get(name, {})
+      values[name], entries = complete(section, default, f'{prefix}{name}.')
+      added += entries
+    elif name in saved:
+      values[name] = saved[name]
+    else:
+      added.append(f'{prefix}{name} = {default!r}')
+  return values, added
 
 
 def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:

@@ -5,8 +5,10 @@ which this module alone holds (jax has no public names for them):
 
 - Start: the service of process 0 waits until all processes have registered.
   If some have not in time, jax aborts the others with status 134
-  (`app.ABORT`) and a message that lists the missing process numbers. Then
-  versions, flags and devices are compared before the first program runs.
+  (`app.ABORT`) and a message that lists the missing process numbers. If
+  process 0 is the one that is missing, or dies meanwhile, the others name it
+  and exit with status 76 (`app.HANG`). Then versions, flags and devices are
+  compared before the first program runs.
 - Barriers need no device, so that devices that wait for each other do not
   hold them up; every one has a timeout.
 - Failure: a process that fails publishes its error under one key. A thread of
@@ -15,6 +17,9 @@ which this module alone holds (jax has no public names for them):
 - Death: a process that is killed stops sending heartbeats, and jax aborts the
   others with status 134 after `_HEARTBEAT_TIMEOUT` seconds (at once if it was
   process 0).
+- Delay: a backend gives up where a process is late for the first collective
+  (Gloo after 30 s), as its program took longer to compile. All exit with
+  status 76.
 """
 
 import atexit
@@ -43,8 +48,8 @@ from encdec_adapt.telemetry import environment
 
 # Value of --coordinator for TPU slices, whose metadata lists all hosts.
 AUTO = 'auto'
-# Seconds for all processes to come up: machines differ in how fast they start
-# and import packages from a shared disk.
+# Seconds for process 0 to come up, and from then on for all others: machines
+# differ in how fast they start and import packages from a shared disk.
 START_TIMEOUT = 300
 # Seconds to wait at a barrier. A dead process is noticed by its heartbeat;
 # these are for one that hangs, so they are several times what the slowest
@@ -58,6 +63,10 @@ _HEARTBEAT_TIMEOUT = 30  # Seconds.
 # with jax's abort, on which launchers restart, and not with status 1.
 _END_TIMEOUT = 45
 _RETRY = 0.5  # Seconds between two attempts to reach process 0.
+_ANSWER = 3  # Seconds for an answer of process 0.
+# Seconds after `START_TIMEOUT` for the service to name the missing processes,
+# and for the others to end if it does not.
+_NAMING, _REGISTER_GRACE = 3, 15
 _POLL = 1.0  # Seconds between two polls for a failure of another process.
 _FAILURE = 'encdec_adapt/failure'
 _MESSAGE_LENGTH = 4000
@@ -86,7 +95,7 @@ def initialize(
     process: 0-based index of this process.
     flags: nested mapping of this job's flags, which must be the same on all
       processes; JSON serialisable.
-    timeout: seconds for all processes to come up.
+    timeout: seconds for process 0 to come up, and from then on for the others.
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
@@ -189,12 +198,20 @@ def _connect(
   client = _jax.get_distributed_runtime_client(
     address,
     process,
-    init_timeout=seconds + _END_TIMEOUT,
+    init_timeout=seconds + _REGISTER_GRACE,
     heartbeat_timeout=_HEARTBEAT_TIMEOUT,
     shutdown_timeout=_END_TIMEOUT,
     use_compression=True,
   )
+  registered = threading.Event()
+  if process:
+    arguments = host, port, timeout, registered
+    watch = threading.Thread(
+      target=_end_without_coordinator, args=arguments, daemon=True
+    )
+    watch.start()
   client.connect()
+  registered.set()
   state.client, state.process_id = client, process
   state.num_processes, state.coordinator_address = processes, address
   state.initialize_preemption_sync_manager()
@@ -213,20 +230,55 @@ def _require_free(port: int) -> None:
 
 
 def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
-  """Waits until process 0 listens; jax would abort without naming it."""
+  """Waits until process 0 answers; jax would abort without naming it."""
   deadline = time.monotonic() + timeout
-  while True:
-    try:
-      socket.create_connection((host.strip('[]'), port), timeout).close()
-      return
-    except OSError as error:
-      if time.monotonic() > deadline:
-        raise errors.AbsentError(
-          f'process 0 at {host}:{port} has not answered in {timeout:g} s'
-          f' ({error}); read its log, and check that its machine is up and its'
-          ' port can be reached from here.'
-        ) from error
-      time.sleep(_RETRY)
+  while reason := _silence(host, port):
+    if time.monotonic() > deadline:
+      raise errors.AbsentError(
+        f'process 0 at {host}:{port} has not answered in {timeout:g} s'
+        f' ({reason}); read its log, and check that its machine is up and its'
+        ' port can be reached from here.'
+      )
+    time.sleep(_RETRY)
+
+
+def _silence(host: str, port: int) -> str:
+  """Returns why process 0 does not answer; '' if it does.
+
+  gRPC greets every connection. Without reading that, a stopped process would
+  seem alive, as its kernel still accepts connections.
+  """
+  try:
+    with socket.create_connection((host.strip('[]'), port), _ANSWER) as link:
+      return '' if link.recv(1) else 'it has closed the connection'
+  except OSError as error:
+    return str(error)
+
+
+def _end_without_coordinator(
+  host: str, port: int, timeout: float, registered: threading.Event
+) -> None:
+  """Ends this process if process 0 dies while it registers; a thread.
+
+  Heartbeats begin after registration. Until then jax would retry for all of
+  the timeout, also where process 0 dies while it tells the others that all
+  have registered, and it would not name process 0.
+  """
+  deadline = time.monotonic() + timeout + _NAMING
+  answered = time.monotonic()
+  while not registered.wait(_POLL):
+    now = time.monotonic()
+    reason = _silence(host, port)
+    if not reason:
+      answered = now
+    elif now > min(deadline, answered + _HEARTBEAT_TIMEOUT):
+      print(
+        f'Error: process 0 at {host}:{port} ended or hangs before all processes'
+        f' of this job had registered ({reason}); read its log, and start the'
+        ' job again.',
+        file=sys.stderr,
+      )
+      _exit_at_once(app.HANG)
 
 
 def is_lead() -> bool:
@@ -320,13 +372,34 @@ def fail_together() -> Iterator[None]:
 
   They print its message and exit with the status of this process, even if
   they are blocked in a collective.
+
+  Raises:
+    AbsentError: instead of jax's error that another process was late.
   """
   try:
-    yield
+    with _naming_delays():
+      yield
   except BaseException as error:
     if app.status(error) and jax_distributed.global_state.client is not None:
       _publish_failure(error)
     raise
+
+
+@contextlib.contextmanager
+def _naming_delays() -> Iterator[None]:
+  """Tells a backend's timeout, on which to start again, from a bug."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    alone = jax_distributed.global_state.client is None
+    if alone or 'DEADLINE_EXCEEDED' not in str(error):
+      raise
+    raise errors.AbsentError(
+      f'another process of this job was late ({error}): its program took longer'
+      ' to compile, or it hangs; start the job again. A folder of compiled'
+      ' programs that all processes share, config.compute.compile_cache of'
+      ' train, makes starts more even.'
+    ) from error
 
 
 def _publish_failure(error: BaseException) -> None:

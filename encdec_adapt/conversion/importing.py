@@ -11,7 +11,7 @@ import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import orbax_folder
-from encdec_adapt.cli import command, errors
+from encdec_adapt.cli import command, errors, option_strings
 from encdec_adapt.conversion import (
   source_files,
   stored_model,
@@ -152,14 +152,12 @@ def _weights(text: str | None, models: int) -> list[float]:
   """
   if not text:
     return [1 / models] * models
-  try:
-    weights = [float(part) for part in text.split(',')]
-  except ValueError:
-    weights = []
+  string = option_strings.Part('--weights', text)
+  weights = [part.read(float, 'a number') for part in string.divide(',')]
   if len(weights) != models or not abs(sum(weights) - 1) < 1e-6:
-    raise errors.UserError(
-      f'--weights={text} must be {models} numbers, one for each model, that sum'
-      ' to 1, separated by commas.'
+    raise string.error(
+      f'must be {models} numbers, one for each model, that sum to 1, separated'
+      ' by commas.'
     )
   return weights
 

@@ -18,7 +18,6 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data import objective_names
 from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
@@ -128,8 +127,8 @@ class StoredModel:
     """Whether the model is a run that was trained on conversations."""
     if self.checkpoint is None:
       return False
-    names = config_lib.load_run(str(self.path)).data.objectives
-    return any(objective_names.source_of(name) == 'chat' for name in names)
+    objectives = config_lib.load_run(str(self.path)).data.objectives
+    return any(objective.ends_turns for objective in objectives)
 
 
 def open_model(
@@ -191,7 +190,7 @@ def separator_of(settings: config_lib.Settings) -> str:
   """
   if settings.model.architecture.encodes_prompt:
     return ''
-  separators = map(objective_names.separator, settings.data.objectives)
+  separators = (part.separator for part in settings.data.objectives)
   return next(filter(None, separators), '')
 
 

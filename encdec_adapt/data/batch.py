@@ -89,6 +89,14 @@ class Pair(NamedTuple):
     """What the decoder reads in place of each target, [n]."""
     return self.targets if self.decoder_inputs is None else self.decoder_inputs
 
+  def positions(self, lengths: 'Lengths') -> tuple[int, int]:
+    """Returns encoder and decoder positions; 0 without the side."""
+    inputs = max(len(self.inputs), len(self.teacher_inputs)) + 1
+    return (
+      inputs if lengths.encoder else 0,
+      len(self.targets) if lengths.decoder else 0,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
@@ -106,15 +114,6 @@ class Lengths:
   def teacher(self) -> int:
     """Length of the teacher's row; S + T always suffices."""
     return self.encoder + self.decoder
-
-
-def positions(pair: Pair, lengths: Lengths) -> tuple[int, int]:
-  """Returns the encoder and decoder positions of a pair, 0 without the side."""
-  inputs = max(len(pair.inputs), len(pair.teacher_inputs)) + 1
-  return (
-    inputs if lengths.encoder else 0,
-    len(pair.targets) if lengths.decoder else 0,
-  )
 
 
 def frame_row(

@@ -9,7 +9,7 @@ an example of fewer words is compared as a whole.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import re
 
@@ -46,40 +46,49 @@ def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
 
 def report(
   training: Iterable[document_source.Document],
-  evaluation: Mapping[str, Iterable[document_source.Document]],
+  evaluation: Sequence[document_source.Source],
 ) -> str:
   """Reports which evaluation examples stand in the training text.
 
   Args:
     training: documents that are trained on.
-    evaluation: name of a set -> its examples.
+    evaluation: sources of the evaluation sets.
 
   Returns:
-    A line for every set: examples with a common run of words, and their ids.
+    A line for every set: examples with a common run of words, and where the
+    first of them stand.
+
+  Raises:
+    UserError: a source cannot be read, or has no text.
   """
   wanted: dict[int, set[tuple[str, str]]] = {}
-  sizes, lengths = {}, set()
-  for name, documents in evaluation.items():
-    sizes[name] = 0
-    for document in documents:
-      sizes[name] += 1
+  ids: dict[str, list[str]] = {source.name: [] for source in evaluation}
+  lengths = set()
+  for source in evaluation:
+    for document in map(source.plain, source.documents()):
+      ids[source.name].append(document.id)
       words = _WORD.findall(document.text.lower())
       size = min(WORDS, len(words))
       lengths.add(size)
       for gram in _grams(words, size):
-        wanted.setdefault(gram, set()).add((name, document.id))
-  found: dict[str, set[str]] = {name: set() for name in sizes}
+        wanted.setdefault(gram, set()).add((source.name, document.id))
+  found: dict[str, set[str]] = {name: set() for name in ids}
   for document in training:
     words = _WORD.findall(document.text.lower())
     for size in lengths:
       for gram in _grams(words, size):
         for name, example in wanted.get(gram, ()):
           found[name].add(example)
-  return '\n'.join(
-    f'{name}: {len(found[name])} of {size} examples share {WORDS} words with'
-    f' the training text: {", ".join(sorted(found[name])[:5]) or "none"}'
-    for name, size in sizes.items()
-  )
+  lines = []
+  for source in evaluation:
+    examples = [one for one in ids[source.name] if one in found[source.name]]
+    first = dict.fromkeys(map(source.locate, examples[:5]))
+    lines.append(
+      f'{source.name}: {len(examples)} of {len(ids[source.name])} examples'
+      f' share {WORDS} words with the training text:'
+      f' {"; ".join(first) or "none"}'
+    )
+  return '\n'.join(lines)
 
 
 def _grams(words: Sequence[str], size: int) -> Iterator[int]:

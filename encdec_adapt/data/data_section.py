@@ -7,10 +7,10 @@ import functools
 from encdec_adapt.cli import errors, keys
 from encdec_adapt.data import (
   batch,
+  definition,
   denoising,
   mixtures,
   objective_names,
-  objectives,
   records,
   row_rates,
   text_sources,
@@ -140,17 +140,17 @@ class DataConfig:
   def __post_init__(self):
     keys.check(self, 'config.data.')
     lengths = batch.Lengths(self.encoder_length, self.decoder_length)
-    for name in self.objectives:
-      objectives.check_lengths(name, objective_names.feeds(name), lengths)
+    for objective in self.objectives:
+      objective.check_lengths(lengths)
     self._check_sources()
     row_rates.parse(self.rates)
     if self.encoder_vocabulary not in ('', self.vocabulary):
-      for name in self.objectives:
-        objective_names.check_vocabularies(name)
+      for objective in self.objectives:
+        objective.check_vocabularies()
 
   def _check_sources(self) -> None:
     """Checks that every objective has a source, and every source one."""
-    needed = {objective_names.source_of(name) for name in self.objectives}
+    needed = {objective.documents for objective in self.objectives}
     given = set()
     for source, _ in mixtures.parse(self.source):
       if source.startswith('seqio:'):
@@ -167,10 +167,10 @@ class DataConfig:
         ' and tag labels:..).'
       )
 
-  @property
-  def objectives(self) -> list[str]:
+  @functools.cached_property
+  def objectives(self) -> tuple[definition.Objective, ...]:
     """The objectives that share the training rows."""
-    return objective_names.split(self.objective)
+    return objective_names.parse(self.objective)
 
   def in_workdir(self, workdir: str) -> 'DataConfig':
     """Returns the section with the paths of a job's work directory."""
@@ -187,8 +187,8 @@ class DataConfig:
   def vocabularies(self) -> vocabularies.Choice:
     """Vocabularies of the two stacks."""
     added = max(
-      objective_names.added_sentinels(name, self.sentinels, self.train.lengths)
-      for name in self.objectives
+      objective.added_sentinels(self.sentinels, self.train.lengths)
+      for objective in self.objectives
     )
     return vocabularies.Choice(
       self.vocabulary,
@@ -212,7 +212,7 @@ class DataConfig:
     """Spec of the held-out records: one example in a row."""
     return self._spec(
       split='eval',
-      objective=self.objectives[0],
+      objective=self.objectives[0].text,
       passes=1,
       pack=False,
       max_rows=self.eval_rows,

@@ -59,12 +59,12 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-import re
+from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objectives
+from encdec_adapt.cli import errors, option_strings
+from encdec_adapt.data import batch, definition, objectives
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.
@@ -72,7 +72,7 @@ _FEW_SPANS = 12  # Up to this many, slices are faster than masks.
 POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
 
 _UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
-MIXTURES = {
+_MIXTURES = {
   'span_corruption': '-:3:0.15',
   'ul2': f'{_UL2_SPANS} + S:suffix:0.25',
   'ul2_published': f'{_UL2_SPANS} + S:uniform',
@@ -131,62 +131,82 @@ def parse_mixture(text: str) -> tuple[Denoiser, ...]:
   Raises:
     UserError: names the denoiser that is not one.
   """
-  return tuple(_parse(entry.strip()) for entry in text.split('+'))
+  return tuple(
+    _denoiser(part, weight or 1.0)
+    for part, weight in option_strings.things(
+      'the mixture of denoisers', text, r'\+'
+    )
+  )
 
 
-def _parse(entry: str) -> Denoiser:
-  """Parses one denoiser of a mixture."""
-  what, _, weight = entry.partition('@')
-  mode, *rest = what.split(':')
-  number = r'\d*\.?\d+'
-  try:
-    if mode not in ('-', *vocabulary_lib.MODES):
-      raise ValueError
-    common = dict(mode=mode.strip('-'), weight=float(weight or 1))
-    match rest:
+def _denoiser(part: option_strings.Part, weight: float) -> Denoiser:
+  """Reads one denoiser of a mixture."""
+  mode, *settings = part.divide(':')
+
+  def density(share: option_strings.Part) -> float:
+    """Reads the share of hidden tokens."""
+    return share.read(float, 'a DENSITY between 0 and 1', lambda n: 0 < n < 1)
+
+  if mode.text in ('-', *vocabulary_lib.MODES):
+    common = dict(mode=mode.text.strip('-'), weight=weight)
+    match [setting.text for setting in settings]:
       case ['uniform']:
-        made = Denoiser(kind='uniform', **common)
-      case ['suffix', share] if re.fullmatch(number, share):
-        made = Denoiser(kind='suffix', density=float(share), **common)
-      case [mean, share, *normal] if normal in ([], ['normal']):
-        made = Denoiser(
+        return Denoiser(kind='uniform', **common)
+      case ['suffix', _]:
+        return Denoiser(kind='suffix', density=density(settings[1]), **common)
+      case [_, _, *normal] if normal in ([], ['normal']):
+        return Denoiser(
           kind='spans',
-          mean=float(mean),
-          density=float(share),
+          mean=settings[0].read(
+            float, 'a MEAN of at least 1', lambda n: 1 <= n < math.inf
+          ),
+          density=density(settings[1]),
           normal=bool(normal),
           **common,
         )
-      case _:
-        raise ValueError
-    right = 0 < made.weight < math.inf and (
-      made.kind == 'uniform'
-      or (0 < made.density < 1 and (made.kind == 'suffix' or made.mean >= 1))
-    )
-    if not right:
-      raise ValueError
-  except ValueError:
-    raise errors.UserError(
-      f'denoiser {entry!r}: must be MODE:MEAN:DENSITY[:normal],'
-      ' MODE:suffix:DENSITY or MODE:uniform, with [@WEIGHT]; MODE is R, S, X'
-      ' or -, MEAN at least 1, DENSITY between 0 and 1, WEIGHT above 0'
-    ) from None
-  return made
+  raise part.error(
+    'must be MODE:MEAN:DENSITY[:normal], MODE:suffix:DENSITY or MODE:uniform,'
+    ' with [@WEIGHT]; MODE is R, S, X or -'
+  )
 
 
-class Denoising(objectives.WindowObjective):
+class Denoising(objectives.WindowMaker):
   """A mixture of denoisers, one drawn per window by its weight."""
 
   draws = True
   one_vocabulary = 'a sentinel stands for the same span on both sides'
+
+  @classmethod
+  def hidden_shares(cls, text, options):
+    mixture = options['mixture']
+    total = sum(denoiser.weight for denoiser in mixture)
+    return {
+      denoiser.label: (denoiser.weight / total, denoiser.density or None)
+      for denoiser in mixture
+    }
+
+  @classmethod
+  def added_sentinels(cls, options, policy, lengths):
+    if policy != 'extend_vocabulary':
+      return 0
+    return most_spans(options['mixture'], lengths)
+
+  @classmethod
+  def build(
+    cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
+  ):
+    del encoder_vocabulary
+    options = {'policy': sentinel_policy, **options}
+    return cls(text, lengths, vocabulary, **options)
 
   def __init__(
     self,
     name: str,
     lengths: batch.Lengths,
     vocabulary: vocabulary_lib.Vocabulary,
+    *,
     mixture: Sequence[Denoiser],
     policy: str,
-    *,
     concatenate: bool = False,
   ):
     """Plans the windows of every denoiser.
@@ -436,3 +456,24 @@ def insert(
   result[at] = new
   result[is_token] = tokens
   return result
+
+
+def _name(name: str, predicts: str, **preset: Any) -> definition.Name:
+  """Returns the entry of a mixture of `_MIXTURES`."""
+  preset |= {'mixture': parse_mixture(_MIXTURES[name])}
+  return definition.Name(Denoising, predicts, preset)
+
+
+OBJECTIVES = {
+  'span_corruption': _name('span_corruption', "T5's spans, 15%, mean 3"),
+  'ul2': _name('ul2', "UL2's seven denoisers, as its table"),
+  'ul2_published': _name(
+    'ul2_published', 'the same as its code ran', concatenate=True
+  ),
+  'ul2r': _name('ul2r', 'U-PaLM: 50% S, 25% R, 25% X'),
+  't5gemma2': _name('t5gemma2', "T5Gemma 2's five denoisers"),
+  # The text after its colon is the mixture, not options.
+  'denoise': definition.Name(
+    Denoising, 'any mixture: `denoise:R:3:0.15 + S:uniform@4`'
+  ),
+}

@@ -16,7 +16,6 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
-import codecs
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
@@ -110,6 +109,10 @@ class Source(abc.ABC):
     """
     return in_split(document_id, split, eval_fraction, seed)
 
+  def locate(self, document_id: str) -> str:
+    """Returns where a document stands, for messages: by default its id."""
+    return document_id
+
   def documents(
     self,
     keep: Callable[[str], bool] | None = None,
@@ -148,14 +151,13 @@ class Source(abc.ABC):
       )
 
   def plain(self, document: Document) -> Document:
-    """Returns a document with the bare text of a pair or a conversation."""
+    """Returns a document with the bare text of its pair, messages or texts."""
     if not self.holds_json:
       return document
-    texts = (
-      part if isinstance(part, str) else part['content']
-      for part in json.loads(document.text)
-    )
-    return dataclasses.replace(document, text='\n'.join(texts))
+    content = json.loads(document.text)
+    if content and isinstance(content[0], list):
+      content = content[0]  # The second part is a label.
+    return dataclasses.replace(document, text='\n'.join(_texts(content)))
 
   def fingerprint(self) -> str:
     """Returns a hex digest of the content and the cap.
@@ -189,14 +191,35 @@ class Source(abc.ABC):
       yield document_id, functools.partial(str, text)
 
 
-class Pieces(Source):
-  """The documents of a source, cut into pieces on paragraphs' ends.
+def _texts(content: object) -> Iterator[str]:
+  """Yields the texts of a pair, of messages, or of lists of words."""
+  if isinstance(content, str):
+    yield content
+  elif isinstance(content, dict):
+    yield from _texts(content.get('content'))
+  elif isinstance(content, list):
+    for part in content:
+      yield from _texts(part)
 
-  Piece i of document D has the id D:i. Pieces have at least 4,000 characters,
-  but for the last of a document. Every shard reads all documents.
+
+class Pieces(Source):
+  """The documents of a source, cut into pieces.
+
+  Piece i of document D has the id D:i. A piece ends at the first empty line
+  after 4,000 characters, or with the document. If neither follows within 8,000
+  more characters, it ends at the first end of a line after the 4,000, without
+  that at the first space, and in a text that has neither after 4,000
+  characters. Every shard reads all documents.
   """
 
-  _PIECE = re.compile(r'.{4000}.*?(?:\n\s*\n|\Z)|.+\Z', re.DOTALL)
+  _PIECE = re.compile(
+    r'.{4000}.{0,8000}?(?:\n\s*\n|\Z)'
+    r'|.{4000}.{0,8000}?\n'
+    r'|.{4000}.{0,8000}?\s'
+    r'|.{4000}'
+    r'|.+',
+    re.DOTALL,
+  )
 
   def __init__(self, source: Source):
     """Wraps a source of texts, whose name and cap it has."""
@@ -223,7 +246,7 @@ def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
   """Decodes UTF-8.
 
   Args:
-    data: text, with or without a byte-order mark.
+    data: text; U+FEFF is a character like any other.
     source: name of the source, for the error.
     where: place in the source, for the error; a function if it is slow to
       find.
@@ -232,8 +255,7 @@ def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
     UserError: it is not UTF-8; names the place and the byte.
   """
   try:
-    # The codec utf-8-sig is ten times slower.
-    return data.removeprefix(codecs.BOM_UTF8).decode('utf-8')
+    return data.decode('utf-8')
   except UnicodeDecodeError as error:
     where = where if isinstance(where, str) else where()
     raise errors.UserError(

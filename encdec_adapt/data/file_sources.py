@@ -4,12 +4,14 @@ The files of a glob, ordered by name, are one line of bytes, of which every
 shard reads an equal range: whole files where there are many, a part of a file
 where there are few. A document is in the shard in whose range it begins (a
 paragraph: in which the empty line before it begins). A document is named by its
-file and the offset of its first byte there, a whole file by its name.
+file and the offset of its first byte there, a whole file by its name. The
+byte-order mark of a file is dropped; elsewhere U+FEFF is text.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
+import codecs
 from collections.abc import Iterator
 import functools
 import glob
@@ -18,7 +20,7 @@ import json
 import os
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import document_source
 from encdec_adapt.files import paths
 
@@ -36,36 +38,29 @@ class FileSource(document_source.Source):
       UserError: no file matches, or a bucket cannot be listed.
     """
     super().__init__(name, max_bytes)
-    self.pattern = self._pattern(self.name.partition(':')[2])
+    string = option_strings.Part('the source', self.name)
+    pattern, fields = string.partition(':')[1].partition('#')
+    self.pattern = pattern.text
+    self._take_fields(fields)
     expanded = os.path.expanduser(self.pattern)
     root = _fixed_folder(expanded)
-    self._digests = {}  # The store's checksums of files in a bucket.
-    if paths.is_bucket(expanded):
-      try:
-        found = paths.matching(expanded)
-      except OSError as error:
-        raise errors.UserError(
-          f'source {self.name!r} cannot be listed: {error}'
-        ) from error
-      self._digests = {path: entry['digest'] for path, entry in found.items()}
-      self._sizes = {path: entry['bytes'] for path, entry in found.items()}
-      searched = 'its bucket'
-    else:
-      files = sorted(glob.glob(expanded, recursive=True))
-      self._sizes = {
-        path: os.path.getsize(path) for path in files if os.path.isfile(path)
-      }
-      searched = os.getcwd()
+    try:
+      self._files = paths.matching(expanded)
+    except OSError as error:
+      raise errors.UserError(
+        f'source {self.name!r} cannot be listed: {error}'
+      ) from error
+    self._sizes = {path: entry['bytes'] for path, entry in self._files.items()}
     if not self._sizes:
       raise errors.UserError(
-        f'source {self.name!r}: no file matches {self.pattern!r} in'
-        f' {searched}; check the path, and quote the glob in the shell'
+        f'source {self.name!r}: no file matches {self.pattern!r}; check the'
+        f' path (from {os.getcwd()}), and quote the glob in the shell'
       )
     self._ids = {path: _relative(path, root) for path in self._sizes}
 
-  def _pattern(self, rest: str) -> str:
-    """Returns the glob of a source's name, and takes what follows it."""
-    return rest
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    """Takes what follows the # in the name of a source."""
+    raise NotImplementedError
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
@@ -106,6 +101,15 @@ class FileSource(document_source.Source):
     """Returns the id of the document at an offset of a file."""
     return f'{self._ids[path]}:{offset}'
 
+  def locate(self, document_id: str) -> str:
+    """Returns a document's file, and its line if the file has several."""
+    unit = document_id.partition('::')[0]
+    files = {name: path for path, name in self._ids.items()}
+    if unit in files:
+      return files[unit]
+    name, _, offset = unit.rpartition(':')
+    return self._where(files[name], int(offset))
+
   @abc.abstractmethod
   def _documents(
     self, name: str, data: bytes, path: str, offset: int
@@ -133,20 +137,17 @@ class FileSource(document_source.Source):
   def _content(self) -> Iterator[object]:
     for path in self._sizes:
       yield self._ids[path]
-      yield self._digests.get(path) or _sample(path)
+      # A store has checksums of the whole files.
+      yield self._files[path].get('digest') or _sample(path)
 
 
 class TextSource(FileSource):
   """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, self._unit = rest.partition('#')
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    self._unit = fields.text
     if self._unit not in ('', 'paragraphs', 'lines'):
-      raise errors.UserError(
-        f'source {self.name!r}: {self._unit!r} after the # must be paragraphs'
-        ' or lines'
-      )
-    return pattern
+      raise fields.error('must be paragraphs or lines')
 
   def _scan(
     self, path: str, start: int, stop: int
@@ -172,7 +173,8 @@ class TextSource(FileSource):
       where = functools.partial(self._where, path, offset)
       return document_source.decode(data.strip(b'\r\n'), self.name, where)
     with paths.open_to_read(path) as file:
-      return document_source.decode(file.read(), self.name, path)
+      data = file.read().removeprefix(codecs.BOM_UTF8)
+      return document_source.decode(data, self.name, path)
 
 
 class JsonlSource(FileSource):
@@ -180,10 +182,8 @@ class JsonlSource(FileSource):
 
   default_field = 'text'
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, field = rest.partition('#')
-    self._field = field or self.default_field
-    return pattern
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    self._field = fields.text or self.default_field
 
   def _documents(
     self, name: str, data: bytes, path: str, offset: int
@@ -230,15 +230,10 @@ class PairSource(JsonlSource):
   divisible = False
   holds_json = True
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, fields = rest.partition('#')
-    self._fields = fields.split(',')
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    self._fields = [field.text for field in fields.divide(',')]
     if len(self._fields) != 2 or not all(self._fields):
-      raise errors.UserError(
-        f'source {self.name!r}: name two fields, as in'
-        ' pairs:GLOB#INPUTS,TARGETS'
-      )
-    return pattern
+      raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
     pair = [self._value(data, path, offset, name, str) for name in self._fields]
@@ -255,15 +250,12 @@ class LabelSource(JsonlSource):
   divisible = False
   holds_json = True
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, fields = rest.partition('#')
-    *self._texts, self._field = fields.split(',')
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    *self._texts, self._field = [field.text for field in fields.divide(',')]
     if not self._texts or not all([*self._texts, self._field]):
-      raise errors.UserError(
-        f'source {self.name!r}: name the fields of texts and label, as in'
-        ' labels:GLOB#TEXT,LABEL'
+      raise fields.error(
+        'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
       )
-    return pattern
 
   def _read(self, data: bytes, path: str, offset: int) -> str:
     value = functools.partial(self._value, data, path, offset)
@@ -285,14 +277,17 @@ class ChatSource(JsonlSource):
 
 
 def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
-  """Yields offset and content of the lines that begin at `start` or later."""
+  """Yields offset and content of the lines that begin at `start` or later.
+
+  The first line of a file comes without a byte-order mark.
+  """
   with paths.open_to_read(path) as file:
     offset = 0
     if start:  # The byte before may be the end of a line.
       file.seek(start - 1)
       offset = start - 1 + len(file.readline())
     for line in file:
-      yield offset, line
+      yield offset, line if offset else line.removeprefix(codecs.BOM_UTF8)
       offset += len(line)
 
 

@@ -22,16 +22,21 @@ import json
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, objectives
+from encdec_adapt.data import batch, definition, supervised
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
-class Classify(objectives.Objective):
+class Classify(definition.ExampleMaker):
   """Texts with one label; see the module's docstring."""
 
-  options = ('labels', 'too_long')
+  options = {
+    'labels': definition.Option(
+      lambda text: tuple(text.split('|')), 'labels=LABEL|LABEL without commas'
+    ),
+    'too_long': supervised.Supervised.options['too_long'],
+  }
   reads = 'text'
-  source = 'labels'
+  documents = 'labels'
   feeds = 'encoder'
   one_vocabulary = 'it has no decoder'
 
@@ -74,7 +79,9 @@ class Classify(objectives.Objective):
         pair = self._fitting(*self._parts(*json.loads(content)))
       except errors.UserError as error:
         if not self.skips_bad:
-          raise errors.UserError(f'example {name}: {error}') from error
+          raise errors.UserError(
+            f'example {self.locate(name)}: {error}'
+          ) from error
         self.counts['bad_documents'] += 1
         continue
       if pair is not None:
@@ -146,4 +153,10 @@ class Tag(Classify):
     return tokens, places[places < len(tokens)]
 
 
-LABELLED = {'classify': Classify, 'tag': Tag}
+OBJECTIVES = {
+  'classify': definition.Name(
+    Classify,
+    'a label for one or several texts (`labels:` sources), at the last token',
+  ),
+  'tag': definition.Name(Tag, 'a label for each word, at its first token'),
+}

@@ -18,7 +18,6 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
-  objective_names,
   records,
   row_order,
   row_rates,
@@ -94,7 +93,8 @@ class Loader:
     self.position = position
     self._batch_size = batch_size
     places = range(batch_size) if local is None else local
-    share = _shared_mask_share(record_set)
+    # Rows that share their masks have no other objective beside them.
+    share = record_set.spec.objectives[0].shared_mask_share
 
     def make(step: int) -> batch.Batch:
       first = position + step * batch_size
@@ -201,9 +201,10 @@ def _frame(
   """Reads and frames rows; `row_order.FILLER` gives a row of padding."""
   some = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, some, prefix_offset))
+  frame = record_set.spec.objectives[0].maker.frame
   result = batch.stack_rows(
     [
-      batch.frame_row(
+      frame(
         next(content) if row != row_order.FILLER else [],
         lengths,
         record_set.framing,
@@ -226,13 +227,6 @@ def _prefetched(
   )
   dataset = grain.MapDataset.range(batches).map(make)
   return iter(dataset.to_iter_dataset(options))
-
-
-def _shared_mask_share(record_set: records.RecordSet) -> float:
-  """Returns the masked share of rows that share their masks, else 0 (MEAP)."""
-  # Rows that share their masks have no other objective beside them.
-  name, *_ = objective_names.split(record_set.spec.objective)
-  return objective_names.shared_mask_share(name)
 
 
 def _check_position(

@@ -103,6 +103,15 @@ def materialize_sets(
   """
   opened = choice.open()
   described = opened.describe()
+  for spec, _ in sets:
+    for objective in objective_names.parse(spec.objective):
+      # Refuses lengths and vocabularies before any text is read.
+      objective.make(
+        spec.lengths,
+        opened.decoder,
+        encoder_vocabulary=opened.encoder if opened.differ else None,
+        sentinel_policy=spec.sentinels,
+      )
   sets = [
     (_with_fingerprints(spec, opened), paths.at(folder))
     for spec, folder in sets
@@ -192,9 +201,8 @@ def _open_set(
   place = folder if elsewhere else record_copy.local_folder(folder)
   if manifest is not None and place != folder:
     record_copy.fetch(folder, records.shards(manifest))
-  if not paths.is_bucket(place):
-    for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
-      leftover.unlink()
+  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+    leftover.unlink()
   parts = list_parts(spec)
   keys = record_writing.shard_keys(spec, parts)
   finished = functools.partial(record_writing.finished_shard, place, spec)
@@ -210,8 +218,8 @@ def list_parts(spec: records.RecordSpec) -> list[records.Part]:
     UserError: a source is missing or has no text.
   """
   return [
-    records.Part(objective, part.source.name, part.rate)
-    for objective in objective_names.split(spec.objective)
+    records.Part(objective.text, part.source.name, part.rate)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
 
@@ -244,7 +252,7 @@ def _all_sources(spec: records.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   found = {
     part.source.name: part
-    for objective in objective_names.split(spec.objective)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   }
   return list(found.values())
@@ -255,6 +263,7 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
   spec, folder, place = made.spec, made.folder, made.place
   entries = {key: entry for key, entry in made.entries.items() if entry}
   if not any(entry['rows'] for entry in entries.values()):
+    _check_dropped(spec, entries)
     raise errors.UserError(
       f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
       f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
@@ -268,6 +277,25 @@ def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
     paths.upload(place, folder, records.MANIFEST)
   _print(f'{folder}: {summary(manifest)}')
   return manifest
+
+
+def _check_dropped(
+  spec: records.RecordSpec,
+  entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
+) -> None:
+  """Raises UserError if a set is empty because all examples are too long."""
+  # Every pass drops the same.
+  shards = [entry for key, entry in entries.items() if not key.pass_index]
+  dropped = sum(entry.get('dropped', 0) for entry in shards)
+  if dropped and not any(entry['examples'] for entry in shards):
+    raise errors.UserError(
+      f'data: all {dropped:,} examples of split {spec.split!r} of'
+      f' {spec.source!r} are longer than a row and were dropped; increase'
+      f' config.data.encoder_length={spec.encoder_length} and'
+      f' config.data.decoder_length={spec.decoder_length}, or cut examples with'
+      f' the option too_long=truncate of config.data.objective='
+      f'{spec.objective!r}'
+    )
 
 
 def summary(manifest: Mapping[str, Any]) -> str:
@@ -312,7 +340,8 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
   """Compares what was hidden in a part with what its objective asks for."""
-  asked = objective_names.asked(part['objective'])
+  objective = objective_names.parse_one(part['objective'])
+  asked = objective.hidden_shares
   windows = sum(part.get(f'{noise}: windows', 0) for noise in asked)
   lines = []
   for noise, (share, hidden) in asked.items():
@@ -421,10 +450,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     for part in _all_sources(data.train)
     for document in part.documents(draw)
   )
-  sets = {
-    part.source.name: map(part.source.plain, part.source.documents())
-    for part in mixtures.open_parts(evaluation)
-  }
+  sets = [part.source for part in mixtures.open_parts(evaluation)]
   return contamination.report(training, sets)
 
 

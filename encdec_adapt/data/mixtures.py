@@ -11,7 +11,7 @@ another source ended, and the content of a pass is known before it is made.
 Held-out documents are drawn at most once.
 
 Where no document of a source is held out, because there are few, pieces of its
-documents are held out instead, on paragraphs' ends (`document_source.Pieces`).
+documents are held out instead (`document_source.Pieces`).
 Finding that out reads ids until one is held out (`cut_sources`), which is done
 once for all shards.
 
@@ -27,10 +27,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import re
 import types
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import option_strings
 from encdec_adapt.data import (
   document_source,
   randomness,
@@ -160,21 +159,14 @@ def parse(text: str) -> list[tuple[str, float]]:
   Raises:
     UserError: a weight is not positive, or a source is named twice.
   """
-  found = {}
-  for entry in re.split(r'\s\+\s', text):
-    name, weight = _name_and_weight(entry.strip())
-    if not 0 < weight < math.inf:
-      raise errors.UserError(
-        f'source {entry.strip()!r}: weight {weight:g} after the @ must be'
-        ' above 0; it is how often a pass draws each document'
+  weights: dict[str, float] = {}
+  for part, weight in option_strings.things('the source', text, r'\s\+\s'):
+    if part.text in weights:
+      raise part.error(
+        'is named twice; name it once, with the sum of the weights'
       )
-    if name in found:
-      raise errors.UserError(
-        f'source {name!r} is named twice in {text!r}; name it once, with the'
-        ' sum of the weights'
-      )
-    found[name] = weight
-  return list(found.items())
+    weights[part.text] = weight or 1.0
+  return list(weights.items())
 
 
 def having(text: str, content: str) -> str:
@@ -188,14 +180,6 @@ def having(text: str, content: str) -> str:
     if text_sources.gives(name) == content
     or (name.startswith('seqio:') and content in ('text', 'pairs'))
   )
-
-
-def _name_and_weight(entry: str) -> tuple[str, float]:
-  name, at, weight = entry.rpartition('@')
-  try:
-    return (name, float(weight)) if at else (entry, 1.0)
-  except ValueError:
-    return entry, 1.0
 
 
 def open_parts(

@@ -63,19 +63,32 @@ are M where the model reads them; targets are the window, all with weight:
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, denoising, objectives
+from encdec_adapt.data import batch, definition, denoising, objectives
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _POISSON = 3.0  # Mean length of BART's spans.
 _KEPT, _RANDOM = 0.1, 0.1  # BERT's shares of the chosen tokens.
 
 
-class Noising(objectives.WindowObjective):
+def _share(text: str) -> float:
+  if not 0 < float(text) < 1:
+    raise ValueError
+  return float(text)
+
+
+def _span(text: str) -> int:
+  if int(text) < 1:
+    raise ValueError
+  return int(text)
+
+
+SHARE = definition.Option(_share, 'share=NUMBER between 0 and 1')
+
+
+class Noising(objectives.WindowMaker):
   """An objective that noises whole windows.
 
   Attributes:
@@ -84,9 +97,13 @@ class Noising(objectives.WindowObjective):
   """
 
   draws = True
-  options = ('concatenate', 'share')
+  options = {**objectives.CONCATENATE, 'share': SHARE}
   default_share = 0.15
   needs_mask = True
+
+  @classmethod
+  def hidden_shares(cls, text, options):
+    return {text: (1.0, options.get('share', cls.default_share))}
 
   def __init__(
     self,
@@ -111,10 +128,6 @@ class Noising(objectives.WindowObjective):
         mask token.
     """
     self._share = self.default_share if share is None else share
-    if not 0 < self._share < 1:
-      raise errors.UserError(
-        f'objective {name!r}: share={share:g} must be between 0 and 1'
-      )
     self._vocabulary = vocabulary
     if self.needs_mask:
       self._mask = mask_token(name, vocabulary)
@@ -198,7 +211,7 @@ class DropTokens(Noising):
 class Deshuffle(Noising):
   """Predicts the window from its tokens in random order."""
 
-  options = ('concatenate',)
+  options = objectives.CONCATENATE
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -324,7 +337,7 @@ class Infilling(Noising):
 class PermuteSentences(Infilling):
   """Puts sentences in random order; predicts the window."""
 
-  options = ('concatenate',)
+  options = objectives.CONCATENATE
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -352,7 +365,7 @@ class Bart(PermuteSentences):
 class Rotate(Noising):
   """Rotates the window to begin with a random token; predicts the window."""
 
-  options = ('concatenate',)
+  options = objectives.CONCATENATE
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -378,12 +391,31 @@ class Bert(Noising):
     return batch.Pair(inputs, window, weights=weights)
 
 
-class Meap(Noising):
-  """Next-token prediction from a window of which a share is masked."""
+class NextToken(Noising):
+  """Next-token prediction from inputs of which a share is masked."""
 
   feeds = 'decoder'
-  options = ('concatenate', 'share', 'span')
   one_vocabulary = objectives.CausalLM.one_vocabulary
+
+  @classmethod
+  def masks_inputs(cls, options):
+    return True
+
+  @classmethod
+  def evaluation_text(cls, text, options):
+    return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (0, window)),)
+
+
+class Meap(NextToken):
+  """Next-token prediction from a window of which a share is masked."""
+
+  options = {
+    **Noising.options,
+    'span': definition.Option(_span, 'span=NUMBER of at least 1'),
+  }
 
   @classmethod
   def revisions(cls, options):
@@ -400,9 +432,6 @@ class Meap(Noising):
     """
     super().__init__(*args, **options)
     self._span = span
-
-  def _make_plans(self):
-    return (self._longest(lambda window: (0, window)),)
 
   def split(self, window, plan, rng):
     masked = self._masked(len(window), rng)
@@ -429,12 +458,14 @@ class Meap(Noising):
     return masked
 
 
-class SharedMeap(Noising):
+class SharedMeap(NextToken):
   """Next-token prediction; inputs are masked when rows are framed."""
 
-  feeds = 'decoder'
   draws = False
-  one_vocabulary = objectives.CausalLM.one_vocabulary
+
+  @classmethod
+  def shared_mask_share(cls, options):
+    return options.get('share', cls.default_share)
 
   def __init__(self, name, lengths, vocabulary, **options):
     """Checks that the vocabulary has a mask token; see `Noising`."""
@@ -444,9 +475,6 @@ class SharedMeap(Noising):
         f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
         ' token; use meap, which takes a sentinel instead'
       )
-
-  def _make_plans(self):
-    return (self._longest(lambda window: (0, window)),)
 
   def split(self, window, plan, rng):
     return batch.Pair(np.zeros(0, np.int32), window)
@@ -472,21 +500,36 @@ def _check_sentinels(
     )
 
 
-NOISES: Mapping[str, type[Noising]] = {
-  'iid_denoising': IidDenoising,
-  'mask_tokens': MaskTokens,
-  'drop_tokens': DropTokens,
-  'deshuffle': Deshuffle,
-  'replace_tokens': ReplaceTokens,
-  'bart_masking': MaskTokens,
-  'bart_deletion': DeleteTokens,
-  'bart_infilling': Infilling,
-  'bart_permutation': PermuteSentences,
-  'bart_rotation': Rotate,
-  'bart': Bart,
-  'mass': Mass,
-  'permuted_lm': PermutedLM,
-  'bert': Bert,
-  'meap': Meap,
-  'meap_shared': SharedMeap,
+OBJECTIVES = {
+  'meap': definition.Name(
+    Meap, 'next token, 15% of what is read masked (MEAP)'
+  ),
+  'meap_shared': definition.Name(
+    SharedMeap,
+    "the same, with one pattern of masks for a whole batch (MEAP's code)",
+  ),
+  'iid_denoising': definition.Name(IidDenoising, 'hidden tokens, 15%'),
+  'mask_tokens': definition.Name(MaskTokens, 'the text from 85% of its tokens'),
+  'drop_tokens': definition.Name(DropTokens, 'the dropped tokens, 15%'),
+  'deshuffle': definition.Name(Deshuffle, 'the text from its shuffled tokens'),
+  'replace_tokens': definition.Name(
+    ReplaceTokens, 'the text, 15% of it replaced'
+  ),
+  'bart_masking': definition.Name(
+    MaskTokens, 'the text from 85% of its tokens'
+  ),
+  'bart_deletion': definition.Name(
+    DeleteTokens, 'the text without 15% of its tokens'
+  ),
+  'bart_infilling': definition.Name(
+    Infilling, 'the text from spans of one mask each, 30%'
+  ),
+  'bart_permutation': definition.Name(
+    PermuteSentences, 'the text from its shuffled sentences'
+  ),
+  'bart_rotation': definition.Name(Rotate, 'the text from its rotation'),
+  'bart': definition.Name(Bart, 'permutation and infilling'),
+  'mass': definition.Name(Mass, 'one masked half'),
+  'permuted_lm': definition.Name(PermutedLM, 'a sixth, in random order'),
+  'bert': definition.Name(Bert, 'masked tokens in place, 15%'),
 }

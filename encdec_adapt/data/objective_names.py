@@ -1,4 +1,4 @@
-r"""Makes objectives by the names that a configuration gives them.
+r"""Parses the objectives of a configuration.
 
 A name may have options after a colon, separated by commas:
 
@@ -13,342 +13,108 @@ A name may have options after a colon, separated by commas:
     classify:labels=no|yes
 
 A text is taken verbatim, spaces included, or is a JSON string in quotes, which
-may have commas and escapes.
-
-Several objectives, which then share the training rows (`data/row_order.py`),
-are separated by ' | ': `prefix_lm | ul2` (`split`). All other functions take
-one.
-
-`concatenate` joins the documents of a shard before windows are cut; `share`
-and `span` are described in `data/noising.py`, the options of `pairs` and `chat`
-in `data/supervised.py`. What follows `denoise:` is a mixture of
-`data/denoising.py`, which takes no other option.
+may have commas and escapes. Several objectives, which then share the training
+rows (`data/row_order.py`), are separated by ' | ': `prefix_lm | ul2`. The names
+are those in `OBJECTIVES` of the modules of objectives, whose docstrings
+describe them and their options.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 import functools
-import json
-import re
-from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import (
-  batch,
+  definition,
   denoising,
   labelled,
   noising,
   objectives,
   supervised,
-  text_split,
 )
-from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-MIXTURE = 'denoise'
-_CONCATENATED = ('full_lm', 'ul2_published')
-_CLASSES: dict[str, type[objectives.Objective]] = {
-  **objectives.LANGUAGE_MODELS,
-  **noising.NOISES,
-  **supervised.SUPERVISED,
-  **labelled.LABELLED,
+_MODULES = (objectives, noising, supervised, labelled, denoising)
+NAMES: Mapping[str, definition.Name] = {
+  name: entry
+  for module in _MODULES
+  for name, entry in module.OBJECTIVES.items()
 }
-NAMES = (*_CLASSES, *denoising.MIXTURES, MIXTURE)
-_QUOTED = r'"(?:[^"\\]|\\.)*"'  # A JSON string.
-
-
-def _share(text: str) -> float:
-  if not 0 < float(text) < 1:
-    raise ValueError
-  return float(text)
-
-
-def _span(text: str) -> int:
-  if int(text) < 1:
-    raise ValueError
-  return int(text)
-
-
-def _text(text: str) -> str:
-  """Reads a text: a JSON string in quotes, or verbatim."""
-  return json.loads(text) if text.startswith('"') else text
-
-
-def _one_of(values: Sequence[str]) -> Callable[[str], str]:
-  def read(text: str) -> str:
-    if text not in values:
-      raise ValueError
-    return text
-
-  return read
-
-
-_OPTIONS = {
-  'concatenate': 'concatenate',
-  'share': 'share=NUMBER between 0 and 1',
-  'span': 'span=NUMBER of at least 1',
-  'too_long': f'too_long={"|".join(supervised.TOO_LONG)}',
-  'meap': f'meap={"|".join(supervised.MEAP)}',
-  'prefix': 'prefix=TEXT, a JSON string in quotes or without a comma',
-  'separator': 'separator=TEXT likewise',
-  'labels': 'labels=LABEL|LABEL without commas',
-}
-# What the value of an option is read by; raises ValueError.
-_READ: Mapping[str, Callable[[str], Any]] = {
-  'concatenate': lambda _: True,
-  'share': _share,
-  'span': _span,
-  'too_long': _one_of(supervised.TOO_LONG),
-  'meap': _one_of(supervised.MEAP),
-  'prefix': _text,
-  'separator': _text,
-  'labels': lambda text: tuple(text.split('|')),
-}
+_MIXTURE = 'denoise'
+_LABEL = 'config.data.objective'
 
 
 @functools.cache
-def _parse(text: str) -> tuple[str, Mapping[str, Any]]:
-  """Returns the name and the options of an objective.
+def parse(text: str) -> tuple[definition.Objective, ...]:
+  """Parses `config.data.objective`: one objective or several.
 
   Raises:
-    UserError: the name or an option is not known, or a value has a wrong type.
-  """
-  name, _, rest = text.partition(':')
-  if name not in NAMES:
-    raise errors.UserError(
-      f'config.data.objective is {text!r}; must be one of'
-      f' {", ".join(NAMES)}, or {MIXTURE}:MIXTURE'
-    )
-  if name == MIXTURE:
-    return name, {'mixture': denoising.parse_mixture(rest)}
-  known = _class(name).options
-  options: dict[str, Any] = {}
-  if name in _CONCATENATED:
-    options['concatenate'] = True
-  for entry in filter(None, _divide(rest, ',')):
-    key, _, value = entry.partition('=')
-    try:
-      if key not in known or (key == 'concatenate') == bool(value):
-        raise ValueError
-      options[key] = _READ.get(key, str)(value)
-    except ValueError:
-      raise errors.UserError(
-        f'config.data.objective is {text!r}: {entry!r} is not an option of'
-        f' {name}; it has {", ".join(_OPTIONS[one] for one in known)}'
-      ) from None
-  return name, options
-
-
-def split(text: str) -> list[str]:
-  """Returns the objectives of `config.data.objective`, at least one.
-
-  Raises:
-    UserError: one is not known or named twice, they fill other sides, or one
-      of several masks whole batches.
+    UserError: one is not known or named twice, they fill other sides or have
+      other fields, or one of several masks whole batches.
   """
   # Without options there is no space to keep.
-  names = [
-    name.lstrip() if ':' in name else name.strip()
-    for name in _divide(text, ' | ')
+  parts = [
+    part.lstrip() if ':' in part else part.strip()
+    for part in (
+      part.text for part in option_strings.Part(_LABEL, text).divide(r' \| ')
+    )
   ]
-  sides = {name: feeds(name) for name in names}
-  if len(sides) < len(names) or len(set(sides.values())) > 1:
+  result = tuple(map(_parse_objective, parts))
+  first = result[0]
+  if len(set(parts)) < len(parts) or any(
+    (part.feeds, part.maker.fields) != (first.feeds, first.maker.fields)
+    for part in result
+  ):
+    sides = {str(part): part.feeds for part in result}
     raise errors.UserError(
       f'config.data.objective is {text!r}; several objectives must differ and'
       f' fill the same sides of a row, but these fill {sides}'
     )
-  if len(names) > 1 and any(shared_mask_share(name) for name in names):
+  if len(result) > 1 and any(part.shared_mask_share for part in result):
     raise errors.UserError(
       f'config.data.objective is {text!r}; meap_shared masks the rows of a'
       ' whole step and stands alone; use meap'
     )
-  return names
+  return result
 
 
-def _divide(text: str, divider: str) -> list[str]:
-  """Divides a text at every divider outside of quotes."""
-  parts, start = [], 0
-  for match in re.finditer(f'{_QUOTED}|({re.escape(divider)})', text):
-    if match[1]:
-      parts.append(text[start : match.start()])
-      start = match.end()
-  return [*parts, text[start:]]
-
-
-def feeds(text: str) -> str:
-  """Returns the sides that an objective fills: see `Objective.feeds`.
+def parse_one(text: str) -> definition.Objective:
+  """Parses an objective that stands alone.
 
   Raises:
-    UserError: the objective is not known.
+    UserError: the name or an option is not known.
   """
-  name, _ = _parse(text)
-  return _class(name).feeds
+  return _parse_objective(text.lstrip())
 
 
-def source_of(text: str) -> str:
-  """Returns what an objective is made of: see `Objective.source`."""
-  return _class(_parse(text)[0]).source
+def for_evaluation(
+  objective: definition.Objective,
+) -> definition.Objective:
+  """Returns the objective that makes its held-out rows."""
+  maker, options = objective.maker, objective.options
+  return parse_one(maker.evaluation_text(objective.text, options))
 
 
-def labels(text: str) -> tuple[str, ...]:
-  """Returns the labels that an objective predicts; empty for tokens."""
-  return _parse(text)[1].get('labels', ())
-
-
-def is_concatenated(text: str) -> bool:
-  """Returns whether windows cross documents, so that EOS may be inside."""
-  return _parse(text)[1].get('concatenate', False)
-
-
-def masks_decoder_inputs(text: str) -> bool:
-  """Returns whether the decoder reads other tokens than the targets."""
-  name, options = _parse(text)
-  return name.startswith('meap') or bool(options.get('meap'))
-
-
-def for_evaluation(text: str) -> str:
-  """Returns an objective without the masks that only training has (MEAP).
-
-  Held-out losses of MEAP and of plain next-token prediction then compare, as
-  in its published code.
-  """
-  name, options = _parse(text)
-  if name.startswith('meap'):
-    return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
-  if options.get('meap'):
-    entries = _divide(text.partition(':')[2], ',')
-    entries = [entry for entry in entries if not entry.startswith('meap=')]
-    return ':'.join([name, *([','.join(entries)] if entries else [])])
-  return text
-
-
-def one_vocabulary(text: str) -> str:
-  """Returns why both sides must share a vocabulary; '' if they need not."""
-  name, options = _parse(text)
-  if options.get('concatenate'):
-    return 'windows of concatenated documents are cut in the tokens of one'
-  if options.get('meap'):
-    return 'a masked copy repeats inputs and targets in the tokens of one'
-  return _class(name).one_vocabulary
-
-
-def check_vocabularies(text: str) -> None:
-  """Refuses an objective that cannot have two vocabularies.
+def _parse_objective(text: str) -> definition.Objective:
+  """Parses one objective.
 
   Raises:
-    UserError: states the reason.
+    UserError: the name or an option is not known, or a value has a wrong type.
   """
-  if reason := one_vocabulary(text):
-    raise errors.UserError(
-      f'config.data.objective {text!r} needs one vocabulary for both sides:'
-      f' {reason}. Leave out config.data.encoder_vocabulary, or use prefix_lm,'
-      ' prefix_lm_uniform, reverse_prefix_lm, pairs or chat without these'
-      ' options'
-    )
-
-
-def separator(text: str) -> str:
-  """Returns the text between the inputs and targets of decoder-only rows."""
-  return _parse(text)[1].get('separator', '')
-
-
-def revisions(text: str) -> tuple[str, ...]:
-  """Returns the changes to an objective; see `Objective.revisions`."""
-  name, options = _parse(text)
-  # `split` removed it, which an option at the end had.
-  space = ('options keep the space at their end',) * (text != text.rstrip())
-  return (*_class(name).revisions(options), *space)
-
-
-def shared_mask_share(text: str) -> float:
-  """Returns the share of inputs that framing masks: 0 but for meap_shared."""
-  name, options = _parse(text)
-  if name != 'meap_shared':
-    return 0.0
-  return options.get('share', noising.SharedMeap.default_share)
-
-
-def added_sentinels(text: str, policy: str, lengths: batch.Lengths) -> int:
-  """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
-  mixture = _mixture(*_parse(text))
-  if policy != 'extend_vocabulary' or mixture is None:
-    return 0
-  return denoising.most_spans(mixture, lengths)
-
-
-def asked(text: str) -> dict[str, tuple[float, float | None]]:
-  """Returns what an objective is to hide.
-
-  Returns:
-    Name of a noise, as in `Objective.count_hidden` -> its share of the windows,
-    and the share of hidden tokens; None where that is drawn for every window.
-  """
-  name, options = _parse(text)
-  if mixture := _mixture(name, options):
-    total = sum(one.weight for one in mixture)
-    return {
-      one.label: (one.weight / total, one.density or None) for one in mixture
-    }
-  if issubclass(_class(name), noising.Noising):
-    return {text: (1.0, options.get('share', _class(name).default_share))}
-  return {}
-
-
-def _class(name: str) -> type[objectives.Objective]:
-  return _CLASSES.get(name, denoising.Denoising)
-
-
-def _mixture(name: str, options: Mapping[str, Any]) -> Any:
-  """Returns the denoisers of an objective, None if it has none."""
-  if name in denoising.MIXTURES:
-    return denoising.parse_mixture(denoising.MIXTURES[name])
-  return options.get('mixture')
-
-
-def make_objective(
-  text: str,
-  lengths: batch.Lengths,
-  vocabulary: vocabulary_lib.Vocabulary,
-  *,
-  encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
-  sentinel_policy: str = 'unique',
-) -> objectives.Objective:
-  """Makes an objective by its name.
-
-  Args:
-    text: name and options, see the module's docstring.
-    lengths: row lengths that every pair has to fit.
-    vocabulary: vocabulary with EOS, and what the objective needs of sentinels,
-      mode tokens and a mask; the decoder's if there are two.
-    encoder_vocabulary: vocabulary of the encoder if it is another one.
-    sentinel_policy: one of `denoising.POLICIES`.
-
-  Raises:
-    UserError: the name or an option is not known, the lengths do not suit the
-      objective, it cannot have two vocabularies, or the vocabulary lacks
-      special tokens.
-  """
-  name, options = _parse(text)
-  if encoder_vocabulary is not None:
-    check_vocabularies(text)
-  mixture = _mixture(name, options)
-  if mixture is not None:
-    return denoising.Denoising(
-      text,
-      lengths,
-      vocabulary,
-      mixture,
-      sentinel_policy,
-      concatenate=options.get('concatenate', False),
-    )
-  if encoder_vocabulary is None:
-    return _CLASSES[name](text, lengths, vocabulary, **options)
-  if name in supervised.SUPERVISED:
-    return _CLASSES[name](
-      text, lengths, vocabulary, encoder_vocabulary, **options
-    )
-  return text_split.TextSplit(
-    _CLASSES[name](text, lengths, vocabulary, **options),
-    vocabularies.Opened(vocabulary, encoder_vocabulary),
-  )
+  part = option_strings.Part(_LABEL, text)
+  head, rest = part.partition(':')
+  name = head.text
+  if name not in NAMES:
+    raise head.error(f'must be one of {", ".join(NAMES)}')
+  maker, options = NAMES[name].maker, dict(NAMES[name].preset)
+  if name == _MIXTURE:
+    options['mixture'] = denoising.parse_mixture(rest.text)
+    return definition.Objective(text, maker, options)
+  for entry in filter(None, part.options()):
+    key, value = entry.partition('=')
+    option = maker.options.get(key.text)
+    if option is None or ('=' in option.form) != bool(value):
+      forms = ', '.join(option.form for option in maker.options.values())
+      raise entry.error(f'is not an option of {name}; it has {forms}')
+    options[key.text] = value.read(option.read, f'as in {option.form}')
+  return definition.Objective(text, maker, options)

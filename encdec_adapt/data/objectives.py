@@ -1,10 +1,4 @@
-"""Objectives turn a document's tokens into (inputs, targets) pairs.
-
-This module has the interface and the language-model objectives; span
-corruption is in `data/denoising.py`, other noise in `data/noising.py`. A
-configuration names an objective, with options after a colon
-(`objective_names.make_objective`): `prefix_lm`, `causal_lm:concatenate`,
-`bart:share=0.3`.
+"""Language-model objectives: windows of a document as (inputs, targets) pairs.
 
 | name              | inputs                       | targets               |
 |-------------------|------------------------------|-----------------------|
@@ -32,8 +26,8 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 
 import abc
 import bisect
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -42,10 +36,11 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import batch
+from encdec_adapt.data import batch, definition, text_split
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-Generator = Callable[[str], np.random.Generator]
+# Joins the documents of a shard before windows are cut.
+CONCATENATE = {'concatenate': definition.Option(lambda _: True, 'concatenate')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,96 +59,7 @@ class Plan:
   task: Any = None
 
 
-class Objective(abc.ABC):
-  """Makes pairs of documents.
-
-  Attributes:
-    name: name as in a configuration, options included.
-    feeds: sides of a row that it fills: 'decoder' (causal language models),
-      'pair', or 'encoder' (masked language models).
-    options: options that a name may have.
-    draws: whether anything is random.
-    source: kind of documents that it reads: 'text', 'pairs', 'chat' or
-      'labels'.
-    reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
-    concatenate: whether examples cross documents.
-    one_vocabulary: reason that both sides must share a vocabulary; '' if each
-      may have its own.
-    lengths: row lengths that every pair fits.
-    skips_bad: whether documents that it cannot read are left out and counted.
-    counts: examples that were dropped or cut, by what happened to them, and
-      what was hidden (`count_hidden`); they stand in the manifest.
-  """
-
-  feeds = 'pair'
-  options: tuple[str, ...] = ()
-  draws = False
-  source = 'text'
-  reads = 'tokens'
-  concatenate = False
-  one_vocabulary = 'it hides tokens in a window that both sides read'
-  skips_bad = False
-
-  def __init__(self, name: str, lengths: batch.Lengths):
-    """Checks the lengths.
-
-    Args:
-      name: name of the objective, for errors.
-      lengths: row lengths that every pair has to fit.
-
-    Raises:
-      UserError: the lengths do not suit the objective.
-    """
-    check_lengths(name, self.feeds, lengths)
-    self.name = name
-    self.lengths = lengths
-    self.counts: collections.Counter[str] = collections.Counter()
-
-  @classmethod
-  def revisions(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the changes to the examples since record format 7, in order.
-
-    Their number is the revision of the objective; records of an earlier one are
-    refused with the changes as the reason.
-
-    Args:
-      options: options of the objective's name.
-    """
-    del options
-    return ()
-
-  @abc.abstractmethod
-  def examples(
-    self, documents: Iterable[tuple[str, Any]], generator: Generator
-  ) -> Iterator[batch.Pair]:
-    """Makes the pairs of documents.
-
-    Args:
-      documents: (id, content) pairs of one virtual shard, in order; the
-        content is what the objective `reads`: tokens, int32 [n] with n > 0, or
-        text.
-      generator: returns the generator of a name, which draws everything about
-        an example: its document's id, '#' and its number there, or '#' and its
-        number in the shard if documents are concatenated. Not called if
-        nothing is drawn.
-
-    Yields:
-      Pairs that fit the lengths, with the ids of their documents.
-    """
-
-  def count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
-    """Counts a window of a noise, its tokens, and those that were hidden."""
-    self.counts[f'{noise}: windows'] += 1
-    self.counts[f'{noise}: tokens'] += tokens
-    self.counts[f'{noise}: hidden'] += hidden
-
-  def shared_spans(self, pair: batch.Pair) -> int:
-    """Returns the number of spans that share their sentinel with another."""
-    del pair
-    return 0
-
-
-class WindowObjective(Objective):
+class WindowMaker(definition.ExampleMaker):
   """Cuts documents into windows and makes a pair of each.
 
   Attributes:
@@ -161,7 +67,7 @@ class WindowObjective(Objective):
     plans: possible plans of a window.
   """
 
-  options = ('concatenate',)
+  options = CONCATENATE
   adds_eos = True
   plans: Sequence[Plan]
 
@@ -188,12 +94,29 @@ class WindowObjective(Objective):
     self.concatenate = concatenate
     self._eos = np.array([vocabulary.eos], np.int32)
     self.plans = self._make_plans()
-    if any(min(plan.inside, plan.last) < 1 for plan in self.plans):
+    if not self._have_windows(self.plans):
+      shortest = self._shortest()
       raise errors.UserError(
-        f'objective {name!r}: no window fits encoder length'
-        f' {lengths.encoder} and decoder length {lengths.decoder}; make them'
-        ' longer'
+        f'objective {name!r}: no window fits config.data.encoder_length='
+        f'{lengths.encoder} and config.data.decoder_length={lengths.decoder};'
+        f' they must be at least {shortest.encoder} and {shortest.decoder}'
       )
+
+  def _have_windows(self, plans: Sequence[Plan]) -> bool:
+    return all(min(plan.inside, plan.last) >= 1 for plan in plans)
+
+  def _shortest(self) -> batch.Lengths:
+    """Returns the next longer row lengths that a window fits."""
+    encoder, decoder = self.lengths.encoder, self.lengths.decoder
+    for size in range(2, 100):
+      # A side that is not filled stays 0.
+      self.lengths = batch.Lengths(
+        encoder and max(encoder, size), decoder and max(decoder, size)
+      )
+      with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
+        if self._have_windows(self._make_plans()):
+          break
+    return self.lengths
 
   @abc.abstractmethod
   def _make_plans(self) -> Sequence[Plan]:
@@ -310,7 +233,7 @@ class WindowObjective(Objective):
     )
 
   def _draw_in_stream(
-    self, index: int, generator: Generator
+    self, index: int, generator: definition.Generator
   ) -> tuple[np.random.Generator | None, Plan]:
     """Draws the plan of a window of concatenated documents, by its number."""
     rng = generator(f'#{index}') if self.draws else None
@@ -348,31 +271,7 @@ class WindowObjective(Objective):
       yield pair._replace(documents=tuple(within))
 
 
-def check_lengths(name: str, feeds: str, lengths: batch.Lengths) -> None:
-  """Checks that a row has the sides that an objective fills.
-
-  Raises:
-    UserError: names the length to change.
-  """
-  for side, length in (
-    ('encoder', lengths.encoder),
-    ('decoder', lengths.decoder),
-  ):
-    filled = feeds in (side, 'pair')
-    if filled != (length > 0):
-      raise errors.UserError(
-        f'objective {name!r}: config.data.{side}_length is {length};'
-        + (' it must be above 0' if filled else f' it must be 0, as {name!r}')
-        + ('' if filled else f' fills only the {feeds}')
-        + (
-          ' (causal_lm and full_lm have no inputs)'
-          if feeds == 'pair' and side == 'encoder'
-          else ''
-        )
-      )
-
-
-class CausalLM(WindowObjective):
+class CausalLM(WindowMaker):
   """Predicts the whole window."""
 
   feeds = 'decoder'
@@ -385,7 +284,7 @@ class CausalLM(WindowObjective):
     return batch.Pair(np.zeros(0, np.int32), window)
 
 
-class PrefixLM(WindowObjective):
+class PrefixLM(WindowMaker):
   """Predicts the second half from the first, which is not the longer one.
 
   Attributes:
@@ -393,7 +292,18 @@ class PrefixLM(WindowObjective):
   """
 
   one_vocabulary = ''
+  distills = True
   reverse = False
+
+  @classmethod
+  def build(
+    cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
+  ):
+    del sentinel_policy
+    maker = cls(text, lengths, vocabulary, **options)
+    if encoder_vocabulary is None:
+      return maker
+    return text_split.TextSplit(maker, encoder_vocabulary, vocabulary)
 
   def _make_plans(self):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
@@ -455,6 +365,7 @@ class ReversePrefixLM(PrefixLM):
   """
 
   draws = True
+  distills = False
   reverse = True
 
   def _make_plans(self):
@@ -470,10 +381,20 @@ def uniform_split(share: float, size: int) -> int:
   return 1 + int(share * (size - 1)) if size > 1 else 0
 
 
-LANGUAGE_MODELS: Mapping[str, type[WindowObjective]] = {
-  'causal_lm': CausalLM,
-  'full_lm': CausalLM,
-  'prefix_lm': PrefixLM,
-  'prefix_lm_uniform': UniformPrefixLM,
-  'reverse_prefix_lm': ReversePrefixLM,
+OBJECTIVES = {
+  'causal_lm': definition.Name(CausalLM, 'next token, documents apart'),
+  'full_lm': definition.Name(
+    CausalLM,
+    'next token, documents concatenated (Wang et al.)',
+    {'concatenate': True},
+  ),
+  'prefix_lm': definition.Name(
+    PrefixLM, 'second half from the first (T5Gemma)'
+  ),
+  'prefix_lm_uniform': definition.Name(
+    UniformPrefixLM, 'the text after a uniform split (Wang et al.)'
+  ),
+  'reverse_prefix_lm': definition.Name(
+    ReversePrefixLM, 'the text before a uniform split'
+  ),
 }

@@ -166,7 +166,7 @@ def single_pairs(
 
 def pair_cost(pair: batch.Pair, lengths: batch.Lengths) -> tuple[int, int]:
   """Returns encoder and decoder positions of a pair that fits into a row."""
-  encoder, decoder = batch.positions(pair, lengths)
+  encoder, decoder = pair.positions(lengths)
   if not len(pair.targets):
     raise ValueError(f'a pair of {len(pair.inputs)} inputs has no targets')
   if encoder > lengths.encoder or decoder > lengths.decoder:

@@ -3,9 +3,10 @@
 `prompts:GLOB#TEMPLATES.yaml` renders every line of the files by every template
 of a promptsource file (arXiv:2202.01279), the form of T0's training mixture
 (P3). A template is Jinja; '|||' stands between inputs and targets, and
-`answer_choices` has its own choices, also divided by '|||'. A line whose
-targets a template leaves empty gives no example. The draws of `choice`, a
-filter of some templates, depend on the example alone.
+`answer_choices` has its own choices, also divided by '|||'; in the fields of a
+row '|||' is text. A line whose targets a template leaves empty gives no
+example. The draws of `choice`, a filter of some templates, depend on the
+example alone.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -21,11 +22,15 @@ import jinja2
 from jinja2 import sandbox
 import yaml
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import document_source, file_sources
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'
+# Stands for '|||' in templates while they are rendered, as their rows may have
+# that in their texts. These are noncharacters, which Unicode reserves for
+# internal use, so no filter such as `upper` changes them.
+_MARK = '\ufdd0\ufdd1\ufdd0'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +63,12 @@ class Template:
     environment.filters['choice'] = random.Random(example_id).choice
     if self.choices:
       row = row | {'answer_choices': self.render_choices(row)}
-    parts = _divided(environment.from_string(self.jinja).render(row))
+    parts = _render_parts(environment, self.jinja, row)
     return parts[:2] if len(parts) > 1 and parts[1] else []
 
   def render_choices(self, row: dict[str, Any]) -> list[str]:
     """Returns the answer choices of a row, of a template that has some."""
-    return _divided(_environment().from_string(self.choices).render(row))
+    return _render_parts(_environment(), self.choices, row)
 
 
 def _environment() -> sandbox.SandboxedEnvironment:
@@ -73,8 +78,12 @@ def _environment() -> sandbox.SandboxedEnvironment:
   return environment
 
 
-def _divided(text: str) -> list[str]:
-  return [part.strip() for part in text.split(_BETWEEN)]
+def _render_parts(
+  environment: sandbox.SandboxedEnvironment, jinja: str, row: dict[str, Any]
+) -> list[str]:
+  """Renders a template and returns the parts that its '|||' divide."""
+  template = environment.from_string(jinja.replace(_BETWEEN, _MARK))
+  return [part.strip() for part in template.render(row).split(_MARK)]
 
 
 def _most_frequent(items: Sequence[Any]) -> list[Any]:
@@ -130,15 +139,12 @@ class PromptSource(file_sources.FileSource):
   divisible = False
   holds_json = True
 
-  def _pattern(self, rest: str) -> str:
-    pattern, _, templates = rest.partition('#')
-    if not templates:
-      raise errors.UserError(
-        f'source {self.name!r}: name a file of templates, as in'
-        ' prompts:GLOB#TEMPLATES.yaml'
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    if not fields:
+      raise fields.error(
+        'must be a file of templates, as in prompts:GLOB#TEMPLATES.yaml'
       )
-    self._templates = read_templates(templates)
-    return pattern
+    self._templates = read_templates(fields.text)
 
   def _documents(
     self, name: str, data: bytes, path: str, offset: int
@@ -155,7 +161,7 @@ class PromptSource(file_sources.FileSource):
     self, template: Template, place: str, data: bytes, path: str, offset: int
   ) -> str:
     try:
-      row = json.loads(data)
+      row = json.loads(data.decode('utf-8'))
       pair = template.render(row, place)
     except Exception as error:  # Templates are a user's code.
       raise errors.UserError(

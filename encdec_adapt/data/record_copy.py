@@ -36,20 +36,28 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
 def fetch(
   folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
-  """Copies the missing shards of a record set to this machine.
+  """Checks a record set, or copies what is missing here from its bucket.
 
   Args:
-    folder: folder of the record set in a bucket.
+    folder: folder of the record set.
     shards: manifest entries by name below the folder, of all shards.
 
   Returns:
     `local_folder(folder)`.
 
   Raises:
-    UserError: the disk has no room, or a shard in the bucket is missing or
-      does not match the manifest.
+    UserError: the disk has no room, or a shard is missing or does not match
+      the manifest.
   """
   target = local_folder(folder)
+  if target == folder:
+    for name, entry in shards.items():
+      if problem := damage(folder / name, entry):
+        raise errors.UserError(
+          f'record shard {folder / name} {problem}; materialise again: finished'
+          ' shards are kept'
+        )
+    return target
   disk.require_writable(target)
   with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
     damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)

@@ -102,13 +102,15 @@ class ShardWriter(contextlib.AbstractContextManager):
       UserError: the disk is full or fails.
     """
     with self._disk_errors():
-      self._writer.write(row_codec.encode_row(pairs))
+      maker = self._spec.objectives[0].maker
+      self._writer.write(row_codec.encode_row(pairs, maker))
     self._counts['rows'] += 1
     self._counts['pairs'] += len(pairs)
     for pair in pairs:
-      encoder, _ = batch.positions(pair, self._spec.lengths)
+      encoder, decoder = pair.positions(self._spec.lengths)
       self._counts['encoder_positions'] += encoder
-      self._counts['target_tokens'] += len(pair.targets)
+      # An encoder-only model has its targets where it reads the inputs.
+      self._counts['target_tokens'] += decoder or len(pair.targets)
 
   def finish(self, **counts: int) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.

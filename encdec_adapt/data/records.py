@@ -33,6 +33,7 @@ from grain import sources
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  definition,
   mixtures,
   noising,
   objective_names,
@@ -104,14 +105,20 @@ class RecordSpec:
     """S and T of the rows."""
     return batch.Lengths(self.encoder_length, self.decoder_length)
 
+  @functools.cached_property
+  def objectives(self) -> tuple[definition.Objective, ...]:
+    """The objectives of the rows, those of held-out rows without masks."""
+    parsed = objective_names.parse(self.objective)
+    if self.split != 'eval':
+      return parsed
+    return tuple(map(objective_names.for_evaluation, parsed))
+
   @property
   def changes(self) -> dict[str, tuple[str, ...]]:
     """Objectives and sources that have changed since `FORMAT`, and how."""
     result = {}
-    for text in objective_names.split(self.objective):
-      if self.split == 'eval':
-        text = objective_names.for_evaluation(text)
-      result[f'objective {text!r}'] = objective_names.revisions(text)
+    for objective in self.objectives:
+      result[f'objective {objective.text!r}'] = objective.revisions
     for source, _ in mixtures.parse(self.source):
       result[f'source {source!r}'] = text_sources.revisions(source)
     return {name: changes for name, changes in result.items() if changes}
@@ -227,15 +234,7 @@ class RecordSet:
       )
     if expect is not None:
       check_spec(folder, manifest, expect)
-    if paths.is_bucket(folder):
-      folder = record_copy.fetch(folder, shards(manifest))
-    else:
-      for name, entry in shards(manifest).items():
-        if damage := record_copy.damage(folder / name, entry):
-          raise errors.UserError(
-            f'record shard {folder / name} {damage}; materialise again:'
-            ' finished shards are kept'
-          )
+    folder = record_copy.fetch(folder, shards(manifest))
     if not manifest['totals']['rows']:
       raise errors.UserError(f'the records in {folder} have no rows')
     return cls(folder, manifest)
@@ -280,19 +279,14 @@ class RecordSet:
     Raises:
       ValueError: names the broken rule, the row and the position.
     """
-    names = objective_names.split(self.spec.objective)
-    masked = [*filter(objective_names.masks_decoder_inputs, names)]
-    batch.check_framing(
+    parsed = self.spec.objectives
+    masked = [part.text for part in parsed if part.masks_inputs]
+    parsed[0].maker.check(
       rows,
       self.framing,
       mask=noising.mask_token(masked[0], decoder) if masked else None,
-      # The EOS of some vocabularies ends a turn, and inputs have several.
-      eos_inside=any(
-        objective_names.source_of(name) == 'chat'
-        or objective_names.is_concatenated(name)
-        for name in names
-      ),
-      labelled=bool(objective_names.labels(names[0])),
+      eos_inside=any(part.eos_inside for part in parsed),
+      labelled=bool(parsed[0].labels),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[batch.Pair]]:
@@ -300,7 +294,8 @@ class RecordSet:
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
     records = self._source.__getitems__([int(i) for i in indices])
-    return [row_codec.decode_row(record) for record in records]
+    maker = self.spec.objectives[0].maker
+    return [row_codec.decode_row(record, maker) for record in records]
 
 
 def check_spec(

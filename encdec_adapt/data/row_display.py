@@ -10,10 +10,11 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Sequence
 import itertools
+from typing import Any
 
 import numpy as np
 
-from encdec_adapt.data import batch, objective_names, records
+from encdec_adapt.data import definition, records
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 
 _SPECIAL, _UNWEIGHTED, _RESET = '\033[36m', '\033[2m', '\033[0m'
@@ -34,35 +35,42 @@ def describe(
     rows: numbers of the rows.
     colour: whether to use colours of a terminal.
   """
-  lines = []
-  labels = objective_names.labels(
-    objective_names.split(record_set.spec.objective)[0]
-  )
+  lines, objective = [], record_set.spec.objectives[0]
   for number, row in zip(rows, record_set.read(rows), strict=True):
     lines.append(f'row {number}: {len(row)} examples')
     for segment, pair in enumerate(row, start=1):
-      lines += _pair(segment, pair, opened, colour, labels)
+      lines += _example(segment, pair, objective, opened, colour)
   return '\n'.join(lines)
 
 
-def _pair(segment, pair: batch.Pair, opened, colour, labels) -> list[str]:
-  """Returns the lines of a pair."""
-  names = ', '.join(pair.documents) or 'unknown'
+def _example(
+  segment: int,
+  example: Any,
+  objective: definition.Objective,
+  opened: vocabularies.Opened,
+  colour: bool,
+) -> list[str]:
+  """Returns the lines of an example: a line for every field of tokens."""
+  names = ', '.join(example.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
-  fields = [('inputs', pair.inputs, opened.encoder, None)]
-  if pair.prefix is not None:
-    fields.append(('prefix', pair.prefix, opened.decoder, None))
-  if pair.decoder_inputs is not None:
-    fields.append(('reads', pair.decoder_inputs, opened.decoder, None))
-  if labels:
-    known = [labels[i] for i in pair.targets[pair.weights > 0]]
-    lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')
-  else:
-    fields.append(('targets', pair.targets, opened.decoder, pair.weights))
-  for name, ids, one, weights in fields:
-    if len(ids):
-      text = _text(ids, one, weights, colour)
-      lines.append(f'  {name:<8}{len(ids):>6}  {text}')
+  # Targets come last, after all that is read.
+  for field in sorted(
+    objective.maker.fields, key=lambda f: f.name == 'targets'
+  ):
+    ids = getattr(example, field.name)
+    if ids is None or not len(ids) or field.dtype != 'int32':
+      continue
+    weights = None
+    if field.name == 'targets':
+      weights = getattr(example, 'weights', None)
+    if objective.labels and field.name == 'targets':
+      known = [objective.labels[i] for i in ids[weights > 0]]
+      lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')
+      continue
+    text = _text(ids, opened.sides[field.side], weights, colour)
+    # A model reads `decoder_inputs` in place of the targets.
+    name = {'decoder_inputs': 'reads'}.get(field.name, field.name)
+    lines.append(f'  {name:<8}{len(ids):>6}  {text}')
   return lines
 
 

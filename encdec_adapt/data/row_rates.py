@@ -19,7 +19,7 @@ import dataclasses
 import math
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 
 # Unit -> the count of a part in the manifest of its record set.
 UNITS = {'rows': 'rows', 'examples': 'pairs', 'tokens': 'target_tokens'}
@@ -96,43 +96,33 @@ def parse(text: str) -> tuple[Phase, ...]:
     UserError: names the phase that cannot be read, and the form it should
       have.
   """
-  if not text:
-    return ()
-  phases: list[Phase] = []
-  for entry in text.split(';'):
-    try:
-      phase = _phase(entry.strip(), first=not phases)
-      if phases and phase.step <= phases[-1].step:
-        raise ValueError('steps must rise')
-    except ValueError as error:
-      raise errors.UserError(
-        f'config.data.rates is {text!r}; {entry.strip()!r} cannot be read'
-        f' ({error}). Write UNIT:RATE,RATE or UNIT:sizes, where UNIT is one of'
-        f' {", ".join(UNITS)}, then perhaps ,temperature=T or ,cap=N; and'
-        ' STEP= before every phase after the first'
-      ) from error
-    phases.append(phase)
-  return tuple(phases)
+  return tuple(
+    _phase(step, setting)
+    for step, setting in option_strings.phases('config.data.rates', text)
+  )
 
 
-def _phase(entry: str, first: bool) -> Phase:
-  """Reads one phase; raises ValueError."""
-  head, colon, rest = entry.partition(':')
-  step, equals, unit = head.rpartition('=')
-  if not colon or unit.strip() not in UNITS or first == bool(equals):
-    raise ValueError('no unit, or no step')
+def _phase(step: int, setting: option_strings.Part) -> Phase:
+  """Reads the rates from a step on."""
+  unit, _ = setting.partition(':')
   options, rates = {}, []
-  for field in rest.split(','):
-    name, given, value = field.strip().partition('=')
-    if given and name in ('temperature', 'cap'):
-      options[name] = float(value)
+  for field in setting.options(r'\s*,\s*'):
+    name, value = field.partition('=')
+    if name.text in ('temperature', 'cap'):
+      options[name.text] = value.read(float, 'above 0', lambda n: n > 0)
     else:
-      rates.append(field.strip())
-  if not all(value > 0 for value in options.values()):
-    raise ValueError('temperature and cap must be above 0')
+      rates.append(field)
+  if unit.strip().text not in UNITS or not rates:
+    raise setting.error(
+      'must be UNIT:RATE,RATE or UNIT:sizes, where UNIT is one of'
+      f' {", ".join(UNITS)}, then perhaps ,temperature=T or ,cap=N'
+    )
   numbers = None
-  if rates != [_SIZES]:
-    numbers = tuple(float(rate) for rate in rates)
-    if not all(0 <= n < math.inf for n in numbers) or not any(numbers):
-      raise ValueError('rates must be at least 0 and not all 0')
-  return Phase(int(step or 0), unit.strip(), numbers, **options)
+  if [rate.text.strip() for rate in rates] != [_SIZES]:
+    numbers = tuple(
+      rate.read(float, 'a rate of at least 0', lambda n: 0 <= n < math.inf)
+      for rate in rates
+    )
+    if not any(numbers):
+      raise setting.error('must have a rate above 0')
+  return Phase(step, unit.strip().text, numbers, **options)

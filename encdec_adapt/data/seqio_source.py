@@ -8,8 +8,9 @@ vocabulary, and encoded again with the model's.
 
 A task is read file by file, in SeqIO's own shards: as many as its source has
 files. Our shard i of n reads file i modulo n, or, where files are fewer, its
-share of the examples of one. An example is named by its feature `id`, or by
-file and position there, so names do not depend on the number of our shards.
+share of the examples of one. An example is named TASK:SPLIT:FILE:ID by the
+number of its file and its feature `id`, or else its position in the file, so
+names are distinct and do not depend on the number of our shards.
 Preprocessors of a task that draw at random use SeqIO's own seeds, which depend
 on the position in the file, and those that join examples join them within one.
 
@@ -90,10 +91,10 @@ class SeqioSource(document_source.Source):
       trim_output_features=False,
     )
     for i, row in enumerate(dataset.as_numpy_iterator()):
-      own = row.get('id', f'{index}:{i}')
-      name = (
-        own.decode('utf-8', 'replace') if isinstance(own, bytes) else str(own)
-      )
+      example = row.get('id', i)
+      if isinstance(example, bytes):
+        example = example.decode('utf-8', 'replace')
+      name = f'{self._task.name}:{self._split}:{index}:{example}'
       yield name.replace('::', ':_:'), functools.partial(self._read, row)
 
   def _read(self, row: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from encdec_adapt.data import (
   batch,
+  definition,
   mixtures,
   objective_names,
   packing,
@@ -120,7 +121,7 @@ def group_jobs(jobs: Iterable[ShardJob]) -> list[ShardGroup]:
 
 def open_sources(
   spec: records.RecordSpec,
-  objective: str,
+  objective: definition.Objective,
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
@@ -128,7 +129,7 @@ def open_sources(
 
   Args:
     spec: spec of the record set.
-    objective: name of the objective.
+    objective: the objective.
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
 
@@ -138,7 +139,7 @@ def open_sources(
   Raises:
     UserError: a source is missing or has no text.
   """
-  needed = objective_names.source_of(objective)
+  needed = objective.documents
   return mixtures.open_parts(
     mixtures.having(spec.source, needed),
     max_bytes=spec.max_bytes,
@@ -169,11 +170,10 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   gc.freeze()
   gc.set_threshold(100_000)
   spec, opened = job.spec, job.choice.open()
-  name = job.part.objective
+  chosen = objective_names.parse_one(job.part.objective)
   if spec.split == 'eval':
-    name = objective_names.for_evaluation(name)
-  objective = objective_names.make_objective(
-    name,
+    chosen = objective_names.for_evaluation(chosen)
+  objective = chosen.make(
     spec.lengths,
     opened.decoder,
     encoder_vocabulary=opened.encoder if opened.differ else None,
@@ -183,9 +183,10 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   draw = make_draw(spec, job.key.pass_index)
   (part,) = (
     part
-    for part in open_sources(spec, job.part.objective, job.left_out, job.cut)
+    for part in open_sources(spec, chosen, job.left_out, job.cut)
     if part.source.name == job.part.source
   )
+  objective.locate = part.source.locate
   keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
   shard = job.key.shard
 

@@ -38,13 +38,13 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import json
 
 import numpy as np
 
-from encdec_adapt.cli import errors
-from encdec_adapt.data import batch, noising, objectives
+from encdec_adapt.cli import errors, option_strings
+from encdec_adapt.data import batch, definition, noising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -53,17 +53,72 @@ _MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
 TOO_LONG = ('drop', 'truncate')
 MEAP = ('separate', 'concat')
 
+
+def _choice(name: str, values: Sequence[str]) -> definition.Option:
+  """Returns an option with a few values."""
+
+  def read(text: str) -> str:
+    if text not in values:
+      raise ValueError
+    return text
+
+  return definition.Option(read, f'{name}={"|".join(values)}')
+
+
+def _text(name: str) -> definition.Option:
+  """Returns an option whose value is a text."""
+  return definition.Option(
+    option_strings.unquote,
+    f'{name}=TEXT, a JSON string in quotes or without a comma',
+  )
+
+
 # (number of tokens, number to choose) -> positions.
 Sample = Callable[[int, int], Iterable[int]]
 
 
-class Supervised(objectives.Objective):
+class Supervised(definition.ExampleMaker):
   """Pairs of texts; see the module's docstring."""
 
-  options = ('too_long', 'meap', 'prefix', 'separator')
+  options = {
+    'too_long': _choice('too_long', TOO_LONG),
+    'meap': _choice('meap', MEAP),
+    'prefix': _text('prefix'),
+    'separator': _text('separator'),
+  }
   reads = 'text'
-  source = 'pairs'
+  documents = 'pairs'
   one_vocabulary = ''
+
+  @classmethod
+  def masks_inputs(cls, options):
+    return bool(options.get('meap'))
+
+  @classmethod
+  def evaluation_text(cls, text, options):
+    if not options.get('meap'):
+      return text
+    name, _, entries = text.partition(':')
+    plain = [
+      entry.text
+      for entry in option_strings.Part('', entries).divide(',')
+      if not entry.text.startswith('meap=')
+    ]
+    return ':'.join([name, *([','.join(plain)] if plain else [])])
+
+  @classmethod
+  def require_one_vocabulary(cls, options):
+    if options.get('meap'):
+      return 'a masked copy repeats inputs and targets in the tokens of one'
+    return super().require_one_vocabulary(options)
+
+  @classmethod
+  def build(
+    cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
+  ):
+    del sentinel_policy
+    encoder = () if encoder_vocabulary is None else (encoder_vocabulary,)
+    return cls(text, lengths, vocabulary, *encoder, **options)
 
   def __init__(
     self,
@@ -157,7 +212,7 @@ class Supervised(objectives.Objective):
   def _fitting(self, unseparated: batch.Pair) -> batch.Pair | None:
     """Returns a pair that fits a row; None if it is dropped."""
     pair = self._separated(unseparated)
-    encoder, decoder = batch.positions(pair, self.lengths)
+    encoder, decoder = pair.positions(self.lengths)
     if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
       return pair
     if not self._truncates:
@@ -248,8 +303,13 @@ def meap_copies(
 class Chat(Supervised):
   """The assistant's turns of conversations."""
 
-  options = ('too_long', 'meap', 'separator')
-  source = 'chat'
+  options = {
+    name: option
+    for name, option in Supervised.options.items()
+    if name != 'prefix'
+  }
+  documents = 'chat'
+  ends_turns = True
 
   @classmethod
   def revisions(cls, options):
@@ -274,7 +334,9 @@ class Chat(Supervised):
           for pair, (i, _) in zip(pairs, turns, strict=True)
         ]
     except errors.UserError as error:
-      raise errors.UserError(f'conversation {name}: {error}') from error
+      raise errors.UserError(
+        f'conversation {self.locate(name)}: {error}'
+      ) from error
     yield from pairs
 
 
@@ -311,4 +373,11 @@ def _encode(
   return encoded.ids, [(int(start), int(stop)) for start, stop in bounds]
 
 
-SUPERVISED: Mapping[str, type[Supervised]] = {'pairs': Supervised, 'chat': Chat}
+OBJECTIVES = {
+  'pairs': definition.Name(
+    Supervised,
+    "targets of given pairs (`pairs:` sources), with MEAP's copies as an"
+    ' option',
+  ),
+  'chat': definition.Name(Chat, "the assistant's turns (`chat:` sources)"),
+}

@@ -39,10 +39,10 @@ import tensorflow as tf
 from encdec_adapt.cli import errors
 from encdec_adapt.data import (
   batch,
+  definition,
   document_source,
   mixtures,
   objective_names,
-  objectives,
   randomness,
   text_sources,
 )
@@ -136,7 +136,7 @@ class DocumentSource(seqio.DataSource):
   """Documents of a source in one split and pass: scalars 'id' and 'text'.
 
   Attributes:
-    failure: exception of the reader, which TensorFlow turns into a string.
+    failure: exception that ended the reading, else None.
   """
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
@@ -170,8 +170,17 @@ class DocumentSource(seqio.DataSource):
       raise ValueError(f'{name!r} is read in order: shuffle=False')
     return self.batches(shard_info).unbatch()
 
-  def batches(self, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
-    """Returns batches of the documents of a shard: 'id' and 'text', [n]."""
+  def batches(
+    self, shard_info: seqio.ShardInfo | None, *, raises: bool = True
+  ) -> tf.data.Dataset:
+    """Returns batches of the documents of a shard: 'id' and 'text', [n].
+
+    Args:
+      shard_info: number of the shard and of all; None for all documents.
+      raises: whether the dataset raises the reader's exception, which
+        TensorFlow logs with two tracebacks, or ends where it is raised, for
+        callers that check `failure`.
+    """
     shard = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
     def read():
@@ -185,7 +194,8 @@ class DocumentSource(seqio.DataSource):
           }
       except Exception as error:
         self.failure = error
-        raise
+        if raises:
+          raise
 
     strings = tf.TensorSpec([None], tf.string)
     return tf.data.Dataset.from_generator(
@@ -208,15 +218,13 @@ def documents(
     UserError: the source is missing or has no text.
   """
   source = DocumentSource(part, draw)
-  try:
-    for some in source.batches(seqio.ShardInfo(shard_index, num_shards)):
-      names, texts = some['id'].numpy(), some['text'].numpy()
-      for name, text in zip(names, texts, strict=True):
-        yield document_source.Document(name.decode(), text.decode())
-  except tf.errors.OpError:
-    if source.failure is None:
-      raise
-    raise source.failure from None
+  shard = seqio.ShardInfo(shard_index, num_shards)
+  for some in source.batches(shard, raises=False):
+    names, texts = some['id'].numpy(), some['text'].numpy()
+    for name, text in zip(names, texts, strict=True):
+      yield document_source.Document(name.decode(), text.decode())
+  if source.failure is not None:
+    raise source.failure
 
 
 def features(one: vocabulary.Vocabulary) -> dict[str, seqio.Feature]:
@@ -258,7 +266,8 @@ def make_pairs(
     'weights', of the length of the targets or empty; and 'documents', the ids
     of the documents.
   """
-  if objective_names.source_of(objective) != 'text' or not sequence_length:
+  parsed = objective_names.parse_one(objective)
+  if parsed.documents != 'text' or not sequence_length:
     raise errors.UserError(
       f'make_pairs with objective {objective!r} and sequence_length'
       f' {sequence_length}: it takes objectives of text, and needs the lengths'
@@ -271,8 +280,7 @@ def make_pairs(
       f' {type(vocabulary).__name__}: it has to know sentinels and modes'
     )
   one = vocabulary.ours
-  made = objective_names.make_objective(
-    objective,
+  made = parsed.make(
     batch.Lengths(
       sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
     ),
@@ -298,7 +306,7 @@ def make_pairs(
 
 
 def _pairs_of(
-  made: objectives.Objective,
+  made: definition.ExampleMaker,
   one: vocabulary.Vocabulary,
   key: randomness.Keyed,
   names: np.ndarray,
@@ -395,10 +403,8 @@ def register() -> None:
   one = vocabularies.open_vocabulary(
     vocabularies.BYTES, added_sentinels=_SENTINELS
   )
-  for name in objective_names.NAMES:
-    if name == objective_names.MIXTURE or (
-      objective_names.source_of(name) != 'text'
-    ):
+  for name, entry in objective_names.NAMES.items():
+    if name == 'denoise' or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(
       f'encdec_adapt_{name}',

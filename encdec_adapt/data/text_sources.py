@@ -62,9 +62,10 @@ _SOURCES = {
   'tfds': tfds_source.TfdsSource,
 }
 # Changes to the documents of a kind of source since record format 7, in order;
-# see `objectives.Objective.revisions`.
+# see `definition.ExampleMaker.revisions`.
 _REVISIONS = {
   'prompts': ("'|||' in the fields of a row no longer divides its prompt",),
+  'seqio': ('ids of examples have the task, the split and the file',),
 }
 
 

@@ -17,12 +17,12 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Callable, Iterator
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from encdec_adapt.data import batch, objectives
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.data import batch, definition
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
 class _Document(NamedTuple):
@@ -59,7 +59,7 @@ class _Window(NamedTuple):
   ends: bool
 
 
-class TextSplit(objectives.Objective):
+class TextSplit(definition.ExampleMaker):
   """A PrefixLM objective over two vocabularies.
 
   Attributes:
@@ -69,20 +69,24 @@ class TextSplit(objectives.Objective):
   reads = 'text'
 
   def __init__(
-    self, objective: objectives.PrefixLM, opened: vocabularies.Opened
+    self,
+    objective: Any,
+    encoder: vocabulary_lib.Vocabulary,
+    decoder: vocabulary_lib.Vocabulary,
   ):
-    """Wraps an objective.
+    """Wraps a maker.
 
     Args:
-      objective: PrefixLM objective for the decoder's vocabulary, which does not
-        concatenate.
-      opened: the vocabularies.
+      objective: maker of a PrefixLM objective for the decoder's vocabulary,
+        which does not concatenate.
+      encoder: vocabulary of the encoder.
+      decoder: vocabulary of the decoder.
     """
     super().__init__(objective.name, objective.lengths)
     self._objective = objective
-    self._encoder, self._decoder = opened.encoder, opened.decoder
+    self._encoder, self._decoder = encoder, decoder
     self.draws, self.plans = objective.draws, objective.plans
-    self._eos = np.array([opened.decoder.eos], np.int32)
+    self._eos = np.array([decoder.eos], np.int32)
 
   def examples(self, documents, generator):
     for name, text in documents:
@@ -98,7 +102,7 @@ class TextSplit(objectives.Objective):
 
     Args:
       text: text of the document.
-      generator: see `objectives.WindowObjective.pairs`.
+      generator: see `objectives.WindowMaker.pairs`.
 
     Yields:
       Pairs with a prefix that fit the lengths; the last targets end in EOS.

@@ -50,7 +50,7 @@ class HeldOutEvaluation:
         vocabularies, or the records were made with others.
     """
     spec = self.record_set.spec
-    config_lib.check_kind(stored.model, spec.objective)
+    config_lib.check_kind(stored.model, spec.objectives[0])
     opened = stored.require_vocabularies()
     made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
     for side in stored.model.stacks:

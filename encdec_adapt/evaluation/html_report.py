@@ -8,9 +8,11 @@ A study's report is a dictionary:
   runs          by name: `kind` (`decoder_only` or `encoder_decoder`),
                 `parameters`, `steps`, `target_tokens`, `total_tokens`,
                 `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
-                `eval_loss_at_step_0`, `eval_loss_shuffled_prefix` (loss with
-                the prefixes of other examples, or None), `exact_match` (share
-                of rows), `label_accuracy` (of classifiers, else None),
+                `eval_loss_at_step_0`, `eval_loss_in_training` (the last on the
+                held-out rows of its own training),
+                `eval_loss_shuffled_prefix` (loss with the prefixes of other
+                examples, or None), `exact_match` (share of rows),
+                `label_accuracy` (of classifiers, else None),
                 `curve` (lists `step`, `target_tokens`, `eval_loss`) and
                 `inclusive` (`target_tokens`, `total_tokens`, `flops`,
                 `seconds` of the run and of all its sources)
@@ -21,7 +23,8 @@ A study's report is a dictionary:
 
 Losses are nats per target token. Runs named `<model>_seed<n>` repeat
 `<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep. An
-imported model has no learning rate, no seed and an empty curve.
+imported model has an empty curve, and the numbers of its training from its
+folder's `summary.json`; without one it has 0 steps and None for the others.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
@@ -141,7 +144,11 @@ def _render(
     'Models': _models(runs),
     'Cost': _table([_cost(name, run) for name, run in runs.items()])
     + '<p>Tokens include prefixes; time is that of training steps.</p>',
-    'Continuations': ''.join(map(_sample, report['samples'])),
+    'Continuations': ''.join(
+      f'<p>{html.escape(text)}</p>\n'
+      for text in report_findings.explain_continuations(report)
+    )
+    + ''.join(map(_sample, report['samples'])),
     'Stages': _stages(report['stages']),
     'Text': _facts(report['text']),
     'Environment': _facts(report['environment']),
@@ -149,9 +156,9 @@ def _render(
   intro = (
     f'<p>Size: {html.escape(report["size"])}. Losses are nats per target token'
     ' on held-out text. The last loss of every model is on the same target'
-    ' tokens; curves, and losses at step 0, are on the held-out rows of a'
-    " model's own training, which for decoder-only models are not cut into"
-    ' prefix and target.</p>\n'
+    ' tokens; curves, and losses at step 0 and in training, are on the held-out'
+    " rows of a model's own training, which for decoder-only models are not cut"
+    ' into prefix and target.</p>\n'
   )
   return _page(report['title'], intro, sections)
 
@@ -200,6 +207,7 @@ def _models(runs: numbers.Runs) -> str:
         'learning rate': '-' if rate is None else f'{rate:g}',
         'seed': '-' if seed is None else seed,
         'loss at step 0': numbers.loss(run['eval_loss_at_step_0']),
+        'last loss in training': numbers.loss(run['eval_loss_in_training']),
         'loss': numbers.loss(loss),
         "others' prefixes": numbers.loss(wrong),
         'difference': '-' if wrong is None else f'{wrong - loss:+.3f}',
@@ -210,7 +218,8 @@ def _models(runs: numbers.Runs) -> str:
     "<p>Others' prefixes: the loss when every example reads the prefix of"
     ' another. An encoder counts as used where that is more than'
     f' {report_findings.ENCODER_USED} worse. Parameters include the embedding'
-    ' tables.</p>'
+    ' tables. Steps, tokens and losses in training of an imported model are'
+    " those of its training, from its folder's summary.json.</p>"
   )
 
 

@@ -17,13 +17,17 @@ ENCODER_USED = 0.1
 # Smaller differences between two losses count as none.
 NO_DIFFERENCE = 0.01
 
+# Parameters below which poor continuations are explained by the size: the
+# smallest GPT-2, with 124 M, is about where general text becomes fluent.
+_FLUENT = 1e8
+
 # Models that `adapted` is compared with at the end, and what each one is.
 _COMPARED = {
   'scratch': 'the same pair from random weights',
   'unbalanced': 'a pair with the smaller decoder',
   'adapted_embeddings': 'control: all weights fresh but the embeddings',
-  'decoder_only': 'the decoder it was made from',
-  'decoder_only_continued': 'that decoder, trained for as many tokens more',
+  'decoder_only': 'the decoder that adapted was made from',
+  'decoder_only_continued': 'decoder_only, trained for as many tokens more',
   'adapted_meap': "adapted, tuned with MEAP's masked copies as well",
 }
 
@@ -55,6 +59,28 @@ def findings(report: Mapping[str, Any]) -> list[str]:
   )
 
 
+def explain_continuations(report: Mapping[str, Any]) -> list[str]:
+  """Explains poor continuations by the size of the models that wrote them.
+
+  Args:
+    report: the dictionary that `evaluation.html_report` documents.
+
+  Returns:
+    A sentence for each model of fewer than `_FLUENT` parameters.
+  """
+  runs = report['runs']
+  return [
+    f'{name} wrote these continuations. With'
+    f' {numbers.count(runs[name]["parameters"])} parameters and'
+    f' {numbers.count(runs[name]["inclusive"]["total_tokens"])} tokens of'
+    ' training, those of its sources included, it has learnt words and syntax'
+    ' of its text and little meaning: Gemma 2 2B has 2.6 G parameters and was'
+    ' trained on 2 T tokens (arXiv:2408.00118).'
+    for name in dict.fromkeys(x['run'] for x in report['samples'])
+    if name in runs and runs[name]['parameters'] < _FLUENT
+  ]
+
+
 def _labels(runs: numbers.Runs, best: Sequence[str]) -> list[str]:
   """States the accuracies of the best classifiers, and their mean."""
   found = {name: runs[name].get('label_accuracy') for name in best}
@@ -62,7 +88,7 @@ def _labels(runs: numbers.Runs, best: Sequence[str]) -> list[str]:
     return []
   each = ', '.join(f'{name} {value:.3f}' for name, value in found.items())
   mean = statistics.fmean(found.values())
-  return [f'Held-out accuracy: {each}; mean {mean:.3f}.']
+  return [f'The held-out accuracies are {each}; their mean is {mean:.3f}.']
 
 
 def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
@@ -79,7 +105,7 @@ def _compare(runs: numbers.Runs, model: str, key: str) -> str:
   first, second = (_finite(runs, m, key) for m in ('adapted', model))
   difference = statistics.fmean(first) - statistics.fmean(second)
   if abs(difference) < NO_DIFFERENCE:
-    text = f'no difference (less than {NO_DIFFERENCE} nats)'
+    text = f'adapted does not differ (by less than {NO_DIFFERENCE} nats)'
   else:
     side = 'lower' if difference < 0 else 'higher'
     text = f'adapted is {abs(difference):.3f} nats {side}'
@@ -114,7 +140,8 @@ def _end(runs: numbers.Runs) -> list[str]:
   run = runs['adapted']
   found = [
     f'After {run["steps"]} steps on {numbers.count(run["target_tokens"])}'
-    f' target tokens, adapted has {numbers.values(adapted)}.'
+    f' target tokens, adapted has {numbers.values(adapted)} nats per target'
+    ' token.'
   ]
   for model, description in _COMPARED.items():
     other = _finite(runs, model, 'eval_loss')
@@ -136,7 +163,7 @@ def _exact(runs: numbers.Runs) -> list[str]:
   found = ', '.join(
     f'{model} {numbers.values(share)}' for model, share in shares.items()
   )
-  return [f'Share of held-out rows that are exact: {found}.']
+  return [f'The shares of held-out rows that are exact are {found}.']
 
 
 def _encoder_use(runs: numbers.Runs) -> list[str]:
@@ -152,11 +179,11 @@ def _encoder_use(runs: numbers.Runs) -> list[str]:
       f' {numbers.values(wrong)} ({rise:+.3f}).'
     )
     if not numbers.has_encoder(runs[numbers.seeds(runs, model)[0]]):
-      found.append(f'{model}, value of a prefix to a decoder: {measured}')
+      found.append(f'{model} reads prefixes without an encoder: {measured}')
       continue
-    verdict = 'used' if rise > ENCODER_USED else 'not clearly used'
+    verdict = 'uses' if rise > ENCODER_USED else 'does not clearly use'
     found.append(
-      f'{model}, encoder {verdict} (used: more than {ENCODER_USED} worse):'
+      f'{model} {verdict} its encoder (used: more than {ENCODER_USED} worse):'
       f' {measured}'
     )
   return found

@@ -94,31 +94,21 @@ class Store:
     Raises:
       UserError: a line is not a result, or the folder cannot be written.
     """
-    self._path = disk.require_writable(folder) / FILE
-    content = b''
-    if append_log.exists(self._path):
-      content = append_log.read(self._path)
-    lines = content.splitlines(keepends=True)
-    found = [
-      (_parse(line, f'{self._path}, line {number}'), line)
-      for number, line in enumerate(lines, 1)
-      if line.endswith(b'\n')
-    ]
-    if len(found) < len(lines):
+    self._log = append_log.Log(disk.require_writable(folder) / FILE)
+    entries = [(_parse(*line), line[0]) for line in self._log.lines]
+    if self._log.torn:
       # The lines before the half-written one may be of the same evaluation,
       # which is not complete.
-      last = found[-1][0][:2] if found else None
-      while found and found[-1][0][:2] == last:
-        found.pop()
+      last = entries[-1][0][:2] if entries else None
+      while entries and entries[-1][0][:2] == last:
+        entries.pop()
     self._scores: dict[tuple[Model, str], dict[tuple[str, str], Score]] = {}
-    kept = []
-    for (model, options, score), line in found:
+    records = []
+    for (model, options, score), record in entries:
       if (model.step or 0) <= beyond:
-        kept.append(line)
+        records.append(record)
         self._put(model, options, score)
-    if b''.join(kept) != content:
-      append_log.replace(self._path, b''.join(kept))
-    self._log = append_log.append(self._path)
+    self._log.keep(records)
 
   def __enter__(self) -> 'Store':
     return self
@@ -152,20 +142,16 @@ class Store:
     Raises:
       UserError: the disk is full, or gone.
     """
-    lines = []
+    records = []
     for score in scores:
       plain = dataclasses.asdict(score)
       plain['scores'] = [_number(x) for x in score.scores]
       for name in ('value', 'stderr'):
         plain[name] = None if plain[name] is None else _number(plain[name])
-      line = {**dataclasses.asdict(model), 'options': options, **plain}
-      lines.append(json.dumps(line, allow_nan=False) + '\n')
+      records.append({**dataclasses.asdict(model), 'options': options, **plain})
       self._put(model, _text(options), score)
-    try:
-      self._log.write(''.join(lines).encode())
-      self._log.flush()
-    except OSError as error:
-      raise disk.cannot_write(self._path, error) from error
+    self._log.write(*records)
+    self._log.flush()
 
   def _put(self, model: Model, options: str, score: Score) -> None:
     """Replaces a score; the newest results of a model come last."""
@@ -192,15 +178,14 @@ def _number(value: float) -> float | int | None:
   return int(value) if value.is_integer() else value
 
 
-def _parse(line: bytes, place: str) -> tuple[Model, str, Score]:
-  """Parses a line.
+def _parse(fields: Any, place: str) -> tuple[Model, str, Score]:
+  """Parses the record of a line.
 
   Raises:
     UserError: names the place.
   """
   number = lambda x: math.nan if x is None else float(x)  # noqa: E731
   try:
-    fields = json.loads(line)
     step, stderr = fields['step'], fields['stderr']
     return (
       Model(fields['run'], step and int(step), fields['fingerprint']),

@@ -24,7 +24,7 @@ import zlib
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import text_sources
 from encdec_adapt.evaluation import results
 from encdec_adapt.tokenizers import vocabulary
@@ -168,12 +168,10 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   Raises:
     UserError: there is no text, or a length is no number.
   """
-  split = lengths.split(',')
-  if not all(x.isdecimal() and int(x) > 0 for x in split):
-    raise errors.UserError(
-      f'--retrieval_lengths={lengths} must be numbers of tokens, such as'
-      ' 256,512.'
-    )
+  tokens = {
+    part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)
+    for part in option_strings.Part('--retrieval_lengths', lengths).divide(',')
+  }
   if text_sources.gives(source) != 'text':
     raise errors.UserError(
       f'--retrieval={source} has no plain text; give text:GLOB or jsonl:GLOB.'
@@ -187,7 +185,7 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   text = '\n'.join(parts)[:_CHARACTERS]
   if not text.strip():
     raise errors.UserError(f'--retrieval={source} is empty; give some text.')
-  return Retrieval(text, sorted(set(map(int, split))), limit or _EXAMPLES)
+  return Retrieval(text, sorted(tokens), limit or _EXAMPLES)
 
 
 def hide(

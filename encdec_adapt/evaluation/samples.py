@@ -5,13 +5,10 @@ They are printed and appended to `samples.jsonl`, a line per sample with `step`,
 special tokens by name, the prompt's beginning left out if it is long.
 """
 
-import json
-
 import numpy as np
 
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model
-from encdec_adapt.data import objective_names
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import chat_format
@@ -40,14 +37,19 @@ class Sampler:
       evaluated: the last step that was evaluated, None for none; samples of
         later steps are dropped.
     """
-    self._path = paths.at(workdir) / FILE
-    if distributed.is_lead() and append_log.exists(self._path):
-      _drop_beyond(self._path, -1 if evaluated is None else evaluated)
+    if distributed.is_lead():
+      last = -1 if evaluated is None else evaluated
+      self._log = append_log.Log(paths.at(workdir) / FILE)
+      self._log.keep(
+        sample
+        for sample, _ in self._log.lines
+        if sample and sample['step'] <= last
+      )
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
-    if objective_names.source_of(held_out.spec.objective) == 'chat':
+    if held_out.spec.objectives[0].ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
       framing.decoder.bos, tuple(ends), framing.decoder.pad
@@ -82,7 +84,7 @@ class Sampler:
     )
     if not distributed.is_lead():
       return
-    lines = []
+    samples = []
     for row, (pair, ids) in enumerate(zip(pairs, inputs, strict=True)):
       sample = {
         'prompt': self._text(side, ids)[-_LONGEST:],
@@ -97,10 +99,9 @@ class Sampler:
         elif len(text) > _SHOWN:
           shown = f'{text[:_SHOWN]} ...'
         print(f'  {name:<9} {shown!r}')
-      lines.append(json.dumps({'step': step, 'row': row, **sample}) + '\n')
-    log = append_log.append(self._path)
-    log.write(''.join(lines).encode())
-    log.close()
+      samples.append({'step': step, 'row': row, **sample})
+    self._log.write(*samples)
+    self._log.flush()
 
   def _text(self, side: str, tokens: np.ndarray) -> str:
     """Decodes tokens of a side."""
@@ -108,14 +109,3 @@ class Sampler:
     # A table may have more rows than the vocabulary has tokens.
     known = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
     return vocabulary.decode(known, show_special=True, start=False)
-
-
-def _drop_beyond(path: paths.Path, step: int) -> None:
-  """Drops the samples beyond a step, and a half-written line."""
-  lines = append_log.read(path).splitlines(keepends=True)
-  kept = [
-    line
-    for line in lines
-    if line.endswith(b'\n') and json.loads(line)['step'] <= step
-  ]
-  append_log.replace(path, b''.join(kept))

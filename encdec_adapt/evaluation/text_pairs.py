@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
 from encdec_adapt.evaluation import prompted_task, results, text_metrics
 from encdec_adapt.files import paths
@@ -92,10 +92,12 @@ def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
     UserError: the file cannot be read or has no pairs, or a line lacks a
       field; names the line.
   """
-  path, _, fields = spec.partition('#')
-  names = fields.split(',') if fields else ['input', 'target']
+  file, fields = option_strings.Part('--pairs', spec).partition('#')
+  path, names = file.text, ['input', 'target']
+  if fields:
+    names = [field.text for field in fields.divide(',')]
   if len(names) != 2:
-    raise errors.UserError(f'--pairs={spec} must be FILE.jsonl#INPUT,TARGET.')
+    raise fields.error('must be two fields, as in FILE.jsonl#INPUT,TARGET.')
   inputs, targets = [], []
   for place, row in prompted_task.read_rows(path)[:limit]:
     source, target = (row.get(name) for name in names)

@@ -1,5 +1,7 @@
 """Append-only files, such as metrics, on file systems and object stores.
 
+`Log` is such a file of JSON lines, which a job that is resumed goes on with.
+
 On a file system a write goes to the kernel at once. Objects in a bucket cannot
 be appended to: writes are buffered and uploaded as NAME, and after every
 `PART` bytes as NAME-000001 and so on, so that no object is uploaded again and
@@ -8,11 +10,14 @@ uploaded with the first write `EVERY` seconds after the last upload, or later
 while the bucket does not answer.
 """
 
+from collections.abc import Iterable
 import io
+import json
 import sys
 import time
+from typing import Any
 
-from encdec_adapt.files import paths
+from encdec_adapt.files import disk, paths
 
 PART = 1 << 20
 EVERY = 30.0
@@ -73,15 +78,77 @@ def append(path: paths.Path) -> _Parts | io.RawIOBase:
   return open(path, 'ab', buffering=0)
 
 
-def exists(path: paths.Path) -> bool:
-  """Returns whether anything was written to the file."""
-  return path.exists() or bool(_parts(path))
+class Log:
+  """JSON lines that a job appends to, and goes on with when it is resumed.
+
+  Attributes:
+    path: the file.
+    lines: record of every complete line, None where it is not JSON, and the
+      place of the line for messages.
+    torn: whether the last line is half written.
+  """
+
+  def __init__(self, path: paths.Path):
+    """Reads the file, which need not exist."""
+    self.path, self._content, self._file = path, read(path), None
+    *lines, end = self._content.split(b'\n')
+    self.torn = bool(end)
+    numbers: dict[bytes, int] = {}
+    # Equal lines count once: a kill while the parts in a bucket were replaced
+    # leaves them twice.
+    for number, line in enumerate(lines, 1):
+      numbers.setdefault(line, number)
+    self.lines = [
+      (_record(line), f'{path}, line {number}')
+      for line, number in numbers.items()
+    ]
+
+  def keep(self, records: Iterable[Any]) -> None:
+    """Makes these records the content of the file, and opens it for more."""
+    content = _encode(records)
+    if content != self._content:
+      replace(self.path, content)
+    self._content, self._file = content, append(self.path)
+
+  def write(self, *records: Any) -> None:
+    """Appends records at once, so that a kill leaves all of them or none.
+
+    Raises:
+      UserError: the disk is full, or gone.
+    """
+    with disk.writing(self.path):
+      self._file.write(_encode(records))
+
+  def flush(self) -> None:
+    """Writes everything through, so that SIGKILL loses nothing.
+
+    Raises:
+      UserError: the disk is full, or gone.
+    """
+    with disk.writing(self.path):
+      self._file.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+
+def _record(line: bytes) -> Any:
+  """Parses a line; None if it is not JSON."""
+  try:
+    return json.loads(line)
+  except ValueError:
+    return None
+
+
+def _encode(records: Iterable[Any]) -> bytes:
+  return ''.join(json.dumps(record) + '\n' for record in records).encode()
 
 
 def read(path: paths.Path) -> bytes:
-  """Reads all that was written and flushed."""
+  """Reads all that was written and flushed; nothing if there is no file."""
   if not paths.is_bucket(path):
-    return path.read_bytes()
+    return path.read_bytes() if path.exists() else b''
   return b''.join(part.read_bytes() for part in _parts(path))
 
 

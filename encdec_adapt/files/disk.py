@@ -1,5 +1,7 @@
 """Checks before a job starts: writable folders and free disk space."""
 
+from collections.abc import Iterator
+import contextlib
 import errno
 import os
 import pathlib
@@ -28,11 +30,9 @@ def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
   """
   folder = paths.at(folder)
   name = f'.probe-{socket.gethostname()}-{os.getpid()}'
-  try:
+  with writing(folder):
     paths.write(folder / name, bytes(_PROBE_BYTES))
     (folder / name).unlink()
-  except OSError as error:
-    raise cannot_write(folder, error) from error
   return folder
 
 
@@ -52,6 +52,19 @@ def require_output(output: str) -> None:
       ' folder of yours.'
     )
   require_writable(path.parent)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Raises an `OSError` inside of this context as `cannot_write` of the path.
+
+  Raises:
+    UserError: the path cannot be written.
+  """
+  try:
+    yield
+  except OSError as error:
+    raise cannot_write(path, error) from error
 
 
 def cannot_write(

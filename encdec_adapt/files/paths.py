@@ -2,7 +2,7 @@
 
 Every path that may be gs://BUCKET/NAME goes through here. A bucket has no
 renames, no appending and no folders, but writing an object is atomic. One rule
-covers both, so that callers need not distinguish them:
+covers what both can do:
 
 - A file is written to a temporary name, synced and renamed; in a bucket it is
   one upload. `write` does either.
@@ -11,6 +11,13 @@ covers both, so that callers need not distinguish them:
   config.json of a model, manifest.json of records, commit_success.txt and
   then the checksum manifest of a checkpoint. `remove` and `move` delete the
   markers first.
+
+Callers ask `is_bucket` where the two differ in kind: an append log is several
+objects (`append_log`), a lock is an object that its owner renews
+(`cluster.lock`), checksums are the store's, a step is committed by its marker
+and not by its name (`checkpoints`), a new folder is drafted on a disk and
+uploaded (`huggingface.new_folder`), and records and headers of weights are read
+from local copies.
 
 Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
 installed or not; arrays are Orbax's and TensorStore's.
@@ -21,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 import contextlib
 import functools
+import glob
 import importlib.util
 import io
 import os
@@ -107,9 +115,13 @@ def tree(folder: Path) -> list[str]:
 def sync(path: AnyPath) -> None:
   """Flushes a file's content, or a folder's entries, to the disk.
 
+  What is in a bucket is stored already.
+
   Raises:
     OSError: it cannot be opened, or the disk fails.
   """
+  if is_bucket(path):
+    return
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -282,18 +294,22 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def matching(pattern: str) -> dict[str, dict[str, Any]]:
-  """Lists the objects of a bucket that match a glob.
+  """Lists the files that match a glob.
 
   Args:
-    pattern: glob that begins with gs://BUCKET/; `**` matches any depth.
+    pattern: glob, in which `**` matches any depth.
 
   Returns:
-    Mapping from address to `bytes` and `digest` as of `objects`, sorted.
+    Mapping from path to `bytes`, and in a bucket `digest` as of `objects`,
+    sorted.
 
   Raises:
     UserError: the bucket cannot be reached.
     OSError: it cannot be listed, or `**` is only part of a name.
   """
+  if not is_bucket(pattern):
+    files = filter(os.path.isfile, sorted(glob.glob(pattern, recursive=True)))
+    return {file: {'bytes': os.path.getsize(file)} for file in files}
   at(pattern)
   with _as_os_errors(pattern):
     found = _gcs().glob(pattern, detail=True)

@@ -9,7 +9,7 @@ from encdec_adapt.files import paths
 
 
 def read(path: str) -> dict[str, str]:
-  """Reads the lines of a file.
+  """Reads the lines of a file, without its byte-order mark.
 
   Args:
     path: path of the file; '-' for standard input.
@@ -33,7 +33,8 @@ def read(path: str) -> dict[str, str]:
   if not text:
     raise errors.UserError(f'{name} is empty; it needs at least one line.')
   # Not splitlines(), which also splits at form feeds and the like.
-  lines = enumerate(text.removesuffix('\n').split('\n'), 1)
+  text = text.removeprefix('\ufeff').removesuffix('\n')
+  lines = enumerate(text.split('\n'), 1)
   return {f'{name}, line {number}': line for number, line in lines}
 
 

@@ -1,31 +1,34 @@
 """Defaults of each class of transformers for fields left out of config.json.
 
 Published files leave out fields that equal the default, and parts of composite
-files even sizes: the text of Gemma 3 4B has five fields. So Gemma's sizes have
-defaults; other families must state theirs. Source: transformers 5.23,
-`configuration_<family>.py`; a test in tests/parity compares every entry with
-the installed version. Fields that our models do not use are left out.
+files even sizes: the text of Gemma 3 4B has five fields. So the sizes of Gemma
+2 and 3 have defaults; other families must state theirs. Source: transformers
+5.23, `configuration_<family>.py`; a test in tests/parity compares every entry
+with the installed version. Fields that our models do not use are left out.
 """
 
 from collections.abc import Mapping
 import types
 from typing import Any
 
-_GEMMA = {
+_ANY_GEMMA = {
   'vocab_size': 256000,
+  'head_dim': 256,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'rope_theta': 10000.0,
+  'attention_bias': False,
+}
+_GEMMA = {
+  **_ANY_GEMMA,
   'hidden_size': 2304,
   'intermediate_size': 9216,
   'num_hidden_layers': 26,
   'num_attention_heads': 8,
   'num_key_value_heads': 4,
-  'head_dim': 256,
-  'rms_norm_eps': 1e-6,
-  'tie_word_embeddings': True,
   'query_pre_attn_scalar': 256,
   'sliding_window': 4096,
   'hidden_activation': 'gelu_pytorch_tanh',
-  'rope_theta': 10000.0,
-  'attention_bias': False,
 }
 _PLAIN = {
   'rms_norm_eps': 1e-6,
@@ -52,20 +55,7 @@ _QWEN_MOE = {
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
   {
-    'gemma': {
-      'vocab_size': 256000,
-      'hidden_size': 3072,
-      'intermediate_size': 24576,
-      'num_hidden_layers': 28,
-      'num_attention_heads': 16,
-      'num_key_value_heads': 16,
-      'head_dim': 256,
-      'rms_norm_eps': 1e-6,
-      'tie_word_embeddings': True,
-      'hidden_act': 'gelu_pytorch_tanh',
-      'rope_theta': 10000.0,
-      'attention_bias': False,
-    },
+    'gemma': {**_ANY_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
     'gemma2': {
       **_GEMMA,
       'attn_logit_softcapping': 50.0,

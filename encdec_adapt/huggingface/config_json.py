@@ -6,7 +6,7 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, keys
 from encdec_adapt.huggingface import families, raw_fields, weights
 from encdec_adapt.models import model_config, model_section
 
@@ -316,16 +316,17 @@ def _own_from_raw(
   """Returns the model that a config.json of our own layout describes.
 
   Raises:
-    UserError: a key is missing, unknown (written by another version) or has a
-      value that no model has.
+    UserError: a key is unknown (written by another version), or has a value
+      that no model has.
   """
   try:
-    model = model_section.model_from_section(raw['model'])
+    section, _ = keys.complete(raw['model'], model_section.defaults(), 'model.')
+    model = model_section.model_from_section(section)
     decoder = dataclasses.replace(model.decoder, classes=raw['classes'])
     return dataclasses.replace(model, decoder=decoder)
   except errors.UserError as error:
     raise errors.UserError(f'{file}: {error}') from error
-  except (KeyError, TypeError, AttributeError) as error:
+  except (KeyError, TypeError, AttributeError, ValueError) as error:
     raise errors.UserError(
       f"{file} has no valid object 'model' ({type(error).__name__}: {error})."
       ' Export the model again, or download the file again.'

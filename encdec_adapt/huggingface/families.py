@@ -48,7 +48,7 @@ class Family:
     architecture: class of transformers.
     layout: tensor names.
     activation: field that names the activation.
-    activations: values of that field -> our activations.
+    gelu: our activation where that field is 'gelu'; None for an error.
     bias: our `attention_bias` if its file sets `bias_field`.
     bias_field: field that defines whether attention has biases; None if every
       model of the family has `bias`.
@@ -65,9 +65,7 @@ class Family:
   architecture: str
   layout: weights.Layout
   activation: str = 'hidden_act'
-  activations: Mapping[str, str] = dataclasses.field(
-    default_factory=lambda: _ACTIVATIONS
-  )
+  gelu: str | None = None
   bias: str = 'qkvo'
   bias_field: str | None = 'attention_bias'
   windows_by_layer: bool = True
@@ -130,13 +128,13 @@ _GEMMA_FIELDS = {
   'query_pre_attn_scalar': 'query_scale',
   'final_logit_softcapping': 'final_softcap',
 }
+_NO_CAPS = {'attention_softcap': None, 'final_softcap': None}
 # A pre-norm block without Gemma's extras.
 _PLAIN = {
+  **_NO_CAPS,
   'norm_gain': 'direct',
   'post_norms': False,
   'scale_embeddings': False,
-  'attention_softcap': None,
-  'final_softcap': None,
 }
 _MOE_FIELDS = {
   'num_experts': 'experts',
@@ -154,13 +152,9 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
         'GemmaForCausalLM',
         weights.DECODER_ONLY_LLAMA,
         # The first files say gelu, and mean its approximation by tanh.
-        activations={**_ACTIVATIONS, 'gelu': 'gelu_tanh'},
+        gelu='gelu_tanh',
         windows_by_layer=False,
-        fixed={
-          'post_norms': False,
-          'attention_softcap': None,
-          'final_softcap': None,
-        },
+        fixed={**_NO_CAPS, 'post_norms': False},
       ),
       Family(
         'gemma2',
@@ -389,14 +383,15 @@ def _activation(raw: Raw, family: Family, file: str) -> str:
   Files of Gemma 1 may have two fields. Versions of transformers differ in which
   they follow, so they must agree.
   """
-  named = {family.activation: family.activations.get(raw[family.activation])}
+  values = {**_ACTIVATIONS, 'gelu': family.gelu}
+  fields = {family.activation: values.get(raw[family.activation])}
   if raw.get('hidden_activation') is not None:
-    named['hidden_activation'] = _ACTIVATIONS.get(raw['hidden_activation'])
-  activation, *others = set(named.values())
-  if activation is None or others:
-    values = ' and '.join(f'{name} = {raw[name]!r}' for name in named)
+    fields['hidden_activation'] = _ACTIVATIONS.get(raw['hidden_activation'])
+  activation, *different = set(fields.values())
+  if activation is None or different:
+    text = ' and '.join(f'{name} = {raw[name]!r}' for name in fields)
     raise errors.UserError(
-      f'{file} has {values}; supported are {", ".join(_ACTIVATIONS)}.'
+      f'{file} has {text}; supported are {", ".join(_ACTIVATIONS)}.'
     )
   return activation
 

@@ -106,7 +106,7 @@ def require_free(path: str | os.PathLike[str]) -> None:
       cannot be read.
   """
   path = paths.at(path)
-  try:
+  with disk.writing(path):
     if not path.exists() or _is_unfinished(path):
       return
     if path.is_dir() and not any(path.iterdir()):
@@ -116,8 +116,6 @@ def require_free(path: str | os.PathLike[str]) -> None:
           ' Give a folder inside it.'
         )
       return
-  except OSError as error:
-    raise disk.cannot_write(path, error) from error
   raise errors.UserError(
     f'{path} exists already, and nothing is overwritten. Give another folder,'
     ' or remove this one.'
@@ -126,8 +124,4 @@ def require_free(path: str | os.PathLike[str]) -> None:
 
 def _is_unfinished(path: paths.Path) -> bool:
   """Returns whether `path` is an unfinished upload in a bucket."""
-  return (
-    paths.is_bucket(path)
-    and (path / UNFINISHED).exists()
-    and not (path / MARKER).exists()
-  )
+  return (path / UNFINISHED).exists() and not (path / MARKER).exists()

@@ -54,22 +54,18 @@ class Architecture:
   Attributes:
     name: `config.model.kind`.
     role: self-attention of the decoder's stack.
-    feeds: rows that it reads, as objectives name them.
     prompt_stack: name of the stack that reads a prompt.
     has_encoder: whether `encode` gives states that see a whole text.
     generates: whether it predicts next tokens, so that it generates and scores
       continuations.
-    classifies: whether it may have a head of labels.
     predicts_inputs: whether it can learn the inputs of a pair too.
   """
 
   name: str
   role: str
-  feeds: tuple[str, ...] = ('decoder', 'pair')
   prompt_stack: str = 'decoder'
   has_encoder: bool = False
   generates: bool = True
-  classifies: bool = False
   predicts_inputs: bool = False
 
   @property
@@ -200,7 +196,6 @@ class CausalDecoder(Architecture):
 
   name: str = 'decoder_only'
   role: str = 'causal'
-  classifies: bool = True
   predicts_inputs: bool = True
 
 
@@ -210,8 +205,6 @@ class PrefixDecoder(Architecture):
 
   name: str = 'prefix_decoder'
   role: str = 'prefix'
-  # Without inputs it would be a causal decoder.
-  feeds: tuple[str, ...] = ('pair',)
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R']:
     """Returns 1 at BOS and the inputs."""
@@ -224,10 +217,8 @@ class Encoder(Architecture):
 
   name: str = 'encoder_only'
   role: str = 'bidirectional'
-  feeds: tuple[str, ...] = ('encoder',)
   has_encoder: bool = True
   generates: bool = False
-  classifies: bool = True
 
   def sides(self, has_inputs: bool) -> dict[str, str]:
     """Returns the encoder's side: these batches have no other."""
@@ -247,7 +238,6 @@ class EncoderDecoder(Architecture):
 
   name: str = 'encoder_decoder'
   role: str = 'causal'
-  feeds: tuple[str, ...] = ('pair',)
   prompt_stack: str = 'encoder'
   has_encoder: bool = True
 

@@ -177,14 +177,7 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    try:
-      scaling = rope.Scaling.parse(self.rope_scaling)
-    except ValueError as error:
-      raise errors.UserError(
-        f"rope_scaling is {self.rope_scaling!r}; it must be 'none',"
-        " 'linear:FACTOR' or 'llama3:FACTOR,LOW,HIGH,LENGTH', with numbers"
-        ' above 0 and LOW below HIGH.'
-      ) from error
+    scaling = rope.Scaling.parse(self.rope_scaling)
     # One spelling, so that stacks of equal scaling are equal.
     object.__setattr__(self, 'rope_scaling', str(scaling))
     if self.eoi_token is not None and not (

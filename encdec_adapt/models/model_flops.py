@@ -104,9 +104,8 @@ def generation(
 def _without_states(stack: configs.StackConfig, length: int) -> int:
   """Returns the FLOPs of the last layer beside its keys and values."""
   heads = stack.heads * stack.head_dim
-  last = stack.layers - 1
-  weights = 2 * heads + _feed_forward(stack, last)
-  pairs = _pairs(stack, length, layer_windows(stack)[last:])
+  weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
+  pairs = _pairs(stack, length, layer_windows(stack)[-1:])
   return 2 * stack.width * weights * length + 4 * heads * pairs
 
 

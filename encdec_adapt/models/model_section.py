@@ -78,8 +78,7 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   Raises:
     UserError: names the key, its value and what it must be.
   """
-  own = {k: v for k, v in values.items() if k not in ('encoder', 'decoder')}
-  section = keys.make(ModelSection, own)
+  section = keys.make(ModelSection, values)
   common = dict(
     vocab_multiple=section.vocab_multiple, eoi_token=section.eoi_token
   )

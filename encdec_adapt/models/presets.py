@@ -8,6 +8,7 @@ soft-caps, theta and epsilon are `StackConfig`'s defaults, which are theirs.
 
 from collections.abc import Mapping
 import dataclasses
+import operator
 import types
 from typing import Any
 
@@ -185,16 +186,12 @@ def with_paper_widths(model: configs.ModelConfig) -> configs.ModelConfig:
   feed-forward, where each branch of the released models is as wide. Other
   stacks stay as they are.
   """
-
-  def is_size(stack: configs.StackConfig, size: str) -> bool:
-    """Returns whether a stack has the shape of a released size."""
-    names = ('layers', 'width', 'mlp_width', 'heads', 'head_dim')
-    return all(getattr(stack, n) == getattr(STACKS[size], n) for n in names)
-
+  shape = operator.attrgetter('layers', 'width', 'mlp_width', 'heads')
+  sizes = {shape(STACKS[size]) for size in ('s', 'b', 'l', 'xl')}
   changes = {
     name: dataclasses.replace(stack, mlp_width=stack.mlp_width // 2)
     for name, stack in model.stacks.items()
-    if any(is_size(stack, size) for size in ('s', 'b', 'l', 'xl'))
+    if shape(stack) in sizes
   }
   return dataclasses.replace(model, **changes)
 

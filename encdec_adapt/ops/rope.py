@@ -10,6 +10,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from encdec_adapt.cli import option_strings
+
 # The numbers of each kind of scaling, in the order of `Scaling.numbers`.
 NUMBERS = {
   'none': (),
@@ -41,18 +43,24 @@ class Scaling:
     """Parses the text of a scaling.
 
     Raises:
-      ValueError: an unknown kind, too few or too many numbers, one that is
-        not positive and finite, or a low factor not below the high one.
+      UserError: an unknown kind, too few or too many numbers, a number that
+        is not positive and finite, or a low factor not below the high one.
     """
-    kind, _, rest = text.partition(':')
-    numbers = tuple(float(number) for number in rest.split(',') if rest)
+    scaling = option_strings.Part('rope_scaling', text)
+    kind = scaling.partition(':')[0].text
+    numbers = tuple(
+      option.read(float, 'a number above 0', lambda n: 0 < n < math.inf)
+      for option in scaling.options()
+    )
     if (
       kind not in NUMBERS
       or len(numbers) != len(NUMBERS[kind])
-      or not all(0 < number < math.inf for number in numbers)
       or (kind == 'llama3' and numbers[1] >= numbers[2])
     ):
-      raise ValueError(f'{text!r} is not a kind of scaling and its numbers')
+      raise scaling.error(
+        "must be 'none', 'linear:FACTOR' or 'llama3:FACTOR,LOW,HIGH,LENGTH',"
+        ' with LOW below HIGH.'
+      )
     return cls(kind, numbers)
 
   def __str__(self) -> str:

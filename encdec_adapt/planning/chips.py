@@ -12,12 +12,11 @@ import dataclasses
 import importlib.util
 import math
 import os
-import re
 
 import jax
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.telemetry import peak_flops
 
 _GIB = 2**30
@@ -161,25 +160,28 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
   Raises:
     UserError: the chip is unknown, or its torus has other dimensions.
   """
-  name, _, extents = topology.partition(':')
-  chip = CHIPS.get(name)
+  part = option_strings.Part('the topology', topology)
+  name, dimensions = part.partition(':')
+  chip = CHIPS.get(name.text)
   if chip is None:
-    raise errors.UserError(
-      f'topology={topology} is not known; it is CHIP:EXTENTS with one of'
-      f' {", ".join(CHIPS)}, for example v5e:4x4, v5p:8x8x8 or h100:64.'
+    raise name.error(
+      f'must be one of {", ".join(CHIPS)}, as in v5e:4x4, v5p:8x8x8 or h100:64.'
     )
-  wanted = chip.dimensions or 1
-  if not re.fullmatch('x'.join([r'0*[1-9]\d*'] * wanted), extents, re.ASCII):
-    raise errors.UserError(
-      f'topology={topology}: {chip.name} has {wanted} dimension(s), each of at'
-      f' least 1 chip, such as {chip.name}:{"x".join(["4"] * wanted)}.'
+  extents, count = dimensions.divide('x'), chip.dimensions or 1
+  if len(extents) != count or not dimensions:
+    raise dimensions.error(
+      f'must have {count} dimension(s), as in {name.text}:'
+      f'{"x".join(["4"] * count)}.'
     )
   if hbm_gib:
     memory = hbm_gib * _GIB
     if chip.kind == 'tpu':
       memory = min(memory, chip.hbm_bytes)
     chip = dataclasses.replace(chip, hbm_bytes=memory)
-  return Slice(chip, tuple(int(n) for n in extents.split('x')), slices)
+  sizes = [
+    extent.read(int, 'at least 1 chip', lambda n: n > 0) for extent in extents
+  ]
+  return Slice(chip, tuple(sizes), slices)
 
 
 def slice_of(devices: Sequence[jax.Device]) -> Slice | None:

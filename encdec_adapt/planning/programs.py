@@ -224,7 +224,7 @@ def _train(job: Job) -> Program:
       'parameters': where.axes(arguments['parameters']),
       'optimizer': where.axes(arguments['optimizer']),
       'teacher': teacher.axes(arguments['teacher']) if teacher else {},
-      'batch': _batch_axes(arguments['batch']),
+      'batch': placement.batch_axes(arguments['batch']),
     },
     donated=('parameters', 'optimizer'),
     made={'gradients': [state.params] * gradients(job)},
@@ -254,7 +254,7 @@ def _evaluate(job: Job) -> Program:
     perplexity.Evaluator(where, job.loss.chunk).sums,
     {'parameters': params, 'batch': fields},
     lambda a: (a['parameters'], a['batch']),
-    {'parameters': where.axes(params), 'batch': _batch_axes(fields)},
+    {'parameters': where.axes(params), 'batch': placement.batch_axes(fields)},
     beside=_kept(job, phases.abstract()),
   )
 
@@ -360,8 +360,4 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)
     for name, value in rows.items()
   }
-  return _sharded(job, shapes, _batch_axes(shapes))
-
-
-def _batch_axes(fields: Mapping[str, jax.ShapeDtypeStruct]):
-  return {k: placement.batch_axes(v.shape) for k, v in fields.items()}
+  return _sharded(job, shapes, placement.batch_axes(shapes))

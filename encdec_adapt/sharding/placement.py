@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from encdec_adapt.sharding import rules as rules_lib
 
 Tree = Any
+# Logical axes by batch field, for fields other than rows of tokens.
+BatchAxes = Mapping[str, tuple[str | None, ...]]
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -108,23 +111,34 @@ def path_string(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def batch_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
-  """Returns logical axes of a batch field: rows and, if present, tokens."""
-  return ('batch', 'length')[: len(shape)]
+def batch_axes(
+  batch: Mapping[str, Any], declared: BatchAxes = types.MappingProxyType({})
+) -> dict[str, tuple[str | None, ...]]:
+  """Returns the logical axes of the fields of a batch.
+
+  Args:
+    batch: shaped fields.
+    declared: axes by field, where they are not rows and, if present, tokens.
+  """
+  common = ('batch', 'length')
+  return {
+    name: declared.get(name, common[: len(value.shape)])
+    for name, value in batch.items()
+  }
 
 
 def batch_sharding(
   mesh: Mesh | AbstractMesh,
   rules: rules_lib.Rules,
   batch: Mapping[str, Any],
+  declared: BatchAxes = types.MappingProxyType({}),
 ) -> dict[str, NamedSharding]:
-  """Returns shardings of a batch: rows over `batch`, tokens over `length`.
+  """Returns shardings of a batch by the axes that `batch_axes` returns.
 
   Raises:
     ValueError: the rows or the length of a field do not divide over the mesh.
   """
-  axes = {name: batch_axes(value.shape) for name, value in batch.items()}
-  return shardings(batch, axes, mesh, rules)
+  return shardings(batch, batch_axes(batch, declared), mesh, rules)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,13 +55,17 @@ class MetricWriter:
     """
     self.path = paths.at(folder) / FILE
     events = self.path.parent / EVENTS
-    try:
+    with disk.writing(self.path.parent):
       events.mkdir(parents=True, exist_ok=True)
-      self.evaluations, self.dropped = _drop_beyond(self.path, first_step)
-      self._lines = append_log.append(self.path)
+      self._log = append_log.Log(self.path)
+      self.evaluations, self.dropped, records = {}, [], []
+      for record in _records(self._log):
+        is_later = record['step'] > first_step
+        (self.dropped if is_later else records).append(record)
+        if record['kind'] == 'eval' and not is_later:
+          self.evaluations[record['step']] = _decode(record['loss'])
+      self._log.keep(records)
       self._events = _EventFile(events, first_step)
-    except OSError as error:
-      raise disk.cannot_write(self.path.parent, error) from error
 
   def __enter__(self) -> 'MetricWriter':
     return self
@@ -84,17 +88,14 @@ class MetricWriter:
     plain = {name: _plain(value) for name, value in values.items()}
     record = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **record}
-    line = json.dumps(record, allow_nan=False).encode() + b'\n'
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
       if isinstance(value, int | float)
     }
-    try:
-      self._lines.write(line)
+    self._log.write(record)
+    with disk.writing(self.path):
       self._events.write(step, scalars)
-    except OSError as error:
-      raise disk.cannot_write(self.path, error) from error
 
   def flush(self) -> None:
     """Writes everything through, so that SIGKILL loses nothing.
@@ -102,15 +103,13 @@ class MetricWriter:
     Raises:
       UserError: the disk is full, or gone.
     """
-    try:
-      self._lines.flush()
+    self._log.flush()
+    with disk.writing(self.path):
       self._events.flush()
-    except OSError as error:
-      raise disk.cannot_write(self.path, error) from error
 
   def close(self) -> None:
     """Closes the files."""
-    self._lines.close()
+    self._log.close()
     self._events.close()
 
 
@@ -127,7 +126,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   path = path / FILE if path.is_dir() else path
   return [
     {name: _decode(value) for name, value in record.items()}
-    for record, _ in _records(path)
+    for record in _records(append_log.Log(path))
   ]
 
 
@@ -170,51 +169,13 @@ class _EventFile:
     self._writer.close()
 
 
-def _drop_beyond(
-  path: paths.Path, step: int
-) -> tuple[dict[int, float], list[dict[str, Any]]]:
-  """Drops the records beyond a step.
-
-  Returns:
-    Step and loss of the evaluations that are kept, and the dropped records.
-  """
-  if not append_log.exists(path):
-    return {}, []
-  evaluations: dict[int, float] = {}
-  lines, dropped = [], []
-  for record, line in _records(path):
-    if record['step'] <= step:
-      if record['kind'] == 'eval':
-        evaluations[record['step']] = _decode(record['loss'])
-      lines.append(line)
+def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
+  """Yields the records of a log; warns of lines that are none."""
+  for record, place in log.lines:
+    if isinstance(record, dict) and {'kind', 'step'} <= record.keys():
+      yield record
     else:
-      dropped.append(record)
-  kept = b''.join(lines)
-  if kept != append_log.read(path):
-    append_log.replace(path, kept)
-  return evaluations, dropped
-
-
-def _records(path: paths.Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-  """Yields every complete record once, with its line."""
-  last: dict[str, int] = {}
-  lines = append_log.read(path).splitlines(keepends=True)
-  for number, line in enumerate(lines, 1):
-    if not line.endswith(b'\n'):
-      return
-    try:
-      record = json.loads(line)
-      kind, step = record['kind'], record['step']
-    except (ValueError, KeyError, TypeError):
-      print(
-        f'Warning: {path}: line {number} is not a record; ignored.',
-        file=sys.stderr,
-      )
-      continue
-    # A kill while the parts in a bucket were replaced leaves records twice.
-    if not paths.is_bucket(path) or step > last.get(kind, -1):
-      last[kind] = step
-      yield record, line
+      print(f'Warning: {place} is not a record; ignored.', file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

@@ -8,12 +8,11 @@ since the first start that went into steps that were kept.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import json
 import os
 import time
 from typing import Any
 
-from encdec_adapt.files import paths
+from encdec_adapt.files import append_log, paths
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
@@ -76,17 +75,16 @@ class Starts:
       clock: returns Unix seconds.
     """
     self._clock = clock
-    path = paths.at(folder) / STARTS
+    log = append_log.Log(paths.at(folder) / STARTS)
     start = {
       'unix_time': clock(),
       'step': step,
       'lost_steps': len(lost),
       'lost_seconds': sum(r.get(_PREFIX + 'total', 0.0) for r in lost),
     }
-    before = path.read_bytes() if path.exists() else b''
-    lines = before + json.dumps(start).encode() + b'\n'
-    paths.write(path, lines)
-    self._starts = [json.loads(line) for line in lines.splitlines()]
+    self._starts = [*(record for record, _ in log.lines if record), start]
+    log.keep(self._starts)
+    log.close()
 
   def goodput(self, seconds: float) -> dict[str, float]:
     """Returns the share of time that went into steps that were kept.

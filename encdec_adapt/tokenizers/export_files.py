@@ -7,6 +7,11 @@
 | SentencePiece unigram | Unigram with byte fallback                          |
 | bytes                 | BPE with byte fallback and no merges                |
 
+No tokenizer.json reads texts as a SentencePiece BPE model with both a space
+before every text and user-defined symbols: `tokenizers` puts the space after
+every symbol too, or not before a text that begins with one. Such a model is
+refused, by `check_convertible` before training.
+
 Two things differ from this package. `tokenizers` reads a U+2581 in a text as
 a space where the model is of SentencePiece. And a special token that is
 spelled out in a text becomes that token if the folder has a chat template,
@@ -22,6 +27,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Iterable, Mapping
 import json
 import pathlib
+import re
 from typing import Any
 
 import tokenizers
@@ -118,6 +124,36 @@ def check(
         _refuse(folder / JSON, one, ours, found)
 
 
+def check_convertible(one: vocabulary.Vocabulary) -> None:
+  """Refuses a vocabulary that no tokenizer.json can express.
+
+  Raises:
+    UserError: it is such a vocabulary; see the module's docstring.
+  """
+  if isinstance(one, sentencepiece_vocabulary.SentencePieceVocabulary):
+    _symbols(_read_proto(one.files[0]), one)
+
+
+def _symbols(proto: Any, one: vocabulary.Vocabulary) -> list[str]:
+  """Returns the names of a model's symbols that always match as a whole."""
+  symbols = [
+    piece.piece
+    for piece in proto.pieces
+    if piece.type == piece.USER_DEFINED
+    and piece.piece not in one.specials
+    and ' ' not in piece.piece  # SentencePiece looks for it after U+2581.
+  ]
+  is_bpe = proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM
+  if symbols and is_bpe and proto.normalizer_spec.add_dummy_prefix:
+    raise errors.UserError(
+      f'the vocabulary {one.path}, of SentencePiece BPE, puts a space before'
+      f' every text and has user-defined symbols ({symbols[0]!r}); a model'
+      ' trained with it cannot be exported, because no tokenizer.json has the'
+      ' same ids. Give a tokenizer.json as the vocabulary, or another model.'
+    )
+  return symbols
+
+
 def _refuse(
   path: pathlib.Path,
   one: vocabulary.Vocabulary,
@@ -186,16 +222,11 @@ def _from_sentencepiece(
     for piece in proto.pieces
     if piece.type == piece.NORMAL
   }
-  symbols = [
-    piece.piece
-    for piece in proto.pieces
-    if piece.type == piece.USER_DEFINED and piece.piece not in one.specials
-  ]
+  symbols = _symbols(proto, one)
   if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+    alphabet = set(''.join(scores))
     # As SentencePiece scores a symbol: better than any path through pieces.
-    best = max(scores.values())
-    for name in symbols:
-      scores[name] = best * len(name.encode()) - 0.1
+    scores |= {name: 0.1 * len(name.encode()) - 0.1 for name in symbols}
     symbols = []
     tokenizer = tokenizers.Tokenizer(
       models.Unigram(
@@ -204,6 +235,21 @@ def _from_sentencepiece(
         byte_fallback=True,
       )
     )
+    # A character that no piece has scores even less than `_NEVER`, so a name
+    # with one would match. Nothing spans such a character: texts are split
+    # there, wherever it stands in a name.
+    cuts = [
+      (re.escape(name[: i + 1]), re.escape(name[i + 1 :]), re.escape(x))
+      for name in sorted(ids.keys() - scores.keys())
+      for i, x in enumerate(name)
+      if x not in alphabet
+    ]
+    if cuts:
+      names = '|'.join(f'(?<={start})(?={end})' for start, end, _ in cuts)
+      characters = ''.join(sorted({x for *_, x in cuts}))
+      tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(f'[{characters}](?:{names})'), 'isolated'
+      )
   else:
     tokenizer = _bpe(ids, _merges(scores), unk_token=one.piece(one.unk))
   spec = proto.normalizer_spec

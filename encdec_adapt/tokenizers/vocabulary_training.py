@@ -53,10 +53,8 @@ def train_vocabulary(
   """
   path = paths.at(path)
   data = _train(texts, path, size, max_bytes)
-  try:
+  with disk.writing(path):
     paths.write(path, data)
-  except OSError as error:
-    raise disk.cannot_write(path, error) from None
   return sentencepiece_vocabulary.SentencePieceVocabulary(path)
 
 

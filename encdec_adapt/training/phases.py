@@ -10,6 +10,7 @@ shared count would multiply its first updates.
 from collections.abc import Iterable
 import dataclasses
 import re
+import types
 from typing import Any
 
 import jax
@@ -87,6 +88,7 @@ class Phases:
     optimizer: optimizers.OptimizerConfig,
     train: train_section.TrainConfig,
     teacher: build.Model | None = None,
+    axes: placement.BatchAxes = types.MappingProxyType({}),
   ):
     """Assigns parameters to groups; nothing is compiled yet.
 
@@ -96,6 +98,7 @@ class Phases:
       optimizer: section `optimizer`.
       train: section `train`.
       teacher: decoder-only model to distill from.
+      axes: logical axes of batch fields, see `placement.batch_axes`.
 
     Raises:
       UserError: see `warmup_groups`.
@@ -103,7 +106,7 @@ class Phases:
     self.where = where
     self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
     self.groups = warmup_groups(where.model.table, train.cross_attention_warmup)
-    self._loss, self._teacher = loss, teacher
+    self._loss, self._teacher, self._axes = loss, teacher, axes
     self._microbatches, self._dropout = train.microbatches, train.dropout
 
   def begins(self, step: int) -> bool:
@@ -217,6 +220,7 @@ class Phases:
       self._microbatches,
       self._teacher,
       self._dropout,
+      self._axes,
     )
 
   def _shardings(self, shape: optimizers.GroupState) -> optimizers.GroupState:

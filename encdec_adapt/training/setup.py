@@ -27,7 +27,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import export_files, vocabularies
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import train_section
 
@@ -186,13 +186,16 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
     data: section `data` of the configuration.
 
   Raises:
-    UserError: one is missing or damaged, or has more tokens than the model's
-      table has rows.
+    UserError: one is missing or damaged, has more tokens than the model's
+      table has rows, or could not be exported.
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabularies.exists(choice.decoder):
     return
-  for note in choice.open().check_tables(data.table_sizes):
+  opened = choice.open()
+  for vocabulary in {*opened.sides.values()}:
+    export_files.check_convertible(vocabulary)
+  for note in opened.check_tables(data.table_sizes):
     if distributed.is_lead():
       print(f'note: {note}')
 

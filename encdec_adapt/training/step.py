@@ -1,6 +1,7 @@
 """The jitted training step: microbatches, clipping, guarded update."""
 
 from collections.abc import Callable, Mapping
+import types
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ def make_train_step(
   microbatches: int = 1,
   teacher: build.Model | None = None,
   dropout: float = 0.0,
+  axes: placement.BatchAxes = types.MappingProxyType({}),
 ) -> StepFunction:
   """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
 
@@ -45,6 +47,7 @@ def make_train_step(
     teacher: decoder-only model to distill from.
     dropout: rate of dropout; above 0 the state has a key, from which every
       step and microbatch draws its own masks.
+    axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
@@ -82,7 +85,7 @@ def make_train_step(
         key = jax.random.fold_in(state.dropout_key, state.step)
         keys = jax.random.split(key, microbatches)
       gradients, sums = _accumulate(
-        objective, trained, batch, keys, microbatches, places
+        objective, trained, batch, keys, microbatches, places, axes
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
@@ -143,7 +146,7 @@ def _tokens(batch):
   return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
 
 
-def _accumulate(objective, trained, batch, keys, microbatches, places):
+def _accumulate(objective, trained, batch, keys, microbatches, places, axes):
   """Sums gradients and losses over microbatches, in fp32.
 
   `keys` is an array with a random key for each, or None.
@@ -170,8 +173,8 @@ def _accumulate(objective, trained, batch, keys, microbatches, places):
   def body(carry, one):
     """Adds the gradients and sums of one microbatch."""
     part, key = one
-    names = ('batch', 'length')
-    part = {k: partition.shard(v, *names[: v.ndim]) for k, v in part.items()}
+    names = placement.batch_axes(part, axes)
+    part = {k: partition.shard(v, *names[k]) for k, v in part.items()}
     gradients, sums = grad(trained, part, key)
     before, sums_before = carry
     gradients = jax.tree.map(jnp.add, before, place(gradients))
@@ -221,7 +224,9 @@ def _apply(state, flat, gradients, norm, trainable, optimizer, where):
 
 
 def place_batch(
-  batch: Mapping[str, Any], where: state_lib.Placement
+  batch: Mapping[str, Any],
+  where: state_lib.Placement,
+  axes: placement.BatchAxes = types.MappingProxyType({}),
 ) -> dict[str, Array]:
   """Makes global arrays of a process's rows, sharded over the mesh.
 
@@ -229,6 +234,7 @@ def place_batch(
     batch: for every field the rows that this process's devices hold, in the
       order of `placement.RowShards.rows`.
     where: mesh and rules.
+    axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Raises:
     ValueError: rows or length do not divide over the mesh.
@@ -241,7 +247,7 @@ def place_batch(
     )
     for name, value in batch.items()
   }
-  shardings = placement.batch_sharding(where.mesh, where.rules, shapes)
+  shardings = placement.batch_sharding(where.mesh, where.rules, shapes, axes)
 
   def place(name):
     """Makes the global array of a field."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.cli import errors, keys, option_strings
 
 # Names of evaluators that are no tasks.
 LOSS, SAMPLES = 'loss', 'samples'
@@ -94,19 +94,20 @@ class TrainConfig:
   @property
   def intervals(self) -> dict[str, int]:
     """Steps between two runs of each evaluator, by its name."""
-    found = {}
-    for part in self.evaluators.split(','):
-      name, _, every = part.strip().rpartition('=')
-      if not name or not every.isdecimal() or not int(every) or name in found:
-        raise errors.UserError(
-          f'config.train.evaluators is {self.evaluators!r}; it must be'
-          " NAME=STEPS,.., each name once, such as 'loss=100,samples=500'."
+    intervals: dict[str, int] = {}
+    for name, steps in option_strings.things(
+      'config.train.evaluators', self.evaluators, ',', mark='='
+    ):
+      if not name or not steps or steps % 1 or name.text in intervals:
+        raise name.error(
+          "must be NAME=STEPS, each name once, as in 'loss=100,samples=500'."
         )
-      found[name] = int(every)
-    if LOSS not in found or any(x % found[LOSS] for x in found.values()):
+      intervals[name.text] = int(steps)
+    every = intervals.get(LOSS)
+    if not every or any(steps % every for steps in intervals.values()):
       raise errors.UserError(
         f'config.train.evaluators is {self.evaluators!r}; it must have'
         f' {LOSS}=STEPS, and the steps of the others must be multiples of'
         ' those.'
       )
-    return found
+    return intervals

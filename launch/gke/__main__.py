@@ -16,9 +16,9 @@
   python3 -m launch.gke delete_cluster --cluster=pod --zone=us-west4-a
 
 A pod that gets SIGTERM saves and exits with status 75, and the JobSet restarts
-it on the next machines, as after SIGKILL, up to --max_restarts times; bad input
-and exceptions end the job. A pod has --grace_seconds to stop, 15 s when a spot
-machine is reclaimed.
+it on the next machines, as after SIGKILL and a hang (76), up to --max_restarts
+times in all; bad input and exceptions end the job. A pod has --grace_seconds to
+stop, 15 s when a spot machine is reclaimed.
 
 Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl, and docker with
 buildx.

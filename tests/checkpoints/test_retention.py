@@ -27,7 +27,7 @@ def test_what_is_kept_for_ever_and_what_is_being_written_count(
   there, saves, most
 ):
   kept = checkpoint_section.CheckpointConfig(keep=2, keep_every=3)
-  assert kept.most(there, saves) == most
+  assert kept.peak_count(there, saves) == most
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_the_best_is_one_more_than_the_newest(there, saves, most):
   kept = checkpoint_section.CheckpointConfig(
     keep=2, keep_every=3, keep_best=True
   )
-  assert kept.most(there, saves) == most
+  assert kept.peak_count(there, saves) == most

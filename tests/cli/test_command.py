@@ -1,10 +1,12 @@
 """Commands with subcommands; those with flags only are in tests/e2e."""
 
 import functools
+import json
 
 from absl import flags
 import pytest
 
+from encdec_adapt import evaluate, generate, train
 from encdec_adapt.cli import command, errors
 
 
@@ -51,3 +53,24 @@ def test_flags_before_and_after_operands(argv, status):
 def test_bad_arguments_are_named(argv, words):
   with pytest.raises(errors.UserError, match=words):
     run(argv)
+
+
+PROCESSES = {'coordinator', 'processes', 'process', 'start_seconds'}
+
+
+@pytest.mark.parametrize(
+  'main, flags, free',
+  [
+    (train, ['--config=configs/base.py', '--config.seed=3'], set()),
+    (evaluate, ['--checkpoint=a', '--limit=3'], set()),
+    (generate, ['--checkpoint=a'], {'prompt', 'prompts', 'output'}),
+  ],
+)
+def test_processes_agree_on_every_flag_but_their_own(main, flags, free):
+  values = command.parse(main.define_flags, [*flags, '--process=1'])
+  agreed = command.agreed(values)
+  names = {name for name in values if '.' not in name} - {'h', 'help'}
+  assert names - agreed.keys() == free | PROCESSES
+  assert json.loads(json.dumps(agreed))
+  if main is train:
+    assert agreed['config']['seed'] == 3

@@ -33,14 +33,14 @@ def vocabulary(sentinels=96, **changes):
 
 def make(name, encoder, decoder, *, sentinels=96, **options):
   """Makes an objective for rows of these lengths."""
-  return objective_names.make_objective(
-    name, batch.Lengths(encoder, decoder), vocabulary(sentinels), **options
+  return objective_names.parse_one(name).make(
+    batch.Lengths(encoder, decoder), vocabulary(sentinels), **options
   )
 
 
 def make_fitting(name, length=48, **options):
   """Makes an objective for rows with the sides that it fills."""
-  feeds = objective_names.feeds(name)
+  feeds = objective_names.parse_one(name).feeds
   sides = [length * (feeds in (one, 'pair')) for one in ('encoder', 'decoder')]
   return make(name, *sides, **options)
 

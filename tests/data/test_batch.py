@@ -215,7 +215,7 @@ def test_each_side_is_framed_with_its_own_ids():
 
 
 def test_a_pair_costs_what_the_longer_prefix_takes():
-  assert [batch.positions(pair, LENGTHS) for pair in SPLIT] == [(4, 2), (2, 2)]
-  assert batch.positions(ROW[0], LENGTHS) == (4, 3)
-  assert batch.positions(ROW[0], batch.Lengths(0, 6)) == (0, 3)
-  assert batch.positions(ROW[0], batch.Lengths(8, 0)) == (4, 0)
+  assert [pair.positions(LENGTHS) for pair in SPLIT] == [(4, 2), (2, 2)]
+  assert ROW[0].positions(LENGTHS) == (4, 3)
+  assert ROW[0].positions(batch.Lengths(0, 6)) == (0, 3)
+  assert ROW[0].positions(batch.Lengths(8, 0)) == (4, 0)

@@ -2,7 +2,7 @@
 
 import json
 
-from encdec_adapt.data import contamination, mixtures
+from encdec_adapt.data import contamination, mixtures, text_sources
 from encdec_adapt.data.document_source import Document
 
 
@@ -24,33 +24,42 @@ def test_a_text_is_kept_where_it_comes_first(tmp_path):
   assert found == ['x', 'y']
 
 
-def test_runs_of_thirteen_words_are_found():
+def test_runs_of_thirteen_words_are_found(tmp_path):
   numbers = [f'word{i}' for i in range(40)]
   training = [Document('t', ' '.join(numbers))]
-  evaluation = {
-    'long': [
-      Document('in', 'Before. ' + ', '.join(numbers[5:18]).upper() + '!'),
-      Document('12 words', 'other ' + ' '.join(numbers[5:17]) + ' other'),
-    ],
-    'short': [Document('in', 'word3 word4'), Document('out', 'word4 word3')],
-  }
-  long, short = contamination.report(training, evaluation).splitlines()
-  assert long.startswith('long: 1 of 2 examples') and long.endswith(': in')
-  assert short.startswith('short: 1 of 2 examples') and short.endswith(': in')
+  long, short = tmp_path / 'long', tmp_path / 'short'
+  long.write_text(
+    f'other {" ".join(numbers[5:17])} other\n\n'
+    f'Before. {", ".join(numbers[5:18]).upper()}!\n'
+  )
+  short.write_text('word3 word4\nword4 word3\n')
+  sources = [
+    text_sources.open_source(f'text:{file}#lines') for file in (long, short)
+  ]
+  assert contamination.report(training, sources) == '\n'.join(
+    f'text:{file}#lines: 1 of 2 examples share 13 words with the training text:'
+    f' {file}, line {line}'
+    for file, line in ((long, 3), (short, 1))
+  )
 
 
 def test_pairs_and_conversations_are_searched_as_text(tmp_path):
   words = [f'word{i}' for i in range(14)]
   text = '\n'.join(words)
   (tmp_path / 'a.jsonl').write_text(json.dumps({'q': 'x', 'a': text}))
-  messages = [{'role': 'user', 'content': text}]
+  messages = [{'role': 'user'}, {'role': 'user', 'content': text}]
   (tmp_path / 'b.jsonl').write_text(json.dumps({'messages': messages}))
-  (tmp_path / 'c.jsonl').write_text(json.dumps({'text': text}))
-  names = ('pairs:{}/a.jsonl#q,a', 'chat:{}/b.jsonl', 'jsonl:{}/c.jsonl')
+  (tmp_path / 'c.jsonl').write_text(json.dumps({'text': text, 'tags': words}))
+  names = (
+    'pairs:{0}/a.jsonl#q,a',
+    'chat:{0}/b.jsonl',
+    'jsonl:{0}/c.jsonl',
+    'labels:{0}/c.jsonl#tags,tags',
+  )
   plain = [
     part.source.plain(document)
     for name in names
     for part in mixtures.open_parts(name.format(tmp_path))
     for document in part.source.documents()
   ]
-  assert [one.text for one in plain] == [f'x\n{text}', text, text]
+  assert [one.text for one in plain] == [f'x\n{text}', text, text, text]

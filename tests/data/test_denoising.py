@@ -194,8 +194,12 @@ def test_limit_segment_ends_windows_before_sentinels_run_out():
 
 def test_extend_vocabulary_uses_new_sentinels_only():
   name, lengths = 'denoise:-:3:0.5', cases.batch.Lengths(40, 40)
-  needed = objective_names.added_sentinels(name, 'extend_vocabulary', lengths)
-  assert objective_names.added_sentinels(name, 'recycle', lengths) == 0
+  needed = objective_names.parse_one(name).added_sentinels(
+    'extend_vocabulary', lengths
+  )
+  assert (
+    objective_names.parse_one(name).added_sentinels('recycle', lengths) == 0
+  )
   objective = cases.make(
     name, 40, 40, sentinels=3 + needed, sentinel_policy='extend_vocabulary'
   )
@@ -210,7 +214,7 @@ def test_vocabularies_without_sentinels_are_refused():
   bare = cases.vocabulary(0, mode_ids={})
   for name in ('ul2', 'span_corruption'):
     with pytest.raises(errors.UserError, match='no sentinels and mode tokens'):
-      objective_names.make_objective(name, cases.batch.Lengths(64, 64), bare)
-  objective_names.make_objective(
-    'denoise:-:uniform', cases.batch.Lengths(64, 64), bare
+      objective_names.parse_one(name).make(cases.batch.Lengths(64, 64), bare)
+  objective_names.parse_one('denoise:-:uniform').make(
+    cases.batch.Lengths(64, 64), bare
   )

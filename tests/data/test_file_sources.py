@@ -13,7 +13,7 @@ import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import document_source, text_sources
-from encdec_adapt.files import paths
+from encdec_adapt.files import paths, text_lines
 
 
 def _write(folder, **files):
@@ -67,7 +67,7 @@ def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
   paths.write(f'{bucket}/text/a.jsonl', b'{"text": "b"}')
   changed = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
   assert changed.fingerprint() != first
-  with pytest.raises(errors.UserError, match='absent.* in its bucket'):
+  with pytest.raises(errors.UserError, match='no file matches .*absent'):
     text_sources.open_source(f'text:{bucket}/absent/*')
   with pytest.raises(errors.UserError, match=f'cannot be listed: {bucket}/a'):
     text_sources.open_source(f'text:{bucket}/a**/x')
@@ -132,6 +132,34 @@ def test_jsonl_refuses(tmp_path, line, message):
     list(text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
 
 
+def test_only_the_byte_order_mark_of_a_file_is_dropped(tmp_path):
+  file = tmp_path / 'a.txt'
+  file.write_text('\ufeffx\n\ufeffx\n\n\ufeff\n')
+  for unit, texts in (
+    ('', ['x\n\ufeffx\n\n\ufeff\n']),
+    ('#paragraphs', ['x\n\ufeffx', '\ufeff']),
+    ('#lines', ['x', '\ufeffx', '\ufeff']),
+  ):
+    documents = text_sources.open_source(f'text:{file}{unit}').documents()
+    assert [one.text for one in documents] == texts
+  lines = text_lines.read(str(file)).values()
+  assert '|'.join(lines) == 'x|\ufeffx||\ufeff'
+  # In a string U+FEFF is text; outside of one it is not JSON.
+  file.write_text('\ufeff{"text": "\ufeffx"}\n\ufeff{"text": "x"}')
+  templates = tmp_path / 'a.yaml'
+  templates.write_text('templates: {a: {name: a, jinja: "{{text}} ||| b"}}')
+  for name, text in (
+    (f'jsonl:{file}', '\ufeffx'),
+    (f'prompts:{file}#{templates}', '["\ufeffx", "b"]'),
+  ):
+    documents = text_sources.open_source(name).documents()
+    assert next(documents).text == text
+    with pytest.raises(errors.UserError, match='line 2.* BOM'):
+      next(documents)
+  with pytest.raises(errors.UserError, match='line 2 is not JSON .* BOM'):
+    text_lines.read_json(str(file))
+
+
 def test_sources_of_pairs_and_conversations(tmp_path):
   file = tmp_path / 'a.jsonl'
   file.write_text('{"q": "\u00e9?", "a": "b", "turns": []}\n')
@@ -140,7 +168,7 @@ def test_sources_of_pairs_and_conversations(tmp_path):
   (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
   assert json.loads(chat.text) == []
   for name, words in (
-    (f'pairs:{file}#q', 'name two fields'),
+    (f'pairs:{file}#q', 'must be two fields'),
     (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
     (f'chat:{file}', "line 1, .*a list in 'messages'"),
     (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
@@ -184,7 +212,7 @@ def _documents(name, max_bytes=0, shards=1):
 @hypothesis.settings(deadline=None, max_examples=150)
 @hypothesis.given(
   files=strategies.lists(
-    strategies.text('a\u00e9 \r\n\t', max_size=60), min_size=1, max_size=4
+    strategies.text('a\ufeff \r\n\t', max_size=60), min_size=1, max_size=4
   ),
   unit=strategies.sampled_from(['', '#lines', '#paragraphs']),
   shards=strategies.integers(2, 12),

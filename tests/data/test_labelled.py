@@ -17,7 +17,7 @@ LETTERS = types.SimpleNamespace(
 
 def _make(name, length=16):
   lengths = batch.Lengths(length, 0)
-  return objective_names.make_objective(name, lengths, LETTERS)
+  return objective_names.parse_one(name).make(lengths, LETTERS)
 
 
 def _pairs(objective, *contents):

@@ -23,6 +23,7 @@ from encdec_adapt.data import (
   shard_jobs,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+from tests import tiny
 
 DOCUMENTS = 40
 
@@ -198,7 +199,14 @@ def no_examples(job):
 def test_refusals_write_nothing(text, tmp_path):
   with pytest.raises(errors.UserError, match="no rows for split 'train'"):
     make(text, tmp_path / 'empty', read=no_examples)
-  assert not (tmp_path / 'empty' / 'manifest.json').exists()
+  dropping = lambda job: job.counts.update(dropped=9) or ()  # noqa: E731
+  words = 'all 27 examples .* row .*_length=24 .*_length=16.* too_long=truncate'
+  with pytest.raises(errors.UserError, match=words):
+    make(text, tmp_path / 'long', read=dropping)
+  assert not list(tmp_path.glob('*/manifest.json'))
+  with pytest.raises(errors.UserError, match='encoder_length=1 .* least 2 and'):
+    make(text, tmp_path / 'short', read=None, encoder_length=1)
+  assert not list(tmp_path.glob('short/*/*'))
   with pytest.raises(errors.UserError, match='no file matches'):
     make(text, tmp_path / 'new', source='text:/nowhere/*.txt')
   assert not (tmp_path / 'new').exists()
@@ -354,3 +362,23 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
   # All but those that are held out.
   assert ' of 5 examples share 13 words' in shown
   assert shown.count('row 0: ') == 2 and '<mask>' in shown
+
+
+@pytest.mark.multiproc
+@pytest.mark.long
+def test_a_bad_document_ends_the_command_with_one_paragraph(
+  tmp_path, monkeypatch
+):
+  # TensorFlow logs as it does for users.
+  monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL')
+  (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"body": 1}\n' * 2)
+  flags = f'source=jsonl:{tmp_path}/a.jsonl vocabulary=bytes eval_fraction=0.5'
+  ended = tiny.run(
+    'materialize',
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}',
+    *(f'--config.data.{flag}' for flag in flags.split()),
+  )
+  assert ended.returncode == 2
+  assert ended.stderr.count('\n') == 1, ended.stderr
+  assert 'a.jsonl, line ' in ended.stderr

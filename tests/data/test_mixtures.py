@@ -1,11 +1,12 @@
 """Mixtures: what a text names, and which documents a pass draws."""
 
 import collections
+import itertools
 
 import pytest
 
 from encdec_adapt.cli import errors
-from encdec_adapt.data import mixtures, text_sources
+from encdec_adapt.data import document_source, mixtures, text_sources
 
 COUNT = 300
 
@@ -48,10 +49,11 @@ def test_names_and_weights(text, expected):
 @pytest.mark.parametrize(
   'text, message',
   [
-    ('python@0', "source 'python@0': weight 0 after the @ .* above 0"),
-    ('python + text:x@-2', "source 'text:x@-2': weight -2"),
-    ('python@nan', 'weight nan'),
-    ('python@2 + python', "'python' is named twice .* sum of the weights"),
+    ('python@0', "'python@0' at column 1 has weight 0 after the @; .* above 0"),
+    (
+      'python@2 + python',
+      "'python' at column 12 is named twice",
+    ),
     ('python@two', "source 'python@two': not a source"),
     ('python + ', "source '': not a source"),
   ],
@@ -150,3 +152,40 @@ def test_pieces_of_a_few_documents_are_held_out(tmp_path):
     one.id for one in part.documents(mixtures.Draw('train', 0.9, seed=1))
   }
   assert names <= {'a.txt', 'b.txt', 'c.txt'}
+
+
+@pytest.mark.parametrize(
+  'line, end',
+  [
+    ('a short line\n', '\n'),
+    ('a word, ' * 600 + '\n', '\n'),
+    ('a word ', ' '),
+    ('\u5b57', '\u5b57'),
+  ],
+)
+def test_a_long_text_without_empty_lines_is_cut(tmp_path, line, end):
+  text = line * (400_000 // len(line))
+  (tmp_path / 'a.txt').write_text(text)
+  (part,) = mixtures.open_parts(f'text:{tmp_path}/*.txt')
+  pieces = {}
+  for shard, split in itertools.product(range(3), ('train', 'eval')):
+    draw = mixtures.Draw(split, 0.2, seed=4)
+    documents = list(part.documents(draw, shard, 3))
+    assert documents
+    pieces |= {int(one.id.split(':')[1]): one.text for one in documents}
+  texts = [pieces[i] for i in range(1, len(pieces) + 1)]
+  assert ''.join(texts) == text
+  assert all(x.endswith(end) and 4000 <= len(x) < 12_000 for x in texts[:-1])
+
+
+def test_texts_with_empty_lines_are_cut_there(tmp_path):
+  # As they were before other texts were cut: records are made of these.
+  parts = [
+    'x' * 4000 + 'y\n' * 3999 + '\n',
+    'z' * 9000 + '\n \n',
+    'end\n' * 1500,
+  ]
+  (tmp_path / 'a.txt').write_text(''.join(parts))
+  source = text_sources.open_source(f'text:{tmp_path}/*.txt')
+  pieces = document_source.Pieces(source).documents()
+  assert [one.text for one in pieces] == parts

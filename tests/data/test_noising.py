@@ -171,10 +171,10 @@ def test_meap_masks_its_share_of_short_windows_on_average():
 def test_special_tokens_that_are_missing_are_named():
   bare = cases.vocabulary(0, mask=None)
   with pytest.raises(errors.UserError, match='neither a mask token nor'):
-    objective_names.make_objective('bart', batch.Lengths(9, 9), bare)
+    objective_names.parse_one('bart').make(batch.Lengths(9, 9), bare)
   # The last sentinel is the mask of a vocabulary that has none.
   some = cases.vocabulary(3, mask=None)
-  objective = objective_names.make_objective('mass', batch.Lengths(9, 9), some)
+  objective = objective_names.parse_one('mass').make(batch.Lengths(9, 9), some)
   (pair,) = cases.pairs(objective, WINDOW[:6])
   assert (pair.inputs == cases.C).sum() == 3
   with pytest.raises(errors.UserError, match='add_sentinels to'):

@@ -100,7 +100,7 @@ def test_two_uniform_windows_of_a_stream_fill_a_row(lengths, window):
   rows = list(packing.pack_pairs(pairs, objective.lengths))
   assert len(rows) == -(-len(pairs) // 2)
   fill = [
-    sum(batch.positions(pair, objective.lengths)[side] for pair in pairs)
+    sum(pair.positions(objective.lengths)[side] for pair in pairs)
     / (len(rows) * length)
     for side, length in enumerate(lengths)
   ]
@@ -207,29 +207,39 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     (('causal_lm', 8, 8), 'encoder_length is 8; it must be 0'),
     (('prefix_lm', 0, 8), 'encoder_length is 0; it must be above 0'),
     (('bert', 8, 8), 'decoder_length is 8; it must be 0'),
-    (('prefix_lm', 8, 1), 'no window fits encoder length 8 and decoder'),
-    (('ul2', 2, 8), 'no window fits encoder length 2 and decoder'),
-    (('ul3', 8, 8), "objective is 'ul3'; must be one of causal_lm, full_lm"),
-    (('bart:shares=0.2', 8, 8), "'shares=0.2' is not an option of bart"),
+    (('prefix_lm', 8, 1), 'decoder_length=1; they must be at least 8 and 2$'),
+    (('ul2', 2, 8), 'encoder_length=2 and .* at least 3 and 8$'),
+    (('causal_lm', 0, 1), 'decoder_length=1; they must be at least 0 and 2$'),
+    (('ul3', 8, 8), "objective is 'ul3'; .* must be one of causal_lm, full_lm"),
+    (
+      ('bart:shares=0.2', 8, 8),
+      "'shares=0.2' at column 6 is not an option",
+    ),
     (('deshuffle:share=0.2', 8, 8), 'not an option of deshuffle'),
     (
       ('bart:share=2', 8, 8),
-      "'share=2' is not an option of bart; it has .*between 0",
+      "'2' at column 12 must be as in share=.*between 0",
     ),
     (('causal_lm:concatenate=false', 0, 8), 'concatenate=false'),
-    (('denoise:R:3:0.15@inf', 8, 8), 'WEIGHT above 0'),
+    (('denoise:R:3:0.15@inf', 8, 8), 'weight inf .*above 0'),
     (
       ('prefix_lm_uniform:concatenate', 3, 8),
-      'no window fits encoder length 3',
+      'must be at least 4 and 8',
     ),
-    (('pairs:separator="a', 8, 8), """'separator="a' is not an option"""),
-    (('pairs:prefix=', 8, 8), "'prefix=' is not an option of pairs"),
-    (('bart:share=x', 8, 8), "'share=x' is not an option"),
-    (('meap:span=0', 0, 8), "'span=0' is not an option of meap"),
-    (('denoise:R:3', 8, 8), "'R:3': must be MODE:MEAN:DENSITY"),
-    (('denoise:Q:3:0.1', 8, 8), "'Q:3:0.1': must be"),
-    (('denoise:R:0.5:0.1', 8, 8), 'MEAN at least 1'),
-    (('denoise:R:3:0.15@0', 8, 8), 'WEIGHT above 0'),
+    (('pairs:separator="a', 8, 8), """'"a' at column 17 must be"""),
+    (
+      ('pairs:prefix=', 8, 8),
+      "'prefix=' at column 7 is not an option",
+    ),
+    (('bart:share=x', 8, 8), "'x' at column 12 must be"),
+    (('meap:span=0', 0, 8), "'0' at column 11 must be as in span="),
+    (('denoise:R:3', 8, 8), "'R:3' at column 1 must be MODE:MEAN:DENSITY"),
+    (('denoise:Q:3:0.1', 8, 8), "'Q:3:0.1' at column 1 must be"),
+    (
+      ('denoise:R:0.5:0.1', 8, 8),
+      "'0.5' at column 3 must be a MEAN",
+    ),
+    (('denoise:R:3:0.15@0', 8, 8), 'weight 0 .*above 0'),
   ],
 )
 def test_refuses(arguments, message):
@@ -242,13 +252,13 @@ def test_refuses(arguments, message):
   [
     n
     for n in objective_names.NAMES
-    if n != 'denoise' and objective_names.asked(n)
+    if n != 'denoise' and objective_names.parse_one(n).hidden_shares
   ],
 )
 def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
   cases.pairs(objective, np.arange(500, 1000).repeat(100))
-  asked = objective_names.asked(name)
+  asked = objective_names.parse_one(name).hidden_shares
   counts = [
     [objective.counts[f'{noise}: {what}'] for noise in asked]
     for what in ('windows', 'tokens', 'hidden')
@@ -276,5 +286,6 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   ],
 )
 def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
-  assert objective_names.split(text) == names
-  assert [*map(objective_names.separator, names)] == separators
+  parsed = objective_names.parse(text)
+  assert [part.text for part in parsed] == names
+  assert [part.separator for part in parsed] == separators

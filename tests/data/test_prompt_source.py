@@ -49,6 +49,20 @@ def test_every_row_in_every_template(files):
   assert source.fingerprint() == text_sources.open_source(files).fingerprint()
 
 
+def test_bars_in_a_row_are_text(tmp_path):
+  (tmp_path / 't.yaml').write_text(
+    'templates: {a: {name: a, jinja: "{% if n %}{{q}} ||| {{nested[0].x}}, '
+    '{{answer_choices[n]}}{% endif %}", '
+    'answer_choices: \'{{choices | join("|||")}}\'}}'
+  )
+  row = {'n': 1, 'q': 'a|||b', 'nested': [{'x': 'c ||| d'}]}
+  row['choices'] = ['no|||', 'x ||| yes']
+  (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+  name = f'prompts:{tmp_path}/a.jsonl#{tmp_path}/t.yaml'
+  (document,) = text_sources.open_source(name).documents()
+  assert json.loads(document.text) == ['a|||b', 'c ||| d, x ||| yes']
+
+
 def test_templates_and_rows_that_do_not_fit_are_named(files, tmp_path):
   (tmp_path / 'rows.jsonl').write_text('{"a": 1, "label": 0}')
   with pytest.raises(
@@ -58,7 +72,7 @@ def test_templates_and_rows_that_do_not_fit_are_named(files, tmp_path):
   (tmp_path / 't.yaml').write_text('templates: 3')
   with pytest.raises(errors.UserError, match='not a file of prompt templates'):
     text_sources.open_source(files)
-  with pytest.raises(errors.UserError, match='name a file of templates'):
+  with pytest.raises(errors.UserError, match='must be a file of templates'):
     text_sources.open_source(files.partition('#')[0])
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from encdec_adapt.data import batch, row_codec
+from encdec_adapt.data import batch, objectives, row_codec
 
 
 def _ints(*values):
   return np.array(values, np.int32)
 
 
+MAKER = objectives.PrefixLM
 ROW = [batch.Pair(_ints(101), _ints(1, 5))]
 
 
@@ -20,13 +21,13 @@ def test_the_bytes_of_a_row_are_as_documented():
   ]
   u4 = lambda *values: b''.join(v.to_bytes(4, 'little') for v in values)  # noqa: E731
   ids = '[["a", "\u00e9"], []]'.encode()
-  assert row_codec.encode_row(row) == (
+  assert row_codec.encode_row(row, MAKER) == (
     u4(2, 2, 0b11, len(ids), 1, 2, 0, 1)
     + b'\x02\x01\x03\x00\x04\x00\x05\x00'
     + ids
   )
   row[0].targets[0] = 65536
-  assert row_codec.encode_row(row) == (
+  assert row_codec.encode_row(row, MAKER) == (
     u4(4, 2, 0b11, len(ids), 1, 2, 0, 1, 258, 65536, 4, 5) + ids
   )
 
@@ -34,7 +35,7 @@ def test_the_bytes_of_a_row_are_as_documented():
 @pytest.mark.parametrize('cut', [0, 3, 9, -1])
 def test_bytes_that_are_no_row_are_refused(cut):
   with pytest.raises(ValueError, match='are not a row'):
-    row_codec.decode_row(row_codec.encode_row(ROW)[:cut])
+    row_codec.decode_row(row_codec.encode_row(ROW, MAKER)[:cut], MAKER)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_bytes_that_are_no_row_are_refused(cut):
   ],
 )
 def test_rows_come_back(row):
-  found = row_codec.decode_row(row_codec.encode_row(row))
+  found = row_codec.decode_row(row_codec.encode_row(row, MAKER), MAKER)
   for pair, other in zip(found, row, strict=True):
     assert pair.documents == other.documents
     for field, same in zip(pair[:-1], other[:-1], strict=True):
@@ -68,5 +69,5 @@ def test_rows_come_back(row):
 
 
 def test_pairs_of_a_row_have_the_same_fields():
-  with pytest.raises(ValueError, match='different fields'):
-    row_codec.encode_row([ROW[0], ROW[0]._replace(prefix=_ints(1))])
+  with pytest.raises(ValueError, match='other fields'):
+    row_codec.encode_row([ROW[0], ROW[0]._replace(prefix=_ints(1))], MAKER)

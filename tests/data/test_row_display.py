@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from encdec_adapt.data import batch, row_display
+from encdec_adapt.data import batch, objective_names, row_display
 from encdec_adapt.tokenizers import vocabularies
 
 
@@ -18,7 +18,7 @@ def test_special_tokens_weights_and_documents_are_shown():
     weights=np.array([1, 1, 0], np.float32),
     documents=('x.txt', 'y.txt'),
   )
-  spec = SimpleNamespace(objective='prefix_lm')
+  spec = SimpleNamespace(objectives=objective_names.parse('prefix_lm'))
   record_set = SimpleNamespace(read=lambda rows: [[pair]], spec=spec)
   opened = vocabularies.Opened(one, one)
   plain = row_display.describe(record_set, opened, [7], colour=False)

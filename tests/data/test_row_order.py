@@ -160,14 +160,14 @@ def test_rates_of_a_seqio_mixture_hold_by_example():
 @pytest.mark.parametrize(
   'text, words',
   [
-    ('1,2', 'no unit'),
-    ('words:1,2', "'words:1,2' cannot be read"),
-    ('rows:0,0', 'not all 0'),
+    ('1,2', "'1,2' at column 1 must be UNIT:RATE"),
+    ('words:1,2', 'must be UNIT:RATE'),
+    ('rows:0,0', 'a rate above 0'),
     ('rows:1,-1', 'at least 0'),
-    ('rows:1,x', "'rows:1,x' cannot be read"),
-    ('rows:1,2,cap=0', 'must be above 0'),
-    ('rows:1,2; rows:2,1', 'or no step'),
-    ('rows:1,2; 5=rows:2,1; 5=rows:1,1', 'steps must rise'),
+    ('rows:1,x', "'x' at column 8 must be a rate"),
+    ('rows:1,2,cap=0', "'0' at column 14 must be above 0"),
+    ('rows:1,2; rows:2,1', 'column 11 must be STEP= with a step above 0'),
+    ('rows:1,2; 5=rows:2,1; 5=rows:1,1', "'5' at column 23 must be .* above 5"),
     ('rows:1,2,3', '3 rates for the 2 parts .*o0 of s; o1 of s'),
   ],
 )

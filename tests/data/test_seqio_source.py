@@ -9,6 +9,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import mixtures
 
 seqio = pytest.importorskip('seqio')
+tf = pytest.importorskip('tensorflow')
 
 MODULE = """
 import seqio
@@ -65,7 +66,7 @@ def test_a_task_gives_pairs_or_text():
   found = list(part.source.documents())
   assert len(found) == 100
   assert json.loads(found[3].text) == ['question small 3', 'answer 3']
-  assert found[3].id == '0:3'
+  assert found[3].id == 'foreign_small:train:0:3'
   (part,) = _open('seqio:foreign_small:train', pairs=False)
   assert next(part.source.documents()).text == 'answer 0'
   assert part.source.fingerprint() == part.source.fingerprint()
@@ -78,12 +79,18 @@ def test_shards_read_the_files_of_a_task(tmp_path):
   seqio.TaskRegistry.add(
     'foreign_lines',
     source=seqio.TextLineDataSource({'train': f'{tmp_path}/*.txt'}),
-    preprocessors=[lambda lines: lines.map(lambda line: {'text': line})],
+    # Ids that every file has.
+    preprocessors=[
+      lambda lines: lines.map(
+        lambda line: {'text': line, 'id': tf.strings.substr(line, 7, 6)}
+      )
+    ],
     output_features={},
   )
   (part,) = _open('seqio:foreign_lines', pairs=False)
   whole = {one.id: one.text for one in part.source.documents()}
-  assert whole['2:3'] == 'file 2 line 3' and len(whole) == 10
+  assert whole['foreign_lines:train:2:line 3'] == 'file 2 line 3'
+  assert len(whole) == 10
   for shards in (2, 3, 8):
     found = [
       (one.id, one.text)
@@ -107,9 +114,11 @@ def test_features_that_are_not_encoded_are_read_as_they_are():
 def test_a_mixture_loses_nothing_and_has_its_rates():
   parts = _open('seqio:foreign_mix')
   draw = mixtures.Draw('train', 0.0, seed=0)
+  ids = [{one.id for one in part.documents(draw)} for part in parts]
+  assert len(set.union(*ids)) == 1000
   drawn = {
-    part.source.name: (part.rate, len(list(part.documents(draw))))
-    for part in parts
+    part.source.name: (part.rate, len(names))
+    for part, names in zip(parts, ids, strict=True)
   }
   assert drawn == {
     'seqio:foreign_small:train': (9.0, 100),

@@ -24,8 +24,8 @@ def vocabulary(tmp_path_factory):
 
 
 def _make(vocabulary, name, encoder=64, decoder=96):
-  return objective_names.make_objective(
-    name, batch.Lengths(encoder, decoder), vocabulary
+  return objective_names.parse_one(name).make(
+    batch.Lengths(encoder, decoder), vocabulary
   )
 
 
@@ -167,8 +167,8 @@ def test_each_side_reads_pairs_and_chats_in_its_own_vocabulary(
 ):
   lengths = batch.Lengths(256, 96)
   pairs, chats = (
-    objective_names.make_objective(
-      name, lengths, qwen, encoder_vocabulary=vocabulary
+    objective_names.parse_one(name).make(
+      lengths, qwen, encoder_vocabulary=vocabulary
     )
     for name in ('pairs:separator=: ', 'chat')
   )
@@ -196,7 +196,7 @@ def test_turns_that_end_in_eos_are_framed(tmp_path):
     tiny_tokenizers.save(tmp_path, 'qwen', tiny_tokenizers.TEXTS, 600)
   )
   lengths = batch.Lengths(256, 96)
-  made = _examples(objective_names.make_objective('chat', lengths, one), CHAT)
+  made = _examples(objective_names.parse_one('chat').make(lengths, one), CHAT)
   frame = special_ids.Framing(one.ids, one.ids)
   rows = batch.stack_rows(
     [batch.frame_row([pair], lengths, frame) for pair in made]
@@ -211,16 +211,28 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
   (pair,) = _examples(objective, ['q', 'word ' * 30])
   assert len(pair.targets) < 96 and pair.weights.all()
   assert objective.counts['left without a masked copy'] == 1
-  plain = objective_names.for_evaluation('pairs:meap=concat,prefix=a')
+  plain = objective_names.for_evaluation(
+    objective_names.parse_one('pairs:meap=concat,prefix=a')
+  ).text
   assert plain == 'pairs:prefix=a'
-  assert objective_names.for_evaluation('meap:share=0.2') == 'causal_lm'
-  assert objective_names.for_evaluation('chat:meap=separate') == 'chat'
+  assert (
+    objective_names.for_evaluation(
+      objective_names.parse_one('meap:share=0.2')
+    ).text
+    == 'causal_lm'
+  )
+  assert (
+    objective_names.for_evaluation(
+      objective_names.parse_one('chat:meap=separate')
+    ).text
+    == 'chat'
+  )
 
 
 @pytest.mark.parametrize(
   'messages, words',
   [
-    (CHAT[:4], 'conversation 0: it ends with the user'),
+    (CHAT[:4], '^conversation line 0: it ends with the user'),
     (CHAT[:2], 'it has no turn of the assistant'),
     (CHAT[2:3], 'it begins with the assistant'),
     ([{'role': 'user'}], 'message 1 of the conversation'),
@@ -229,8 +241,10 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
 def test_conversations_without_an_answer_are_refused(
   vocabulary, messages, words
 ):
+  objective = _make(vocabulary, 'chat', 256)
+  objective.locate = 'line {}'.format
   with pytest.raises(errors.UserError, match=words):
-    _examples(_make(vocabulary, 'chat', 256), messages)
+    _examples(objective, messages)
 
 
 INPUTS = np.arange(100, 105, dtype=np.int32)

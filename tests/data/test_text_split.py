@@ -22,8 +22,7 @@ def opened(tmp_path_factory):
 
 
 def _split(opened, lengths=(64, 24), name='prefix_lm'):
-  return objective_names.make_objective(
-    name,
+  return objective_names.parse_one(name).make(
     batch.Lengths(*lengths),
     opened.decoder,
     encoder_vocabulary=opened.encoder,
@@ -90,7 +89,7 @@ def test_any_document(opened, text, lengths, name, turned):
   tokens = []
   for i, pair in enumerate(pairs):
     ends = i == len(pairs) - 1
-    assert batch.positions(pair, split.lengths)[0] <= lengths[0]
+    assert pair.positions(split.lengths)[0] <= lengths[0]
     row = batch.frame_row([pair], split.lengths, opened.framing, teacher=True)
     batch.check_framing(batch.stack_rows([row]), opened.framing)
     assert (pair.targets[-1] == opened.decoder.eos) == ends
@@ -121,4 +120,4 @@ def test_any_document(opened, text, lengths, name, turned):
 )
 def test_objectives_that_need_one_vocabulary_say_why(name, reason):
   with pytest.raises(errors.UserError, match=f'needs one vocabulary.*{reason}'):
-    objective_names.check_vocabularies(name)
+    objective_names.parse_one(name).check_vocabularies()

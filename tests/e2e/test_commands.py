@@ -20,7 +20,7 @@ from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import setup
-from tests import tiny
+from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
 
 pytestmark = pytest.mark.e2e
@@ -374,12 +374,18 @@ def test_steps_of_0_still_refuse_bad_input_before_records_are_made(
 ):
   monkeypatch.setattr(setup, 'open_data', _end)
   flags = [*tiny.flags(folder, 'causal_lm'), f'--workdir={tmp_path}']
+  # Symbols, and a space before every text.
+  path = tiny_tokenizers.train(tmp_path / 'm', 1000, add_dummy_prefix=True)
   for bad, words in (
     (['train.batch_size=12'], 'config.train.batch_size is 12; it must divide'),
     (['train.cross_attention_warmup=1'], 'must be 0 without cross-attention'),
     (
       ['data.vocabulary=no.model', 'data.train_vocabulary=False'],
       'no.model',
+    ),
+    (
+      [f'data.vocabulary={path}', 'data.train_vocabulary=False'],
+      'a model trained with it cannot be exported',
     ),
     (['init.mode=checkpoint', 'init.encoder=nowhere'], 'nowhere'),
   ):

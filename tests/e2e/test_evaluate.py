@@ -93,7 +93,7 @@ def test_what_is_there_is_not_evaluated_again(
     (['--checkpoint=nowhere'], 'nowhere holds no model'),
     (['--checkpoint={gemma}', '--checkpoint={gemma}/'], 'is given twice'),
     (['--checkpoint={gemma}', '--records='], 'nothing to evaluate'),
-    (['--checkpoint={gemma}', '--cost=12'], '--cost=12 must be two numbers'),
+    (['--checkpoint={gemma}', '--cost=12'], "'12' at column 1 must be two"),
     (['--checkpoint={gemma}', '--output={gemma}/config.json'], 'written'),
     (['--checkpoint={gemma}', '--correlate=a,b'], 'at least 3 models'),
     (['--checkpoint={wide}'], 'wide has no tokenizer'),

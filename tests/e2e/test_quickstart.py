@@ -50,7 +50,7 @@ def test_study_runs_reports_and_continues(tmp_path):
   decoder = runs.pop('decoder_only')
   assert decoder['kind'] == 'decoder_only'
   # It was trained elsewhere, on text that is not the held-out text.
-  assert decoder['inclusive']['flops'] > decoder['flops'] == 0
+  assert decoder['inclusive']['flops'] == decoder['flops'] > 0
   for name, run in runs.items():
     assert run['kind'] == 'encoder_decoder'
     assert run['inclusive']['flops'] > run['flops'] > 0, name

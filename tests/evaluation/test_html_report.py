@@ -25,6 +25,7 @@ def _run(start, end, shuffled=None, **fields):
     'eval_loss': end,
     'exact_match': 0.25,
     'eval_loss_at_step_0': start,
+    'eval_loss_in_training': end - 0.5,
     'eval_loss_shuffled_prefix': shuffled,
     'curve': {
       'step': steps,
@@ -105,7 +106,9 @@ def test_the_interval_is_of_paired_seeds():
 
 def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
   adapted, scratch, decoder = _about(
-    report, 'adapted, encoder used', 'scratch, encoder not', 'decoder_only, val'
+    report,
+    *('adapted uses its encoder', 'scratch does not clearly use its encoder'),
+    'decoder_only reads prefixes without an encoder',
   )
   assert '(+0.600)' in adapted and '(+0.050)' in scratch
   assert '(+0.250)' in decoder
@@ -114,7 +117,27 @@ def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
   found = report_findings.findings(report)
   assert not [text for text in found if text.startswith('scratch (')]
   # Its loss with the prefixes of other examples was not measured.
-  assert not [text for text in found if text.startswith('adapted_embeddings,')]
+  assert not [
+    text for text in found if text.startswith('adapted_embeddings uses')
+  ]
+
+
+def test_every_finding_names_its_model(report):
+  report['runs']['decoder_only_continued'] = _run(8.3, 3.15, kind='decoder')
+  report['runs']['adapted']['label_accuracy'] = 0.5
+  found = report_findings.findings({**report, 'best': ['adapted']})
+  assert len(found) == 11
+  for text in found:
+    assert any(name in text.split(':')[0] for name in report['runs']), text
+  (more,) = (x for x in found if x.startswith('decoder_only_continued ('))
+  assert 'that decoder' not in more and 'adapted does not differ' in more
+
+
+def test_poor_continuations_are_explained_by_the_size(report):
+  (text,) = report_findings.explain_continuations(report)
+  assert '2.35 M parameters and 819 k tokens' in text
+  report['runs']['adapted']['parameters'] = 2_600_000_000
+  assert report_findings.explain_continuations(report) == []
 
 
 def test_write(report, bucket, tmp_path):
@@ -132,6 +155,8 @@ def test_write(report, bucket, tmp_path):
     assert f'<td>{name}</td>' in text
   assert 'data:image/png;base64,' in text
   assert 'http' not in text  # Nothing outside the page.
+  assert '2.35 M parameters and 819 k tokens' in text
+  assert '<td>2.600</td>' in text  # Of adapted, in its own training.
   assert 'a &lt; b' in text and '--workdir=&lt;runs&gt;' in text
   saved = json.loads((tmp_path / 'report.json').read_text())
   assert saved['findings'] == found

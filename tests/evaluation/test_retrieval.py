@@ -297,8 +297,8 @@ def test_lengths_are_checked_before_a_model_is_read(kind, models, monkeypatch):
 @pytest.mark.parametrize(
   'source, lengths, message',
   [
-    ('text:{folder}/*.txt', '256,x', '--retrieval_lengths=256,x must be'),
-    ('text:{folder}/*.txt', '0', '--retrieval_lengths=0 must be'),
+    ('text:{folder}/*.txt', '256,x', "'x' at column 5 must be a number"),
+    ('text:{folder}/*.txt', '0', "'0' at column 1 must be a number"),
     ('text:{folder}/*.md', '256', 'no file matches'),
     ('text:{folder}/empty.txt', '256', 'empty.txt is empty'),
     ('chat:{folder}/*.txt', '256', 'has no plain text'),

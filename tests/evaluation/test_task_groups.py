@@ -75,7 +75,7 @@ templates:
     jinja: "{{text}} Why? ||| Because."
     name: why
 """
-ROWS = [{'text': 'The fox is quick.', 'label': 'yes'}]
+ROWS = [{'text': 'The fox ||| is quick.', 'label': 'yes'}]
 ROWS.append({'text': 'The dog is quick.', 'label': 'no'})
 
 
@@ -170,6 +170,7 @@ def test_a_folder_of_tasks(kind, models, tmp_path):
   # Two templates have choices; one, in the middle, is both.
   accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
   assert found['wsc', 'median'].value == np.median(accuracies)
+  assert found['wsc', 'median'].n == len(ROWS)
   # The last of every task's requests.
   assert sum(done == total for done, total in progress) == 4
   assert (9, 9) in progress
@@ -228,14 +229,14 @@ def test_continuations_have_at_most_the_positions_of_the_model(
     stated['encoder'] = {'max_position_embeddings': 64}
   monkeypatch.setattr(source_files, 'config_fields', lambda _: stated)
   adapter = lm_eval_adapter.Adapter(loaded)
-  whole, long, rolling = (
+  longest, too_long, rolling = (
     instance.Instance('loglikelihood', {}, texts, 0)
     for texts in (('The sky is', text), ('', f'{text}s'), (text * 3,))
   )
-  assert len(adapter.loglikelihood([whole])) == 1
+  assert len(adapter.loglikelihood([longest])) == 1
   assert len(adapter.loglikelihood_rolling([rolling])) == 1
   with pytest.raises(errors.UserError, match="' a lazy dogs' has .* positions"):
-    adapter.loglikelihood([long])
+    adapter.loglikelihood([too_long])
 
 
 def test_rolling_scores_every_token_once(models, monkeypatch):

@@ -95,6 +95,7 @@ def test_a_stopped_or_killed_job_is_requeued(
 
 
 def test_consecutive_failures_end_the_job(run_job):
-  for status in (1, 1, app.RESTART, 1, 1):  # A restart resets the count.
+  # A restart resets the count.
+  for status in (1, app.HANG, app.RESTART, app.HANG, 1):
     assert 'requeue 7' in run_job(status)
   assert 'failed 3 times in a row; not requeued' in run_job(1)

@@ -12,7 +12,7 @@ EXPERTS = dict(experts=4, experts_per_token=2)
   [
     ({'rope_scaling': 'linear:0'}, "rope_scaling is 'linear:0'"),
     ({'rope_scaling': 'linear'}, "rope_scaling is 'linear'"),
-    ({'rope_scaling': 'yarn:8'}, 'it must be .*llama3:FACTOR'),
+    ({'rope_scaling': 'yarn:8'}, 'column 1 must be .*llama3:FACTOR'),
     ({'rope_scaling': 'llama3:8,4,4,64'}, 'LOW below HIGH'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
     ({'cross_merged': True, 'cross_width': 8}, 'must be the'),

@@ -53,8 +53,10 @@ def test_processes_synchronise(tmp_path):
   assert 'timed out task names:\n1' in zero
 
 
-# F fails, S sleeps, B waits at the next barrier.
+# F fails, S sleeps, B waits at the next barrier; T waits in vain for a key, and
+# G in Gloo for the other process, which never comes to the collective.
 _FAIL = """
+from jax.experimental import multihost_utils
 ERRORS = {'bad input': errors.UserError('no room'), 'bug': ValueError('a bug')}
 
 def main():
@@ -66,6 +68,11 @@ def main():
       raise ERRORS[sys.argv[5]]
     if role == 'B':
       distributed.barrier('end')
+    if role == 'T':
+      client = distributed.jax_distributed.global_state.client
+      client.blocking_key_value_get('absent', 500)
+    if role == 'G':
+      multihost_utils.process_allgather(me)
     time.sleep(600)
 
 app.guard(main)
@@ -77,6 +84,12 @@ app.guard(main)
   [
     ('FS', 'bad input', app.USER_ERROR, 'no room'),
     ('BSF', 'bug', 1, 'ValueError: a bug'),
+    ('TS', '', app.HANG, 'another process of this job was late'),
+    # Gloo's 30 s cannot be changed.
+    pytest.param(
+      *('SG', '', app.HANG, 'another process of this job was late'),
+      marks=pytest.mark.long,
+    ),
   ],
 )
 def test_a_failure_ends_all_processes_with_its_message_and_status(
@@ -86,7 +99,7 @@ def test_a_failure_ends_all_processes_with_its_message_and_status(
   codes = tiny.wait_all(_start(_FAIL, tmp_path, count, roles, error), 120)
   logs = _logs(tmp_path)
   assert codes == [status] * count, logs
-  failing = roles.index('F')
+  failing = next(i for i, role in enumerate(roles) if role in 'FTG')
   assert message in logs.pop(failing)
   prefix = f'process {failing} of {count} failed, and this one ends with it'
   assert all(f'Error: {prefix}: {message}' in log for log in logs), logs
@@ -98,6 +111,44 @@ def test_a_process_missing_at_the_start_is_named(tmp_path):
   logs = _logs(tmp_path)
   assert codes == [-signal.SIGABRT] * 2, logs
   assert all('timed out task names:\n1\n' in log for log in logs), logs
+
+
+_REGISTER = """
+distributed._HEARTBEAT_TIMEOUT = 3
+wait = distributed._wait_for_coordinator
+def reach(*arguments):
+  wait(*arguments)
+  print('reached', flush=True)
+distributed._wait_for_coordinator = reach
+with distributed.fail_together():
+  distributed.initialize(coordinator, count, me, timeout=float(sys.argv[4]))
+"""
+
+
+# A process that is killed just after registration looks the same to the others
+# as long as they have not heard that all have registered.
+@pytest.mark.parametrize(
+  'how, timeout, limit',
+  [(signal.SIGSTOP, 4, 4 + 15), (signal.SIGKILL, 300, 15)],
+)
+def test_process_0_that_dies_during_registration_is_named(
+  tmp_path, how, timeout, limit
+):
+  lead, other = _start(_REGISTER, tmp_path, 3, timeout, missing=2)
+  try:
+    deadline = time.monotonic() + 120
+    while 'reached' not in _logs(tmp_path)[1]:
+      assert time.monotonic() < deadline, _logs(tmp_path)
+      time.sleep(0.1)
+    lead.send_signal(how)
+    status = other.wait(limit)
+  finally:
+    for process in (lead, other):
+      process.kill()
+      process.wait()
+  log = _logs(tmp_path)[1]
+  assert status == app.HANG, log
+  assert 'Error: process 0 at 127.0.0.1:' in log
 
 
 def test_processes_with_different_flags_are_refused(tmp_path):

@@ -40,7 +40,7 @@ CLASSIFIERS = MODELS | {
   for kind, role in ROLES.items()
 }
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
-TEXT = [n for n in NAMES if objective_names.source_of(n) == 'text']
+TEXT = [n for n in NAMES if objective_names.NAMES[n].maker.documents == 'text']
 LENGTH, ROWS = 32, 4
 
 
@@ -78,7 +78,7 @@ def _rows(name, kind):
     framed,
     framing.FRAMING,
     mask=objective_cases.MASK
-    if objective_names.masks_decoder_inputs(name)
+    if objective_names.parse_one(name).masks_inputs
     else None,
     eos_inside=objective.concatenate,
   )
@@ -92,7 +92,7 @@ def test_every_objective_trains(kind, trainers):
   first = trainer.init(trainer.where.place(model.init, jax.random.key(0)))
   for name in TEXT:
     try:
-      config_lib.check_kind(MODELS[kind], name)
+      config_lib.check_kind(MODELS[kind], objective_names.parse_one(name))
     except errors.UserError:
       continue
     rows = _rows(name, kind)
@@ -136,10 +136,14 @@ def test_the_table_says_what_feeds_which_model(request):
   kinds = ('encoder_decoder', 'decoder_only', 'prefix_decoder', 'encoder_only')
   table = {}
   for line in path.read_text().splitlines():
-    match = re.fullmatch(r'\| `(\w+)` \|' + r' (\S*) \|' * 4 + '.*', line)
+    match = re.fullmatch(
+      r'\| `(\w+)` \|' + r' (\S*) \|' * 4 + ' (.*) \\|', line
+    )
     if match:
-      table[match[1]] = [bool(cell) for cell in match.groups()[1:]]
-  assert set(table) == {*NAMES, 'denoise'}
+      *cells, predicts = match.groups()[1:]
+      table[match[1]] = [bool(cell) for cell in cells]
+      assert predicts == objective_names.NAMES[match[1]].predicts
+  assert set(table) == set(objective_names.NAMES)
   for name, cells in table.items():
     text = name if name != 'denoise' else 'denoise:R:3:0.15'
     models = MODELS
@@ -147,7 +151,7 @@ def test_the_table_says_what_feeds_which_model(request):
       text, models = f'{name}:labels=a|b', CLASSIFIERS
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:
-        config_lib.check_kind(models[kind], text)
+        config_lib.check_kind(models[kind], objective_names.parse_one(text))
       else:
         with pytest.raises(errors.UserError, match='feeds models of kind'):
-          config_lib.check_kind(models[kind], text)
+          config_lib.check_kind(models[kind], objective_names.parse_one(text))

@@ -1,0 +1,58 @@
+"""Runs, records and studies that earlier versions saved.
+
+Each archive in tests/saved is named for the commit that made it, with
+
+    python -m encdec_adapt.study --study=study.py
+
+in a folder with study.py, lines.txt and a link to configs. Locks, reports,
+TensorBoard's files and the mark of the stage `evaluation` were removed then.
+"""
+
+import pathlib
+import zipfile
+
+import numpy as np
+import pytest
+
+from encdec_adapt import study, train
+from encdec_adapt.conversion import stored_model
+from encdec_adapt.data import records
+from encdec_adapt.telemetry import metrics
+from tests import tiny
+from tests.e2e import folders
+
+ARCHIVES = sorted((tiny.ROOT / 'tests' / 'saved').glob('*.zip'))
+
+
+@pytest.mark.parametrize('archive', ARCHIVES, ids=lambda path: path.stem)
+def test_a_study_is_opened_resumed_and_exported(
+  archive, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
+  with zipfile.ZipFile(archive) as file:
+    file.extractall()
+  before = pathlib.Path('saved/evaluation/results.jsonl').read_text()
+
+  # The last stage finds its results; no other stage runs.
+  assert tiny.call(study, '--study=study.py') == 0
+  out = capsys.readouterr().out
+  assert '[run]' not in out and '0 evaluations, 1 done before' in out
+  assert pathlib.Path('saved/evaluation/results.jsonl').read_text() == before
+  assert len(records.RecordSet.open('saved/records/train'))
+
+  exported = folders.export('saved/run', tmp_path / 'exported')
+  weights, trained = (
+    stored_model.open_model(str(path)).arrays()
+    for path in (exported, 'saved/run')
+  )
+  assert weights.keys() == trained.keys()
+  for name, array in trained.items():
+    np.testing.assert_array_equal(weights[name], array, name)
+
+  plan, _ = study.load('study.py')
+  flags = plan.stages[1].arguments
+  assert tiny.call(train, *flags, '--config.train.steps=6') == 0
+  lines = metrics.read_metrics('saved/run')
+  steps = [line['step'] for line in lines if line['kind'] == 'eval']
+  assert steps == [0, 2, 4, 6]
