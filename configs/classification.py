@@ -43,7 +43,7 @@ def get_config(arg=None):
   args = config_lib.parse_arg(arg, source='')
   config = pretrained.get_config(f'source={args["source"]}')
   opened = pretrained.open_model(args['source'])
-  stack, choice = next(iter(opened.model.stacks.values())), opened.vocabularies
+  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
   config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
   if choice and choice.encoder:
     config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''

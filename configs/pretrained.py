@@ -18,7 +18,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
@@ -42,7 +41,7 @@ def get_config(arg=None):
     config.data.vocabulary = choice.decoder
     config.data.encoder_vocabulary = choice.encoder
     config.data.add_sentinels = choice.added_sentinels
-  if isinstance(model, model_config.EncoderDecoderConfig):
+  if model.architecture.encodes_prompt:
     config.data.objective = 'prefix_lm'
     config.data.encoder_length = config.data.decoder_length = 1024
   else:

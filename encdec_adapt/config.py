@@ -167,8 +167,11 @@ def load(
     values['data'],
     table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
   )
-  if labels := data.objectives[0].labels:
-    model = _classifier(model, len(labels))
+  objective = data.objectives[0]
+  if objective.labels and model.architecture.name in objective.kinds:
+    count = len(objective.labels)
+    stack = dataclasses.replace(model.decoder, classes=count)
+    model = model_config.DecoderOnlyConfig(stack)
   settings = Settings(
     seed=values['seed'],
     model=model,
@@ -186,20 +189,6 @@ def load(
       ' number of epochs.'
     )
   return settings
-
-
-def _classifier(
-  model: model_config.ModelConfig, classes: int
-) -> model_config.DecoderOnlyConfig:
-  """Returns a model of one stack with a head for so many labels."""
-  if isinstance(model, model_config.EncoderDecoderConfig):
-    raise errors.UserError(
-      'config.model.kind is encoder_decoder, and a classifier is one stack:'
-      " encoder_only for a pair's encoder, decoder_only for a decoder"
-      ' (configs/classification.py sets it).'
-    )
-  stack = dataclasses.replace(model.decoder, classes=classes)
-  return model_config.DecoderOnlyConfig(stack)
 
 
 def set_model(
@@ -278,7 +267,7 @@ def check_kind(
   Raises:
     UserError: names the kinds of models that do.
   """
-  labels, kind = objective.labels, model_section.kind_of(model)
+  labels, kind = objective.labels, model.architecture.name
   if kind not in objective.kinds:
     fed = ' and '.join(objective.kinds)
     raise errors.UserError(
@@ -296,15 +285,16 @@ def check_kind(
 def _check_model(settings: Settings, vocabulary: str) -> None:
   """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
   check_kind(model, data.objectives[0])
-  kind = model_section.kind_of(model)
-  feeds = data.objectives[0].feeds
-  if settings.loss.on_inputs and (kind, feeds) != ('decoder_only', 'pair'):
+  architecture, feeds = model.architecture, data.objectives[0].feeds
+  if settings.loss.on_inputs and not (
+    architecture.predicts_inputs and feeds == 'pair'
+  ):
     raise errors.UserError(
-      f'config.loss.on_inputs is set with config.model.kind {kind} and'
-      f' objective {data.objective!r}; only a causal decoder (decoder_only) on'
-      ' pairs can predict the inputs: others read them before.'
+      'config.loss.on_inputs is set with config.model.kind'
+      f' {architecture.name} and objective {data.objective!r}; only a causal'
+      ' decoder (decoder_only) on pairs can predict the inputs: others read'
+      ' them before.'
     )
   if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
     raise errors.UserError(
@@ -314,10 +304,10 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
     )
   own = data.encoder_vocabulary
   if own not in ('', data.vocabulary, vocabulary):
-    if not is_pair:
+    if not architecture.encodes_prompt:
       raise errors.UserError(
         f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
-        ' decoder_only, which has no encoder; leave it empty.'
+        f' {architecture.name}, which has no encoder; leave it empty.'
       )
     if model.shared_table:
       raise errors.UserError(
@@ -325,10 +315,10 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
         ' config.model.shared_table, one table for both sides; change one of'
         ' them.'
       )
-  if init.mode in ('adapt', 'embeddings') and not is_pair:
+  if init.mode in ('adapt', 'embeddings') and not architecture.encodes_prompt:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.model.kind is'
-      ' decoder_only; adaptation makes an encoder_decoder.'
+      f' {architecture.name}; adaptation makes an encoder_decoder.'
     )
 
 

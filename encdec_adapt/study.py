@@ -36,7 +36,6 @@ from encdec_adapt.evaluation import (
   study_stages,
 )
 from encdec_adapt.files import append_log, atomic, disk, paths
-from encdec_adapt.models import model_section
 from encdec_adapt.telemetry import (
   accounting,
   environment,
@@ -269,9 +268,7 @@ def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
     'seed': None,
     **summary,
     'eval_loss_in_training': summary.get('eval_loss'),
-    'kind': model_section.kind_of(
-      config_lib.load_run(str(root / folder)).model
-    ),
+    'kind': config_lib.load_run(str(root / folder)).model.architecture.name,
     'eval_loss': scores['loss'],
     'exact_match': scores['exact_match'],
     'label_accuracy': scores['accuracy'] if 'macro_f1' in scores else None,

@@ -148,9 +148,8 @@ def train(
     resume_checks.check_same_rows(
       saved['order'], order, cost.rows_of_parts, data.train.ranges
     )
-  teacher_row = setup.reads_teacher_row(
-    model, lengths, settings.loss.distillation
-  )
+  teachers = [teacher.source.model] if teacher else []
+  teacher_row = setup.reads_teacher_row(lengths, model, *teachers)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,

@@ -50,11 +50,10 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       ' this model has no part that reads images.'
     )
   fields = source_files.config_fields(found, opened)
-  is_pair = isinstance(stored.model, model_config.EncoderDecoderConfig)
   generation, dropped = source_files.generation_config(
     found,
     fields,
-    is_pair=is_pair,
+    is_pair=stored.model.architecture.encodes_prompt,
     end_of_turn=chat_format.end_of_turn(opened.decoder)
     if opened and stored.answers_chats
     else None,
@@ -125,8 +124,7 @@ def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
 
 def _reads_images(model: model_config.ModelConfig, *, own: bool) -> bool:
   """Returns whether transformers loads the export as a T5Gemma 2."""
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  return is_pair and not own and model.decoder.cross_merged
+  return not own and model.decoder.cross_merged
 
 
 def _vision(
@@ -169,13 +167,13 @@ def _vision(
 
 def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
   """Returns a note if other software uses another encoder window, or ''."""
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if own or not is_pair or model.decoder.cross_merged:
+  encoder = model.stacks.get('encoder')
+  if own or encoder is None or model.decoder.cross_merged:
     return ''
-  window = model.encoder.window
-  if window is None or 'local' not in model.encoder.pattern:
+  window = encoder.window
+  if window is None or 'local' not in encoder.pattern:
     return ''
-  if model.encoder.window_rule == 'inclusive':
+  if encoder.window_rule == 'inclusive':
     return (
       f'local layers of the encoder look at {window} tokens on either side, as'
       ' in transformers 5.23 with eager attention; the code of the authors,'

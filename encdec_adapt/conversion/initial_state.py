@@ -95,7 +95,7 @@ class Sources:
 
       def classify(rng, params):
         """Makes a classifier of the source's first stack, with a new head."""
-        first = next(iter(self.models[0].model.stacks))
+        first = self.models[0].prompt_side
         table = {'embedder': params['decoder']['embedder']}  # A shared one.
         head = parameters.init_one(target, rng, 'decoder/head/table')
         return {'decoder': {**table, **params[first], 'head': {'table': head}}}
@@ -225,8 +225,8 @@ def _without_head(
   """Returns a classifier's source as the classifier that is made of it."""
   if not target.decoder.classes:
     return source
-  first = next(iter(source.model.stacks.values()))
-  stack = dataclasses.replace(first, classes=target.decoder.classes)
+  prompt_stack = source.model.stacks[source.prompt_side]
+  stack = dataclasses.replace(prompt_stack, classes=target.decoder.classes)
   model = model_config.DecoderOnlyConfig(stack)
   return dataclasses.replace(source, model=model)
 

@@ -8,7 +8,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.conversion import stored_model
 from encdec_adapt.files import disk
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config, model_section, parameters
+from encdec_adapt.models import model_config, parameters
 
 
 def describe(stored: stored_model.StoredModel) -> str:
@@ -30,7 +30,7 @@ def _head(stored: stored_model.StoredModel) -> Iterator[str]:
   if stored.step is not None:
     kind = f'work directory, checkpoint of step {stored.step}'
   yield f'{stored.path}: {kind}'
-  yield f'model: {model_section.kind_of(stored.model)}'
+  yield f'model: {stored.model.architecture.name}'
   name = transformers_class(stored.model)
   name = name or 'none; export writes the layout of this project'
   yield f'class in transformers: {name}'
@@ -64,8 +64,9 @@ def _config(stored: stored_model.StoredModel) -> Iterator[str]:
   for field in dataclasses.fields(model_config.StackConfig):
     values = [getattr(stack, field.name) for stack in stacks.values()]
     rows.append((field.name, *map(_text, values)))
-  if isinstance(stored.model, model_config.EncoderDecoderConfig):
-    rows.append(('shared_table', str(stored.model.shared_table)))
+  for field in dataclasses.fields(stored.model):
+    if field.name not in stacks:
+      rows.append((field.name, str(getattr(stored.model, field.name))))
   width = max(len(row[0]) for row in rows)
   for name, *values in rows:
     yield f'{name:<{width}}  ' + '  '.join(f'{v:<20}' for v in values)

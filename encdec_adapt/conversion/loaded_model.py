@@ -27,6 +27,7 @@ from encdec_adapt.training import state as state_lib
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
+_NO_ENCODER = 'a decoder-only model has no encoder.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +94,10 @@ class LoadedModel:
     Raises:
       UserError: the model is decoder-only, or see `_framed`.
     """
-    self._require_encoder()
-    return _encode(self.model, self.params, *self._framed(tokens, mask))
+    if not self.config.architecture.has_encoder:
+      raise errors.UserError(_NO_ENCODER)
+    fields = self._framed(tokens, mask, self.config.architecture.prompt_stack)
+    return _encode(self.model, self.params, fields)
 
   def logits(
     self,
@@ -116,17 +119,17 @@ class LoadedModel:
       UserError: encoder tokens are missing, there is no encoder, or see
         `_framed`.
     """
-    decoder = self._framed(decoder_tokens, decoder_mask, 'decoder')
-    encoder = None
-    if isinstance(self.config, model_config.EncoderDecoderConfig):
-      if encoder_tokens is None:
-        raise errors.UserError(
-          'an encoder-decoder needs encoder_tokens and decoder_tokens.'
-        )
-      encoder = self._framed(encoder_tokens, encoder_mask)
-    elif encoder_tokens is not None:
-      self._require_encoder()
-    return _logits(self.model, self.params, decoder, encoder)
+    inputs = {'decoder': (decoder_tokens, decoder_mask)}
+    if encoder_tokens is not None:
+      inputs['encoder'] = encoder_tokens, encoder_mask
+    if inputs.keys() > self.config.stacks.keys():
+      raise errors.UserError(_NO_ENCODER)
+    if inputs.keys() < self.config.stacks.keys():
+      raise errors.UserError(
+        'an encoder-decoder needs encoder_tokens and decoder_tokens.'
+      )
+    fields = {side: self._framed(*x, side) for side, x in inputs.items()}
+    return _logits(self.model, self.params, fields)
 
   def engine(
     self,
@@ -177,7 +180,7 @@ class LoadedModel:
     return -(-needed // shards) * shards
 
   def _framed(
-    self, tokens: Any, mask: Any, side: str = 'encoder'
+    self, tokens: Any, mask: Any, side: str
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns tokens, segments and positions for a stack, [B, L] each.
 
@@ -191,10 +194,6 @@ class LoadedModel:
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
-
-  def _require_encoder(self) -> None:
-    if not isinstance(self.config, model_config.EncoderDecoderConfig):
-      raise errors.UserError('a decoder-only model has no encoder.')
 
 
 def read_as_trained(stored: stored_model.StoredModel) -> LoadedModel:
@@ -312,15 +311,10 @@ def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
 
 
 @jax.jit(static_argnames='model')
-def _encode(model, params, tokens, segments, positions):
-  return model.encode(params, tokens, segments, positions)
+def _encode(model, params, fields):
+  return model.architecture.encode(model, params, *fields)
 
 
 @jax.jit(static_argnames='model')
-def _logits(model, params, decoder, encoder):
-  if encoder is None:
-    return model.logits(params, model.decode(params, *decoder))
-  encoded = model.encode(params, *encoder)
-  return model.logits(
-    params, model.decode(params, *decoder, encoded, encoder[1])
-  )
+def _logits(model, params, fields):
+  return model.logits(params, model.architecture.states(model, params, fields))

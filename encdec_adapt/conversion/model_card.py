@@ -8,7 +8,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.conversion import inspection, stored_model, work_directory
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
-from encdec_adapt.models import model_config, model_section, parameters
+from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import accounting
 
 _SIZES = (
@@ -84,7 +84,7 @@ def write(
     library='encdec_adapt' if own else 'transformers',
     name=stored.path.name or paths_lib.absolute(stored.path).name,
     count=parameters.count(model),
-    kind=model_section.kind_of(model),
+    kind=model.architecture.name,
     dtype=dtype,
     shape='\n'.join(_shape(model)),
     history='\n'.join(_history(stored.path, stored.step)),

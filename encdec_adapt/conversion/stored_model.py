@@ -21,7 +21,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
-from encdec_adapt.models import model_config, model_section, parameters
+from encdec_adapt.models import model_config, parameters
 from encdec_adapt.tokenizers import vocabularies, vocabulary
 from encdec_adapt.training import state as state_lib
 
@@ -99,7 +99,7 @@ class StoredModel:
   @property
   def prompt_side(self) -> str:
     """Name of the stack that reads prompts: the encoder where there is one."""
-    return next(iter(self.model.stacks))
+    return self.model.architecture.prompt_stack
 
   def read(self, where: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
@@ -188,7 +188,7 @@ def separator_of(settings: config_lib.Settings) -> str:
   It is the `separator` of the run's objectives, of the first that has one; ''
   for encoder-decoders, which read the prompt on its own.
   """
-  if 'encoder' in settings.model.stacks:
+  if settings.model.architecture.encodes_prompt:
     return ''
   separators = (part.separator for part in settings.data.objectives)
   return next(filter(None, separators), '')
@@ -239,13 +239,13 @@ def with_window(
       f'encoder_window is {encoder_window!r}; it must be one of'
       f' {", ".join(WINDOWS)}.'
     )
-  is_pair = isinstance(model, model_config.EncoderDecoderConfig)
-  if not is_pair or model.encoder.role != 'bidirectional':
+  encoder = model.stacks.get('encoder')
+  if encoder is None or encoder.role != 'bidirectional':
     why = 'no bidirectional encoder'
   elif model.decoder.cross_merged:
     why = 'merged attention, whose windows are those of T5Gemma 2'
   else:
-    encoder = dataclasses.replace(model.encoder, window_rule=encoder_window)
+    encoder = dataclasses.replace(encoder, window_rule=encoder_window)
     return dataclasses.replace(model, encoder=encoder)
   raise errors.UserError(
     f'encoder_window is {encoder_window!r}, and {name} has {why}; leave it out.'
@@ -391,11 +391,10 @@ def require_decoder_only(source: StoredModel) -> None:
   Raises:
     UserError: it is no decoder-only model.
   """
-  kind = model_section.kind_of(source.model)
-  if kind not in ('decoder_only', 'prefix_decoder'):
+  if source.model.architecture.has_encoder:
     raise errors.UserError(
-      f'{source.path} is a model of kind {kind}; adaptation starts from'
-      ' decoder-only models, and a teacher is one.'
+      f'{source.path} is a model of kind {source.model.architecture.name};'
+      ' adaptation starts from decoder-only models, and a teacher is one.'
     )
 
 

@@ -163,7 +163,7 @@ def _config(contents: Contents, opened: vocabularies.Opened | None) -> Any:
   config = config_lib.defaults()
   config_lib.set_model(config.model, contents.model)
   data = config.data
-  if isinstance(contents.model, model_config.EncoderDecoderConfig):
+  if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
   data.train_vocabulary = False

@@ -27,11 +27,12 @@ from encdec_adapt.evaluation import (
   perplexity,
   results,
 )
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
 from encdec_adapt.telemetry import progress
-from encdec_adapt.training import losses, setup
+from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -52,13 +53,13 @@ def layer_numbers(model: build.Model) -> dict[str, int]:
   """
   stack, found = model.config.decoder, {}
   for i in range(stack.layers):
-    if not _is_pair(model) or stack.reads_encoder(stack.layer_kind(i)):
+    if not _reads_encoder(model) or stack.reads_encoder(stack.layer_kind(i)):
       found[layers_index.layer_location(stack, i)[0]] = i
   return found
 
 
-def _is_pair(model: build.Model) -> bool:
-  return isinstance(model.config, model_config.EncoderDecoderConfig)
+def _reads_encoder(model: build.Model) -> bool:
+  return model.architecture.encodes_prompt
 
 
 def intercept(
@@ -83,7 +84,7 @@ def intercept(
     (q, source, mask), (*path, name) = args, context.module.path
     keys = mask.kv_segments.shape[1]
     memory = keys if name == 'cross_attention' else mask.memory
-    if _is_pair(model) and not memory:
+    if _reads_encoder(model) and not memory:
       return run(*args, **kwargs)
     layer = numbers['/'.join(path)]
     if visit:
@@ -96,11 +97,9 @@ def intercept(
   return nn.intercept_methods(attend)
 
 
-def side_of(config: model_config.ModelConfig, batch: _Batch) -> str:
+def _inputs_side(kind: architectures.Architecture, batch: _Batch) -> str:
   """Returns the side of a batch whose tokens are the inputs of a model."""
-  if isinstance(config, model_config.EncoderDecoderConfig) or config.is_encoder:
-    return 'encoder'
-  return 'teacher' if 'teacher_tokens' in batch else 'decoder'
+  return kind.sides('encoder_tokens' in batch)[kind.prompt_stack]
 
 
 def annotate(
@@ -120,7 +119,7 @@ def annotate(
     the weight of each of the decoder's positions as one that predicts a
     target.
   """
-  side = side_of(config, batch)
+  side = _inputs_side(config.architecture, batch)
   tokens, segments, positions = (
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
@@ -130,7 +129,8 @@ def annotate(
   queries = np.float32(weights > 0)
   inputs = (segments > 0) & (positions > 0)
   if side == 'teacher':
-    inputs &= np.asarray(losses.inputs_of(jax.tree.map(jnp.asarray, batch))) > 0
+    of_pairs = architectures.inputs_of(jax.tree.map(jnp.asarray, batch))
+    inputs &= np.asarray(of_pairs) > 0
     at, queries = batch['teacher_index'], np.zeros(tokens.shape, np.float32)
     np.add.at(queries, (np.arange(len(at))[:, None], at), weights > 0)
   parts = np.where(segments > 0, _OWN, 0)
@@ -176,7 +176,7 @@ def measure(
     heads of what each token of the inputs' side receives. Layers are those
     that are analysed.
   """
-  side = side_of(model.config, batch)
+  side = _inputs_side(model.architecture, batch)
   if noised:
     batch = {**batch, f'{side}_tokens': batch['noised']}
   parts, found = batch['parts'], []
@@ -201,7 +201,7 @@ def measure(
     found.append((shares, sums.entropy, sums.by_key[..., own:].mean(1)))
 
   with intercept(model, visit):
-    losses.predict(model, params, batch)
+    model.architecture.predict(model, params, batch)
   shares, entropy, received = (
     jnp.stack(x, 1) for x in zip(*found, strict=True)
   )
@@ -263,9 +263,8 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     layers = list(layer_numbers(model).values())
     run = _make_run(model, where, layers)
     mask = _mask_token(loaded.stored)
-    teacher = setup.reads_teacher_row(
-      loaded.config, self.record_set.spec.lengths, 0.0
-    )
+    lengths = self.record_set.spec.lengths
+    teacher = setup.reads_teacher_row(lengths, loaded.config)
     batches = setup.evaluation_batches(
       self.record_set, rows, where, teacher=teacher
     )
@@ -297,7 +296,7 @@ def _make_run(
       found = measure(model, params, batch)
       noised = measure(model, params, batch, noised=True)['received']
       found |= {name: batch[name] for name in ('weights', 'parts', 'masked')}
-      if _is_pair(model):
+      if _reads_encoder(model):
         losses_of = functools.partial(ablated_loss, model, params, batch)
         found['losses'] = jnp.moveaxis(
           jax.lax.map(losses_of, jnp.array([-1, *layers])), 2, 0

@@ -70,7 +70,7 @@ def _confusion(
   model = where.model
   size = model.config.decoder.classes
   with partition.use(where.mesh, where.rules.as_dict()):
-    hidden = losses.predict(model, params, batch)
+    hidden = model.architecture.predict(model, params, batch)
     given = jnp.argmax(model.logits(params, hidden), axis=-1)
     cell = jnp.where(batch['weights'] > 0, batch['targets'] * size + given, -1)
     counts = jnp.sum(cell[..., None] == jnp.arange(size * size), axis=(0, 1))

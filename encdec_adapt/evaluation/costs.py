@@ -23,7 +23,7 @@ from encdec_adapt.evaluation import results
 from encdec_adapt.files import disk
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import model_flops, model_section, parameters, presets
+from encdec_adapt.models import model_flops, parameters, presets
 
 TASK = 'cost'
 _REPEATS = 5
@@ -65,7 +65,7 @@ class CostEvaluation:
     Raises:
       UserError: it is encoder-only.
     """
-    if model_section.kind_of(stored.model) == 'encoder_only':
+    if not stored.model.architecture.generates:
       raise errors.UserError(
         f'{stored.path} is encoder-only and generates nothing; give --cost= to'
         ' measure no cost.'
@@ -119,7 +119,8 @@ class CostEvaluation:
     # No token ends a row, so that all have the same length.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
     engine = loaded.engine(rows=rows, ids=ids, int8=self.int8)
-    size = next(iter(loaded.config.stacks.values())).vocab_size
+    prompt_stack = loaded.config.stacks[loaded.model.architecture.prompt_stack]
+    size = prompt_stack.vocab_size
     tokens = np.random.default_rng(0).integers(
       size, size=(rows, self.prompt), dtype=np.int32
     )

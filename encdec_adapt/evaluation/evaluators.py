@@ -22,7 +22,7 @@ from encdec_adapt.evaluation import (
   task_groups,
 )
 from encdec_adapt.files import paths
-from encdec_adapt.models import decoder_only, model_section
+from encdec_adapt.models import decoder_only
 from encdec_adapt.training import job_telemetry, setup, train_section
 from encdec_adapt.training import state as state_lib
 
@@ -40,7 +40,7 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
   for name in settings.train.intervals:
     if name in (train_section.LOSS, train_section.SAMPLES):
       continue
-    if model_section.kind_of(settings.model) == 'encoder_only':
+    if not settings.model.architecture.generates:
       raise errors.UserError(
         f'config.train.evaluators has {name}, and the model is encoder-only,'
         ' which tasks do not suit; leave it out.'
@@ -80,9 +80,9 @@ class Evaluators:
     self._batch_size = settings.train.eval_batch_size
     self._where, self._data, self._telemetry = where, data, telemetry
     self._evaluator = perplexity.Evaluator(where, settings.loss.chunk)
-    self._teacher = setup.reads_teacher_row(
-      settings.model, data.train.spec.lengths, settings.loss.distillation
-    )
+    # The loss is that of the targets alone, so that no teacher reads the rows.
+    lengths = data.train.spec.lengths
+    self._teacher = setup.reads_teacher_row(lengths, settings.model)
     evaluated = telemetry.evaluated
     self._sampler = None
     if train_section.SAMPLES in self._intervals:

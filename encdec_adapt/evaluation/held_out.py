@@ -83,7 +83,7 @@ class HeldOutEvaluation:
     """
     where, record_set = loaded.where, self.record_set
     spec, count = record_set.spec, len(record_set)
-    teacher = setup.reads_teacher_row(loaded.config, spec.lengths, 0.0)
+    teacher = setup.reads_teacher_row(spec.lengths, loaded.config)
 
     def measure(**options: int) -> perplexity.Result:
       """Evaluates the parameters on the rows."""

@@ -32,7 +32,6 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import loaded_model, source_files
 from encdec_adapt.evaluation import scoring
 from encdec_adapt.inference import engine, sampling
-from encdec_adapt.models import model_config
 from encdec_adapt.telemetry import progress
 
 # Tokens that are scored at a time, and those before them, in rolling
@@ -67,7 +66,7 @@ class Adapter(lm_eval_model.TemplateLM):
     self._report = report or (lambda done, total: None)
     self._reader = opened.sides[loaded.stored.prompt_side]
     self._writer = opened.decoder
-    is_pair = isinstance(loaded.config, model_config.EncoderDecoderConfig)
+    is_pair = loaded.config.architecture.encodes_prompt
     self.backend = 'seq2seq' if is_pair else 'causal'
     limit = source_files.prompt_room(loaded.stored)
     self.max_length = limit or engine.UNLIMITED

@@ -1,8 +1,8 @@
 """Loss per target token on held-out batches.
 
 Encoder-decoders and decoder-only models are measured on the same target tokens
-of the same batches of pairs (`training.losses.predict` feeds them);
-decoder-only models also on causal batches.
+of the same batches of pairs (`models.architecture` feeds them); decoder-only
+models also on causal batches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -101,7 +101,7 @@ def row_sums(
   """
   stack = model.config.decoder
   nats, correct = vocabulary_loss.per_token(
-    losses.predict(model, params, batch),
+    model.architecture.predict(model, params, batch),
     model.head(params),
     batch['targets'],
     vocab_size=stack.outputs,

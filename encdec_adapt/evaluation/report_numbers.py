@@ -5,6 +5,8 @@ import re
 import statistics
 from typing import Any
 
+from encdec_adapt.models import architecture
+
 Runs = Mapping[str, Mapping[str, Any]]
 
 # Runs of a learning-rate sweep are named `<model>_lr_<rate>`, repetitions
@@ -45,7 +47,7 @@ def models(runs: Runs) -> list[str]:
 
 def has_encoder(run: Mapping[str, Any]) -> bool:
   """Returns whether the model of a run is an encoder-decoder."""
-  return run['kind'] == 'encoder_decoder'
+  return architecture.BY_NAME[run['kind']].encodes_prompt
 
 
 def loss(value: float | None) -> str:

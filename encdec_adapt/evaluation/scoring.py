@@ -19,7 +19,6 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import loaded_model
 from encdec_adapt.inference import lengths
-from encdec_adapt.models import model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.training import state as state_lib
 
@@ -50,22 +49,20 @@ class Batch(NamedTuple):
   """A padded batch.
 
   Attributes:
-    encoder: tokens of the contexts, each once; None for a decoder-only model.
+    encoder: tokens of the contexts, each once, where an encoder reads them.
     encoder_counts: number of them per context.
     contexts: index of each row's context.
     decoder: tokens that the decoder reads.
     prefix_counts: number of the decoder's tokens that are context.
-    first: the decoder's position that predicts the first continuation token.
     targets: tokens of the continuations.
     counts: number of them per row.
   """
 
-  encoder: Int[Array, 'c S'] | None
-  encoder_counts: Int[Array, 'c'] | None
-  contexts: Int[Array, 'B'] | None
+  encoder: Int[Array, 'c S']
+  encoder_counts: Int[Array, 'c']
+  contexts: Int[Array, 'B']
   decoder: Int[Array, 'B T']
   prefix_counts: Int[Array, 'B']
-  first: Int[Array, 'B']
   targets: Int[Array, 'B n']
   counts: Int[Array, 'B']
 
@@ -88,7 +85,7 @@ def score(
   Raises:
     UserError: the model is encoder-only, or a side is empty.
   """
-  if getattr(loaded.config, 'is_encoder', False):
+  if not loaded.config.architecture.generates:
     raise errors.UserError(
       'an encoder-only model predicts masked tokens and scores no'
       ' continuations; use a decoder or an encoder-decoder.'
@@ -125,27 +122,16 @@ def _frame(
   """Pads pairs to a batch, and its contexts to a power of two of them."""
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
-  if isinstance(loaded.config, model_config.EncoderDecoderConfig):
-    numbers: dict[tuple[int, ...], int] = {}
-    owners = [numbers.setdefault(tuple(p.context), len(numbers)) for p in pairs]
-    count = min(rows, loaded.rows(1 << (len(numbers) - 1).bit_length()))
-    encoder, encoder_counts = lengths.pad(list(numbers), count)
-    contexts = np.array(owners + fill, np.int32)
-    read = [[bos, *pair.continuation[:-1]] for pair in pairs]
-    prefixes = [0] * rows
-    first = prefixes
-  else:
-    encoder = encoder_counts = contexts = None
-    read = [[*pair.context, *pair.continuation[:-1]] for pair in pairs]
-    prefixes = [len(pair.context) for pair in pairs] + fill
-    first = [len(pair.context) - 1 for pair in pairs] + fill
+  framed = [loaded.config.architecture.frame(*pair, bos) for pair in pairs]
+  # Without encoder all rows share the one context without tokens.
+  numbers: dict[tuple[int, ...], int] = {}
+  owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
+  count = min(rows, loaded.rows(1 << (len(numbers) - 1).bit_length()))
   return Batch(
-    encoder,
-    encoder_counts,
-    contexts,
-    lengths.pad(read, rows)[0],
-    np.array(prefixes, np.int32),
-    np.array(first, np.int32),
+    *lengths.pad(list(numbers), count),
+    np.array(owners + fill, np.int32),
+    lengths.pad([row.tokens for row in framed], rows)[0],
+    np.array([row.prefix for row in framed] + fill, np.int32),
     targets,
     counts,
   )
@@ -160,19 +146,21 @@ def _score(
   """Returns the log-probability of each continuation, and whether greedy."""
   model = place.model
   with partition.use(place.mesh, place.rules.as_dict()):
-    inputs: tuple[Any, ...] = ()
-    if batch.encoder is not None:
-      where, real = lengths.frame(batch.encoder, batch.encoder_counts)
-      encoded = model.encode(params, batch.encoder, real, where)
-      inputs = encoded[batch.contexts], real[batch.contexts]
-    where, real = lengths.frame(batch.decoder, batch.first + batch.counts)
+    where, real = lengths.frame(batch.encoder, batch.encoder_counts)
+    source = model.architecture.source(
+      model, params, batch.encoder, real, where
+    )
+    inputs = [x[batch.contexts] for x in source]
+    # The decoder's position that predicts the first token.
+    first = jnp.maximum(batch.prefix_counts - 1, 0)
+    where, real = lengths.frame(batch.decoder, first + batch.counts)
     _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
     hidden = model.decode(
       params, batch.decoder, real, where, *inputs, prefix=prefix
     )
     width = batch.targets.shape[1]
     places = jnp.minimum(
-      batch.first[:, None] + jnp.arange(width), hidden.shape[1] - 1
+      first[:, None] + jnp.arange(width), hidden.shape[1] - 1
     )
     hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
     real = jnp.arange(width) < batch.counts[:, None]

@@ -93,7 +93,7 @@ def raw_from_model(
     UserError: no class of transformers can express the model; gives the reason
       for every family.
   """
-  is_pair = isinstance(config, model_config.EncoderDecoderConfig)
+  is_pair = config.architecture.encodes_prompt
   reasons = []
   for family in (PAIRS if is_pair else families.FAMILIES).values():
     try:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.models import cache as caches
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
@@ -221,22 +221,9 @@ def prefill(
   """
   params = quantization.dequantize(params, model.compute.dtype)
   positions, segments = lengths.frame(group.tokens, group.lengths)
-  insert = functools.partial(
-    caches.insert, model.config.decoder, state.cache, group.rows
+  entries, read = model.architecture.prefill(
+    model, params, group.tokens, segments, positions, bos
   )
-  if isinstance(model.config, model_config.EncoderDecoderConfig):
-    encoded = model.encode(params, group.tokens, segments, positions)
-    cache = insert(
-      cross=model.prefill_cross(params, encoded), encoder_segments=segments
-    )
-    read = jnp.full((len(group.rows), 1), bos)
-    last = read[:, 0]
-  else:
-    entries = model.prefill(params, group.tokens, segments, positions)
-    cache = insert(prompt=entries, lengths=group.lengths)
-    read = group.tokens
-    last = jnp.take_along_axis(read, group.lengths[:, None] - 1, axis=1)[:, 0]
-    read = jnp.where(segments > 0, read, last[:, None])
 
   def put(old: jax.Array, new: Any) -> jax.Array:
     """Replaces the rows of the group."""
@@ -249,8 +236,10 @@ def prefill(
     seen = put(seen, group_seen)
   return _replicate(
     state._replace(
-      cache=cache,
-      last=put(state.last, last),
+      cache=caches.insert(
+        model.config.decoder, state.cache, group.rows, **entries
+      ),
+      last=put(state.last, read[:, -1]),
       done=put(state.done, False),
       count=put(state.count, 0),
       limit=put(state.limit, group.limit),

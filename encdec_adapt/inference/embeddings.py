@@ -11,7 +11,7 @@ import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.inference import lengths
-from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules as rules_lib
 
@@ -46,8 +46,7 @@ def embed(
   Raises:
     UserError: the model has no encoder.
   """
-  is_pair = isinstance(model.config, model_config.EncoderDecoderConfig)
-  if not is_pair and not model.config.is_encoder:
+  if not model.architecture.has_encoder:
     raise errors.UserError(
       'a decoder-only model has no encoder, whose states embeddings are; use an'
       ' encoder-decoder or an encoder-only model.'
@@ -72,10 +71,7 @@ def _pool(
 ) -> Float[Array, 'B E']:
   """Encodes padded rows and pools their states."""
   positions, real = lengths.frame(tokens, counts)
-  run = model.decode
-  if isinstance(model.config, model_config.EncoderDecoderConfig):
-    run = model.encode
-  states = run(params, tokens, real, positions)
+  states = model.architecture.encode(model, params, tokens, real, positions)
   states = states.astype(jnp.float32)
   if pooling == 'last':
     pooled = states[jnp.arange(len(counts)), counts - 1]

@@ -26,7 +26,7 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.inference import decoding, lengths
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only, model_config
+from encdec_adapt.models import build, decoder_only
 from encdec_adapt.sharding import rules as rules_lib
 
 UNLIMITED = 1 << 30  # More tokens than there are.
@@ -143,7 +143,7 @@ class Engine:
     Raises:
       UserError: the model is encoder-only, or `rows` does not divide.
     """
-    if getattr(model.config, 'is_encoder', False):
+    if not model.architecture.generates:
       raise errors.UserError(
         'an encoder-only model predicts masked tokens and generates no text;'
         ' use a decoder or an encoder-decoder.'
@@ -164,10 +164,9 @@ class Engine:
       build.unroll(model), mesh, rules, decoding.shapes_of(self.params)
     )
     self.vocab_size = model.config.decoder.vocab_size
-    self._prompt_size = next(iter(model.config.stacks.values())).vocab_size
-    self._reads_encoder = isinstance(
-      model.config, model_config.EncoderDecoderConfig
-    )
+    self._architecture = model.architecture
+    prompt_stack = model.config.stacks[model.architecture.prompt_stack]
+    self._prompt_size = prompt_stack.vocab_size
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows
     self._state: decoding.State | None = None
@@ -406,20 +405,22 @@ class Engine:
     Raises:
       UserError: none of the `sizes` holds them.
     """
-    prompt = max(len(request.tokens) for request in requests)
-    most = max(request.max_tokens for request in requests)
-    needed = lengths.Size(most, prompt)
-    if not self._reads_encoder:
-      most = max(len(r.tokens) + r.max_tokens for r in requests)
-      needed = lengths.Size(most, 0)
+    positions = [
+      self._architecture.positions(len(request.tokens), request.max_tokens)
+      for request in requests
+    ]
+    needed = lengths.Size(
+      max(stacks['decoder'] for stacks in positions),
+      max(stacks.get('encoder', 0) for stacks in positions),
+    )
     if not self.sizes:
       return needed.bucket()
     needed = lengths.Size(*map(max, needed, least))
     fits = [size for size in self.sizes if size.holds(needed)]
     if not fits:
       raise errors.UserError(
-        f'a prompt of {prompt} tokens needs a state of {tuple(needed)} tokens'
-        ' (decoder, encoder); the largest has'
+        f'the request needs a state of {tuple(needed)} tokens (decoder,'
+        ' encoder); the largest has'
         f' {tuple(self.sizes[-1])}. Shorten it, or lower max_tokens.'
       )
     return fits[0]

@@ -25,7 +25,7 @@ def build(
     compute: how it is computed; by default in float32, without
       rematerialisation.
   """
-  if isinstance(config, model_config.EncoderDecoderConfig):
+  if config.architecture.encodes_prompt:
     return encoder_decoder.EncoderDecoder(config, compute)
   return decoder_only.DecoderOnly(config, compute)
 

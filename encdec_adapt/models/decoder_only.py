@@ -8,6 +8,7 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import cache as caches
 from encdec_adapt.models import (
   execution,
@@ -46,6 +47,11 @@ class Decoder:
 
   config: model_config.ModelConfig
   compute: execution.ComputeConfig
+
+  @property
+  def architecture(self) -> architectures.Architecture:
+    """The kind of the model."""
+    return self.config.architecture
 
   @property
   def table(self) -> Mapping[str, parameters.ParamInfo]:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, Literal
 
 from encdec_adapt.cli import errors, keys
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.ops import rope
 
 LayerKind = Literal['local', 'global']
@@ -298,9 +299,9 @@ class DecoderOnlyConfig:
     return {'decoder': self.decoder}
 
   @property
-  def is_encoder(self) -> bool:
-    """Whether the model reads the encoder's side of a row, and only that."""
-    return self.decoder.role == 'bidirectional' or self.decoder.classes > 0
+  def architecture(self) -> architectures.Architecture:
+    """The kind of the model."""
+    return architectures.of_stack(self.decoder.role, self.decoder.classes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +339,11 @@ class EncoderDecoderConfig:
   def stacks(self) -> dict[str, StackConfig]:
     """Stacks by their name in the parameter tree."""
     return {'encoder': self.encoder, 'decoder': self.decoder}
+
+  @property
+  def architecture(self) -> architectures.Architecture:
+    """The kind of the model."""
+    return architectures.ENCODER_DECODER
 
 
 ModelConfig = DecoderOnlyConfig | EncoderDecoderConfig

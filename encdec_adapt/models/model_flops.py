@@ -43,14 +43,13 @@ def forward(
     decoder: decoder length T.
     teacher: length of the row in which a decoder-only model reads a pair.
   """
-  pair = isinstance(model, configs.EncoderDecoderConfig)
-  if not pair and model.is_encoder:
-    decoder = encoder
-  total = vocabulary(model.decoder.width, model.decoder.outputs, decoder)
-  if pair:
-    total += stack_forward(model.encoder, encoder)
-    return total + stack_forward(model.decoder, decoder, source_length=encoder)
-  return total + stack_forward(model.decoder, teacher if encoder else decoder)
+  lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
+  targets = decoder or encoder  # Rows of the encoder alone have targets there.
+  total = vocabulary(model.decoder.width, model.decoder.outputs, targets)
+  for name, side in model.architecture.sides(encoder > 0).items():
+    stack = model.stacks[name]
+    total += stack_forward(stack, lengths[side], source_length=encoder)
+  return total
 
 
 def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
@@ -63,8 +62,7 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
   """
   stack = model.decoder
   seen = sum(min(decoder, window or decoder) for window in layer_windows(stack))
-  if isinstance(model, configs.EncoderDecoderConfig):
-    seen += cross_layers(stack) * encoder
+  seen += cross_layers(stack) * encoder
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)
@@ -86,15 +84,20 @@ def generation(
     rows of these lengths. A decoder reads the last token of the prompt twice:
     its states predict the first generated token.
   """
-  stack = model.decoder
-  if isinstance(model, configs.EncoderDecoderConfig):
-    cross = stack_forward(stack, 0, source_length=prompt)
-    prefill = stack_forward(model.encoder, prompt) + cross
-    decode = stack_forward(stack, generated, source_length=prompt) - cross
-  else:
-    prefill = stack_forward(stack, prompt) - _without_states(stack, prompt)
-    decode = stack_forward(stack, prompt - 1 + generated)
-    decode -= stack_forward(stack, prompt - 1)
+  lengths, stack = (
+    model.architecture.positions(prompt, generated),
+    model.decoder,
+  )
+  context = lengths.pop('decoder') - generated  # The prompt, without encoder.
+
+  def decoder(length: int) -> int:
+    return stack_forward(stack, length, source_length=prompt)
+
+  prefill = decoder(context) - _without_states(stack, context)
+  for name, length in lengths.items():
+    prefill += stack_forward(model.stacks[name], length)
+  first = max(context - 1, 0)
+  decode = decoder(first + generated) - decoder(first)
   return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
 
 
@@ -133,9 +136,8 @@ def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
     logits = vocabulary(stack.width, stack.vocab_size, length)
     return stack_forward(causal, length) + logits
 
-  if isinstance(model, configs.EncoderDecoderConfig):
-    return alone(model.encoder, prompt) + alone(model.decoder, generated)
-  return alone(model.decoder, prompt + generated)
+  lengths = model.architecture.positions(prompt, generated)
+  return sum(alone(model.stacks[name], n) for name, n in lengths.items())
 
 
 def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:

@@ -5,16 +5,9 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.cli import errors, keys
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import masks
-
-# Kinds of models of one stack, and the roles of their stacks.
-ROLES = {
-  'decoder_only': 'causal',
-  'prefix_decoder': 'prefix',
-  'encoder_only': 'bidirectional',
-}
-KINDS = (*ROLES, 'encoder_decoder')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +19,7 @@ class ModelSection:
     "'encoder_decoder'; or one stack, config.model.decoder: 'decoder_only'"
     " (causal), 'prefix_decoder' (bidirectional over the inputs of a pair),"
     " 'encoder_only' (bidirectional).",
-    one_of=KINDS,
+    one_of=tuple(architectures.BY_NAME),
   )
   causal_encoder: bool = keys.key(
     False, "Causal attention in the encoder (the paper's ablation)."
@@ -89,11 +82,12 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   common = dict(
     vocab_multiple=section.vocab_multiple, eoi_token=section.eoi_token
   )
-  if section.kind in ROLES:
-    role = ROLES[section.kind]
-    if role == 'bidirectional':
+  architecture = architectures.BY_NAME[section.kind]
+  common['role'] = architecture.role
+  if not architecture.encodes_prompt:
+    if architecture.has_encoder:
       common['window_rule'] = section.window_rule
-    decoder = _stack('decoder', values['decoder'], role=role, **common)
+    decoder = _stack('decoder', values['decoder'], **common)
     return model_config.DecoderOnlyConfig(decoder)
   decoder = _stack('decoder', values['decoder'], **common)
   encoder = _stack(
@@ -122,24 +116,16 @@ def _stack(side: str, values: Mapping[str, Any], **others: Any):
     raise errors.UserError(f'config.model.{side}: {error}') from error
 
 
-def kind_of(model: model_config.ModelConfig) -> str:
-  """Returns the kind of a model, one of `KINDS`."""
-  if isinstance(model, model_config.EncoderDecoderConfig):
-    return KINDS[-1]
-  role = model.decoder.role
-  return next(kind for kind, own in ROLES.items() if own == role)
-
-
 def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the values of the section's keys that describe a model.
 
   A decoder-only model leaves the encoder's keys out.
   """
   decoder = model.stacks['decoder']
-  pair = isinstance(model, model_config.EncoderDecoderConfig)
+  pair = model.architecture.encodes_prompt
   encoder = model.encoder if pair else decoder
   section = ModelSection(
-    kind=kind_of(model),
+    kind=model.architecture.name,
     causal_encoder=pair and encoder.role == 'causal',
     cross_merged=decoder.cross_merged,
     cross_layers=decoder.cross_layers,

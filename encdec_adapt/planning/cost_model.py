@@ -130,20 +130,17 @@ class Workload:
 
   def _reads(self) -> Iterator[Read]:
     job, lengths = self.job, self.job.lengths
-    decoder, is_pair = job.model.decoder, 'encoder' in job.model.stacks
-    source = lengths.encoder if is_pair else 0
     if job.name == 'decode':
-      yield Read(decoder, 1, lengths.decoder, source, False)
+      stack = job.model.decoder
+      source = lengths.encoder * (stack.cross_width is not None)
+      yield Read(stack, 1, lengths.decoder, source, False)
       return
-    length = lengths.decoder
-    if is_pair:
-      yield Read(job.model.encoder, source, source, 0, job.trains)
-    elif lengths.encoder:
-      length = lengths.teacher
-    yield Read(decoder, length, length, source, job.trains)
-    if self.has_teacher:
-      alone = programs.without_cross_attention(decoder).decoder
-      yield Read(alone, lengths.teacher, lengths.teacher, 0, False)
+    for model in job.models if job.trains else (job.model,):
+      trained = job.trains and model is job.model
+      for name, side in model.architecture.sides(lengths.encoder > 0).items():
+        stack, length = model.stacks[name], getattr(lengths, side)
+        source = lengths.encoder * (stack.cross_width is not None)
+        yield Read(stack, length, length, source, trained)
 
   @property
   def trained(self) -> list[Read]:

@@ -114,30 +114,25 @@ class Attention:
 
 
 def attentions(
-  model: model_config.ModelConfig,
+  models: Iterable[model_config.ModelConfig],
   lengths: batch.Lengths,
-  reads_teacher_row: bool,
   shards: int = 1,
 ) -> list[Attention]:
-  """Returns all kinds of attention of a model and its teacher, on a device.
+  """Returns all kinds of attention of models, on a device.
 
   Args:
-    model: configuration of the model.
+    models: the models that read a batch.
     lengths: tokens of a row.
-    reads_teacher_row: whether a teacher, or the model, reads whole pairs.
     shards: number of shards of the lengths.
   """
-  read = [('decoder', lengths.decoder)]
-  if reads_teacher_row:
-    read.append(('decoder', lengths.teacher))
-  found = []
-  if 'encoder' in model.stacks:
-    read.append(('encoder', lengths.encoder))
-    found.append(Attention(lengths.decoder, lengths.encoder, None, None))
-  for side, length in read:
-    stack = model.stacks[side]
-    found += [_self(stack, kind, length) for kind in set(stack.pattern)]
-  return [one.on_shard(shards) for one in found]
+  calls = []
+  for model in models:
+    for name, side in model.architecture.sides(lengths.encoder > 0).items():
+      stack, length = model.stacks[name], getattr(lengths, side)
+      calls += [_self(stack, kind, length) for kind in set(stack.pattern)]
+      if stack.cross_width is not None:
+        calls.append(Attention(length, lengths.encoder, None, None))
+  return [call.on_shard(shards) for call in calls]
 
 
 def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:

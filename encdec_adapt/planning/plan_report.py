@@ -133,9 +133,8 @@ def _kernels(
 ) -> list[roofline.Row]:
   """Returns kernels by name; see `roofline.kernel_row`."""
   known = kernels.attentions(
-    job.model,
+    job.models,
     job.lengths,
-    job.reads_teacher_row,
     job.rules.on(job.mesh).size('length'),
   )
   names: dict[str, list[hlo.Kernel]] = {}

@@ -25,6 +25,7 @@ from encdec_adapt.models import model_flops as formula
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import losses, optimizers, setup, train_section
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
@@ -138,11 +139,15 @@ class Job:
     return self.data.train.lengths
 
   @property
+  def models(self) -> tuple[model_config.ModelConfig, ...]:
+    """The models that read a batch: the trained model and its teacher."""
+    teacher = (without_cross_attention(self.model.decoder),)
+    return (self.model, *teacher * (self.loss.distillation > 0))
+
+  @property
   def reads_teacher_row(self) -> bool:
     """Whether batches have the teacher's fields."""
-    return setup.reads_teacher_row(
-      self.model, self.lengths, self.loss.distillation
-    )
+    return setup.reads_teacher_row(self.lengths, *self.models)
 
   @functools.cached_property
   def where(self) -> state_lib.Placement:
@@ -259,16 +264,21 @@ def _decode(job: Job) -> Program:
 
   It has the rows of an evaluation batch, and parameters in the compute dtype.
   """
-  mesh, lengths, source = job.mesh, job.lengths, 0
+  mesh, lengths = job.mesh, job.lengths
   # A step has one token per row, which does not divide over a sequence axis.
   rules = dataclasses.replace(job.rules, length=())
-  if isinstance(job.model, model_config.EncoderDecoderConfig):
-    source = lengths.encoder
+  positions = job.model.architecture.positions(lengths.encoder, 0)
   model = build.unroll(job.where.model)
   where = dataclasses.replace(job.where, model=model, dtype=job.compute.dtype)
   params = where.abstract_params()
   state = jax.eval_shape(
-    functools.partial(decoding.start, model, job.rows, lengths.decoder, source)
+    functools.partial(
+      decoding.start,
+      model,
+      job.rows,
+      lengths.decoder,
+      positions.get('encoder', 0),
+    )
   )
   state, cache = state._replace(cache=None), state.cache
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -335,23 +345,19 @@ def without_cross_attention(
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `data.batch`."""
-  lengths = job.lengths
-  sides = {'decoder': lengths.decoder, 'encoder': lengths.encoder}
-  sides = {side: length for side, length in sides.items() if length}
-  targets = lengths.decoder or lengths.encoder
-  if job.loss.on_inputs and job.name == 'train':
-    targets = lengths.teacher
-  fields = {'targets': targets, 'weights': targets}
-  if job.reads_teacher_row:
-    sides['teacher'] = lengths.teacher
-    fields['teacher_index'] = targets
-  for side, length in sides.items():
-    for field in ('tokens', 'segments', 'positions'):
-      fields[f'{side}_{field}'] = length
+  # A row without pairs has the fields, and no ids beside those of padding.
+  ids = special_ids.SideIds(0, 0, 0)
+  row = batch_lib.frame_row(
+    (),
+    job.lengths,
+    special_ids.Framing(ids, ids),
+    teacher=job.reads_teacher_row,
+  )
+  rows = batch_lib.stack_rows([row])
+  if job.loss.on_inputs and job.trains:
+    rows = batch_lib.on_all_tokens(rows, ids.pad)
   shapes = {
-    name: jax.ShapeDtypeStruct(
-      (job.rows, length), jnp.float32 if name == 'weights' else jnp.int32
-    )
-    for name, length in fields.items()
+    name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)
+    for name, value in rows.items()
   }
   return _sharded(job, shapes, placement.batch_axes(shapes))

@@ -1,21 +1,17 @@
 """The loss of a batch, for every architecture and with a teacher.
 
 Losses are sums over weights; the caller divides by the weight of the whole
-global step. `predict` returns the hidden states that predict the targets of a
-batch and is the only place that knows how each architecture reads a batch;
-evaluation uses it too.
+global step. `models.architecture` computes the states that predict the targets.
 """
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from encdec_adapt.cli import keys
-from encdec_adapt.models import build, decoder_only, expert_layer, model_config
+from encdec_adapt.models import build, decoder_only, expert_layer
 from encdec_adapt.ops import distillation_loss, vocabulary_loss
 
 Batch = Mapping[str, Array]
@@ -86,60 +82,6 @@ class TeacherConfig:
     keys.check(self, 'config.teacher.')
 
 
-def predict(
-  model: build.Model,
-  params: decoder_only.Params,
-  batch: Batch,
-  **options: Any,
-) -> Float[Array, 'B T D']:
-  """Computes the hidden states that predict `batch['targets']`.
-
-  An encoder-decoder reads the pair, an encoder-only model its inputs. A
-  decoder-only model reads the decoder fields of a causal batch, and the
-  teacher's row of a batch of pairs, from which the positions that predict the
-  targets are gathered; a prefix decoder sees the inputs there from both sides.
-
-  Args:
-    model: the model.
-    params: parameters of the model.
-    batch: fields of `data.batch`.
-    **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
-  """
-
-  def side(name: str) -> list[Array]:
-    return [batch[f'{name}_{x}'] for x in ('tokens', 'segments', 'positions')]
-
-  if isinstance(model.config, model_config.EncoderDecoderConfig):
-    encoder = side('encoder')
-    encoded = model.encode(params, *encoder, **options)
-    return model.decode(
-      params, *side('decoder'), encoded, encoder[1], **options
-    )
-  if model.config.is_encoder:
-    return model.decode(params, *side('encoder'), **options)
-  if 'encoder_tokens' not in batch:
-    return model.decode(params, *side('decoder'), **options)
-  prefix = None
-  if model.config.decoder.role == 'prefix':
-    prefix = inputs_of(batch)
-  hidden = model.decode(params, *side('teacher'), prefix=prefix, **options)
-  return jnp.take_along_axis(
-    hidden, batch['teacher_index'][..., None], axis=1
-  )  # [B, T, D]
-
-
-def inputs_of(batch: Batch) -> Int[Array, 'B R']:
-  """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
-  # A target stands one after the position that predicts it.
-  rows = jnp.arange(len(batch['targets']))[:, None]
-  after = batch['teacher_index'] + 1
-  is_target = jnp.zeros_like(batch['teacher_segments'])
-  is_target = is_target.at[rows, after].max(
-    jnp.int32(batch['decoder_segments'] > 0)
-  )
-  return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))
-
-
 def loss_sums(
   model: build.Model,
   params: decoder_only.Params,
@@ -166,7 +108,7 @@ def loss_sums(
   if config.distillation:
     other, other_params = teacher
     source = distillation_loss.Teacher(
-      predict(other, other_params, batch),
+      other.architecture.predict(other, other_params, batch),
       other.head(other_params),
       softcap=other.config.decoder.final_softcap,
       share=config.distillation,
@@ -174,7 +116,9 @@ def loss_sums(
     )
   stack, routing = model.config.decoder, []
   sums = vocabulary_loss.cross_entropy(
-    predict(model, params, batch, routing=routing, dropout=dropout),
+    model.architecture.predict(
+      model, params, batch, routing=routing, dropout=dropout
+    ),
     model.head(params),
     batch['targets'],
     batch['weights'],

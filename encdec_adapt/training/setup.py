@@ -231,22 +231,16 @@ def open_data(data: data_section.DataConfig) -> Data:
 
 
 def reads_teacher_row(
-  model: model_config.ModelConfig,
-  lengths: batch_lib.Lengths,
-  distillation: float,
+  lengths: batch_lib.Lengths, *models: model_config.ModelConfig
 ) -> bool:
-  """Returns whether batches need the teacher's fields.
-
-  A teacher reads them, and so does a decoder-only model trained on pairs.
+  """Returns whether batches need the teacher's fields, which a model reads.
 
   Args:
-    model: the trained model.
     lengths: tokens of a row.
-    distillation: `config.loss.distillation`.
+    *models: the models that read the batches.
   """
-  alone = isinstance(model, model_config.DecoderOnlyConfig)
-  pairs = lengths.encoder > 0 and lengths.decoder > 0
-  return bool(distillation) or (pairs and alone)
+  sides = [model.architecture.sides(lengths.encoder > 0) for model in models]
+  return any('teacher' in stacks.values() for stacks in sides)
 
 
 def training_batches(

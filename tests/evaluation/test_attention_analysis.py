@@ -93,7 +93,7 @@ def test_received_attention_is_the_dense_softmax(kind):
       np.testing.assert_allclose(found.entropy, entropy, atol=1e-5)
 
   with attention_analysis.intercept(model, visit):
-    attention_analysis.losses.predict(model, params, batch)
+    model.architecture.predict(model, params, batch)
   numbers = attention_analysis.layer_numbers(model)
   assert seen == list(numbers.values()) == [0, 1, 2]
   found = attention_analysis.measure(model, params, batch, chunk=4)
@@ -239,7 +239,8 @@ def test_scores_of_records(kind, objective, folder):
   choice = vocabularies.Choice(str(folder / 'vocabulary.model'))
   loaded = toy_models.load(config, scale=0.3)
   stored = types.SimpleNamespace(
-    prompt_side=next(iter(config.stacks)), require_vocabularies=choice.open
+    prompt_side=config.architecture.prompt_stack,
+    require_vocabularies=choice.open,
   )
   loaded = loaded_model.LoadedModel(loaded.model, loaded.params, stored)
   record_set = records.RecordSet.open(folder / objective / 'eval')

@@ -38,7 +38,7 @@ def predict(params):
 
   def run(rate, key):
     dropout = decoder_only.Dropout(rate, key) if rate is not None else None
-    states = losses.predict(MODEL, params, batch, dropout=dropout)
+    states = MODEL.architecture.predict(MODEL, params, batch, dropout=dropout)
     return jnp.where(batch['decoder_segments'][..., None] > 0, states, 0)
 
   return jax.jit(run, static_argnums=0)

@@ -15,25 +15,29 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import objective_names, packing
-from encdec_adapt.models import build, model_config, model_section
-from encdec_adapt.training import losses
+from encdec_adapt.models import architecture, build, model_config
 from tests import framing
 from tests.data import objective_cases
 from tests.training import conftest
 
 STACK = dataclasses.replace(conftest.STACK, vocab_size=1100)
+ROLES = {
+  kind.name: kind.role
+  for kind in architecture.BY_NAME.values()
+  if not kind.encodes_prompt
+}
 MODELS = {
   'encoder_decoder': model_config.encoder_decoder(STACK, STACK),
   **{
     kind: model_config.DecoderOnlyConfig(dataclasses.replace(STACK, role=role))
-    for kind, role in model_section.ROLES.items()
+    for kind, role in ROLES.items()
   },
 }
 CLASSIFIERS = MODELS | {
   kind: model_config.DecoderOnlyConfig(
     dataclasses.replace(STACK, role=role, classes=2)
   )
-  for kind, role in model_section.ROLES.items()
+  for kind, role in ROLES.items()
 }
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
 TEXT = [n for n in NAMES if objective_names.NAMES[n].maker.documents == 'text']
@@ -104,7 +108,7 @@ def test_every_objective_trains(kind, trainers):
 
 def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
   rows = _rows('prefix_lm', 'prefix_decoder')
-  inputs = np.asarray(losses.inputs_of(jax.tree.map(jnp.asarray, rows)))
+  inputs = np.asarray(architecture.inputs_of(jax.tree.map(jnp.asarray, rows)))
   length = int((rows['encoder_segments'][0] == 1).sum())
   assert inputs[0, :length].all() and not inputs[0, length]
   assert inputs.sum() == (rows['encoder_segments'] > 0).sum()
@@ -117,7 +121,7 @@ def test_a_prefix_decoder_sees_its_inputs_from_both_sides():
       jax.jit(model.decode)(
         params,
         *(some[f'teacher_{x}'] for x in ('tokens', 'segments', 'positions')),
-        prefix=losses.inputs_of(some),
+        prefix=architecture.inputs_of(some),
       )
       for some in (
         jax.tree.map(jnp.asarray, rows),

@@ -9,7 +9,6 @@ import pytest
 
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
-from encdec_adapt.training import losses
 from tests import framing
 from tests.training.conftest import STACK, VOCAB
 
@@ -45,7 +44,7 @@ def _logits(teacher, pairs, lengths):
     [batch_lib.frame_row(pairs, lengths, framing.FRAMING, teacher=True)]
   )
   row = jax.tree.map(jnp.asarray, row)
-  hidden = losses.predict(model, params, row)
+  hidden = model.architecture.predict(model, params, row)
   logits = np.asarray(model.logits(params, hidden))[0]
   return [
     logits[row['decoder_segments'][0] == segment]

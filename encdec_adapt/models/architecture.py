@@ -1,0 +1,319 @@
+"""Architectures: how each kind of model reads batches, prompts and contexts.
+
+The config of a model gives its architecture (`config.architecture`). Training,
+evaluation, inference and planning ask this object, so that they need no tests
+of types. The fields of a batch (`data.batch`) that each stack reads are those
+of a side, `{side}_tokens`, `{side}_segments` and `{side}_positions`:
+
+| architecture    | stack   | side in batches of pairs | without inputs |
+|-----------------|---------|--------------------------|----------------|
+| encoder-decoder | encoder | encoder                  |                |
+|                 | decoder | decoder                  |                |
+| causal decoder  | decoder | teacher                  | decoder        |
+| prefix decoder  | decoder | teacher                  | decoder        |
+| encoder         | decoder | encoder                  |                |
+
+The teacher's row holds inputs and targets of a pair one after the other. A
+classifier reads what an encoder reads, whatever the role of its stack.
+
+This module knows no configs: they import it.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+import numpy as np
+
+Batch = Mapping[str, Array]
+Tokens = Int[Array, 'B L']
+Params = Mapping[str, Any]
+Ids = Sequence[int | np.integer] | np.ndarray
+
+
+class Framed(NamedTuple):
+  """Tokens that a model reads to score a continuation of a context.
+
+  Attributes:
+    source: tokens of the encoder; none where the decoder reads the context.
+    tokens: tokens of the decoder.
+    prefix: number of the decoder's tokens that are context.
+  """
+
+  source: tuple[int, ...]
+  tokens: list[int]
+  prefix: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """Base of all kinds; a decoder that reads inputs and targets in one row.
+
+  Attributes:
+    name: `config.model.kind`.
+    role: self-attention of the decoder's stack.
+    prompt_stack: name of the stack that reads a prompt.
+    has_encoder: whether `encode` gives states that see a whole text.
+    generates: whether it predicts next tokens, so that it generates and scores
+      continuations.
+    predicts_inputs: whether it can learn the inputs of a pair too.
+  """
+
+  name: str
+  role: str
+  prompt_stack: str = 'decoder'
+  has_encoder: bool = False
+  generates: bool = True
+  predicts_inputs: bool = False
+
+  @property
+  def encodes_prompt(self) -> bool:
+    """Whether an encoder reads the prompt, and a decoder its continuation."""
+    return self.has_encoder and self.generates
+
+  def sides(self, has_inputs: bool) -> dict[str, str]:
+    """Returns the side of a batch that each stack reads, by stack.
+
+    Args:
+      has_inputs: whether the batch has the encoder's fields.
+    """
+    return {'decoder': 'teacher' if has_inputs else 'decoder'}
+
+  def positions(self, prompt: int, generated: int) -> dict[str, int]:
+    """Returns the positions of each stack for a prompt and its continuation."""
+    return {'decoder': prompt + generated}
+
+  def source(
+    self, model: Any, params: Params, *fields: Tokens, **options: Any
+  ) -> tuple[Array, ...]:
+    """Computes the arguments of `model.decode` that come from an encoder.
+
+    Args:
+      model: the model (`models.build`).
+      params: its parameters.
+      *fields: tokens, segments and positions of the encoder.
+      **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
+
+    Returns:
+      The encoder's states and segments; nothing without cross-attention.
+    """
+    del model, params, fields, options
+    return ()
+
+  def states(
+    self, model: Any, params: Params, fields: Mapping[str, Any], **options: Any
+  ) -> Float[Array, 'B L D']:
+    """Computes the decoder's states.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      fields: by stack its tokens, segments and positions.
+      **options: as for `source`, and `prefix` of `decoder_only.Decoder.decode`.
+    """
+    source = self.source(model, params, *fields.get('encoder', ()), **options)
+    return model.decode(params, *fields['decoder'], *source, **options)
+
+  def predict(
+    self, model: Any, params: Params, batch: Batch, **options: Any
+  ) -> Float[Array, 'B T D']:
+    """Computes the hidden states that predict `batch['targets']`.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      batch: fields of `data.batch`.
+      **options: as for `source`.
+    """
+    sides = self.sides('encoder_tokens' in batch)
+    fields = {
+      stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
+      for stack, side in sides.items()
+    }
+    if sides['decoder'] != 'teacher':
+      return self.states(model, params, fields, **options)
+    options['prefix'] = self.prefix(batch)
+    hidden = self.states(model, params, fields, **options)
+    # The row of a pair has more positions than targets: take theirs.
+    return jnp.take_along_axis(
+      hidden, batch['teacher_index'][..., None], axis=1
+    )  # [B, T, D]
+
+  def prefix(self, batch: Batch) -> Int[Array, 'B R'] | None:
+    """Returns 1 where the teacher's row is read from both sides."""
+    del batch
+    return None
+
+  def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
+    """Frames a continuation to be scored.
+
+    Args:
+      context: token ids, BOS first.
+      continuation: token ids.
+      bos: first token of a decoder that does not read the context.
+    """
+    del bos
+    tokens = [*context, *continuation[:-1]]
+    return Framed((), tokens, len(context))
+
+  def prefill(
+    self,
+    model: Any,
+    params: Params,
+    tokens: Tokens,
+    segments: Tokens,
+    positions: Tokens,
+    bos: Int[Array, ''] | int,
+  ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
+    """Reads prompts to generate from.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      tokens: token ids.
+      segments: 1 at tokens, 0 at padding.
+      positions: position of each token.
+      bos: first token of a decoder that does not read the prompt.
+
+    Returns:
+      Arguments of `cache.insert`, and the tokens that the decoder has read,
+      of which the last is still to be read by `model.decode_step`.
+    """
+    del bos
+    counts = jnp.sum(segments, axis=1)
+    entries = model.prefill(params, tokens, segments, positions)
+    last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)
+    # Repeated at the padding, which must not look like tokens that were read.
+    tokens = jnp.where(segments > 0, tokens, last)
+    return {'prompt': entries, 'lengths': counts}, tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalDecoder(Architecture):
+  """A causal decoder."""
+
+  name: str = 'decoder_only'
+  role: str = 'causal'
+  predicts_inputs: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixDecoder(Architecture):
+  """A decoder that is bidirectional over the inputs of a pair."""
+
+  name: str = 'prefix_decoder'
+  role: str = 'prefix'
+
+  def prefix(self, batch: Batch) -> Int[Array, 'B R']:
+    """Returns 1 at BOS and the inputs."""
+    return inputs_of(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder(Architecture):
+  """A bidirectional stack that predicts masked tokens; every classifier."""
+
+  name: str = 'encoder_only'
+  role: str = 'bidirectional'
+  has_encoder: bool = True
+  generates: bool = False
+
+  def sides(self, has_inputs: bool) -> dict[str, str]:
+    """Returns the encoder's side: these batches have no other."""
+    del has_inputs
+    return {'decoder': 'encoder'}
+
+  def encode(
+    self, model: Any, params: Params, *fields: Tokens, **options: Any
+  ) -> Float[Array, 'B S D']:
+    """Computes the states of texts; arguments as for `source`."""
+    return model.decode(params, *fields, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoder(Architecture):
+  """An encoder that reads inputs, and a decoder with cross-attention."""
+
+  name: str = 'encoder_decoder'
+  role: str = 'causal'
+  prompt_stack: str = 'encoder'
+  has_encoder: bool = True
+
+  def sides(self, has_inputs: bool) -> dict[str, str]:
+    """Returns the side of each stack's name."""
+    del has_inputs
+    return {'encoder': 'encoder', 'decoder': 'decoder'}
+
+  def positions(self, prompt: int, generated: int) -> dict[str, int]:
+    """Returns the prompt's for the encoder, the others for the decoder."""
+    return {'encoder': prompt, 'decoder': generated}
+
+  def encode(
+    self, model: Any, params: Params, *fields: Tokens, **options: Any
+  ) -> Float[Array, 'B S E']:
+    """Computes the encoder's states; arguments as for `source`."""
+    return model.encode(params, *fields, **options)
+
+  def source(
+    self, model: Any, params: Params, *fields: Tokens, **options: Any
+  ) -> tuple[Array, ...]:
+    """Computes the encoder's states, and returns them with their segments."""
+    _, segments, _ = fields
+    return self.encode(model, params, *fields, **options), segments
+
+  def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
+    """Frames the context for the encoder, the continuation after BOS."""
+    return Framed(tuple(context), [bos, *continuation[:-1]], 0)
+
+  def prefill(
+    self,
+    model: Any,
+    params: Params,
+    tokens: Tokens,
+    segments: Tokens,
+    positions: Tokens,
+    bos: Int[Array, ''] | int,
+  ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
+    """Encodes prompts; the decoder has read BOS alone."""
+    encoded = self.encode(model, params, tokens, segments, positions)
+    cross = model.prefill_cross(params, encoded)
+    read = jnp.full((len(tokens), 1), bos)
+    return {'cross': cross, 'encoder_segments': segments}, read
+
+
+CAUSAL_DECODER = CausalDecoder()
+PREFIX_DECODER = PrefixDecoder()
+ENCODER = Encoder()
+ENCODER_DECODER = EncoderDecoder()
+_OF_ONE_STACK = (CAUSAL_DECODER, PREFIX_DECODER, ENCODER)
+BY_NAME = {kind.name: kind for kind in (*_OF_ONE_STACK, ENCODER_DECODER)}
+
+
+def of_stack(role: str, classes: int) -> Architecture:
+  """Returns the architecture of a model of one stack.
+
+  Args:
+    role: self-attention of the stack.
+    classes: number of labels of a classifier, 0 for a language model.
+  """
+  kind = next(kind for kind in _OF_ONE_STACK if kind.role == role)
+  return dataclasses.replace(ENCODER, name=kind.name) if classes else kind
+
+
+def names(kinds: Sequence[Architecture]) -> str:
+  """Returns the names of architectures for a sentence."""
+  return ' and '.join(kind.name for kind in kinds)
+
+
+def inputs_of(batch: Batch) -> Int[Array, 'B R']:
+  """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
+  # A target stands one after the position that predicts it.
+  rows = jnp.arange(len(batch['targets']))[:, None]
+  after = batch['teacher_index'] + 1
+  is_target = jnp.zeros_like(batch['teacher_segments'])
+  is_target = is_target.at[rows, after].max(
+    jnp.int32(batch['decoder_segments'] > 0)
+  )
+  return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))
