@@ -6,18 +6,25 @@ POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
 /health, /metrics, and / for a page to try the model. There is no
 authentication: by default only programs on this machine can connect. It needs
 pip install 'encdec_adapt[serve]'.
+
+The exit status is 0 after a signal and the end of the requests in progress, 1
+if the port is not free, the engine fails, or a second signal comes.
 """
 
 import dataclasses
 import importlib.util
+import time
 
 from absl import flags
 import numpy as np
 
 from encdec_adapt.cli import command, errors
 from encdec_adapt.conversion import loaded_model, source_files, stored_model
+from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import lengths
 from encdec_adapt.serving import protocol
+from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format
 
 _MAX_PROMPT = 4096
@@ -45,6 +52,12 @@ define_flags = command.define(
     default=1024,
     lower_bound=1,
   ),
+  command.boolean(
+    'warm_up',
+    'Compile all programs before serving; otherwise requests wait for those'
+    ' that they are the first to need.',
+    default=True,
+  ),
   command.integer(
     'max_queue',
     'Requests that may wait; further ones get status 429.',
@@ -71,6 +84,8 @@ def main(values: flags.FlagValues) -> int:
       )
   from encdec_adapt.serving import http_app
 
+  if not http_app.is_free(values.host, values.port):
+    return 1
   stored = stored_model.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
   longest = source_files.prompt_room(stored)
@@ -79,9 +94,24 @@ def main(values: flags.FlagValues) -> int:
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
-  rows = loaded.rows(values.batch_size)
-  engine = loaded.engine(rows=rows, int8=values.int8, ids=ids, steps=STEPS)
-  # Compiles, and fails now if the parameters do not fit.
+  limits = protocol.Limits(
+    values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
+    values.max_tokens,
+    None if 'encoder' in stored.model.stacks else longest,
+  )
+  engine = loaded.engine(
+    rows=loaded.rows(values.batch_size),
+    int8=values.int8,
+    ids=ids,
+    steps=STEPS,
+    sizes=_state_sizes(limits, 'encoder' in stored.model.stacks),
+  )
+  _require_memory(engine)
+  if values.warm_up:
+    began = time.monotonic()
+    count = engine.warm_up()
+    print(f'compiled {count} programs in {time.monotonic() - began:.1f} s')
+  # Fails now if the parameters do not fit.
   bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))
   served = http_app.Served(
@@ -89,18 +119,48 @@ def main(values: flags.FlagValues) -> int:
     step=stored.step,
     opened=opened,
     prompt_side=stored.prompt_side,
-    limits=protocol.Limits(
-      values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
-      values.max_tokens,
-      None if 'encoder' in stored.model.stacks else longest,
-    ),
+    limits=limits,
     separator=opened.decoder.encode(stored.separator),
     max_queue=values.max_queue,
     timeout=values.timeout,
+    host=values.host,
   )
   return http_app.run(
     http_app.Service(engine, served), values.host, values.port
   )
+
+
+def _state_sizes(
+  limits: protocol.Limits, reads_encoder: bool
+) -> list[lengths.Size]:
+  """Returns the sizes that the engine's state may have."""
+  generated = limits.max_tokens
+  if limits.context is not None:
+    generated = min(generated, limits.context - limits.max_prompt)
+  return lengths.state_sizes(
+    limits.max_prompt, generated, reads_encoder=reads_encoder
+  )
+
+
+def _require_memory(engine: engine_lib.Engine) -> None:
+  """Refuses state sizes that the memory does not hold.
+
+  Raises:
+    UserError: the two largest, which exist together when the state grows, need
+      more than is free.
+  """
+  nbytes, free = engine.state_bytes(), environment.memory_free()
+  if free is not None and sum(sorted(nbytes)[-2:]) > free:
+    states = ', '.join(
+      f'{size.length} + {size.source} tokens: {disk.format_bytes(n)}'
+      for size, n in zip(engine.sizes, nbytes, strict=True)
+    )
+    raise errors.UserError(
+      f'the states of {engine.rows} rows need more memory than the'
+      f' {disk.format_bytes(free)} that are free on a device (decoder +'
+      f' encoder {states}; two exist when the state grows). Lower --max_prompt,'
+      ' --max_tokens or --batch_size.'
+    )
 
 
 if __name__ == '__main__':

@@ -18,11 +18,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-  """How one leaf of the new model is filled.
+  """How a leaf of the new model is filled.
 
   Attributes:
-    how: 'copied' from a source, drawn 'fresh' by the model's own
-      initialisation, or set to the constant `value`.
+    how: 'copied' from a source, drawn 'fresh' by the model's initialisation,
+      or set to the constant `value`.
     source: name of the source, if copied.
     leaf: leaf of the source, if copied.
     value: the constant, if constant.
@@ -63,8 +63,8 @@ class Coverage:
     filled: leaf of the new model -> how it is filled.
     sources: source name -> shapes of its leaves.
     unused: source name -> unused leaf -> reason.
-    changes: settings in which the new model differs from its sources though
-      its weights are theirs, such as a bidirectional encoder.
+    changes: settings in which the new model differs from its sources although
+      it has their weights, such as a bidirectional encoder.
     padding: leaf -> parameters in rows that no token has
       (`parameters.padding`); they are not counted.
     outside: source name -> tensors on disk that are not part of the
@@ -93,6 +93,7 @@ class Coverage:
     """Counts parameters by how they are filled."""
     counts = {'copied': 0, 'fresh': 0, 'constant': 0}
     for leaf, fill in self.filled.items():
+      # Without padding the sum is the parameter count that papers state.
       size = math.prod(self.target[leaf]) - self.padding.get(leaf, 0)
       counts[fill.how] += size
     return counts
@@ -100,27 +101,23 @@ class Coverage:
   def table(self) -> str:
     """Formats the report, joining layers that are treated alike."""
     counts = self.parameters()
+    filled = (
+      (leaf, self.target[leaf], fill.describe())
+      for leaf, fill in self.filled.items()
+    )
     lines = [
       f'adaptation: {sum(counts.values()):,} parameters, of which '
-      + ', '.join(f'{count:,} {how}' for how, count in counts.items())
+      + ', '.join(f'{count:,} {how}' for how, count in counts.items()),
+      *_columns(('target', 'shape', 'filled'), filled),
     ]
-    lines += _columns(
-      ('target', 'shape', 'filled'),
-      (
-        (leaf, self.target[leaf], fill.describe())
-        for leaf, fill in self.filled.items()
-      ),
-    )
     for source, shapes in self.sources.items():
       unused = self.unused.get(source, {})
       lines.append(
         f'{source}: {len(self.used(source))} leaves used, {len(unused)} unused'
       )
       if unused:
-        lines += _columns(
-          ('unused', 'shape', 'reason'),
-          ((leaf, shapes[leaf], reason) for leaf, reason in unused.items()),
-        )
+        rows = ((leaf, shapes[leaf], reason) for leaf, reason in unused.items())
+        lines += _columns(('unused', 'shape', 'reason'), rows)
       lines += [
         f'  not part of the model: {line}'
         for line in by_reason(self.outside.get(source, {}))
@@ -134,6 +131,7 @@ class Coverage:
     for source, shapes in self.sources.items():
       used, unused = self.used(source), self.unused.get(source, {})
       sources[source] = {
+        # A leaf may fill several targets: self- and cross-attention.
         leaf: {
           'shape': list(shape),
           'used': used.get(leaf, []),
@@ -148,9 +146,7 @@ class Coverage:
         for leaf, fill in self.filled.items()
       },
       'sources': sources,
-      'not_part_of_the_model': {
-        name: dict(tensors) for name, tensors in self.outside.items()
-      },
+      'not_part_of_the_model': {k: dict(v) for k, v in self.outside.items()},
       'changes': list(self.changes),
     }
 
@@ -160,9 +156,10 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
   names: dict[str, list[str]] = {}
   for name, reason in reasons.items():
     names.setdefault(reason, []).append(name)
+  # A vision tower has hundreds of tensors: a name and their number suffice.
   return [
-    some[0] + f' and {len(some) - 1} more' * (len(some) > 1) + f' ({reason})'
-    for reason, some in names.items()
+    f'{first}{f" and {len(more)} more" * bool(more)} ({reason})'
+    for reason, (first, *more) in names.items()
   ]
 
 
@@ -176,6 +173,8 @@ def _columns(
     layer = layer_leaves.layer_of(leaf)
     if layer is not None:
       leaf = layer_leaves.with_layer(leaf, '*')
+      # The source's leaf in the text has the same layer, for copies never mix
+      # layers: without its number the lines of all layers are equal.
       text = text.replace(f'/layers/{layer}/', '/layers/*/')
     group = groups.setdefault((leaf, str(list(shape)), text), [])
     if layer is not None:

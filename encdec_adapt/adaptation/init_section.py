@@ -43,6 +43,8 @@ class InitConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.init.')
+    # A key that the mode ignores is refused: a run that names a decoder and
+    # draws it at random would otherwise look like an adaptation.
     options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
     unused = {
       'random': {'encoder': '', 'decoder': ''} | options,

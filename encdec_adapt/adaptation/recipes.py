@@ -1,9 +1,9 @@
 """Recipes: how each stored array of an adapted model is made.
 
-A recipe carries out the decisions of `weight_plan` for one stored array. The
+A recipe carries out the decisions of `weight_plan` for a stored array. The
 same recipe fills the array inside a traced function, from whole trees on
-devices, and one array at a time from lazily read sources (`conversion`),
-where host memory has to stay small.
+devices, and array by array from lazily read sources (`conversion`), where host
+memory has to stay small.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import transforms as transforms_lib
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
-FRESH = 'fresh'  # Name of the tree that fresh leaves are taken from.
+# Name of the tree that fresh leaves are taken from.
+FRESH = 'fresh'
 # Stored path -> array. Recipes use an array's shape, layer [i] and conversion
 # by NumPy; a `files.lazy_array.LazyArray` has them.
 Tree = Mapping[str, Any]
@@ -29,12 +30,12 @@ Source = tuple[model_config.DecoderOnlyConfig, Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-  """A leaf of one of the trees and the transforms it undergoes.
+  """A leaf of a tree and the transforms it undergoes.
 
   Attributes:
     tree: name of the tree.
     path: path of the stored array.
-    index: place on the array's `layers` axis, None if it has none.
+    index: index on the array's `layers` axis, None if it has no such axis.
     transforms: see `coverage.Fill`.
   """
 
@@ -46,11 +47,11 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How one stored array is made.
+  """How a stored array is made.
 
   Attributes:
     info: shape, dtype and logical axes of the array.
-    layer_shape: shape of one layer; the array's own where it has no layers.
+    layer_shape: shape of a layer; that of the array where it has no layers.
     pieces: for each layer in order, or for the array itself, the leaf it is
       made from or its constant value.
   """
@@ -69,21 +70,21 @@ class Recipe:
     """
     layers = []
     for piece in self.pieces:
-      if isinstance(piece, _Piece):
-        array = trees[piece.tree][piece.path]
-        leaf = array if piece.index is None else array[piece.index]
-        layers.append(_apply(piece.transforms, xp.asarray(leaf), xp))
-      else:
+      if not isinstance(piece, _Piece):
         layers.append(xp.full(self.layer_shape, piece, self.info.dtype))
-    # One layer may be stored with a `layers` axis of 1 or without one.
+        continue
+      layer = trees[piece.tree][piece.path]
+      if piece.index is not None:
+        layer = layer[piece.index]
+      # Only now is a lazy array read: the layer, not the stack.
+      layer = xp.asarray(layer)
+      for transform in piece.transforms:
+        layer = transform.apply(layer, xp)
+      layers.append(layer)
+    # A single layer may be stored with a `layers` axis of 1 or without it.
     stacked = xp.stack(layers).reshape(self.info.shape)
+    # Cast at the end: transforms such as a mean compute in fp32.
     return stacked.astype(self.info.dtype, copy=False)
-
-
-def _apply(transforms, array: Any, xp: types.ModuleType) -> Any:
-  for transform in transforms:
-    array = transform.apply(array, xp)
-  return array
 
 
 def make_recipes(
@@ -103,7 +104,7 @@ def make_recipes(
   stored = layer_leaves.stored_leaves(targets)
 
   def piece(name: str) -> _Piece | float:
-    """Returns what fills one leaf of the target."""
+    """Returns the piece, or the constant, that fills a leaf of the target."""
     fill = coverage.filled[name]
     if fill.how == 'constant':
       return fill.value
@@ -130,7 +131,7 @@ def fill(
   *,
   rng: jax.Array,
 ) -> dict[str, Any]:
-  """Makes the parameters of `target` from one or two decoder-only models.
+  """Makes the parameters of `target` from decoder-only models.
 
   Can be traced: under `jax.jit` with `out_shardings` no replicated copy is
   made.
@@ -148,6 +149,8 @@ def fill(
     'decoder_source': decoder_source or encoder_source,
   }
   nested = {name: params for name, (_, params) in sources.items()}
+  # Drawn as a whole although few leaves are used, so that a fresh leaf has the
+  # same values as in a model of random parameters; XLA drops the unused draws.
   if any(fill.how == 'fresh' for fill in coverage.filled.values()):
     nested[FRESH] = parameters.init(target, rng)
   trees = {
@@ -156,5 +159,5 @@ def fill(
   }
   configs = {name: config for name, (config, _) in sources.items()}
   recipes = make_recipes(target, coverage, configs)
-  made = {path: recipe.make(trees, jnp) for path, recipe in recipes.items()}
-  return traverse_util.unflatten_dict(made, sep='/')
+  arrays = {path: recipe.make(trees, jnp) for path, recipe in recipes.items()}
+  return traverse_util.unflatten_dict(arrays, sep='/')

@@ -1,6 +1,6 @@
 """Changes that a source leaf undergoes on its way into the new model.
 
-Each transform maps one array to one array, in NumPy or JAX. Axes are counted
+Each transform maps an array to an array, in NumPy or JAX. Axes are counted
 from the end, so an array with a leading `layers` axis is changed at once.
 """
 
@@ -57,12 +57,15 @@ class FitTable:
     """Resizes a table [V, D]."""
     new = self.vocabulary - self.tokens
     if not new:
-      kept = array[: self.rows]
-      return xp.pad(kept, [(0, self.rows - kept.shape[0]), (0, 0)])
-    kept = array[: self.tokens]
-    mean = xp.mean(kept, axis=0, keepdims=True, dtype=xp.float32)
+      # Only padding changes, so rows stay as they are stored, dtype included.
+      table = array[: self.rows]
+      return xp.pad(table, [(0, self.rows - table.shape[0]), (0, 0)])
+    # Padding is cut off first: it would pull the mean towards zero.
+    table = array[: self.tokens]
+    # bf16 cannot add up a vocabulary's worth of rows.
+    mean = xp.mean(table, axis=0, keepdims=True, dtype=xp.float32)
     padding = xp.zeros((self.rows - self.vocabulary, mean.shape[1]), xp.float32)
-    return xp.concatenate([kept, xp.repeat(mean, new, axis=0), padding])
+    return xp.concatenate([table, xp.repeat(mean, new, axis=0), padding])
 
   def describe(self) -> str:
     """Names the change in a phrase."""
@@ -75,7 +78,7 @@ class FitTable:
 
 @dataclasses.dataclass(frozen=True)
 class TakeRow:
-  """Takes one token's embedding out of a table.
+  """Takes the embedding of a token out of a table.
 
   Attributes:
     token: token id.
@@ -87,6 +90,8 @@ class TakeRow:
 
   def apply(self, array: Array, xp: types.ModuleType) -> Array:
     """Maps a table [V, D] to a vector [D]."""
+    # The model does not scale this vector, unlike the table's rows. In fp32, so
+    # that the product is rounded only by the cast to the stored dtype.
     return array[self.token].astype(xp.float32) * xp.float32(self.scale)
 
   def describe(self) -> str:

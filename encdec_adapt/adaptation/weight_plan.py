@@ -19,7 +19,8 @@ from encdec_adapt.models import block, layer_leaves, model_config, parameters
 CrossAttention = Literal['auto', 'copy', 'fresh']
 PostNormGain = Literal['one', 'zero']
 
-# Gains of the post-norm of fresh cross-attention.
+# Gains of the post-norm of fresh cross-attention. Zero closes the residual
+# branch, so the decoder first computes the function of its source.
 _GAINS = {'one': 1.0, 'zero': 0.0}
 # Leaves of attention that have key/value heads.
 _KEYS_VALUES = ('key', 'value', 'key_bias', 'value_bias')
@@ -29,13 +30,13 @@ _HEAD = 'decoder/head/table'
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """One stack of the target and the model it is made from.
+  """A stack of the target and the model it is made from.
 
   Attributes:
     stack: 'encoder' or 'decoder'.
     target: config of the target's stack.
     source: name of the source in the report.
-    config: config of the source's only stack.
+    config: config of the source's only stack, its decoder.
     leaves: leaves of the source.
     shared_table: whether the encoder reads the decoder's table.
   """
@@ -111,6 +112,7 @@ def make_plan(
     )
     for stack, source in sources.items()
   }
+  # Checked first: leaves would only show that a layer has no counterpart.
   for side in sides.values():
     if side.target.layers != side.config.layers:
       raise side.misfit(
@@ -118,7 +120,7 @@ def make_plan(
         f' {side.source} has {side.config.layers}.'
       )
   copies = _copies_cross(target, cross_attention, post_norm_gain)
-  # Gemma's norms store the gain's difference from one.
+  # Gemma's norms store the gain minus 1.
   offset = 1.0 if target.decoder.norm_gain == 'one_plus' else 0.0
   gain = coverage_lib.Fill(
     'constant',
@@ -128,6 +130,7 @@ def make_plan(
   targets = layer_leaves.leaves_of(target)
   filled = {}
   for name, leaf in targets.items():
+    # The first part of a leaf's name is its stack.
     side = sides[name.split('/')[0]]
     fill = coverage_lib.Fill('fresh')
     if name not in fresh:
@@ -172,6 +175,8 @@ def _copies_cross(
     UserError: an option has no effect on this model, or cannot be met.
   """
   decoder = target.decoder
+  # An option without effect is refused rather than ignored: runs that compare
+  # its values would otherwise train the same model under two names.
   if decoder.cross_merged:
     if cross_attention != 'auto' or post_norm_gain != 'one':
       raise errors.UserError(
@@ -186,7 +191,8 @@ def _copies_cross(
       f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
       " cross-attention, and this one has none; leave it at 'one'."
     )
-  # Then the kernels of self- and cross-attention have the same shapes.
+  # Then keys and values of self- and cross-attention have the same shapes; all
+  # other kernels of cross-attention are as wide as the decoder anyway.
   fits = target.encoder.width == decoder.width
   if cross_attention == 'copy' and not fits:
     raise errors.UserError(
@@ -214,15 +220,17 @@ def _fill_of(
     UserError: the source has no such leaf.
   """
   parts = name.split('/')
-  cross = [part for part in parts if part in block.CROSS]
-  if cross and not copies_cross:
-    if cross[0] == 'cross_attention':
-      return coverage_lib.Fill('fresh')
-    if cross[0] == 'post_cross_norm':
-      return post_norm
-  # Cross-attention and its norms are copied from those of self-attention.
-  own = [block.CROSS.get(part, part) for part in parts[1:]]
-  leaf, note = '/'.join(['decoder', *own]), ''
+  if not copies_cross and 'cross_attention' in parts:
+    return coverage_lib.Fill('fresh')
+  # The gains of self-attention's post-norm fit its outputs, not those of fresh
+  # kernels. The pre-norm is copied anyway, for it normalises the same states.
+  if not copies_cross and 'post_cross_norm' in parts:
+    return post_norm
+  # Cross-attention and its norms are copied from those of self-attention. A
+  # source has a single stack, its decoder, whichever stack it fills.
+  source_parts = [block.CROSS.get(part, part) for part in parts[1:]]
+  leaf, note = '/'.join(['decoder', *source_parts]), ''
+  # Leaves that the source computes from its table instead of storing them.
   if leaf == _HEAD and leaf not in side.leaves:
     leaf, note = _TABLE, 'the source ties its head to it'
   elif leaf == 'decoder/embedder/eoi' and leaf not in side.leaves:
@@ -238,15 +246,16 @@ def _fill_of(
 def _transforms(
   name: str, leaf: layer_leaves.Leaf, side: _Side, fill: coverage_lib.Fill
 ) -> tuple[transforms_lib.Transform, ...]:
-  """Finds the transforms that make a leaf of the source the target's.
+  """Returns the transforms from a leaf of the source to a leaf of the target.
 
   Raises:
     UserError: no transform reconciles the shapes.
   """
-  shape, have = leaf.shape, side.leaves[fill.leaf].shape
+  shape, source_shape = leaf.shape, side.leaves[fill.leaf].shape
   target, source = side.target, side.config
-  if fill.leaf.endswith('/table') and shape[-1:] == have[-1:]:
-    transforms = _table_transforms(name, side, have[0])
+  if fill.leaf.endswith('/table') and shape[-1:] == source_shape[-1:]:
+    transforms = _table_transforms(name, side, source_shape[0])
+    # After the table has been extended: the token may be a new one.
     if name.endswith('/eoi'):
       scale = math.sqrt(source.width) if source.scale_embeddings else 1.0
       transforms += (transforms_lib.TakeRow(target.eoi_token, scale),)
@@ -256,29 +265,32 @@ def _transforms(
       f"{side.stack}.eoi_token is {target.eoi_token}, and {side.source}'s is"
       f' {source.eoi_token}: its vector belongs to another token.'
     )
-  if shape == have:
+  if shape == source_shape:
     return ()
   if name.rpartition('/')[2] in _KEYS_VALUES:
-    times, rest = divmod(target.kv_heads, source.kv_heads)
-    if rest or not times:
+    times, remainder = divmod(target.kv_heads, source.kv_heads)
+    if remainder or not times:
       raise errors.UserError(
         f'{side.stack}.kv_heads is {target.kv_heads}, no multiple of the'
         f' {source.kv_heads} of {side.source}. Key/value heads are repeated,'
         ' never joined: choose a multiple that divides'
         f' {side.stack}.heads ({target.heads}).'
       )
-    if (*have[:-2], times * have[-2], have[-1]) == shape:
+    # The heads are the second last axis. If another axis differs too, repeating
+    # does not help, and the error below names both shapes.
+    *leading, heads, head_dim = source_shape
+    if (*leading, times * heads, head_dim) == shape:
       return (transforms_lib.RepeatHeads(times),)
   raise side.misfit(
     f'{name} has shape {list(shape)}, and {fill.leaf} of {fill.source} has'
-    f' {list(have)}.'
+    f' {list(source_shape)}.'
   )
 
 
 def _table_transforms(
   name: str, side: _Side, source_rows: int
 ) -> tuple[transforms_lib.Transform, ...]:
-  """Finds the transforms that fit a table's rows to the target's.
+  """Returns the transforms that fit a table's rows to those of the target.
 
   Raises:
     UserError: the target's vocabulary is smaller than the source's.
@@ -290,6 +302,7 @@ def _table_transforms(
       f' {side.source} has {source.vocab_size} tokens. A vocabulary can be'
       f' extended, not cut: set it to {source.vocab_size} or more.'
     )
+  # Rows include padding, which depends on `vocab_multiple`.
   same = target.vocab_size == source.vocab_size
   if same and target.table_rows == source_rows:
     return ()
@@ -306,7 +319,7 @@ def _unused(
   """Maps each leaf of a source that fills nothing to the reason.
 
   Raises:
-    UserError: there is no reason, so the target would compute something else
+    UserError: there is no reason, so the target would compute another function
       than its source.
   """
   used = {fill.leaf for fill in filled.values() if fill.source == side.source}
@@ -314,16 +327,14 @@ def _unused(
   for name in side.leaves:
     if name in used:
       continue
-    own = side.stack + name.removeprefix('decoder')
-    if own in filled and filled[own].how == 'fresh':
-      reasons[name] = f'{own} is drawn fresh'
-    elif side.stack == 'encoder' and name == _HEAD:
+    counterpart = side.stack + name.removeprefix('decoder')
+    encodes = side.stack == 'encoder'
+    embeds = name.startswith('decoder/embedder/')
+    if counterpart in filled and filled[counterpart].how == 'fresh':
+      reasons[name] = f'{counterpart} is drawn fresh'
+    elif encodes and name == _HEAD:
       reasons[name] = 'an encoder has no head'
-    elif (
-      side.stack == 'encoder'
-      and side.shared_table
-      and name.startswith('decoder/embedder/')
-    ):
+    elif encodes and side.shared_table and embeds:
       reasons[name] = "the encoder reads the decoder's table"
     elif name == _HEAD:
       raise errors.UserError(

@@ -79,7 +79,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       values.output,
       stored.model,
       arrays,
-      own=own,
+      native=own,
       dtype=dtype,
       fields=fields,
       files={

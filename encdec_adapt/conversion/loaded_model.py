@@ -1,6 +1,6 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
@@ -17,6 +17,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import lengths
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -138,6 +139,7 @@ class LoadedModel:
     decode: Callable[[np.ndarray], str] | None = None,
     ids: engine_lib.SpecialIds | None = None,
     steps: int = 16,
+    sizes: Sequence[lengths.Size] = (),
   ) -> engine_lib.Engine:
     """Makes an inference engine; see `inference.engine.Engine`.
 
@@ -148,6 +150,7 @@ class LoadedModel:
         does, if it has one. Stop strings need it.
       ids: special tokens; by default `special_ids`.
       steps: tokens between two looks for stop strings.
+      sizes: sizes of the state, as `Engine` takes them.
 
     Raises:
       UserError: see `Engine` and `special_ids`.
@@ -162,6 +165,7 @@ class LoadedModel:
       rules=self.where.rules,
       int8=int8,
       steps=steps,
+      sizes=sizes,
     )
 
   @functools.cached_property

@@ -21,6 +21,7 @@ from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.evaluation import report_numbers as numbers
 from encdec_adapt.evaluation import results
 from encdec_adapt.files import disk
+from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_flops, parameters, presets
 
@@ -125,16 +126,14 @@ class CostEvaluation:
     )
     requests = [engine_lib.Request(row, self.generated) for row in tokens]
     given = engine.prefill_arguments(requests, rows)
-    prefill = engine.programs.prefill.lower(*given).compile()
+    prefill = engine.programs.get(decoding.prefill, *given)
     last = (
       np.array([-1], np.int32),
       np.int32(rows),
       np.int32(engine_lib.UNLIMITED),
     )
     state = prefill(*given)
-    decode = engine.programs.decode.lower(
-      engine.params, state, *last, sampled=False
-    ).compile()
+    decode = engine.programs.get(decoding.decode, engine.params, state, *last)
     seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
     for _ in range(_REPEATS):
       given = engine.prefill_arguments(requests, rows)

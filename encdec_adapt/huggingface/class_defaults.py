@@ -1,4 +1,4 @@
-"""Defaults of each class of transformers for fields left out of config.json.
+"""Defaults of each class of transformers for fields absent from config.json.
 
 Published files leave out fields that equal the default, and parts of composite
 files even sizes: the text of Gemma 3 4B has five fields. So the sizes of Gemma
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import types
 from typing import Any
 
-_ANY_GEMMA = {
+_GEMMA = {
   'vocab_size': 256000,
   'head_dim': 256,
   'rms_norm_eps': 1e-6,
@@ -19,8 +19,9 @@ _ANY_GEMMA = {
   'rope_theta': 10000.0,
   'attention_bias': False,
 }
-_GEMMA = {
-  **_ANY_GEMMA,
+# Gemma 2 2B; the class of Gemma 3 has the same sizes.
+_GEMMA2 = {
+  **_GEMMA,
   'hidden_size': 2304,
   'intermediate_size': 9216,
   'num_hidden_layers': 26,
@@ -30,6 +31,7 @@ _GEMMA = {
   'sliding_window': 4096,
   'hidden_activation': 'gelu_pytorch_tanh',
 }
+# No sizes: a file of these families without sizes is damaged.
 _PLAIN = {
   'rms_norm_eps': 1e-6,
   'tie_word_embeddings': False,
@@ -38,16 +40,11 @@ _PLAIN = {
   'attention_bias': False,
   'mlp_bias': False,
 }
-_QWEN = {
-  **_PLAIN,
-  'use_sliding_window': False,
-  'max_window_layers': 28,
-  'sliding_window': 4096,
-}
+# Files have a window even where it is not used (`use_sliding_window`).
+_SLIDING = {**_PLAIN, 'use_sliding_window': False, 'sliding_window': 4096}
+_QWEN = {**_SLIDING, 'max_window_layers': 28}
 _QWEN_MOE = {
-  **_PLAIN,
-  'use_sliding_window': False,
-  'sliding_window': 4096,
+  **_SLIDING,
   'norm_topk_prob': False,
   'mlp_only_layers': None,
   'decoder_sparse_step': 1,
@@ -55,14 +52,14 @@ _QWEN_MOE = {
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
   {
-    'gemma': {**_ANY_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
+    'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
     'gemma2': {
-      **_GEMMA,
+      **_GEMMA2,
       'attn_logit_softcapping': 50.0,
       'final_logit_softcapping': 30.0,
     },
     'gemma3_text': {
-      **_GEMMA,
+      **_GEMMA2,
       'vocab_size': 262208,
       'rope_theta': 1e6,
       'rope_local_base_freq': 10000.0,

@@ -1,4 +1,4 @@
-"""config.json of whole models, to our model configs and back."""
+"""Conversion of config.json files of whole models to our configs and back."""
 
 from collections.abc import Mapping
 import copy
@@ -13,7 +13,7 @@ from encdec_adapt.models import model_config, model_section
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """An encoder-decoder family made of two stacks of a decoder-only family.
+  """An encoder-decoder family that combines stacks of a decoder-only family.
 
   Attributes:
     model_type: `model_type` in its config.json.
@@ -60,13 +60,15 @@ PAIRS: Mapping[str, Pair] = types.MappingProxyType(
   }
 )
 
-# `model_type` of our own layout, for models that transformers has no class for.
-OWN_TYPE = 'encdec_adapt'
-# Our field in the config.json of a T5Gemma whose encoder has another window
-# rule than its authors'. transformers ignores it.
+# `model_type` of our native layout, for models that transformers has no class
+# for.
+NATIVE_TYPE = 'encdec_adapt'
+# Our field in the config.json of a T5Gemma with another window rule in the
+# encoder than in its authors' code. transformers ignores it.
 WINDOW = 'encoder_window'
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-# Fields that an export carries over from the source's config.json.
+# Fields that an export carries over from the source's config.json, because our
+# model configs do not have them.
 CARRIED = (
   *TOKEN_IDS,
   'max_position_embeddings',
@@ -110,11 +112,12 @@ def raw_from_model(
   )
 
 
-def own_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the config.json of our own layout, which any model has."""
+def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the config.json of our native layout, which fits every model."""
   section = model_section.section_from_model(config)
+  # Not a key of `config.model`: a job takes the number from its labels.
   classes = {'classes': config.decoder.classes}
-  return {'model_type': OWN_TYPE, 'model': section, **classes}
+  return {'model_type': NATIVE_TYPE, 'model': section, **classes}
 
 
 def pair_of(
@@ -123,7 +126,7 @@ def pair_of(
   target: str = '',
   **options: Any,
 ) -> model_config.EncoderDecoderConfig:
-  """Returns the encoder-decoder made of two decoder-only stacks.
+  """Returns an encoder-decoder that combines two decoder-only stacks.
 
   Args:
     encoder: stack that becomes the encoder.
@@ -134,7 +137,7 @@ def pair_of(
       `model_config.t5gemma2` for that target.
 
   Raises:
-    UserError: unknown family, or the model cannot belong to it, and why.
+    UserError: unknown family, or the model cannot belong to it; has the reason.
   """
   if not target:
     return model_config.encoder_decoder(encoder, decoder, **options)
@@ -146,6 +149,7 @@ def pair_of(
   make = model_config.t5gemma2 if pair.merged else model_config.encoder_decoder
   try:
     for stack in (encoder, decoder):
+      # First, so that the error names the field of the source's stack.
       families.raw_from_stack(stack, pair.family)
     model = make(encoder, decoder, **options)
     _raw_from_pair(model, pair)
@@ -160,7 +164,11 @@ def pair_of(
 def _raw_from_pair(
   config: model_config.EncoderDecoderConfig, pair: Pair
 ) -> dict[str, Any]:
-  """Returns the config.json of an encoder-decoder of one family."""
+  """Returns the config.json of an encoder-decoder.
+
+  Raises:
+    UserError: no model of the family has this config.
+  """
   raw: dict[str, Any] = {
     'model_type': pair.model_type,
     'architectures': [pair.architecture],
@@ -168,6 +176,8 @@ def _raw_from_pair(
     'tie_word_embeddings': config.decoder.tied_head,
     'vocab_size': config.decoder.vocab_size,
   }
+  # The family has decoder-only stacks. Fields that a pair adds are written
+  # below and verified by the comparison at the end.
   plain = {
     'role': 'causal',
     'cross_width': None,
@@ -176,6 +186,7 @@ def _raw_from_pair(
     'tied_head': True,
   }
   for name, stack in config.stacks.items():
+    # The constructors in transformers demand this, although head_dim is given.
     if stack.width % stack.heads:
       raise errors.UserError(
         f'the width of its {name}, {stack.width}, is not a multiple of its'
@@ -199,13 +210,16 @@ def _raw_from_pair(
   rule = config.encoder.window_rule
   if rule == 'inclusive':
     raw[WINDOW] = rule
+  # Reading the file back finds every field that it cannot express, also fields
+  # that are added to our configs later.
   back, _ = model_from_raw(raw, 'the exported config')
-  same = dataclasses.replace(
-    back,
-    encoder=families.comparable(back.encoder, config.encoder),
-    decoder=families.comparable(back.decoder, config.decoder),
-  )
-  if same != config or (rule == 'centered') != pair.merged:
+  stacks = {
+    name: families.comparable(back.stacks[name], stack)
+    for name, stack in config.stacks.items()
+  }
+  # `comparable` ignores the window rule, which T5Gemma 2 fixes.
+  is_same = dataclasses.replace(back, **stacks) == config
+  if not is_same or (rule == 'centered') != pair.merged:
     raise errors.UserError(
       'the class has other roles, windows or cross-attention, or shares its'
       ' embedding tables differently.'
@@ -236,7 +250,7 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
     raw: parsed config.json of a supported model.
   """
   kind = raw.get('model_type')
-  if kind == OWN_TYPE:
+  if kind == NATIVE_TYPE:
     return {k: dict(v) for k, v in raw.get('carried', {}).items()}
   if kind in PAIRS:
     parts = {
@@ -257,20 +271,21 @@ def with_fields(
   """Returns a config.json with carried fields added.
 
   Args:
-    raw: result of `raw_from_model` or `own_from_model`.
+    raw: result of `raw_from_model` or `native_from_model`.
     fields: result of `carried_fields`.
   """
   kind = raw['model_type']
-  if kind == OWN_TYPE:
+  if kind == NATIVE_TYPE:
     return {**raw, 'carried': {k: dict(v) for k, v in fields.items()}}
-  own = dict(fields.get('decoder', {}))
+  decoder_fields = fields.get('decoder', {})
   if kind not in PAIRS:
-    return {**own, **raw}
-  top = {key: own[key] for key in TOKEN_IDS if key in own}
+    return {**decoder_fields, **raw}
+  # transformers reads the ids for generation from the top of the file.
+  top = {k: decoder_fields[k] for k in TOKEN_IDS if k in decoder_fields}
   raw = {**top, **copy.deepcopy(raw)}
   for name, path in _paths(PAIRS[kind]).items():
     part = _part(raw, path, 'config.json')
-    part |= {**fields.get(name, own), **part}
+    part |= {**fields.get(name, decoder_fields), **part}
   return raw
 
 
@@ -292,11 +307,13 @@ def model_from_raw(
   raw_fields.check(raw, file)
   kind = raw.get('model_type')
   if kind == 'gemma3' and 'text_config' in raw:
+    # A multimodal file may tie at the top only; true is the default of its
+    # class.
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
     kind = 'gemma3_text'
-  if kind == OWN_TYPE:
-    return _own_from_raw(raw, file), weights.OWN
+  if kind == NATIVE_TYPE:
+    return _native_from_raw(raw, file), weights.NATIVE
   if kind in families.FAMILIES:
     family = families.FAMILIES[kind]
     stack = families.stack_from_raw(raw, family, file)
@@ -305,15 +322,15 @@ def model_from_raw(
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are'
       f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])} and'
-      f' {OWN_TYPE}.'
+      f' {NATIVE_TYPE}.'
     )
   return _pair_from_raw(raw, PAIRS[kind], file), PAIRS[kind].layout
 
 
-def _own_from_raw(
+def _native_from_raw(
   raw: Mapping[str, Any], file: str
 ) -> model_config.ModelConfig:
-  """Returns the model that a config.json of our own layout describes.
+  """Returns the model that a config.json of our native layout describes.
 
   Raises:
     UserError: a key is unknown (written by another version), or has a value
@@ -338,8 +355,10 @@ def _pair_from_raw(
 ) -> model_config.EncoderDecoderConfig:
   """Returns the encoder-decoder that a config.json describes."""
   parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
+  # transformers takes these from the top and ignores them in the parts.
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
+    # null, or absent in both objects, is the default of the class.
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
     shared['eoi_token_index'] = model_config.EOI_TOKEN if eoi is None else eoi
   stacks = {
@@ -356,12 +375,12 @@ def _pair_from_raw(
     except errors.UserError as error:
       raise errors.UserError(f'{file}: {error}') from error
   rule, width = raw.get(WINDOW, 'exclusive'), stacks['encoder'].width
-  given = parts['decoder'].get('cross_attention_hidden_size')
-  if rule not in ('exclusive', 'inclusive') or given not in (None, width):
+  cross_width = parts['decoder'].get('cross_attention_hidden_size')
+  if rule not in ('exclusive', 'inclusive') or cross_width not in (None, width):
     raise errors.UserError(
       f'{file} has {WINDOW} = {rule!r} and, for its decoder,'
-      f' cross_attention_hidden_size = {given!r}; they must be exclusive or'
-      f" inclusive, and the encoder's hidden_size, {width}."
+      f' cross_attention_hidden_size = {cross_width!r}; they must be exclusive'
+      f" or inclusive, and the encoder's hidden_size, {width}."
     )
   stacks['encoder'] = dataclasses.replace(stacks['encoder'], window_rule=rule)
   return model_config.encoder_decoder(**stacks)

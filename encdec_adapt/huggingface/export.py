@@ -1,6 +1,6 @@
 """Writes a model as a Hugging Face folder.
 
-The layout is that of transformers, or our own (`weights.OWN`).
+The layout is that of transformers, or our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
@@ -29,26 +29,26 @@ def write(
   config: model_config.ModelConfig,
   params: Mapping[str, Any],
   *,
-  own: bool = False,
+  native: bool = False,
   dtype: np.dtype | None = None,
   fields: Mapping[str, Mapping[str, Any]] | None = None,
   files: Mapping[str, paths.Path | bytes] | None = None,
   vision: vision_lib.Vision | None = None,
-  on_progress: Callable[[int, int], None] = lambda done, total: None,
+  on_progress: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> paths.Path:
-  """Writes config.json, safetensors and further files, or nothing.
+  """Writes config.json, safetensors and further files: all or nothing.
 
   Args:
     folder: folder that does not exist or is empty; may be in a bucket.
-    config: model; transformers must have a class for it, unless `own`.
+    config: model; transformers must have a class for it, unless `native`.
     params: parameter path -> array, or anything that can be indexed and then
       converted by NumPy. One parameter is fetched at a time.
-    own: whether to write our own layout, which holds every model.
+    native: whether to write our native layout, which holds every model.
     dtype: dtype of the tensors; None keeps that of each parameter.
     fields: further fields of config.json by stack, such as token ids; see
       `config_json.carried_fields`.
     files: further files, name in the folder -> file to copy, or content.
-    vision: vision part of a T5Gemma 2, written in its own dtype.
+    vision: vision part of a T5Gemma 2, written in its stored dtype.
     on_progress: called with the bytes written and in total.
 
   Returns:
@@ -58,12 +58,13 @@ def write(
     UserError: transformers has no class for the model, a parameter is not
       finite (in `dtype`), or the folder cannot be written.
   """
-  if own:
-    raw, layout = config_json.own_from_model(config), weights.OWN
+  if native:
+    raw, layout = config_json.native_from_model(config), weights.NATIVE
   else:
     raw, layout = config_json.raw_from_model(config)
   raw = config_json.with_fields(raw, fields or {})
   plans = _plan(config, layout, params, dtype)
+  # Without the vision part, which keeps the dtypes that it is stored in.
   common = folder_lib.common_dtype(plan.dtype for plan in plans)
   files = dict(files or {})
   if vision is not None:
@@ -97,27 +98,29 @@ def _plan(
   leaves = layer_leaves.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
-    """Returns the tensor of a weight, which is made when it is written."""
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
-    kind = np.dtype(dtype or stored.dtype)
-    place = tuple(i for i in (leaf.index, weight.part) if i is not None)
+    tensor_dtype = np.dtype(dtype or stored.dtype)
+    # Layer and expert, where a parameter is stacked: only that part is fetched.
+    index = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
-      """Fetches the parameter and converts it; it must be finite."""
-      ours = np.asarray(stored[place] if place else stored)
+      ours = np.asarray(stored[index] if index else stored)
       with np.errstate(over='ignore'):  # check_finite names the value.
-        made = weight.to_theirs(ours).astype(kind, copy=False)
-      made = transposed_copy.in_order(made)
+        tensor = weight.to_theirs(ours).astype(tensor_dtype, copy=False)
+      # Before the check, which would copy a transposed array by itself, slower.
+      tensor = transposed_copy.in_order(tensor)
       tensor_folder.check_finite(
-        weight.leaf, made, f'the {kind} form of the parameters'
+        weight.leaf, tensor, f'the {tensor_dtype} form of the parameters'
       )
-      return made
+      return tensor
 
     return tensor_writer.PlannedTensor(
-      weight.name, weight.their_shape, kind, make
+      weight.name, weight.their_shape, tensor_dtype, make
     )
 
+  # A checkpoint may store a parameter of all layers as a single array: tensors
+  # of the same array are adjacent, so that a reader need not open it again.
   order = sorted(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,

@@ -1,4 +1,4 @@
-"""Stacks in a Hugging Face config.json, to our stack configs and back.
+"""Conversion of stacks in a Hugging Face config.json to our configs and back.
 
 A family is data: the correspondence of its fields and ours, and the fields that
 it fixes; `class_defaults` has the defaults of its class. Rotary and window
@@ -33,8 +33,10 @@ _COMMON = {
   'rms_norm_eps': 'norm_eps',
   'tie_word_embeddings': 'tied_head',
 }
+# Follow from the other sizes; old files of Llama lack both.
 _OPTIONAL = ('num_key_value_heads', 'head_dim')
-_KINDS = {'sliding_attention': 'local', 'full_attention': 'global'}
+_SLIDING, _FULL = 'sliding_attention', 'full_attention'
+_KINDS = {_SLIDING: 'local', _FULL: 'global'}
 _ACTIVATIONS = {'gelu_pytorch_tanh': 'gelu_tanh', 'silu': 'silu'}
 _FLOATS = {'norm_eps', 'query_scale', 'attention_softcap', 'final_softcap'}
 
@@ -53,8 +55,8 @@ class Family:
     bias_field: field that defines whether attention has biases; None if every
       model of the family has `bias`.
     windows_by_layer: whether a file may list which layers have a window; if
-      not, all or none have one, by `layer_types`.
-    aliases: other spelling of a field -> the one used here.
+      not, all layers or none have a window, by `layer_types`.
+    aliases: alternative spelling of a field -> spelling used here.
     fields: field of the file -> our field, in addition to the common ones.
     fixed: our fields that are the same for every model of the family.
     layer_types: returns the kinds of the layers if a file does not list them;
@@ -72,7 +74,7 @@ class Family:
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  layer_types: Callable[[Raw], list[str]] = lambda raw: ['full_attention']
+  layer_types: Callable[[Raw], list[str]] = lambda raw: [_FULL]
 
   @property
   def defaults(self) -> Raw:
@@ -81,47 +83,43 @@ class Family:
 
   @property
   def local_theta(self) -> bool:
-    """Whether local layers have their own rotary base (Gemma 3)."""
+    """Whether local layers have a separate rotary base (Gemma 3)."""
     return 'rope_local_base_freq' in self.defaults
 
 
 def _alternating(period: int) -> Callable[[Raw], list[str]]:
-  """Every `period`-th layer is full; `sliding_window_pattern` overrides it."""
+  """Returns `Family.layer_types` with every `period`-th layer full."""
 
   def kinds(raw: Raw) -> list[str]:
-    """Returns the kinds of the layers of one period."""
+    # The field is that of Gemma 3 before transformers 5.
     every = raw.get('sliding_window_pattern') or period
-    return ['sliding_attention'] * (every - 1) + ['full_attention']
+    return [_SLIDING] * (every - 1) + [_FULL]
 
   return kinds
 
 
 def _mistral_kinds(raw: Raw) -> list[str]:
-  """Sliding in every layer, if there is a window."""
-  if raw.get('sliding_window') is None:
-    return ['full_attention']
-  return ['sliding_attention']
+  """Every layer is sliding if there is a window."""
+  return [_FULL if raw.get('sliding_window') is None else _SLIDING]
 
 
 def _all_or_none(raw: Raw) -> list[str]:
-  """Sliding in every layer, if the window is used."""
-  if not raw['use_sliding_window']:
-    return ['full_attention']
-  return _mistral_kinds(raw)
+  """Every layer is sliding if the window is used."""
+  return _mistral_kinds(raw) if raw['use_sliding_window'] else [_FULL]
 
 
 def _qwen_kinds(raw: Raw) -> list[str]:
-  """Sliding from layer `max_window_layers` on, if the window is used."""
-  if _all_or_none(raw) == ['full_attention']:
-    return ['full_attention']
+  """Layers from `max_window_layers` on are sliding if the window is used."""
+  if _all_or_none(raw) == [_FULL]:
+    return [_FULL]
   layers = raw['num_hidden_layers']
   full = min(raw['max_window_layers'], layers)
-  return ['full_attention'] * full + ['sliding_attention'] * (layers - full)
+  return [_FULL] * full + [_SLIDING] * (layers - full)
 
 
-def _full(raw: Raw) -> list[str]:
+def _qwen2_moe_kinds(raw: Raw) -> list[str]:
   """Empty with a window: versions differ in which layers it applies to."""
-  return [] if raw['use_sliding_window'] else ['full_attention']
+  return [] if raw['use_sliding_window'] else [_FULL]
 
 
 _GEMMA_FIELDS = {
@@ -234,7 +232,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
           'shared_expert_intermediate_size': 'shared_expert_width',
         },
         fixed={**_PLAIN, 'shared_expert_gate': True},
-        layer_types=_full,
+        layer_types=_qwen2_moe_kinds,
       ),
       Family(
         'qwen3_moe',
@@ -255,7 +253,7 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
 def stack_from_raw(
   raw: Raw, family: Family, file: str
 ) -> model_config.StackConfig:
-  """Returns the stack that a config.json (or a part of one) describes.
+  """Returns the stack that a config.json, or part of a config.json, describes.
 
   Args:
     raw: parsed object.
@@ -267,9 +265,10 @@ def stack_from_raw(
       each other; names the file and its fields.
   """
   spelled = {
-    name: raw[other] for other, name in family.aliases.items() if other in raw
+    name: raw[alias] for alias, name in family.aliases.items() if alias in raw
   }
   raw_fields.check(raw, file)
+  # An alias overrides a default, and the main spelling overrides its alias.
   raw = {**family.defaults, **spelled, **raw}
   fields = dict(family.fixed)
   for theirs, ours in {**_COMMON, **family.fields}.items():
@@ -286,6 +285,7 @@ def stack_from_raw(
     if fields[ours] is not None:
       fields[ours] = float(fields[ours])
   fields['activation'] = _activation(raw, family, file)
+  # An absent `bias_field` has the default of its class by now.
   has_bias = family.bias_field is None or raw.get(family.bias_field)
   fields['attention_bias'] = family.bias if has_bias else 'none'
   fields['mlp_bias'] = bool(raw.get('mlp_bias'))
@@ -325,20 +325,21 @@ def raw_from_stack(
     for theirs, ours in {**_COMMON, **family.fields}.items()
   }
   raw['model_type'] = family.model_type
-  names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-  raw[family.activation] = names[stack.activation]
-  named = {ours: theirs for theirs, ours in _KINDS.items()}
-  raw['layer_types'] = [named[stack.layer_kind(i)] for i in range(stack.layers)]
+  activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+  raw[family.activation] = activations[stack.activation]
+  kinds = {ours: theirs for theirs, ours in _KINDS.items()}
+  raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
   local = 'local' in stack.pattern
   raw['sliding_window'] = stack.window if local else None
   if 'use_sliding_window' in family.defaults:
     raw['use_sliding_window'] = local
     # For older versions, which do not know layer_types.
-    raw['max_window_layers'] = raw['layer_types'].count('full_attention')
+    raw['max_window_layers'] = raw['layer_types'].count(_FULL)
   if family.bias_field is not None:
     raw[family.bias_field] = stack.attention_bias != 'none'
   if 'mlp_bias' in family.defaults:
     raw['mlp_bias'] = stack.mlp_bias
+  # An integer in published files: their class declares one.
   if 'query_pre_attn_scalar' in raw and stack.query_scale.is_integer():
     raw['query_pre_attn_scalar'] = int(stack.query_scale)
   if 'mlp_only_layers' in family.defaults:
@@ -347,6 +348,8 @@ def raw_from_stack(
   raw['rope_parameters'] = rotary_fields.raw_from_stack(
     stack, local_theta=family.local_theta
   )
+  # Reading the fields back finds every field that the family cannot express,
+  # also fields that are added to our configs later.
   back = stack_from_raw(raw, family, 'the exported config')
   back = comparable(dataclasses.replace(back, role=stack.role), stack)
   for field in dataclasses.fields(stack):
@@ -370,7 +373,7 @@ def comparable(
   """
   return dataclasses.replace(
     stack,
-    vocab_multiple=ours.vocab_multiple,
+    vocab_multiple=ours.vocab_multiple,  # Padding rows are not exported.
     pattern=ours.pattern,  # The file lists the kind of every layer.
     window=stack.window if 'local' in stack.pattern else ours.window,
     window_rule=ours.window_rule,
@@ -387,8 +390,8 @@ def _activation(raw: Raw, family: Family, file: str) -> str:
   fields = {family.activation: values.get(raw[family.activation])}
   if raw.get('hidden_activation') is not None:
     fields['hidden_activation'] = _ACTIVATIONS.get(raw['hidden_activation'])
-  activation, *different = set(fields.values())
-  if activation is None or different:
+  activation, *conflicts = set(fields.values())
+  if activation is None or conflicts:
     text = ' and '.join(f'{name} = {raw[name]!r}' for name in fields)
     raise errors.UserError(
       f'{file} has {text}; supported are {", ".join(_ACTIVATIONS)}.'
@@ -397,7 +400,7 @@ def _activation(raw: Raw, family: Family, file: str) -> str:
 
 
 def _dense_layers(raw: Raw, file: str) -> int:
-  """Returns how many layers, the first ones, have no experts."""
+  """Returns the number of leading layers without experts."""
   dense = sorted(raw['mlp_only_layers'] or [])
   if raw['decoder_sparse_step'] != 1 or dense != list(range(len(dense))):
     raise errors.UserError(
@@ -438,15 +441,12 @@ def _pattern(
       f'{file} has layers of type {unknown[0]!r}; supported are'
       f' {", ".join(_KINDS)}.'
     )
-  kinds = [_KINDS[kind] for kind in named]
-  kinds = [kinds[i % len(kinds)] for i in range(layers)]
+  kinds = [_KINDS[named[i % len(named)]] for i in range(layers)]
   if 'local' in kinds and not raw.get('sliding_window'):
     raise errors.UserError(
       f'{file} has sliding_attention layers and no sliding_window.'
     )
-  period = next(
-    p
-    for p in range(1, layers + 1)
-    if all(kinds[i] == kinds[i % p] for i in range(layers))
-  )
+  # Shortest, because the model scans over periods: a longer pattern compiles
+  # more layers, and equal models must have equal configs.
+  period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[:-p])
   return tuple(kinds[:period])

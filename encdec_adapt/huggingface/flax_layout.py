@@ -17,10 +17,10 @@ from encdec_adapt.huggingface import tensor_folder
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-Read = Callable[[list[str]], Mapping[str, np.ndarray]]
+Reader = Callable[[list[str]], Mapping[str, np.ndarray]]
 
 # Name of an array, and the index on its first axis or None for all of it.
-_Place = tuple[str, int | None]
+_Part = tuple[str, int | None]
 _NORMS = {
   'pre_attention_norm': 'pre_attention_norm',
   'post_attention_norm': 'post_attention_norm',
@@ -30,8 +30,9 @@ _NORMS = {
   'post_mlp_norm': 'post_ffw_norm',
   'final_norm': 'final_norm',
 }
-# Our leaf -> candidates for their name, with the index if one array holds
-# several kernels. Their kernels have heads first.
+# Our leaf -> candidates for their name, with the index if an array holds
+# several kernels. Their kernels have heads first. The second candidate is for
+# models with as many key/value heads as query heads.
 _KERNELS = {
   'query': (('q_einsum/w', None), ('qkv_einsum/w', 0)),
   'key': (('kv_einsum/w', 0), ('qkv_einsum/w', 1)),
@@ -43,9 +44,9 @@ _LEAVES = {
   f'{ours}/scale': ((f'{theirs}/scale', None),)
   for ours, theirs in _NORMS.items()
 } | {
-  f'{ours}/{kernel}': tuple((f'{theirs}/{name}', i) for name, i in places)
+  f'{ours}/{kernel}': tuple((f'{theirs}/{name}', i) for name, i in parts)
   for ours, theirs in (('attention', 'attn'), ('cross_attention', 'cross_attn'))
-  for kernel, places in _KERNELS.items()
+  for kernel, parts in _KERNELS.items()
 }
 _LEAVES |= {
   'mlp/gate': (('mlp/gating_einsum', 0),),
@@ -61,24 +62,24 @@ class FlaxModel:
 
   Attributes:
     config: model config.
-    unused: array, or rows of one, that the model does not use -> why.
+    unused: array, or rows of an array, outside the model -> reason.
   """
 
   def __init__(
     self,
     arrays: Arrays,
-    read: Read,
+    reader: Reader,
     config: model_config.ModelConfig,
-    where: str,
+    folder: str,
   ):
     """Matches every array with the model.
 
     Args:
       arrays: name -> stored shape and dtype.
-      read: reads arrays by name.
+      reader: reads arrays by name.
       config: model config; its vocabulary may be smaller than the tables,
         which the authors round up: further rows are left out.
-      where: name of the folder, for error messages.
+      folder: name of the folder, for error messages.
 
     Raises:
       UserError: an array is missing, unexpected or of another shape.
@@ -86,94 +87,96 @@ class FlaxModel:
     self.config = config
     self.unused: dict[str, str] = {}
     self._arrays = arrays
-    self._read_arrays = read
-    self._where = where
+    self._reader = reader
+    self._folder = folder
     self._leaves = layer_leaves.leaves_of(config)
     stored = {canonical(name): name for name in arrays}
-    self._places = {leaf: self._place(leaf, stored) for leaf in self._leaves}
-    used = {name for name, _ in self._places.values()}
+    self._parts = {leaf: self._part(leaf, stored) for leaf in self._leaves}
+    used = {name for name, _ in self._parts.values()}
     extra = sorted(set(arrays) - used)
     if extra:
       raise errors.UserError(
-        f'{where}: {extra[0]} is not an array of this model. Nothing is dropped'
-        ' silently: remove it, or give the right config with --model.'
+        f'{folder}: {extra[0]} is not an array of this model. Nothing is'
+        ' dropped silently: remove it, or give the right config with --model.'
       )
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
     """Returns every parameter, unread, in the order of the parameter table."""
     arrays = {}
-    stored = layer_leaves.stored_leaves(self._leaves)
+    names_by_path = layer_leaves.stored_leaves(self._leaves)
     for path, info in parameters.parameter_table(self.config).items():
-      names = stored[path]
+      names = names_by_path[path]
       stacked = self._leaves[names[0]].index is not None
-      dtype = self._arrays[self._places[names[0]][0]][1]
+      dtype = self._arrays[self._parts[names[0]][0]][1]
 
+      # Defaults, because a closure would see the last values of the loop.
       def read(index, names=names, stacked=stacked):
-        """Reads part of the parameter."""
-        chosen = names[index[0]] if stacked else names
-        rest = index[1:] if stacked else index
-        found = self._read_arrays([self._places[n][0] for n in chosen])
-        made = [self._ours(name, found)[rest] for name in chosen]
-        return np.stack(made) if stacked else made[0]
+        layers = names[index[0]] if stacked else names
+        inner = index[1:] if stacked else index
+        stored = self._reader([self._parts[n][0] for n in layers])
+        ours = [self._ours(name, stored)[inner] for name in layers]
+        return np.stack(ours) if stacked else ours[0]
 
       arrays[path] = lazy_array.LazyArray(tuple(info.shape), dtype, read)
     return arrays
 
-  def _place(self, leaf: str, stored: Mapping[str, str]) -> _Place:
+  def _part(self, leaf: str, stored: Mapping[str, str]) -> _Part:
     """Finds the array of a leaf and checks its shape."""
     start, choices = _their_names(leaf, self.config)
-    found = [(start + name, part) for name, part in choices]
-    found = [(stored[name], part) for name, part in found if name in stored]
-    if not found:
+    name, index = next(
+      ((stored[start + k], i) for k, i in choices if start + k in stored),
+      (None, None),
+    )
+    if name is None:
       raise errors.UserError(
-        f'{self._where} has no array {start + choices[0][0]!r}, which holds'
+        f'{self._folder} has no array {start + choices[0][0]!r}, which holds'
         f' {leaf}. The folder is incomplete, or holds another model.'
       )
-    name, index = found[0]
     shape = self._arrays[name][0]
     part = shape if index is None else shape[1:]
-    wanted = self._leaves[leaf].shape
-    swapped = (*wanted[:2][::-1], *wanted[2:])
+    ours = self._leaves[leaf].shape
+    swapped = (*ours[:2][::-1], *ours[2:])
     kind = leaf.rpartition('/')[2]
     if kind == 'table':
       rows = self._tokens(leaf)
-      fits = part[1:] == wanted[1:] and part[0] >= rows
+      fits = part[1:] == ours[1:] and part[0] >= rows
       if fits and part[0] > rows:
         self.unused[f'{name}, rows {rows} to {part[0] - 1}'] = (
           'beyond the vocabulary; the authors round tables up'
         )
     elif kind in _HEADS_FIRST:
       fits = part == swapped
-    else:  # The gate's axes may be swapped.
-      fits = part == wanted or (kind in ('gate', 'up') and part == swapped)
+    else:  # `transpose_gating_einsum` of some sizes swaps the gate's axes.
+      fits = part == ours or (kind in ('gate', 'up') and part == swapped)
     if not fits:
       raise errors.UserError(
-        f'{self._where}: {name} has shape {list(shape)}, and {leaf} of'
-        f' the model {list(wanted)}. Give the right config with --model.'
+        f'{self._folder}: {name} has shape {list(shape)}, and {leaf} of'
+        f' the model {list(ours)}. Give the right config with --model.'
       )
-    return found[0]
+    return name, index
 
   def _tokens(self, table: str) -> int:
     """Returns the number of tokens in an embedding table."""
     return self.config.stacks[table.split('/')[0]].vocab_size
 
-  def _ours(self, leaf: str, found: Mapping[str, np.ndarray]) -> np.ndarray:
+  def _ours(self, leaf: str, stored: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns our leaf from their array."""
-    (name, index), wanted = self._places[leaf], self._leaves[leaf].shape
-    array = found[name] if index is None else found[name][index]
-    tensor_folder.check_finite(name, array, self._where)
+    (name, index), shape = self._parts[leaf], self._leaves[leaf].shape
+    array = stored[name] if index is None else stored[name][index]
+    tensor_folder.check_finite(name, array, self._folder)
     kind = leaf.rpartition('/')[2]
     if kind == 'table':
       rows = self._tokens(leaf)
-      return np.pad(array[:rows], [(0, wanted[0] - rows), (0, 0)])
-    is_ours = array.shape == wanted and kind not in _HEADS_FIRST
+      return np.pad(array[:rows], [(0, shape[0] - rows), (0, 0)])
+    # The shape of a square kernel does not show its order: heads come first.
+    is_ours = array.shape == shape and kind not in _HEADS_FIRST
     return array if is_ours else array.swapaxes(0, 1)
 
 
 def canonical(name: str) -> str:
   """Returns an array's name in the current module tree.
 
-  The first releases have the flat names of an older one.
+  The first releases have the flat names of an older tree.
 
   Args:
     name: stored name.
@@ -182,12 +185,12 @@ def canonical(name: str) -> str:
   return name.removesuffix('/w') if '/mlp/' in name else name
 
 
-def released_model(arrays: Arrays, where: str) -> model_config.ModelConfig:
+def released_model(arrays: Arrays, folder: str) -> model_config.ModelConfig:
   """Returns the released model that the arrays belong to.
 
   Args:
     arrays: name -> shape and dtype.
-    where: name of the folder, for error messages.
+    folder: name of the folder, for error messages.
 
   Raises:
     UserError: no released model has as many layers of these widths.
@@ -195,22 +198,25 @@ def released_model(arrays: Arrays, where: str) -> model_config.ModelConfig:
   shapes = {canonical(name): shape for name, (shape, _) in arrays.items()}
   if any(name.startswith('encoder/') for name in shapes):
     sizes = [
-      _size(shapes, f'{side}/', where) for side in ('encoder', 'decoder')
+      _size(shapes, f'{side}/', folder) for side in ('encoder', 'decoder')
     ]
     return presets.t5gemma('_'.join(sizes))
-  return presets.decoder_only(_size(shapes, '', where))
+  return presets.decoder_only(_size(shapes, '', folder))
 
 
-def _size(shapes: Mapping[str, tuple[int, ...]], start: str, where: str) -> str:
-  """Returns the released size of the stack whose names have this prefix."""
+def _size(
+  shapes: Mapping[str, tuple[int, ...]], start: str, folder: str
+) -> str:
+  """Returns the released size of the stack with this prefix in its names."""
   pattern = re.compile(rf'{start}layer_\d+/mlp/linear')
   kernels = [shapes[name] for name in shapes if pattern.fullmatch(name)]
   for size, stack in presets.STACKS.items():
+    # Presets of other families may have the same widths.
     is_gemma2 = stack.post_norms and not stack.qk_norm
     if is_gemma2 and kernels == [(stack.mlp_width, stack.width)] * stack.layers:
       return size
   raise errors.UserError(
-    f'{where} has {len(kernels)} arrays {start}layer_*/mlp/linear of shapes'
+    f'{folder} has {len(kernels)} arrays {start}layer_*/mlp/linear of shapes'
     f' {sorted(set(kernels))}, and no released Gemma 2 or T5Gemma has. Give its'
     ' config.json with --model=FILE: arrays do not show windows, caps and'
     ' scales.'
@@ -219,14 +225,13 @@ def _size(shapes: Mapping[str, tuple[int, ...]], start: str, where: str) -> str:
 
 def _their_names(
   leaf: str, config: model_config.ModelConfig
-) -> tuple[str, tuple[_Place, ...]]:
-  """Returns the prefix of their name, and the candidates for the rest."""
-  stack, *rest = leaf.split('/')
+) -> tuple[str, tuple[_Part, ...]]:
+  """Returns the prefix of their name, and the candidates for its remainder."""
+  stack, _, inner = leaf.partition('/')
   start = f'{stack}/' if len(config.stacks) > 1 else ''
-  if rest[0] == 'layers':
-    start += f'layer_{rest[1]}/'
-    rest = rest[2:]
-  inner = '/'.join(rest)
+  if inner.startswith('layers/'):
+    _, number, inner = inner.split('/', 2)
+    start += f'layer_{number}/'
   if inner not in _LEAVES:
     raise errors.UserError(
       f'{leaf} has no array in the layout of Gemma 2 and T5Gemma; give the'

@@ -18,7 +18,7 @@ from encdec_adapt.huggingface import (
 )
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
-# Buffers, not weights: old exports have them.
+# Buffers, not weights: exports of old transformers versions have them.
 _BUFFERS = ('.rotary_emb.inv_freq',)
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 _THREADS = 4  # Layers read at a time: copying releases the interpreter's lock.
@@ -31,17 +31,17 @@ class _Piece:
   Attributes:
     tensor: name of the stored tensor.
     shape: shape of the piece.
-    place: expert and its rows if one tensor holds all experts; else None.
+    index: expert and its rows if the tensor holds all experts; else None.
   """
 
   tensor: str
   shape: tuple[int, ...]
-  place: tuple[int, slice] | None
+  index: tuple[int, slice] | None
 
 
-# Our leaf -> its weights, each with the pieces that store it: usually one;
-# further ones are copies, which must be equal.
-_Found = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
+# Our leaf -> its weights, each with the pieces that store it: the first is
+# read, further pieces are copies, which must be equal.
+_Matches = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
 
 
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
@@ -52,19 +52,19 @@ def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
   Args:
     dtypes: float dtypes, at least one.
   """
-  found = {np.dtype(dtype) for dtype in dtypes}
-  if len(found) == 1:
-    return found.pop()
-  return np.dtype(np.float64 if np.float64 in found else np.float32)
+  dtypes = {np.dtype(dtype) for dtype in dtypes}
+  if len(dtypes) == 1:
+    return dtypes.pop()
+  return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
 
 
 class ModelFolder:
-  """A folder whose every tensor has been matched with the model.
+  """A folder after every tensor has been matched with the model.
 
   Attributes:
     config: model config.
     tensors: stored tensors.
-    unused: name of a tensor that the model does not use -> why.
+    unused: name of a tensor that the model does not use -> reason.
   """
 
   def __init__(
@@ -89,7 +89,7 @@ class ModelFolder:
       config = model_config.with_vocab_multiple(config, vocab_multiple)
     self.config = config
     self.tensors = tensor_folder.TensorFolder(folder)
-    self._found, self.unused = _match(config, layout, self.tensors)
+    self._matches, self.unused = _match(config, layout, self.tensors)
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
     """Returns every parameter, unread, in the order of the parameter table."""
@@ -101,23 +101,26 @@ class ModelFolder:
       dtype = common_dtype(
         self.tensors.tensors[pieces[0].tensor].dtype
         for name in names
-        for _, pieces in self._found[name]
+        for _, pieces in self._matches[name]
       )
       is_stacked = leaves[names[0]].index is not None
 
+      # Defaults, because a closure would see the last values of the loop.
       def read(
         index, names=names, is_stacked=is_stacked, info=info, dtype=dtype
       ):
-        """Reads part of the parameter, its layers in several threads."""
-        whole = np.empty(_extents(index, info.shape), dtype)
+        ranges = zip(index, info.shape, strict=True)
+        extents = [len(range(*part.indices(size))) for part, size in ranges]
+        # Layers are read into their slice: stacking them would copy them again.
+        array = np.empty(extents, dtype)
         if not is_stacked:
-          self._read(names[0], index, whole)
-          return whole
+          self._read(names[0], index, array)
+          return array
         with futures.ThreadPoolExecutor(_THREADS) as pool:
-          rest = [index[1:]] * len(whole)
-          for _ in pool.map(self._read, names[index[0]], rest, whole):
+          inner = [index[1:]] * len(array)
+          for _ in pool.map(self._read, names[index[0]], inner, array):
             pass  # An error of a layer is raised here.
-        return whole
+        return array
 
       arrays[path] = lazy_array.LazyArray(tuple(info.shape), dtype, read)
     return arrays
@@ -130,11 +133,11 @@ class ModelFolder:
       index: range of each dimension.
       out: array of the extents of `index`, to be filled.
     """
-    found = self._found[leaf]
-    if found[0][0].part is None:
-      self._read_weight(*found[0], index, out)
+    matches = self._matches[leaf]
+    if matches[0][0].part is None:
+      self._read_weight(*matches[0], index, out)
       return
-    for expert, row in zip(found[index[0]], out, strict=True):
+    for expert, row in zip(matches[index[0]], out, strict=True):
       self._read_weight(*expert, index[1:], row)
 
   def _read_weight(
@@ -146,14 +149,15 @@ class ModelFolder:
   ) -> None:
     """Reads part of a weight; all of its copies must be equal."""
     part, *copies = (
-      weight.to_ours(self.tensors.read(piece.tensor, piece.place))[index]
+      weight.to_ours(self.tensors.read(piece.tensor, piece.index))[index]
       for piece in pieces
     )
     transposed_copy.copy(part, out[: len(part)])
     out[len(part) :] = 0  # Padding rows of a table.
-    first, *others = pieces
+    first, *duplicates = pieces
+    # After the copy, which is in row-major order; a stored kernel is not.
     tensor_folder.check_finite(first.tensor, out, self._file(first))
-    for piece, copy in zip(others, copies, strict=True):
+    for piece, copy in zip(duplicates, copies, strict=True):
       if part.dtype != copy.dtype or not np.array_equal(part, copy):
         raise errors.UserError(
           f'{self._file(piece)}: {piece.tensor!r} differs from'
@@ -165,25 +169,15 @@ class ModelFolder:
     return self.tensors.tensors[piece.tensor].file
 
 
-def _extents(
-  index: tuple[slice, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-  """Returns the shape of a part of an array."""
-  return tuple(
-    len(range(*one.indices(size)))
-    for one, size in zip(index, shape, strict=True)
-  )
-
-
 def _match(
   config: model_config.ModelConfig,
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
-) -> tuple[_Found, dict[str, str]]:
-  """Matches tensors with leaves; returns also the unused ones and why."""
+) -> tuple[_Matches, dict[str, str]]:
+  """Matches tensors with leaves; returns also unused tensors with reasons."""
   present = _pieces(config, layout, tensors)
-  wanted = weights.weights(config, layout)
-  missing = [name for name in wanted if name not in present]
+  required = weights.weights(config, layout)
+  missing = [name for name in required if name not in present]
   if missing:
     raise errors.UserError(
       f'{tensors.folder} has no tensor {missing[0]!r}'
@@ -193,20 +187,20 @@ def _match(
     )
   unused = {}
   for canonical, pieces in present.items():
-    weight = wanted.get(canonical)
+    weight = required.get(canonical)
     if weight is None:
-      for name in dict.fromkeys(piece.tensor for piece in pieces):
-        file = tensors.tensors[name].file
+      for piece in pieces:
+        name, file = piece.tensor, tensors.tensors[piece.tensor].file
         unused[name] = _why_unused(name, layout, file)
       continue
     for piece in pieces:
       _require_fits(weight, piece, tensors.tensors[piece.tensor])
     for piece in pieces[1:]:
       unused[piece.tensor] = f'a copy of {pieces[0].tensor}'
-  found: _Found = {}
-  for canonical, weight in wanted.items():  # Experts in their order.
-    found.setdefault(weight.leaf, []).append((weight, present[canonical]))
-  return found, unused
+  matches: _Matches = {}
+  for canonical, weight in required.items():  # Experts in their order.
+    matches.setdefault(weight.leaf, []).append((weight, present[canonical]))
+  return matches, unused
 
 
 def _require_fits(
@@ -214,10 +208,11 @@ def _require_fits(
 ) -> None:
   """Raises an error for another shape, or for integers."""
   if piece.shape != weight.their_shape:
-    of_one = ' per expert' if piece.place else ''
+    per_expert = ' per expert' if piece.index else ''
     raise errors.UserError(
-      f'{piece.tensor} in {info.file} has shape {list(piece.shape)}{of_one};'
-      f' its config.json requires {list(weight.their_shape)}.'
+      f'{piece.tensor} in {info.file} has shape'
+      f' {list(piece.shape)}{per_expert}; its config.json requires'
+      f' {list(weight.their_shape)}.'
     )
   if info.dtype.name not in _FLOATS:
     raise errors.UserError(
@@ -235,12 +230,13 @@ def _pieces(
   """Returns the stored pieces by canonical tensor name, copies last."""
   pieces: dict[str, list[_Piece]] = {}
   for name, info in tensors.tensors.items():
-    held = layout.pieces(layout.canonical(name), info.shape)
-    for canonical, place in held.items():
+    indices = layout.pieces(layout.canonical(name), info.shape)
+    for canonical, index in indices.items():
       shape = info.shape
-      if place is not None:
-        shape = (place[1].stop - place[1].start, *shape[2:])
-      pieces.setdefault(canonical, []).append(_Piece(name, shape, place))
+      if index is not None:
+        shape = (index[1].stop - index[1].start, *shape[2:])
+      pieces.setdefault(canonical, []).append(_Piece(name, shape, index))
+  # If the main tensor is absent, its copy is read instead.
   for copy, original in weights.copies(config, layout).items():
     if copy in pieces:
       pieces.setdefault(original, []).extend(pieces.pop(copy))
@@ -248,7 +244,7 @@ def _pieces(
 
 
 def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
-  """Returns why a tensor is unused; raises an error if it should not exist."""
+  """Returns the reason why a tensor is unused; refuses unknown tensors."""
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
   if vision.is_vision(name):

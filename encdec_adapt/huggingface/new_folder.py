@@ -18,7 +18,7 @@ MARKER = 'config.json'
 # Marks an unfinished upload in a bucket, until `MARKER` is written. A later
 # command may replace such a folder.
 UNFINISHED = '.unfinished'
-# Errors of renaming a folder onto one that is no longer empty.
+# Errors of a rename if another process has filled the target meanwhile.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -46,12 +46,15 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   require_free(path)
   is_bucket = paths.is_bucket(path)
   above = pathlib.Path(tempfile.gettempdir()) if is_bucket else path.parent
-  made = [] if is_bucket else [p for p in path.parents if not p.exists()]
+  # Innermost first, as they are removed again after an error.
+  parents = [] if is_bucket else [p for p in path.parents if not p.exists()]
   draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
-  is_done = False
+  is_complete = False
   try:
     disk.require_writable(path.parent)
     with _write_errors(path):
+      # The mark is written before the work starts, so that a bucket that cannot
+      # be written is an error now and not after hours.
       if is_bucket:
         paths.remove(path)  # An unfinished upload.
         paths.write(path / UNFINISHED, b'')
@@ -59,13 +62,13 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     yield draft
     with _write_errors(path):
       _commit(draft, path)
-    is_done = True
+    is_complete = True
   finally:
     shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):
-      if is_bucket and not is_done:
+      if is_bucket and not is_complete:
         paths.remove(path)
-      for folder in made:  # Fails where something is in it: the new folder.
+      for folder in parents:  # Fails, as it must, if it has the new folder.
         folder.rmdir()
 
 
@@ -81,13 +84,14 @@ def _write_errors(path: paths.Path) -> Iterator[None]:
 
 
 def _commit(draft: pathlib.Path, path: paths.Path) -> None:
-  """Moves or uploads the draft to its place."""
+  """Moves or uploads the draft to `path`."""
   if paths.is_bucket(path):
     paths.upload(draft, path, MARKER)
     (path / UNFINISHED).unlink()
     return
-  for below in sorted(draft.rglob('*')):
-    paths.sync(below)
+  # Contents before the name, so that a power cut leaves no partial folder.
+  for entry in sorted(draft.rglob('*')):
+    paths.sync(entry)
   paths.sync(draft)
   os.rename(draft, path)
   paths.sync(path.parent)
@@ -110,6 +114,7 @@ def require_free(path: str | os.PathLike[str]) -> None:
     if not path.exists() or _is_unfinished(path):
       return
     if path.is_dir() and not any(path.iterdir()):
+      # A rename onto it fails, which would be found only at the end.
       if os.path.ismount(path):
         raise errors.UserError(
           f'{path} is a mount point, which a finished folder cannot replace.'

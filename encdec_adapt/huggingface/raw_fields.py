@@ -15,21 +15,22 @@ _Rule = tuple[Callable[[Any], bool], str]
 _LARGEST = 2**31 - 1  # Limit of every size: array libraries use 32-bit sizes.
 
 
-def _integer(low: int, most: int = _LARGEST) -> _Rule:
+def _integer(low: int, high: int = _LARGEST) -> _Rule:
   """Returns the rule of integers in a range."""
   return (
-    lambda value: type(value) is int and low <= value <= most,
-    f'an integer from {low} to {most}',
+    # Not isinstance: true and false are integers in Python.
+    lambda value: type(value) is int and low <= value <= high,
+    f'an integer from {low} to {high}',
   )
 
 
-def _instance(kind: type, wanted: str) -> _Rule:
-  """Returns the rule of values of one type."""
-  return (lambda value: isinstance(value, kind), wanted)
+def _instance(kind: type, description: str) -> _Rule:
+  """Returns the rule of values of a type."""
+  return (lambda value: isinstance(value, kind), description)
 
 
 def _list_of(kind: type, name: str) -> _Rule:
-  """Returns the rule of lists whose items all have one type."""
+  """Returns the rule of lists with items of a single type."""
   return (
     lambda value: isinstance(value, list) and {*map(type, value)} <= {kind},
     f'a list of {name}',
@@ -50,6 +51,7 @@ _FIELDS = (
     num_experts num_experts_per_tok moe_intermediate_size
     shared_expert_intermediate_size original_max_position_embeddings""",
   ),
+  # Each layer costs host memory and compile time before any array exists.
   (_integer(1, 10_000), 'num_hidden_layers'),
   # Qwen 2 MoE writes a window of 0 for none.
   (_integer(0), 'sliding_window max_window_layers eoi_token_index'),
@@ -88,12 +90,13 @@ def check(raw: Mapping[str, Any], file: str) -> None:
   """Raises an error for an invalid value; ignores unknown fields.
 
   Args:
-    raw: parsed config.json, or the part of one that describes a stack.
+    raw: parsed config.json, or its part that describes a stack.
     file: name of the file, for error messages.
 
   Raises:
-    UserError: names the field, its value and what it must be.
+    UserError: names the field, its value and the valid values.
   """
+  # First: the other fields are those of the original, and would all pass.
   if raw.get('quantization_config'):
     raise errors.UserError(
       f'{file} has a quantization_config, and quantised weights are not'
@@ -102,20 +105,21 @@ def check(raw: Mapping[str, Any], file: str) -> None:
     )
   _check_fields(raw, file)
   for field in _ROPE.split():
-    rope, where = raw.get(field) or {}, f'{field} of {file}'
+    rope, name = raw.get(field) or {}, f'{field} of {file}'
     by_kind = any(isinstance(value, Mapping) for value in rope.values())
-    # Fields by kind of layer must have those of full attention.
-    _check_fields({'full_attention': None, **rope} if by_kind else rope, where)
+    # Fields by kind of layer must have those of full attention: a null, which
+    # this field may not have, stands for its absence.
+    _check_fields({'full_attention': None, **rope} if by_kind else rope, name)
     for kind in _KINDS:
-      _check_fields(rope.get(kind) or {}, f'{kind} in {where}')
+      _check_fields(rope.get(kind) or {}, f'{kind} in {name}')
 
 
 def _check_fields(raw: Mapping[str, Any], file: str) -> None:
   for field, value in raw.items():
     if field not in _RULES or (value is None and field in _NULLABLE):
       continue
-    fits, wanted = _RULES[field]
+    fits, description = _RULES[field]
     if not fits(value):
       raise errors.UserError(
-        f'{file} has {field} = {value!r}; it must be {wanted}.'
+        f'{file} has {field} = {value!r}; it must be {description}.'
       )

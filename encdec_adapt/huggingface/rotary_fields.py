@@ -1,4 +1,4 @@
-"""Rotary fields of a Hugging Face config.json, to our fields and back.
+"""Conversion of rotary fields of a config.json to our fields and back.
 
 Read in the spelling of transformers 4 and 5, written in that of 5. Source:
 transformers 5.23, `modeling_rope_utils.py`.
@@ -29,11 +29,11 @@ def fields_from_raw(
   Args:
     raw: parsed object, with the defaults of its class.
     file: name of the file, for error messages.
-    local_theta: whether local layers have their own rotary base (Gemma 3).
+    local_theta: whether local layers have a separate rotary base (Gemma 3).
 
   Raises:
-    UserError: a scaling that is not supported or lacks its fields; or one for
-      all layers although local layers have their own base.
+    UserError: a scaling that is not supported or lacks its fields; or a
+      scaling for all layers although local layers have a separate base.
   """
   full, local = _by_kind(raw, file, local_theta)
   kind = full.get('rope_type', full.get('type', 'default'))
@@ -43,19 +43,20 @@ def fields_from_raw(
       f'{file} scales its rotary embedding by {kind!r}; supported are default,'
       ' linear and llama3.'
     )
-  numbers = []
-  for number in rope.NUMBERS[kind]:
-    if NAMES[number] not in full:
-      raise errors.UserError(
-        f'{file} scales its rotary embedding by {kind!r} without'
-        f' {NAMES[number]!r}.'
-      )
-    numbers.append(float(full[NAMES[number]]))
+  names = [NAMES[number] for number in rope.NUMBERS[kind]]
+  if missing := [name for name in names if name not in full]:
+    raise errors.UserError(
+      f'{file} scales its rotary embedding by {kind!r} without {missing[0]!r}.'
+    )
   fields: dict[str, Any] = {
     'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
-    'rope_scaling': str(rope.Scaling(kind, tuple(numbers))),
+    'rope_scaling': str(
+      rope.Scaling(kind, tuple(float(full[name]) for name in names))
+    ),
   }
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
+  # A file may list equal fields for both kinds, scaled or not: then our local
+  # layers follow the others.
   if local != full:
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(
@@ -72,20 +73,20 @@ def _by_kind(
   """Returns the fields of full and of sliding layers (empty if equal)."""
   full = {'rope_theta': raw['rope_theta']}
   local = {'rope_theta': raw['rope_local_base_freq']} if local_theta else {}
-  given = raw.get('rope_parameters')
-  if not given:  # transformers 4, where only full layers are scaled.
+  parameters = raw.get('rope_parameters')
+  if not parameters:  # transformers 4, where only full layers are scaled.
     return {**full, **(raw.get('rope_scaling') or {})}, local
-  if any(isinstance(value, Mapping) for value in given.values()):
-    sliding = given.get('sliding_attention') or {}
-    return {**full, **given['full_attention']}, {**local, **sliding}
+  if any(isinstance(value, Mapping) for value in parameters.values()):
+    sliding = parameters.get('sliding_attention') or {}
+    return {**full, **parameters['full_attention']}, {**local, **sliding}
   if local_theta:
     # Its class reads only fields by kind and ignores these silently.
     raise errors.UserError(
-      f'{file} has rope_parameters = {dict(given)!r}; those of'
+      f'{file} has rope_parameters = {dict(parameters)!r}; those of'
       f' {raw.get("model_type", "this model")} are by kind of layer: give them'
       ' as full_attention and sliding_attention.'
     )
-  return given, {}
+  return parameters, {}
 
 
 def raw_from_stack(
@@ -95,11 +96,11 @@ def raw_from_stack(
   scaling = rope.Scaling.parse(stack.rope_scaling)
   kind = 'default' if scaling.kind == 'none' else scaling.kind
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
-  named = zip(rope.NUMBERS[scaling.kind], scaling.numbers, strict=True)
-  for number, value in named:
+  for name, value in zip(
+    rope.NUMBERS[scaling.kind], scaling.numbers, strict=True
+  ):
     # Their class takes a length that is an integer only.
-    whole = number == 'original_length'
-    full[NAMES[number]] = int(value) if whole else value
+    full[NAMES[name]] = int(value) if name == 'original_length' else value
   if not local_theta:
     return full
   local = full

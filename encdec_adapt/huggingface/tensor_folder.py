@@ -32,13 +32,15 @@ _DTYPES = {
   **{f'U{bits}': np.dtype(f'uint{bits}') for bits in (8, 16, 32, 64)},
 }
 _PICKLED = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
-_BLOCK = 1 << 20  # Elements checked at a time for non-finite values.
+# Elements checked at a time for non-finite values: the intermediate arrays of a
+# block stay small, whatever the size of the tensor.
+_BLOCK = 1 << 20
 _BFLOAT16_EXPONENT = 0x7F80  # All ones: infinite or not a number.
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-  """Shape, dtype and place of a stored tensor.
+  """Shape, dtype and location of a stored tensor.
 
   Attributes:
     shape: () for a scalar.
@@ -86,13 +88,13 @@ class TensorFolder:
       raise atomic.cannot_read(error.filename or folder, error) from error
 
   def read(
-    self, name: str, place: tuple[int, slice] | None = None
+    self, name: str, index: tuple[int, slice] | None = None
   ) -> np.ndarray:
-    """Reads one tensor, or some rows of one matrix of a stack.
+    """Reads a tensor, or a range of rows of a matrix in a stack of matrices.
 
     Args:
       name: tensor name.
-      place: index into the first axis and range of the second; only this part
+      index: index into the first axis and range of the second; only this part
         is read. None reads the whole tensor.
 
     Returns:
@@ -109,14 +111,14 @@ class TensorFolder:
     info = self.tensors[name]
     with _named_errors(info.file):
       if info.offset is not None:
-        return _read_range(info, place)
-      if place is None:
+        return _read_range(info, index)
+      if index is None:
         return self._safe_open(info.file, 'pread').get_tensor(name)
       # Only the mapped backend reads less than the whole tensor.
-      return self._safe_open(info.file, 'mmap').get_slice(name)[place]
+      return self._safe_open(info.file, 'mmap').get_slice(name)[index]
 
   def _safe_open(self, file: paths.Path, backend: str) -> safetensors.safe_open:
-    """Opens a file once per backend."""
+    """Opens a file once per backend, because opening parses the header."""
     key = (file, backend)
     if key not in self._opened:
       self._opened[key] = safetensors.safe_open(file, 'np', backend=backend)
@@ -147,9 +149,9 @@ def check_finite(
     if finite.all():
       continue
     first = int(np.argmin(finite))
-    place = [int(i) for i in np.unravel_index(start + first, array.shape)]
+    index = [int(i) for i in np.unravel_index(start + first, array.shape)]
     raise errors.UserError(
-      f'{file}: tensor {name!r} has the value {float(block[first])} at {place}.'
+      f'{file}: tensor {name!r} has the value {float(block[first])} at {index}.'
       ' The weights are damaged or their training diverged: use an earlier'
       ' checkpoint, or download the file again.'
     )
@@ -170,14 +172,14 @@ def _named_errors(file: paths.Path):
 
 
 def _headers(file: paths.Path) -> dict[str, TensorInfo]:
-  """Reads and checks the header of one file."""
+  """Reads and checks the header of a file."""
   with _named_errors(file), contextlib.ExitStack() as stack:
     local, offset = file, None
     if paths.is_bucket(file):
       folder = stack.enter_context(tempfile.TemporaryDirectory())
       local, offset = _sparse_copy(file, pathlib.Path(folder) / SINGLE)
     opened = safetensors.safe_open(local, 'np')
-    found = {}
+    tensors = {}
     for name in opened.offset_keys():  # In the order of the data, no gaps.
       part = opened.get_slice(name)
       dtype = part.get_dtype()
@@ -187,12 +189,11 @@ def _headers(file: paths.Path) -> dict[str, TensorInfo]:
           f' ({", ".join(_DTYPES)} are). Dequantise the model to bfloat16 and'
           ' save it again.'
         )
-      found[name] = TensorInfo(
-        tuple(part.get_shape()), _DTYPES[dtype], file, offset
-      )
+      shape = tuple(part.get_shape())
+      tensors[name] = TensorInfo(shape, _DTYPES[dtype], file, offset)
       if offset is not None:
-        offset += found[name].nbytes
-    return found
+        offset += tensors[name].nbytes
+    return tensors
 
 
 def _sparse_copy(
@@ -207,35 +208,37 @@ def _sparse_copy(
     The copy, and the offset of the first byte of data.
   """
   size = paths.size(file)
-  start = paths.read_range(file, 0, min(8, size))
-  offset = 8 + int.from_bytes(start, 'little')
-  header = start
+  header = paths.read_range(file, 0, min(8, size))
+  offset = 8 + int.from_bytes(header, 'little')
   if 8 < offset <= size:  # If not, the package refuses the copy.
     header += paths.read_range(file, 8, offset - 8)
-  with open(local, 'wb') as opened:
-    opened.write(header)
-    opened.truncate(size)
+  with open(local, 'wb') as sparse:
+    sparse.write(header)
+    sparse.truncate(size)  # The package compares the size with the header.
   return local, offset
 
 
 def _read_range(
-  info: TensorInfo, place: tuple[int, slice] | None
+  info: TensorInfo, index: tuple[int, slice] | None
 ) -> np.ndarray:
   """Reads a tensor of a file in a bucket; see `TensorFolder.read`."""
   offset, shape = info.offset, info.shape
-  if place is not None:
+  if index is not None:
     shape = shape[1:]
-    offset += place[0] * math.prod(shape) * info.dtype.itemsize
   nbytes = math.prod(shape) * info.dtype.itemsize
+  if index is not None:
+    offset += index[0] * nbytes
+  # The byte range of a tensor without elements would be no valid request.
   data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
   array = np.frombuffer(data, info.dtype).reshape(shape)
-  return array if place is None else array[place[1]]
+  return array if index is None else array[index[1]]
 
 
 def _tensors(folder: paths.Path) -> dict[str, TensorInfo]:
   """Reads the headers of the file, or of all shards, of a folder."""
   has_single, has_index = ((folder / x).exists() for x in (SINGLE, INDEX))
   if has_single and has_index:
+    # Either may be the rest of an interrupted or repeated download.
     raise errors.UserError(
       f'{folder} has both {SINGLE} and {INDEX}. Remove the one that does not'
       ' belong to this model.'
@@ -250,28 +253,30 @@ def _tensors(folder: paths.Path) -> dict[str, TensorInfo]:
 def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
   """Reads the headers of all shards; the index must agree with them."""
   index = folder / INDEX
-  places = atomic.read_json(index).get('weight_map')
+  weight_map = atomic.read_json(index).get('weight_map')
   # Paths in an index are untrusted: only files of this folder are allowed.
-  if not isinstance(places, dict) or not all(
-    isinstance(place, str) and pathlib.PurePath(place).name == place
-    for place in places.values()
+  if not isinstance(weight_map, dict) or not all(
+    isinstance(name, str) and pathlib.PurePath(name).name == name
+    for name in weight_map.values()
   ):
     raise atomic.damaged(index, 'its weight_map must name files of the folder')
   tensors: dict[str, TensorInfo] = {}
-  for shard in sorted(set(places.values())):
+  for shard in sorted(set(weight_map.values())):
     if not (folder / shard).exists():
       raise errors.UserError(
         f'{index} names {shard}, which is missing. Download {shard} into'
         f' {folder}.'
       )
     tensors |= _headers(folder / shard)
-  found = {name: info.file.name for name, info in tensors.items()}
-  wrong = sorted(dict(found.items() ^ places.items()))
+  # In both directions: shards of different models, or of different downloads,
+  # may each be intact.
+  shards = {name: info.file.name for name, info in tensors.items()}
+  wrong = sorted(dict(shards.items() ^ weight_map.items()))
   if wrong:
     raise atomic.damaged(
       index,
-      f'it places tensor {wrong[0]!r} in {places.get(wrong[0])}, but the shards'
-      f' have it in {found.get(wrong[0])}',
+      f'it places tensor {wrong[0]!r} in {weight_map.get(wrong[0])}, but the'
+      f' shards have it in {shards.get(wrong[0])}',
     )
   return tensors
 
@@ -280,12 +285,12 @@ def _no_weights(folder: paths.Path) -> errors.UserError:
   """Returns the error for a folder with neither a single file nor an index."""
   files = folder.iterdir() if folder.is_dir() else ()
   pickled = sorted(file.name for file in files if file.suffix in _PICKLED)
-  why = (
+  hint = (
     f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
     ' read and are refused: if you trust them, load the model with'
     ' transformers and save it with save_pretrained.'
   ) * bool(pickled)
   return errors.UserError(
     f'{folder} has neither {SINGLE} nor {INDEX}. Give the folder of a whole'
-    f' model, as save_pretrained or a download makes it.{why}'
+    f' model, as save_pretrained or a download makes it.{hint}'
   )

@@ -18,7 +18,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.huggingface import tensor_folder, transposed_copy
 
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 2 << 30  # Bounds host memory, and $TMPDIR with a bucket.
 _PYTORCH = {'format': 'pt'}  # transformers refuses a file without it.
 
 
@@ -49,19 +49,20 @@ def write_tensors(
   tensors: Iterable[PlannedTensor],
   *,
   bucket: paths.Path | None = None,
-  on_progress: Callable[[int, int], None] = lambda done, total: None,
+  on_progress: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> None:
   """Writes tensors into a folder in the layout of `transformers`.
 
-  One file, or shards of at most `SHARD_BYTES` or one tensor, and an index.
-  Arrays are made, and shards filled, in the order given. Call it inside
-  `new_folder.new_folder`: if it fails, files are left behind.
+  Writes a single file; or an index and shards, each of at most `SHARD_BYTES`
+  or a larger tensor. Arrays are made, and shards filled, in the order of
+  `tensors`. Call it inside `new_folder.new_folder`: if it fails, files are left
+  behind.
 
   Args:
     folder: local folder without safetensors.
     tensors: tensors with distinct names.
     bucket: folder in a bucket that every finished shard is moved to, so that
-      `folder` holds one shard at a time; None keeps all shards in `folder`.
+      `folder` never holds two shards; None keeps all shards in `folder`.
     on_progress: called with the bytes made so far and in total.
 
   Raises:
@@ -70,22 +71,21 @@ def write_tensors(
   folder, plan = pathlib.Path(folder), list(tensors)
   shards = _shards(plan)
   sizes = [sum(item.nbytes for item in shard) for shard in shards.values()]
-  needed = max(sizes) if bucket is not None else sum(sizes)
-  remedy = ' ($TMPDIR)' if bucket is not None else ''
-  disk.require_space(folder, needed, what='the weights', remedy=remedy)
-  done, total = 0, sum(sizes)
-  on_progress(done, total)
+  written, total = 0, sum(sizes)
+  nbytes, remedy = (max(sizes), ' ($TMPDIR)') if bucket else (total, '')
+  disk.require_space(folder, nbytes, what='the weights', remedy=remedy)
+  on_progress(written, total)
   for name, shard in shards.items():
     arrays = {}
     for tensor in shard:
       # `save_file` writes the raw memory of an array and ignores its strides.
       arrays[tensor.name] = transposed_copy.in_order(tensor.make())
-      done += tensor.nbytes
-      on_progress(done, total)
+      written += tensor.nbytes
+      on_progress(written, total)
     _save(folder / name, arrays, bucket)
   if len(shards) > 1:
-    places = {t.name: name for name, shard in shards.items() for t in shard}
-    content = {'metadata': {'total_size': total}, 'weight_map': places}
+    files = {t.name: name for name, shard in shards.items() for t in shard}
+    content = {'metadata': {'total_size': total}, 'weight_map': files}
     atomic.write_json(folder / tensor_folder.INDEX, content)
 
 
@@ -99,6 +99,7 @@ def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
       room = SHARD_BYTES
     groups[-1].append(tensor)
     room -= tensor.nbytes
+  # transformers finds a single file by this name, and shards by the index.
   if len(groups) == 1:
     return {tensor_folder.SINGLE: groups[0]}
   return {
@@ -112,11 +113,11 @@ def _save(
   arrays: Mapping[str, np.ndarray],
   bucket: paths.Path | None,
 ) -> None:
-  """Writes one file, readable by those whom the umask allows, and moves it."""
+  """Writes a file with the permissions of the umask; moves it to the bucket."""
   try:
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    # Replaces the file by one that only its owner may read.
+    # `save_file` gives the file permissions for its user only.
     safetensors_numpy.save_file(dict(arrays), file, _PYTORCH)
     file.chmod(mode)
     if bucket is not None:

@@ -1,4 +1,4 @@
-"""The vision part of a folder, carried through unchanged.
+"""Vision part of a folder: carried from import to export unchanged.
 
 Our models read text. The vision tower and the projector of a T5Gemma 2 folder
 are kept, with its image processor files, so that the exported model reads
@@ -25,7 +25,7 @@ from encdec_adapt.models import model_config
 PROCESSORS = ('preprocessor_config.json', 'processor_config.json')
 FOLDER = 'vision'  # Subfolder of a work directory that keeps the tensors.
 MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has a vision part.
-# Start of the names in a T5Gemma 2; other models have other ones.
+# Start of the names in a T5Gemma 2; other models have other prefixes.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
 # Tensors that transformers initialises if a T5Gemma 2 folder has text only.
@@ -43,7 +43,7 @@ def is_vision(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Vision:
-  """A vision part whose tensors have not been read.
+  """A vision part with unread tensors.
 
   Attributes:
     folder: folder of its config.json.
@@ -93,8 +93,7 @@ class Vision:
 
   def _read(self, name: str) -> np.ndarray:
     array = self.tensors.read(name)
-    file = self.tensors.tensors[name].file
-    tensor_folder.check_finite(name, array, file)
+    tensor_folder.check_finite(name, array, self.tensors.tensors[name].file)
     return array
 
 
@@ -102,8 +101,8 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   """Opens the vision part of a folder; reads headers only.
 
   Args:
-    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or what `keep` made
-      of one.
+    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or a folder that
+      `keep` wrote.
 
   Returns:
     The vision part, or None if the folder has none.
@@ -118,20 +117,20 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   if not any((weights / name).exists() for name in names):
     return None
   tensors = tensor_folder.TensorFolder(weights)
-  found = {
+  stored = {
     name: match.group(1)
     for name in tensors.tensors
     if (match := _NAME.search(name))
   }
-  if not found:
+  if not stored:
     return None
   raw = atomic.read_json(folder / tensor_folder.CONFIG)
   if raw.get('model_type') != MODEL_TYPE:
     # A T5Gemma 2 is exported with the names that it had, others with those of
     # transformers 5, which has no `vision_model.` as version 4 had.
-    found = {k: v.replace('.vision_model.', '.', 1) for k, v in found.items()}
-  names = {_START + name: stored for stored, name in found.items()}
-  if len(names) < len(found) or _START + PROJECTION not in names:
+    stored = {k: v.replace('.vision_model.', '.', 1) for k, v in stored.items()}
+  names = {_START + theirs: name for name, theirs in stored.items()}
+  if len(names) < len(stored) or _START + PROJECTION not in names:
     raise errors.UserError(
       f'{folder} has a vision part without tensor {PROJECTION!r}, or with one'
       ' under two names. Download the folder again.'
@@ -147,14 +146,14 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
 
 
 def keep(part: Vision, folder: paths.Path) -> None:
-  """Copies a vision part and its files to where `open_vision(folder)` looks.
+  """Copies a vision part and its files into a folder for `open_vision`.
 
   Args:
     part: vision part.
     folder: target, which has or will have the config.json of the part.
   """
-  with paths.staged(folder / FOLDER) as place:
-    tensor_writer.write_tensors(place, part.planned())
+  with paths.staged(folder / FOLDER) as target:
+    tensor_writer.write_tensors(target, part.planned())
   for name, path in part.processors.items():
     paths.copy(path, folder / name)
 
@@ -167,6 +166,7 @@ def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
     part: vision part that is written into the same folder.
   """
   encoder = {**raw['encoder'], **part.fields}
+  # transformers prefers the value at the top, which would be its default.
   top = {k: v for k, v in part.fields.items() if k == 'image_token_index'}
   return {**raw, **top, 'encoder': encoder}
 
@@ -181,10 +181,10 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
   """
   if raw.get('model_type') != MODEL_TYPE:
     return {}
-  given = dict(_encoder(raw))
-  if 'image_token_index' in raw:  # transformers prefers the outer one.
-    given['image_token_index'] = raw['image_token_index']
-  return {key: given[key] for key in _IDS if key in given}
+  ids = dict(_encoder(raw))
+  if 'image_token_index' in raw:  # transformers prefers the outer value.
+    ids['image_token_index'] = raw['image_token_index']
+  return {key: ids[key] for key in _IDS if key in ids}
 
 
 def _encoder(raw: families.Raw) -> families.Raw:

@@ -8,7 +8,6 @@ parameter table alone.
 from collections.abc import Iterator, Mapping
 import dataclasses
 import math
-import types
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,26 @@ import numpy as np
 from encdec_adapt.cli import errors
 from encdec_adapt.models import layer_leaves, model_config
 
+_SUFFIXES = {'': 'weight', '_bias': 'bias'}
 _ATTENTION = {
-  f'{ours}{suffix}': f'{theirs}_proj.{their_suffix}'
-  for ours, theirs in {
-    'query': 'q',
-    'key': 'k',
-    'value': 'v',
-    'output': 'o',
-  }.items()
-  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+  # Their names are the initials of ours.
+  f'{name}{suffix}': f'{name[0]}_proj.{their_suffix}'
+  for name in ('query', 'key', 'value', 'output')
+  for suffix, their_suffix in _SUFFIXES.items()
 } | {'query_norm': 'q_norm.weight', 'key_norm': 'k_norm.weight'}
 _MLP = {
   f'mlp/{name}{suffix}': f'mlp.{name}_proj.{their_suffix}'
   for name in ('gate', 'up', 'down')
-  for suffix, their_suffix in {'': 'weight', '_bias': 'bias'}.items()
+  for suffix, their_suffix in _SUFFIXES.items()
 }
 # Placeholder of the expert's number in tensor names.
 _EXPERT = '{}'
-# Our kernels whose first dimension a product contracts.
+# Kernels with a single input dimension, the first. Output kernels have two
+# (heads, head_dim), all other leaves none.
 _KERNELS = frozenset('query key value gate up down router shared_gate'.split())
 
 
-def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
+def _layer(norms: Mapping[str, str], **attentions: str) -> dict[str, str]:
   """Returns the table of a layer.
 
   Args:
@@ -47,10 +44,10 @@ def _layer(norms: Mapping[str, str], **attentions: str) -> Mapping[str, str]:
   table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
   for ours, theirs in attentions.items():
     table |= {f'{ours}/{k}': f'{theirs}.{v}' for k, v in _ATTENTION.items()}
-  return types.MappingProxyType(table | _MLP)
+  return table | _MLP
 
 
-# Trap: post_attention_layernorm is before the feed-forward in Llama and after
+# Trap: `post_attention_layernorm` is before the feed-forward in Llama and after
 # attention in Gemma.
 LLAMA = _layer(
   {
@@ -59,28 +56,24 @@ LLAMA = _layer(
   },
   attention='self_attn',
 )
-MIXTRAL = types.MappingProxyType(
-  LLAMA
-  | {
-    'experts/router': 'block_sparse_moe.gate.weight',
-    'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
-    'experts/up': f'block_sparse_moe.experts.{_EXPERT}.w3.weight',
-    'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
-  }
-)
-QWEN_MOE = types.MappingProxyType(
+# The names in files; in memory transformers 5 has the names of Qwen's router.
+MIXTRAL = LLAMA | {
+  'experts/router': 'block_sparse_moe.gate.weight',
+  'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
+  'experts/up': f'block_sparse_moe.experts.{_EXPERT}.w3.weight',
+  'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
+}
+_EXPERTS = {'experts': f'experts.{_EXPERT}', 'experts/shared': 'shared_expert'}
+QWEN_MOE = (
   LLAMA
   | {
     'experts/router': 'mlp.gate.weight',
     'experts/shared_gate': 'mlp.shared_expert_gate.weight',
   }
   | {
-    f'experts/{start}{name}': f'mlp.{module}.{name}_proj.weight'
+    f'{ours}/{name}': f'mlp.{theirs}.{name}_proj.weight'
     for name in ('gate', 'up', 'down')
-    for start, module in {
-      '': f'experts.{_EXPERT}',
-      'shared/': 'shared_expert',
-    }.items()
+    for ours, theirs in _EXPERTS.items()
   }
 )
 GEMMA = _layer(
@@ -115,15 +108,16 @@ class Layout:
     stacks: our stack -> prefix of its tensor names.
     embedder: our stack with an embedding table -> prefix of the table's name.
     head: name of an untied head.
-    aliases: other prefix of a name -> the one used here.
-    inner_aliases: other infix of a name -> the one used here.
+    aliases: alternative prefix of a name -> prefix used here.
+    inner_aliases: alternative infix of a name -> infix used here.
     copies: name of a tensor that some writers store a second time -> the name
       under which its class stores it.
     fused: suffix of a tensor that holds all experts, as transformers 5 has
-      them in memory and can save them -> suffixes of the tensors of one expert
-      that are concatenated in it.
-    own: whether this is our own layout, where names are those of our leaves
-      with '.' for '/', and tensors have our shapes; the tables are then empty.
+      them in memory and can save them -> suffixes of the tensors that are
+      concatenated in it for each expert.
+    native: whether this is our native layout, where names are those of our
+      leaves with '.' for '/', and tensors have our shapes; the tables are then
+      empty.
   """
 
   layer: Mapping[str, str]
@@ -134,21 +128,21 @@ class Layout:
   inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  own: bool = False
+  native: bool = False
 
   def canonical(self, name: str) -> str:
     """Returns the canonical spelling of a stored tensor name."""
-    for other, ours in self.inner_aliases.items():
-      name = name.replace(other, ours)
-    for start, ours in self.aliases.items():
-      if name.startswith(start):
-        return ours + name.removeprefix(start)
+    for alias, infix in self.inner_aliases.items():
+      name = name.replace(alias, infix)
+    for alias, prefix in self.aliases.items():
+      if name.startswith(alias):
+        return prefix + name.removeprefix(alias)
     return name
 
   def pieces(
     self, name: str, shape: tuple[int, ...]
   ) -> Mapping[str, tuple[int, slice] | None]:
-    """Returns the tensors that one stored tensor holds.
+    """Returns the tensors that a stored tensor holds.
 
     Args:
       name: name as `canonical` returns it.
@@ -158,6 +152,7 @@ class Layout:
       Name -> number of the expert and its rows, or None for the whole tensor.
     """
     for end, parts in self.fused.items():
+      # Any other shape is left whole, and is refused as an unknown tensor.
       if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
         start, rows = name.removesuffix(end), shape[1] // len(parts)
         return {
@@ -179,7 +174,7 @@ def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
   }
 
 
-def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
+def _decoder_only(layer: Mapping[str, str], **options: Any) -> Layout:
   return Layout(
     layer=layer,
     stacks={'decoder': 'model.'},
@@ -191,7 +186,7 @@ def _decoder_only(layer: Mapping[str, str], **others: Any) -> Layout:
       'language_model.lm_head.': 'lm_head.',
       'model.language_model.': 'model.',
     },
-    **others,
+    **options,
   )
 
 
@@ -210,25 +205,25 @@ PAIR_T5GEMMA = Layout(
   embedder={k: f'{v}embed_tokens.' for k, v in _PAIR.items()},
   head='lm_head.out_proj.weight',
 )
-# One table for both stacks, stored with the encoder.
+# Both stacks share a table, which is stored with the encoder.
 PAIR_T5GEMMA2 = Layout(
   layer=T5GEMMA,
   stacks=_PAIR,
   embedder={'decoder': 'model.encoder.embed_tokens.'},
   head='lm_head.out_proj.weight',
   aliases={'model.encoder.text_model.': 'model.encoder.'},
-  # The names in memory.
+  # Both stacks name the table in memory, and some writers save both names.
   copies={
     f'model.decoder.embed_tokens.{name}': f'model.encoder.embed_tokens.{name}'
     for name in ('weight', 'eoi_embedding')
   },
 )
-OWN = Layout(layer={}, stacks={}, embedder={}, head='', own=True)
+NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """A tensor and the parameter, or the part of one, that it holds.
+  """A tensor and the parameter, or part of a parameter, that it holds.
 
   Attributes:
     name: tensor name.
@@ -236,7 +231,7 @@ class Weight:
     shape: shape of our leaf, or of the part.
     rows: for a token table, the number of rows that are tokens (our table may
       have more); else None.
-    own: whether the tensor has our leaf's shape.
+    native: whether the tensor has our leaf's shape.
     part: for the tensor of an expert, its index on our leaf's first axis; None
       for the whole leaf.
   """
@@ -245,7 +240,7 @@ class Weight:
   leaf: str
   shape: tuple[int, ...]
   rows: int | None = None
-  own: bool = False
+  native: bool = False
   part: int | None = None
 
   @property
@@ -253,13 +248,11 @@ class Weight:
     """Shape of the tensor: [out, in] for a kernel, heads flattened."""
     if self.rows is not None:
       return (self.rows, self.shape[1])
-    if self.own:
+    if self.native:
       return self.shape
-    kernel = self._inputs
-    if not kernel:
+    if not (inputs := self._inputs):
       return (math.prod(self.shape),)
-    inner = math.prod(self.shape[:kernel])
-    return (math.prod(self.shape[kernel:]), inner)
+    return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
 
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
     """Returns our leaf as a view of the tensor; for a table, its tokens."""
@@ -279,11 +272,10 @@ class Weight:
   def _inputs(self) -> int:
     """Number of leading dimensions that a product contracts; 0: a vector."""
     name = self.leaf.rpartition('/')[2]
-    if self.own:
+    # A native tensor is stored as it is, like a vector.
+    if self.native:
       return 0
-    if name == 'output':
-      return 2
-    return 1 if name in _KERNELS else 0
+    return 2 if name == 'output' else int(name in _KERNELS)
 
 
 def weights(
@@ -298,13 +290,11 @@ def weights(
   Raises:
     UserError: the family has no tensor for one of the model's parameters.
   """
-  return types.MappingProxyType(
-    {
-      weight.name: weight
-      for leaf, info in layer_leaves.leaves_of(config).items()
-      for weight in _weights(config, layout, leaf, info.shape)
-    }
-  )
+  return {
+    weight.name: weight
+    for leaf, info in layer_leaves.leaves_of(config).items()
+    for weight in _weights(config, layout, leaf, info.shape)
+  }
 
 
 def copies(
@@ -316,7 +306,8 @@ def copies(
     config: model config. A tied head is a copy of the table.
     layout: tensor names.
   """
-  if layout.own or not config.decoder.tied_head:
+  # The native layout stores every leaf once; a tied head is no leaf.
+  if layout.native or not config.decoder.tied_head:
     return layout.copies
   table = f'{layout.embedder["decoder"]}weight'
   return {**layout.copies, layout.head: table}
@@ -328,25 +319,27 @@ def _weights(
   leaf: str,
   shape: tuple[int, ...],
 ) -> Iterator[Weight]:
-  """Yields the tensors that hold one of our leaves."""
-  stack, part, *rest = leaf.split('/')
+  """Yields the tensors that hold a leaf."""
+  stack, part, *inner = leaf.split('/')
   rows = None
-  if rest == ['table']:
-    own = config.stacks[stack]
-    rows = own.outputs if part == 'head' else own.vocab_size
-  if layout.own:
-    yield Weight(leaf.replace('/', '.'), leaf, shape, rows, own=True)
+  if inner == ['table']:
+    # Our tables may be padded for sharding; the padding is not exported.
+    sizes = config.stacks[stack]
+    rows = sizes.outputs if part == 'head' else sizes.vocab_size
+  if layout.native:
+    yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
   name = None
   if part == 'layers':
-    if theirs := layout.layer.get('/'.join(rest[1:])):
-      name = f'{layout.stacks[stack]}layers.{rest[0]}.{theirs}'
+    number, *inner = inner
+    if theirs := layout.layer.get('/'.join(inner)):
+      name = f'{layout.stacks[stack]}layers.{number}.{theirs}'
   elif part == 'final_norm':
     name = f'{layout.stacks[stack]}norm.weight'
   elif part == 'head':
     name = layout.head
   elif stack in layout.embedder:
-    theirs = 'eoi_embedding' if rest == ['eoi'] else 'weight'
+    theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'
   if name is None:
     raise errors.UserError(
@@ -356,6 +349,6 @@ def _weights(
   if _EXPERT not in name:
     yield Weight(name, leaf, shape, rows)
     return
-  for number in range(shape[0]):
-    one = name.replace(_EXPERT, str(number))
-    yield Weight(one, leaf, shape[1:], part=number)
+  for expert in range(shape[0]):
+    tensor = name.replace(_EXPERT, str(expert))
+    yield Weight(tensor, leaf, shape[1:], part=expert)

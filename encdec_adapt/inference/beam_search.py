@@ -55,7 +55,11 @@ class Beams(NamedTuple):
 
 
 class _Loop(NamedTuple):
-  """State of the search: `improving` are prompts that are not done, [b]."""
+  """State of the search.
+
+  `improving` are prompts that are not done, and `limit` is the most tokens of
+  their hypotheses, [b] each.
+  """
 
   step: jax.Array
   last: jax.Array  # [b * n]
@@ -63,6 +67,7 @@ class _Loop(NamedTuple):
   open: Beams
   finished: Beams
   improving: jax.Array
+  limit: jax.Array
 
 
 def search(
@@ -100,23 +105,21 @@ def search(
   at_once = max(1, engine.rows // beams // shards) * shards
   requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-  program = engine.programs.compile(
-    _search, static_argnames=('beams', 'max_tokens')
-  )
   for start in range(0, len(order), at_once):
     chosen = order[start : start + at_once]
-    state = engine.programs.prefill(
-      *engine.prefill_arguments([requests[i] for i in chosen], at_once)
+    state = engine.programs.run(
+      decoding.prefill,
+      *engine.prefill_arguments([requests[i] for i in chosen], at_once),
     )
     best = jax.device_get(
-      program(
+      engine.programs.run(
+        _search,
         engine.params,
         state,
         np.array(engine.ids.eos, np.int32),
         np.float32(length_penalty),
         np.arange(at_once) < len(chosen),
         beams=beams,
-        max_tokens=max_tokens,
       )
     )
     for row, i in enumerate(chosen):
@@ -134,7 +137,6 @@ def _search(
   real: Bool[Array, 'b'],
   *,
   beams: int,
-  max_tokens: int,
 ) -> Beams:
   """Searches for prompts that were read; returns their best, n = 1.
 
@@ -146,27 +148,24 @@ def _search(
     penalty: length penalty.
     real: which rows have a prompt.
     beams: beams per prompt, n.
-    max_tokens: most tokens of a hypothesis, T.
   """
-  loop = _start(state, real, beams, max_tokens)
+  loop = _start(state, real, beams)
   advance = functools.partial(_advance, model, params, eos, penalty)
   loop = jax.lax.while_loop(
-    lambda loop: (loop.step < max_tokens) & jnp.any(loop.improving),
+    lambda loop: jnp.any((loop.step < state.limit) & loop.improving),
     advance,
     loop,
   )
   return jax.tree.map(lambda x: x[:, :1], loop.finished)
 
 
-def _start(
-  state: decoding.State, real: Bool[Array, 'b'], beams: int, max_tokens: int
-) -> _Loop:
+def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
   """Returns the state of a search before its first token."""
-  batch = len(real)
+  batch, length = state.tokens.shape
   rows = jnp.repeat(jnp.arange(batch), beams)
   nothing = Beams(
-    tokens=jnp.zeros((batch, beams, max_tokens), jnp.int32),
-    log_probs=jnp.zeros((batch, beams, max_tokens), jnp.float32),
+    tokens=jnp.zeros((batch, beams, length), jnp.int32),
+    log_probs=jnp.zeros((batch, beams, length), jnp.float32),
     scores=jnp.full((batch, beams), _NEVER),
     done=jnp.zeros((batch, beams), bool),
     lengths=jnp.zeros((batch, beams), jnp.int32),
@@ -179,6 +178,7 @@ def _start(
     open=nothing._replace(scores=nothing.scores.at[:, 0].set(0.0)),
     finished=nothing,
     improving=real,
+    limit=state.limit,
   )
 
 
@@ -219,6 +219,7 @@ def _advance(
     open=still_open,
     finished=finished,
     improving=loop.improving & may_win,
+    limit=loop.limit,
   )
 
 
@@ -235,12 +236,11 @@ def _extend(
   source, tokens = found // size, found % size  # [b, m]
   gained = jnp.take_along_axis(log_probs.reshape(batch, -1), found, axis=1)
   extended = loop.open.take(source)
-  most = extended.tokens.shape[2]
   return source, Beams(
     tokens=extended.tokens.at[:, :, loop.step].set(tokens),
     log_probs=extended.log_probs.at[:, :, loop.step].set(gained),
     scores=scores,
-    done=jnp.isin(tokens, eos) | (loop.step + 1 >= most),
+    done=jnp.isin(tokens, eos) | (loop.step + 1 >= loop.limit[:, None]),
     lengths=extended.lengths + 1,
   )
 

@@ -4,7 +4,8 @@
 all rows. Pure functions; `Programs` compiles them for a model on a mesh.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Hashable
 import functools
 from typing import Any, NamedTuple
 
@@ -53,43 +54,84 @@ class Group(NamedTuple):
   options: sampling_lib.Options
 
 
+# A program takes hundreds of memory maps on a CPU, of which Linux gives a
+# process 65,530.
+MOST_PROGRAMS = 64
+# Compiled programs of this process, the least recently used one first.
+_COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
+  collections.OrderedDict()
+)
+
+
 @functools.lru_cache(maxsize=16)
 class Programs:
   """The compiled programs of a model on a mesh; equal models share them."""
 
-  def __init__(self, model: build.Model, mesh: Mesh, rules: rules_lib.Rules):
+  def __init__(
+    self,
+    model: build.Model,
+    mesh: Mesh,
+    rules: rules_lib.Rules,
+    shapes: Hashable,
+  ):
     """Prepares the programs.
 
     Args:
       model: a model from `build.unroll`.
       mesh: the device mesh.
       rules: meaning of logical axes on it.
+      shapes: `shapes_of` its parameters, of `prepare`.
     """
+    del shapes  # A key of the cache.
     self.model, self.mesh, self.rules = model, mesh, rules
-    # The state is updated in place.
-    self.prefill = self.compile(prefill, donate_argnums=1)
-    self.decode = self.compile(
-      decode, donate_argnums=1, static_argnames='sampled'
-    )
-    self.start = self.compile(start, static_argnums=(0, 1, 2))
-    self.resize = self.compile(resize, static_argnums=(1, 2))
-    self.track_seen = self.compile(track_seen, donate_argnums=0)
 
-  @functools.cache  # noqa: B019  Programs live as long as their cache.
-  def compile(self, fn: Callable[..., Any], **options: Any) -> Any:
-    """Returns `fn` of the model, compiled under the mesh; equal calls share it.
+  def run(self, fn: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    """Calls a function of the model; arguments as `get`."""
+    return self.get(fn, *args, **static)(*args)
+
+  def get(
+    self, fn: Callable[..., Any], *args: Any, **static: Any
+  ) -> jax.stages.Compiled:
+    """Returns the program of `fn` for arguments of these shapes.
+
+    It is compiled unless it is among the last `MOST_PROGRAMS` that were used.
 
     Args:
       fn: takes the model first.
-      **options: of `jax.jit`, for the other arguments.
+      *args: the other arguments, arrays or their shapes.
+      **static: arguments that are compiled in.
     """
+    # Not of the parameters, which are a dictionary and have many leaves.
+    shapes = shapes_of([x for x in args if not isinstance(x, dict)])
+    key = self, fn, tuple(static.items()), shapes
+    if key in _COMPILED:
+      _COMPILED.move_to_end(key)
+      return _COMPILED[key]
 
+    # A function of its own: jax holds programs as long as their function.
     @functools.wraps(fn)
-    def run(*args, **kwargs):
+    def run(*args):
       with partition.use(self.mesh, self.rules.as_dict()):
-        return fn(self.model, *args, **kwargs)
+        return fn(self.model, *args, **static)
 
-    return jax.jit(run, compiler_options=compiler.options(self.mesh), **options)
+    program = jax.jit(
+      run,
+      # The state is updated in place.
+      donate_argnums=_STATES.get(fn, ()),
+      compiler_options=compiler.options(self.mesh),
+    )
+    compiled = _COMPILED[key] = program.lower(*args).compile()
+    while len(_COMPILED) > MOST_PROGRAMS:
+      _COMPILED.popitem(last=False)
+    return compiled
+
+
+def shapes_of(tree: Any) -> Hashable:
+  """Returns structure, shapes, dtypes and shardings of a tree of arrays."""
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, *(
+    (x.shape, x.dtype, getattr(x, 'sharding', None)) for x in leaves
+  )
 
 
 def start(model: build.Model, rows: int, length: int, source: int) -> State:
@@ -103,7 +145,7 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
   """
   integers = jnp.zeros(rows, jnp.int32)
   free = sampling_lib.stack([sampling_lib.SamplingConfig()] * rows)
-  return State(
+  state = State(
     cache=model.init_cache(rows, length, source),
     last=integers,
     done=jnp.ones(rows, bool),
@@ -114,6 +156,18 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
     options=jax.tree.map(jnp.asarray, free),
     seen=None,
   )
+  return _replicate(state)
+
+
+def _replicate(state: State) -> State:
+  """Gives a state the sharding that every program takes and returns.
+
+  Every process reads the fields beside the cache, which are small.
+  """
+  fields = jax.tree.map(
+    lambda x: partition.shard(x, *[None] * x.ndim), state._replace(cache=None)
+  )
+  return fields._replace(cache=caches.shard(state.cache))
 
 
 def resize(model: build.Model, state: State, length: int, source: int) -> State:
@@ -124,17 +178,26 @@ def resize(model: build.Model, state: State, length: int, source: int) -> State:
     x = x[:, :length]
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
 
-  return state._replace(
-    cache=caches.resize(model.config.decoder, state.cache, length, source),
-    tokens=fit(state.tokens),
-    log_probs=fit(state.log_probs),
+  cache = caches.resize(model.config.decoder, state.cache, length, source)
+  return _replicate(
+    state._replace(
+      cache=cache, tokens=fit(state.tokens), log_probs=fit(state.log_probs)
+    )
   )
 
 
 def track_seen(model: build.Model, state: State) -> State:
   """Adds the tokens that each row has read, for repetition penalties."""
   shape = len(state.last), model.config.decoder.vocab_size
-  return state._replace(seen=jnp.zeros(shape, bool))
+  return _replicate(state._replace(seen=jnp.zeros(shape, bool)))
+
+
+def stop(
+  model: build.Model, done: Bool[Array, 'B'], row: Int[Array, '']
+) -> Bool[Array, 'B']:
+  """Ends a row: returns the `done` of a state."""
+  del model
+  return partition.shard(done.at[row].set(True), None)
 
 
 def prefill(
@@ -171,16 +234,18 @@ def prefill(
     group_seen = jnp.zeros((len(read), seen.shape[1]), bool)
     group_seen = group_seen.at[jnp.arange(len(read))[:, None], read].set(True)
     seen = put(seen, group_seen)
-  return state._replace(
-    cache=caches.insert(
-      model.config.decoder, state.cache, group.rows, **entries
-    ),
-    last=put(state.last, read[:, -1]),
-    done=put(state.done, False),
-    count=put(state.count, 0),
-    limit=put(state.limit, group.limit),
-    options=jax.tree.map(put, state.options, group.options),
-    seen=seen,
+  return _replicate(
+    state._replace(
+      cache=caches.insert(
+        model.config.decoder, state.cache, group.rows, **entries
+      ),
+      last=put(state.last, read[:, -1]),
+      done=put(state.done, False),
+      count=put(state.count, 0),
+      limit=put(state.limit, group.limit),
+      options=jax.tree.map(put, state.options, group.options),
+      seen=seen,
+    )
   )
 
 
@@ -191,8 +256,6 @@ def decode(
   eos: Int[Array, 'k'],
   wake: Int[Array, ''],
   steps: Int[Array, ''],
-  *,
-  sampled: bool,
 ) -> State:
   """Generates tokens until rows are free.
 
@@ -203,7 +266,6 @@ def decode(
     eos: tokens that end a row.
     wake: number of free rows at which to return.
     steps: most tokens to generate per row.
-    sampled: whether any row has a temperature above 0.
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
@@ -214,19 +276,12 @@ def decode(
   def generate(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
     """Generates one token per row."""
     step, state = carry
-    return step + 1, advance(model, params, state, eos, sampled=sampled)
+    return step + 1, advance(model, params, state, eos)
 
   _, state = jax.lax.while_loop(
     may_generate, generate, (jnp.zeros((), jnp.int32), state)
   )
-  # Every process reads these.
-  return state._replace(
-    **{
-      name: partition.shard(leaf, *[None] * leaf.ndim)
-      for name, leaf in state._asdict().items()
-      if name in ('done', 'count', 'tokens', 'log_probs')
-    }
-  )
+  return _replicate(state)
 
 
 def advance(
@@ -234,8 +289,6 @@ def advance(
   params: decoder_only.Params,
   state: State,
   eos: Int[Array, 'k'],
-  *,
-  sampled: bool,
 ) -> State:
   """Generates one token per row; arguments as `decode`."""
   rows = jnp.arange(len(state.last))
@@ -247,12 +300,7 @@ def advance(
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
-  chosen = sampling_lib.choose_likeliest(adjusted)
-  if sampled:
-    keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
-    chosen = sampling_lib.draw(
-      adjusted, keys(options.seed, state.count), options
-    )
+  chosen = sampling_lib.choose(adjusted, state.count, options)
   log_probs = jnp.take_along_axis(
     jax.nn.log_softmax(logits), chosen[:, None], axis=1
   )[:, 0]
@@ -281,3 +329,6 @@ def prepare(
   if int8:
     params = quantization.quantize(params, model.table)
   return build.unroll_params(model, params)
+
+
+_STATES = {prefill: 1, decode: 1, track_seen: 0}  # Indices of their arguments.

@@ -5,14 +5,16 @@ of prompts (an encoder-decoder with its encoder, whose keys and values it
 computes once) and puts them into free rows of the batch; `decode` generates
 tokens until enough rows are free for the next group. Shapes are static:
 prompts and caches are padded to a few lengths (`inference.lengths`), and a
-program is compiled per length. Rows end on their own (EOS, number of tokens,
-stop string) and are refilled while the others continue.
+program is compiled per length; few of them are held (`decoding.Programs`). Rows
+end on their own (EOS, number of tokens, stop string) and are refilled while the
+others continue.
 
 Every process of a job runs the same calls on the same requests.
 """
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
+import concurrent.futures
 import dataclasses
 from typing import Literal
 
@@ -118,6 +120,7 @@ class Engine:
     rules: rules_lib.Rules,
     int8: bool = False,
     steps: int = 16,
+    sizes: Sequence[lengths.Size] = (),
   ):
     """Prepares parameters; programs are compiled when they are first needed.
 
@@ -133,6 +136,9 @@ class Engine:
       int8: whether to keep kernels as 8-bit integers.
       steps: tokens after which stop strings are looked for and tokens are
         reported.
+      sizes: sizes that the state may have (`lengths.state_sizes`). It grows to
+        what the requests in progress need, shrinks when there are none, and
+        longer requests are refused. Without them it follows the requests.
 
     Raises:
       UserError: the model is encoder-only, or `rows` does not divide.
@@ -153,8 +159,10 @@ class Engine:
     self.ids, self.rows, self._decode, self._steps = ids, rows, decode, steps
     # Prompts that are read together: few, so that a row is not free for long.
     self.group = max(shards, rows // 8 // shards * shards)
-    self.programs = decoding.Programs(build.unroll(model), mesh, rules)
     self.params = decoding.prepare(model, params, int8=int8)
+    self.programs = decoding.Programs(
+      build.unroll(model), mesh, rules, decoding.shapes_of(self.params)
+    )
     self.vocab_size = model.config.decoder.vocab_size
     self._architecture = model.architecture
     prompt_stack = model.config.stacks[model.architecture.prompt_stack]
@@ -163,6 +171,7 @@ class Engine:
     self._active: list[_Active | None] = [None] * rows
     self._state: decoding.State | None = None
     self._submitted = 0
+    self.sizes = tuple(sizes)
 
   @property
   def busy(self) -> bool:
@@ -182,9 +191,10 @@ class Engine:
 
     Raises:
       UserError: it has stop strings and the engine cannot decode, or tokens
-        outside the vocabulary.
+        outside the vocabulary, or it is longer than the largest state.
     """
     self.require_tokens(request.tokens)
+    self._size([request])
     if request.stop and self._decode is None:
       raise errors.UserError(
         'stop strings need a tokenizer; the engine has no `decode`.'
@@ -264,17 +274,12 @@ class Engine:
     self._fill()
     if not any(self._active):
       return []
-    active = [row for row in self._active if row is not None]
-    configs = [row.request.sampling for row in active]
-    checks = on_tokens is not None or any(row.request.stop for row in active)
-    self._state = self.programs.decode(
-      self.params,
-      self._state,
-      np.array(self.ids.eos, np.int32),
-      # Rows that are free when the next group is read; all at the end.
-      np.int32(min(self.group, len(self._queue)) or self.rows),
-      np.int32(self._steps if checks else UNLIMITED),
-      sampled=any(config.temperature > 0 for config in configs),
+    checks = on_tokens is not None or any(
+      row.request.stop for row in self._active if row is not None
+    )
+    steps = self._steps if checks else UNLIMITED
+    self._state = self.programs.run(
+      decoding.decode, *self._decode_arguments(self._state, steps)
     )
     state, ended = self._state, []
     done, count, tokens, log_probs = jax.device_get(
@@ -338,35 +343,92 @@ class Engine:
 
   def prefill_arguments(
     self, requests: Sequence[Request], rows: int
-  ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, int]:
-    """Returns arguments of `programs.prefill` for a state of its own.
+  ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, np.int32]:
+    """Returns arguments of `decoding.prefill` for a state of its own.
 
     Args:
       requests: prompts, in the order of the rows.
       rows: rows of the state, at least as many.
     """
-    state = self.programs.start(rows, *self._lengths(requests))
-    group = self._frame(requests, range(len(requests)), rows, rows)
-    return self.params, state, group, self.ids.bos
+    state = self._start(self._size(requests), rows)
+    return self._prefill_arguments(requests, range(len(requests)), rows, state)
+
+  def state_bytes(self) -> list[int]:
+    """Returns the bytes on a device of a state of each of the `sizes`."""
+    programs = [
+      self.programs.get(decoding.start, rows=self.rows, **size._asdict())
+      for size in self.sizes
+    ]
+    return [p.memory_analysis().output_size_in_bytes for p in programs]
+
+  def warm_up(self) -> int:
+    """Compiles the programs for all `sizes`; returns their number."""
+    get, programs, futures = self.programs.get, set(), []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      for size in self.sizes:
+        programs.add(get(decoding.start, rows=self.rows, **size._asdict()))
+        state = jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+          self._start(size, self.rows),
+        )
+        programs.add(get(decoding.stop, state.done, np.int32(0)))
+        arguments = self._decode_arguments(state, 1)
+        futures.append(pool.submit(get, decoding.decode, *arguments))
+        for width in size.widths():
+          prompt = Request(np.full(width, self.ids.pad), 1)
+          arguments = self._prefill_arguments([prompt], [0], self.group, state)
+          futures.append(pool.submit(get, decoding.prefill, *arguments))
+        for larger in self.sizes:
+          if larger != size and larger.holds(size):
+            fields = larger._asdict()
+            futures.append(pool.submit(get, decoding.resize, state, **fields))
+    return len(programs) + len([future.result() for future in futures])
+
+  def _start(self, size: lengths.Size, rows: int) -> decoding.State:
+    """Makes a state without requests."""
+    return self.programs.run(decoding.start, rows=rows, **size._asdict())
 
   def _stop(self, row: int) -> None:
     """Ends a row on the devices."""
-    done = self._state.done.at[row].set(True)
+    done = self.programs.run(decoding.stop, self._state.done, np.int32(row))
     self._state = self._state._replace(done=done)
 
-  def _lengths(self, requests: Sequence[Request]) -> tuple[int, int]:
-    """Returns the positions that requests need: of the decoder, the encoder."""
+  def _size(
+    self, requests: Sequence[Request], least: lengths.Size = lengths.NOTHING
+  ) -> lengths.Size:
+    """Returns the size of a state for requests.
+
+    Args:
+      requests: the requests.
+      least: size that it has at least.
+
+    Raises:
+      UserError: none of the `sizes` holds them.
+    """
     positions = [
       self._architecture.positions(len(request.tokens), request.max_tokens)
       for request in requests
     ]
-    decoder = max(stacks['decoder'] for stacks in positions)
-    encoder = max(stacks.get('encoder', 0) for stacks in positions)
-    return lengths.bucket(decoder), encoder and lengths.bucket(encoder)
+    needed = lengths.Size(
+      max(stacks['decoder'] for stacks in positions),
+      max(stacks.get('encoder', 0) for stacks in positions),
+    )
+    if not self.sizes:
+      return needed.bucket()
+    needed = lengths.Size(*map(max, needed, least))
+    fits = [size for size in self.sizes if size.holds(needed)]
+    if not fits:
+      raise errors.UserError(
+        f'the request needs a state of {tuple(needed)} tokens (decoder,'
+        ' encoder); the largest has'
+        f' {tuple(self.sizes[-1])}. Shorten it, or lower max_tokens.'
+      )
+    return fits[0]
 
   def _fill(self) -> None:
     """Puts queued prompts into free rows, a group at a time."""
     free = [row for row, active in enumerate(self._active) if active is None]
+    is_used = len(free) < self.rows
     while self._queue and len(free) >= min(self.group, len(self._queue)):
       count = min(self.group, len(self._queue))
       chosen = [self._queue.popleft() for _ in range(count)]
@@ -374,44 +436,67 @@ class Engine:
       for row, (number, request) in zip(rows, chosen, strict=True):
         self._active[row] = _Active(number, request)
       requests = [active.request for active in self._active if active]
-      self._fit(requests)
-      group = self._frame(
-        [request for _, request in chosen], rows, self.group, self.rows
+      self._fit(requests, is_used)
+      arguments = self._prefill_arguments(
+        [request for _, request in chosen], rows, self.group, self._state
       )
-      self._state = self.programs.prefill(
-        self.params, self._state, group, self.ids.bos
-      )
+      self._state = self.programs.run(decoding.prefill, *arguments)
+      is_used = True
 
-  def _fit(self, requests: Sequence[Request]) -> None:
-    """Gives the state the lengths that these requests need."""
-    length, source = self._lengths(requests)
+  def _fit(self, requests: Sequence[Request], is_used: bool) -> None:
+    """Gives the state the size that these requests need.
+
+    Args:
+      requests: all requests in progress.
+      is_used: whether the state has rows of some of them.
+    """
+    current = lengths.NOTHING
+    if self._state is not None:
+      current = lengths.Size(self._state.cache.length, self._state.cache.source)
+    grows = bool(self.sizes) and is_used
+    size = self._size(requests, current if grows else lengths.NOTHING)
+    if size != current and is_used:
+      self._state = self.programs.run(
+        decoding.resize, self._state, **size._asdict()
+      )
+    elif size != current:
+      self._state = None  # Its memory is free before the next one is made.
+      self._state = self._start(size, self.rows)
     penalised = any(r.sampling.repetition_penalty != 1 for r in requests)
-    if self._state is None:
-      self._state = self.programs.start(self.rows, length, source)
-    cache = self._state.cache
-    if (cache.length, cache.source) != (length, source):
-      self._state = self.programs.resize(self._state, length, source)
     if penalised and self._state.seen is None:
-      self._state = self.programs.track_seen(self._state)
+      self._state = self.programs.run(decoding.track_seen, self._state)
 
-  def _frame(
+  def _decode_arguments(self, state: decoding.State, steps: int) -> tuple:
+    """Returns the arguments of `decoding.decode`."""
+    # Rows that are free when the next group is read; all at the end.
+    wake = min(self.group, len(self._queue)) or self.rows
+    eos = np.array(self.ids.eos, np.int32)
+    return self.params, state, eos, np.int32(wake), np.int32(steps)
+
+  def _prefill_arguments(
     self,
     requests: Sequence[Request],
     rows: Sequence[int],
     size: int,
-    beyond: int,
-  ) -> decoding.Group:
-    """Pads prompts to a group of this size; the rest is for rows `beyond`."""
+    state: decoding.State,
+  ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, np.int32]:
+    """Returns the arguments of `decoding.prefill`.
+
+    Prompts are padded to a group of this size, whose rest is for no row.
+    """
     fill = size - len(requests)
     prompts = [request.tokens for request in requests]
-    tokens, counts = lengths.pad(prompts, size, self.ids.pad)
+    room = state.cache.source or state.cache.length
+    width = lengths.width(max(map(len, prompts)), room)
+    tokens, counts = lengths.pad(prompts, size, self.ids.pad, width)
     none = [sampling_lib.SamplingConfig()] * fill
-    return decoding.Group(
+    group = decoding.Group(
       tokens=tokens,
       lengths=counts,
-      rows=np.array([*rows, *[beyond] * fill], np.int32),
+      rows=np.array([*rows, *[len(state.done)] * fill], np.int32),
       limit=np.array([r.max_tokens for r in requests] + [1] * fill, np.int32),
       options=sampling_lib.stack(
         [request.sampling for request in requests] + none
       ),
     )
+    return self.params, state, group, np.int32(self.ids.bos)

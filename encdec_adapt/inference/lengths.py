@@ -1,12 +1,14 @@
 """Length buckets: rows are padded to few lengths, as each is compiled."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax import numpy as jnp
 from jaxtyping import Array, Int
 import numpy as np
 
 _SHORTEST = 16
+_SHORTEST_STATE = 64  # Of `state_sizes`; a smaller one would save little.
 
 
 def bucket(length: int) -> int:
@@ -20,8 +22,79 @@ def bucket(length: int) -> int:
   return between if power >= 64 and length <= between else power
 
 
+def width(longest: int, capacity: int) -> int:
+  """Returns the width that prompts are padded to for a state.
+
+  A bucket from a 32nd of the capacity on, and the capacity itself.
+
+  Args:
+    longest: tokens of the longest prompt.
+    capacity: tokens of a prompt that the state holds.
+  """
+  return min(bucket(max(longest, capacity // 32)), capacity)
+
+
+class Size(NamedTuple):
+  """Size of an engine's state: positions of a row.
+
+  Attributes:
+    length: of the decoder.
+    source: tokens of the encoder, 0 without one.
+  """
+
+  length: int
+  source: int
+
+  def holds(self, other: 'Size') -> bool:
+    """Returns whether both fields are at least those of another size."""
+    return self.length >= other.length and self.source >= other.source
+
+  def bucket(self) -> 'Size':
+    """Returns the least buckets that hold this size."""
+    return Size(bucket(self.length), self.source and bucket(self.source))
+
+  def widths(self) -> list[int]:
+    """Returns the widths of prompts, at most 12; see `width`."""
+    room = self.source or self.length
+    return sorted({width(n + 1, room) for n in range(room)})
+
+
+NOTHING = Size(0, 0)
+
+
+def state_sizes(
+  prompt: int, generated: int, *, reads_encoder: bool
+) -> list[Size]:
+  """Returns at most four sizes of an engine's state, the smallest one first.
+
+  They are for short texts, long answers to short prompts, a quarter of both
+  limits, and the limits. A decoder that reads prompts itself has one limit,
+  their sum, and parts of it.
+
+  Args:
+    prompt: most tokens of a prompt.
+    generated: most tokens to generate.
+    reads_encoder: whether an encoder reads prompts.
+  """
+
+  def part(limit: int, share: int) -> int:
+    """Returns a part of a limit as a multiple of the shortest bucket."""
+    tokens = max(limit // share, min(limit, _SHORTEST_STATE))
+    return -(-tokens // _SHORTEST) * _SHORTEST
+
+  if reads_encoder:
+    shares = (16, 16), (1, 16), (4, 4), (1, 1)
+    sizes = {Size(part(generated, a), part(prompt, b)) for a, b in shares}
+  else:
+    sizes = {Size(part(prompt + generated, a), 0) for a in (64, 16, 4, 1)}
+  return sorted(sizes, key=lambda size: (sum(size), size))
+
+
 def pad(
-  texts: Sequence[Int[np.ndarray, 'n']], rows: int, fill: int = 0
+  texts: Sequence[Int[np.ndarray, 'n']],
+  rows: int,
+  fill: int = 0,
+  width: int | None = None,
 ) -> tuple[Int[np.ndarray, 'rows S'], Int[np.ndarray, 'rows']]:
   """Pads token ids on the right to a bucket, and the batch by rows of one pad.
 
@@ -29,12 +102,13 @@ def pad(
     texts: token ids, at most `rows` of them.
     rows: rows of the batch.
     fill: token of the padding.
+    width: length of the rows; a bucket by default.
 
   Returns:
     Tokens, int32, and the number of each row's tokens, at least 1.
   """
-  longest = max(len(text) for text in texts)
-  tokens = np.full((rows, bucket(longest)), fill, np.int32)
+  width = width or bucket(max(len(text) for text in texts))
+  tokens = np.full((rows, width), fill, np.int32)
   counts = np.ones(rows, np.int32)
   for i, text in enumerate(texts):
     tokens[i, : len(text)], counts[i] = text, len(text)

@@ -231,6 +231,31 @@ def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:
   return jnp.where(is_greedy, choose_likeliest(logits), drawn.astype(jnp.int32))
 
 
+def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
+  """Chooses the next token of each row; draws cost nothing where none is drawn.
+
+  Args:
+    logits: [B, V].
+    counts: tokens generated so far, which with its seed decide a row's draw,
+      [B].
+    options: sampling options [B].
+
+  Returns:
+    [B] int32.
+  """
+
+  def draw_rows() -> jax.Array:
+    """Draws with the key of each row."""
+    keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
+    return draw(logits, keys(options.seed, counts), options)
+
+  return jax.lax.cond(
+    jnp.any(options.temperature > 0),
+    draw_rows,
+    lambda: choose_likeliest(logits),
+  )
+
+
 def choose_likeliest(logits: jax.Array) -> jax.Array:
   """Chooses the likeliest token of each row [B, V]; lower ids win ties."""
   return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-_SLOPE = 0.7978845608028654  # sqrt(2 / pi)
+# The tanh approximation's constants (Hendrycks and Gimpel, arXiv 1606.08415,
+# section 2); the slope is sqrt(2 / pi).
+_SLOPE = 0.7978845608028654
 _CUBIC = 0.044715
 
 
@@ -14,10 +16,10 @@ _CUBIC = 0.044715
 def gelu_tanh(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
   """GeLU in the tanh approximation, Gemma's (erf differs by 1e-3).
 
-  Computed in fp32 with one cast at the end. The forward pass saves
+  Computed in fp32 with a single cast at the end. The forward pass saves
   only the derivative: as much memory as the input, and the backward pass is
-  one product. Left to itself, XLA:CPU evaluates the tanh again in
-  every fusion that needs it.
+  a product. By default XLA:CPU evaluates the tanh again in every fusion that
+  uses it.
 
   Args:
     x: any shape, any float dtype.

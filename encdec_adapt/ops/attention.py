@@ -1,9 +1,9 @@
 """Attention: one function, several backends, no silent substitution.
 
-A backend declares as data what it does not support (`Backend`).
-`attention` derives from its arguments what a call needs and refuses a backend
-that does not support all of it. To add a kernel, write
-`attend(q, k, v, spec, *, scale, softcap[, chunk])` in a module of its own and
+A backend declares its limits as data (`Backend`). `attention` derives the
+needs of a call from its arguments and refuses a backend that does not support
+all of them. To add a kernel, write
+`attend(q, k, v, spec, *, scale, softcap[, chunk])` in a new module and
 add a `Backend` to `BACKENDS`; the tests run over all backends.
 
 Pallas's Triton lowering, which the backend 'triton' uses, is deprecated since
@@ -14,7 +14,7 @@ which equals masking by position only where `MaskSpec.aligned` holds),
 segments: its per-query ranges of keys ([first, last) of each query) express
 packed rows, causal masks and windows at once, because the segments of an
 aligned row are contiguous. It sets `kernels=True` and runs its kernels under
-`attention_shards.run`, with ranges computed from the shard's own `MaskSpec`.
+`attention_shards.run`, with ranges computed from the shard's `MaskSpec`.
 """
 
 from collections.abc import Callable
@@ -44,10 +44,10 @@ SAVED = attention_shards.SAVED
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-  """An implementation and what it supports; by default everything.
+  """An implementation and its limits; by default it has none.
 
   Every backend supports segments, causal and full masks, windows and
-  soft-capped scores; one that did not would declare it here.
+  soft-capped scores; a backend without them would need a new field here.
 
   Attributes:
     attend: the function, with the signature in the module docstring.
@@ -109,14 +109,16 @@ def unsupported(
   q: Float[Array, 'B T N H'],
   spec: masks.MaskSpec,
 ) -> list[str]:
-  """Returns what a call needs that a backend does not support."""
+  """Names the features of a call that a backend does not support."""
   dtype, head_dim = q.dtype.name, q.shape[3]
   # Shapes are inferred before the distributed runtime starts, and asking for
   # the platform initialises the devices: ask only where it matters.
-  anywhere = backend.platforms == PLATFORMS
-  platform = None if anywhere else partition.active().platform
-  if not anywhere and platform is None:
-    platform = jax.default_backend()
+  portable = backend.platforms == PLATFORMS
+  platform = None
+  if not portable:
+    # The mesh comes first: programs are compiled ahead of time for platforms
+    # that this machine does not have.
+    platform = partition.active().platform or jax.default_backend()
   checks = {
     f'{spec.memory} keys without a position': (
       not spec.memory or backend.memory
@@ -129,9 +131,9 @@ def unsupported(
     f'a head dimension of {head_dim}': (
       head_dim <= (backend.max_head_dim or head_dim)
     ),
-    f'platform {platform!r}': anywhere or platform in backend.platforms,
+    f'platform {platform!r}': portable or platform in backend.platforms,
   }
-  return [what for what, honoured in checks.items() if not honoured]
+  return [feature for feature, honoured in checks.items() if not honoured]
 
 
 def attention(
@@ -171,8 +173,8 @@ def attention(
   if refused:
     able = sorted(
       name
-      for name, other in BACKENDS.items()
-      if not unsupported(other, q, spec)
+      for name, candidate in BACKENDS.items()
+      if not unsupported(candidate, q, spec)
     )
     raise ValueError(
       f'attention backend {backend!r} cannot honour {"; ".join(refused)}.'
@@ -184,11 +186,11 @@ def attention(
   )
   with jax.named_scope(f'attention_{backend}'):
     if chosen.kernels:
+      # It names its output itself, inside its derivative rule: a name out here
+      # would save the output and still run the kernel again for its sums.
       return attend(q, k, v, spec)
     if partition.active().size('length') > 1:
       # Otherwise XLA would run each chunk on the shard that holds its queries
       # while the other shards wait.
-      out = attention_shards.run(attend, q, k, v, spec)
-    else:
-      out = attend(q, k, v, spec)
-  return checkpoint_name(out, SAVED)
+      attend = functools.partial(attention_shards.run, attend)
+    return checkpoint_name(attend(q, k, v, spec), SAVED)

@@ -1,6 +1,6 @@
 """Attention by chunks of queries: memory linear in the length.
 
-Pure XLA, for every platform. Only the scores of one chunk exist at a time; the
+Pure XLA, for every platform. Only a single chunk's scores exist at a time; the
 backward pass recomputes them (`jax.checkpoint`).
 """
 
@@ -23,22 +23,23 @@ def attend(
 ) -> Float[Array, 'B T N H']:
   """Computes attention in chunks of queries; see `attention.attention`.
 
-  Up to `chunk` queries run as one chunk, whose scores are kept for the
-  backward pass as in the reference.
+  At most `chunk` queries run as in the reference, which saves the scores for
+  the backward pass.
   """
   if q.shape[1] <= chunk:
     return attention_reference.attend(
       q, k, v, spec, scale=scale, softcap=softcap
     )
   dtype = q.dtype
-  # Cotangents of what the loop closes over add up over the chunks in its
-  # dtype: fp32 outside, the compute dtype inside.
+  # The gradients of keys and values are summed over the chunks in the dtype of
+  # the arrays that the loop closes over, so these are fp32. The products inside
+  # run in the compute dtype.
   k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
 
   @jax.checkpoint
-  def attend_chunk(chunked):
-    """Attention [B, chunk, N, H] of one chunk of queries to all keys."""
-    q_chunk, q_segments, q_positions = chunked
+  def attend_chunk(chunk_arrays):
+    """Computes attention [B, chunk, N, H] of a chunk of queries to all keys."""
+    q_chunk, q_segments, q_positions = chunk_arrays
     return attention_reference.attend(
       q_chunk,
       k32.astype(dtype),
@@ -57,11 +58,10 @@ def attend(
 
 
 def split_queries(x: jax.Array, chunk: int) -> jax.Array:
-  """[B, T, ...] -> [chunks, B, chunk, ...], padded with zeros.
+  """Splits [B, T, ...] into [chunks, B, chunk, ...], padded with zeros.
 
   Padded queries have segment 0, so they see no key.
   """
-  padding = -x.shape[1] % chunk
-  x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+  x = masks.pad_length(x, chunk)
   x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
   return jnp.moveaxis(x, 1, 0)

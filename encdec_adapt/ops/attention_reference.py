@@ -28,7 +28,7 @@ def attend(
   batch, queries, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   # Head n = k * G + g: query head n reads key/value head n // G. The groups
-  # of a key head and their queries are one dimension, so that both products
+  # of a key head and their queries share a dimension, so that both products
   # are plain batched matrix products, which XLA:CPU runs without copies of
   # the scores.
   flat = batch, kv_heads, -1, head_dim
@@ -40,6 +40,7 @@ def attend(
   if softcap is not None:
     scores = activations.softcap(scores, softcap)
   visible = masks.dense_mask(spec)[:, None]  # [B, 1, T, S]
+  # Queries are a separate dimension again: the mask broadcasts over heads.
   by_head = scores.reshape(batch, heads, queries, -1)  # [B, N, T, S]
   weights = masked_softmax(by_head, visible).astype(v.dtype)
   out = jnp.einsum(
@@ -66,10 +67,12 @@ def masked_softmax(
     visible: True where the key is visible; broadcasts against `scores`.
 
   Returns:
-    Weights that sum to one over the last dimension, or are all zero.
+    Weights that sum to 1 over the last dimension, or are all zero.
   """
   scores = jnp.where(visible, scores, _HIDDEN)
   peak = jnp.max(scores, axis=-1, keepdims=True)
+  # Masked again: where every key is hidden, all scores equal the peak and the
+  # exponentials would be 1.
   weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
   total = jnp.sum(weights, axis=-1, keepdims=True)  # [..., T, 1]
   return weights / jnp.where(total == 0.0, 1.0, total)
@@ -81,6 +84,7 @@ def _softmax_forward(scores: jax.Array, visible: jax.Array):
 
 
 def _softmax_backward(weights: jax.Array, cotangent: jax.Array):
+  # Hidden keys have weight 0, so the mask need not be saved.
   product = weights * cotangent
   return product - weights * jnp.sum(product, axis=-1, keepdims=True), None
 

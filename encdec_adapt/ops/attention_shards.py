@@ -2,10 +2,10 @@
 
 A device's queries are those of its shard of the length. Keys and values are
 sharded likewise; a device gathers all that its queries may see: every key,
-or, where a window bounds the visible indices, the few beside its own shard (a
-halo). A ring of keys would keep one copy less of the few key heads, but it also
-passes their gradients on and so sends nearly twice as much, and no kernel of
-ours works in one.
+or, where a window bounds the visible indices, the few next to its shard (a
+halo). A ring of keys would store a copy less of the few key heads, but it also
+passes their gradients on and so sends nearly twice as much, and no kernel here
+works in a ring.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,9 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import masks, partition
 
-SAVED = 'attention_saved'  # See `attention.SAVED`.
-
+# Defined here and not in `attention`, which imports the kernels that use it;
+# documented there.
+SAVED = 'attention_saved'
 
 # Logical axes of queries, keys and values [B, L, N, H], and of their tokens.
 _STATES = ('batch', 'length', 'act_heads', None)
@@ -29,7 +30,7 @@ _STATES = ('batch', 'length', 'act_heads', None)
 def halo(
   spec: masks.MaskSpec, keys: int, shards: int
 ) -> tuple[int, int] | None:
-  """Returns how many keys before and after its own a shard needs.
+  """Returns how many keys of earlier and of later shards a shard needs.
 
   Args:
     spec: the mask.
@@ -39,10 +40,11 @@ def halo(
   Returns:
     None where a shard needs all keys, or a halo would not send less.
   """
-  left, right = spec.reach
-  if not spec.aligned or left is None or right is None:
+  # Only where indices are positions does a reach in positions bound the
+  # indices of the keys to fetch.
+  if not spec.aligned or None in spec.reach:
     return None
-  return (left, right) if left + right < keys - keys // shards else None
+  return spec.reach if sum(spec.reach) < keys - keys // shards else None
 
 
 def run(
@@ -81,7 +83,7 @@ def run(
   reach = halo(spec, k.shape[1], shards)
 
   def on_shard(q, k, v, spec, *operands):
-    """Attends from one device's queries to the keys that they may see."""
+    """Attends from a device's queries to the keys that they may see."""
     if shards > 1:
       k, v, spec = _gather_keys(k, v, spec, active, reach)
     return attend(q, k, v, spec, *operands)
@@ -115,6 +117,7 @@ def _gather_keys(k, v, spec, active, reach: tuple[int, int] | None):
       _with_halo, axes=axes, count=active.size('length'), reach=reach
     )
   spec = spec.replace(
+    # The gathered keys have other indices than the shard's queries.
     aligned=False,
     **{
       name: jax.tree.map(gather, getattr(spec, name))
@@ -132,18 +135,22 @@ def _with_halo(
   The first and the last shard get zeros there, which are padding by their
   segment.
   """
-  own, (left, right) = x.shape[1], reach
+  size, (past, future) = x.shape[1], reach
 
   def receive(distance: int, part: jax.Array) -> jax.Array:
     """Receives a part from the shard `distance` behind (ahead if negative)."""
+    # A pair that is left out delivers zeros; a ring would deliver the tokens
+    # of the other end.
     pairs = [
       (i, i + distance) for i in range(count) if 0 <= i + distance < count
     ]
     return jax.lax.ppermute(part, axes, pairs)
 
-  before, after = [], []
-  for hop in range(1, math.ceil(left / own) + 1):
-    before.insert(0, receive(hop, x[:, -min(own, left - (hop - 1) * own) :]))
-  for hop in range(1, math.ceil(right / own) + 1):
-    after.append(receive(-hop, x[:, : min(own, right - (hop - 1) * own)]))
-  return jnp.concatenate([*before, x, *after], axis=1)
+  # A halo may be wider than a shard: all hops but the farthest deliver a whole
+  # shard, and the farthest delivers the remainder.
+  earlier, later = [], []
+  for hop in range(1, math.ceil(past / size) + 1):
+    earlier.insert(0, receive(hop, x[:, -min(size, past - (hop - 1) * size) :]))
+  for hop in range(1, math.ceil(future / size) + 1):
+    later.append(receive(-hop, x[:, : min(size, future - (hop - 1) * size)]))
+  return jnp.concatenate([*earlier, x, *later], axis=1)

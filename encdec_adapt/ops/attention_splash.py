@@ -21,14 +21,14 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import attention_shards, masks, partition
 
-# Queries and keys of one kernel block. With head_dim 256, 1024 overflows the
+# Queries and keys of a kernel block. With head_dim 256, 1024 overflows the
 # vector memory of TPU v4, v5e and v5p in the backward pass.
 _BLOCK = 512
 _LANES = 128  # A block is a multiple of a vector register's lanes.
-# Where every query may see every key, the backward pass is one kernel, which
-# computes the scores once and writes partial query gradients for every part
-# of the keys. Limits on the number of parts and on the bytes of keys in one:
-# what fits into the vector memory that the compiler grants kernels on TPU v5e.
+# Where every query may see every key, the backward pass is a single kernel,
+# which computes the scores once and writes partial query gradients for every
+# part of the keys. Limits on the number of parts and on the bytes of keys in
+# each: they fit the vector memory that the compiler grants kernels on TPU v5e.
 _PARTS = 8
 _PART_BYTES = 2**19
 # Segments of padded queries and keys; they differ, so nothing is visible.
@@ -64,9 +64,16 @@ def attend(
   heads, lengths = active.size('act_heads'), active.size('length')
   block_q, block_kv = block(-(-queries // lengths)), block(-(-keys // lengths))
   whole_q, whole_kv = block_q * lengths, block_kv * lengths
-  spec = _whole_blocks(spec, whole_q, whole_kv)
-  q = _pad((q * scale).astype(q.dtype), whole_q)
-  k, v = _pad(k, whole_kv), _pad(v, whole_kv)
+  spec = spec.replace(
+    q_segments=masks.pad_length(spec.q_segments, whole_q),
+    kv_segments=masks.pad_length(spec.kv_segments, whole_kv),
+    # Not read by the kernels, which mask by index.
+    q_positions=None,
+    kv_positions=None,
+  )
+  # The kernels do not scale, and soft-cap the product as it is.
+  q = masks.pad_length((q * scale).astype(q.dtype), whole_q)
+  k, v = masks.pad_length(k, whole_kv), masks.pad_length(v, whole_kv)
   kernel, q_shards = _kernel(
     spec, q, k, (block_q, block_kv), softcap, (heads, lengths), interpret
   )
@@ -82,45 +89,26 @@ def attend(
 
 
 def block(length: int) -> int:
-  """Returns the block size in tokens: one block for short lengths."""
+  """Returns the block size in tokens; short lengths are a single block."""
   return min(_BLOCK, -(-length // _LANES) * _LANES)
 
 
-def joined(blocks: int, block_bytes: int) -> int:
+def _blocks_per_part(blocks: int, block_bytes: int) -> int:
   """Returns the blocks of keys in a part of the fused backward pass.
 
   1 means that the backward pass is not fused.
 
-  Parts are wide because the partial gradients of all of them are summed. A
-  causal mask or a window leaves blocks out, which wide parts would compute.
-
   Args:
     blocks: total number of blocks of keys.
-    block_bytes: size of one block of one head.
+    block_bytes: bytes of a block for a single head.
   """
+  # Parts are wide because the partial gradients of all of them are summed. A
+  # causal mask or a window leaves blocks out, which wide parts would compute.
   for count in (4, 2):
     fits = blocks <= count * _PARTS and count * block_bytes <= _PART_BYTES
     if fits and blocks % count == 0:
       return count
   return 1
-
-
-def _pad(x: jax.Array, multiple: int) -> jax.Array:
-  """Pads dimension 1 with zeros, which are padding by their segment."""
-  padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
-  return jnp.pad(x, padding)
-
-
-def _whole_blocks(
-  spec: masks.MaskSpec, whole_q: int, whole_kv: int
-) -> masks.MaskSpec:
-  """Pads the mask and drops positions, which the kernels do not read."""
-  return spec.replace(
-    q_segments=_pad(spec.q_segments, whole_q),
-    kv_segments=_pad(spec.kv_segments, whole_kv),
-    q_positions=None,
-    kv_positions=None,
-  )
 
 
 def _kernel(spec, q, k, blocks, softcap, shards, interpret):
@@ -130,7 +118,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
     spec: the mask, padded to whole blocks.
     q: queries, padded likewise.
     k: keys, padded likewise.
-    blocks: queries and keys of one block.
+    blocks: queries and keys of a block.
     softcap: cap of the scores.
     shards: number of shards of the heads and of the length.
     interpret: run the kernel as ordinary operations.
@@ -149,9 +137,9 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
   if halo is not None or _sees_all(spec, queries, keys):
     queries, q_shards = queries // lengths, 1
   joint = 1
-  if _sees_all(spec, queries, keys):  # Of what one device has.
+  if _sees_all(spec, queries, keys):  # On a device, after the lines above.
     block_bytes = block_kv * k.shape[-1] * k.dtype.itemsize
-    joint = joined(keys // block_kv, block_bytes)
+    joint = _blocks_per_part(keys // block_kv, block_bytes)
   fused = joint > 1
   mask = _mask(spec.reach, (queries, keys), 0 if halo is None else halo[0])
   if q_shards > 1:
@@ -168,6 +156,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
       block_kv_dkv=joint * block_kv,
       block_kv_dkv_compute=block_kv,
       use_fused_bwd_kernel=fused,
+      # The library refuses blocks of the pass that the fused kernel replaces.
       block_q_dq=None if fused else block_q,
       block_kv_dq=None if fused else block_kv,
     ),
@@ -189,7 +178,7 @@ def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
 def _mask(
   reach: tuple[int | None, int | None], shape: tuple[int, int], offset: int
 ) -> kernel_masks.Mask:
-  """Returns the kernels' own mask, by index."""
+  """Returns a mask of the kernel library, by index."""
   if reach == (None, None):
     return kernel_masks.FullMask(shape)
   if reach == (None, 0):
@@ -199,19 +188,20 @@ def _mask(
 
 def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
   """Runs the kernel, which takes [N, T, H], on each row of [B, T, N, H]."""
-  k, v = _pad(k, block_kv), _pad(v, block_kv)
-  kv_segments = _pad(spec.kv_segments, block_kv)
+  k, v = masks.pad_length(k, block_kv), masks.pad_length(v, block_kv)
+  kv_segments = masks.pad_length(spec.kv_segments, block_kv)
   seen = spec.q_segments > 0  # [B, T] whether a query sees any key.
   if not aligned:  # Otherwise it sees itself.
     same = spec.q_segments[:, :, None] == kv_segments[:, None, :]
     seen &= jnp.any(same, axis=-1)
+  # The kernels compare segments without an exception for 0.
   q_segments = jnp.where(spec.q_segments > 0, spec.q_segments, _NO_QUERY)
   kv_segments = jnp.where(kv_segments > 0, kv_segments, _NO_KEY)
 
   def row(q, k, v, q_segments, kv_segments):
-    """Runs the kernel on one row."""
     segments = kernels.SegmentIds(q_segments, kv_segments)
     return kernel(*(x.swapaxes(0, 1) for x in (q, k, v)), segments)
 
   out = jax.vmap(row)(q, k, v, q_segments, kv_segments).swapaxes(1, 2)
+  # The kernels give the mean of all values where a query sees no key.
   return jnp.where(seen[:, :, None, None], out, 0)

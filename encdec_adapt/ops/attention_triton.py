@@ -1,4 +1,4 @@
-"""Attention on GPUs: flash kernels of our own, in Pallas for Triton.
+"""Attention on GPUs by `flash_kernels`, in Pallas for Triton.
 
 Segments and positions are compared token by token, so every `MaskSpec` is
 supported without conversion. The blocks of keys that a block of queries visits
@@ -30,21 +30,6 @@ class Tiles:
   queries: flash_kernels.Tile
   keys: flash_kernels.Tile
 
-  def smaller(self) -> 'Tiles':
-    """Returns tiles of a quarter of the size, for 32-bit numbers."""
-
-    def halve(tile: flash_kernels.Tile) -> flash_kernels.Tile:
-      """Halves both sides of a tile."""
-      return dataclasses.replace(
-        tile, queries=tile.queries // 2, keys=tile.keys // 2
-      )
-
-    return Tiles(halve(self.forward), halve(self.queries), halve(self.keys))
-
-
-def _tiles(*sizes: tuple[int, int, int, int]) -> Tiles:
-  return Tiles(*(flash_kernels.Tile(*size) for size in sizes))
-
 
 # By head dimension, for 16-bit numbers: (queries, keys, warps, stages).
 # Shared memory holds the block that a kernel keeps and `stages` of the two
@@ -52,9 +37,9 @@ def _tiles(*sizes: tuple[int, int, int, int]) -> Tiles:
 # a block has on Hopper and Blackwell. Not timed on a GPU yet;
 # `tests.benchmarks.gpu_kernels` compares them with candidates of three stages.
 _TILES = {
-  64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
-  128: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-  256: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+  64: [(128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)],
+  128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2)],
+  256: [(128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)],
 }
 MAX_HEAD_DIM = max(_TILES)
 
@@ -95,19 +80,26 @@ def attend(
 def choose_tiles(head_dim: int, itemsize: int) -> Tiles:
   """Returns the tiles for a head dimension and the bytes of a number."""
   chosen = next(_TILES[size] for size in sorted(_TILES) if head_dim <= size)
-  return chosen if itemsize <= 2 else chosen.smaller()
+  # Half of each side for 32-bit numbers, which take twice the shared memory.
+  ratio = 1 if itemsize <= 2 else 2
+  return Tiles(
+    *(
+      flash_kernels.Tile(queries // ratio, keys // ratio, warps, stages)
+      for queries, keys, warps, stages in chosen
+    )
+  )
 
 
 def _attend(q, k, v, spec, *, scale, softcap, interpret):
-  """`attend` on one device."""
+  """Computes `attend` on a single device."""
   queries, head_dim = q.shape[1], q.shape[3]
   tiles = choose_tiles(head_dim, q.dtype.itemsize)
   sizes = [tiles.forward, tiles.queries, tiles.keys]
+  # Sizes are powers of two, so lengths that the largest divides suit all.
   whole_q = max(tile.queries for tile in sizes)
   whole_kv = max(tile.keys for tile in sizes)
-  left, right = spec.reach
   call = flash_kernels.Call(
-    left, right, k.shape[1], spec.memory, scale, softcap, interpret
+    spec.reach, k.shape[1], spec.memory, scale, softcap, interpret
   )
   out = _flash(
     _pad(q, whole_q),
@@ -122,18 +114,19 @@ def _attend(q, k, v, spec, *, scale, softcap, interpret):
 
 
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
-  """[B, L, N, H] padded to whole blocks, and H to a power of two."""
+  """Pads [B, L, N, H] to whole blocks, and H to a power of two."""
+  # Triton's blocks have power-of-two sides, and its products at least 16.
   head = max(16, pl.next_power_of_2(x.shape[3])) - x.shape[3]
-  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, head)])
+  x = masks.pad_length(x, multiple)
+  return jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, head)])
 
 
 def _tokens(segments, positions, multiple: int) -> jax.Array:
-  """Segments and positions [B, 2, L], padded with segment 0."""
+  """Stacks segments and positions to [B, 2, L], padded with segment 0."""
   if positions is None:
     positions = jnp.zeros_like(segments)
-  tokens = jnp.stack([segments, positions], axis=1)
-  padding = -segments.shape[1] % multiple
-  return jnp.pad(tokens, [(0, 0), (0, 0), (0, padding)])
+  tokens = [masks.pad_length(x, multiple) for x in (segments, positions)]
+  return jnp.stack(tokens, axis=1)
 
 
 def visited(
@@ -144,9 +137,10 @@ def visited(
 ) -> Bool[Array, 'B Q K']:
   """Returns whether some query of a block may see some key of another.
 
-  True for some pairs of blocks that see nothing, never False for one that
-  sees something.
+  May be True for a pair of blocks that see nothing, but is never False for a
+  pair that sees something.
   """
+  past, future = call.reach
   q_low, q_high = (
     x[..., None] for x in _extremes(q_tokens, tile.queries)
   )  # [B, 2, Q, 1]
@@ -156,10 +150,10 @@ def visited(
   # Blocks of padding have no low and no high.
   same = (q_low[:, 0] <= kv_high[:, 0]) & (kv_low[:, 0] <= q_high[:, 0])
   near = jnp.ones_like(same)
-  if call.left is not None:
-    near &= q_low[:, 1] - kv_high[:, 1] <= call.left
-  if call.right is not None:
-    near &= kv_low[:, 1] - q_high[:, 1] <= call.right
+  if past is not None:
+    near &= q_low[:, 1] - kv_high[:, 1] <= past
+  if future is not None:
+    near &= kv_low[:, 1] - q_high[:, 1] <= future
   if call.memory:
     ends = tile.keys * jnp.arange(1, same.shape[2] + 1)
     near |= ends > call.keys - call.memory
@@ -179,7 +173,10 @@ def _extremes(
 
 
 def _span(blocks: Bool[Array, 'B X Y']) -> Int[Array, 'B X 2']:
-  """Returns the first and one past the last True in Y."""
+  """Returns the index of the first True in Y, and that after the last.
+
+  Blocks between them that see nothing are visited: a kernel loops over a range.
+  """
   first = jnp.argmax(blocks, axis=-1)
   last = blocks.shape[-1] - jnp.argmax(blocks[..., ::-1], axis=-1)
   last = jnp.where(jnp.any(blocks, axis=-1), last, first)
@@ -202,6 +199,9 @@ def _forward(q, k, v, q_tokens, kv_tokens, tiles, call):
 
 def _backward(tiles, call, saved, d_out):
   *operands, out, sums = saved
+  # The softmax's derivative needs the sum of weights times their gradients,
+  # which equals this product (FlashAttention, arXiv 2205.14135, appendix B.2):
+  # so the kernels can take a block of scores at a time.
   tokens = operands[3:]
   inner = jnp.einsum(
     'BTNH,BTNH->BNT', out, d_out, preferred_element_type=jnp.float32

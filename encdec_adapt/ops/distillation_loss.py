@@ -29,7 +29,7 @@ class Teacher:
       keeps the size of the gradient (Hinton et al. 2015, section 2).
   """
 
-  # Any: tree maps put other things in the place of arrays.
+  # Any: tree maps put specs, shapes and shardings in the place of arrays.
   hidden: Any
   table: Any
   softcap: float | None = flax.struct.field(pytree_node=False, default=None)
@@ -38,6 +38,8 @@ class Teacher:
 
   def table_with_rows(self, rows: int) -> Float[Array, 'V E']:
     """Returns the table, padded like the student's to be sharded alike."""
+    # Rows beyond the vocabulary are excluded from every sum, so they may be
+    # cut off or zeros.
     table = self.table[:rows]
     table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
     return table.astype(self.hidden.dtype)
@@ -52,14 +54,14 @@ def terms(
   *,
   softcap: float | None,
 ) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
-  """Values per row, and the gradient of the raw logits if given weights.
+  """Computes terms per row, and with weights the gradient of the raw logits.
 
   Args:
     columns: the local columns.
     logits: logits of the student, float32, before the soft-cap.
     teacher_logits: logits of the teacher, float32, before its soft-cap.
     weights: weight of each row, or None for no gradient.
-    teacher: the teacher, whose soft-cap, share and temperature are read.
+    teacher: the teacher; its soft-cap, share and temperature are read.
     softcap: soft-cap of the student's logits, or None.
 
   Returns:
@@ -68,32 +70,36 @@ def terms(
   """
   share, temperature = teacher.share, teacher.temperature
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
-  wanted, _ = vocabulary_parallel.soft_cap(teacher_logits, teacher.softcap)
+  teacher_scores, _ = vocabulary_parallel.soft_cap(
+    teacher_logits, teacher.softcap
+  )
   excluded = vocabulary_parallel.EXCLUDED
   scores = columns.only_tokens(capped / temperature, excluded)
-  wanted = columns.only_tokens(wanted / temperature, excluded)
-  shift, wanted_shift = columns.max(scores, wanted)  # [rows] each
-  unnormalised = jnp.exp(wanted - wanted_shift[:, None])
-  normaliser, wanted_normaliser, cross, self_term = columns.sum(
+  teacher_scores = columns.only_tokens(teacher_scores / temperature, excluded)
+  shift, teacher_shift = columns.max(scores, teacher_scores)  # [rows] each
+  # Both entropies follow from four sums, so devices exchange once, and no array
+  # of log-probabilities is ever formed.
+  unnormalised = jnp.exp(teacher_scores - teacher_shift[:, None])
+  normaliser, teacher_normaliser, cross, self_term = columns.sum(
     jnp.exp(scores - shift[:, None]),
     unnormalised,
     unnormalised * scores,
-    unnormalised * wanted,
+    unnormalised * teacher_scores,
   )
   log_normaliser = shift + jnp.log(normaliser)
-  wanted_log_normaliser = wanted_shift + jnp.log(wanted_normaliser)
-  cross_entropy = log_normaliser - cross / wanted_normaliser
-  entropy = wanted_log_normaliser - self_term / wanted_normaliser
+  teacher_log_normaliser = teacher_shift + jnp.log(teacher_normaliser)
+  cross_entropy = log_normaliser - cross / teacher_normaliser
+  entropy = teacher_log_normaliser - self_term / teacher_normaliser
   values = {
     'total': share * temperature**2 * cross_entropy,
     'kl': cross_entropy - entropy,
   }
   if weights is None:
     return values, None
-  # The scores are capped / temperature: one factor of it goes.
+  # Of temperature^2 a factor cancels: scores are divided by the temperature.
   scale = share * temperature * weights.astype(jnp.float32)
   dlogits = scale[:, None] * (
     jnp.exp(scores - log_normaliser[:, None])
-    - jnp.exp(wanted - wanted_log_normaliser[:, None])
+    - jnp.exp(teacher_scores - teacher_log_normaliser[:, None])
   )
   return values, dlogits if slope is None else dlogits * slope

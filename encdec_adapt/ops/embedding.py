@@ -6,8 +6,8 @@ and table rows that other devices need. There are two ways to exchange them:
 - rows travel: tokens (small) are gathered over the shared axes, every device
   looks all of them up in its piece, zeros elsewhere, and a reduction scatters
   the rows to the tokens' owners; in proportion to the tokens of all devices;
-- the table travels, some columns at a time, and every device looks its own
-  tokens up; in proportion to the table.
+- the table travels, some columns at a time, and every device looks up the
+  tokens it owns; in proportion to the table.
 
 The first holds the rows of all devices at once. It is chosen, from shapes
 alone, where it sends less than a quarter of the bytes of the second.
@@ -45,7 +45,7 @@ def lookup(
   dtype = table.dtype if dtype is None else jnp.dtype(dtype)
   active = partition.active()
   if active.size('vocab', 'table_embed') == 1:
-    exists = (tokens >= 0) & (tokens < table.shape[0])
+    exists = _in_range(tokens, table.shape[0])
     return _take(table, tokens, exists, exists).astype(dtype)
   return jax.shard_map(
     _Lookup(active, table.shape[0], dtype),
@@ -58,28 +58,33 @@ def lookup(
   )(table, tokens)
 
 
+def _in_range(index: jax.Array, rows: int) -> jax.Array:
+  return (index >= 0) & (index < rows)
+
+
 def _take(
-  table: jax.Array, index: jax.Array, here: jax.Array, exists: jax.Array
+  table: jax.Array, index: jax.Array, is_local: jax.Array, exists: jax.Array
 ) -> jax.Array:
-  """Rows of a piece of the table.
+  """Looks up rows of a piece of the table.
 
   Args:
     table: [rows of the piece, D].
-    index: [B, L] rows of the piece, anything where not `here`.
-    here: [B, L] whether the piece has the token's row.
+    index: [B, L] rows of the piece, anything where not `is_local`.
+    is_local: [B, L] whether the piece has the token's row.
     exists: [B, L] whether any piece has it.
 
   Returns:
     [B, L, D]: zeros where another piece has the row, NaN where none has.
   """
-  # What is filled in leaves no mask [B, L, D] for the backward pass to keep.
-  index = jnp.where(here, index, table.shape[0])
+  # Filling leaves no mask [B, L, D] for the backward pass to save.
+  index = jnp.where(is_local, index, table.shape[0])
   taken = table.at[index].get(mode='fill', fill_value=0)
+  # NaN is added rather than filled in, so that a sum over pieces has it too.
   return taken + jnp.where(exists, 0.0, jnp.nan).astype(table.dtype)[..., None]
 
 
 class _Lookup:
-  """What one device does inside `shard_map`.
+  """The lookup of a device, inside `shard_map`.
 
   Attributes:
     active: the active partition.
@@ -88,7 +93,8 @@ class _Lookup:
     vocab: mesh axes that shard the table's rows.
     shared: mesh axes along which devices hold other tokens and other rows,
       each with the dimension of `tokens` that it shards.
-    alone: mesh axes along which devices hold other rows but the same tokens.
+    vocab_only: mesh axes along which devices hold other rows but the same
+      tokens.
   """
 
   def __init__(self, active: partition.Partition, rows: int, dtype: jnp.dtype):
@@ -99,10 +105,10 @@ class _Lookup:
       for dimension, name in enumerate(partition.TOKENS)
       for axis in active.common([name], ['vocab'])
     }
-    self.alone = active.only(['vocab'], partition.TOKENS)
+    self.vocab_only = active.only(['vocab'], partition.TOKENS)
 
   def __call__(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks this device's tokens up.
+    """Looks up this device's tokens.
 
     Args:
       table: [V / vocab shards, D / table_embed shards], this device's piece.
@@ -111,41 +117,38 @@ class _Lookup:
     Returns:
       [B / batch shards, L / length shards, D / table_embed shards].
     """
-    shards = self.active.devices(self.shared)
-    if shards == 1:
-      out = self._in_piece(table, tokens)
-    else:
-      bytes_of_rows = shards * tokens.size * self.dtype.itemsize
-      bytes_of_table = shards * table.shape[0] * table.dtype.itemsize
-      if 4 * bytes_of_rows > bytes_of_table:
-        out = self._move_table(table, tokens)
-      else:
-        return self._move_rows(table, tokens)
-    return self._sum(out)
+    if self.active.devices(self.shared) == 1:
+      return self._sum(self._in_piece(table, tokens))
+    # Bytes sent, without the common factors: the width and number of shards.
+    bytes_of_rows = tokens.size * self.dtype.itemsize
+    bytes_of_table = table.shape[0] * table.dtype.itemsize
+    if 4 * bytes_of_rows > bytes_of_table:
+      return self._sum(self._move_table(table, tokens))
+    return self._move_rows(table, tokens)
 
   def _sum(self, x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, self.alone) if self.alone else x
+    return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
 
   def _in_piece(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows that this device's piece has of any tokens."""
+    """Looks up any tokens in this device's piece."""
     first = 0
     if self.vocab:
       first = jax.lax.axis_index(self.vocab) * table.shape[0]
     index = tokens - first
-    here = (index >= 0) & (index < table.shape[0])
-    return _take(table, index, here, self._exists(tokens)).astype(self.dtype)
-
-  def _exists(self, tokens: jax.Array) -> jax.Array:
-    return (tokens >= 0) & (tokens < self.rows)
+    is_local = _in_range(index, table.shape[0])
+    exists = _in_range(tokens, self.rows)
+    return _take(table, index, is_local, exists).astype(self.dtype)
 
   def _move_rows(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     shared = self.shared
-    for axis, dimension in reversed(shared.items()):  # innermost first
+    # Innermost first: a dimension that two axes split comes out in order.
+    for axis, dimension in reversed(shared.items()):
       tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
     shards = self.active.devices(shared)
     if tokens.shape[0] % shards == 0:
-      # The share of one device at a time: their rows, and in the backward
-      # pass their gradients in the table's dtype, would exist at once.
+      # A single device's tokens at a time: otherwise the rows of all of them,
+      # and in the backward pass their gradients in the table's dtype, would
+      # exist at once.
       pieces = tokens.reshape(shards, -1, tokens.shape[1])
       out = jax.lax.map(functools.partial(self._in_piece, table), pieces)
       out = out.reshape(*tokens.shape, table.shape[1])
@@ -160,25 +163,24 @@ class _Lookup:
 
   def _move_table(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     gathered = tuple(a for a in self.vocab if a in self.shared)
-    # Where a token's row lies: the device's place on every axis, from the
-    # innermost, then the row in its piece.
-    owner, places = tokens // table.shape[0], {}
+    # The owner of a token's row: the device's coordinate on every axis, from
+    # the innermost, and then the row in its piece.
+    owner, coordinates = tokens // table.shape[0], {}
     for axis in reversed(self.vocab):
       size = self.active.mesh.shape[axis]
-      places[axis], owner = owner % size, owner // size
-    exists = self._exists(tokens)
-    here = exists
-    for axis in self.alone:
-      here &= places[axis] == jax.lax.axis_index(axis)
+      coordinates[axis], owner = owner % size, owner // size
+    is_local = exists = _in_range(tokens, self.rows)
+    for axis in self.vocab_only:
+      is_local &= coordinates[axis] == jax.lax.axis_index(axis)
+    # Gathering leaves out the axes in `vocab_only`, so rows are numbered anew.
     index = 0
     for axis in gathered:
-      index = index * self.active.mesh.shape[axis] + places[axis]
+      index = index * self.active.mesh.shape[axis] + coordinates[axis]
     index = index * table.shape[0] + tokens % table.shape[0]
 
     def take(columns):
-      """Looks the tokens up in some columns of the gathered table."""
-      whole = jax.lax.all_gather(columns, gathered, axis=0, tiled=True)
-      return _take(whole, index, here, exists).astype(self.dtype)
+      rows = jax.lax.all_gather(columns, gathered, axis=0, tiled=True)
+      return _take(rows, index, is_local, exists).astype(self.dtype)
 
     count = _parts(table, self.active.devices(gathered))
     columns = table.reshape(table.shape[0], count, -1).swapaxes(0, 1)
@@ -187,9 +189,9 @@ class _Lookup:
 
 
 def _parts(table: jax.Array, shards: int) -> int:
-  """Returns in how many parts of its columns a table is gathered.
+  """Returns the number of parts, of columns, in which a table is gathered.
 
-  The fewest that keep one part of all shards together below 128 MiB.
+  The fewest that keep a part of all shards together below 128 MiB.
   """
   size, width = shards * table.size * table.dtype.itemsize, table.shape[1]
   fits = (

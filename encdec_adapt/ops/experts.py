@@ -1,14 +1,14 @@
 """Mixture of experts: routing, its losses, a feed-forward that drops nothing.
 
-Every token goes to its `K` likeliest experts, however many others do: the
+Every token goes to its `K` likeliest experts, with no limit on their load: the
 pairs of a token and an expert are sorted by expert, and the experts' products
 are ragged (`jax.lax.ragged_dot`). XLA has a kernel for them on TPUs; on a CPU
 it multiplies every row by every expert.
 
-Where the active partition shards 'experts', each device computes its own
+Where the active partition shards 'experts', each device computes its
 experts for the tokens of its shard of the batch, and a sum over the experts'
-mesh axes assembles them. Nothing random, and no sum whose order is open: the
-same input gives the same bits.
+mesh axes assembles them. Nothing is random, and every sum has a defined order:
+the same input gives the same bits.
 
 Letters besides the package's: X experts, K experts of a token.
 """
@@ -36,12 +36,12 @@ class RouterLosses:
   """Losses of a router: means over the tokens that are not padding, fp32.
 
   Attributes:
-    balance: X sum_e f_e p_e, of the share f_e of assignments that expert e
-      gets and its mean probability p_e (Switch Transformer, arXiv 2101.03961,
+    balance: X sum_e f_e p_e, where f_e is the share of assignments to expert
+      e and p_e its mean probability (Switch Transformer, arXiv 2101.03961,
       equations 4 to 6; 1 where the load is equal). transformers' loss of
       Mixtral and Qwen counts assignments by token, so that it is K times as
       large. Its gradient is that of the probabilities.
-    z: the squared log-normaliser of the router (ST-MoE, arXiv 2202.08906,
+    z: squared log-normaliser of the router (ST-MoE, arXiv 2202.08906,
       equation 5).
   """
 
@@ -127,7 +127,8 @@ def feed_forward(
     ValueError: shapes do not divide over the mesh.
   """
   active = partition.active()
-  # Experts sharded over the tokens' own axes are gathered there, as weights.
+  # Experts that are sharded over axes of the tokens are gathered there, as
+  # FSDP gathers weights.
   owners = active.only(['experts'], partition.TOKENS)
   on_device = functools.partial(
     _on_device,
@@ -150,20 +151,11 @@ def feed_forward(
 
 
 def _on_device(
-  x: jax.Array,
-  chosen: jax.Array,
-  shares: jax.Array,
-  gate: jax.Array,
-  up: jax.Array,
-  down: jax.Array,
-  *,
-  activation: Activation,
-  tokens: tuple[str, ...],
-  owners: tuple[str, ...],
-) -> jax.Array:
-  """The part of `feed_forward` on one device: its tokens, its experts.
+  x, chosen, shares, gate, up, down, *, activation, tokens, owners
+):
+  """Computes `feed_forward` for a device's tokens and experts.
 
-  `tokens` and `owners` are the mesh axes over which each of them differ.
+  `tokens` and `owners` are the mesh axes over which tokens and experts differ.
   """
   # Declared explicitly: the derivative of `_permute` cannot infer it.
   x, chosen, shares = (_vary(a, owners) for a in (x, chosen, shares))
@@ -171,24 +163,26 @@ def _on_device(
   experts, per_token = gate.shape[0], chosen.shape[-1]
   first = jax.lax.axis_index(owners) * experts if owners else 0
   expert = chosen.reshape(-1) - first
-  mine = (expert >= 0) & (expert < experts)
-  expert = jnp.where(mine, expert, experts)  # Other devices' sort last.
+  is_local = (expert >= 0) & (expert < experts)
+  # Pairs of other devices' experts, and of padding, sort last.
+  expert = jnp.where(is_local, expert, experts)
   order = jnp.argsort(expert)
-  back = jnp.argsort(order)
+  inverse = jnp.argsort(order)
   sizes = jnp.sum(expert[:, None] == jnp.arange(experts), axis=0)
   # A ragged product leaves rows beyond its groups undefined.
-  inside = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None]
+  in_group = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None]
 
   def product(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-    """Multiplies each expert's rows by its kernel."""
-    made = jax.lax.ragged_dot(rows, kernels, sizes.astype(jnp.int32))
-    return checkpoint_name(made, PRODUCT)
+    products = jax.lax.ragged_dot(rows, kernels, sizes.astype(jnp.int32))
+    return checkpoint_name(products, PRODUCT)
 
   pairs = jnp.repeat(x.reshape(-1, x.shape[-1]), per_token, axis=0)
-  rows = jnp.where(inside, _permute(pairs, order, back), 0)
+  # Masked before and after the products: in the backward pass the gradients of
+  # such rows are undefined too.
+  rows = jnp.where(in_group, _permute(pairs, order, inverse), 0)
   hidden = activation(product(rows, gate)) * product(rows, up)
-  rows = jnp.where(inside, product(hidden, down), 0)
-  pairs = _permute(rows, back, order).reshape(*chosen.shape, x.shape[-1])
+  rows = jnp.where(in_group, product(hidden, down), 0)
+  pairs = _permute(rows, inverse, order).reshape(*chosen.shape, x.shape[-1])
   out = jnp.einsum(
     'BLKD,BLK->BLD',
     pairs,
@@ -199,28 +193,26 @@ def _on_device(
 
 
 def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Marks an array as varying over further mesh axes (`jax.lax.pcast`)."""
+  """Marks an array as varying over more mesh axes (`jax.lax.pcast`)."""
   return jax.lax.pcast(x, axes, to='varying') if axes else x
 
 
 @jax.custom_vjp
-def _permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-  """Reorders rows; `back` is the inverse of `order`.
-
-  The derivative of indexing is a scatter-add, whose order is undefined on a
-  GPU; the derivative of a permutation is a permutation.
-  """
-  del back
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+  """Reorders rows; `inverse` is the inverse of `order`."""
+  # A custom derivative, because that of indexing is a scatter-add, which has an
+  # undefined order on GPUs; that of a permutation is a permutation.
+  del inverse
   return x.at[order].get(unique_indices=True, mode='promise_in_bounds')
 
 
-def _permute_forward(x: jax.Array, order: jax.Array, back: jax.Array):
-  return _permute(x, order, back), (order, back)
+def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array):
+  return _permute(x, order, inverse), (order, inverse)
 
 
 def _permute_backward(residuals, cotangent: jax.Array):
-  order, back = residuals
-  return _permute(cotangent, back, order), None, None
+  order, inverse = residuals
+  return _permute(cotangent, inverse, order), None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)

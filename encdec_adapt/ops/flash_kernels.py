@@ -1,9 +1,9 @@
 """Flash attention kernels in Pallas, to be lowered to Triton.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691): scores exist for one block of
+FlashAttention-2 (Dao 2023, arXiv 2307.08691): scores exist for a block of
 queries and keys at a time, and are computed again in the backward pass, which
-has a kernel for the gradients of queries and one for those of keys and
-values. A kernel instance has one block of its side and loops over the blocks
+has a kernel for the gradients of queries and another for those of keys and
+values. A kernel instance has a block of its side and loops over the blocks
 of the other side in its range of visits.
 """
 
@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
 
+# Softmax in powers of two: GPUs have an instruction for 2^x, and e^x would be
+# computed as 2^(x log2 e) for each score instead of folding it into the scale.
 _LOG2_E = math.log2(math.e)
 # Score of a key that is not visible, and the initial peak of a row. The peak is
 # larger, so a row without visible keys has weights 2^(_HIDDEN - _LOWEST) = 0.
@@ -25,7 +27,7 @@ _HIDDEN, _LOWEST = -1e30, -1e29
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """Queries and keys of one step of a kernel, and how it is compiled.
+  """Queries and keys of a step of a kernel, and how it is compiled.
 
   Attributes:
     queries, keys: tokens; powers of two, at least 16.
@@ -44,7 +46,7 @@ class Call:
   """Parameters that are the same for all blocks.
 
   Attributes:
-    left, right: reach of a query before and after itself; None for all keys.
+    reach: `MaskSpec.reach`.
     keys: number of keys S without padding.
     memory: number of keys, at the end, that have no position.
     scale: factor of the scores.
@@ -52,8 +54,7 @@ class Call:
     interpret: run as ordinary operations, on any platform.
   """
 
-  left: int | None
-  right: int | None
+  reach: tuple[int | None, int | None]
   keys: int
   memory: int
   scale: float
@@ -69,8 +70,8 @@ def run(
   Args:
     name: 'flash_forward', 'flash_backward_queries' or 'flash_backward_keys'.
     operands: visits [B, blocks, 2]: for each block of queries (of keys in
-      'flash_backward_keys'), the first block of the other side to visit and
-      one past the last; queries [B, T, N, H], keys and values [B, S, K, H],
+      'flash_backward_keys'), the range of blocks of the other side to visit
+      (first, end); queries [B, T, N, H], keys and values [B, S, K, H],
       where T and S are whole blocks and H is a power of two; segments and
       positions of the queries [B, 2, T] and of the keys [B, 2, S]. In the
       backward pass also the cotangent of the output, the sums of the forward
@@ -111,8 +112,8 @@ def _blocks(
 ) -> tuple[tuple[int, int, int], dict[str, pl.BlockSpec]]:
   """Returns the grid of (blocks, heads, rows), and block specs by kind.
 
-  An instance has a block of one head's queries and all keys that the head
-  reads or, by keys, a block of one head's keys and all queries of the heads
+  An instance has a block of a head's queries and all keys that the head
+  reads or, by keys, a block of a key head's keys and all queries of the heads
   that read it.
   """
   batch, queries, heads, head_dim = q.shape
@@ -120,6 +121,8 @@ def _blocks(
   groups, spec = heads // kv_heads, pl.BlockSpec
   visits = spec((None, None, 2), lambda i, n, b: (b, i, 0))
   if by_keys:
+    # All query heads of a key head: their gradients are summed in the instance,
+    # in an order that does not depend on scheduling.
     return (keys // tile.keys, kv_heads, batch), {
       'visits': visits,
       'queries': spec(
@@ -147,7 +150,7 @@ def _blocks(
 
 
 def _dot(a, b, contracted_a: int, contracted_b: int):
-  """Product over these two dimensions, in fp32."""
+  """Multiplies over these two dimensions, in fp32."""
   dimensions = (((contracted_a,), (contracted_b,)), ((), ()))
   return jax.lax.dot_general(
     a, b, dimensions, preferred_element_type=jnp.float32
@@ -155,13 +158,11 @@ def _dot(a, b, contracted_a: int, contracted_b: int):
 
 
 def _scores(products, call: Call):
-  """Returns base-2 scores, and the derivative of their soft-cap.
-
-  tanh x = 1 - 2 / (e^2x + 1) is exact to a rounding of 1, as the softmax is,
-  and costs an exponential and a division where the libraries' costs more.
-  """
+  """Returns base-2 scores, and the derivative of their soft-cap."""
   if call.softcap is None:
     return products * (call.scale * _LOG2_E), 1.0
+  # tanh x = 1 - 2 / (e^2x + 1) is exact to a rounding of 1, as the softmax is,
+  # and costs an exponential and a division; the library function costs more.
   power = jnp.exp2(products * (2 * _LOG2_E * call.scale / call.softcap))
   capped = 1.0 - 2.0 / (power + 1.0)
   return capped * (call.softcap * _LOG2_E), 1.0 - capped * capped
@@ -177,15 +178,17 @@ def _visible(q_tokens, kv_tokens, first_key, call: Call):
     call: parameters of the call, among them the mask.
   """
   visible = (q_tokens[0] == kv_tokens[0]) & (q_tokens[0] > 0)
-  if call.left is None and call.right is None:
+  past, future = call.reach
+  # Comparisons are left out where the mask needs none: they cost every score.
+  if past is None and future is None:
     return visible
   behind = q_tokens[1] - kv_tokens[1]
-  if call.right is None:
-    near = behind <= call.left
+  if future is None:
+    near = behind <= past
   else:
-    near = behind >= -call.right
-    if call.left is not None:
-      near &= behind <= call.left
+    near = behind >= -future
+    if past is not None:
+      near &= behind <= past
   if call.memory:
     shape = kv_tokens[0].shape
     index = jax.lax.broadcasted_iota(jnp.int32, shape, int(shape[0] == 1))
@@ -196,18 +199,20 @@ def _visible(q_tokens, kv_tokens, first_key, call: Call):
 def _forward_kernel(
   visits, q, k, v, q_tokens, kv_tokens, out, sums, *, tile, call
 ):
-  queries, own = q[...], (q_tokens[0, :][:, None], q_tokens[1, :][:, None])
+  queries = q[...]
+  rows = q_tokens[0, :][:, None], q_tokens[1, :][:, None]
 
   def visit(j, carry):
     """Adds a block of keys to weighted values, peaks and sums of weights."""
     total, peak, weight = carry
     keys = pl.ds(j * tile.keys, tile.keys)
     scores, _ = _scores(_dot(queries, k[keys, :], 1, 1), call)
-    others = kv_tokens[0, keys][None], kv_tokens[1, keys][None]
-    seen = _visible(own, others, j * tile.keys, call)
+    columns = kv_tokens[0, keys][None], kv_tokens[1, keys][None]
+    seen = _visible(rows, columns, j * tile.keys, call)
     scores = jnp.where(seen, scores, _HIDDEN)  # [queries, keys]
     higher = jnp.maximum(peak, jnp.max(scores, axis=1))
     weights = jnp.exp2(scores - higher[:, None])
+    # Earlier blocks were weighted relative to a lower peak.
     shrink = jnp.exp2(peak - higher)
     total = total * shrink[:, None]
     total += _dot(weights.astype(v.dtype), v[keys, :], 1, 0)
@@ -221,7 +226,8 @@ def _forward_kernel(
     jnp.zeros(shape[:1], jnp.float32),
   )
   total, peak, weight = jax.lax.fori_loop(visits[0], visits[1], visit, carry)
-  weight = jnp.where(weight == 0.0, 1.0, weight)  # Of rows that see nothing.
+  # Queries that see no key have weight 0 and give zeros, not NaN.
+  weight = jnp.where(weight == 0.0, 1.0, weight)
   out[...] = (total / weight[:, None]).astype(out.dtype)
   sums[...] = peak + jnp.log2(weight)
 
@@ -229,7 +235,8 @@ def _forward_kernel(
 def _queries_kernel(
   visits, q, k, v, q_tokens, kv_tokens, d_out, sums, inner, d_q, *, tile, call
 ):
-  queries, own = q[...], (q_tokens[0, :][:, None], q_tokens[1, :][:, None])
+  queries = q[...]
+  rows = q_tokens[0, :][:, None], q_tokens[1, :][:, None]
   cotangent = d_out[...]
   log_sums, inners = sums[...][:, None], inner[...][:, None]
 
@@ -238,8 +245,8 @@ def _queries_kernel(
     keys = pl.ds(j * tile.keys, tile.keys)
     block = k[keys, :]
     scores, slope = _scores(_dot(queries, block, 1, 1), call)
-    others = kv_tokens[0, keys][None], kv_tokens[1, keys][None]
-    seen = _visible(own, others, j * tile.keys, call)
+    columns = kv_tokens[0, keys][None], kv_tokens[1, keys][None]
+    seen = _visible(rows, columns, j * tile.keys, call)
     weights = jnp.exp2(jnp.where(seen, scores, _HIDDEN) - log_sums)
     d_weights = _dot(cotangent, v[keys, :], 1, 1)  # [queries, keys]
     d_products = weights * (d_weights - inners) * slope
@@ -267,17 +274,17 @@ def _keys_kernel(
   call,
 ):
   keys, values = k[...], v[...]
-  own = kv_tokens[0, :][:, None], kv_tokens[1, :][:, None]
+  key_tokens = kv_tokens[0, :][:, None], kv_tokens[1, :][:, None]
   first_key = pl.program_id(0) * tile.keys
 
   def visit(group, i, carry):
-    """Adds a block of queries of one head; scores are [keys, queries]."""
+    """Adds a block of a head's queries; scores are [keys, queries]."""
     by_keys, by_values = carry
     rows = pl.ds(i * tile.queries, tile.queries)
     queries, cotangent = q[rows, group, :], d_out[rows, group, :]
     scores, slope = _scores(_dot(keys, queries, 1, 1), call)
-    others = q_tokens[0, rows][None], q_tokens[1, rows][None]
-    seen = _visible(others, own, first_key, call)
+    query_tokens = q_tokens[0, rows][None], q_tokens[1, rows][None]
+    seen = _visible(query_tokens, key_tokens, first_key, call)
     log_sums, inners = sums[group, rows][None], inner[group, rows][None]
     weights = jnp.exp2(jnp.where(seen, scores, _HIDDEN) - log_sums)
     by_values += _dot(weights.astype(v.dtype), cotangent, 1, 0)
@@ -287,7 +294,6 @@ def _keys_kernel(
     return by_keys, by_values
 
   def visit_head(group, carry):
-    """Adds all visited blocks of the queries of one head."""
     return jax.lax.fori_loop(
       visits[0], visits[1], functools.partial(visit, group), carry
     )

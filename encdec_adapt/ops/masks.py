@@ -6,9 +6,11 @@ of `ops.attention` honours a spec or refuses it. `dense_mask` defines its
 meaning; the XLA backends apply it to a block of queries.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -25,22 +27,22 @@ class MaskSpec:
     - q_segments[q] == kv_segments[k] and neither is 0 (padding);
     - kind 'causal': kv_positions[k] <= q_positions[q];
     - kind 'prefix': the same, or kv_prefix[k] is set, so that the prefix of a
-      segment is bidirectional and the rest causal;
-    - a window W: for 'causal', kv position > q position - W (W keys, the
-      query's own included); for 'prefix', |q - k| < W; for 'full', |q - k| < W
-      ('exclusive', the rule of the T5Gemma authors' code), |q - k| <= W
-      ('inclusive', transformers 5.23 eager), or the W keys from
+      segment is bidirectional and the remainder causal;
+    - a window W: for 'causal', kv position > q position - W (W keys, that at
+      the query's position included); for 'prefix', |q - k| < W; for 'full',
+      |q - k| < W ('exclusive', the rule of the T5Gemma authors' code),
+      |q - k| <= W ('inclusive', transformers 5.23 eager), or the W keys from
       q - ceil(W/2) + 1 to q + floor(W/2) ('centered', T5Gemma 2).
   For the last `memory` keys only segments count: they are visible from every
-  position (an encoder's keys next to the decoder's own).
-  Positions, not indices, are compared, so packed rows whose positions restart
+  position (an encoder's keys next to those of the decoder).
+  Positions, not indices, are compared, so packed rows, in which they restart,
   and caches in any order need nothing special.
 
   Attributes:
     kind: 'causal', 'prefix' or 'full'.
     window: W in positions, at least 1, or None for no window.
     window_rule: one of WINDOW_RULES; matters for kind 'full' only.
-    memory: number of keys, at the end, whose positions do not matter.
+    memory: number of keys, at the end, that are visible from any position.
     aligned: queries and keys are the same tokens, and within a segment
       positions rise by one from token to token, so that indices may be
       compared instead of positions. The creator of the mask guarantees this;
@@ -72,7 +74,7 @@ class MaskSpec:
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
-    """Positions before and after its own that a query sees; None for all."""
+    """How far into past and future positions a query sees; None for all."""
     if self.kind == 'causal':
       return None if self.window is None else self.window - 1, 0
     rule = self.window_rule if self.kind == 'full' else 'exclusive'
@@ -80,7 +82,7 @@ class MaskSpec:
 
 
 def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
-  """Positions before and after its own that a bidirectional query sees."""
+  """Returns the reach into past and future of a bidirectional query."""
   if window is None:
     return None, None
   return {
@@ -107,8 +109,8 @@ def causal(
 ) -> MaskSpec:
   """Makes the mask of causal self-attention; a window is `window` keys wide.
 
-  `keys` are segments and positions of the entries of a cache, None where the
-  queries' own tokens are the keys; `aligned` as in `MaskSpec`.
+  `keys` are segments and positions of the entries of a cache, None where
+  queries and keys are the same tokens; `aligned` as in `MaskSpec`.
   """
   kv_segments, kv_positions = keys or (segments, positions)
   return MaskSpec(
@@ -126,16 +128,15 @@ def bidirectional(
   segments: Int[Array, 'B T'],
   positions: Int[Array, 'B T'],
   *,
-  window: int | None = None,
   window_rule: str = 'exclusive',
-  keys: Keys | None = None,
-  aligned: bool = False,
+  **options: Any,
 ) -> MaskSpec:
-  """Makes the mask of bidirectional self-attention; arguments as `causal`."""
-  causal_spec = causal(
-    segments, positions, window=window, keys=keys, aligned=aligned
-  )
-  return causal_spec.replace(kind='full', window_rule=window_rule)
+  """Makes the mask of bidirectional self-attention; `options` as in `causal`.
+
+  `window_rule` says which keys a window has: one of WINDOW_RULES.
+  """
+  spec = causal(segments, positions, **options)
+  return spec.replace(kind='full', window_rule=window_rule)
 
 
 def prefix(
@@ -161,25 +162,28 @@ def cross(
 
 def with_memory(spec: MaskSpec, memory_segments: Int[Array, 'B M']) -> MaskSpec:
   """Extends a mask by M keys that have no position."""
-  fill = jnp.zeros_like(memory_segments)
-
-  def extend(keys, memory):
-    """Appends the memory's entries to those of the keys."""
-    return jnp.concatenate([keys, memory], axis=1)
-
+  extend = functools.partial(jnp.concatenate, axis=1)
+  zeros = jnp.zeros_like(memory_segments)  # Never compared: `memory` says so.
   return spec.replace(
-    kv_segments=extend(spec.kv_segments, memory_segments),
-    kv_positions=extend(spec.kv_positions, fill),
+    kv_segments=extend([spec.kv_segments, memory_segments]),
+    kv_positions=extend([spec.kv_positions, zeros]),
+    # Queries and keys are no longer the same tokens.
     aligned=False,
     memory=memory_segments.shape[1],
   )
 
 
+def pad_length(x: jax.Array, multiple: int) -> jax.Array:
+  """Pads dimension 1 with zeros, which are padding by their segment."""
+  padding = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
+  return jnp.pad(x, padding)
+
+
 def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
-  """Returns a spec as a dense array; defines its meaning.
+  """Expands a mask to a dense array; this function defines its meaning.
 
   Args:
-    spec: a mask whose arrays are [B, T] and [B, S].
+    spec: a mask with arrays [B, T] and [B, S].
 
   Returns:
     [B, T, S] bool, True where the key is visible to the query.
@@ -191,12 +195,13 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
     return visible
   # How far behind the query the key is; negative for the future.
   behind = spec.q_positions[:, :, None] - spec.kv_positions[:, None, :]
-  left, right = spec.reach
+  past, future = spec.reach
   near = jnp.ones_like(visible)
-  if left is not None:
-    near &= behind <= left
-  if right is not None:
-    near &= -behind <= right
+  if past is not None:
+    near &= behind <= past
+  if future is not None:
+    near &= -behind <= future
+  # The reach of a prefix mask is two-sided: exclude the causal part's future.
   if spec.kind == 'prefix':
     near &= (behind >= 0) | (spec.kv_prefix[:, None, :] > 0)
   if spec.memory:

@@ -12,13 +12,13 @@ def rms_norm(
   *,
   one_plus: bool = True,
 ) -> Float[Array, '*L D']:
-  """RMSNorm; the mean square is of fp32.
+  """Applies RMSNorm; the mean square is in fp32.
 
   Args:
     x: activations in any float dtype.
     scale: the gain; with `one_plus` the gain minus one.
-    eps: added to the mean square, inside the square root.
-    one_plus: Gemma's order: gain `1 + scale`, all in fp32, one cast at the
+    eps: term added to the mean square, inside the square root.
+    one_plus: Gemma's order: gain `1 + scale`, all in fp32, cast at the
       end. Otherwise Llama's: cast first, then times `scale`.
 
   Returns:
@@ -27,6 +27,8 @@ def rms_norm(
   x32 = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
   normal = x32 * jax.lax.rsqrt(mean_square + eps)
+  # Both casts are where transformers has them; elsewhere bf16 activations
+  # differ in their last bits.
   if not one_plus:
     return normal.astype(x.dtype) * scale.astype(x.dtype)
   return (normal * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)

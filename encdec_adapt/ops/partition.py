@@ -60,27 +60,23 @@ class Partition:
     """Returns the number of shards along these logical axes."""
     return self.devices(self.mesh_axes(*names))
 
-  def common(
-    self, names: Sequence[str], others: Sequence[str]
-  ) -> tuple[str, ...]:
-    """Returns the mesh axes that shard both `names` and `others`."""
-    rest = self.mesh_axes(*others)
-    return tuple(axis for axis in self.mesh_axes(*names) if axis in rest)
+  def common(self, names: Sequence[str], required: Sequence[str]) -> MeshAxes:
+    """Returns the mesh axes that shard both `names` and `required`."""
+    shared = self.mesh_axes(*required)
+    return tuple(axis for axis in self.mesh_axes(*names) if axis in shared)
 
-  def only(
-    self, names: Sequence[str], others: Sequence[str]
-  ) -> tuple[str, ...]:
-    """Returns the mesh axes that shard `names` and not `others`."""
-    rest = self.mesh_axes(*others)
-    return tuple(axis for axis in self.mesh_axes(*names) if axis not in rest)
+  def only(self, names: Sequence[str], excluded: Sequence[str]) -> MeshAxes:
+    """Returns the mesh axes that shard `names` and not `excluded`."""
+    shared = self.common(names, excluded)
+    return tuple(axis for axis in self.mesh_axes(*names) if axis not in shared)
 
   def check(
-    self, what: str, shape: Sequence[int], names: Sequence[str | None]
+    self, label: str, shape: Sequence[int], names: Sequence[str | None]
   ) -> None:
     """Checks that an array can be sharded.
 
     Args:
-      what: name of the array in errors.
+      label: name of the array in errors.
       shape: global shape of the array.
       names: logical axis of each dimension.
 
@@ -91,23 +87,21 @@ class Partition:
       axes = self.mesh_axes(name)
       if size % self.devices(axes):
         raise ValueError(
-          f'{what} of shape {tuple(shape)} with axes {tuple(names)}: {name!r}'
+          f'{label} of shape {tuple(shape)} with axes {tuple(names)}: {name!r}'
           f' of size {size} does not divide over mesh axes {axes} of'
           f' {self.devices(axes)} devices.'
         )
 
   def sharding(
-    self,
-    what: str,
-    shape: Sequence[int],
-    names: Sequence[str | None],
+    self, label: str, shape: Sequence[int], names: Sequence[str | None]
   ) -> NamedSharding:
     """Returns the sharding of an array, checked as by `check`."""
-    self.check(what, shape, names)
+    self.check(label, shape, names)
     return NamedSharding(self.mesh, self.spec(*names))
 
 
 ONE_DEVICE = Partition(None, {})
+# Each thread has its own partition: servers trace their programs in a thread.
 _ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
   'encdec_adapt_partition', default=ONE_DEVICE
 )
@@ -162,7 +156,7 @@ def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
   a slice's chips into a reduce-scatter, but a sum over all of them into an
   all-reduce of the whole array (`tests.benchmarks.gradient_sums`). Axes that
   split no tokens, such as those of heads, need no sum: they shard the
-  gradient all along.
+  gradient in both stages.
 
   Args:
     weight: operand of a product with activations.
@@ -173,15 +167,14 @@ def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
     return weight
   sizes, first = partition.mesh.shape, partition.mesh_axes('summed_first')
   tokens = partition.mesh_axes(*TOKENS)
-  kept = [a for a in sizes if a not in tokens and sizes[a] > 1]
-  kept += first
+  early = {*first, *(a for a in sizes if a not in tokens and sizes[a] > 1)}
   axes = [partition.mesh_axes(name) for name in names]
-  stages = [[tuple(a for a in some if a in kept) for some in axes], axes]
+  stages = [[tuple(a for a in split if a in early) for split in axes], axes]
   return _summed(
     weight,
     tuple(
       NamedSharding(
-        partition.mesh, PartitionSpec(*(some or None for some in stage))
+        partition.mesh, PartitionSpec(*(split or None for split in stage))
       )
       for stage in stages
     ),

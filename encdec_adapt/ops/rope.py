@@ -24,8 +24,8 @@ NUMBERS = {
 class Scaling:
   """How frequencies are changed for rows longer than those trained on.
 
-  'linear' divides all by the factor. 'llama3' (Llama 3.1's) divides those
-  whose wavelength is above original_length / low_factor, keeps those below
+  'linear' divides all by the factor. 'llama3' (Llama 3.1's) divides those with
+  a wavelength above original_length / low_factor, keeps those below
   original_length / high_factor, and blends in between; the original length is
   that of the training rows. As a text a scaling is its kind and its numbers:
   'none', 'linear:8' or 'llama3:32,1,4,8192'.
@@ -43,8 +43,9 @@ class Scaling:
     """Parses the text of a scaling.
 
     Raises:
-      UserError: an unknown kind, too few or too many numbers, a number that
-        is not positive and finite, or a low factor not below the high one.
+      UserError: the kind is unknown, there are too few or too many numbers, a
+        number is not positive and finite, or the low factor is not below the
+        high factor.
     """
     scaling = option_strings.Part('rope_scaling', text)
     kind = scaling.partition(':')[0].text
@@ -81,7 +82,7 @@ def frequencies(
   if scaling.kind == 'linear':
     return slow
   low, high, length = bounds
-  # Periods in the original length; 0 of the blend at the low factor.
+  # Periods in the original length, which the two factors are bounds of.
   periods = length * frequency / (2 * math.pi)
   blend = jnp.clip((periods - low) / (high - low), 0.0, 1.0)
   return (1 - blend) * slow + blend * frequency
@@ -108,6 +109,7 @@ def angles(
     (cos, sin), each [B, L, 1, H/2], to broadcast over heads.
   """
   frequency = frequencies(head_dim, theta, scaling)  # [J]
+  # fp32 whatever the model's dtype: bf16 cannot count positions above 256.
   angle = positions[..., None].astype(jnp.float32) * frequency  # [B, L, J]
   angle = angle[:, :, None, :]  # [B, L, 1, J]
   return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, in one pass and without its logits.
+"""Cross-entropy over a large vocabulary, in a pass that stores no logits.
 
 Alone, or with distillation from a teacher's whole distribution, computed from
 the same logits. All results are sums over weights: the caller divides by the
@@ -30,7 +30,7 @@ class LossSums:
     kl: weights * KL(teacher || student), both at the temperature; not
       multiplied by its square. 0 without a teacher.
     z_loss: the z-loss part of `total`.
-    correct: weight of the tokens whose target has the largest logit (ties
+    correct: weight of the tokens with a target of the largest logit (ties
       count as correct).
     weight: sum of the weights.
   """
@@ -75,9 +75,9 @@ def cross_entropy(
     z_loss: coefficient of log(normaliser)^2 (PaLM, section 5: 1e-4).
     label_smoothing: share of the target distribution that is uniform over the
       real vocabulary.
-    chunk: most tokens of one device whose logits exist at a time.
-    teacher: a distribution to learn besides the targets, or None. No gradient
-      reaches it.
+    chunk: most tokens of a device with logits in memory at a time.
+    teacher: a distribution to learn besides the targets, or None. It gets no
+      gradient.
 
   Returns:
     The sums; `total` is differentiable in hidden, table and weights.
@@ -98,15 +98,14 @@ def cross_entropy(
 
   @jax.custom_vjp
   def loss(*arrays):
-    """Computes the sums alone."""
     return run(*arrays, with_gradients=False)[0]
 
-  def forward(*arrays):
-    """Computes the sums, and the gradients that `backward` scales."""
-    return run(*arrays, with_gradients=True)
+  # The gradients come with the sums: a backward pass would have to form the
+  # logits a second time, and those are the largest product of the model.
+  forward = functools.partial(run, with_gradients=True)
 
   def backward(gradients, cotangents):
-    """The stored gradients, scaled by the cotangent of `total`."""
+    """Scales the stored gradients by the cotangent of `total`."""
     scaled = (
       (cotangents.total * gradient).astype(array.dtype)
       for gradient, array in zip(
@@ -136,7 +135,7 @@ def per_token(
     targets: ids in [0, vocab_size).
     vocab_size: number of real tokens.
     softcap: soft-cap of the logits.
-    chunk: most tokens of one device whose logits exist at a time.
+    chunk: most tokens of a device with logits in memory at a time.
 
   Returns:
     -log p(target) in nats, and 1 where the target has the largest logit (ties
@@ -156,21 +155,17 @@ def per_token(
   return values['cross_entropy'], values['correct']
 
 
-def _run(
-  hidden: jax.Array,
-  table: jax.Array,
-  weights: jax.Array,
-  *others: Any,
-  **options: Any,
-) -> tuple[LossSums, tuple[jax.Array | None, jax.Array | None, jax.Array]]:
+def _run(hidden, table, weights, *arguments, **options):
   """Computes the sums, and the gradients of `total`; arguments as `_sweep`.
 
   Returns:
     The sums; gradients in `hidden` and `table`, None without gradients, and in
     `weights`, in which `total` is linear.
   """
-  values, dhidden, dtable = _sweep(hidden, table, weights, *others, **options)
-  # A weight of zero hides any value.
+  values, dhidden, dtable = _sweep(
+    hidden, table, weights, *arguments, **options
+  )
+  # A weight of zero hides any value, NaN included: padding has no target.
   sums = {
     name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
     for name, value in values.items()
@@ -206,11 +201,11 @@ def _sweep(
     share = 1.0 - teacher.share
     tokens.append(teacher.hidden)
     tables.append(teacher.table_with_rows(table.shape[0]))
-  # With no weight on the data its terms are only reported.
+  # Without weight on the data its terms are only reported.
   data_counts = share > 0 or z_loss > 0
 
   def step(columns, tokens, tables):
-    """Computes the terms of one chunk from the logits of both models."""
+    """Computes the terms of a chunk from the logits of both models."""
     x, y, w, *x_teacher = tokens
     w = w if with_gradients else None
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
@@ -226,12 +221,13 @@ def _sweep(
     )
     if teacher is None:
       return values, dlogits
-    wanted = vocabulary_parallel.product(*x_teacher, tables[1])
-    more, dwanted = distillation_loss.terms(
-      columns, logits, wanted, w, teacher, softcap=softcap
+    teacher_logits = vocabulary_parallel.product(*x_teacher, tables[1])
+    distilled, gradient = distillation_loss.terms(
+      columns, logits, teacher_logits, w, teacher, softcap=softcap
     )
-    values |= {'kl': more['kl'], 'total': values['total'] + more['total']}
-    return values, dwanted if dlogits is None else dwanted + dlogits
+    values['kl'] = distilled['kl']
+    values['total'] += distilled['total']
+    return values, gradient if dlogits is None else gradient + dlogits
 
   return vocabulary_parallel.sweep(
     step,
@@ -254,9 +250,9 @@ def terms(
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
 ) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
-  """Values per row, and the gradient of the raw logits if given weights.
+  """Computes terms per row, and with weights the gradient of the raw logits.
 
-  Args (the rest as for `cross_entropy`):
+  Args (the remaining ones as for `cross_entropy`):
     columns: the local columns.
     logits: [rows, v] float32, before the soft-cap.
     targets: [rows] int32.
@@ -275,18 +271,20 @@ def terms(
     columns.only_tokens(logits, vocabulary_parallel.EXCLUDED)
   )[0]
   shift, _ = vocabulary_parallel.soft_cap(largest, softcap)
-  added = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
+  # Each device has some columns: one exchange for all sums over them.
+  parts = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
   if label_smoothing:
-    added.append(columns.only_tokens(capped, 0.0))
-  sums = columns.sum(*added)  # [terms, rows]
+    parts.append(columns.only_tokens(capped, 0.0))
+  sums = columns.sum(*parts)  # [terms, rows]
   log_normaliser = shift + jnp.log(sums[0])
   target_score, _ = vocabulary_parallel.soft_cap(sums[1], softcap)
+  # An id outside matches no column and would count as a logit of 0.
   in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
   nll = jnp.where(in_vocabulary, log_normaliser - target_score, jnp.nan)
   smoothed = nll
   if label_smoothing:
-    uniform = log_normaliser - sums[2] / columns.vocab_size
-    smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform
+    uniform_nll = log_normaliser - sums[2] / columns.vocab_size
+    smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform_nll
   z_term = z_loss * jnp.square(log_normaliser)
   values = {
     'total': share * smoothed + z_term,
@@ -299,21 +297,10 @@ def terms(
   weights = weights.astype(jnp.float32)
   scale = weights * (share + 2 * z_loss * log_normaliser)  # [rows]
   probabilities = jnp.exp(scores - log_normaliser[:, None])
-  wanted = _wanted(columns, is_target, label_smoothing)
-  dlogits = scale[:, None] * probabilities
-  dlogits -= (share * weights)[:, None] * wanted
-  return values, dlogits if slope is None else dlogits * slope
-
-
-def _wanted(
-  columns: vocabulary_parallel.Columns,
-  is_target: jax.Array,
-  label_smoothing: float,
-) -> jax.Array:
-  """Returns the smoothed target distribution [rows, v]."""
-  wanted = jnp.where(is_target, 1 - label_smoothing, 0.0)
+  target_probabilities = jnp.where(is_target, 1 - label_smoothing, 0.0)
   if label_smoothing:
-    wanted += columns.only_tokens(
-      jnp.full_like(wanted, label_smoothing / columns.vocab_size), 0.0
-    )
-  return wanted
+    uniform = label_smoothing / columns.vocab_size
+    target_probabilities += columns.only_tokens(uniform, 0.0)
+  dlogits = scale[:, None] * probabilities
+  dlogits -= (share * weights)[:, None] * target_probabilities
+  return values, dlogits if slope is None else dlogits * slope

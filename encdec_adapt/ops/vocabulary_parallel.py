@@ -2,23 +2,25 @@
 
 The sharded part of `vocabulary_loss`. Each device holds some rows of the
 output table [V, D] and some of the tokens. For a chunk of its tokens it
-gathers the hidden states of the devices whose tokens it shares a table with,
-forms the logits of its own columns once, and from them both the terms of the
+gathers the hidden states of the devices with which it shares a table,
+forms the logits of its columns once, and from them both the terms of the
 loss and the gradients: `dhidden` goes back to the tokens' owners, `dtable`
 stays where the rows are. No device ever holds the logits of all its tokens,
 and no automatic differentiation passes through a collective, because the
 custom derivative (`vocabulary_loss`) is around `shard_map`.
 
 Which mesh axes split tokens ('batch', 'length') and table rows ('vocab') is
-read from the active partition; without one, the same code runs on one device.
+read from the active partition; without it, the same code runs on one device.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from encdec_adapt.ops import partition
@@ -35,12 +37,13 @@ Sum = Any
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-  """The columns of the logits one device holds, and sums over all columns.
+  """The columns of the logits on a device, and sums over all columns.
 
   Attributes:
     ids: [v] int32, the token id of each local column.
     is_token: [v] bool, False for columns that only pad the table, or None
-      where the table has no such columns at all.
+      where the table has no such columns (masking them would cost a pass over
+      the logits).
     vocab_size: number of columns that are tokens, over all devices.
     axes: mesh axes over which the columns are split.
   """
@@ -56,12 +59,12 @@ class Columns:
     return jax.lax.psum(local, self.axes) if self.axes else local
 
   def max(self, *terms: jax.Array) -> jax.Array:
-    """Largest value of each [rows, v] term: [terms, rows]."""
+    """Takes the largest value of each [rows, v] term: [terms, rows]."""
     local = jnp.stack([jnp.max(term, axis=-1) for term in terms])
     return jax.lax.pmax(local, self.axes) if self.axes else local
 
-  def only_tokens(self, values: jax.Array, otherwise: float) -> jax.Array:
-    """[rows, v] with `otherwise` in the columns that pad the table."""
+  def only_tokens(self, values: ArrayLike, otherwise: float) -> ArrayLike:
+    """Replaces values [rows, v] in the columns that pad the table."""
     if self.is_token is None:
       return values
     return jnp.where(self.is_token, values, otherwise)
@@ -69,7 +72,7 @@ class Columns:
 
 # (columns, token inputs [rows, ...], tables [v, ...]) -> values per row
 # (a tree of [rows]) and the gradient [rows, v] of the loss with respect to
-# the raw logits `token_inputs[0] @ tables[0].T` (None where not wanted).
+# the raw logits `token_inputs[0] @ tables[0].T` (None without gradients).
 ChunkStep = Callable[
   [Columns, Sequence[jax.Array], Sequence[jax.Array]],
   tuple[Any, jax.Array | None],
@@ -94,13 +97,13 @@ class _Layout:
     self.tokens_only = active.only(partition.TOKENS, ['vocab'])
 
   def gather(self, x: jax.Array) -> jax.Array:
-    """[c, ...] of this device -> [rows, ...] of all that share a table."""
+    """Gathers [c, ...] to [rows, ...] of all devices that share a table."""
     if not self.shared:
       return x
     return jax.lax.all_gather(x, self.shared, axis=0, tiled=True)
 
-  def own(self, x: jax.Array) -> jax.Array:
-    """[rows, ...] known to every device -> [c, ...] of this device."""
+  def local_rows(self, x: jax.Array) -> jax.Array:
+    """Cuts this device's [c, ...] out of [rows, ...] that every device has."""
     if not self.shared:
       return x
     count = x.shape[0] // self.active.devices(self.shared)
@@ -108,7 +111,7 @@ class _Layout:
     return jax.lax.dynamic_slice_in_dim(x, start, count)
 
   def return_to_owners(self, x: jax.Array) -> jax.Array:
-    """Partial sums [rows, D] on each device -> sums [c, D] of its tokens."""
+    """Adds up partial sums [rows, D] to the sums [c, D] of local tokens."""
     if self.shared:
       x = jax.lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True)
     return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
@@ -117,14 +120,14 @@ class _Layout:
 def product(
   x: Float[Array, 'rows D'], table: Float[Array, 'v D']
 ) -> Float[Array, 'rows v']:
-  """Logits in float32 of hidden states and the rows of a table."""
+  """Computes float32 logits of hidden states and the rows of a table."""
   return jnp.einsum('nd,vd->nv', x, table, preferred_element_type=jnp.float32)
 
 
 def soft_cap(
   logits: Float[Array, '*L'], cap: float | None
 ) -> tuple[Float[Array, '*L'], Float[Array, '*L'] | None]:
-  """`cap * tanh(logits / cap)` and its slope (None: no cap, slope 1)."""
+  """Computes `cap * tanh(logits / cap)` and its slope (None for no cap)."""
   if cap is None:
     return logits, None
   tanh = jnp.tanh(logits / cap)
@@ -143,12 +146,12 @@ def sweep(
   """Runs `step` over all tokens, a chunk at a time.
 
   Args:
-    step: function of one chunk of tokens and the local columns.
+    step: function of a chunk of tokens and the local columns.
     tokens: arrays [B, T, ...]; the first holds the hidden states [B, T, D].
     tables: arrays [V, ...]; the first is the output table [V, D] in the dtype
       of the products.
     vocab_size: rows of the tables that are tokens; later rows are padding.
-    chunk: most tokens of one device in one step.
+    chunk: most tokens of a device in a step.
     with_gradients: whether `step` returns the gradient of the logits.
 
   Returns:
@@ -159,14 +162,9 @@ def sweep(
     ValueError: shapes the active partition cannot split.
   """
   active = partition.active()
-  layout = _Layout(active)
-
-  def on_device(tokens, tables):
-    """Sweeps one device's tokens and columns."""
-    return _sweep_device(
-      step, tokens, tables, layout, vocab_size, chunk, with_gradients
-    )
-
+  on_device = functools.partial(
+    _sweep_device, step, _Layout(active), vocab_size, chunk, with_gradients
+  )
   if active.mesh is None:
     return on_device(tokens, tables)
   active.check('tokens', tokens[0].shape[:2], partition.TOKENS)
@@ -182,26 +180,22 @@ def sweep(
 
 
 def _sweep_device(
-  step: ChunkStep,
-  tokens: Sequence[jax.Array],
-  tables: Sequence[jax.Array],
-  layout: _Layout,
-  vocab_size: int,
-  chunk: int,
-  with_gradients: bool,
-) -> tuple[Any, jax.Array | None, jax.Array | None]:
-  """The part of `sweep` that runs on each device, inside `shard_map`."""
+  step, layout, vocab_size, chunk, with_gradients, tokens, tables
+):
+  """Sweeps a device's tokens and columns, inside `shard_map`."""
   batch, length = tokens[0].shape[:2]
   columns = _local_columns(tables[0].shape[0], vocab_size, layout)
 
   def chunk_step(dtable, piece):
-    """Values and `dhidden` of one chunk; adds its share to `dtable`."""
+    """Computes values and `dhidden` of a chunk; adds to `dtable`."""
     gathered = [layout.gather(x) for x in piece]
     rows, dlogits = step(columns, gathered, tables)
-    rows = jax.tree.map(layout.own, rows)
+    rows = jax.tree.map(layout.local_rows, rows)
     if dlogits is None:
       return dtable, (rows, None)
     x, table = gathered[0], tables[0]
+    # Rounded like the logits' operands, so that these products run on the
+    # matrix units' fast path; their sums are float32.
     dlogits = dlogits.astype(x.dtype)
     dx = jnp.einsum(
       'nv,vd->nd', dlogits, table, preferred_element_type=jnp.float32
@@ -214,6 +208,7 @@ def _sweep_device(
   dtable = None
   if with_gradients:
     dtable = jnp.zeros(tables[0].shape, jnp.float32)
+    # A scan needs its carry to vary over the same mesh axes as the summands.
     if varying := layout.vocab + layout.tokens_only:
       dtable = jax.lax.pcast(dtable, varying, to='varying')
   pieces = [_split(x, chunk) for x in tokens]
@@ -225,7 +220,7 @@ def _sweep_device(
 
 
 def _local_columns(count: int, vocab_size: int, layout: _Layout) -> Columns:
-  """The `count` columns this device holds."""
+  """Describes the `count` columns of this device."""
   ids = jnp.arange(count, dtype=jnp.int32)
   if layout.vocab:
     ids += jax.lax.axis_index(layout.vocab) * count
@@ -235,10 +230,10 @@ def _local_columns(count: int, vocab_size: int, layout: _Layout) -> Columns:
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:
-  """[B, T, ...] -> [chunks, at most `chunk`, ...], zeros at the end."""
+  """Splits [B, T, ...] into [chunks, at most `chunk`, ...], padded with 0."""
   count = x.shape[0] * x.shape[1]
   chunks = -(-count // chunk)
-  # Chunks of equal size pad fewer tokens than full chunks and a rest.
+  # Chunks of equal size pad fewer tokens than full chunks and a remainder.
   size = -(-count // chunks)
   x = x.reshape(count, *x.shape[2:])
   padding = [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1)

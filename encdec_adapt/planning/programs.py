@@ -332,7 +332,7 @@ def _decode(job: Job) -> Program:
     """Generates one token of every row."""
     with partition.use(mesh, rules.as_dict()):
       state = state._replace(cache=cache)
-      return decoding.advance(model, params, state, eos, sampled=False)
+      return decoding.advance(model, params, state, eos)
 
   axes = {
     'parameters': where.axes(params),

@@ -52,9 +52,12 @@ class EngineThread:
     """Starts the thread, which ends with the process."""
     self.engine, self.jobs = engine, set()
     self.failed: Exception | None = None
-    self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
+    )
     self._running: dict[int, Job] = {}
-    threading.Thread(target=self._run, name='engine', daemon=True).start()
+    self._thread = threading.Thread(target=self._run, daemon=True)
+    self._thread.start()
 
   def submit(self, request: engine_lib.Request, *, wants_tokens: bool) -> Job:
     """Queues a request.
@@ -77,6 +80,11 @@ class EngineThread:
     self.jobs.discard(job)
     self._calls.put(lambda: self._cancel(job))
 
+  def close(self) -> None:
+    """Ends the thread: a process that ends while it computes would abort."""
+    self._calls.put(None)
+    self._thread.join()
+
   def _submit(self, job: Job) -> None:
     try:
       if self.failed is not None:
@@ -94,10 +102,11 @@ class EngineThread:
     """Handles queued calls and steps the engine in a loop."""
     while True:
       try:
-        if not self._running:
-          self._calls.get()()
-        while not self._calls.empty():
-          self._calls.get()()
+        while not (self._running and self._calls.empty()):
+          call = self._calls.get()
+          if call is None:
+            return
+          call()
         for number, completion in self.engine.step(self._on_tokens):
           self._running.pop(number).post(completion)
       except Exception as error:

@@ -10,19 +10,23 @@ import contextlib
 import dataclasses
 import importlib.resources
 import json
+import os
+import socket
 import sys
 import time
 from typing import Any
 
-from starlette import applications, requests, responses, routing
+from starlette import applications, middleware, requests, responses, routing
 import uvicorn
+from uvicorn.protocols.http import h11_impl
 
 from encdec_adapt.cli import errors
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.serving import engine_thread, protocol, text_stream
+from encdec_adapt.serving import engine_thread, origins, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabularies
 
 _MAX_BODY = 1 << 20  # Bytes.
+_BODY_SECONDS = 30  # Within which a body must arrive.
 _STREAM = 'text/event-stream'
 _GONE = 499  # Status in the metrics of a client that left.
 
@@ -40,6 +44,7 @@ class Served:
     separator: token ids after a prompt, see `StoredModel.separator`.
     max_queue: most requests that wait for a row.
     timeout: seconds that a request may take.
+    host: address to listen on.
   """
 
   name: str
@@ -50,6 +55,7 @@ class Served:
   separator: Sequence[int] = ()
   max_queue: int = 64
   timeout: float = 300.0
+  host: str = '127.0.0.1'
 
 
 class Service:
@@ -86,7 +92,8 @@ class Service:
           ('GET', '/metrics', self._metrics),
           ('GET', '/', self._show_page),
         )
-      ]
+      ],
+      middleware=[middleware.Middleware(origins.Guard, host=served.host)],
     )
 
   async def _complete(self, request: requests.Request) -> responses.Response:
@@ -107,7 +114,8 @@ class Service:
       self._requests[error.status] += 1
       # Escaped: names of fields may be no valid Unicode.
       body, kind = json.dumps(error.body), 'application/json'
-      return responses.Response(body, error.status, media_type=kind)
+      headers = {'connection': 'close'} if error.status == 408 else None
+      return responses.Response(body, error.status, headers, kind)
 
   async def _parse(self, request: requests.Request) -> protocol.Call:
     """Reads and parses a request."""
@@ -115,10 +123,15 @@ class Service:
       raise protocol.ApiError(503, 'the server is stopping.')
     content = b''
     try:
-      async for part in request.stream():
-        content += part
-        if len(content) > _MAX_BODY:
-          raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
+      async with asyncio.timeout(_BODY_SECONDS):
+        async for part in request.stream():
+          content += part
+          if len(content) > _MAX_BODY:
+            raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
+    except TimeoutError:
+      raise protocol.ApiError(
+        408, f'the body did not arrive within {_BODY_SECONDS} seconds.'
+      ) from None
     except requests.ClientDisconnect:
       raise protocol.ApiError(_GONE, 'the client left.') from None
     served, is_chat = self._served, 'chat' in request.url.path
@@ -265,16 +278,32 @@ def _line(body: dict[str, Any]) -> str:
   return f'data: {json.dumps(body)}\n\n'
 
 
+class _Protocol(h11_impl.H11Protocol):
+  """HTTP/1.1, whose refusals say what is wrong."""
+
+  def send_400_response(self, msg: str) -> None:
+    """Refuses a request that is no HTTP, such as one without `Host`."""
+    super().send_400_response(f'{msg} {sys.exc_info()[1]}\n')
+
+
 class _Server(uvicorn.Server):
   """Stops when a signal came and no request is in progress."""
 
   service: Service
 
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    """Listens, and then says so."""
+    await super().startup(sockets)
+    address = f'http://{self.config.host}:{self.config.port}/'
+    print(f'{address} (Ctrl-C finishes what is in progress)')
+
   def handle_exit(self, sig: int, frame: Any) -> None:
-    """Refuses new requests; a second signal stops at once."""
+    """Refuses new requests; a second signal ends the process."""
     del sig, frame
     if self.service.draining:
-      self.should_exit = self.force_exit = True
+      print('stopped: requests in progress are lost', file=sys.stderr)
+      # Python's own end would abort in the engine's thread, and answer 500.
+      os._exit(1)
     self.service.draining = True
     print('stopping: requests in progress are finished', file=sys.stderr)
 
@@ -283,6 +312,21 @@ class _Server(uvicorn.Server):
     drained = self.service.draining and not self.service.thread.jobs
     failed = self.service.thread.failed is not None
     return await super().on_tick(counter) or drained or failed
+
+
+def is_free(host: str, port: int) -> bool:
+  """Returns whether a port can be listened on; prints why it cannot."""
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  try:
+    socket.create_server((host, port), family=family).close()
+  except OSError as error:
+    print(
+      f'Error: --host={host} --port={port} cannot be listened on ({error});'
+      ' choose another port, or end the program that uses it.',
+      file=sys.stderr,
+    )
+    return False
+  return True
 
 
 def run(service: Service, host: str, port: int) -> int:
@@ -294,12 +338,14 @@ def run(service: Service, host: str, port: int) -> int:
     port: port to listen on.
 
   Returns:
-    The exit status: 1 if the engine failed or the port is not free.
+    The exit status: 1 if the engine failed or the port is not free; a second
+    signal ends the process with 1, too.
   """
-  options = {'log_level': 'warning', 'lifespan': 'off'}
+  options = {'log_level': 'warning', 'lifespan': 'off', 'http': _Protocol}
   options['timeout_graceful_shutdown'] = 10  # Seconds, of slow readers.
   server = _Server(uvicorn.Config(service.app, host, port, **options))
   server.service = service
-  print(f'http://{host}:{port}/ (Ctrl-C finishes what is in progress)')
-  server.run()
+  with contextlib.suppress(SystemExit):  # Another program took the port.
+    server.run()
+  service.thread.close()
   return int(service.thread.failed is not None or not server.started)

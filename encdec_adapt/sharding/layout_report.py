@@ -15,13 +15,13 @@ LARGE = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One array.
+  """Layout of an array.
 
   Attributes:
     name: part of the arguments and path in it, such as 'parameters/a/b'.
     dimensions: 'embed 2304/fsdp, mlp 9216': logical name, size and mesh axes.
     dtype: dtype of the elements.
-    bytes: bytes of one device's shard.
+    bytes: bytes of a device's shard.
     replicated: every device of several holds the whole array.
     host: the array is in the host's memory.
   """
@@ -40,11 +40,11 @@ class Row:
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
-  """Returns bytes of one device's shards of a tree, abstract or not.
+  """Returns bytes of a device's shards of a tree, abstract or not.
 
   Args:
     tree: arrays, or shapes with shardings.
-    host: count shards in the host's memory, instead of the device's.
+    host: count shards in the host's memory instead of the device's.
   """
   return float(
     sum(
@@ -74,10 +74,13 @@ def describe(
     names = structure.flatten_up_to(axes[part])
     for (path, leaf), logical in zip(leaves, names, strict=True):
       mesh = leaf.sharding.mesh.shape
+      # A PartitionSpec may be shorter than the shape, and may name an axis
+      # without a tuple.
       spec = [
         (split,) if isinstance(split, str) else split or ()
         for split in (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
       ]
+      # An axis of a single device in a spec does not split anything.
       used = {axis for split in spec for axis in split if mesh[axis] > 1}
       dimensions = [
         f'{name or "-"} {size}' + ('/' + '.'.join(split) if split else '')
@@ -109,12 +112,12 @@ def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
   ]
 
 
-def replicated_text(found: Iterable[Mapping[str, Any]]) -> list[str]:
+def replicated_text(arrays: Iterable[Mapping[str, Any]]) -> list[str]:
   """Returns a line for each entry of `replicated`."""
   return [
-    f'REPLICATED: {one["name"]}, {one["bytes"] / 2**20:,.1f} MiB on every'
+    f'REPLICATED: {array["name"]}, {array["bytes"] / 2**20:,.1f} MiB on every'
     ' device'
-    for one in found
+    for array in arrays
   ]
 
 
@@ -133,5 +136,4 @@ def text(rows: Iterable[Row]) -> str:
   lines += [
     f'{part}: {size / 2**20:,.1f} MiB per device' for part, size in sums.items()
   ]
-  lines += replicated_text(replicated(rows))
-  return '\n'.join(lines)
+  return '\n'.join([*lines, *replicated_text(replicated(rows))])

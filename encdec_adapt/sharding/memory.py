@@ -1,4 +1,4 @@
-"""Memory kinds of arrays: the device's own memory, or the host's.
+"""Memory kinds of arrays: the device's memory, or the host's.
 
 The only module that queries memory kinds, which differ between backends and
 versions of JAX.
@@ -31,6 +31,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
-  """Returns the same sharding in the devices' own memory."""
+  """Returns the same sharding in the devices' memory."""
+  # The kind is 'device' on accelerators and differs on CPUs.
   device = sharding.mesh.devices.flat[0]
   return sharding.with_memory_kind(device.default_memory().kind)

@@ -47,22 +47,20 @@ class MeshConfig:
       ValueError: the axes do not multiply to `devices`.
     """
     sizes = [getattr(self, axis) for axis in AXES]
-    described = ', '.join(
-      f'{axis}={size}' for axis, size in zip(AXES, sizes, strict=True)
-    )
+    described = ', '.join(f'{axis}={getattr(self, axis)}' for axis in AXES)
     if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
       raise ValueError(
         f'mesh ({described}): sizes are at least 1, and at most one axis is'
         ' -1 (the remaining devices).'
       )
-    known = math.prod(size for size in sizes if size != -1)
-    if devices % known or (-1 not in sizes and known != devices):
+    fixed = math.prod(size for size in sizes if size != -1)
+    if devices % fixed or (-1 not in sizes and fixed != devices):
       raise ValueError(
         f'mesh ({described}) does not multiply to the {devices} devices'
         ' present; change config.mesh so that it does, or set one axis to'
         ' -1.'
       )
-    return tuple(devices // known if size == -1 else size for size in sizes)
+    return tuple(devices // fixed if size == -1 else size for size in sizes)
 
 
 def in_groups(devices: int, largest: int) -> MeshConfig:
@@ -104,6 +102,8 @@ def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
     return np.array(devices).reshape(sizes)
   slices = len({getattr(d, 'slice_index', 0) for d in devices})
   if slices == 1:
+    # An axis of the torus may be split between axes of the mesh; otherwise
+    # shapes such as fsdp=8, tensor=2 on 4x4 chips would be refused.
     return mesh_utils.create_device_mesh(
       sizes, devices, allow_split_physical_axes=True
     )
@@ -112,9 +112,8 @@ def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
       f'config.mesh.replica is {sizes[0]} on {slices} slices; it must be a'
       ' multiple of them, so that parameters are sharded inside a slice.'
     )
-  inside = (sizes[0] // slices, *sizes[1:])
   return mesh_utils.create_hybrid_device_mesh(
-    inside,
+    (sizes[0] // slices, *sizes[1:]),
     (slices, 1, 1, 1),
     devices=devices,
     allow_split_physical_axes=True,

@@ -29,7 +29,7 @@ def parameter_shardings(
   """Returns the sharding of every parameter by its path.
 
   Args:
-    table: path to an object with `shape` and `axes` (logical, one per
+    table: path to an object with `shape` and `axes` (a logical axis per
       dimension): `models.parameters.parameter_table`.
     mesh: device mesh.
     rules: mesh axes of the logical axes.
@@ -51,7 +51,7 @@ def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
   """Returns logical axes of parameters, or of leaves made from them.
 
   A leaf below a parameter's path has the parameter's axes if it has its shape
-  (a moment), and the remaining ones if it lacks one dimension (Adafactor's
+  (a moment), and the remaining axes if it lacks a dimension (Adafactor's
   rows and columns; of two equal dimensions the first counts as missing). Any
   other leaf (a count) has no names.
 
@@ -64,7 +64,8 @@ def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
   """
 
   def name(path, leaf):
-    """Axes of one leaf."""
+    # The state of an optimizer nests the parameters below keys that it chooses,
+    # so every tail of the path is tried.
     keys = path_string(path).split('/')
     tails = ('/'.join(keys[start:]) for start in range(len(keys)))
     info = next((table[tail] for tail in tails if tail in table), None)
@@ -91,7 +92,7 @@ def shardings(
 
   Returns:
     The tree with a NamedSharding for every leaf, scalars included: a leaf
-    without one would be restored onto one device per process.
+    without a sharding would be restored onto one device per process.
 
   Raises:
     ValueError: a leaf does not divide over the mesh.
@@ -143,19 +144,19 @@ def batch_sharding(
 
 @dataclasses.dataclass(frozen=True)
 class RowShards:
-  """Rows of every batch that the devices of one process hold.
+  """Rows of every batch that the devices of a process hold.
 
   Processes hold the same rows if a `tensor` or `sequence` group spans them,
-  and the rows of one process need not be contiguous: both follow from the
+  and the rows of a process need not be contiguous: both follow from the
   order of the devices in the mesh.
 
   Attributes:
     total: number of shards of a batch's rows over the mesh.
-    held: shards on this process's devices, ascending, 0 to total - 1.
+    indices: shards on this process's devices, ascending, 0 to total - 1.
   """
 
   total: int
-  held: tuple[int, ...]
+  indices: tuple[int, ...]
 
   def rows(self, batch_size: int) -> list[int]:
     """Returns indices into a global batch that the process reads, ascending.
@@ -164,20 +165,23 @@ class RowShards:
       batch_size: rows of the global batch, a multiple of `total`.
     """
     size = batch_size // self.total
-    return [i for s in self.held for i in range(s * size, (s + 1) * size)]
+    return [i for s in self.indices for i in range(s * size, (s + 1) * size)]
 
   def shard_rows(self, count: int) -> int:
-    """Returns rows of one shard if this process read `count` for a batch.
+    """Returns rows of a shard if this process read `count` for a batch.
 
     Raises:
-      ValueError: they do not divide over the shards held.
+      ValueError: they do not divide over the shards of the process.
     """
-    size, rest = divmod(count, len(self.held))
-    if rest:
-      raise ValueError(f'{count} rows for {len(self.held)} shards of a process')
+    size, remainder = divmod(count, len(self.indices))
+    if remainder:
+      raise ValueError(
+        f'{count} rows for {len(self.indices)} shards of a process'
+      )
     return size
 
 
+# Called for every batch, and the map of a large mesh takes long to build.
 @functools.cache
 def row_shards(
   mesh: Mesh, rules: rules_lib.Rules, process: int | None = None
@@ -187,15 +191,16 @@ def row_shards(
   Args:
     mesh: device mesh.
     rules: mesh axes of the logical axes.
-    process: 0-based index of the process, by default this one.
+    process: 0-based index of a process; None for this process.
   """
   process = jax.process_index() if process is None else process
   partition = rules.on(mesh)
   total = partition.size('batch')
   sharding = partition.sharding('rows', (total,), ('batch',))
-  held = {
+  # A set: devices of a `tensor` or `sequence` group hold the same rows.
+  indices = {
     rows.indices(total)[0]
     for device, (rows,) in sharding.devices_indices_map((total,)).items()
     if device.process_index == process
   }
-  return RowShards(total, tuple(sorted(held)))
+  return RowShards(total, tuple(sorted(indices)))

@@ -82,13 +82,13 @@ class Rules:
 
 
 # `fsdp`: parameters and batch over fsdp, heads and mlp over tensor; gradients
-# are summed over replica. For several slices, and for models whose state fits
-# on the devices of one fsdp group.
+# are summed over replica. For several slices, and for models with a state that
+# fits on the devices of an fsdp group.
 # `fsdp_replica`: everything but the tables also over replica, so that a device
-# holds less of the state. For one slice of more than `VOCABULARY_GROUP`
+# holds less of the state. For a slice of more than `VOCABULARY_GROUP`
 # devices; between slices, gathering parameters would be slow.
 # `whole_slice`: the tables too, and gradients are summed inside the boxes of
-# fsdp first. For one slice whose state needs all of its devices.
+# fsdp first. For a slice with a state that needs all of its devices.
 # `data_parallel`: parameters replicated, batch over every data axis. For
 # models that fit on each device.
 RULES = {

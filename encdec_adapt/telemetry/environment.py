@@ -186,6 +186,22 @@ def memory_high_water() -> dict[str, int]:
   return {'memory_peak_bytes': max(peaks)} if peaks else {}
 
 
+def memory_free() -> int | None:
+  """Returns the bytes that are free on each device of this process.
+
+  Those of a CPU are what Linux has available. None where neither is known.
+  """
+  stats = [device.memory_stats() for device in jax.local_devices()]
+  if all(stats):
+    return min(s['bytes_limit'] - s['bytes_in_use'] for s in stats)
+  try:
+    text = pathlib.Path('/proc/meminfo').read_text(encoding='utf-8')
+  except OSError:
+    return None
+  kibibytes = int(text.split('MemAvailable:')[1].split()[0])
+  return 1024 * kibibytes // len(stats)
+
+
 def enable_compile_cache(folder: str | os.PathLike[str]) -> None:
   """Keeps compiled programs in a folder; call before the first `jit`.
 

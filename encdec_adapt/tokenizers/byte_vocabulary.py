@@ -18,11 +18,12 @@ _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(
 
 
 class ByteVocabulary(vocabulary.Vocabulary):
-  """Bytes and special tokens, without any file."""
+  """Bytes and special tokens, without files."""
 
   def __init__(self, *, added_sentinels: int = 0):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: 256 + i for i, name in enumerate(_SPECIALS)}
+    # The first four names, without brackets, are those of `vocabulary.ROLES`.
     roles = {name[1:-1]: specials[name] for name in _SPECIALS[:4]}
     super().__init__(
       NAME,
@@ -45,4 +46,5 @@ class ByteVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     del start
+    # A model may write bytes that are no UTF-8, so errors are replaced.
     return bytes(ids).decode('utf-8', 'replace')

@@ -56,7 +56,7 @@ class Template:
     after_turn: text after the end.
     assistant: name of the assistant's role.
     strips: whether text is stripped.
-    system_apart: whether the system has a turn of its own.
+    system_apart: whether the system has a turn.
   """
 
   family: str
@@ -67,6 +67,11 @@ class Template:
   assistant: str = 'assistant'
   strips: bool = False
   system_apart: bool = True
+
+  @property
+  def specials(self) -> list[str]:
+    """Special tokens, in the order of a turn."""
+    return [name for name in (*self.start, self.end) if name]
 
 
 TEMPLATES = (
@@ -92,43 +97,38 @@ TEMPLATES = (
 
 def markers() -> set[str]:
   """Returns the special tokens of all templates."""
-  return {name for t in TEMPLATES for name in (*t.start, t.end) if name}
+  return {name for template in TEMPLATES for name in template.specials}
 
 
 def find_template(vocabulary: vocabulary_lib.Vocabulary) -> Template | None:
-  """Returns the template whose special tokens a vocabulary has, if any."""
-  for template in TEMPLATES:
-    names = [*filter(None, template.start), template.end]
-    if all(name in vocabulary.specials for name in names):
-      return template
-  return None
+  """Returns the template that fits a vocabulary's special tokens, if any."""
+  names = vocabulary.specials.keys()
+  return next((t for t in TEMPLATES if names >= set(t.specials)), None)
 
 
 def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
-  """Returns the template whose special tokens a vocabulary has.
+  """Returns the template that fits a vocabulary's special tokens.
 
   Raises:
-    UserError: it has the special tokens of no template.
+    UserError: it lacks the special tokens of every template.
   """
   if template := find_template(vocabulary):
     return template
-  needed = '; '.join(
-    f'{t.family}: {" ".join(filter(None, t.start))} {t.end}' for t in TEMPLATES
-  )
+  families = '; '.join(f'{t.family}: {" ".join(t.specials)}' for t in TEMPLATES)
   raise errors.UserError(
     f'the vocabulary {vocabulary.path} has no chat template: it lacks the'
-    f' special tokens of every known one ({needed}). Give plain prompts, or'
+    f' special tokens of every known one ({families}). Give plain prompts, or'
     ' a model whose vocabulary has them'
   )
 
 
 def jinja(template: Template) -> str:
   """Returns a template as the Jinja source that `transformers` renders."""
-  first, second = (json.dumps(name) for name in template.start)
-  before, end = json.dumps(template.before_text), json.dumps(template.end)
-  after, assistant = (
-    json.dumps(text) for text in (template.after_turn, template.assistant)
-  )
+  first, second = map(json.dumps, template.start)
+  # JSON strings are valid in Jinja, escaped newlines included.
+  texts = template.before_text, template.end, template.after_turn
+  lead, end, tail = map(json.dumps, texts)
+  assistant = json.dumps(template.assistant)
   strip = ' | trim' if template.strips else ''
   parts = ['{{- bos_token }}', "{%- set system = '' %}"]
   if not template.system_apart:
@@ -142,13 +142,13 @@ def jinja(template: Template) -> str:
     '{%- for message in messages %}',
     "{%- set role = message.role if message.role != 'assistant'"
     f' else {assistant} %}}',
-    f'{{{{- {first} + role + {second} + {before} }}}}',
+    f'{{{{- {first} + role + {second} + {lead} }}}}',
     "{{- system if loop.first else '' }}",
     f'{{{{- message.content{strip} }}}}',
-    f'{{{{- {end} + {after} }}}}',
+    f'{{{{- {end} + {tail} }}}}',
     '{%- endfor %}',
     '{%- if add_generation_prompt %}',
-    f'{{{{- {first} + {assistant} + {second} + {before} }}}}',
+    f'{{{{- {first} + {assistant} + {second} + {lead} }}}}',
     '{%- endif %}',
   ]
   return ''.join(parts)
@@ -184,6 +184,8 @@ def encode(
   template = template_of(vocabulary)
   ids, masks = [], []
   parts = _parts(_turns(messages, template), template, open_turn)
+  # Texts between special tokens are encoded together, as `transformers` encodes
+  # a rendered template: tokens may span a role and its newline.
   for is_special, group in itertools.groupby(parts, lambda p: p.is_special):
     group = list(group)
     if is_special:
@@ -193,10 +195,10 @@ def encode(
     text = ''.join(part.text for part in group)
     tokens, boundaries = vocabulary.encode_with_boundaries(text)
     # The assistant's text ends its group. A token belongs to the assistant if
-    # one of its characters does.
-    said = len(group[-1].text) if group[-1].by_assistant else 0
+    # any of its characters does.
+    answer = len(group[-1].text) if group[-1].by_assistant else 0
     ids.append(tokens)
-    masks.append(_ends(boundaries) > len(text) - said)
+    masks.append(_ends(boundaries) > len(text) - answer)
   return Turns(
     np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)
   )
@@ -218,6 +220,8 @@ def _parts(
     by_assistant = role == 'assistant'
     yield from _header(role, template)
     yield _Part(content, False, by_assistant)
+    # The end of an answer is learned with it, the text after the end is not:
+    # decoding stops at the end.
     yield _Part(template.end, True, by_assistant)
     yield _Part(template.after_turn)
   if open_turn:
@@ -237,13 +241,14 @@ def check_messages(messages: Messages) -> None:
   """Refuses malformed conversations.
 
   Raises:
-    UserError: there is no message, or one is malformed.
+    UserError: there is no message, or a message is malformed.
   """
   if not messages:
     raise errors.UserError('the conversation has no message')
   for i, message in enumerate(messages):
     if (
       not isinstance(message, Mapping)
+      # Other keys, such as tool calls, would be dropped silently.
       or message.keys() != {'role', 'content'}
       or not isinstance(message['content'], str)
       or message['role'] not in (ROLES if i == 0 else ROLES[1:])
@@ -271,14 +276,14 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
         "in this format the system's text precedes the first user's text;"
         ' add a message of the user'
       )
-    first = result[1][1]
-    result[:2] = [('user', f'{messages[0]["content"]}\n\n{first}')]
+    # The system's text is not stripped, as in Gemma 3's template.
+    result[:2] = [('user', f'{messages[0]["content"]}\n\n{result[1][1]}')]
   return result
 
 
 def _ends(boundaries: np.ndarray) -> np.ndarray:
   """Returns how many characters begin before the end of each token, [n]."""
-  # A token that ends inside of a character ends in the one after the last
+  # A token that ends inside of a character ends in that after the last
   # boundary.
-  whole = np.maximum.accumulate(np.maximum(boundaries, 0))
-  return whole[1:] + (boundaries[1:] < 0)
+  characters = np.maximum.accumulate(np.maximum(boundaries, 0))
+  return characters[1:] + (boundaries[1:] < 0)

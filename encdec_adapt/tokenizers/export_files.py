@@ -9,7 +9,7 @@
 
 No tokenizer.json reads texts as a SentencePiece BPE model with both a space
 before every text and user-defined symbols: `tokenizers` puts the space after
-every symbol too, or not before a text that begins with one. Such a model is
+every symbol too, or not before a text that begins with it. Such a model is
 refused, by `check_convertible` before training.
 
 Two things differ from this package. `tokenizers` reads a U+2581 in a text as
@@ -25,6 +25,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Iterable, Mapping
+import itertools
 import json
 import pathlib
 import re
@@ -52,7 +53,7 @@ _SPACE = '\u2581'
 _NEVER = -1e6
 
 
-def write(folder: pathlib.Path, one: vocabulary.Vocabulary) -> str:
+def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
   """Completes the tokenizer files of a folder.
 
   Files that are there already, carried along from the folder that the model
@@ -61,7 +62,7 @@ def write(folder: pathlib.Path, one: vocabulary.Vocabulary) -> str:
 
   Args:
     folder: local folder that exists, such as the draft of an export.
-    one: the vocabulary.
+    vocab: the vocabulary.
 
   Returns:
     A sentence on tokens that were added to the vocabulary, '' without any.
@@ -69,24 +70,26 @@ def write(folder: pathlib.Path, one: vocabulary.Vocabulary) -> str:
   Raises:
     UserError: a file is damaged.
   """
-  for source in one.files:
+  for source in vocab.files:
     name = source.name
-    if isinstance(one, sentencepiece_vocabulary.SentencePieceVocabulary):
+    if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
       name = SENTENCEPIECE
+    # The model's config.json is written by the export, not copied.
     if name != 'config.json' and not (folder / name).exists():
       paths.copy(source, folder / name)
   if not (folder / JSON).exists():
-    (folder / JSON).write_text(_convert(one).to_str(pretty=True) + '\n')
+    (folder / JSON).write_text(_convert(vocab).to_str(pretty=True) + '\n')
   if not (folder / CONFIG).exists():
-    _write_json(folder / CONFIG, _config(one))
-  if not one.added:
+    _write_json(folder / CONFIG, _config(vocab))
+  if not vocab.added:
     return ''
-  first, last = one.added[0], one.added[-1]
+  ids = {vocab.piece(i): i for i in vocab.added}
+  first, last = vocab.added[0], vocab.added[-1]
   added = (
-    f'{len(one.added)} added tokens, {one.piece(first)} to {one.piece(last)},'
+    f'{len(ids)} added tokens, {vocab.piece(first)} to {vocab.piece(last)},'
     f' have the ids {first} to {last}'
   )
-  if _add_tokens(folder, {one.piece(i): i for i in one.added}):
+  if _add_tokens(folder, ids):
     return f'{added} in the tokenizer files.'
   return (
     f'{added}, but the tokenizer files would number them otherwise and are'
@@ -96,7 +99,7 @@ def write(folder: pathlib.Path, one: vocabulary.Vocabulary) -> str:
 
 
 def check(
-  folder: pathlib.Path, one: vocabulary.Vocabulary, texts: Iterable[str]
+  folder: pathlib.Path, vocab: vocabulary.Vocabulary, texts: Iterable[str]
 ) -> None:
   """Compares the ids of texts by the folder's tokenizer.json with ours.
 
@@ -106,47 +109,48 @@ def check(
 
   Args:
     folder: folder with a tokenizer.json.
-    one: the vocabulary that the folder was written for.
+    vocab: the vocabulary that the folder was written for.
     texts: texts to encode, without BOS.
 
   Raises:
     UserError: names the first text and token that differ.
   """
-  theirs = tokenizers.Tokenizer.from_file(str(folder / JSON))
-  theirs.encode_special_tokens = True
-  unigram = isinstance(theirs.model, models.Unigram)
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
+  tokenizer.encode_special_tokens = True
+  unigram = isinstance(tokenizer.model, models.Unigram)
   for text in texts:
     for part in text.splitlines(keepends=True) if unigram else [text]:
-      ours = one.encode(part).tolist()
-      found = theirs.encode(part, add_special_tokens=False).ids
-      same = sorted(found) == sorted(ours) if unigram else found == ours
+      ours = vocab.encode(part).tolist()
+      theirs = tokenizer.encode(part, add_special_tokens=False).ids
+      same = sorted(theirs) == sorted(ours) if unigram else theirs == ours
       if not same and _SPACE not in part:
-        _refuse(folder / JSON, one, ours, found)
+        _refuse(folder / JSON, vocab, ours, theirs)
 
 
-def check_convertible(one: vocabulary.Vocabulary) -> None:
+def check_convertible(vocab: vocabulary.Vocabulary) -> None:
   """Refuses a vocabulary that no tokenizer.json can express.
 
   Raises:
     UserError: it is such a vocabulary; see the module's docstring.
   """
-  if isinstance(one, sentencepiece_vocabulary.SentencePieceVocabulary):
-    _symbols(_read_proto(one.files[0]), one)
+  if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
+    data = vocab.files[0].read_bytes()
+    _symbols(sentencepiece_vocabulary.read_proto(data), vocab)
 
 
-def _symbols(proto: Any, one: vocabulary.Vocabulary) -> list[str]:
+def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
   """Returns the names of a model's symbols that always match as a whole."""
   symbols = [
     piece.piece
     for piece in proto.pieces
     if piece.type == piece.USER_DEFINED
-    and piece.piece not in one.specials
+    and piece.piece not in vocab.specials
     and ' ' not in piece.piece  # SentencePiece looks for it after U+2581.
   ]
   is_bpe = proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM
   if symbols and is_bpe and proto.normalizer_spec.add_dummy_prefix:
     raise errors.UserError(
-      f'the vocabulary {one.path}, of SentencePiece BPE, puts a space before'
+      f'the vocabulary {vocab.path}, of SentencePiece BPE, puts a space before'
       f' every text and has user-defined symbols ({symbols[0]!r}); a model'
       ' trained with it cannot be exported, because no tokenizer.json has the'
       ' same ids. Give a tokenizer.json as the vocabulary, or another model.'
@@ -156,73 +160,73 @@ def _symbols(proto: Any, one: vocabulary.Vocabulary) -> list[str]:
 
 def _refuse(
   path: pathlib.Path,
-  one: vocabulary.Vocabulary,
+  vocab: vocabulary.Vocabulary,
   ours: list[int],
-  found: list[int],
+  theirs: list[int],
 ) -> None:
-  at = 0
-  while ours[at : at + 1] == found[at : at + 1]:
-    at += 1
+  # They differ somewhere, perhaps in length alone.
+  pairs = enumerate(itertools.zip_longest(ours, theirs))
+  at = next(i for i, (our, their) in pairs if our != their)
   shown = [
-    ' '.join(repr(one.piece(i)) for i in ids[at : at + 3]) or 'nothing'
-    for ids in (found, ours)
+    ' '.join(repr(vocab.piece(i)) for i in ids[at : at + 3]) or 'nothing'
+    for ids in (theirs, ours)
   ]
   raise errors.UserError(
-    f'{path} encodes a text differently from the vocabulary {one.path}: after'
-    f' {one.decode(ours[:at])[-40:]!r} (token {at}) it has {shown[0]} instead'
+    f'{path} encodes a text differently from the vocabulary {vocab.path}: after'
+    f' {vocab.decode(ours[:at])[-40:]!r} (token {at}) it has {shown[0]} instead'
     f' of {shown[1]}. Software that loads the export would read other tokens'
     ' than the model was trained on; use a vocabulary that comes with a'
     ' tokenizer.json of its own, or a SentencePiece BPE model.'
   )
 
 
-def _convert(one: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
+def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
   """Builds the `tokenizers` form of a vocabulary, without added tokens."""
-  if isinstance(one, byte_vocabulary.ByteVocabulary):
-    names = [one.piece(i) for i in range(one.stored_size)]
-    tokenizer = _bpe({name: i for i, name in enumerate(names)}, [])
+  if isinstance(vocab, byte_vocabulary.ByteVocabulary):
+    tokenizer = _bpe({vocab.piece(i): i for i in range(vocab.stored_size)}, [])
     tokenizer.decoder = decoders.Sequence(
       [decoders.ByteFallback(), decoders.Fuse()]
     )
     symbols = []
   else:
-    tokenizer, symbols = _from_sentencepiece(one)
+    tokenizer, symbols = _from_sentencepiece(vocab)
+  # By id, because `tokenizers` numbers those that are no pieces in this order.
   tokenizer.add_special_tokens(
     [
       tokenizers.AddedToken(name, special=True, normalized=False)
-      for name, i in sorted(one.specials.items(), key=lambda item: item[1])
-      if i < one.stored_size
+      for name, i in sorted(vocab.specials.items(), key=lambda item: item[1])
+      if i < vocab.stored_size
     ]
   )
   # A symbol with spaces matches after normalisation, which writes U+2581.
   tokenizer.add_tokens(
     [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
   )
-  bos = one.piece(one.bos)
+  bos = vocab.piece(vocab.bos)
   tokenizer.post_processor = processors.TemplateProcessing(
     single=f'{bos} $A',
     pair=f'{bos} $A {bos}:1 $B:1',
-    special_tokens=[(bos, one.bos)],
+    special_tokens=[(bos, vocab.bos)],
   )
   return tokenizer
 
 
 def _from_sentencepiece(
-  one: vocabulary.Vocabulary,
+  vocab: vocabulary.Vocabulary,
 ) -> tuple[tokenizers.Tokenizer, list[str]]:
   """Converts a SentencePiece model.
 
   Returns:
     The tokenizer, and the names of the symbols that always match as a whole.
   """
-  proto = _read_proto(one.files[0])
+  proto = sentencepiece_vocabulary.read_proto(vocab.files[0].read_bytes())
   ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
   scores = {
     piece.piece: piece.score
     for piece in proto.pieces
     if piece.type == piece.NORMAL
   }
-  symbols = _symbols(proto, one)
+  symbols = _symbols(proto, vocab)
   if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
     alphabet = set(''.join(scores))
     # As SentencePiece scores a symbol: better than any path through pieces.
@@ -231,12 +235,12 @@ def _from_sentencepiece(
     tokenizer = tokenizers.Tokenizer(
       models.Unigram(
         [(name, scores.get(name, _NEVER)) for name in ids],
-        unk_id=one.unk,
+        unk_id=vocab.unk,
         byte_fallback=True,
       )
     )
     # A character that no piece has scores even less than `_NEVER`, so a name
-    # with one would match. Nothing spans such a character: texts are split
+    # with such a character would match. Nothing spans it: texts are split
     # there, wherever it stands in a name.
     cuts = [
       (re.escape(name[: i + 1]), re.escape(name[i + 1 :]), re.escape(x))
@@ -251,7 +255,9 @@ def _from_sentencepiece(
         tokenizers.Regex(f'[{characters}](?:{names})'), 'isolated'
       )
   else:
-    tokenizer = _bpe(ids, _merges(scores), unk_token=one.piece(one.unk))
+    tokenizer = _bpe(ids, _merges(scores), unk_token=vocab.piece(vocab.unk))
+  # The steps have SentencePiece's order: normalise characters, put the prefix,
+  # escape spaces. Decoding goes back in the other direction.
   spec = proto.normalizer_spec
   steps = [normalizers.Replace(' ', _SPACE)]
   undo = [
@@ -269,25 +275,18 @@ def _from_sentencepiece(
   return tokenizer, symbols
 
 
-def _read_proto(path: paths.Path) -> Any:
-  """Returns the content of a SentencePiece file."""
-  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
-
-  return sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
-
-
 def _bpe(
   ids: Mapping[str, int], merges: list[tuple[str, str]], **options: str
 ) -> tokenizers.Tokenizer:
-  return tokenizers.Tokenizer(
-    models.BPE(
-      vocab=dict(ids),
-      merges=merges,
-      byte_fallback=True,
-      fuse_unk=True,
-      **options,
-    )
+  model = models.BPE(
+    vocab=dict(ids),
+    merges=merges,
+    byte_fallback=True,
+    # SentencePiece too makes a single unknown token of a run of characters.
+    fuse_unk=True,
+    **options,
   )
+  return tokenizers.Tokenizer(model)
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -304,18 +303,19 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
   ]
 
 
-def _config(one: vocabulary.Vocabulary) -> dict[str, Any]:
+def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
   """Returns the content of a new tokenizer_config.json.
 
-  It has the chat template of the family whose special tokens there are.
+  It has the chat template that fits the vocabulary's special tokens.
   """
-  family = chat_format.find_template(one)
-  roles = {role: getattr(one, role) for role in vocabulary.ROLES}
+  family = chat_format.find_template(vocab)
+  roles = {role: getattr(vocab, role) for role in vocabulary.ROLES}
   config = {
     'tokenizer_class': 'PreTrainedTokenizerFast',
-    **{f'{r}_token': one.piece(i) for r, i in roles.items() if i is not None},
+    **{f'{r}_token': vocab.piece(i) for r, i in roles.items() if i is not None},
     'clean_up_tokenization_spaces': False,
     'model_input_names': ['input_ids', 'attention_mask'],
+    # A rendered chat spells special tokens out; any other text is to be split.
     'split_special_tokens': family is None,
   }
   if family:
@@ -333,6 +333,7 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   tokenizer.add_special_tokens(
     [tokenizers.AddedToken(name, normalized=False) for name in tokens]
   )
+  # `tokenizers` numbers new tokens itself, from the end of its vocabulary on.
   agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
   model = folder / SENTENCEPIECE
   if (
@@ -353,11 +354,12 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
 
 def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   """Appends pieces to a SentencePiece model unless its ids end elsewhere."""
-  proto = _read_proto(path)
+  proto = sentencepiece_vocabulary.read_proto(path.read_bytes())
   if len(proto.pieces) != min(tokens.values()):
     return False
   for name in tokens:
     piece = proto.pieces.add(piece=name, score=0.0)
+    # As special tokens are in Gemma's files.
     piece.type = piece.USER_DEFINED
   proto.trainer_spec.vocab_size = len(proto.pieces)
   path.write_bytes(proto.SerializeToString())

@@ -1,6 +1,6 @@
 """SentencePiece models with any layout of ids: Gemma's, Llama 2's, ours.
 
-Special tokens are the model's control and unknown pieces and, in Gemma's own
+Special tokens are the model's control and unknown pieces and, in Gemma's
 files, user-defined symbols with the names of special tokens, which would match
 in text. Decoding returns every text that UTF-8 can hold: models normalise
 nothing and encode unknown characters as bytes. Some cases need care:
@@ -19,6 +19,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 import hashlib
 import itertools
 import re
+from typing import Any
 
 import sentencepiece
 
@@ -54,20 +55,24 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
         ' the path of a tokenizer, or train one'
       ) from None
     self._model = _load(data, name)
+    # The prefix is put by this class instead, which can leave it out of a part.
     self._prefix = ' ' if _puts_prefix(self._model) else ''
     if self._prefix or _text_matches_specials(self._model):
       self._model = _load(_plain(data), name)
     self._bytes = self._byte_ids()
-    pieces = map(self._model.id_to_piece, range(self._model.get_piece_size()))
-    self._by_line = not any(_MIXED_LINES.search(piece) for piece in pieces)
+    size = self._model.get_piece_size()
+    pieces = [self._model.id_to_piece(i) for i in range(size)]
+    self._by_line = not any(map(_MIXED_LINES.search, pieces))
     super().__init__(
       name,
+      # Of the file, not of `_plain`, so that it does not depend on the release
+      # of protobuf.
       hashlib.sha256(data).hexdigest(),
-      self._model.get_piece_size(),
+      size,
       {
-        self._model.id_to_piece(i): i
-        for i in range(self._model.get_piece_size())
-        if self._model.is_control(i) or self._model.is_unknown(i)
+        piece: i
+        for i, piece in enumerate(pieces)
+        if _is_special(self._model, i)
       },
       _roles(self._model, name),
       files=[paths.at(path)],
@@ -88,6 +93,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     text = self._prefix + text
     if _SPACE not in text or not self._bytes:
       return self._encode_lines(text)
+    # Without byte pieces nothing can stand for the character; `_loss` refuses
+    # such models.
     first, *parts = text.split(_SPACE)
     ids = self._encode_lines(first)
     for part in parts:
@@ -96,10 +103,10 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return ids
 
   def _encode_lines(self, text: str) -> list[int]:
-    """Encodes a text without the character of spaces."""
+    """Encodes a text without the character U+2581."""
     if not self._by_line:
       return self._model.encode(text)
-    # A run of newlines may be one piece.
+    # A run of newlines may be a single piece, so it stays together.
     parts = map(self._model.encode, _LINE.findall(text))
     return list(itertools.chain.from_iterable(parts))
 
@@ -138,6 +145,7 @@ def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
 
 def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
   """Returns whether the model puts a space before every text."""
+  # Decoding drops the space at the start, and the second text keeps its space.
   return model.decode(2 * model.encode('x')) == 'x x'
 
 
@@ -147,16 +155,26 @@ def _text_matches_specials(
   """Returns whether the name of a special piece matches in a text."""
   return any(
     vocabulary.SPECIAL.fullmatch(model.id_to_piece(i))
-    and not (model.is_control(i) or model.is_unknown(i))
+    and not _is_special(model, i)
     for i in range(model.get_piece_size())
   )
 
 
+def _is_special(model: sentencepiece.SentencePieceProcessor, i: int) -> bool:
+  return model.is_control(i) or model.is_unknown(i)
+
+
+def read_proto(data: bytes) -> Any:
+  """Parses a SentencePiece file."""
+  # Here, because it imports protobuf, which most commands do not need.
+  from sentencepiece import sentencepiece_model_pb2
+
+  return sentencepiece_model_pb2.ModelProto.FromString(data)
+
+
 def _plain(data: bytes) -> bytes:
   """Returns the model with special pieces that never match, and no prefix."""
-  from sentencepiece import sentencepiece_model_pb2  # Imports protobuf.
-
-  proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+  proto = read_proto(data)
   for piece in proto.pieces:
     special = vocabulary.SPECIAL.fullmatch(piece.piece)
     if special and piece.type != piece.UNKNOWN:
@@ -173,19 +191,20 @@ def _roles(
   Raises:
     UserError: there is no EOS or no BOS.
   """
-  found = {
+  roles = {
     'eos': model.eos_id(),
     'bos': model.bos_id(),
     'unk': model.unk_id(),
     'pad': model.pad_id(),
   }
   for role in ('eos', 'bos'):
-    if found[role] < 0:
+    if roles[role] < 0:
       raise errors.UserError(
         f'vocabulary {path!r} has no {role.upper()} piece, which rows need;'
         ' use that of Gemma, Llama or Qwen, or train one'
       )
-  if found['pad'] < 0:
-    found['pad'] = found['eos']  # Masked everywhere, so any id works.
+  if roles['pad'] < 0:
+    roles['pad'] = roles['eos']  # Masked everywhere, so any id works.
+  # The unknown id stands for a piece that does not exist.
   mask = model.piece_to_id('<mask>')
-  return found if mask == model.unk_id() else {**found, 'mask': mask}
+  return roles if mask == model.unk_id() else {**roles, 'mask': mask}

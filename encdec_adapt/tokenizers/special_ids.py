@@ -40,7 +40,7 @@ class Framing:
     """Parses a description by `vocabularies.Opened.describe`."""
     roles = [field.name for field in dataclasses.fields(SideIds)]
     sides = {
-      side: SideIds(*(one['special_tokens'][role]['id'] for role in roles))
-      for side, one in described.items()
+      side: SideIds(*(tokens['special_tokens'][role]['id'] for role in roles))
+      for side, tokens in described.items()
     }
     return cls(**sides)

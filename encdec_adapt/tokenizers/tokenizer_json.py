@@ -56,17 +56,19 @@ class TokenizerJson(vocabulary.Vocabulary):
         BOS, matches special tokens in text, or loses text.
     """
     path = paths.at(path)
-    beside = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
-    beside = [file for file in beside if file.is_file()]
+    siblings = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
+    siblings = [file for file in siblings if file.is_file()]
     content = atomic.read_json(path)
-    named = _named(beside)
+    named = _named(siblings)
     try:
       added = content.get('added_tokens') or []
       vocab = content['model']['vocab']
       if isinstance(vocab, list):  # Unigram's: [token, score].
         vocab = {token: i for i, (token, _) in enumerate(vocab)}
-      self._ids = {**vocab, **{one['content']: one['id'] for one in added}}
+      ids = {**vocab, **{token['content']: token['id'] for token in added}}
       for token in added:
+        # A text matches added tokens that are not marked as special, and files
+        # mark only some of those that frame rows or turns.
         token['special'] = bool(
           token.get('special')
           or vocabulary.SPECIAL.fullmatch(token['content'])
@@ -79,12 +81,13 @@ class TokenizerJson(vocabulary.Vocabulary):
         f' ({type(error).__name__}: {error}); copy it again, or install a newer'
         ' `tokenizers`'
       ) from error
-    specials = {one['content']: one['id'] for one in added if one['special']}
-    roles = _roles(named, specials, beside, str(path))
-    self._by_id = {i: token for token, i in self._ids.items()}
+    specials = {t['content']: t['id'] for t in added if t['special']}
+    roles = _roles(named, specials, siblings, str(path))
+    self._by_id = {i: token for token, i in ids.items()}
     self._head = self._head_for_continuing()
     super().__init__(
       str(path),
+      # The roles too, for they may come from the files beside it.
       vocabulary.digest_of(
         hashlib.sha256(path.read_bytes()).hexdigest(),
         {role: roles.get(role) for role in vocabulary.ROLES},
@@ -92,19 +95,23 @@ class TokenizerJson(vocabulary.Vocabulary):
       max(self._by_id) + 1,
       specials,
       roles,
-      files=[path, *beside],
+      files=[path, *siblings],
       added_sentinels=added_sentinels,
     )
     self._check_specials()
 
   def _head_for_continuing(self) -> list[int]:
     """Returns the ids of a letter if a text's start is decoded differently."""
+    # Llama 2's decoder drops the space at the start of any ids; ids that follow
+    # others are decoded after a letter, so that theirs is not dropped.
     letter = self._encode('x')
     twice = self._tokenizer.decode(2 * letter, skip_special_tokens=False)
     return [] if twice == 'xx' else letter
 
   def _check_specials(self) -> None:
     """Refuses a tokenizer that matches a special token in a text."""
+    # `encode_special_tokens` does not keep a text from matching a special token
+    # that is a piece of the model as well.
     specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
     for name in specials.values():
       if not specials.keys().isdisjoint(self.encode(name).tolist()):
@@ -120,13 +127,13 @@ class TokenizerJson(vocabulary.Vocabulary):
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def _encode_with_boundaries(self, text):
-    found = self._tokenizer.encode(text, add_special_tokens=False)
-    if not found.ids:
+    encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    if not encoding.ids:
       return [], [0]
-    starts, ends = np.array(found.offsets, np.int64).T
+    starts, ends = np.array(encoding.offsets, np.int64).T
     # Tokens that share a character have it in both their spans.
     between = np.where(ends[:-1] <= starts[1:], starts[1:], -1)
-    return found.ids, [0, *between, len(text)]
+    return encoding.ids, [0, *between, len(text)]
 
   def _decode(self, ids, *, start):
     head = [] if start else self._head
@@ -143,29 +150,31 @@ def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _named(beside: list[paths.Path]) -> dict[str, str | int]:
+def _named(files: list[paths.Path]) -> dict[str, str | int]:
   """Returns role -> special token, or its id, that the files name."""
-  found: dict[str, str | int] = {}
-  for file in beside:
+  named: dict[str, str | int] = {}
+  for file in files:
     content = atomic.read_json(file)
     for role in vocabulary.ROLES:
       if file.name == _MODEL_CONFIG:
         value = content.get(f'{role}_token_id')
+        # Several ids that end a text: documents end with the first.
         value = value[0] if isinstance(value, list) and value else value
         if type(value) is int and value < 0:  # Old Llamas' -1 for none.
           value = None
       else:
         value = content.get(f'{role}_token')
+        # transformers 4 wrote the fields of an AddedToken here.
         value = value.get('content') if isinstance(value, dict) else value
-      if value is not None and role not in found:
-        found[role] = value
-  return found
+      if value is not None:
+        named.setdefault(role, value)
+  return named
 
 
 def _roles(
   named: Mapping[str, str | int],
   specials: Mapping[str, int],
-  beside: list[paths.Path],
+  siblings: list[paths.Path],
   path: str,
 ) -> dict[str, int]:
   """Returns the ids by role.
@@ -177,16 +186,16 @@ def _roles(
   for role, names in _KNOWN.items():
     value = named.get(role)
     if value is None:
-      for name in reversed(names):
-        if name in specials:
-          roles[role] = specials[name]
+      ids = [specials[name] for name in names if name in specials]
+      if ids:
+        roles[role] = ids[0]
     elif value in specials or value in specials.values():
       roles[role] = specials.get(value, value)
     else:
+      names = ' or '.join(file.name for file in siblings)
       raise errors.UserError(
-        f'vocabulary {path!r}: {" or ".join(f.name for f in beside)} beside it'
-        f' has {role} {value!r}, which is not a special token of it; use the'
-        ' files of one model'
+        f'vocabulary {path!r}: {names} beside it has {role} {value!r}, which'
+        ' is not a special token of it; use the files of one model'
       )
   for role in ('eos', 'bos'):
     if role not in roles:

@@ -1,8 +1,8 @@
-"""Opens vocabularies: one for a model, or one for each of its sides.
+"""Opens vocabularies: one for a model, or a separate one for the encoder.
 
 A vocabulary is named by a path, or 'bytes':
 
-| path                   | what is opened                                     |
+| path                   | vocabulary                                         |
 |------------------------|----------------------------------------------------|
 | bytes                  | `byte_vocabulary`                                  |
 | a file *.json          | a tokenizer.json                                   |
@@ -52,13 +52,12 @@ def open_vocabulary(
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
   path = paths.at(path)
   if path.is_dir():
-    found = file_in(path)
-    if found is None:
+    folder, path = path, file_in(path)
+    if path is None:
       raise errors.UserError(
-        f'vocabulary {str(path)!r}: the folder has neither a {SENTENCEPIECE}'
+        f'vocabulary {str(folder)!r}: the folder has neither a {SENTENCEPIECE}'
         f' of SentencePiece nor a {TOKENIZER_JSON}'
       )
-    path = found
   if path.suffix == '.json':
     return tokenizer_json.TokenizerJson(path, added_sentinels=added_sentinels)
   return sentencepiece_vocabulary.SentencePieceVocabulary(
@@ -73,6 +72,8 @@ def exists(path: str) -> bool:
 
 def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
   """Returns the file of a folder that `open_vocabulary` opens, if any."""
+  # SentencePiece first: a tokenizer.json beside it may be a conversion, with
+  # other ids for some texts.
   file = paths.at(folder) / SENTENCEPIECE
   if file.is_file():
     with file.open('rb') as content:
@@ -83,15 +84,15 @@ def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
 
 
 def check_size(
-  one: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
+  vocab: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
 ) -> str:
   """Refuses a vocabulary with ids that a model has no embedding for.
 
   Special tokens that neither framing, objectives nor chats use may lie beyond
-  the table, because no text becomes one of them. Gemma 3 has one for images.
+  the table, because no text becomes such a token; Gemma 3's image token does.
 
   Args:
-    one: the vocabulary.
+    vocab: vocabulary of the stack.
     rows: number of tokens in the model's table.
     side: name of the stack.
     key: configuration key or flag that sets `rows`; '' for none.
@@ -102,35 +103,35 @@ def check_size(
   Raises:
     UserError: names both sizes, a token beyond the table, and the key.
   """
-  beyond = range(rows, one.size)
-  used = next((i for i in beyond if _may_be_read(one, i)), None)
+  path, size, piece = vocab.path, vocab.size, vocab.piece
+  surplus = range(rows, size)
+  used = next((i for i in surplus if _may_be_read(vocab, i)), None)
   if used is not None:
-    added = f' ({len(one.added)} of them added)' if one.added else ''
+    added = f' ({len(vocab.added)} of them added)' if vocab.added else ''
     raise errors.UserError(
-      f'the vocabulary {one.path} has {one.size} tokens{added} and the'
-      f" {side}'s table {rows} rows, none for {one.piece(used)!r} ({used});"
-      ' give the vocabulary of this model'
-      + f', or set {key}={one.size}' * bool(key)
-      + '.'
+      f"the vocabulary {path} has {size} tokens{added} and the {side}'s table"
+      f' {rows} rows, none for {piece(used)!r} ({used}); give the vocabulary of'
+      ' this model' + f', or set {key}={size}' * bool(key) + '.'
     )
-  if not beyond:
+  if not surplus:
     return ''
   return (
-    f'{len(beyond)} special tokens of the vocabulary {one.path}, the first'
-    f" {one.piece(rows)!r} ({rows}), have no row in the {side}'s table and are"
+    f'{len(surplus)} special tokens of the vocabulary {path}, the first'
+    f" {piece(rows)!r} ({rows}), have no row in the {side}'s table and are"
     ' left out: a text that spells one out is read as its characters.'
   )
 
 
-def _may_be_read(one: vocabulary.Vocabulary, token: int) -> bool:
+def _may_be_read(vocab: vocabulary.Vocabulary, token: int) -> bool:
   """Returns whether text, framing, an objective or a chat has the token."""
-  name = one.piece(token)
+  name = vocab.piece(token)
   if not name:  # A gap between ids.
     return False
-  roles = {getattr(one, role) for role in vocabulary.ROLES}
+  roles = {getattr(vocab, role) for role in vocabulary.ROLES}
   return (
-    one.specials.get(name) != token
-    or token in {*roles, *one.sentinels, *one.mode_ids.values()}
+    # A text can become any token that is not special.
+    vocab.specials.get(name) != token
+    or token in {*roles, *vocab.sentinels, *vocab.mode_ids.values()}
     or name in chat_format.markers()
   )
 
@@ -141,7 +142,7 @@ class Opened:
 
   Attributes:
     decoder: vocabulary of the decoder, its targets and a teacher.
-    encoder: vocabulary of the encoder; the same object if there is one.
+    encoder: vocabulary of the encoder; the same object if both sides share it.
   """
 
   decoder: vocabulary.Vocabulary
@@ -182,17 +183,16 @@ class Opened:
     Raises:
       UserError: see `check_size`.
     """
-    notes = [
-      check_size(
-        self.sides[side], rows, side, key=f'config.model.{side}.vocab_size'
-      )
+    key = 'config.model.{}.vocab_size'
+    notes = (
+      check_size(self.sides[side], rows, side, key=key.format(side))
       for side, rows in sizes.items()
-    ]
-    return [note for note in notes if note]
+    )
+    return list(filter(None, notes))
 
   def describe(self) -> dict[str, Any]:
     """Returns the description in manifests and checkpoints, for JSON."""
-    return {name: one.describe() for name, one in self.sides.items()}
+    return {side: v.describe() for side, v in self.sides.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +223,7 @@ class Choice:
     decoder = open_vocabulary(
       self.decoder, added_sentinels=self.added_sentinels
     )
+    # The same object, so that added sentinels are those of both sides.
     if self.encoder in ('', self.decoder):
       return Opened(decoder, decoder)
     return Opened(decoder, open_vocabulary(self.encoder))

@@ -3,8 +3,8 @@
 A text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
 is encoded as its characters. Encoding adds no framing, and decoding returns
 the encoded text. A tokenizer that loses more than Unicode normalisation does
-(unknown characters, spaces) is refused when it is opened; one that normalises
-has a `note`.
+(unknown characters, spaces) is refused when it is opened; a tokenizer that
+normalises has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -40,13 +40,15 @@ from encdec_adapt.tokenizers import special_ids
 
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
-# Names that never match in a text, whatever the tokenizer's files declare.
+# Names that never match in a text, whatever the tokenizer's files declare:
+# Gemma's list them as ordinary symbols, so that a document could end itself.
 SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
   r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
   r'|\[@BOS@\]|<\|[^|]+\|>'
 )
 _ADDED = re.compile(r'<(sentinel_\d+|mode_([RSX]))>')
+# Gemma 2 has <unused0> to <unused98>; the last three of them are the modes.
 _GEMMA_SENTINELS = tuple(f'<unused{i}>' for i in range(96))
 _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
 _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
@@ -54,7 +56,8 @@ _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
 # Text that has to be decoded exactly: spaces at both ends and in a row, a
 # newline, a character that is surely no token.
 _EXACT = '  x  y\n\tz\U000f1234  '
-# Text that Unicode normalisation may change, by the words of the note.
+# Text that Unicode normalisation may change, by the words of the note. Such
+# vocabularies are tolerated, because changed text still has its meaning.
 _CHANGEABLE = {
   'composes accents (Unicode NFC)': 'A\u030a',
   'replaces ligatures and the like (Unicode NFKC)': '\ufb01',
@@ -73,14 +76,14 @@ class Vocabulary(abc.ABC):
     path: path that the vocabulary was opened from.
     size: V, ids are below it, added ones included.
     stored_size: size without ids that were added in memory.
-    fingerprint: hex digest of everything that decides what an id means.
+    fingerprint: hex digest of everything that the meaning of an id depends on.
     ids: ids that frame rows; `pad`, `eos` and `bos` are the same ids.
     unk: id of unknown characters; None if there is none.
     mask: mask of masked language models; None if there is none.
     specials: name -> id of every special token.
     sentinels: ids of the sentinels in order; may be empty.
     mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
-    note: description of what encoding changes in a text; '' for nothing.
+    note: description of changes that encoding makes to a text; '' for none.
     files: files that the vocabulary was read from.
   """
 
@@ -100,7 +103,7 @@ class Vocabulary(abc.ABC):
     Args:
       path: path that the vocabulary was opened from.
       digest: fingerprint without added sentinels.
-      size: largest id on disk, plus one.
+      size: largest id on disk, plus 1.
       specials: name -> id of every special token.
       roles: ids by role, one of `ROLES`; `unk` and `mask` may be missing.
       files: files that the vocabulary was read from.
@@ -118,11 +121,13 @@ class Vocabulary(abc.ABC):
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
     self.stored_size = self.size = size
+    # An export writes added tokens into the files, where they are read again.
     self._original_size = _original_size(self._names, size)
     self.sentinels, self.mode_ids = _sentinels_and_modes(self.specials)
     self._take(range(self._original_size, size))
     if added_sentinels:
       self._add(added_sentinels)
+      # Records with sentinels mean nothing to a model of other sentinels.
       digest = hashlib.sha256(
         f'{digest} and {added_sentinels} sentinels'.encode()
       ).hexdigest()
@@ -131,6 +136,7 @@ class Vocabulary(abc.ABC):
 
   def _add(self, sentinels: int) -> None:
     """Adds sentinels, and mode tokens if there are none, at the end."""
+    # A second group would have the names of the first.
     if self._original_size < self.size:
       raise errors.UserError(
         f'vocabulary {self.path!r} has {self.size - self._original_size} added'
@@ -176,6 +182,7 @@ class Vocabulary(abc.ABC):
     Unlike the fingerprint it does not depend on the kind of file, the roles
     of special tokens, or added ids.
     """
+    # repr keeps names with newlines apart.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
@@ -183,10 +190,8 @@ class Vocabulary(abc.ABC):
   def text_ids(self) -> np.ndarray:
     """Ids that text can have, int32: neither special nor gaps."""
     special = set(self.specials.values())
-    return np.array(
-      [i for i in range(self.size) if i not in special and self.piece(i)],
-      np.int32,
-    )
+    text = [i for i in range(self.size) if i not in special and self.piece(i)]
+    return np.array(text, np.int32)
 
   @functools.cached_property
   def sentence_ends(self) -> np.ndarray:
@@ -196,6 +201,7 @@ class Vocabulary(abc.ABC):
     """
     ends = np.zeros(self.size, bool)
     for i in self.text_ids.tolist():
+      # Not at a start, where some tokenizers drop a space.
       text = self.decode([i], start=False)
       ends[i] = text.endswith(('.', '!', '?')) or '\n' in text
     return ends
@@ -219,8 +225,8 @@ class Vocabulary(abc.ABC):
 
     Returns:
       The ids as by `encode`, int32 [n]; and int32 [n + 1]: the number of
-      characters of the text before each token and after the last one, -1 at
-      places inside of a character.
+      characters of the text before each token and after the last token, -1 at
+      boundaries inside of a character.
     """
     _require_utf8(text)
     ids, boundaries = self._encode_with_boundaries(text)
@@ -240,8 +246,8 @@ class Vocabulary(abc.ABC):
       show_special: write special ids by their names, mode tokens as [R], [S]
         and [X]; otherwise they are omitted.
       start: whether the ids start a text; False if they follow other ids.
-        Some tokenizers put a space before every text (Llama 2), which is
-        removed at its start.
+        Some tokenizers put a space before every text (Llama 2), and decoding
+        removes it at the start.
 
     Raises:
       ValueError: an id is not below `size`.
@@ -253,6 +259,8 @@ class Vocabulary(abc.ABC):
           f'token id {i} is not below the size {self.size} of {self.path!r}'
         )
     modes = {token: f'[{mode}]' for mode, token in self.mode_ids.items()}
+    # Runs of ordinary ids are decoded together: a character may span several,
+    # as bytes. Omitted special ids do not end a run.
     parts, run = [], []
     for i in ids:
       if i not in self._names:
@@ -265,10 +273,10 @@ class Vocabulary(abc.ABC):
     return ''.join(parts) + (self._decode(run, start=start) if run else '')
 
   def _loss(self) -> str:
-    """Returns what encoding changes in a text.
+    """Describes the changes that encoding makes to a text.
 
     Raises:
-      UserError: it changes more than Unicode normalisation does.
+      UserError: encoding changes more than Unicode normalisation does.
     """
     if self.decode(self.encode(_EXACT)) != _EXACT:
       raise errors.UserError(
@@ -298,11 +306,11 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def _decode(self, ids: list[int], *, start: bool) -> str:
-    """Decodes one or more ids that are not special."""
+    """Decodes at least one id; none is special."""
 
 
 def boundaries_of_bytes(text: str, pieces: Sequence[bytes]) -> np.ndarray:
-  """Returns the boundaries of tokens whose bytes concatenate to the text.
+  """Returns the boundaries of tokens; their bytes concatenate to the text.
 
   Args:
     text: encoded text.
@@ -313,9 +321,9 @@ def boundaries_of_bytes(text: str, pieces: Sequence[bytes]) -> np.ndarray:
   """
   data = np.frombuffer(text.encode('utf-8'), np.uint8)
   starts = (data & 0xC0) != 0x80  # First bytes of characters.
-  before = np.append(np.cumsum(starts) - starts, len(text))
-  before[:-1][~starts] = -1
-  return before[np.cumsum([0, *map(len, pieces)])]
+  counts = np.append(np.cumsum(starts) - starts, len(text))
+  counts[:-1][~starts] = -1
+  return counts[np.cumsum([0, *map(len, pieces)])]
 
 
 def _require_utf8(text: str) -> None:
@@ -336,6 +344,8 @@ def _sentinels_and_modes(
     [specials[name] for name in names if name in specials]
     for names in (_GEMMA_SENTINELS, _GEMMA_MODES)
   )
+  # All of them, or none: a tokenizer with a few unused tokens has them for
+  # another purpose, and ids would depend on their number.
   if len(sentinels) == len(_GEMMA_SENTINELS) and len(modes) == len(MODES):
     return sentinels, dict(zip(MODES, modes, strict=True))
   reserved = {
@@ -343,11 +353,11 @@ def _sentinels_and_modes(
     for name, i in specials.items()
     if (match := _LLAMA.fullmatch(name))
   }
+  # By number, whatever their order in the file.
   ids = [reserved[number] for number in sorted(reserved)]
   if len(ids) <= len(MODES):
     return [], {}
-  sentinels, modes = ids[: -len(MODES)], ids[-len(MODES) :]
-  return sentinels, dict(zip(MODES, modes, strict=True))
+  return ids[: -len(MODES)], dict(zip(MODES, ids[-len(MODES) :], strict=True))
 
 
 def _original_size(names: Mapping[int, str], size: int) -> int:

@@ -24,7 +24,7 @@ from encdec_adapt.tokenizers import sentencepiece_vocabulary
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
 _UNUSED = tuple(f'<unused{i}>' for i in range(99))
 _NEWLINES = ('\n', '\n\n', '\n\n\n')
-# Lines are cut here, because SentencePiece skips long ones.
+# Lines are cut here: SentencePiece skips lines of more than 4192 bytes.
 _LINE_CHARACTERS = 1000
 
 
@@ -59,10 +59,7 @@ def train_vocabulary(
 
 
 def _train(
-  texts: Iterable[str],
-  path: paths.Path,
-  size: int,
-  max_bytes: int,
+  texts: Iterable[str], path: paths.Path, size: int, max_bytes: int
 ) -> bytes:
   """Returns the trained model; `path` is for messages."""
   lines = list(_training_lines(texts, max_bytes))
@@ -83,19 +80,23 @@ def _train(
       model_type='bpe',
       control_symbols=['<mask>', *_UNUSED],
       user_defined_symbols=list(_NEWLINES),
+      # Nothing of a text may be lost: `Vocabulary` decodes texts exactly.
       byte_fallback=True,
       normalization_rule_name='identity',
       add_dummy_prefix=False,
       remove_extra_whitespaces=False,
+      # As Gemma's: indentation is a piece, and numbers are digits.
       allow_whitespace_only_pieces=True,
       split_digits=True,
       character_coverage=0.9999,
+      # Fixed, so that the file does not depend on the machine.
       num_threads=2,
       minloglevel=2,
       **names,
       **ids,
     )
   except RuntimeError as error:
+    # The lines before the last are the library's source and its condition.
     reason = str(error).strip().splitlines()[-1]
     raise errors.UserError(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
@@ -106,16 +107,18 @@ def _train(
 
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
   """Yields lines of the documents, within the bounds of bytes."""
-  left = max_bytes
+  budget = max_bytes
   for text in texts:
+    # No document dominates: a book would fill the vocabulary with its names.
     share = max_bytes // 100 + 1
     for line in text.split('\n'):
       for start in range(0, len(line), _LINE_CHARACTERS):
-        if min(left, share) <= 0:
+        if min(budget, share) <= 0:
           break
         part = line[start : start + _LINE_CHARACTERS]
         yield part
         size = len(part.encode('utf-8', 'replace'))
-        share, left = share - size, left - size
-    if left <= 0:
+        share, budget = share - size, budget - size
+    # Before the next document is read: sources may be endless.
+    if budget <= 0:
       return

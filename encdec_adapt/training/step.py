@@ -231,7 +231,7 @@ def place_batch(
     def shard(index):
       """Finds the rows of a global index among this process's rows."""
       rows, *rest = index
-      own = shards.held.index((rows.start or 0) // size) * size
+      own = shards.indices.index((rows.start or 0) // size) * size
       return value[(slice(own, own + size), *rest)]
 
     return jax.make_array_from_callback(

@@ -76,15 +76,15 @@ def _measure(
   def prefill() -> decoding.State:
     """Reads all prompts."""
     given = engine.prefill_arguments(requests, rows)
-    return jax.block_until_ready(engine.programs.prefill(*given))
+    return jax.block_until_ready(engine.programs.run(decoding.prefill, *given))
 
   def decode(state: decoding.State, steps: int) -> decoding.State:
     """Generates tokens for all rows."""
     eos = jnp.array([-1], jnp.int32)
     wake, count = np.int32(rows + 1), np.int32(steps)
     return jax.block_until_ready(
-      engine.programs.decode(
-        engine.params, state, eos, wake, count, sampled=False
+      engine.programs.run(
+        decoding.decode, engine.params, state, eos, wake, count
       )
     )
 

@@ -137,8 +137,8 @@ def test_models_of_one_stack_that_are_not_causal_have_our_layout(role):
   model = model_config.DecoderOnlyConfig(model_config.StackConfig(role=role))
   with pytest.raises(errors.UserError, match=f'is causal, and not {role}'):
     config_json.raw_from_model(model)
-  raw = config_json.own_from_model(model)
-  assert config_json.model_from_raw(raw) == (model, weights.OWN)
+  raw = config_json.native_from_model(model)
+  assert config_json.model_from_raw(raw) == (model, weights.NATIVE)
 
 
 def test_models_without_a_class_are_refused_with_a_reason():

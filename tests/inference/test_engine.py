@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import pathlib
 
 import jax
 from jax import numpy as jnp
@@ -9,8 +11,8 @@ import numpy as np
 import pytest
 
 from encdec_adapt.cli import errors
+from encdec_adapt.inference import decoding, lengths, sampling
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import sampling
 from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -133,7 +135,8 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
   )
   found = dict(made.run(_requests()))
   # Rows over fsdp, heads over tensor.
-  key = made.programs.start(4, 16, 0).cache.layers['tail']['layer_0'].key
+  state = made.programs.run(decoding.start, rows=4, length=16, source=0)
+  key = state.cache.layers['tail']['layer_0'].key
   assert key.addressable_shards[0].data.shape == (1, 1, 16, 8)
   for i, want in enumerate(_run(kind, _requests())):
     np.testing.assert_array_equal(found[i].tokens, want.tokens)
@@ -241,6 +244,79 @@ def test_requests_come_and_go():
     np.testing.assert_array_equal(got.tokens, want[number].tokens)
 
 
+def _maps():
+  return len(pathlib.Path('/proc/self/maps').read_text().splitlines())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_mixed_requests_compile_nothing_after_the_warm_up(kind):
+  longest, most = 100, 40
+  stack = toy_models.stack(layers=1, vocab_size=24, tied_head=False)
+  loaded = toy_models.load(toy_models.pair_and_decoder(stack)[kind])
+  largest = lengths.Size(most, longest)
+  if kind == 'decoder_only':
+    largest = lengths.Size(longest + most, 0)
+  sizes = lengths.state_sizes(largest)
+  made = loaded.engine(ids=IDS, steps=4, sizes=sizes)
+  made.warm_up()
+  events, used, last = [], set(), lengths.Size(0, 0)
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: events.append(event)
+  )
+  rng = np.random.default_rng(0)
+  waiting = [
+    engine_lib.Request(
+      rng.integers(3, 24, rng.integers(1, longest + 1)),
+      int(rng.integers(1, most + 1)),
+      (sampling.SamplingConfig(), dataclasses.replace(SAMPLED, seed=i))[i % 2],
+    )
+    for i in range(300)
+  ]
+  while waiting or made.busy:
+    if len(waiting) > 100:
+      events.clear()
+      maps = _maps()
+    # Now and then all have ended: the state may shrink.
+    if waiting and (len(waiting) % 10 or not made.busy):
+      made.submit(waiting.pop())
+    was_busy = any(made._active)
+    made.step(lambda number, tokens: None)
+    size = lengths.Size(made._state.cache.length, made._state.cache.source)
+    assert size.holds(last) or not was_busy
+    used.add(size)
+    last = size
+  assert not [event for event in events if 'compile' in event]
+  assert _maps() - maps <= 200
+  assert 1 < len(used & set(sizes)) == len(used)
+
+
+@pytest.mark.parametrize('limits', [(1024, 4096), (5, 100_000), (1, 2), (9, 0)])
+def test_few_programs_serve_any_limits(limits):
+  sizes = lengths.state_sizes(lengths.Size(*limits))
+  assert len(sizes) <= 4
+  assert sizes[-1].holds(lengths.Size(*limits))
+  resizes = sum(a.holds(b) and a != b for a in sizes for b in sizes)
+  # Start and decode of each size, a prefill of each width, and stop.
+  count = sum(2 + len(size.widths()) for size in sizes) + resizes + 1
+  assert count <= decoding.MOST_PROGRAMS
+
+
+def test_programs_that_were_not_used_lately_are_dropped(monkeypatch):
+  requests = _requests()[:3]
+  want = _run('encoder_decoder', requests, rows=1)
+  decoding._COMPILED.clear()
+  monkeypatch.setattr(decoding, 'MOST_PROGRAMS', 2)
+  made = _loaded('encoder_decoder').engine(rows=1, ids=IDS)
+  counts = []
+  for _ in range(2):
+    for i, completion in made.run(requests):
+      np.testing.assert_array_equal(completion.tokens, want[i].tokens)
+    assert len(decoding._COMPILED) == 2
+    gc.collect()
+    counts.append(_maps())
+  assert counts[1] - counts[0] < 50  # The programs of a round take hundreds.
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_integer_kernels_give_nearly_the_same(kind):
   plain = _run(kind, _requests())
@@ -288,6 +364,12 @@ def test_a_cache_adds_no_error_in_bfloat16(kind):
       'stop strings need a tokenizer',
     ),
     (lambda: _loaded('decoder_only').engine(rows=0, ids=IDS), '0 rows'),
+    (
+      lambda: _run(
+        'encoder_decoder', _requests(), sizes=[lengths.Size(64, 16)]
+      ),
+      r'length=5, source=21.*largest is .*length=64, source=16',
+    ),
     (
       lambda: _run('decoder_only', [engine_lib.Request(np.array([2, 23]))]),
       'tokens of the prompt are 2 to 23; .* 0 to 22',

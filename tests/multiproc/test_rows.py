@@ -42,7 +42,7 @@ for sizes, order in json.loads(sys.argv[4]):
       np.testing.assert_array_equal(shard.data, value[shard.index])
   total = jax.jit(lambda batch: batch['tokens'].sum())(placed)
   assert int(total) == fields['tokens'].sum()
-  held.append(shards.held)
+  held.append(shards.indices)
 folder, me = pathlib.Path(sys.argv[5]), sys.argv[3]
 (folder / f'{me}.json').write_text(json.dumps(held))
 distributed.barrier('the end')

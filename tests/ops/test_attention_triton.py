@@ -72,9 +72,8 @@ def test_huge_scores_stay_finite(softcap):
 
 
 def visited(spec, tile):
-  left, right = spec.reach
   keys = spec.kv_segments.shape[1]
-  call = flash_kernels.Call(left, right, keys, spec.memory, 1.0, None, True)
+  call = flash_kernels.Call(spec.reach, keys, spec.memory, 1.0, None, True)
   tokens = (
     jnp.stack([spec.q_segments, spec.q_positions], axis=1),
     jnp.stack([spec.kv_segments, spec.kv_positions], axis=1),

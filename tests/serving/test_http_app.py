@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import threading
 import time
 
 import numpy as np
@@ -13,8 +15,13 @@ pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
-from encdec_adapt.serving import http_app, protocol, text_stream  # noqa: E402
-from tests import toy_models  # noqa: E402
+from encdec_adapt.serving import (  # noqa: E402
+  http_app,
+  origins,
+  protocol,
+  text_stream,
+)
+from tests import tiny, toy_models  # noqa: E402
 
 PROMPTS = ['The quick', 'two cats and a dog', 'x']
 CHAT = {'messages': [{'role': 'user', 'content': 'hello'}]}
@@ -42,9 +49,13 @@ def service(loaded):
   return _service(loaded)
 
 
+def _client(service):
+  return testclient.TestClient(service.app, 'http://localhost')
+
+
 @pytest.fixture(scope='module')
 def client(service):
-  with testclient.TestClient(service.app) as made:
+  with _client(service) as made:
     yield made
 
 
@@ -176,7 +187,7 @@ def test_conversations_are_checked(client):
 
 def test_the_queue_is_bounded_and_requests_end_in_time(loaded):
   service = _service(loaded, rows=1, max_queue=0, timeout=0.5)
-  with testclient.TestClient(service.app) as client:
+  with _client(service) as client:
     body = {'prompt': 'x', 'max_tokens': 4000, 'temperature': 0}
     service.thread.jobs.add(None)  # A request in progress.
     answer = client.post(COMPLETIONS, json=body)
@@ -279,7 +290,7 @@ def test_a_failed_engine_answers(loaded):
     raise RuntimeError('out of memory')
 
   service.thread.engine.step = fail
-  with testclient.TestClient(service.app) as client:
+  with _client(service) as client:
     for _ in range(2):
       answer = client.post(COMPLETIONS, json={'prompt': 'x'})
       assert answer.status_code == 500
@@ -302,3 +313,70 @@ def test_incomplete_characters_and_stop_strings_are_held_back(loaded, size):
   assert sent + stream.finish('cats \U0001f9ed and é ') == (
     'cats \U0001f9ed and é '
   )
+
+
+@pytest.mark.parametrize(
+  'address, headers, status',
+  [
+    ('127.0.0.1', {'host': 'localhost:8000'}, 200),
+    ('::1', {'host': '[::1]:8000'}, 200),
+    ('localhost', {'host': '127.0.0.1'}, 200),
+    ('127.0.0.1', {'host': 'site.example:8000'}, 403),
+    ('127.0.0.1', {'host': 'localhost.site.example'}, 403),
+    ('::1', {'host': ''}, 403),
+    ('0.0.0.0', {'host': 'name.example'}, 200),
+    ('127.0.0.1', {'origin': 'http://localhost'}, 200),
+    ('0.0.0.0', {'host': 'a:8000', 'origin': 'http://a:8000'}, 200),
+    ('0.0.0.0', {'host': 'a:8000', 'origin': 'http://a:8001'}, 403),
+    ('127.0.0.1', {'origin': 'http://site.example'}, 403),
+    ('127.0.0.1', {'origin': 'null'}, 403),
+    ('127.0.0.1', {'sec-fetch-site': 'same-origin'}, 200),
+    ('0.0.0.0', {'sec-fetch-site': 'cross-site'}, 403),
+  ],
+)
+def test_pages_of_other_sites_are_refused(address, headers, status):
+  async def answer(scope, receive, send):
+    await http_app.responses.Response('answer')(scope, receive, send)
+
+  guard = origins.Guard(answer, address)
+  client = testclient.TestClient(guard, 'http://localhost')
+  assert client.post('/', headers=headers).status_code == status
+  # Any page may have a link to this one.
+  is_refused = status == 403 and 'host' in headers and 'origin' not in headers
+  assert client.get('/', headers=headers).status_code == (
+    403 if is_refused and address != '0.0.0.0' else 200
+  )
+
+
+def test_requests_without_a_host_or_a_body(loaded, monkeypatch):
+  monkeypatch.setattr(http_app, '_BODY_SECONDS', 0.5)
+  service, port = _service(loaded), tiny.free_port()
+  arguments = service, '127.0.0.1', port
+  server = threading.Thread(target=http_app.run, args=arguments)
+  server.start()
+
+  def send(text):
+    """Returns the answer, up to the end of the connection."""
+    with socket.create_connection(arguments[1:], timeout=60) as connection:
+      connection.sendall(text.replace('\n', '\r\n').encode())
+      parts = iter(lambda: connection.recv(1 << 16), b'')
+      return b''.join(parts).decode()
+
+  def may_connect():
+    with contextlib.suppress(OSError):
+      return bool(socket.create_connection(arguments[1:]).close() or True)
+
+  try:
+    _wait(may_connect)
+    head = f'POST {COMPLETIONS} HTTP/1.1\nHost: localhost\n'
+    answer = send(f'{head}Content-Length: 100\n\n{{"prompt":')
+    assert answer.startswith('HTTP/1.1 408')
+    assert 'within 0.5 seconds' in answer
+    answer = send('GET /health HTTP/1.1\n\n')
+    assert answer.startswith('HTTP/1.1 400')
+    assert 'Missing mandatory Host: header' in answer
+    answer = send('GET /health HTTP/1.0\n\n')
+    assert answer.startswith('HTTP/1.1 200')
+  finally:
+    service.draining = True
+    server.join()

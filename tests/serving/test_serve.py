@@ -1,13 +1,17 @@
 """The command `serve` as a real process: signals, replacement, the page."""
 
 import concurrent.futures
+import http.client
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +20,7 @@ import pytest
 
 from encdec_adapt import serve, serving
 from encdec_adapt.cli import errors
+from encdec_adapt.telemetry import environment
 from tests import tiny, toy_models
 
 pytest.importorskip('starlette', reason='needs pip install -e .[serve]')
@@ -39,9 +44,8 @@ def server(tmp_path):
   toy_models.save(tmp_path / 'pair', config)
   port = tiny.free_port()
   log = tmp_path / 'log'
-  process = tiny.start(
-    'serve', f'--checkpoint={tmp_path / "pair"}', f'--port={port}', log=log
-  )
+  flags = [f'--checkpoint={tmp_path / "pair"}', f'--port={port}']
+  process = tiny.start('serve', *flags, '--max_prompt=32', log=log)
   url = f'http://127.0.0.1:{port}'
   try:
     for _ in range(600):
@@ -84,6 +88,51 @@ def test_a_signal_finishes_what_is_in_progress(server):
     assert json.loads(answer.result())['choices'][0]['finish_reason']
   assert set(refused) == {503}
   assert process.wait(60) == 0
+
+
+def test_the_readme_and_a_second_signal(server, tmp_path):
+  process, url, _ = server
+  readme = pathlib.Path(serving.__file__).with_name('README.md').read_text()
+  [block] = re.findall('```\n(curl .*?)```', readme, re.DOTALL)
+  block = block.replace(':8000', f':{url.rpartition(":")[2]}')
+  command = ['bash', '-ec', block]
+  output = subprocess.run(command, check=True, capture_output=True).stdout
+  assert output.count(b'data: [DONE]') == 1
+  assert output.count(b'"finish_reason": "length"') == 1
+  assert output.count(b'"chat.completion"') == 1
+
+  body = {'prompt': 'x', 'max_tokens': 1024, 'temperature': 5}
+  statuses = []
+
+  def send(stream):
+    """Reads an answer to its end."""
+    try:
+      _get(f'{url}/v1/completions', body | {'stream': stream})
+    except urllib.error.HTTPError as error:
+      statuses.append(error.code)
+    except (OSError, http.client.HTTPException):
+      statuses.append('lost')
+
+  # More than there are rows: some streams have not begun.
+  clients = [threading.Thread(target=send, args=[i % 3 > 0]) for i in range(30)]
+  for client in clients:
+    client.start()
+  while 'rows_active 8' not in _get(f'{url}/metrics'):
+    pass
+  process.send_signal(signal.SIGTERM)
+  while 'stopping' not in (log := (tmp_path / 'log').read_text()):
+    pass
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(60) == 1
+  for client in clients:
+    client.join()
+  assert set(statuses) <= {'lost', 503}
+  assert 'lost' in statuses
+  log = (tmp_path / 'log').read_text()
+  warm_up, address, *lines = log.splitlines()
+  assert re.fullmatch(r'compiled \d\d programs in [\d.]+ s', warm_up)
+  assert address.startswith(url)
+  assert [line.split(':')[0] for line in lines] == ['stopping', 'stopped']
 
 
 class _Browser:
@@ -172,6 +221,28 @@ def test_the_page_shows_a_continuation(server, tmp_path):
 def test_flags_are_checked(flag, tmp_path):
   with pytest.raises(errors.UserError, match=flag[2:6]):
     tiny.call(serve, f'--checkpoint={tmp_path}', flag)
+
+
+def test_a_port_in_use_is_status_1(tmp_path, capsys):
+  with socket.create_server(('127.0.0.1', 0)) as holder:
+    port = holder.getsockname()[1]
+    flags = [f'--checkpoint={tmp_path}', f'--port={port}']
+    assert tiny.call(serve, *flags) == 1
+  output, error_text = capsys.readouterr()
+  assert not output
+  assert f'--port={port} cannot be listened on' in error_text
+
+
+def test_states_that_memory_does_not_hold_are_refused(tmp_path, monkeypatch):
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
+  config = toy_models.pair_and_decoder(stack)['encoder_decoder']
+  toy_models.save(tmp_path / 'pair', config)
+  monkeypatch.setattr(environment, 'memory_free', lambda: 1 << 20)
+  flags = [f'--checkpoint={tmp_path / "pair"}', f'--port={tiny.free_port()}']
+  with pytest.raises(
+    errors.UserError, match=r'the 1.0 MiB .* 64 \+ 256 tokens: [\d.]+ KiB, '
+  ):
+    tiny.call(serve, *flags)
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):
