@@ -23,12 +23,7 @@ from encdec_adapt.evaluation import (
 )
 from encdec_adapt.files import paths
 from encdec_adapt.models import decoder_only
-from encdec_adapt.training import (
-  job_telemetry,
-  losses,
-  setup,
-  train_section,
-)
+from encdec_adapt.training import job_telemetry, setup, train_section
 from encdec_adapt.training import state as state_lib
 
 
@@ -67,8 +62,6 @@ class Evaluators:
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
     where: state_lib.Placement,
-    loss: losses.loss.Loss,
-    references: Mapping[str, decoder_only.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
   ):
@@ -80,20 +73,16 @@ class Evaluators:
       settings: the validated configuration.
       tasks: result of `read_tasks`.
       where: the model and the placement of its parameters.
-      loss: the loss, with its reference models.
-      references: parameters of the reference models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
     """
     self._intervals = settings.train.intervals
     self._batch_size = settings.train.eval_batch_size
     self._where, self._data, self._telemetry = where, data, telemetry
-    self._loss, names = loss, loss.held_out_references
-    self._references = {name: references[name] for name in names}
-    axes = settings.data.objectives[0].maker.axes
-    self._evaluator = perplexity.Evaluator(where, loss, axes)
-    models = [settings.model, *(loss.models[name].config for name in names)]
-    self._teacher = setup.reads_teacher_row(data.train.spec.lengths, *models)
+    self._evaluator = perplexity.Evaluator(where, settings.loss.chunk)
+    # The loss is that of the targets alone, so that no teacher reads the rows.
+    lengths = data.train.spec.lengths
+    self._teacher = setup.reads_teacher_row(lengths, settings.model)
     evaluated = telemetry.evaluated
     self._sampler = None
     if train_section.SAMPLES in self._intervals:
@@ -130,7 +119,7 @@ class Evaluators:
     *,
     beat: Callable[[], None],
     last: bool = False,
-  ) -> dict[str, float]:
+  ) -> float:
     """Runs the evaluators that are due, and `loss`.
 
     Args:
@@ -140,7 +129,7 @@ class Evaluators:
       last: runs all of them.
 
     Returns:
-      The held-out metrics of the loss.
+      The held-out loss in nats per target token.
     """
     beat()
     held_out_rows = setup.evaluation_batches(
@@ -149,7 +138,7 @@ class Evaluators:
       self._where,
       teacher=self._teacher,
     )
-    found = self._evaluator(params, held_out_rows, self._references)
+    found = self._evaluator(params, held_out_rows)
     scores = {train_section.LOSS: found.scores(held_out.TASK)}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
@@ -179,5 +168,5 @@ class Evaluators:
     }
     if of_tasks:
       self._telemetry.record_scores(step, of_tasks)
-    self._telemetry.record_evaluation(step, found.values)
-    return found.values
+    self._telemetry.record_evaluation(step, found.loss, found.accuracy)
+    return found.loss
