@@ -7,6 +7,7 @@ weight add up to one large batch.
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
