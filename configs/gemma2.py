@@ -54,7 +54,7 @@ class ChipSettings:
     save_every: steps between checkpoints, about half an hour.
     microbatches: parts of a batch.
     rules: name of the sharding rules.
-    remat: what is computed again in the backward pass.
+    remat: name of the rematerialisation policy.
     offload: whether the optimizer's state is in host memory.
   """
 

@@ -107,7 +107,7 @@ def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
 
   Args:
     values: flags of the command, `define_processes` among them.
-    **inputs: what must be the same in every process besides the flags.
+    **inputs: values besides the flags that must be equal in every process.
   """
   with distributed.fail_together():
     distributed.initialize(

@@ -259,7 +259,7 @@ class Name:
 
   Attributes:
     maker: class of its maker.
-    predicts: what a model predicts, for the table in configs/README.md.
+    predicts: description of the targets, for the table in configs/README.md.
     preset: options that the name stands for.
   """
 
@@ -273,7 +273,7 @@ class Objective:
   """An objective of a configuration.
 
   Attributes:
-    text: its name and options, as the configuration has them.
+    text: name and options of the objective, as the configuration has them.
     maker: class of its maker.
     options: values of its options, and of those that its name stands for.
   """

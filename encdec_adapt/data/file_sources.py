@@ -58,9 +58,9 @@ class FileSource(document_source.Source):
       )
     self._ids = {path: _relative(path, root) for path in self._sizes}
 
+  @abc.abstractmethod
   def _take_fields(self, fields: option_strings.Part) -> None:
-    """Takes what follows the # in the name of a source."""
-    raise NotImplementedError
+    """Sets the fields or the unit, which follow the # of a source's name."""
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1

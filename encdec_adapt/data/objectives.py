@@ -110,12 +110,13 @@ class WindowMaker(definition.ExampleMaker):
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
     for size in range(2, 100):
       # A side that is not filled stays 0.
-      self.lengths = batch.Lengths(
-        encoder and max(encoder, size), decoder and max(decoder, size)
-      )
-      with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
-        if self._have_windows(self._make_plans()):
-          break
+      longer = encoder and max(encoder, size), decoder and max(decoder, size)
+      # One side alone where that is enough, before both.
+      for sides in ((longer[0], decoder), (encoder, longer[1]), longer):
+        self.lengths = batch.Lengths(*sides)
+        with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
+          if self._have_windows(self._make_plans()):
+            return self.lengths
     return self.lengths
 
   @abc.abstractmethod

@@ -159,7 +159,7 @@ class Supervised(definition.ExampleMaker):
     self._vocabulary = vocabulary
     self._encoder_vocabulary = encoder_vocabulary
     self._separator = vocabulary.encode(separator)
-    if len(self._separator) > lengths.encoder - 2:
+    if separator and len(self._separator) > lengths.encoder - 2:
       raise errors.UserError(
         f'objective {name!r}: its separator has {len(self._separator)} tokens,'
         f' which leave no inputs of config.data.encoder_length='

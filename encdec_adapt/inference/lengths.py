@@ -38,7 +38,7 @@ class Size(NamedTuple):
   """Size of an engine's state: positions of a row.
 
   Attributes:
-    length: of the decoder.
+    length: positions of the decoder.
     source: tokens of the encoder, 0 without one.
   """
 

@@ -92,7 +92,7 @@ class Architecture:
 
     Args:
       model: the model (`models.build`).
-      params: its parameters.
+      params: parameters of the model.
       *fields: tokens, segments and positions of the encoder.
       **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
 
@@ -109,8 +109,8 @@ class Architecture:
 
     Args:
       model: the model.
-      params: its parameters.
-      fields: by stack its tokens, segments and positions.
+      params: parameters of the model.
+      fields: tokens, segments and positions of each stack, by its name.
       **options: as for `source`, and `prefix` of `decoder_only.Decoder.decode`.
     """
     source = self.source(model, params, *fields.get('encoder', ()), **options)
@@ -123,7 +123,7 @@ class Architecture:
 
     Args:
       model: the model.
-      params: its parameters.
+      params: parameters of the model.
       batch: fields of `data.batch`.
       **options: as for `source`.
     """
@@ -171,7 +171,7 @@ class Architecture:
 
     Args:
       model: the model.
-      params: its parameters.
+      params: parameters of the model.
       tokens: token ids.
       segments: 1 at tokens, 0 at padding.
       positions: position of each token.

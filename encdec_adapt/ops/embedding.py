@@ -172,7 +172,7 @@ class _Lookup:
     is_local = exists = _in_range(tokens, self.rows)
     for axis in self.vocab_only:
       is_local &= coordinates[axis] == jax.lax.axis_index(axis)
-    # Gathering leaves out the axes in `vocab_only`, so rows are numbered anew.
+    # The gather excludes the axes in `vocab_only`, so rows get new indices.
     index = 0
     for axis in gathered:
       index = index * self.active.mesh.shape[axis] + coordinates[axis]

@@ -53,8 +53,8 @@ def test_processes_synchronise(tmp_path):
   assert 'timed out task names:\n1' in zero
 
 
-# F fails, S sleeps, B waits at the next barrier; T waits in vain for a key, and
-# G in Gloo for the other process, which never comes to the collective.
+# F fails, S sleeps, B waits at the next barrier; T waits for a key until jax's
+# timeout, and G in Gloo for the other process, which starts no collective.
 _FAIL = """
 from jax.experimental import multihost_utils
 ERRORS = {'bad input': errors.UserError('no room'), 'bug': ValueError('a bug')}
