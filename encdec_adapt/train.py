@@ -13,6 +13,7 @@ are opened by `conversion/initial_state.py`; the loss and the update are in
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 
@@ -106,8 +107,9 @@ def train(
     settings.compute,
     settings.data.vocabularies,
   )
-  loss = settings.loss.with_models(
-    {name: entry.where.model for name, entry in references.items()}
+  loss = dataclasses.replace(
+    settings.loss,
+    models={name: entry.where.model for name, entry in references.items()},
   )
   axes = settings.data.objectives[0].maker.axes
   make_phases = functools.partial(phases_lib.Phases, where, loss, axes=axes)

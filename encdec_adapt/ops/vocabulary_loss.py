@@ -7,7 +7,6 @@ weight add up to one large batch.
 """
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax

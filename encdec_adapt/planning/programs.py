@@ -200,12 +200,6 @@ class Job:
       for name, model in self.references.items()
     }
 
-  @property
-  def bound_loss(self) -> losses.loss.Loss:
-    """The loss with its reference models."""
-    placed = self.placed_references.items()
-    return self.loss.with_models({name: p.model for name, p in placed})
-
   def flops(self) -> float:
     """Returns FLOPs on all devices by `models.model_flops`."""
     lengths = self.lengths
@@ -234,7 +228,7 @@ def _train(job: Job) -> Program:
   """Returns a training step that updates every parameter."""
   where = job.where
   phases = phases_lib.Phases(
-    where, job.bound_loss, job.optimizer, job.train, job.axes
+    where, _bound_loss(job), job.optimizer, job.train, job.axes
   )
   state = phases.abstract()
   arguments = {
@@ -250,12 +244,7 @@ def _train(job: Job) -> Program:
       a['batch'],
       {name: a[name] for name in job.references},
     ),
-    {
-      'parameters': where.axes(arguments['parameters']),
-      'optimizer': where.axes(arguments['optimizer']),
-      'batch': placement.batch_axes(arguments['batch'], job.axes),
-      **_reference_axes(job, arguments),
-    },
+    _axes(job, arguments),
     donated=('parameters', 'optimizer'),
     made={'gradients': [state.params] * gradients(job)},
   )
@@ -268,12 +257,24 @@ def _kept(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   return {'optimizer': state.groups, **references}
 
 
-def _reference_axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the axes of the references that are among the arguments."""
+def _bound_loss(job: Job) -> losses.loss.Loss:
+  """Returns the loss with its reference models."""
+  placed = job.placed_references.items()
+  models = {name: reference.model for name, reference in placed}
+  return dataclasses.replace(job.loss, models=models)
+
+
+def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the logical axes of a program's arguments by part."""
+  placements = job.placed_references | {
+    'parameters': job.where,
+    'optimizer': job.where,
+  }
   return {
-    name: placed.axes(arguments[name])
-    for name, placed in job.placed_references.items()
-    if name in arguments
+    name: placements[name].axes(tree)
+    if name in placements
+    else placement.batch_axes(tree, job.axes)
+    for name, tree in arguments.items()
   }
 
 
@@ -292,14 +293,10 @@ def _evaluate(job: Job) -> Program:
   arguments = {'parameters': params, 'batch': fields}
   arguments |= {name: beside.pop(name) for name in names}
   return Program(
-    perplexity.Evaluator(where, job.bound_loss, job.axes).sums,
+    perplexity.Evaluator(where, _bound_loss(job), job.axes).sums,
     arguments,
     lambda a: (a['parameters'], a['batch'], {name: a[name] for name in names}),
-    {
-      'parameters': where.axes(params),
-      'batch': placement.batch_axes(fields, job.axes),
-      **_reference_axes(job, arguments),
-    },
+    _axes(job, arguments),
     beside=beside,
   )
 

@@ -1,14 +1,11 @@
 """Cross-entropy to the targets, the default loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
-import numpy as np
-
 from encdec_adapt.cli import errors, keys
 from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import definition
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.training.losses import loss
@@ -37,15 +34,8 @@ class CrossEntropy(loss.Loss):
     'Causal decoders on pairs: predict the inputs too, not the targets only.',
   )
 
-  def is_chosen(self, model: model_config.ModelConfig) -> bool:
-    """Returns False: it is the loss of jobs that choose none."""
-    del model
-    return False
-
   def check(
-    self,
-    model: model_config.ModelConfig,
-    objectives: Sequence[definition.Objective],
+    self, model: model_config.ModelConfig, objectives: loss.Objectives
   ) -> None:
     """Checks that the inputs can be predicted where they are to be.
 
@@ -61,9 +51,7 @@ class CrossEntropy(loss.Loss):
         ' them before.'
       )
 
-  def frame(
-    self, rows: dict[str, np.ndarray], pad: int
-  ) -> dict[str, np.ndarray]:
+  def frame(self, rows: loss.Rows, pad: int) -> loss.Rows:
     """Makes the inputs targets, too, if `on_inputs` is set."""
     return batch_lib.on_all_tokens(rows, pad) if self.on_inputs else rows
 

@@ -1,11 +1,10 @@
 """Distillation from a teacher's whole distribution (Gemma 2 report, sec. 3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 from typing import ClassVar
 
 from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import definition
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import distillation_loss
@@ -51,9 +50,7 @@ class Distillation(cross_entropy.CrossEntropy):
     return model_config.without_cross_attention(model.decoder)
 
   def check(
-    self,
-    model: model_config.ModelConfig,
-    objectives: Sequence[definition.Objective],
+    self, model: model_config.ModelConfig, objectives: loss.Objectives
   ) -> None:
     """Checks that a teacher can predict the targets.
 

@@ -24,6 +24,10 @@ from encdec_adapt.models import (
 from encdec_adapt.ops import vocabulary_loss
 
 Batch = Mapping[str, Array]
+Objectives = Sequence[definition.Objective]
+Params = decoder_only.Params
+References = Mapping[str, Params]
+Rows = dict[str, np.ndarray]
 Terms = dict[str, Array]
 
 
@@ -56,7 +60,7 @@ class Loss:
     selects: the held-out metric that `keep_best` and `patience` follow.
     highest: whether the highest value of it is the best; else the lowest.
     unit: unit of the metric in printed lines.
-    models: the reference models by name, set by `with_models`.
+    models: the reference models by name; set once they are opened.
   """
 
   name: ClassVar[str]
@@ -99,12 +103,11 @@ class Loss:
 
   def is_chosen(self, model: model_config.ModelConfig) -> bool:
     """Returns whether a job that trains a model has this loss."""
-    raise NotImplementedError
+    del model
+    return False  # The default loss is chosen by no key.
 
   def check(
-    self,
-    model: model_config.ModelConfig,
-    objectives: Sequence[definition.Objective],
+    self, model: model_config.ModelConfig, objectives: Objectives
   ) -> None:
     """Checks that the loss suits a model and objectives.
 
@@ -123,15 +126,9 @@ class Loss:
     """Returns the shape of a reference whose path is not given."""
     return model
 
-  def with_models(self, models: Mapping[str, build.Model]) -> 'Loss':
-    """Returns the loss with its reference models, by name."""
-    return dataclasses.replace(self, models=models)
-
   # -- Training ----------------------------------------------------------------
 
-  def frame(
-    self, rows: dict[str, np.ndarray], pad: int
-  ) -> dict[str, np.ndarray]:
+  def frame(self, rows: Rows, pad: int) -> Rows:
     """Changes a batch of the objective on the host.
 
     Args:
@@ -146,11 +143,7 @@ class Loss:
     return jnp.sum(batch['weights'])
 
   def predict(
-    self,
-    model: build.Model,
-    params: decoder_only.Params,
-    batch: Batch,
-    **options: Any,
+    self, model: build.Model, params: Params, batch: Batch, **options: Any
   ) -> Outputs:
     """Computes the states of a model that predict the targets.
 
@@ -181,9 +174,9 @@ class Loss:
   def sums(
     self,
     model: build.Model,
-    params: decoder_only.Params,
+    params: Params,
     batch: Batch,
-    references: Mapping[str, decoder_only.Params] | None = None,
+    references: References | None = None,
     dropout: decoder_only.Dropout | None = None,
   ) -> Terms:
     """Computes `terms` of a batch, and those of the routers of experts.
@@ -237,9 +230,9 @@ class Loss:
   def row_ratios(
     self,
     model: build.Model,
-    params: decoder_only.Params,
+    params: Params,
     batch: Batch,
-    references: Mapping[str, decoder_only.Params] | None = None,
+    references: References | None = None,
   ) -> Float[Array, 'm 2 B']:
     """Computes the held-out metrics as ratios of sums, row by row.
 
@@ -272,16 +265,8 @@ class Loss:
     weight = jnp.sum(weights, axis=1)
     nats = jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1)
     correct = jnp.sum(weights * correct, axis=1)
-    return jnp.stack(
-      [
-        jnp.stack(ratio)
-        for ratio in (
-          (nats, weight),
-          (correct, weight),
-          (exact, jnp.ones_like(exact)),
-        )
-      ]
-    )
+    ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
+    return jnp.stack(ratios).reshape(3, 2, -1)
 
   def rank(self, value: float) -> float:
     """Returns a number that is lowest for the best value of `selects`."""
