@@ -152,7 +152,11 @@ def load(
   Raises:
     UserError: names the key, its value and what it must be.
   """
-  values, added = keys.complete(config.to_dict(), defaults().to_dict())
+  saved, known = config.to_dict(), defaults().to_dict()
+  # An encoder has no head to tie, but files may give both stacks equal keys.
+  if 'tied_head' in saved.get('model', {}).get('encoder', {}):
+    known['model']['encoder']['tied_head'] = True
+  values, added = keys.complete(saved, known)
   if added and distributed.is_lead():
     print(
       f'the configuration in {workdir} was saved by an earlier version; keys'

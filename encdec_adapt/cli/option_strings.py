@@ -85,6 +85,8 @@ class Part:
   def partition(self, mark: str) -> tuple['Part', 'Part']:
     """Divides the part at the first mark; without one the second is empty."""
     head = self.divide(re.escape(mark))[0]
+    # Where there is no mark, the second part is empty at the end, so that its
+    # column is that of what is missing.
     start = min(head.stop + len(mark), self.start + len(self.text))
     return head, dataclasses.replace(self, start=start)
 
@@ -144,12 +146,14 @@ def things(
   weighted: list[tuple[Part, float | None]] = []
   for part in Part(label, string).divide(divider):
     thing = part.strip()
-    name, found, number = thing.text.rpartition(mark)
+    # The last mark, as the names of folders and users contain it too.
+    name, sign, number = thing.text.rpartition(mark)
     try:
-      weight = float(number if found else 'none')
+      weight = float(number if sign else 'none')
     except ValueError:
       weighted.append((thing, None))
       continue
+    # float() reads nan and inf too.
     if not 0 < weight < math.inf:
       raise thing.error(
         f'has weight {weight:g} after the {mark}; it must be above 0'
@@ -172,16 +176,19 @@ def phases(label: str, string: str) -> list[tuple[int, Part]]:
   Raises:
     UserError: a step is missing, or is not above the one before.
   """
-  read: list[tuple[int, Part]] = []
+  settings: list[tuple[int, Part]] = []
   for part in Part(label, string).divide(';') if string else []:
     setting, step = part.strip(), 0
-    if read:
+    if settings:
+      # Options of a setting have an equals sign as well: the first is the
+      # step's, since a setting begins with its name.
       number, setting = setting.partition('=')
+      last = settings[-1][0]
       step = number.read(
-        int, f'STEP= with a step above {read[-1][0]}', lambda n: n > read[-1][0]
+        int, f'STEP= with a step above {last}', lambda n, last=last: n > last
       )
-    read.append((step, setting.strip()))
-  return read
+    settings.append((step, setting.strip()))
+  return settings
 
 
 def key_values(
@@ -200,6 +207,7 @@ def key_values(
   values = dict(defaults)
   for item in filter(None, Part(label, string).divide(',')):
     key, value = item.partition('=')
+    # An empty value is a value; without a sign the key is the whole item.
     if key.text not in defaults or key.stop == item.stop:
       known = ', '.join(f'{k}={v}' for k, v in defaults.items())
       raise item.error(f'is not understood; it must be KEY=VALUE of {known}')
