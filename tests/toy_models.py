@@ -49,7 +49,7 @@ def pair_and_decoder(stack):
 def save(
   folder: pathlib.Path,
   config: model_config.ModelConfig,
-  own: bool = False,
+  native: bool = False,
   **options,
 ) -> loaded_model.LoadedModel:
   """Writes a model with Gemma-like tokens to a folder and loads it.
@@ -57,7 +57,7 @@ def save(
   Args:
     folder: folder that does not exist.
     config: model with a vocabulary of at least `GEMMA_SIZE` tokens.
-    own: whether to write our own layout.
+    native: whether to write the layout of this project.
     **options: of `params`.
   """
   tokens = folder.with_name(f'{folder.name}_tokens')
@@ -67,7 +67,7 @@ def save(
     folder,
     config,
     {path: np.asarray(array) for path, array in flat.items()},
-    own=own,
+    native=native,
     files={file.name: file for file in tokens.iterdir()},
   )
   return encdec_adapt.load(folder)

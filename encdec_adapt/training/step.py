@@ -50,9 +50,9 @@ def make_train_step(
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
-    int32: those of the loss, `weight` (target tokens), `tokens` (of encoder and
-    decoder, without padding), `gradient_norm` (before clipping),
-    `learning_rate/<group>`, `skipped` and `skipped_in_row`.
+    int32: those of the loss, `tokens` (of encoder and decoder, without padding),
+    `gradient_norm` (before clipping), `learning_rate/<group>`, `skipped` and
+    `skipped_in_row`.
   """
 
   def step(state, batch, references):
@@ -85,7 +85,6 @@ def make_train_step(
         state, flat, gradients, norm, trainable, optimizer, where
       )
     progress = {
-      'weight': jnp.sum(batch['weights']),
       'tokens': _tokens(batch),
       'gradient_norm': norm,
       'skipped': new_state.skipped,

@@ -240,7 +240,7 @@ def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
   encoder = model_config.DecoderOnlyConfig(
     toy_models.stack(role='bidirectional', vocab_size=512)
   )
-  toy_models.save(tmp_path / 'encoder', encoder, own=True)
+  toy_models.save(tmp_path / 'encoder', encoder, native=True)
   kinds = 'decoder_only and prefix_decoder and encoder_decoder'
   with pytest.raises(errors.UserError, match=f'encoder_only.*of kind {kinds}'):
     _train(*pairs, *flags, f'{teacher}{tmp_path}/encoder', '--dry_run')

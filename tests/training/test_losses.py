@@ -25,8 +25,7 @@ class Preference(loss.Loss):
   name: ClassVar[str] = 'preference'
   references: ClassVar[tuple[str, ...]] = ('teacher',)
   held_out_references: ClassVar[tuple[str, ...]] = ('teacher',)
-  metrics: ClassVar[dict[str, str]] = {
-    'loss': 'mean',
+  metrics: ClassVar[dict[str, str]] = loss.Loss.metrics | {
     'margin': 'mean',
     'examples': 'sum',
   }

@@ -54,7 +54,10 @@ class Loss:
     references: names of the frozen models that the loss reads.
     held_out_references: those that held-out metrics need, too.
     metrics: metric of a step -> whether it is a 'mean' over the weight of the
-      batch or a 'sum'. A term that only some models have may be missing.
+      batch or a 'sum'. A loss adds its terms to those here: `loss`, `weight`
+      (target tokens), and for models with experts `load_balance` (1 if all
+      experts get equally many tokens) and `router_z_loss`, both unweighted
+      means over layers and tokens of a microbatch.
     held_out: metrics of held-out rows, in the order of `row_ratios`.
     curves: those that the records of a run have, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
@@ -68,6 +71,7 @@ class Loss:
   held_out_references: ClassVar[tuple[str, ...]] = ()
   metrics: ClassVar[Mapping[str, Literal['mean', 'sum']]] = {
     'loss': 'mean',
+    'weight': 'sum',
     'load_balance': 'mean',
     'router_z_loss': 'mean',
   }
@@ -179,7 +183,7 @@ class Loss:
     references: References | None = None,
     dropout: decoder_only.Dropout | None = None,
   ) -> Terms:
-    """Computes `terms` of a batch, and those of the routers of experts.
+    """Computes `terms` and `weight` of a batch, and the losses of routers.
 
     Args:
       model: the trained model.
@@ -199,6 +203,7 @@ class Loss:
       model, params, batch, routing=routing, dropout=dropout
     )
     terms = self.terms(trained, outputs, batch)
+    terms['weight'] = jnp.sum(batch['weights'])
     if not routing:
       return terms
     # Router losses are means; scaled by the weight they add up like the sums.
