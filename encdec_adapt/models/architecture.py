@@ -29,8 +29,9 @@ import numpy as np
 
 Batch = Mapping[str, Array]
 Tokens = Int[Array, 'B L']
-Fields = Sequence[Tokens]  # Tokens, segments and positions of a stack.
+Fields = Sequence[Array]  # Tokens, segments and positions of a stack.
 Params = Mapping[str, Any]
+# Models are typed `Any`, as their modules import this module.
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
@@ -50,7 +51,7 @@ class Framed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """Base of all kinds; a decoder that reads inputs and targets in one row.
+  """Base of all kinds; a decoder that reads inputs and targets in a row.
 
   Attributes:
     name: `config.model.kind`.
@@ -164,6 +165,7 @@ class Architecture:
       bos: first token of a decoder that does not read the context.
     """
     del bos
+    # The last token predicts nothing that is scored.
     tokens = [*context, *continuation[:-1]]
     return Framed((), tokens, len(context))
 
@@ -269,6 +271,7 @@ class EncoderDecoder(Architecture):
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
     """Encodes prompts; the decoder has read BOS alone."""
     encoded, segments = self.source(model, params, fields)
+    # The cache holds keys and values; the states are not read again.
     cross = model.prefill_cross(params, encoded)
     tokens = jnp.full((len(segments), 1), bos)
     return {'cross': cross, 'encoder_segments': segments}, tokens
@@ -283,12 +286,13 @@ BY_NAME = {kind.name: kind for kind in (*_OF_ONE_STACK, ENCODER_DECODER)}
 
 
 def of_stack(role: str, classes: int) -> Architecture:
-  """Returns the architecture of a model of one stack.
+  """Returns the architecture of a model of a single stack.
 
   Args:
     role: self-attention of the stack.
     classes: number of labels of a classifier, 0 for a language model.
   """
+  # A classifier reads whole texts; its name says which stack it started from.
   kind = next(kind for kind in _OF_ONE_STACK if kind.role == role)
   return dataclasses.replace(ENCODER, name=kind.name) if classes else kind
 
@@ -300,11 +304,11 @@ def names(kinds: Sequence[Architecture]) -> str:
 
 def inputs_of(batch: Batch) -> Int[Array, 'B R']:
   """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
-  # A target stands one after the position that predicts it.
+  # A target stands next to the position that predicts it.
   rows = jnp.arange(len(batch['targets']))[:, None]
-  after = batch['teacher_index'] + 1
+  targets = batch['teacher_index'] + 1
   is_target = jnp.zeros_like(batch['teacher_segments'])
-  is_target = is_target.at[rows, after].max(
+  is_target = is_target.at[rows, targets].max(
     jnp.int32(batch['decoder_segments'] > 0)
   )
   return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))

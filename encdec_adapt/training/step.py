@@ -50,7 +50,7 @@ def make_train_step(
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
-    int32: those of the loss, `tokens` (of encoder and decoder, without padding),
+    int32: those of the loss, `tokens` (of both sides, without padding),
     `gradient_norm` (before clipping), `learning_rate/<group>`, `skipped` and
     `skipped_in_row`.
   """

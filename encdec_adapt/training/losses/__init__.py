@@ -1,4 +1,4 @@
-"""Losses: one module for each, found by the class that it defines.
+"""Losses: a module for each, which the class in it makes known.
 
 A loss is a frozen dataclass, a subclass of `loss.Loss`. Its keys (`keys.key`)
 are keys of `config.loss`; several losses may share a key by inheritance. To add
@@ -37,6 +37,7 @@ from encdec_adapt.training.losses import cross_entropy, loss
 
 def _classes() -> tuple[type[loss.Loss], ...]:
   """Finds the losses in the modules of this package."""
+  # Found, not listed, so that a new loss needs no change outside its module.
   modules = [
     importlib.import_module(f'{__name__}.{module.name}')
     for module in pkgutil.iter_modules(__path__)

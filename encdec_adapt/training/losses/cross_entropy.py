@@ -16,6 +16,7 @@ class CrossEntropy(loss.Loss):
   """Cross-entropy to the data in nats, over a whole vocabulary."""
 
   name: ClassVar[str] = 'cross_entropy'
+  # `distillation` is the divergence from a teacher, 0 without it.
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
     'cross_entropy': 'mean',
     'distillation': 'mean',
@@ -62,6 +63,7 @@ class CrossEntropy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its parts; see `loss.Loss.terms`."""
+    # One pass for both distributions: their logits are never in memory whole.
     sums = vocabulary_loss.cross_entropy(
       outputs.hidden,
       outputs.table,
@@ -74,6 +76,7 @@ class CrossEntropy(loss.Loss):
       chunk=self.chunk,
       teacher=self.teacher(references),
     )
+    # Always reported, so that the records of all runs have the same names.
     return {
       'loss': sums.total,
       'cross_entropy': sums.cross_entropy,

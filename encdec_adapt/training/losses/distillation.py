@@ -13,7 +13,7 @@ from encdec_adapt.training.losses import cross_entropy, loss
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(cross_entropy.CrossEntropy):
-  """Cross-entropy to a teacher, mixed with that to the data in one pass."""
+  """Cross-entropy to a teacher, mixed with cross-entropy to the data."""
 
   name: ClassVar[str] = 'distillation'
   references: ClassVar[tuple[str, ...]] = ('teacher',)
@@ -40,6 +40,7 @@ class Distillation(cross_entropy.CrossEntropy):
     """Architectures that predict the student's targets."""
     if self.on_inputs:  # The others read the inputs before they predict.
       return (architectures.CAUSAL_DECODER,)
+    # An encoder predicts masked tokens, a classifier labels.
     kinds = architectures.BY_NAME.values()
     return tuple(kind for kind in kinds if kind.generates)
 
@@ -69,6 +70,7 @@ class Distillation(cross_entropy.CrossEntropy):
     self, references: Mapping[str, loss.Outputs]
   ) -> distillation_loss.Teacher:
     """Returns the teacher's distribution."""
+    # The head is passed whole: its logits are made with the student's.
     outputs = references['teacher']
     return distillation_loss.Teacher(
       outputs.hidden,

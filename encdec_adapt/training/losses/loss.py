@@ -1,4 +1,4 @@
-"""The base of all losses: what training, evaluation and planning ask of one.
+"""The base of all losses, with the questions of training and evaluation.
 
 Imports no module of a loss.
 """
@@ -98,6 +98,7 @@ class Loss:
     ' share a table gather theirs: 256 on each of 16 are 4096 rows of logits.',
     at_least=1,
   )
+  # Static in a compiled step, which takes only the parameters as arguments.
   models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -127,7 +128,7 @@ class Loss:
   def assumed_reference(
     self, model: model_config.ModelConfig
   ) -> model_config.ModelConfig:
-    """Returns the shape of a reference whose path is not given."""
+    """Returns the shape of a reference if its path is not given."""
     return model
 
   # -- Training ----------------------------------------------------------------
@@ -192,6 +193,7 @@ class Loss:
       references: parameters of the references, which no gradient reaches.
       dropout: dropout of the trained model; references have none.
     """
+    # No gradient reaches the references: their states need no backward pass.
     outputs = {
       name: self.predict(
         self.models[name], jax.lax.stop_gradient(references[name]), batch
@@ -225,6 +227,7 @@ class Loss:
       terms: sums over the whole batch.
       weight: weight of the whole batch, not 0.
     """
+    # Divided once, after all microbatches: their weights are unequal.
     return {
       name: value / weight if self.metrics[name] == 'mean' else value
       for name, value in terms.items()
