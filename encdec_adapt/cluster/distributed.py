@@ -271,6 +271,9 @@ def _end_without_coordinator(
     reason = _silence(host, port)
     if not reason:
       answered = now
+    # The process may have registered while this one probed.
+    elif registered.is_set():
+      return
     elif now > min(deadline, answered + _HEARTBEAT_TIMEOUT):
       print(
         f'Error: process 0 at {host}:{port} ended or hangs before all processes'

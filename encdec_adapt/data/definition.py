@@ -37,10 +37,12 @@ class Option:
   Attributes:
     read: parses its value; raises a ValueError.
     form: how it is written, for errors.
+    verbatim: whether spaces around its value belong to it.
   """
 
   read: Callable[[str], Any]
   form: str
+  verbatim: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ class ExampleMaker(abc.ABC):
   distills = False
   ends_turns = False
   concatenate = False
-  one_vocabulary = 'it hides tokens in a window that both sides read'
+  one_vocabulary = 'both sides read the tokens of one window'
   skips_bad = False
   locate: Callable[[str], str] = staticmethod(str)
 

@@ -21,7 +21,7 @@ import json
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.cli import errors, option_strings
 from encdec_adapt.data import batch, definition, supervised
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -31,7 +31,8 @@ class Classify(definition.ExampleMaker):
 
   options = {
     'labels': definition.Option(
-      lambda text: tuple(text.split('|')), 'labels=LABEL|LABEL without commas'
+      lambda text: tuple(option_strings.unquote(text).split('|')),
+      'labels=LABEL|LABEL, in quotes where a label has a comma',
     ),
     'too_long': supervised.Supervised.options['too_long'],
   }

@@ -52,13 +52,8 @@ def parse(text: str) -> tuple[definition.Objective, ...]:
     UserError: one is not known or named twice, they fill other sides or have
       other fields, or one of several masks whole batches.
   """
-  # Without options there is no space to keep.
-  parts = [
-    part.lstrip() if ':' in part else part.strip()
-    for part in (
-      part.text for part in option_strings.Part(_LABEL, text).divide(r' \| ')
-    )
-  ]
+  divided = option_strings.Part(_LABEL, text).divide(r' \| ')
+  parts = [_trim(part.text) for part in divided]
   result = tuple(map(_parse_objective, parts))
   first = result[0]
   if len(set(parts)) < len(parts) or any(
@@ -84,7 +79,7 @@ def parse_one(text: str) -> definition.Objective:
   Raises:
     UserError: the name or an option is not known.
   """
-  return _parse_objective(text.lstrip())
+  return _parse_objective(_trim(text))
 
 
 def for_evaluation(
@@ -93,6 +88,15 @@ def for_evaluation(
   """Returns the objective that makes its held-out rows."""
   maker, options = objective.maker, objective.options
   return parse_one(maker.evaluation_text(objective.text, options))
+
+
+def _trim(text: str) -> str:
+  """Removes spaces around an objective, unless they end a verbatim option."""
+  name, _, rest = text.strip().partition(':')
+  # A text in quotes that has a comma ends in a quote: no space to keep.
+  key = rest.rpartition(',')[2].partition('=')[0]
+  option = NAMES[name].maker.options.get(key) if name in NAMES else None
+  return text.lstrip() if option and option.verbatim else text.strip()
 
 
 def _parse_objective(text: str) -> definition.Objective:
@@ -113,7 +117,7 @@ def _parse_objective(text: str) -> definition.Objective:
   for entry in filter(None, part.options()):
     key, value = entry.partition('=')
     option = maker.options.get(key.text)
-    if option is None or ('=' in option.form) != bool(value):
+    if option is None or ('=' in option.form) != ('=' in entry.text):
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')
     options[key.text] = value.read(option.read, f'as in {option.form}')

@@ -294,7 +294,9 @@ class _Server(uvicorn.Server):
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
     """Listens, and then says so."""
     await super().startup(sockets)
-    address = f'http://{self.config.host}:{self.config.port}/'
+    host = self.config.host
+    host = f'[{host}]' if ':' in host else host  # IPv6.
+    address = f'http://{host}:{self.config.port}/'
     print(f'{address} (Ctrl-C finishes what is in progress)')
 
   def handle_exit(self, sig: int, frame: Any) -> None:

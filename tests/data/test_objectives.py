@@ -227,10 +227,6 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
       'must be at least 4 and 8',
     ),
     (('pairs:separator="a', 8, 8), """'"a' at column 17 must be"""),
-    (
-      ('pairs:prefix=', 8, 8),
-      "'prefix=' at column 7 is not an option",
-    ),
     (('bart:share=x', 8, 8), "'x' at column 12 must be"),
     (('meap:span=0', 0, 8), "'0' at column 11 must be as in span="),
     (('denoise:R:3', 8, 8), "'R:3' at column 1 must be MODE:MEAN:DENSITY"),
@@ -283,6 +279,9 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
       [', | ', ' ', ''],
     ),
     (' ul2 | prefix_lm', ['ul2', 'prefix_lm'], ['', '']),
+    ('pairs:separator=', ['pairs:separator='], ['']),
+    ('pairs:too_long=drop ', ['pairs:too_long=drop'], ['']),
+    ('denoise:S:uniform@4 ', ['denoise:S:uniform@4'], ['']),
   ],
 )
 def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):

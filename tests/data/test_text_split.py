@@ -111,7 +111,7 @@ def test_any_document(opened, text, lengths, name, turned):
     ('prefix_lm:concatenate', 'concatenated documents are cut in the tokens'),
     ('ul2', 'a sentinel stands for the same span on both sides'),
     ('iid_denoising', 'a sentinel stands for the same span'),
-    ('bart', 'it hides tokens in a window that both sides read'),
+    ('bart', 'both sides read the tokens of one window'),
     ('pairs:meap=separate', 'a masked copy repeats inputs and targets'),
     ('chat:meap=concat', 'a masked copy repeats inputs and targets'),
     ('bert', 'it has no decoder'),

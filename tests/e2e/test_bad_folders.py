@@ -124,7 +124,7 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
     (['merge', '{gemma}', '{gemma}', '--weights=1,1', '--output={tmp}/x'],
      'must be 2 numbers'),
     (['merge', '{gemma}', '{gemma}', '--weights=a,b', '--output={tmp}/x'],
-     '=a,b must be 2 numbers'),
+     "'a' at column 1 must be a number"),
     (['verify', '{gemma}', '{llama}'], 'no tokens in common'),
     (['verify', '{gemma}', '{gemma}', '--rows=0'], 'rows=0'),
   ]
