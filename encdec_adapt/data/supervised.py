@@ -8,9 +8,9 @@
 
 Every turn of the assistant is an example, so the loss is on its turns only.
 The format is that of the vocabulary (`tokenizers/chat_format.py`). A
-conversation is encoded as a whole and cut at its answers, so targets are those
-of `apply_chat_template`, and inputs the ids that `generate --chat` reads, unless
-a token spans the header and the answer (two line breaks): it is the answer's.
+conversation is encoded as a whole and cut at its answers. So targets are those
+of `apply_chat_template`, and inputs the ids that `generate --chat` reads, save
+where a token spans the header and the answer (line breaks): it is the answer's.
 
 Examples are never split; one that is longer than a row is dropped, or with the
 option `too_long=truncate` cut at the end of inputs and targets, and the
