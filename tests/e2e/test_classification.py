@@ -127,5 +127,5 @@ def test_a_grid_killed_at_random_repeats_no_run(file, tmp_path):
   assert set(report['runs']) == runs | set(best)
   first, second = (report['runs'][name]['label_accuracy'] for name in best)
   mean = (first + second) / 2
-  assert any(f'mean {mean:.3f}.' in text for text in report['findings'])
+  assert any(f'mean is {mean:.3f}.' in text for text in report['findings'])
   assert (root / 'report.html').exists()

@@ -7,6 +7,7 @@ import pytest
 
 from encdec_adapt.evaluation import costs, score_tables
 from encdec_adapt.evaluation import results as results_lib
+from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_flops
 from encdec_adapt.planning import hlo
@@ -41,7 +42,7 @@ def test_prefill_flops_are_those_of_the_compiled_program(kind):
   length = 128
   request = engine_lib.Request(np.zeros(length, np.int32), 16)
   arguments = engine.prefill_arguments([request], 1)
-  program = engine.programs.prefill.lower(*arguments).compile()
+  program = engine.programs.get(decoding.prefill, *arguments)
   counted, _ = model_flops.generation(loaded.config, length, 16)
   if kind == 'decoder_only':
     # On CPUs the pairs that a causal mask hides are multiplied, too.
