@@ -107,10 +107,9 @@ def train(
     settings.compute,
     settings.data.vocabularies,
   )
-  loss = dataclasses.replace(
-    settings.loss,
-    models={name: entry.where.model for name, entry in references.items()},
-  )
+  frozen = {name: entry.where.model for name, entry in references.items()}
+  loss = dataclasses.replace(settings.loss, models=frozen)
+  settings = dataclasses.replace(settings, loss=loss)
   axes = settings.data.objectives[0].maker.axes
   make_phases = functools.partial(phases_lib.Phases, where, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
@@ -150,8 +149,8 @@ def train(
     resume_checks.check_same_rows(
       saved['order'], order, cost.rows_of_parts, data.train.ranges
     )
-  frozen = [reference.config for reference in loss.models.values()]
-  teacher_row = setup.reads_teacher_row(lengths, model, *frozen)
+  shapes = [reference.config for reference in frozen.values()]
+  teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,
@@ -217,7 +216,7 @@ def train(
     loss,
     start,
     cost,
-    setup.step_flops(model, lengths, settings.train.batch_size, frozen),
+    setup.step_flops(model, lengths, settings.train.batch_size, shapes),
     say,
   )
   watchdog = watchdog_lib.Watchdog(
@@ -236,7 +235,6 @@ def train(
     settings,
     tasks,
     where,
-    loss,
     reference_params,
     data,
     telemetry,

@@ -25,7 +25,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.models import decoder_only
 from encdec_adapt.training import (
   job_telemetry,
-  losses,
   setup,
   train_section,
 )
@@ -67,7 +66,6 @@ class Evaluators:
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
     where: state_lib.Placement,
-    loss: losses.loss.Loss,
     references: Mapping[str, decoder_only.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
@@ -77,10 +75,9 @@ class Evaluators:
     Args:
       workdir: work directory of the job; gets `results.jsonl`.
       config: the configuration, whose digest the results have.
-      settings: the validated configuration.
+      settings: the validated configuration; the loss has its models.
       tasks: result of `read_tasks`.
       where: the model and the placement of its parameters.
-      loss: the loss, with its reference models.
       references: parameters of the reference models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
@@ -88,7 +85,7 @@ class Evaluators:
     self._intervals = settings.train.intervals
     self._batch_size = settings.train.eval_batch_size
     self._where, self._data, self._telemetry = where, data, telemetry
-    self._loss, names = loss, loss.held_out_references
+    loss, names = settings.loss, settings.loss.held_out_references
     self._references = {name: references[name] for name in names}
     axes = settings.data.objectives[0].maker.axes
     self._evaluator = perplexity.Evaluator(where, loss, axes)
