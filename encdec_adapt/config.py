@@ -18,6 +18,7 @@ from encdec_adapt.cli import errors, keys, option_strings
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section, definition
 from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -25,6 +26,7 @@ from encdec_adapt.training import (
   losses,
   optimizers,
   schedules,
+  teacher_section,
   train_section,
 )
 
@@ -42,8 +44,8 @@ class Settings:
   compute: execution.ComputeConfig
   init: init_section.InitConfig
   data: data_section.DataConfig
-  teacher: losses.TeacherConfig
-  loss: losses.LossConfig
+  teacher: teacher_section.TeacherConfig
+  loss: losses.loss.Loss
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
   checkpoint: checkpoint_section.CheckpointConfig
@@ -85,8 +87,8 @@ _SECTIONS = {
   'compute': (execution.ComputeConfig,),
   'init': (init_section.InitConfig,),
   'data': (data_section.DataConfig,),
-  'teacher': (losses.TeacherConfig,),
-  'loss': (losses.LossConfig,),
+  'teacher': (teacher_section.TeacherConfig,),
+  'loss': losses.CLASSES,
   'optimizer': (optimizers.OptimizerConfig, schedules.ScheduleConfig),
   'train': (train_section.TrainConfig,),
   'checkpoint': (checkpoint_section.CheckpointConfig,),
@@ -122,13 +124,13 @@ def page(config: Mapping[str, Any] | None = None) -> str:
     [f'config.model.decoder.{k} = {v!r}' for k, v in model['decoder'].items()],
   ]
   for name, parts in _SECTIONS.items():
-    blocks.append(
-      [
-        line
-        for part in parts
-        for line in keys.page(part, values[name], f'config.{name}.')
-      ]
-    )
+    lines, remainder = [], dict(values[name])
+    for part in parts:
+      lines += keys.page(part, remainder, f'config.{name}.')
+      # Losses share keys, which are listed once.
+      for key in keys.defaults(part):
+        remainder.pop(key, None)
+    blocks.append(lines)
   return '\n\n'.join('\n'.join(block) for block in blocks)
 
 
@@ -181,6 +183,7 @@ def load(
     model=model,
     data=data.in_workdir(workdir),
     optimizer=_optimizer(values['optimizer'], sections['train'].steps),
+    loss=losses.from_section(values['loss'], model),
     **sections,
   )
   _check_model(settings, values['data']['vocabulary'])
@@ -291,15 +294,6 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   data, model, init = settings.data, settings.model, settings.init
   check_kind(model, data.objectives[0])
   architecture, feeds = model.architecture, data.objectives[0].feeds
-  if settings.loss.on_inputs and not (
-    architecture.predicts_inputs and feeds == 'pair'
-  ):
-    raise errors.UserError(
-      'config.loss.on_inputs is set with config.model.kind'
-      f' {architecture.name} and objective {data.objective!r}; only a causal'
-      ' decoder (decoder_only) on pairs can predict the inputs: others read'
-      ' them before.'
-    )
   if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
     raise errors.UserError(
       f'config.train.evaluators is {settings.train.evaluators!r} with objective'
@@ -327,29 +321,25 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
 
 
 def _check_sources(settings: Settings, sources: bool) -> None:
-  """Checks that sources and teacher are given where they are needed."""
+  """Checks the loss, and that sources and teacher are given if needed."""
   init, teacher = settings.init, settings.teacher.checkpoint
-  share, objective = settings.loss.distillation, settings.data.objective
+  loss = settings.loss
   if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory or Hugging Face folder of the source.'
     )
-  if teacher and not share:
+  if teacher and not loss.references:
     raise errors.UserError(
-      f'config.teacher.checkpoint is {teacher!r} but config.loss.distillation'
-      ' is 0, so that nothing is learnt from it; empty the one or raise the'
-      ' other.'
+      f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
+      ' which learns nothing from it; empty it, or choose another loss'
+      ' (config.loss.distillation above 0).'
     )
-  if sources and share > 0 and not teacher:
+  if sources and loss.references and not teacher:
     raise errors.UserError(
-      f'config.loss.distillation is {share} but config.teacher.checkpoint is'
-      ' empty; give the work directory or Hugging Face folder of a'
-      ' decoder-only model, or set the distillation to 0.'
+      f'the loss is {loss.name} but config.teacher.checkpoint is empty; give'
+      ' the work directory or Hugging Face folder of a model of kind'
+      f' {architectures.names(loss.accepts)}, or choose another loss'
+      ' (config.loss.distillation 0).'
     )
-  distills = all(part.maker.distills for part in settings.data.objectives)
-  if share > 0 and not distills:
-    raise errors.UserError(
-      f'config.loss.distillation is {share} with config.data.objective'
-      f' {objective!r}; a teacher predicts the targets of prefix_lm only.'
-    )
+  loss.check(settings.model, settings.data.objectives)

@@ -9,10 +9,11 @@ A job that ended early resumes when the same command is given again.
 loop objects, steps, end. What other commands build too (mesh,
 models, data) is in `training/setup.py`; models on disk that a job starts from
 are opened by `conversion/initial_state.py`; the loss and the update are in
-`training/losses.py` and `training/step.py`.
+`training/losses/` and `training/step.py`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 
@@ -26,7 +27,6 @@ from encdec_adapt.cli import app, command
 from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
@@ -100,17 +100,18 @@ def train(
   setup.check_vocabularies(settings.data)
   tasks = evaluators_lib.read_tasks(settings)
   where = setup.place_model(model, settings.compute, mesh, settings.rules)
-  teacher = initial_state.open_teacher(
-    settings.teacher, where, settings.compute, settings.data.vocabularies
-  )
-  axes = settings.data.objectives[0].maker.axes
-  make_phases = functools.partial(
-    phases_lib.Phases,
-    where,
+  references = initial_state.open_references(
     settings.loss,
-    teacher=teacher.where.model if teacher else None,
-    axes=axes,
+    settings.teacher,
+    where,
+    settings.compute,
+    settings.data.vocabularies,
   )
+  frozen = {name: entry.where.model for name, entry in references.items()}
+  loss = dataclasses.replace(settings.loss, models=frozen)
+  settings = dataclasses.replace(settings, loss=loss)
+  axes = settings.data.objectives[0].maker.axes
+  make_phases = functools.partial(phases_lib.Phases, where, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
@@ -148,8 +149,8 @@ def train(
     resume_checks.check_same_rows(
       saved['order'], order, cost.rows_of_parts, data.train.ranges
     )
-  teachers = [teacher.source.model] if teacher else []
-  teacher_row = setup.reads_teacher_row(lengths, model, *teachers)
+  shapes = [reference.config for reference in frozen.values()]
+  teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,
@@ -187,7 +188,7 @@ def train(
   if start is None:
     meta['sources'] = accounting.read_sources(
       [str(source.path) for source in sources.models]
-      + [settings.teacher.checkpoint] * bool(teacher)
+      + [settings.teacher.checkpoint] * bool(references)
     )
     for path in meta['sources']['not_counted']:
       say(f'the cost of {path} is unknown: the summary leaves it out')
@@ -201,7 +202,7 @@ def train(
     resume_checks.report_environment(saved, meta, say)
     state = found.restore(phases.abstract_saved(start))
     say(f'resuming at step {start}')
-  teacher_params = teacher.read() if teacher else {}
+  reference_params = {name: entry.read() for name, entry in references.items()}
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'])
 
@@ -212,14 +213,10 @@ def train(
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
+    loss,
     start,
     cost,
-    setup.step_flops(
-      model,
-      lengths,
-      settings.train.batch_size,
-      teacher.source.model if teacher else None,
-    ),
+    setup.step_flops(model, lengths, settings.train.batch_size, shapes),
     say,
   )
   watchdog = watchdog_lib.Watchdog(
@@ -233,18 +230,26 @@ def train(
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
   evaluators = evaluators_lib.Evaluators(
-    workdir, config.to_dict(), settings, tasks, where, data, telemetry
+    workdir,
+    config.to_dict(),
+    settings,
+    tasks,
+    where,
+    reference_params,
+    data,
+    telemetry,
   )
 
   def evaluate(step, params, last=False):
-    """Runs the evaluators that are due; returns the held-out loss."""
+    """Runs the evaluators that are due; ranks the held-out metrics."""
     with telemetry.spent('evaluate'):
-      return evaluators(
+      values = evaluators(
         step,
         params,
         beat=lambda: watchdog.beat(step, 'evaluate'),
         last=last,
       )
+      return loss.rank(values[loss.selects])
 
   # -- Steps -------------------------------------------------------------------
 
@@ -285,9 +290,7 @@ def train(
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
-      if settings.loss.on_inputs:
-        pad = data.train.framing.decoder.pad
-        rows = batch_lib.on_all_tokens(rows, pad)
+      rows = loss.frame(rows, data.train.framing.decoder.pad)
 
       # Post-training that samples (policy optimisation, on-policy
       # distillation) belongs here: `rows` are then prompts, completions are
@@ -298,7 +301,7 @@ def train(
       profiler.before(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, where, axes)
-        state, metrics = train_step(state, batch, teacher_params)
+        state, metrics = train_step(state, batch, reference_params)
       if compiling:
         telemetry.pause()
       profiler.after(step, metrics)
@@ -318,14 +321,14 @@ def train(
         telemetry.read()  # What is saved includes this step.
       if not compiling:
         cost.seconds += time.perf_counter() - began
-      loss = evaluate(step, state.params, last) if evaluating else None
+      rank = evaluate(step, state.params, last) if evaluating else None
       if saving or telemetry.stagnates:
         watchdog.beat(step, 'save')
         with telemetry.spent('save'):
           telemetry.flush()
           cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
           checkpoints.save(
-            step, state, data=cost.as_dict(), meta=meta, loss=loss
+            step, state, data=cost.as_dict(), meta=meta, loss=rank
           )
       if evaluating or saving:
         telemetry.pause()
@@ -347,7 +350,8 @@ def train(
     return app.RESTART
   if telemetry.stagnates:
     say(
-      f'no lower held-out loss in {settings.train.patience} evaluations: the'
+      f'no {"higher" if loss.highest else "lower"} held-out {loss.selects} in'
+      f' {settings.train.patience} evaluations: the'
       f' job ends at step {step} of {steps}'
     )
   elif step < steps:

@@ -47,13 +47,17 @@ def pair_and_decoder(stack):
 
 
 def save(
-  folder: pathlib.Path, config: model_config.ModelConfig, **options
+  folder: pathlib.Path,
+  config: model_config.ModelConfig,
+  native: bool = False,
+  **options,
 ) -> loaded_model.LoadedModel:
   """Writes a model with Gemma-like tokens to a folder and loads it.
 
   Args:
     folder: folder that does not exist.
     config: model with a vocabulary of at least `GEMMA_SIZE` tokens.
+    native: whether to write the layout of this project.
     **options: of `params`.
   """
   tokens = folder.with_name(f'{folder.name}_tokens')
@@ -63,6 +67,7 @@ def save(
     folder,
     config,
     {path: np.asarray(array) for path, array in flat.items()},
+    native=native,
     files={file.name: file for file in tokens.iterdir()},
   )
   return encdec_adapt.load(folder)

@@ -14,13 +14,14 @@ from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import source_files, stored_model
 from encdec_adapt.models import (
+  architecture,
   decoder_only,
   execution,
   model_config,
   parameters,
 )
 from encdec_adapt.tokenizers import vocabularies
-from encdec_adapt.training import losses, setup
+from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import state as state_lib
 
 
@@ -152,8 +153,8 @@ def open_sources(
 
 
 @dataclasses.dataclass(frozen=True)
-class Teacher:
-  """A decoder-only model to distill from.
+class Reference:
+  """A frozen model that a loss reads.
 
   Attributes:
     source: the opened model.
@@ -164,49 +165,74 @@ class Teacher:
   where: state_lib.Placement
 
   def read(self) -> decoder_only.Params:
-    """Reads the teacher's parameters."""
+    """Reads its parameters."""
     return self.source.read(self.where)
 
 
-def open_teacher(
-  config: losses.TeacherConfig,
+def open_references(
+  loss: losses.loss.Loss,
+  config: teacher_section.TeacherConfig,
   where: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabularies.Choice,
-) -> Teacher | None:
-  """Opens the teacher of a job; returns None where none is given.
+) -> dict[str, Reference]:
+  """Opens the reference models of a loss by their names; most have none.
 
   Args:
+    loss: the loss.
     config: section `teacher` of the configuration.
     where: the trained model and its mesh.
     compute: section `compute`.
     choice: the vocabularies of the job.
 
   Raises:
-    UserError: it is no decoder-only model, or has another vocabulary.
+    UserError: see `open_reference`.
   """
-  if not config.checkpoint:
-    return None
-  model = where.model.config
+  if not loss.references:
+    return {}
+  source = open_reference(loss, config, where.model.config, choice)
+  placed = place_reference(source.model, config, where, compute)
+  return dict.fromkeys(loss.references, Reference(source, placed))
+
+
+def open_reference(
+  loss: losses.loss.Loss,
+  config: teacher_section.TeacherConfig,
+  model: model_config.ModelConfig,
+  choice: vocabularies.Choice,
+) -> stored_model.StoredModel:
+  """Opens the model that `config.teacher` names.
+
+  Raises:
+    UserError: the loss does not accept its architecture, or it has another
+      vocabulary.
+  """
   source = _open(config.checkpoint, model)
-  stored_model.require_decoder_only(source)
-  sizes = source.model.decoder.vocab_size, model.decoder.vocab_size
-  if sizes[0] != sizes[1]:
+  kind = source.model.architecture
+  if kind not in loss.accepts:
     raise errors.UserError(
-      f'the teacher {source.path} has {sizes[0]} tokens and the model'
-      f' {sizes[1]}; distillation needs one vocabulary.'
+      f'config.teacher.checkpoint is {config.checkpoint!r}, a model of kind'
+      f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
+      f' {loss.name} reads models of kind {architecture.names(loss.accepts)}.'
     )
-  _check_vocabulary(source, choice, 'decoder')
-  return Teacher(source, place_teacher(source.model, config, where, compute))
+  for side, stack in source.model.stacks.items():
+    size = model.stacks.get(side, model.decoder).vocab_size
+    if stack.vocab_size != size:
+      raise errors.UserError(
+        f'the {side} of the teacher {source.path} has {stack.vocab_size} tokens'
+        f' and that of the model {size}; both need one vocabulary.'
+      )
+    _check_vocabulary(source, choice, side)
+  return source
 
 
-def place_teacher(
-  model: model_config.DecoderOnlyConfig,
-  config: losses.TeacherConfig,
+def place_reference(
+  model: model_config.ModelConfig,
+  config: teacher_section.TeacherConfig,
   where: state_lib.Placement,
   compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
-  """Places a teacher on the mesh of the job, in the dtype it is held in."""
+  """Places a model on the mesh of the job, in the dtype it is held in."""
   placed = setup.place_model(model, compute, where.mesh, where.rules)
   return dataclasses.replace(placed, dtype=config.dtype or compute.dtype)
 

@@ -312,7 +312,7 @@ def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
 
 @jax.jit(static_argnames='model')
 def _encode(model, params, fields):
-  return model.architecture.encode(model, params, *fields)
+  return model.architecture.encode(model, params, fields)
 
 
 @jax.jit(static_argnames='model')

@@ -211,8 +211,9 @@ def open_checkpoint(
   best = settings.checkpoint.keep_best
   found = (manager.open_best if best else manager.open_latest)(path)
   if distributed.is_lead():
-    loss = found.read_loss()
-    which = '' if loss is None else f', held-out loss {loss:.4f}'
+    rank = found.read_loss()
+    value = None if rank is None else settings.loss.rank(rank)
+    which = '' if value is None else f', {settings.loss.describe(value)}'
     print(f'{path}: step {found.step}{which}', file=sys.stderr)
   return found
 
@@ -386,7 +387,7 @@ def with_outside(
 
 
 def require_decoder_only(source: StoredModel) -> None:
-  """Checks the source of an adaptation, or a teacher.
+  """Checks the source of an adaptation.
 
   Raises:
     UserError: it is no decoder-only model.
@@ -394,7 +395,7 @@ def require_decoder_only(source: StoredModel) -> None:
   if source.model.architecture.has_encoder:
     raise errors.UserError(
       f'{source.path} is a model of kind {source.model.architecture.name};'
-      ' adaptation starts from decoder-only models, and a teacher is one.'
+      ' adaptation starts from decoder-only models.'
     )
 
 

@@ -32,7 +32,7 @@ from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement
 from encdec_adapt.telemetry import progress
-from encdec_adapt.training import setup
+from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
@@ -212,7 +212,7 @@ def measure(
 def ablated_loss(
   model: build.Model, params: Any, batch: _Batch, layer: jax.Array | int
 ) -> jax.Array:
-  """Returns `perplexity.row_sums` without a layer.
+  """Returns the cross-entropy and weight of every row without a layer, [2, B].
 
   Args:
     model: unrolled encoder-decoder.
@@ -221,7 +221,9 @@ def ablated_loss(
     layer: layer that does not read the encoder; -1 for none.
   """
   with intercept(model, None, layer):
-    return perplexity.row_sums(model, params, batch)
+    return losses.cross_entropy.CrossEntropy().row_ratios(model, params, batch)[
+      0
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +302,7 @@ def _make_run(
         losses_of = functools.partial(ablated_loss, model, params, batch)
         found['losses'] = jnp.moveaxis(
           jax.lax.map(losses_of, jnp.array([-1, *layers])), 2, 0
-        )  # [B, 1 + layers, 4]
+        )  # [B, 1 + layers, 2]
       return {**found, 'noised': noised}
 
   return jax.jit(run, out_shardings=placement.replicated(where.mesh))
@@ -393,7 +395,7 @@ def _ablations(layers: Sequence[int], sums: np.ndarray) -> list[results.Score]:
   if not len(sums):  # A decoder-only model.
     return []
   whole, *ablated = (
-    np.array(perplexity.Result(*rows).scores(TASK)[0].scores)
+    np.array(perplexity.ratio(TASK, 'loss', *rows).scores)
     for rows in np.float64(sums).transpose(1, 2, 0)
   )
   found = zip(layers, ablated, strict=True)

@@ -64,7 +64,9 @@ def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
 
 
 def _confusion(
-  where: state_lib.Placement, params: decoder_only.Params, batch: losses.Batch
+  where: state_lib.Placement,
+  params: decoder_only.Params,
+  batch: losses.loss.Batch,
 ) -> jax.Array:
   """Counts the labels of a batch by right and given label, [K, K]."""
   model = where.model

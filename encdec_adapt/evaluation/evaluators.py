@@ -23,7 +23,11 @@ from encdec_adapt.evaluation import (
 )
 from encdec_adapt.files import paths
 from encdec_adapt.models import decoder_only
-from encdec_adapt.training import job_telemetry, setup, train_section
+from encdec_adapt.training import (
+  job_telemetry,
+  setup,
+  train_section,
+)
 from encdec_adapt.training import state as state_lib
 
 
@@ -62,6 +66,7 @@ class Evaluators:
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
     where: state_lib.Placement,
+    references: Mapping[str, decoder_only.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
   ):
@@ -70,19 +75,22 @@ class Evaluators:
     Args:
       workdir: work directory of the job; gets `results.jsonl`.
       config: the configuration, whose digest the results have.
-      settings: the validated configuration.
+      settings: the validated configuration; the loss has its models.
       tasks: result of `read_tasks`.
       where: the model and the placement of its parameters.
+      references: parameters of the reference models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
     """
     self._intervals = settings.train.intervals
     self._batch_size = settings.train.eval_batch_size
     self._where, self._data, self._telemetry = where, data, telemetry
-    self._evaluator = perplexity.Evaluator(where, settings.loss.chunk)
-    # The loss is that of the targets alone, so that no teacher reads the rows.
-    lengths = data.train.spec.lengths
-    self._teacher = setup.reads_teacher_row(lengths, settings.model)
+    loss, names = settings.loss, settings.loss.held_out_references
+    self._references = {name: references[name] for name in names}
+    axes = settings.data.objectives[0].maker.axes
+    self._evaluator = perplexity.Evaluator(where, loss, axes)
+    models = [settings.model, *(loss.models[name].config for name in names)]
+    self._teacher = setup.reads_teacher_row(data.train.spec.lengths, *models)
     evaluated = telemetry.evaluated
     self._sampler = None
     if train_section.SAMPLES in self._intervals:
@@ -119,7 +127,7 @@ class Evaluators:
     *,
     beat: Callable[[], None],
     last: bool = False,
-  ) -> float:
+  ) -> dict[str, float]:
     """Runs the evaluators that are due, and `loss`.
 
     Args:
@@ -129,7 +137,7 @@ class Evaluators:
       last: runs all of them.
 
     Returns:
-      The held-out loss in nats per target token.
+      The held-out metrics of the loss.
     """
     beat()
     held_out_rows = setup.evaluation_batches(
@@ -138,7 +146,7 @@ class Evaluators:
       self._where,
       teacher=self._teacher,
     )
-    found = self._evaluator(params, held_out_rows)
+    found = self._evaluator(params, held_out_rows, self._references)
     scores = {train_section.LOSS: found.scores(held_out.TASK)}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
@@ -168,5 +176,5 @@ class Evaluators:
     }
     if of_tasks:
       self._telemetry.record_scores(step, of_tasks)
-    self._telemetry.record_evaluation(step, found.loss, found.accuracy)
-    return found.loss
+    self._telemetry.record_evaluation(step, found.values)
+    return found.values

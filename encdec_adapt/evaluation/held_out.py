@@ -15,7 +15,7 @@ from encdec_adapt.conversion import loaded_model, stored_model
 from encdec_adapt.data import records
 from encdec_adapt.evaluation import classification, perplexity, results
 from encdec_adapt.telemetry import progress
-from encdec_adapt.training import setup
+from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 
 TASK = 'held_out'
@@ -97,9 +97,9 @@ class HeldOutEvaluation:
       return _evaluator(where)(loaded.params, counted)
 
     own = measure()
-    found, tokens = own.scores(TASK), own.target_tokens
+    found, count_of_rows = own.scores(TASK), own.ratios.shape[2]
     found.append(
-      results.Score(TASK, TARGET_TOKENS, tokens, None, len(own.exact))
+      results.Score(TASK, TARGET_TOKENS, own.weight, None, count_of_rows)
     )
     if loaded.config.decoder.classes:
       batches = setup.evaluation_batches(record_set, rows, where)
@@ -115,4 +115,4 @@ class HeldOutEvaluation:
 @functools.cache
 def _evaluator(where: state_lib.Placement) -> perplexity.Evaluator:
   """Returns an evaluator; equal models share one, which compiles once."""
-  return perplexity.Evaluator(where)
+  return perplexity.Evaluator(where, losses.cross_entropy.CrossEntropy())

@@ -1,4 +1,4 @@
-"""Loss per target token on held-out batches.
+"""Loss per target token, or other metrics of a loss, on held-out batches.
 
 Encoder-decoders and decoder-only models are measured on the same target tokens
 of the same batches of pairs (`models.architecture` feeds them); decoder-only
@@ -7,15 +7,15 @@ models also on causal batches.
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import types
 
 import jax
-from jax import numpy as jnp
 import numpy as np
 
 from encdec_adapt.cli import errors
 from encdec_adapt.evaluation import results
-from encdec_adapt.models import build, decoder_only
-from encdec_adapt.ops import partition, vocabulary_loss
+from encdec_adapt.models import decoder_only
+from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
@@ -24,55 +24,45 @@ from encdec_adapt.training import step as step_lib
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """Sums over the targets of every row that has any, [n] each.
+  """Held-out metrics over every row that has targets.
 
   Attributes:
-    cross_entropy: cross-entropy to the data in nats.
-    correct: weight of the target tokens with the largest logit.
-    weight: sum of the weights.
-    exact: whether greedy decoding gives the targets of the row.
+    metrics: names of the metrics.
+    ratios: numerator and denominator of each metric by row; see
+      `losses.loss.Loss.row_ratios`.
   """
 
-  cross_entropy: np.ndarray
-  correct: np.ndarray
-  weight: np.ndarray
-  exact: np.ndarray
+  metrics: tuple[str, ...]
+  ratios: np.ndarray  # [metrics, 2, n]
 
   @property
-  def target_tokens(self) -> float:
-    """Sum of the weights."""
-    return float(self.weight.sum())
+  def values(self) -> dict[str, float]:
+    """The metrics: ratios of sums over the rows."""
+    sums = self.ratios.sum(axis=2).tolist()
+    return {
+      name: above / below
+      for name, (above, below) in zip(self.metrics, sums, strict=True)
+    }
 
   @property
-  def loss(self) -> float:
-    """Cross-entropy in nats per target token."""
-    return float(self.cross_entropy.sum()) / self.target_tokens
-
-  @property
-  def accuracy(self) -> float:
-    """Share of target tokens with the largest logit."""
-    return float(self.correct.sum()) / self.target_tokens
-
-  @property
-  def exact_match(self) -> float:
-    """Share of rows that are exact: of answers where a row is one pair."""
-    return float(self.exact.mean())
+  def weight(self) -> float:
+    """Sum of the weights of the first metric."""
+    return float(self.ratios[0, 1].sum())
 
   def scores(self, task: str) -> list[results.Score]:
-    """Returns `loss`, `accuracy` and `exact_match` as scores of a task.
+    """Returns the metrics as scores of a task.
 
     A ratio of sums, such as the loss, has a standard error by the delta
     method: the scores of its rows are the ratio's linearisation, whose mean is
     the ratio.
     """
     return [
-      _ratio(task, 'loss', self.cross_entropy, self.weight),
-      _ratio(task, 'accuracy', self.correct, self.weight),
-      _ratio(task, 'exact_match', self.exact, np.ones_like(self.exact)),
+      ratio(task, name, *rows)
+      for name, rows in zip(self.metrics, self.ratios, strict=True)
     ]
 
 
-def _ratio(
+def ratio(
   task: str,
   metric: str,
   above: np.ndarray,
@@ -85,58 +75,28 @@ def _ratio(
   return results.Score(task, metric, value, stderr, n, tuple(scores.tolist()))
 
 
-def row_sums(
-  model: build.Model,
-  params: decoder_only.Params,
-  batch: losses.Batch,
-  chunk: int = 1024,
-) -> jax.Array:
-  """Sums over the targets of every row: the fields of `Result`, [4, B].
-
-  Args:
-    model: the model.
-    params: parameters of the model.
-    batch: fields of `data.batch`.
-    chunk: number of tokens whose logits are computed at a time.
-  """
-  stack = model.config.decoder
-  nats, correct = vocabulary_loss.per_token(
-    model.architecture.predict(model, params, batch),
-    model.head(params),
-    batch['targets'],
-    vocab_size=stack.outputs,
-    softcap=stack.final_softcap,
-    chunk=chunk,
-  )
-  weights = batch['weights']  # [B, T]
-  # A weight of zero hides any value.
-  hidden = weights == 0
-  exact = jnp.all((correct > 0) | hidden, axis=1)
-  sums = (
-    jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1),
-    jnp.sum(weights * correct, axis=1),
-    jnp.sum(weights, axis=1),
-    exact.astype(jnp.float32),
-  )
-  return jnp.stack(sums)
-
-
 class Evaluator:
   """Evaluates one model; compiles once per shape of batch."""
 
-  def __init__(self, where: state_lib.Placement, chunk: int = 1024):
+  def __init__(
+    self,
+    where: state_lib.Placement,
+    loss: losses.loss.Loss,
+    axes: placement.BatchAxes = types.MappingProxyType({}),
+  ):
     """Defines the evaluation.
 
     Args:
       where: the model and the placement of its parameters.
-      chunk: number of tokens whose logits are computed at a time.
+      loss: has the held-out metrics.
+      axes: logical axes of batch fields, see `placement.batch_axes`.
     """
-    self._where = where
+    self._where, self._loss, self._axes = where, loss, axes
 
-    def sums(params, batch) -> jax.Array:
-      """Sums over the targets of every row of a batch."""
+    def sums(params, batch, references) -> jax.Array:
+      """Computes the ratios of every row of a batch."""
       with partition.use(where.mesh, where.rules.as_dict()):
-        return row_sums(where.model, params, batch, chunk)
+        return loss.row_ratios(where.model, params, batch, references)
 
     self.sums = jax.jit(
       sums,
@@ -148,6 +108,7 @@ class Evaluator:
     self,
     params: decoder_only.Params,
     batches: Iterable[Mapping[str, np.ndarray]],
+    references: Mapping[str, decoder_only.Params] | None = None,
   ) -> Result:
     """Evaluates parameters on a stream of batches.
 
@@ -157,6 +118,7 @@ class Evaluator:
     Args:
       params: parameters of the model.
       batches: this process's rows of every batch; filler rows have weight 0.
+      references: parameters of `held_out_references` of the loss.
 
     Raises:
       UserError: the batches have no target tokens.
@@ -165,17 +127,19 @@ class Evaluator:
     running = None
     for batch in batches:
       fields = {name: x for name, x in batch.items() if name != 'row'}
-      fields = step_lib.place_batch(fields, self._where)
-      previous, running = running, self.sums(params, fields)
+      fields = step_lib.place_batch(fields, self._where, self._axes)
+      previous, running = running, self.sums(params, fields, references or {})
       if previous is not None:  # One batch late, while the next is prepared.
         found.append(np.asarray(previous, np.float64))
     if running is not None:
       found.append(np.asarray(running, np.float64))
-    sums = np.concatenate(found, axis=1) if found else np.zeros((4, 0))
-    sums = sums[:, sums[2] != 0]
-    if not sums.size:
+    metrics = self._loss.held_out
+    empty = np.zeros((len(metrics), 2, 0))
+    ratios = np.concatenate([empty, *found], axis=2)
+    ratios = ratios[..., ratios[0, 1] != 0]
+    if not ratios.size:
       raise errors.UserError(
         'the evaluation has no target tokens: there are no held-out rows, or'
         ' all weights are 0. Materialise an evaluation split with text in it.'
       )
-    return Result(*sums)
+    return Result(metrics, ratios)

@@ -148,7 +148,7 @@ def _score(
   with partition.use(place.mesh, place.rules.as_dict()):
     where, real = lengths.frame(batch.encoder, batch.encoder_counts)
     source = model.architecture.source(
-      model, params, batch.encoder, real, where
+      model, params, (batch.encoder, real, where)
     )
     inputs = [x[batch.contexts] for x in source]
     # The decoder's position that predicts the first token.

@@ -222,7 +222,7 @@ def prefill(
   params = quantization.dequantize(params, model.compute.dtype)
   positions, segments = lengths.frame(group.tokens, group.lengths)
   entries, read = model.architecture.prefill(
-    model, params, group.tokens, segments, positions, bos
+    model, params, (group.tokens, segments, positions), bos
   )
 
   def put(old: jax.Array, new: Any) -> jax.Array:

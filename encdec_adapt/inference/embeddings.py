@@ -71,7 +71,7 @@ def _pool(
 ) -> Float[Array, 'B E']:
   """Encodes padded rows and pools their states."""
   positions, real = lengths.frame(tokens, counts)
-  states = model.architecture.encode(model, params, tokens, real, positions)
+  states = model.architecture.encode(model, params, (tokens, real, positions))
   states = states.astype(jnp.float32)
   if pooling == 'last':
     pooled = states[jnp.arange(len(counts)), counts - 1]

@@ -21,7 +21,7 @@ This module knows no configs: they import it.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -29,7 +29,9 @@ import numpy as np
 
 Batch = Mapping[str, Array]
 Tokens = Int[Array, 'B L']
+Fields = Sequence[Array]  # Tokens, segments and positions of a stack.
 Params = Mapping[str, Any]
+# Models are typed `Any`, as their modules import this module.
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
@@ -49,7 +51,7 @@ class Framed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """Base of all kinds; a decoder that reads inputs and targets in one row.
+  """Base of all kinds; a decoder that reads inputs and targets in a row.
 
   Attributes:
     name: `config.model.kind`.
@@ -59,6 +61,8 @@ class Architecture:
     generates: whether it predicts next tokens, so that it generates and scores
       continuations.
     predicts_inputs: whether it can learn the inputs of a pair too.
+    sides_of_pairs: stack -> side that it reads in batches of pairs.
+    sides_of_texts: the same in batches without inputs.
   """
 
   name: str
@@ -67,33 +71,35 @@ class Architecture:
   has_encoder: bool = False
   generates: bool = True
   predicts_inputs: bool = False
+  sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'teacher'}
+  sides_of_texts: ClassVar[Mapping[str, str]] = {'decoder': 'decoder'}
 
   @property
   def encodes_prompt(self) -> bool:
     """Whether an encoder reads the prompt, and a decoder its continuation."""
     return self.has_encoder and self.generates
 
-  def sides(self, has_inputs: bool) -> dict[str, str]:
+  def sides(self, has_inputs: bool) -> Mapping[str, str]:
     """Returns the side of a batch that each stack reads, by stack.
 
     Args:
       has_inputs: whether the batch has the encoder's fields.
     """
-    return {'decoder': 'teacher' if has_inputs else 'decoder'}
+    return self.sides_of_pairs if has_inputs else self.sides_of_texts
 
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
     """Returns the positions of each stack for a prompt and its continuation."""
     return {'decoder': prompt + generated}
 
   def source(
-    self, model: Any, params: Params, *fields: Tokens, **options: Any
+    self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> tuple[Array, ...]:
     """Computes the arguments of `model.decode` that come from an encoder.
 
     Args:
       model: the model (`models.build`).
       params: parameters of the model.
-      *fields: tokens, segments and positions of the encoder.
+      fields: tokens, segments and positions of the encoder.
       **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
 
     Returns:
@@ -103,7 +109,11 @@ class Architecture:
     return ()
 
   def states(
-    self, model: Any, params: Params, fields: Mapping[str, Any], **options: Any
+    self,
+    model: Any,
+    params: Params,
+    fields: Mapping[str, Fields],
+    **options: Any,
   ) -> Float[Array, 'B L D']:
     """Computes the decoder's states.
 
@@ -113,7 +123,7 @@ class Architecture:
       fields: tokens, segments and positions of each stack, by its name.
       **options: as for `source`, and `prefix` of `decoder_only.Decoder.decode`.
     """
-    source = self.source(model, params, *fields.get('encoder', ()), **options)
+    source = self.source(model, params, fields.get('encoder', ()), **options)
     return model.decode(params, *fields['decoder'], *source, **options)
 
   def predict(
@@ -155,26 +165,20 @@ class Architecture:
       bos: first token of a decoder that does not read the context.
     """
     del bos
+    # The last token predicts nothing that is scored.
     tokens = [*context, *continuation[:-1]]
     return Framed((), tokens, len(context))
 
   def prefill(
-    self,
-    model: Any,
-    params: Params,
-    tokens: Tokens,
-    segments: Tokens,
-    positions: Tokens,
-    bos: Int[Array, ''] | int,
+    self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
     """Reads prompts to generate from.
 
     Args:
       model: the model.
       params: parameters of the model.
-      tokens: token ids.
-      segments: 1 at tokens, 0 at padding.
-      positions: position of each token.
+      fields: tokens, segments (1 at tokens, 0 at padding) and positions of the
+        prompts.
       bos: first token of a decoder that does not read the prompt.
 
     Returns:
@@ -182,8 +186,9 @@ class Architecture:
       of which the last is still to be read by `model.decode_step`.
     """
     del bos
+    tokens, segments, _ = fields
     counts = jnp.sum(segments, axis=1)
-    entries = model.prefill(params, tokens, segments, positions)
+    entries = model.prefill(params, *fields)
     last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)
     # Repeated at the padding, which must not look like tokens that were read.
     tokens = jnp.where(segments > 0, tokens, last)
@@ -219,14 +224,11 @@ class Encoder(Architecture):
   role: str = 'bidirectional'
   has_encoder: bool = True
   generates: bool = False
-
-  def sides(self, has_inputs: bool) -> dict[str, str]:
-    """Returns the encoder's side: these batches have no other."""
-    del has_inputs
-    return {'decoder': 'encoder'}
+  sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'encoder'}
+  sides_of_texts: ClassVar[Mapping[str, str]] = sides_of_pairs
 
   def encode(
-    self, model: Any, params: Params, *fields: Tokens, **options: Any
+    self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> Float[Array, 'B S D']:
     """Computes the states of texts; arguments as for `source`."""
     return model.decode(params, *fields, **options)
@@ -240,47 +242,40 @@ class EncoderDecoder(Architecture):
   role: str = 'causal'
   prompt_stack: str = 'encoder'
   has_encoder: bool = True
-
-  def sides(self, has_inputs: bool) -> dict[str, str]:
-    """Returns the side of each stack's name."""
-    del has_inputs
-    return {'encoder': 'encoder', 'decoder': 'decoder'}
+  sides_of_pairs: ClassVar[Mapping[str, str]] = {
+    'encoder': 'encoder',
+    'decoder': 'decoder',
+  }
 
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
     """Returns the prompt's for the encoder, the others for the decoder."""
     return {'encoder': prompt, 'decoder': generated}
 
   def encode(
-    self, model: Any, params: Params, *fields: Tokens, **options: Any
+    self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> Float[Array, 'B S E']:
     """Computes the encoder's states; arguments as for `source`."""
     return model.encode(params, *fields, **options)
 
   def source(
-    self, model: Any, params: Params, *fields: Tokens, **options: Any
+    self, model: Any, params: Params, fields: Fields, **options: Any
   ) -> tuple[Array, ...]:
     """Computes the encoder's states, and returns them with their segments."""
-    _, segments, _ = fields
-    return self.encode(model, params, *fields, **options), segments
+    return self.encode(model, params, fields, **options), fields[1]
 
   def frame(self, context: Ids, continuation: Ids, bos: int) -> Framed:
     """Frames the context for the encoder, the continuation after BOS."""
     return Framed(tuple(context), [bos, *continuation[:-1]], 0)
 
   def prefill(
-    self,
-    model: Any,
-    params: Params,
-    tokens: Tokens,
-    segments: Tokens,
-    positions: Tokens,
-    bos: Int[Array, ''] | int,
+    self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
     """Encodes prompts; the decoder has read BOS alone."""
-    encoded = self.encode(model, params, tokens, segments, positions)
+    encoded, segments = self.source(model, params, fields)
+    # The cache holds keys and values; the states are not read again.
     cross = model.prefill_cross(params, encoded)
-    read = jnp.full((len(tokens), 1), bos)
-    return {'cross': cross, 'encoder_segments': segments}, read
+    tokens = jnp.full((len(segments), 1), bos)
+    return {'cross': cross, 'encoder_segments': segments}, tokens
 
 
 CAUSAL_DECODER = CausalDecoder()
@@ -292,12 +287,13 @@ BY_NAME = {kind.name: kind for kind in (*_OF_ONE_STACK, ENCODER_DECODER)}
 
 
 def of_stack(role: str, classes: int) -> Architecture:
-  """Returns the architecture of a model of one stack.
+  """Returns the architecture of a model of a single stack.
 
   Args:
     role: self-attention of the stack.
     classes: number of labels of a classifier, 0 for a language model.
   """
+  # A classifier reads whole texts; its name says which stack it started from.
   kind = next(kind for kind in _OF_ONE_STACK if kind.role == role)
   return dataclasses.replace(ENCODER, name=kind.name) if classes else kind
 
@@ -309,11 +305,11 @@ def names(kinds: Sequence[Architecture]) -> str:
 
 def inputs_of(batch: Batch) -> Int[Array, 'B R']:
   """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
-  # A target stands one after the position that predicts it.
+  # A target stands next to the position that predicts it.
   rows = jnp.arange(len(batch['targets']))[:, None]
-  after = batch['teacher_index'] + 1
+  targets = batch['teacher_index'] + 1
   is_target = jnp.zeros_like(batch['teacher_segments'])
-  is_target = is_target.at[rows, after].max(
+  is_target = is_target.at[rows, targets].max(
     jnp.int32(batch['decoder_segments'] > 0)
   )
   return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))

@@ -407,6 +407,14 @@ def t5gemma2(
   )
 
 
+def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:
+  """Returns a decoder as a decoder-only model, without cross-attention."""
+  stack = dataclasses.replace(
+    decoder, cross_width=None, cross_merged=False, cross_layers='all'
+  )
+  return DecoderOnlyConfig(stack)
+
+
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
   """Returns the model with its tables padded to a multiple of rows."""
   return dataclasses.replace(

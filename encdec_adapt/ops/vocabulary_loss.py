@@ -7,7 +7,6 @@ weight add up to one large batch.
 """
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -33,8 +32,6 @@ class LossSums:
     correct: weight of the tokens with a target of the largest logit (ties
       count as correct).
     weight: sum of the weights.
-    routing: `experts.RouterLosses` times `weight`, set by `training.losses` for
-      models with experts.
   """
 
   total: vocabulary_parallel.Sum
@@ -43,7 +40,6 @@ class LossSums:
   z_loss: vocabulary_parallel.Sum
   correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
-  routing: Any = None
 
 
 def cross_entropy(

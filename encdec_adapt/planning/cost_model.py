@@ -106,9 +106,9 @@ class Workload:
   Attributes:
     job: the program, its configuration and its mesh.
     place: partition of the job on its mesh.
-    reads: every stack that reads, the teacher's last.
+    reads: every stack that reads, those of references last.
     parts: number of microbatches.
-    has_teacher: whether the program has a teacher.
+    references: shapes of the frozen models that it reads.
     item: bytes of a number in the compute dtype.
     by_rows: number of devices that share a batch by its rows.
     by_length: number of devices that share a row.
@@ -118,7 +118,7 @@ class Workload:
 
   def __init__(self, job: programs.Job):
     self.job, self.place = job, job.rules.on(job.mesh)
-    self.has_teacher = job.trains and bool(job.loss.distillation)
+    self.references = job.models[1:]
     self.parts = job.train.microbatches if job.trains else 1
     self.item = jnp.dtype(job.compute.dtype).itemsize
     self.by_rows = self.place.size('batch')
@@ -135,7 +135,7 @@ class Workload:
       source = lengths.encoder * (stack.cross_width is not None)
       yield Read(stack, 1, lengths.decoder, source, False)
       return
-    for model in job.models if job.trains else (job.model,):
+    for model in job.models:
       trained = job.trains and model is job.model
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
@@ -298,7 +298,7 @@ def _loss(work: Workload) -> float:
   stack, own = read.stack, work.tokens(read)
   rows = min(work.job.loss.chunk, own) * work.place.devices(work.exchange)
   columns = stack.table_rows / work.place.size('vocab')
-  copies = 1 + work.job.trains + work.has_teacher
+  copies = 1 + work.job.trains + len(work.references)
   found = rows * columns * _FP32 * copies + rows * stack.width * work.item
   if work.job.trains:
     found += (rows + columns) * stack.width * _FP32
@@ -365,9 +365,9 @@ def _gathered_weights(work: Workload) -> float:
     stacks = {'decoder': stacks['decoder']}
   total = sum(c.other + c.cross for c in stacks.values())
   total *= 2 if work.job.trains else 1  # Once more for the backward pass.
-  if work.has_teacher:
-    alone = programs.without_cross_attention(work.job.model.decoder)
-    total += parameters.count_by_stack(alone)['decoder'].other
+  for model in work.references:
+    counts = parameters.count_by_stack(model).values()
+    total += sum(c.other + c.cross for c in counts)
   return total / work.by_tensor * work.item
 
 

@@ -1,7 +1,7 @@
 """Programs of a job as shapes, which a plan compiles.
 
-Nothing here reads weights or data. If no path of a teacher is given, it is
-assumed to be a decoder-only model of the decoder's shape.
+Nothing here reads weights or data. If no path of a teacher is given, it has the
+shape that the loss assumes: that of the decoder, for distillation.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,13 @@ from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training import losses, optimizers, setup, train_section
+from encdec_adapt.training import (
+  losses,
+  optimizers,
+  setup,
+  teacher_section,
+  train_section,
+)
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
 
@@ -110,8 +116,8 @@ class Job:
   model: model_config.ModelConfig
   compute: execution.ComputeConfig
   data: data_section.DataConfig
-  teacher: losses.TeacherConfig
-  loss: losses.LossConfig
+  teacher: teacher_section.TeacherConfig
+  loss: losses.loss.Loss
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
 
@@ -134,15 +140,41 @@ class Job:
     return self.train.batch_size if self.trains else self.train.eval_batch_size
 
   @property
+  def axes(self) -> placement.BatchAxes:
+    """Logical axes of batch fields, see `placement.batch_axes`."""
+    return self.data.objectives[0].maker.axes
+
+  @property
   def lengths(self) -> batch_lib.Lengths:
     """Tokens of a row."""
     return self.data.train.lengths
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
-    """The models that read a batch: the trained model and its teacher."""
-    teacher = (without_cross_attention(self.model.decoder),)
-    return (self.model, *teacher * (self.loss.distillation > 0))
+    """The models that read a batch: the trained model, then references."""
+    return (self.model, *(self.references[name] for name in self.read_names))
+
+  @property
+  def read_names(self) -> tuple[str, ...]:
+    """Names of the references that the program reads."""
+    names = {'train': self.loss.references, 'decode': ()}
+    return names.get(self.name, self.loss.held_out_references)
+
+  @functools.cached_property
+  def references(self) -> dict[str, model_config.ModelConfig]:
+    """Shapes of the frozen models that the job holds, by name.
+
+    Raises:
+      UserError: the loss cannot read the model of `config.teacher`.
+    """
+    if not self.loss.references:
+      return {}
+    model = self.loss.assumed_reference(self.model)
+    if self.teacher.checkpoint:
+      model = initial_state.open_reference(
+        self.loss, self.teacher, self.model, self.data.vocabularies
+      ).model
+    return dict.fromkeys(self.loss.references, model)
 
   @property
   def reads_teacher_row(self) -> bool:
@@ -159,29 +191,21 @@ class Job:
     return setup.place_model(self.model, self.compute, self.mesh, self.rules)
 
   @functools.cached_property
-  def placed_teacher(self) -> state_lib.Placement | None:
-    """The teacher's model, or None without distillation."""
-    if not self.loss.distillation:
-      return None
-    if self.teacher.checkpoint:
-      return initial_state.open_teacher(
-        self.teacher, self.where, self.compute, self.data.vocabularies
-      ).where
-    return initial_state.place_teacher(
-      without_cross_attention(self.model.decoder),
-      self.teacher,
-      self.where,
-      self.compute,
-    )
+  def placed_references(self) -> dict[str, state_lib.Placement]:
+    """The frozen models on the mesh, by name."""
+    return {
+      name: initial_state.place_reference(
+        model, self.teacher, self.where, self.compute
+      )
+      for name, model in self.references.items()
+    }
 
   def flops(self) -> float:
     """Returns FLOPs on all devices by `models.model_flops`."""
     lengths = self.lengths
     if self.trains:
-      teacher = self.placed_teacher
-      return setup.step_flops(
-        self.model, lengths, self.rows, teacher and teacher.model.config
-      )
+      model, *references = self.models
+      return setup.step_flops(model, lengths, self.rows, references)
     sizes = lengths.encoder, lengths.decoder
     if self.name == 'decode':
       return float(self.rows * formula.decoding(self.model, *sizes))
@@ -202,9 +226,9 @@ class Job:
 
 def _train(job: Job) -> Program:
   """Returns a training step that updates every parameter."""
-  where, teacher = job.where, job.placed_teacher
+  where = job.where
   phases = phases_lib.Phases(
-    where, job.loss, job.optimizer, job.train, teacher and teacher.model
+    where, _bound_loss(job), job.optimizer, job.train, job.axes
   )
   state = phases.abstract()
   arguments = {
@@ -218,14 +242,9 @@ def _train(job: Job) -> Program:
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
       a['batch'],
-      a['teacher'],
+      {name: a[name] for name in job.references},
     ),
-    {
-      'parameters': where.axes(arguments['parameters']),
-      'optimizer': where.axes(arguments['optimizer']),
-      'teacher': teacher.axes(arguments['teacher']) if teacher else {},
-      'batch': placement.batch_axes(arguments['batch']),
-    },
+    _axes(job, arguments),
     donated=('parameters', 'optimizer'),
     made={'gradients': [state.params] * gradients(job)},
   )
@@ -233,10 +252,29 @@ def _train(job: Job) -> Program:
 
 def _kept(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   """Returns trees that a job holds in addition to its parameters."""
-  teacher = job.placed_teacher
+  placed = job.placed_references.items()
+  references = {name: p.abstract_params() for name, p in placed}
+  return {'optimizer': state.groups, **references}
+
+
+def _bound_loss(job: Job) -> losses.loss.Loss:
+  """Returns the loss with its reference models."""
+  placed = job.placed_references.items()
+  models = {name: reference.model for name, reference in placed}
+  return dataclasses.replace(job.loss, models=models)
+
+
+def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the logical axes of a program's arguments by part."""
+  placements = job.placed_references | {
+    'parameters': job.where,
+    'optimizer': job.where,
+  }
   return {
-    'optimizer': state.groups,
-    'teacher': teacher.abstract_params() if teacher else {},
+    name: placements[name].axes(tree)
+    if name in placements
+    else placement.batch_axes(tree, job.axes)
+    for name, tree in arguments.items()
   }
 
 
@@ -250,12 +288,16 @@ def _evaluate(job: Job) -> Program:
   where, fields = job.where, _batch(job)
   params = where.abstract_params()
   phases = phases_lib.Phases(where, job.loss, job.optimizer, job.train)
+  beside = _kept(job, phases.abstract())
+  names = job.read_names
+  arguments = {'parameters': params, 'batch': fields}
+  arguments |= {name: beside.pop(name) for name in names}
   return Program(
-    perplexity.Evaluator(where, job.loss.chunk).sums,
-    {'parameters': params, 'batch': fields},
-    lambda a: (a['parameters'], a['batch']),
-    {'parameters': where.axes(params), 'batch': placement.batch_axes(fields)},
-    beside=_kept(job, phases.abstract()),
+    perplexity.Evaluator(where, _bound_loss(job), job.axes).sums,
+    arguments,
+    lambda a: (a['parameters'], a['batch'], {name: a[name] for name in names}),
+    _axes(job, arguments),
+    beside=beside,
   )
 
 
@@ -333,31 +375,21 @@ def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
   return {name: size for name, size in found.items() if size}
 
 
-def without_cross_attention(
-  decoder: model_config.StackConfig,
-) -> model_config.DecoderOnlyConfig:
-  """Returns a decoder as a decoder-only model, without cross-attention."""
-  stack = dataclasses.replace(
-    decoder, cross_width=None, cross_merged=False, cross_layers='all'
-  )
-  return model_config.DecoderOnlyConfig(stack)
-
-
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `data.batch`."""
   # A row without pairs has the fields, and no ids beside those of padding.
   ids = special_ids.SideIds(0, 0, 0)
-  row = batch_lib.frame_row(
+  row = job.data.objectives[0].maker.frame(
     (),
     job.lengths,
     special_ids.Framing(ids, ids),
     teacher=job.reads_teacher_row,
   )
   rows = batch_lib.stack_rows([row])
-  if job.loss.on_inputs and job.trains:
-    rows = batch_lib.on_all_tokens(rows, ids.pad)
+  if job.trains:
+    rows = job.loss.frame(rows, ids.pad)
   shapes = {
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)
     for name, value in rows.items()
   }
-  return _sharded(job, shapes, placement.batch_axes(shapes))
+  return _sharded(job, shapes, placement.batch_axes(shapes, job.axes))

@@ -38,17 +38,24 @@ class MetricWriter:
 
   Attributes:
     path: the JSONL file.
-    evaluations: step of each evaluation that is kept -> held-out loss.
+    evaluations: step of each evaluation that is kept -> the metric that
+      decides which one is the best.
     dropped: records that were dropped.
   """
 
-  def __init__(self, folder: str | os.PathLike[str], first_step: int):
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    first_step: int,
+    selects: str = 'loss',
+  ):
     """Opens the files, making the folder if need be.
 
     Args:
       folder: gets `metrics.jsonl` and the folder `tensorboard`.
       first_step: number of steps done before this start; records beyond it
         and a half-written line are dropped.
+      selects: metric of evaluations that decides which one is the best.
 
     Raises:
       UserError: the folder cannot be written.
@@ -63,7 +70,7 @@ class MetricWriter:
         is_later = record['step'] > first_step
         (self.dropped if is_later else records).append(record)
         if record['kind'] == 'eval' and not is_later:
-          self.evaluations[record['step']] = _decode(record['loss'])
+          self.evaluations[record['step']] = _decode(record[selects])
       self._log.keep(records)
       self._events = _EventFile(events, first_step)
 

@@ -22,7 +22,7 @@ from encdec_adapt.telemetry import (
   progress,
   timing,
 )
-from encdec_adapt.training import guards, train_section
+from encdec_adapt.training import guards, losses, train_section
 
 
 class JobTelemetry:
@@ -36,6 +36,7 @@ class JobTelemetry:
     self,
     workdir: str | os.PathLike[str],
     train: train_section.TrainConfig,
+    loss: losses.loss.Loss,
     start: int | None,
     cost: accounting.Cost,
     flops_per_step: float,
@@ -46,6 +47,7 @@ class JobTelemetry:
     Args:
       workdir: work directory of the job.
       train: section `train` of the configuration.
+      loss: the loss, which says which evaluations are better.
       start: the restored step; None where the job begins.
       cost: totals at that step.
       flops_per_step: model FLOPs of a step on all devices.
@@ -67,20 +69,20 @@ class JobTelemetry:
     if distributed.is_lead():
       # Where nothing was restored, step 0 is evaluated again.
       self._writer = metrics.MetricWriter(
-        workdir, -1 if start is None else start
+        workdir, -1 if start is None else start, loss.selects
       )
       lost = self._writer.dropped
       if lost and start is None:
         say(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
       self._starts = timing.Starts(workdir, start or 0, steps)
-    # Step -> held-out loss; the same on all processes.
+    # Step -> the metric that the loss selects; the same on all processes.
     self._evaluations: dict[int, float] = dict(
       distributed.from_lead(
         lambda: list(self._writer.evaluations.items()), 'state'
       )
     )
-    self._patience = train.patience
+    self._patience, self._loss = train.patience, loss
 
   def __enter__(self) -> 'JobTelemetry':
     return self
@@ -96,11 +98,11 @@ class JobTelemetry:
 
   @property
   def stagnates(self) -> bool:
-    """Whether the last `patience` evaluations had no lower held-out loss."""
-    losses = list(self._evaluations.values())
-    recent = losses[-self._patience :]
-    return 0 < self._patience < len(losses) and not (
-      min(recent) < min(losses[: -self._patience])
+    """Whether none of the last `patience` evaluations was the best."""
+    ranks = [self._loss.rank(value) for value in self._evaluations.values()]
+    recent = ranks[-self._patience :]
+    return 0 < self._patience < len(ranks) and not (
+      min(recent) < min(ranks[: -self._patience])
     )
 
   def spent(self, on: str) -> contextlib.AbstractContextManager[None]:
@@ -155,13 +157,14 @@ class JobTelemetry:
         memory = environment.memory_high_water()
         self._write('job', step, goodput | memory)
 
-  def record_evaluation(self, step: int, loss: float, accuracy: float) -> None:
-    """Writes and prints a held-out loss in nats per target token."""
-    self._say(f'step {step}: held-out loss {loss:.4f} per target token')
-    tokens = self.cost.target_tokens
-    values = {'loss': loss, 'accuracy': accuracy, 'target_tokens': tokens}
-    self._write('eval', step, values)
-    self._evaluations[step] = loss
+  def record_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes held-out metrics and prints the selected metric."""
+    value = values[self._loss.selects]
+    self._say(f'step {step}: {self._loss.describe(value)} {self._loss.unit}')
+    curves = {name: values[name] for name in self._loss.curves}
+    tokens = {'target_tokens': self.cost.target_tokens}
+    self._write('eval', step, curves | tokens)
+    self._evaluations[step] = value
 
   def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
     """Writes and prints scores of evaluators, by name."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.cli import errors
-from encdec_adapt.models import block, build
+from encdec_adapt.models import block
 from encdec_adapt.sharding import memory, placement
 from encdec_adapt.training import losses, optimizers, train_section
 from encdec_adapt.training import state as state_lib
@@ -84,20 +84,18 @@ class Phases:
   def __init__(
     self,
     where: state_lib.Placement,
-    loss: losses.LossConfig,
+    loss: losses.loss.Loss,
     optimizer: optimizers.OptimizerConfig,
     train: train_section.TrainConfig,
-    teacher: build.Model | None = None,
     axes: placement.BatchAxes = types.MappingProxyType({}),
   ):
     """Assigns parameters to groups; nothing is compiled yet.
 
     Args:
       where: the trained model and its mesh.
-      loss: section `loss` of the configuration.
-      optimizer: section `optimizer`.
+      loss: the loss, with its reference models.
+      optimizer: section `optimizer` of the configuration.
       train: section `train`.
-      teacher: decoder-only model to distill from.
       axes: logical axes of batch fields, see `placement.batch_axes`.
 
     Raises:
@@ -106,7 +104,7 @@ class Phases:
     self.where = where
     self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
     self.groups = warmup_groups(where.model.table, train.cross_attention_warmup)
-    self._loss, self._teacher, self._axes = loss, teacher, axes
+    self._loss, self._axes = loss, axes
     self._microbatches, self._dropout = train.microbatches, train.dropout
 
   def begins(self, step: int) -> bool:
@@ -218,7 +216,6 @@ class Phases:
       self.trainable(step),
       self.abstract(step),
       self._microbatches,
-      self._teacher,
       self._dropout,
       self._axes,
     )

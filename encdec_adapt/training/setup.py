@@ -4,7 +4,7 @@ Functions take the sections of the configuration that they need. Nothing here
 reads other models on disk; `conversion.initial_state` does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -142,7 +142,7 @@ def step_flops(
   model: model_config.ModelConfig,
   lengths: batch_lib.Lengths,
   rows: int,
-  teacher: model_config.ModelConfig | None = None,
+  references: Iterable[model_config.ModelConfig] = (),
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -150,12 +150,11 @@ def step_flops(
     model: the trained model.
     lengths: tokens of a row.
     rows: rows of the batch.
-    teacher: adds the forward pass of a teacher.
+    references: models that add a forward pass each.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher
   total = model_flops.TRAINING * model_flops.forward(model, *sizes)
-  if teacher:
-    total += model_flops.forward(teacher, *sizes)
+  total += sum(model_flops.forward(frozen, *sizes) for frozen in references)
   return float(total * rows)
 
 

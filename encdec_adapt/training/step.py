@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import optax
 
-from encdec_adapt.models import build, decoder_only
-from encdec_adapt.ops import partition, vocabulary_loss
+from encdec_adapt.models import decoder_only
+from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses, offload, optimizers
 from encdec_adapt.training import state as state_lib
@@ -22,69 +22,62 @@ StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 def make_train_step(
   where: state_lib.Placement,
-  loss: losses.LossConfig,
+  loss: losses.loss.Loss,
   optimizer: optimizers.Optimizer,
   trainable: state_lib.Groups,
   abstract: state_lib.TrainState,
   microbatches: int = 1,
-  teacher: build.Model | None = None,
   dropout: float = 0.0,
   axes: placement.BatchAxes = types.MappingProxyType({}),
 ) -> StepFunction:
-  """Builds `step(state, batch, teacher_params) -> (state, metrics)`.
+  """Builds `step(state, batch, references) -> (state, metrics)`.
 
+  `references` are the parameters of the loss's reference models, by name.
   The step is jitted for the groups that train: gradients are computed for
   their parameters only. The state is donated. The divisor of the loss is
   the weight of the whole global batch, over microbatches and hosts.
 
   Args:
     where: model, mesh and rules of the trained model.
-    loss: weights of the parts of the loss.
+    loss: the loss, with its reference models.
     optimizer: the optimizer of every group.
     trainable: paths of the groups that train.
     abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
-    teacher: decoder-only model to distill from.
     dropout: rate of dropout; above 0 the state has a key, from which every
       step and microbatch draws its own masks.
     axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
-    int32: `loss` (the objective per target token), `cross_entropy`,
-    `distillation` (Kullback-Leibler divergence from the teacher, 0 without
-    one), `z_loss`, `accuracy`, `weight` (target tokens), `tokens`
-    (of encoder and decoder, without padding), `gradient_norm` (before
-    clipping), `learning_rate/<group>`, `skipped` and `skipped_in_row`; for a
-    model with experts also `load_balance` (1 if all experts get equally many
-    tokens) and `router_z_loss`, both unweighted means over layers and tokens
-    of a microbatch.
+    int32: those of the loss, `tokens` (of both sides, without padding),
+    `gradient_norm` (before clipping), `learning_rate/<group>`, `skipped` and
+    `skipped_in_row`.
   """
 
-  def step(state, batch, teacher_params):
+  def step(state, batch, references):
     """Updates the groups that train; traced once."""
     with partition.use(where.mesh, where.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
       # A batch of weight zero has zero gradients; avoid 0 / 0.
-      weight = jnp.sum(batch['weights'])
+      weight = loss.weight(batch)
       divisor = jnp.where(weight > 0, weight, 1.0)
 
       def objective(trained, part, key):
         """Returns a microbatch's share of the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
-        source = (teacher, teacher_params) if teacher else None
         masks = decoder_only.Dropout(dropout, key) if dropout else None
-        sums = losses.loss_sums(where.model, params, part, loss, source, masks)
-        return sums.total / divisor, sums
+        terms = loss.sums(where.model, params, part, references, masks)
+        return terms['loss'] / divisor, terms
 
       places = {path: where.parameters[path] for path in trained}
       keys = None
       if dropout:
         key = jax.random.fold_in(state.dropout_key, state.step)
         keys = jax.random.split(key, microbatches)
-      gradients, sums = _accumulate(
+      gradients, terms = _accumulate(
         objective, trained, batch, keys, microbatches, places, axes
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
@@ -97,7 +90,7 @@ def make_train_step(
       'skipped': new_state.skipped,
       'skipped_in_row': new_state.skipped_in_row,
     }
-    return new_state, {**_averages(sums, divisor), **progress, **rates}
+    return new_state, {**loss.averages(terms, divisor), **progress, **rates}
 
   # Explicit shardings: the output state is the next input, and must be neither
   # resharded nor cause a recompilation.
@@ -109,25 +102,6 @@ def make_train_step(
     donate_argnums=0,
     compiler_options=compiler.options(where.mesh),
   )
-
-
-def _averages(sums: vocabulary_loss.LossSums, divisor: jax.Array) -> Metrics:
-  """Divides sums over the batch's targets by their weight."""
-  routers = {}
-  if sums.routing is not None:
-    routers = {
-      'load_balance': sums.routing.balance / divisor,
-      'router_z_loss': sums.routing.z / divisor,
-    }
-  return {
-    **routers,
-    'loss': sums.total / divisor,
-    'cross_entropy': sums.cross_entropy / divisor,
-    'distillation': sums.kl / divisor,
-    'z_loss': sums.z_loss / divisor,
-    'accuracy': sums.correct / divisor,
-    'weight': sums.weight,
-  }
 
 
 def _clip(gradients, largest):

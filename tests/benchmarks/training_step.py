@@ -124,7 +124,6 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   from encdec_adapt.models import execution
   from encdec_adapt.sharding import mesh, rules
   from encdec_adapt.training import (
-    losses,
     optimizers,
     phases,
     schedules,
@@ -132,6 +131,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     step,
     train_section,
   )
+  from encdec_adapt.training.losses import cross_entropy
 
   names = ('remat', 'attention', 'attention_chunk', 'scan_unroll')
   compute = execution.ComputeConfig(
@@ -151,7 +151,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     moment_dtype=arguments.moment_dtype,
     second_moment_dtype=arguments.moment_dtype,
   )
-  loss = losses.LossConfig(chunk=arguments.loss_chunk)
+  loss = cross_entropy.CrossEntropy(chunk=arguments.loss_chunk)
   config = train_section.TrainConfig()
   job = phases.Phases(where, loss, optimizer, config)
   params = where.place(where.model.init, jax.random.key(0))
@@ -164,7 +164,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
 
   def run() -> float:
     nonlocal current
-    current, metrics = train(current, batch, None)
+    current, metrics = train(current, batch, {})
     return float(metrics['loss'])
 
   return run, count

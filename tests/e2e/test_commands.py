@@ -16,11 +16,11 @@ from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import errors
 from encdec_adapt.conversion import source_files
 from encdec_adapt.data import records, row_order
-from encdec_adapt.models import parameters
+from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import setup
-from tests import tiny, tiny_tokenizers
+from tests import tiny, tiny_tokenizers, toy_models
 from tests.e2e import folders
 
 pytestmark = pytest.mark.e2e
@@ -223,7 +223,7 @@ def test_another_model_is_refused_before_records_are_made(
 
 
 def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
-  pairs, decoder, adapted, capsys
+  pairs, decoder, adapted, capsys, tmp_path
 ):
   flags = [
     '--config.init.mode=adapt',
@@ -231,13 +231,19 @@ def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
     '--config.loss.distillation=0.5',
   ]
   teacher = '--config.teacher.checkpoint='
-  assert _train(*pairs, *flags, f'{teacher}{decoder}', '--dry_run') == 0
-  shown = capsys.readouterr().out
-  assert re.search(r'^  teacher +[\d.]+ \w', shown, re.MULTILINE)
-  assert "decoder's shape" not in shown
-  assert 'decoder/layers' in shown
-  with pytest.raises(errors.UserError, match='of kind encoder_decoder'):
-    _train(*pairs, *flags, f'{teacher}{adapted}', '--dry_run')
+  for checkpoint in (decoder, adapted):
+    assert _train(*pairs, *flags, f'{teacher}{checkpoint}', '--dry_run') == 0
+    shown = capsys.readouterr().out
+    assert re.search(r'^  teacher +[\d.]+ \w', shown, re.MULTILINE)
+    assert "decoder's shape" not in shown
+    assert 'decoder/layers' in shown
+  encoder = model_config.DecoderOnlyConfig(
+    toy_models.stack(role='bidirectional', vocab_size=512)
+  )
+  toy_models.save(tmp_path / 'encoder', encoder, native=True)
+  kinds = 'decoder_only and prefix_decoder and encoder_decoder'
+  with pytest.raises(errors.UserError, match=f'encoder_only.*of kind {kinds}'):
+    _train(*pairs, *flags, f'{teacher}{tmp_path}/encoder', '--dry_run')
 
 
 @pytest.fixture

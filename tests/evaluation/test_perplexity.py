@@ -1,6 +1,5 @@
 """Loss per target token against a dense sum over the targets."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,10 +13,12 @@ from encdec_adapt.evaluation import perplexity
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import cross_entropy
 from tests import framing, toy_models
 
 STACK = toy_models.stack(layers=1, vocab_size=19, vocab_multiple=8)
 CONFIGS = toy_models.pair_and_decoder(STACK)
+LOSS = cross_entropy.CrossEntropy(chunk=8)
 LENGTHS = batch_lib.Lengths(encoder=8, decoder=6)
 
 
@@ -45,7 +46,7 @@ def _evaluator(kind, devices=1):
   where = state_lib.Placement(
     _loaded(kind).model, mesh, rules_lib.RULES['fsdp']
   )
-  return perplexity.Evaluator(where, chunk=8), where
+  return perplexity.Evaluator(where, LOSS), where
 
 
 def _frame(pairs, lengths):
@@ -92,16 +93,18 @@ def _by_hand(kind):
 def test_equals_a_sum_by_hand_for_any_batch_size(kind, size):
   got = _evaluator(kind)[0](_loaded(kind).params, _batches(size))
   loss, accuracy, count = _by_hand(kind)
-  assert got.target_tokens == count == 14
-  np.testing.assert_allclose(got.loss, loss, rtol=2e-6)
-  np.testing.assert_allclose(got.accuracy, accuracy, rtol=1e-6)
-  assert len(got.weight) == len(ROWS)
+  assert got.weight == count == 14
+  np.testing.assert_allclose(got.values['loss'], loss, rtol=2e-6)
+  np.testing.assert_allclose(got.values['accuracy'], accuracy, rtol=1e-6)
+  assert got.ratios.shape[2] == len(ROWS)
 
 
 def test_scores_are_the_linearised_ratio():
-  result = perplexity.Result(*np.array([[4.0, 9.0], [1, 2], [2, 3], [0, 1]]))
+  weight = [2.0, 3.0]
+  ratios = [[[4, 9], weight], [[1, 2], weight], [[0, 1], [1, 1]]]
+  result = perplexity.Result(LOSS.held_out, np.array(ratios))
   loss, accuracy, exact = result.scores('held_out')
-  assert loss.value == result.loss == pytest.approx(13 / 5)
+  assert loss.value == result.values['loss'] == pytest.approx(13 / 5)
   # 13 / 5 plus the residuals 4 - 2 * 13 / 5 and 9 - 3 * 13 / 5 over 5 / 2.
   assert loss.scores == pytest.approx((2.12, 3.08))
   assert loss.stderr == pytest.approx(0.48)
@@ -117,8 +120,8 @@ def test_a_causal_batch():
   got = evaluator(params, _batches(2, rows, lengths))
   # The same texts as pairs whose prefix is BOS alone.
   want = evaluator(params, _batches(2, rows))
-  assert got.target_tokens == want.target_tokens == 6
-  np.testing.assert_allclose(got.loss, want.loss, rtol=2e-6)
+  assert got.weight == want.weight == 6
+  np.testing.assert_allclose(got.values['loss'], want.values['loss'], rtol=2e-6)
 
 
 @pytest.mark.sharded
@@ -128,9 +131,7 @@ def test_a_mesh_gives_the_same():
   want = _evaluator('encoder_decoder')[0](params, _batches(3))
   sharded = jax.device_put(params, where.shardings(params))
   got = evaluator(sharded, _batches(4))
-  np.testing.assert_allclose(
-    dataclasses.astuple(got), dataclasses.astuple(want), rtol=2e-6
-  )
+  np.testing.assert_allclose(got.ratios, want.ratios, rtol=2e-6)
 
 
 def test_nothing_to_evaluate_is_refused():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data import batch
-from encdec_adapt.models import presets
+from encdec_adapt.models import model_config, presets
 from encdec_adapt.ops import attention_splash, masks
-from encdec_adapt.planning import hlo, kernels, programs
+from encdec_adapt.planning import hlo, kernels
 
 CASES = [('causal', window) for window in (None, 1, 512, 700)]
 CASES += [(rule, w) for rule in masks.WINDOW_RULES for w in (513, 5000)]
@@ -86,7 +86,7 @@ def test_a_kernel_that_the_model_does_not_have_is_refused(kernel, message):
 
 def test_attentions_of_a_pair_and_its_teacher():
   pair = presets.t5gemma('2b_2b')
-  models = pair, programs.without_cross_attention(pair.decoder)
+  models = pair, model_config.without_cross_attention(pair.decoder)
   found = kernels.attentions(models, batch.Lengths(512, 1024))
   assert set(found) == {
     kernels.Attention(512, 512, None, None),

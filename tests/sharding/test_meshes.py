@@ -17,8 +17,8 @@ from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import cross_entropy
 from tests import toy_models
 
 pytestmark = pytest.mark.sharded
@@ -70,7 +70,7 @@ EXPERTS = dict(
 )
 LENGTHS = {'encoder': 16, 'decoder': 8}
 ROWS = 8
-LOSS = losses.LossConfig(
+LOSS = cross_entropy.CrossEntropy(
   z_loss=1e-2, load_balance=1.0, router_z_loss=1.0, chunk=4
 )
 
@@ -98,7 +98,7 @@ def _make_batch():
 def _run(model, params, batch):
   """The loss and its gradients."""
   return jax.value_and_grad(
-    lambda params: losses.loss_sums(model, params, batch, LOSS).total
+    lambda params: LOSS.sums(model, params, batch)['loss']
   )(params)
 
 

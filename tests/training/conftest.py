@@ -1,5 +1,7 @@
 """A toy encoder-decoder, batches for it, and how to train it."""
 
+import types
+
 import jax
 import numpy as np
 
@@ -8,7 +10,6 @@ from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (
-  losses,
   optimizers,
   phases,
   schedules,
@@ -16,6 +17,7 @@ from encdec_adapt.training import (
 )
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.losses import cross_entropy
 from tests import framing, toy_models
 
 VOCAB = 60
@@ -63,14 +65,14 @@ class Trainer:
     loss=None,
     rate=1e-2,
     optimizer=None,
-    teacher=None,
     model=MODEL,
+    axes=types.MappingProxyType({}),
   ):
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
     self.where = state_lib.Placement(model, self.mesh, rules_lib.RULES['fsdp'])
-    self.loss = loss or losses.LossConfig(z_loss=1e-3, chunk=16)
+    self.loss = loss or cross_entropy.CrossEntropy(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
       self.loss,
@@ -88,8 +90,9 @@ class Trainer:
         cross_attention_warmup=warmup,
         dropout=dropout,
       ),
-      teacher,
+      axes,
     )
+    self.axes = axes
     self.functions = {}
 
   def init(self, params=None):
@@ -98,7 +101,7 @@ class Trainer:
       params = self.where.place(INIT, jax.random.key(0))
     return self.phases.create(params)
 
-  def step(self, state, batch, teacher_params=None):
+  def step(self, state, batch, references=None):
     """One step; groups that start there are thawed first."""
     number = int(state.step)
     state = self.phases.thaw(state, number)
@@ -106,7 +109,9 @@ class Trainer:
     if names not in self.functions:
       self.functions[names] = self.phases.make_step(number)
     return self.functions[names](
-      state, step_lib.place_batch(batch, self.where), teacher_params or {}
+      state,
+      step_lib.place_batch(batch, self.where, self.axes),
+      references or {},
     )
 
 

@@ -15,11 +15,11 @@ from encdec_adapt.models import build, decoder_only, model_config, parameters
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses
+from encdec_adapt.training.losses import cross_entropy
 from tests.training.conftest import INIT, MODEL, STACK, Trainer, make_batch
 
 RATE = 0.2
-LOSS = losses.LossConfig(chunk=16)
+LOSS = cross_entropy.CrossEntropy(chunk=16)
 
 
 def _batch(**options):
@@ -94,9 +94,7 @@ def test_steps_and_microbatches_draw_their_own(params):
   @jax.jit
   def loss(part, key):
     dropout = decoder_only.Dropout(RATE, key)
-    return losses.loss_sums(
-      MODEL, params, part, trainer.loss, dropout=dropout
-    ).total
+    return trainer.loss.sums(MODEL, params, part, dropout=dropout)['loss']
 
   parts = [{name: x[i::2] for name, x in batch.items()} for i in range(2)]
   seen = []
@@ -127,8 +125,8 @@ def _gradient(mesh=mesh_lib.MeshConfig(fsdp=1), **compute):
   def loss(params, batch, key):
     dropout = decoder_only.Dropout(RATE, key)
     with partition.use(mesh, rules):
-      sums = losses.loss_sums(model, params, batch, LOSS, dropout=dropout)
-    return sums.total / sums.weight
+      terms = LOSS.sums(model, params, batch, dropout=dropout)
+    return terms['loss'] / LOSS.weight(batch)
 
   params = jax.jit(DECODER.init)(jax.random.key(0))
   batch = _batch(teacher=True)

@@ -7,10 +7,10 @@ import pytest
 
 from encdec_adapt.models import build
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import losses as losses_lib
 from encdec_adapt.training import optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.losses import distillation
 from tests.training.conftest import (
   PAIR,
   SOURCE,
@@ -20,12 +20,12 @@ from tests.training.conftest import (
 )
 
 
-def _updates(trainer, batches, teacher_params=None):
+def _updates(trainer, batches, references=None):
   """Losses of some steps and the parameters after them."""
   state = trainer.init()
   losses = []
   for batch in batches:
-    state, metrics = trainer.step(state, batch, teacher_params)
+    state, metrics = trainer.step(state, batch, references)
     losses.append(float(metrics['loss']))
   return losses, host(state.params)
 
@@ -173,10 +173,8 @@ def test_clip_norm_is_that_of_the_moving_parameters(frozen, full):
   batch = jax.tree.map(jnp.asarray, batch)
 
   def loss(flat):
-    sums = losses_lib.loss_sums(
-      model, state_lib.unflatten(flat), batch, frozen.loss
-    )
-    return sums.total / sums.weight
+    terms = frozen.loss.sums(model, state_lib.unflatten(flat), batch)
+    return terms['loss'] / frozen.loss.weight(batch)
 
   gradients = jax.jit(jax.grad(loss))(params)
   squares = {p: float((g**2).sum()) for p, g in gradients.items()}
@@ -218,29 +216,33 @@ def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
   teacher, model = build.build(SOURCE), build.build(PAIR)
   batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))
   params = model.init(jax.random.key(0))
-  config = losses_lib.LossConfig(distillation=1.0, chunk=16)
+  loss = distillation.Distillation(
+    distillation=1.0, chunk=16, models={'teacher': teacher}
+  )
   held = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16), teacher.init(jax.random.key(1))
   )
   rounded = jax.tree.map(lambda x: x.astype(jnp.float32), held)
   sums = [
-    losses_lib.loss_sums(model, params, batch, config, (teacher, source))
+    loss.sums(model, params, batch, {'teacher': source})
     for source in (held, rounded)
   ]
-  assert float(sums[0].kl) > 0 and float(sums[0].cross_entropy) > 0
-  assert float(sums[0].total) == pytest.approx(float(sums[1].total), rel=1e-5)
+  rounded, exact = sums
+  assert float(rounded['distillation']) > 0
+  assert float(rounded['cross_entropy']) > 0
+  assert float(rounded['loss']) == pytest.approx(float(exact['loss']), rel=1e-5)
 
 
 @pytest.mark.sharded
 @pytest.mark.long
 def test_distillation_on_a_mesh_equals_one_device():
   teacher = build.build(SOURCE)
-  params = teacher.init(jax.random.key(1))
-  loss = losses_lib.LossConfig(distillation=0.5, z_loss=1e-3, chunk=16)
-  batch = make_batch(16, teacher=True)
-  one = _updates(Trainer(loss=loss, teacher=teacher), [batch], params)
-  mesh = mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2)
-  many = _updates(
-    Trainer(mesh, loss=loss, teacher=teacher, microbatches=2), [batch], params
+  params = {'teacher': teacher.init(jax.random.key(1))}
+  loss = distillation.Distillation(
+    distillation=0.5, z_loss=1e-3, chunk=16, models={'teacher': teacher}
   )
+  batch = make_batch(16, teacher=True)
+  one = _updates(Trainer(loss=loss), [batch], params)
+  mesh = mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2)
+  many = _updates(Trainer(mesh, loss=loss, microbatches=2), [batch], params)
   _assert_close(many, one)

@@ -1,0 +1,79 @@
+"""Losses: a module for each, which the class in it makes known.
+
+A loss is a frozen dataclass, a subclass of `loss.Loss`. Its keys (`keys.key`)
+are keys of `config.loss`; several losses may share a key by inheritance. To add
+a loss, write a module here with its class, and nothing else in the package:
+
+- `is_chosen` says by which keys, or for which models, a job has this loss;
+- `check` refuses models and objectives that it does not suit;
+- `references` names the frozen models that it reads. `config.teacher` says
+  where they are, `accepts` of which architecture they may be, and
+  `assumed_reference` what a plan counts while no path is given;
+- `frame` changes a batch of the objective on the host, if it has to;
+- `predict` computes the states of a model. By default the model reads the
+  batch as its architecture does; with several rows for an example, override it
+  to make one row of each, [P, 2, T] -> [2 P, T];
+- `weight` is the divisor: by default the weights of the targets, and the number
+  of examples where the loss compares the rows of an example;
+- `terms` computes sums over the batch, `loss` with the gradient among them,
+  and `metrics` says which of them are divided by the weight;
+- `row_ratios`, `held_out`, `curves` and `selects` do the same for held-out
+  rows, and say which metrics a run records and which of them `keep_best` and
+  `patience` follow. `held_out_references` names the references that this needs.
+
+Terms are sums so that microbatches, hosts and rows of unequal weight add up to
+one large batch: the step divides them by the weight of the whole batch.
+"""
+
+from collections.abc import Mapping
+import importlib
+import pkgutil
+from typing import Any
+
+from encdec_adapt.cli import errors, keys
+from encdec_adapt.models import model_config
+from encdec_adapt.training.losses import cross_entropy, loss
+
+
+def _classes() -> tuple[type[loss.Loss], ...]:
+  """Finds the losses in the modules of this package."""
+  # Found, not listed, so that a new loss needs no change outside its module.
+  modules = [
+    importlib.import_module(f'{__name__}.{module.name}')
+    for module in pkgutil.iter_modules(__path__)
+  ]
+  return tuple(
+    value
+    for module in modules
+    for value in vars(module).values()
+    if isinstance(value, type)
+    and issubclass(value, loss.Loss)
+    and value is not loss.Loss
+    and value.__module__ == module.__name__
+  )
+
+
+CLASSES = _classes()
+
+
+def from_section(
+  values: Mapping[str, Any], model: model_config.ModelConfig
+) -> loss.Loss:
+  """Makes the loss that `config.loss` describes; cross-entropy by default.
+
+  Args:
+    values: value of every key of the section.
+    model: the model that is trained.
+
+  Raises:
+    UserError: a value is out of bounds, or several losses are chosen.
+  """
+  # All are made, so that a value out of bounds is refused in any of them.
+  candidates = [keys.make(section, values) for section in CLASSES]
+  chosen = [entry for entry in candidates if entry.is_chosen(model)]
+  if len(chosen) > 1:
+    raise errors.UserError(
+      'config.loss and config.data.objective choose several losses,'
+      f' {" and ".join(entry.name for entry in chosen)}; a job has one loss.'
+    )
+  return (*chosen, keys.make(cross_entropy.CrossEntropy, values))[0]

@@ -1,0 +1,90 @@
+"""Cross-entropy to the targets, the default loss."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, ClassVar
+
+from encdec_adapt.cli import errors, keys
+from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.models import model_config
+from encdec_adapt.ops import vocabulary_loss
+from encdec_adapt.training.losses import loss
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy(loss.Loss):
+  """Cross-entropy to the data in nats, over a whole vocabulary."""
+
+  name: ClassVar[str] = 'cross_entropy'
+  # `distillation` is the divergence from a teacher, 0 without it.
+  metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
+    'cross_entropy': 'mean',
+    'distillation': 'mean',
+    'z_loss': 'mean',
+    'accuracy': 'mean',
+  }
+
+  z_loss: float = keys.key(
+    0.0, 'Weight of the squared log-normaliser.', at_least=0
+  )
+  label_smoothing: float = keys.key(
+    0.0, 'Share of the target spread over the vocabulary.', at_least=0, below=1
+  )
+  on_inputs: bool = keys.key(
+    False,
+    'Causal decoders on pairs: predict the inputs too, not the targets only.',
+  )
+
+  def check(
+    self, model: model_config.ModelConfig, objectives: loss.Objectives
+  ) -> None:
+    """Checks that the inputs can be predicted where they are to be.
+
+    Raises:
+      UserError: the model reads them before it predicts.
+    """
+    kind, feeds = model.architecture, objectives[0].feeds
+    if self.on_inputs and not (kind.predicts_inputs and feeds == 'pair'):
+      raise errors.UserError(
+        f'config.loss.on_inputs is set with config.model.kind {kind.name} and'
+        f' objective {" | ".join(map(str, objectives))!r}; only a causal'
+        ' decoder (decoder_only) on pairs can predict the inputs: others read'
+        ' them before.'
+      )
+
+  def frame(self, rows: loss.Rows, pad: int) -> loss.Rows:
+    """Makes the inputs targets, too, if `on_inputs` is set."""
+    return batch_lib.on_all_tokens(rows, pad) if self.on_inputs else rows
+
+  def terms(
+    self,
+    outputs: loss.Outputs,
+    references: Mapping[str, loss.Outputs],
+    batch: loss.Batch,
+  ) -> loss.Terms:
+    """Computes the sums of the loss and its parts; see `loss.Loss.terms`."""
+    # One pass for both distributions: their logits are never in memory whole.
+    sums = vocabulary_loss.cross_entropy(
+      outputs.hidden,
+      outputs.table,
+      batch['targets'],
+      batch['weights'],
+      vocab_size=outputs.config.outputs,
+      softcap=outputs.config.final_softcap,
+      z_loss=self.z_loss,
+      label_smoothing=self.label_smoothing,
+      chunk=self.chunk,
+      teacher=self.teacher(references),
+    )
+    # Always reported, so that the records of all runs have the same names.
+    return {
+      'loss': sums.total,
+      'cross_entropy': sums.cross_entropy,
+      'distillation': sums.kl,
+      'z_loss': sums.z_loss,
+      'accuracy': sums.correct,
+    }
+
+  def teacher(self, references: Mapping[str, loss.Outputs]) -> Any:
+    """Returns the distribution to learn besides the targets, or None."""
+    del references

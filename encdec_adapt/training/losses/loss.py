@@ -1,0 +1,285 @@
+"""The base of all losses, with the questions of training and evaluation.
+
+Imports no module of a loss.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+import numpy as np
+
+from encdec_adapt.cli import keys
+from encdec_adapt.data import definition
+from encdec_adapt.models import architecture as architectures
+from encdec_adapt.models import (
+  build,
+  decoder_only,
+  expert_layer,
+  model_config,
+)
+from encdec_adapt.ops import vocabulary_loss
+
+Batch = Mapping[str, Array]
+Objectives = Sequence[definition.Objective]
+Params = decoder_only.Params
+References = Mapping[str, Params]
+Rows = dict[str, np.ndarray]
+Terms = dict[str, Array]
+
+
+class Outputs(NamedTuple):
+  """Results of a model for a batch.
+
+  Attributes:
+    hidden: states that predict the targets, [B, T, D].
+    table: output table, [V, D].
+    config: shape of the stack that computed the states.
+  """
+
+  hidden: Array
+  table: Array
+  config: model_config.StackConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """Base of the losses; its keys are those of every loss.
+
+  Attributes:
+    name: name of the loss in messages.
+    references: names of the frozen models that the loss reads.
+    held_out_references: those that held-out metrics need, too.
+    metrics: metric of a step -> whether it is a 'mean' over the weight of the
+      batch or a 'sum'. A loss adds its terms to those here: `loss`, `weight`
+      (target tokens), and for models with experts `load_balance` (1 if all
+      experts get equally many tokens) and `router_z_loss`, both unweighted
+      means over layers and tokens of a microbatch.
+    held_out: metrics of held-out rows, in the order of `row_ratios`.
+    curves: those that the records of a run have, `loss` among them.
+    selects: the held-out metric that `keep_best` and `patience` follow.
+    highest: whether the highest value of it is the best; else the lowest.
+    unit: unit of the metric in printed lines.
+    models: the reference models by name; set once they are opened.
+  """
+
+  name: ClassVar[str]
+  references: ClassVar[tuple[str, ...]] = ()
+  held_out_references: ClassVar[tuple[str, ...]] = ()
+  metrics: ClassVar[Mapping[str, Literal['mean', 'sum']]] = {
+    'loss': 'mean',
+    'weight': 'sum',
+    'load_balance': 'mean',
+    'router_z_loss': 'mean',
+  }
+  held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'exact_match')
+  curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
+  selects: ClassVar[str] = 'loss'
+  highest: ClassVar[bool] = False
+  unit: ClassVar[str] = 'per target token'
+
+  load_balance: float = keys.key(
+    0.01,
+    'Models with experts: weight of the load-balancing loss, per layer over'
+    ' the tokens of a microbatch (Switch Transformer: 0.01).',
+    at_least=0,
+  )
+  router_z_loss: float = keys.key(
+    0.0,
+    "Models with experts: weight of the router's z-loss (ST-MoE: 0.001).",
+    at_least=0,
+  )
+  chunk: int = keys.key(
+    1024,
+    'Tokens of a device whose logits are in memory at a time. Devices that'
+    ' share a table gather theirs: 256 on each of 16 are 4096 rows of logits.',
+    at_least=1,
+  )
+  # Static in a compiled step, which takes only the parameters as arguments.
+  models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    keys.check(self, 'config.loss.')
+
+  # -- Choice ------------------------------------------------------------------
+
+  def is_chosen(self, model: model_config.ModelConfig) -> bool:
+    """Returns whether a job that trains a model has this loss."""
+    del model
+    return False  # The default loss is chosen by no key.
+
+  def check(
+    self, model: model_config.ModelConfig, objectives: Objectives
+  ) -> None:
+    """Checks that the loss suits a model and objectives.
+
+    Raises:
+      UserError: it does not.
+    """
+
+  @property
+  def accepts(self) -> tuple[architectures.Architecture, ...]:
+    """Architectures of the references that the loss accepts."""
+    return tuple(architectures.BY_NAME.values())
+
+  def assumed_reference(
+    self, model: model_config.ModelConfig
+  ) -> model_config.ModelConfig:
+    """Returns the shape of a reference if its path is not given."""
+    return model
+
+  # -- Training ----------------------------------------------------------------
+
+  def frame(self, rows: Rows, pad: int) -> Rows:
+    """Changes a batch of the objective on the host.
+
+    Args:
+      rows: fields of `data.batch`.
+      pad: padding id of the decoder's vocabulary.
+    """
+    del pad
+    return rows
+
+  def weight(self, batch: Batch) -> Float[Array, '']:
+    """Returns the weight of a batch, over which metrics are means."""
+    return jnp.sum(batch['weights'])
+
+  def predict(
+    self, model: build.Model, params: Params, batch: Batch, **options: Any
+  ) -> Outputs:
+    """Computes the states of a model that predict the targets.
+
+    Args:
+      model: the trained model or a reference.
+      params: its parameters.
+      batch: fields of `data.batch`.
+      **options: of `architecture.Architecture.predict`.
+    """
+    hidden = model.architecture.predict(model, params, batch, **options)
+    return Outputs(hidden, model.head(params), model.config.decoder)
+
+  def terms(
+    self, outputs: Outputs, references: Mapping[str, Outputs], batch: Batch
+  ) -> Terms:
+    """Computes the metrics of a batch as sums.
+
+    Args:
+      outputs: those of the trained model.
+      references: those of the references, by name.
+      batch: fields of `data.batch`.
+
+    Returns:
+      Metric -> sum over the batch; `loss` carries the gradient.
+    """
+    raise NotImplementedError
+
+  def sums(
+    self,
+    model: build.Model,
+    params: Params,
+    batch: Batch,
+    references: References | None = None,
+    dropout: decoder_only.Dropout | None = None,
+  ) -> Terms:
+    """Computes `terms` and `weight` of a batch, and the losses of routers.
+
+    Args:
+      model: the trained model.
+      params: its parameters.
+      batch: fields of `data.batch`.
+      references: parameters of the references, which no gradient reaches.
+      dropout: dropout of the trained model; references have none.
+    """
+    # No gradient reaches the references: their states need no backward pass.
+    outputs = {
+      name: self.predict(
+        self.models[name], jax.lax.stop_gradient(references[name]), batch
+      )
+      for name in self.references
+    }
+    routing = []
+    trained = self.predict(
+      model, params, batch, routing=routing, dropout=dropout
+    )
+    terms = self.terms(trained, outputs, batch)
+    terms['weight'] = jnp.sum(batch['weights'])
+    if not routing:
+      return terms
+    # Router losses are means; scaled by the weight they add up like the sums.
+    weight = self.weight(batch)
+    routed = jax.tree.map(
+      lambda mean: weight * mean, expert_layer.mean_losses(routing)
+    )
+    total = terms['loss'] + self.load_balance * routed.balance
+    return terms | {
+      'loss': total + self.router_z_loss * routed.z,
+      'load_balance': routed.balance,
+      'router_z_loss': routed.z,
+    }
+
+  def averages(self, terms: Terms, weight: Float[Array, '']) -> Terms:
+    """Returns the metrics of a step.
+
+    Args:
+      terms: sums over the whole batch.
+      weight: weight of the whole batch, not 0.
+    """
+    # Divided once, after all microbatches: their weights are unequal.
+    return {
+      name: value / weight if self.metrics[name] == 'mean' else value
+      for name, value in terms.items()
+    }
+
+  # -- Held-out rows -----------------------------------------------------------
+
+  def row_ratios(
+    self,
+    model: build.Model,
+    params: Params,
+    batch: Batch,
+    references: References | None = None,
+  ) -> Float[Array, 'm 2 B']:
+    """Computes the held-out metrics as ratios of sums, row by row.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      batch: fields of `data.batch`.
+      references: parameters of `held_out_references`.
+
+    Returns:
+      Numerator and denominator of every metric of `held_out`: here the
+      cross-entropy to the data in nats and the weight with the largest logit,
+      both over the weight of the targets, and whether greedy decoding gives all
+      targets of a row. A row whose first denominator is 0 does not count.
+    """
+    del references
+    outputs = self.predict(model, params, batch)
+    nats, correct = vocabulary_loss.per_token(
+      outputs.hidden,
+      outputs.table,
+      batch['targets'],
+      vocab_size=outputs.config.outputs,
+      softcap=outputs.config.final_softcap,
+      chunk=self.chunk,
+    )
+    weights = batch['weights']  # [B, T]
+    # A weight of zero hides any value.
+    hidden = weights == 0
+    exact = jnp.all((correct > 0) | hidden, axis=1).astype(jnp.float32)
+    weight = jnp.sum(weights, axis=1)
+    nats = jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1)
+    correct = jnp.sum(weights * correct, axis=1)
+    ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
+    return jnp.stack(ratios).reshape(3, 2, -1)
+
+  def rank(self, value: float) -> float:
+    """Returns a number that is lowest for the best value of `selects`."""
+    return -value if self.highest else value
+
+  def describe(self, value: float) -> str:
+    """Names a value of `selects` in printed lines."""
+    return f'held-out {self.selects} {value:.4f}'

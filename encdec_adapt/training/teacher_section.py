@@ -1,0 +1,23 @@
+"""The section `teacher`: where the frozen model is that a loss reads."""
+
+import dataclasses
+
+from encdec_adapt.cli import keys
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+  """Keys of `config.teacher`."""
+
+  checkpoint: str = keys.key(
+    '', "Work directory or Hugging Face folder of the teacher; '' for none."
+  )
+  dtype: str = keys.key(
+    '',
+    "Dtype in which its parameters are held: 'float32', 'bfloat16', or '' for"
+    ' config.compute.dtype.',
+    one_of=('', 'float32', 'bfloat16'),
+  )
+
+  def __post_init__(self):
+    keys.check(self, 'config.teacher.')
