@@ -119,8 +119,9 @@ def _plan(
       weight.name, weight.their_shape, tensor_dtype, make
     )
 
-  # A checkpoint may store a parameter of all layers as a single array: tensors
-  # of the same array are adjacent, so that a reader need not open it again.
+  # `params` may hold layers stacked in a single array, of which a checkpoint
+  # keeps only the last read in memory: in another order it would be read again
+  # for every layer.
   order = sorted(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,

@@ -53,8 +53,8 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   try:
     disk.require_writable(path.parent)
     with _write_errors(path):
-      # The mark is written before the work starts, so that a bucket that cannot
-      # be written is an error now and not after hours.
+      # Before the body, which may upload to `path`: after a kill the mark tells
+      # a later command that it may replace the folder.
       if is_bucket:
         paths.remove(path)  # An unfinished upload.
         paths.write(path / UNFINISHED, b'')

@@ -117,7 +117,7 @@ def _save(
   try:
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    # `save_file` gives the file permissions for its user only.
+    # `save_file` replaces the file by a new file for its owner only.
     safetensors_numpy.save_file(dict(arrays), file, _PYTORCH)
     file.chmod(mode)
     if bucket is not None:
