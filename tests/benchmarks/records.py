@@ -35,7 +35,7 @@ from encdec_adapt.data import (
   text_sources,
 )
 from encdec_adapt.tokenizers import vocabularies, vocabulary_training
-from tests import framing
+from tests import gemma_ids
 from tests.benchmarks import results
 from tests.data import test_packing
 
@@ -91,7 +91,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
       writer.write(_random_row(spec.lengths, rng))
     entry = writer.finish()
   record_writing.write_manifest(
-    folder, spec, parts, {key: entry}, framing.DESCRIBED
+    folder, spec, parts, {key: entry}, gemma_ids.DESCRIBED
   )
   record_set = records.RecordSet.open(folder)
 

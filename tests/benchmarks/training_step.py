@@ -77,7 +77,7 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
   import numpy as np
 
   from encdec_adapt.data import batch
-  from tests import framing
+  from tests import gemma_ids
 
   lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
   rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
       batch.Pair(draw(inputs - 1), draw(targets))
       for _ in range(arguments.examples)
     ]
-    rows.append(batch.frame_row(pairs, lengths, framing.FRAMING))
+    rows.append(batch.frame_row(pairs, lengths, gemma_ids.FRAMING))
   return batch.stack_rows(rows)
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from encdec_adapt.data import batch, objective_names
-from tests import framing
+from tests import gemma_ids
 
-EOS = framing.EOS
+EOS = gemma_ids.EOS
 MASK = 4
 A, B, C = 5, 6, 7  # Sentinels.
 R, S, X = 8, 9, 10

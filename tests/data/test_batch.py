@@ -5,9 +5,9 @@ import pytest
 
 from encdec_adapt.data import batch
 from encdec_adapt.tokenizers import special_ids
-from tests import framing
+from tests import gemma_ids
 
-EOS, BOS = framing.EOS, framing.BOS
+EOS, BOS = gemma_ids.EOS, gemma_ids.BOS
 LENGTHS = batch.Lengths(encoder=8, decoder=6)
 
 
@@ -23,14 +23,14 @@ def make_batch():
   """A batch of the row above and a filler row."""
   return batch.stack_rows(
     [
-      batch.frame_row(ROW, LENGTHS, framing.FRAMING, teacher=True),
-      batch.frame_row([], LENGTHS, framing.FRAMING, teacher=True),
+      batch.frame_row(ROW, LENGTHS, gemma_ids.FRAMING, teacher=True),
+      batch.frame_row([], LENGTHS, gemma_ids.FRAMING, teacher=True),
     ]
   )
 
 
 def test_a_row_of_two_pairs_is_framed_as_the_table_says():
-  row = batch.frame_row(ROW, LENGTHS, framing.FRAMING, teacher=True)
+  row = batch.frame_row(ROW, LENGTHS, gemma_ids.FRAMING, teacher=True)
   expected = {
     'encoder_tokens': [BOS, 11, 12, 13, BOS, 21, 22, 0],
     'encoder_segments': [1, 1, 1, 1, 2, 2, 2, 0],
@@ -58,7 +58,7 @@ def test_a_causal_row_has_no_encoder():
   row = batch.frame_row(
     [pair([], [11, 12]), pair([], [21, EOS])],
     batch.Lengths(0, 6),
-    framing.FRAMING,
+    gemma_ids.FRAMING,
   )
   assert set(row) == {
     'decoder_tokens',
@@ -77,7 +77,7 @@ def test_decoder_inputs_and_weights_of_a_pair():
     decoder_inputs=np.array([12, 4, 14], np.int32),
     weights=np.array([0, 1, 0.5], np.float32),
   )
-  row = batch.frame_row([masked], LENGTHS, framing.FRAMING, teacher=True)
+  row = batch.frame_row([masked], LENGTHS, gemma_ids.FRAMING, teacher=True)
   np.testing.assert_array_equal(row['decoder_tokens'], [BOS, 12, 4, 0, 0, 0])
   np.testing.assert_array_equal(row['targets'], [12, 13, 14, 0, 0, 0])
   np.testing.assert_array_equal(row['weights'], [0, 1, 0.5, 0, 0, 0])
@@ -85,10 +85,10 @@ def test_decoder_inputs_and_weights_of_a_pair():
     row['teacher_tokens'][:6], [BOS, 11, 12, 4, 14, 0]
   )
   rows = batch.stack_rows([row])
-  batch.check_framing(rows, framing.FRAMING, mask=4)
+  batch.check_framing(rows, gemma_ids.FRAMING, mask=4)
   for other in (None, 5):
     with pytest.raises(ValueError, match='shifted right'):
-      batch.check_framing(rows, framing.FRAMING, mask=other)
+      batch.check_framing(rows, gemma_ids.FRAMING, mask=other)
 
 
 def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():
@@ -103,7 +103,7 @@ def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():
       ([21, 4], [21, 22], [0, 1]),
     )
   ]
-  row = batch.frame_row(pairs, batch.Lengths(8, 0), framing.FRAMING)
+  row = batch.frame_row(pairs, batch.Lengths(8, 0), gemma_ids.FRAMING)
   expected = {
     'encoder_tokens': [BOS, 4, 12, 13, BOS, 21, 4, 0],
     'encoder_segments': [1, 1, 1, 1, 2, 2, 2, 0],
@@ -114,17 +114,17 @@ def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():
   assert set(row) == set(expected)
   for name, values in expected.items():
     np.testing.assert_array_equal(row[name], values, err_msg=name)
-  batch.check_framing(batch.stack_rows([row]), framing.FRAMING)
+  batch.check_framing(batch.stack_rows([row]), gemma_ids.FRAMING)
 
 
 def test_a_decoder_only_model_may_predict_the_inputs_too():
   row = batch.frame_row(
     [ROW[0]._replace(weights=np.array([1, 0, 2], np.float32)), ROW[1]],
     LENGTHS,
-    framing.FRAMING,
+    gemma_ids.FRAMING,
     teacher=True,
   )
-  rows = batch.on_all_tokens(batch.stack_rows([row]), framing.PAD)
+  rows = batch.on_all_tokens(batch.stack_rows([row]), gemma_ids.PAD)
   # teacher_tokens: BOS 11 12 13 14 15 16 | BOS 21 22 23 EOS | padding
   np.testing.assert_array_equal(
     rows['targets'], [[11, 12, 13, 14, 15, 16, 0, 21, 22, 23, EOS, 0, 0, 0]]
@@ -145,7 +145,7 @@ def test_a_decoder_only_model_may_predict_the_inputs_too():
 )
 def test_pairs_that_do_not_fit_are_refused(pairs, message):
   with pytest.raises(ValueError, match=message):
-    batch.frame_row(pairs, LENGTHS, framing.FRAMING)
+    batch.frame_row(pairs, LENGTHS, gemma_ids.FRAMING)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_pairs_that_do_not_fit_are_refused(pairs, message):
     ('decoder_tokens', (0, 2), 99, 'targets shifted right'),
     ('targets', (0, 1), 99, 'targets shifted right'),
     ('weights', (1, 3), 1.0, 'padding has weight 0'),
-    ('targets', (0, 2), framing.PAD, 'padding is never a target'),
+    ('targets', (0, 2), gemma_ids.PAD, 'padding is never a target'),
     ('encoder_tokens', (0, 0), 11, 'starts with its only BOS'),
     ('encoder_tokens', (0, 2), BOS, 'starts with its only BOS'),
     ('encoder_tokens', (0, 3), EOS, 'the encoder reads no EOS'),
@@ -166,11 +166,11 @@ def test_pairs_that_do_not_fit_are_refused(pairs, message):
 )
 def test_each_broken_rule_is_found_and_named(field, index, value, rule):
   fields = make_batch()
-  batch.check_framing(fields, framing.FRAMING)
+  batch.check_framing(fields, gemma_ids.FRAMING)
   assert fields[field][index] != value
   fields[field][index] = value
   with pytest.raises(ValueError, match=f'{rule}.*row {index[0]}, position'):
-    batch.check_framing(fields, framing.FRAMING)
+    batch.check_framing(fields, gemma_ids.FRAMING)
 
 
 # Of a Qwen decoder, whose padding, EOS and BOS are one, and a Llama encoder.
@@ -211,7 +211,7 @@ def test_each_side_is_framed_with_its_own_ids():
     np.testing.assert_array_equal(row[name], values, err_msg=name)
   batch.check_framing(batch.stack_rows([row]), MIXED)
   with pytest.raises(ValueError, match='starts with BOS'):
-    batch.check_framing(batch.stack_rows([row]), framing.FRAMING)
+    batch.check_framing(batch.stack_rows([row]), gemma_ids.FRAMING)
 
 
 def test_a_pair_costs_what_the_longer_prefix_takes():

@@ -12,7 +12,7 @@ from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh, placement, rules
 from encdec_adapt.tokenizers import vocabularies
 from encdec_adapt.training import state, step
-from tests import framing, toy_models
+from tests import gemma_ids, toy_models
 
 LENGTHS = batch.Lengths(8, 4)
 
@@ -106,7 +106,7 @@ def test_two_answers_are_shown():
 def test_two_answers_are_placed_and_split_into_microbatches():
   framed = batch.stack_rows(
     [
-      OBJECTIVE.maker.frame(row, LENGTHS, framing.FRAMING)
+      OBJECTIVE.maker.frame(row, LENGTHS, gemma_ids.FRAMING)
       for row in _rows() * 8
     ]
   )

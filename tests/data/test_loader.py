@@ -16,7 +16,7 @@ from encdec_adapt.data import (
   row_rates,
   shared_masks,
 )
-from tests import framing
+from tests import gemma_ids
 
 LENGTHS = batch.Lengths(4, 3)
 SHARDS = (3, 0, 4)  # rows per shard
@@ -67,7 +67,9 @@ def write_set(folder, *, passes=2, pack=True, sources=('python',)):
         writer.write([make_pair(number)])
         number += 1
       entries[key] = writer.finish()
-  record_writing.write_manifest(folder, spec, parts, entries, framing.DESCRIBED)
+  record_writing.write_manifest(
+    folder, spec, parts, entries, gemma_ids.DESCRIBED
+  )
   return records.RecordSet.open(folder, spec)
 
 
@@ -87,7 +89,7 @@ def rows_of(batches):
   """Row numbers, filler left out, checked against the content."""
   numbers = []
   for fields in batches:
-    batch.check_framing(fields, framing.FRAMING)
+    batch.check_framing(fields, gemma_ids.FRAMING)
     for i, number in enumerate(fields['row']):
       if number == row_order.FILLER:
         assert fields['weights'][i].sum() == 0
@@ -105,7 +107,7 @@ def test_a_batch_holds_the_rows_of_the_order(record_set):
   first = next(stream)
   np.testing.assert_array_equal(first['row'], expected[:4])
   np.testing.assert_array_equal(
-    first['encoder_tokens'][1], [framing.BOS, 100 + expected[1], 50, 0]
+    first['encoder_tokens'][1], [gemma_ids.BOS, 100 + expected[1], 50, 0]
   )
   assert first['row'].dtype == np.int32
   assert rows_of(stream) == expected[4:]
@@ -230,7 +232,7 @@ def test_prefixes_of_other_examples(single_set):
   (fields,) = loader.evaluation_batches(
     single_set, LENGTHS, 8, teacher=True, prefix_offset=3
   )
-  batch.check_framing(fields, framing.FRAMING)
+  batch.check_framing(fields, gemma_ids.FRAMING)
   own = np.arange(7)
   np.testing.assert_array_equal(fields['row'][:7], own)
   np.testing.assert_array_equal(fields['targets'][:7, 0], 200 + own)

@@ -7,7 +7,7 @@ import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objective_names, packing
-from tests import framing
+from tests import gemma_ids
 from tests.data import objective_cases as cases
 from tests.data.objective_cases import EOS, TEXT
 
@@ -119,7 +119,7 @@ def test_the_last_window_of_a_stream_is_split_within_it():
       )
       for seed in range(5)
     ):
-      row = batch.frame_row(pairs, objective.lengths, framing.FRAMING)
+      row = batch.frame_row(pairs, objective.lengths, gemma_ids.FRAMING)
       assert row['weights'].sum() == sum(len(pair.targets) for pair in pairs)
       assert sum(len(part) for pair in pairs for part in pair.parts) == size + 1
 
@@ -184,7 +184,7 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
   text, ends = [], 0
   for pair in made:
     assert {part.dtype for part in pair.parts} == {np.dtype(np.int32)}
-    batch.frame_row([pair], objective.lengths, framing.FRAMING)
+    batch.frame_row([pair], objective.lengths, gemma_ids.FRAMING)
     text += _restored(name, pair)
     ends += (np.concatenate([pair.targets]) == EOS).sum()
     if not objective.concatenate:

@@ -10,7 +10,7 @@ import pytest
 
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, record_writing, records
-from tests import framing
+from tests import gemma_ids
 
 SPEC = records.RecordSpec(
   source='python',
@@ -49,7 +49,7 @@ def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
         number += 1
       entries[key] = writer.finish(documents=1)
   return record_writing.write_manifest(
-    folder, spec, PARTS, entries, framing.DESCRIBED
+    folder, spec, PARTS, entries, gemma_ids.DESCRIBED
   )
 
 

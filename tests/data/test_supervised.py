@@ -11,7 +11,7 @@ import tokenizers
 from encdec_adapt.cli import errors
 from encdec_adapt.data import batch, objective_names, supervised
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabularies
-from tests import framing, tiny_tokenizers
+from tests import gemma_ids, tiny_tokenizers
 
 
 @pytest.fixture(scope='module')
@@ -248,13 +248,13 @@ def test_conversations_without_an_answer_are_refused(
 
 
 INPUTS = np.arange(100, 105, dtype=np.int32)
-LONG = np.append(np.arange(200, 260, dtype=np.int32), np.int32(framing.EOS))
+LONG = np.append(np.arange(200, 260, dtype=np.int32), np.int32(gemma_ids.EOS))
 MASK = 4
 
 
 @pytest.mark.parametrize('layout', ['separate', 'concat'])
 def test_meap_has_no_copy_of_50_targets(layout):
-  short = batch.Pair(INPUTS, np.append(LONG[:50], np.int32(framing.EOS)))
+  short = batch.Pair(INPUTS, np.append(LONG[:50], np.int32(gemma_ids.EOS)))
   (plain,) = supervised.meap_copies(short, MASK, layout, None)
   assert plain.targets.tolist() == plain.decoder_inputs.tolist()
   assert plain.weights.tolist() == [1] * 51

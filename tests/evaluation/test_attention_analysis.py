@@ -21,7 +21,7 @@ from encdec_adapt.evaluation import (
 from encdec_adapt.models import build, model_config
 from encdec_adapt.ops import activations, masks
 from encdec_adapt.tokenizers import vocabularies
-from tests import framing, tiny, toy_models
+from tests import gemma_ids, tiny, toy_models
 
 STACK = toy_models.stack(
   layers=3, pattern=('local', 'global'), attention_softcap=5.0
@@ -48,7 +48,7 @@ def _batch(kind):
     inputs, targets = (rng.integers(4, 60, n).astype(np.int32) for n in sizes)
     pair = batch_lib.Pair(inputs, targets)
     rows.append(
-      batch_lib.frame_row([pair], LENGTHS, framing.FRAMING, teacher=True)
+      batch_lib.frame_row([pair], LENGTHS, gemma_ids.FRAMING, teacher=True)
     )
   batch = batch_lib.stack_rows(rows) | {'row': np.arange(len(ROWS))}
   found = attention_analysis.annotate(CONFIGS[kind], batch, MASK, 99)

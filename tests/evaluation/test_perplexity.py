@@ -14,7 +14,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import cross_entropy
-from tests import framing, toy_models
+from tests import gemma_ids, toy_models
 
 STACK = toy_models.stack(layers=1, vocab_size=19, vocab_multiple=8)
 CONFIGS = toy_models.pair_and_decoder(STACK)
@@ -51,7 +51,7 @@ def _evaluator(kind, devices=1):
 
 def _frame(pairs, lengths):
   return batch_lib.frame_row(
-    pairs, lengths, framing.FRAMING, teacher=lengths.encoder > 0
+    pairs, lengths, gemma_ids.FRAMING, teacher=lengths.encoder > 0
   )
 
 

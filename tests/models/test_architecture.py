@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import architecture, build, model_config
-from tests import framing, toy_models
+from tests import gemma_ids, toy_models
 
 STACK = toy_models.stack(window=16)
 LENGTHS = batch_lib.Lengths(6, 5)
@@ -30,7 +30,7 @@ def _batch(lengths=LENGTHS):
   if not lengths.encoder:
     pairs = [batch_lib.Pair(np.zeros(0, np.int32), np.arange(20, 24))]
   row = batch_lib.frame_row(
-    pairs, lengths, framing.FRAMING, teacher=lengths.encoder > 0
+    pairs, lengths, gemma_ids.FRAMING, teacher=lengths.encoder > 0
   )
   return jax.tree.map(jnp.asarray, batch_lib.stack_rows([row]))
 

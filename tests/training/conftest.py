@@ -18,7 +18,7 @@ from encdec_adapt.training import (
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.losses import cross_entropy
-from tests import framing, toy_models
+from tests import gemma_ids, toy_models
 
 VOCAB = 60
 LENGTHS = batch_lib.Lengths(encoder=12, decoder=8)
@@ -45,7 +45,7 @@ def make_batch(rows: int, seed: int = 0, teacher: bool = False):
       for _ in range(2)
     ]
     framed.append(
-      batch_lib.frame_row(pairs, LENGTHS, framing.FRAMING, teacher=teacher)
+      batch_lib.frame_row(pairs, LENGTHS, gemma_ids.FRAMING, teacher=teacher)
     )
   batch = batch_lib.stack_rows(framed)
   batch['weights'] *= rng.random(batch['weights'].shape, dtype=np.float32)

@@ -16,7 +16,7 @@ from encdec_adapt.cli import errors
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import objective_names, packing
 from encdec_adapt.models import architecture, build, model_config
-from tests import framing
+from tests import gemma_ids
 from tests.data import objective_cases
 from tests.training import conftest
 
@@ -68,7 +68,7 @@ def _rows(name, kind):
       batch_lib.frame_row(
         row,
         objective.lengths,
-        framing.FRAMING,
+        gemma_ids.FRAMING,
         teacher=reads_pairs and objective.feeds == 'pair',
       )
       for row in rows
@@ -76,7 +76,7 @@ def _rows(name, kind):
   )
   batch_lib.check_framing(
     framed,
-    framing.FRAMING,
+    gemma_ids.FRAMING,
     mask=objective_cases.MASK
     if objective_names.parse_one(name).masks_inputs
     else None,

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
-from tests import framing
+from tests import gemma_ids
 from tests.training.conftest import STACK, VOCAB
 
 WINDOW = 4
@@ -41,7 +41,7 @@ def _logits(teacher, pairs, lengths):
   """Logits at the targets of each pair, read from one row."""
   model, params = teacher
   row = batch_lib.stack_rows(
-    [batch_lib.frame_row(pairs, lengths, framing.FRAMING, teacher=True)]
+    [batch_lib.frame_row(pairs, lengths, gemma_ids.FRAMING, teacher=True)]
   )
   row = jax.tree.map(jnp.asarray, row)
   hidden = model.architecture.predict(model, params, row)
@@ -64,7 +64,7 @@ def test_targets_are_predicted_as_the_continuation(teacher, pairs):
   model, params = teacher
   for pair in pairs:
     text = jnp.concatenate(
-      [jnp.array([framing.BOS]), pair.inputs, pair.targets]
+      [jnp.array([gemma_ids.BOS]), pair.inputs, pair.targets]
     )[None]
     ones, positions = jnp.ones_like(text), jnp.arange(text.shape[1])[None]
     hidden = model.decode(params, text, ones, positions)
